@@ -1,0 +1,421 @@
+"""Every setting of a run, as dataclasses whose field docstrings are the manual.
+
+`Config` is the root. A field made with `one_of`, `between` or `at_least` carries its allowed values in its metadata; `checks.py`
+reads them from there, so that a rule stands beside the key it rules. Nothing here imports torch, ray or vllm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+
+def one_of(*allowed: str) -> Any:
+    """A string field; the first of `allowed` is the default."""
+    return field(default=allowed[0], metadata={"allowed": allowed})
+
+
+def at_least(low: float, default: Any) -> Any:
+    """A number field that is never below `low`."""
+    return field(default=default, metadata={"low": low})
+
+
+def between(low: float, high: float, default: Any) -> Any:
+    """A number field within the closed interval `[low, high]`."""
+    return field(default=default, metadata={"low": low, "high": high})
+
+
+@dataclass
+class RunConfig:
+    """Where a run lives and how long it goes."""
+
+    name: str = "run"
+    """The run's name; its folder is `<directory>/<name>`."""
+    directory: str = "runs"
+    """The folder that holds runs."""
+    seed: int = 0
+    """Seeds data order, initial weights that are built, and sampling."""
+    steps: Optional[int] = at_least(0, None)
+    """RL steps at most; None goes on until `epochs` are done."""
+    epochs: int = at_least(1, 1)
+    """Passes over the training prompts."""
+
+
+@dataclass
+class ClusterConfig:
+    """What the run may use."""
+
+    device: str = one_of("auto", "cpu", "cuda")
+    """Where policy and engines compute; auto takes CUDA when a device is visible."""
+    nodes: int = at_least(1, 1)
+    """Nodes of the allocation."""
+    gpus_per_node: int = at_least(1, 8)
+    """GPUs of one node (ignored on CPU)."""
+    colocate: bool = False
+    """Policy and engines share their GPUs."""
+    start_timeout_s: float = at_least(1, 600.0)
+    """Seconds for all actors to be up; past it the run ends and names who did not answer."""
+    call_timeout_s: float = at_least(1, 3600.0)
+    """Seconds that one call of an actor may take."""
+
+
+@dataclass
+class BuildConfig:
+    """A small model that the project builds with random weights, where `model.path` does not exist yet."""
+
+    architecture: str = one_of("qwen3_moe", "qwen3", "qwen2", "llama")
+    """Which architecture's config.json is written."""
+    hidden: int = at_least(8, 64)
+    """Hidden size."""
+    layers: int = at_least(1, 2)
+    """Decoder layers."""
+    heads: int = at_least(1, 4)
+    """Attention heads."""
+    kv_heads: int = at_least(1, 2)
+    """Key/value heads."""
+    head_dim: int = at_least(4, 32)
+    """Width of one head."""
+    ffn: int = at_least(8, 128)
+    """Intermediate size of a dense layer."""
+    experts: int = at_least(0, 8)
+    """Experts of a MoE layer."""
+    experts_per_token: int = at_least(1, 2)
+    """Experts that see one token."""
+    expert_ffn: int = at_least(8, 64)
+    """Intermediate size of one expert."""
+    tied: bool = False
+    """The output projection is the embedding."""
+    max_length: int = at_least(8, 256)
+    """Longest sequence (max_position_embeddings)."""
+    tokenizer: str = one_of("characters", "none")
+    """`characters`: one token per printable ASCII character, with a chat template."""
+
+
+@dataclass
+class ModelConfig:
+    """The model that is trained."""
+
+    path: str = ""
+    """A Hugging Face directory: config.json, safetensors, tokenizer."""
+    dtype: str = one_of("bfloat16", "float32")
+    """Type of parameters and activations, in the policy and in the engines."""
+    build: Optional[BuildConfig] = None
+    """Builds the directory when it is not there (tests and the quickstart)."""
+
+
+@dataclass
+class LayoutConfig:
+    """How Megatron cuts the model. Data parallelism is what remains: ranks / (tensor · pipeline · context)."""
+
+    tensor: int = at_least(1, 1)
+    """Tensor parallel size; sequence parallel is on whenever it is above 1."""
+    pipeline: int = at_least(1, 1)
+    """Pipeline stages."""
+    virtual_pipeline: int = at_least(1, 1)
+    """Model chunks per pipeline stage (interleaved schedule)."""
+    context: int = at_least(1, 1)
+    """Context parallel size."""
+    expert: int = at_least(1, 1)
+    """Expert parallel size."""
+    expert_tensor: Optional[int] = at_least(1, None)
+    """Tensor parallel size inside an expert; None takes 1 with expert > 1, else `tensor`."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its schedule."""
+
+    lr: float = at_least(0, 1e-6)
+    """Peak learning rate."""
+    min_lr: float = at_least(0, 0.0)
+    """Where a decaying schedule ends."""
+    schedule: str = one_of("constant", "linear", "cosine")
+    """After the warm-up."""
+    warmup_steps: int = at_least(0, 0)
+    """Optimizer steps of linear warm-up from zero."""
+    decay_steps: Optional[int] = at_least(1, None)
+    """Optimizer step at which `min_lr` is reached; needed by linear and cosine."""
+    beta1: float = between(0, 1, 0.9)
+    """Adam's first moment decay."""
+    beta2: float = between(0, 1, 0.999)
+    """Adam's second moment decay."""
+    eps: float = at_least(0, 1e-8)
+    """Adam's epsilon."""
+    weight_decay: float = at_least(0, 0.01)
+    """Decoupled weight decay; norms and biases are exempt."""
+    clip_grad: float = at_least(0, 1.0)
+    """Largest global gradient norm; 0 does not clip."""
+
+
+@dataclass
+class MoeConfig:
+    """Router settings of a MoE policy."""
+
+    aux_loss: float = at_least(0, 0.0)
+    """Coefficient of the load-balancing loss."""
+    freeze_router: bool = False
+    """Keeps the router's weights as loaded."""
+
+
+@dataclass
+class PolicyConfig:
+    """The Megatron policy."""
+
+    ranks: Optional[int] = at_least(1, None)
+    """Processes (GPUs) of the policy; None takes nodes · gpus_per_node."""
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    """How the model is cut."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW and its schedule."""
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    """Router settings."""
+    micro_tokens: int = at_least(1, 8192)
+    """Token budget of one packed micro-batch on one rank (a longer sequence has one of its own)."""
+    logit_chunk: int = at_least(1, 1024)
+    """Tokens whose logits exist at once while log-probs are computed."""
+    recompute: bool = False
+    """Recomputes every layer's activations in the backward pass."""
+    threads: int = at_least(1, 1)
+    """CPU threads of one rank (CPU only)."""
+
+
+@dataclass
+class ReferenceConfig:
+    """The frozen policy that KL is measured against. It exists only while `algorithm.kl.coefficient` is above 0."""
+
+    path: Optional[str] = None
+    """Its weights; None takes `model.path`."""
+    layout: Optional[LayoutConfig] = None
+    """None shares the policy's ranks and layout; otherwise actors of its own in this layout."""
+    ranks: Optional[int] = at_least(1, None)
+    """Processes of a reference with a layout of its own."""
+
+
+@dataclass
+class SamplingConfig:
+    """How tokens are drawn."""
+
+    temperature: float = at_least(0, 1.0)
+    """Softmax temperature; 0 is greedy."""
+    top_p: float = between(0, 1, 1.0)
+    """Nucleus mass."""
+    top_k: int = at_least(-1, -1)
+    """Most likely tokens kept; -1 keeps all."""
+    max_tokens: int = at_least(1, 1024)
+    """Tokens generated in one turn at most."""
+    stop: list[str] = field(default_factory=list)
+    """Strings that end a turn; they stay in the output."""
+
+
+@dataclass
+class RolloutConfig:
+    """vLLM engines and the agent loop."""
+
+    engines: int = at_least(1, 1)
+    """Engines, each in an actor of its own."""
+    tensor: int = at_least(1, 1)
+    """Tensor parallel size of one engine."""
+    memory_fraction: float = between(0, 1, 0.6)
+    """Share of a GPU's memory that vLLM may take (CUDA)."""
+    kv_cache_gib: float = at_least(0.01, 1.0)
+    """KV cache of one engine worker (CPU)."""
+    max_length: Optional[int] = at_least(1, None)
+    """Longest sequence of an engine; None takes prompt + response limits."""
+    max_prompt_tokens: int = at_least(1, 2048)
+    """Longer prompts are left out of the data, counted."""
+    max_response_tokens: Optional[int] = at_least(1, None)
+    """Tokens after the prompt over all turns; None takes turns · sampling.max_tokens."""
+    max_turns: int = at_least(1, 1)
+    """Turns of one trajectory at most."""
+    concurrency: int = at_least(1, 256)
+    """Sequences that one engine runs at once."""
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    """How training samples are drawn."""
+    env_timeout_s: float = at_least(0.1, 60.0)
+    """Seconds for one environment step."""
+    request_timeout_s: float = at_least(1, 600.0)
+    """Seconds for one generation request."""
+    threads: int = at_least(1, 1)
+    """CPU threads of one engine worker (CPU only)."""
+    eager: bool = True
+    """Runs the engine without graph capture or compilation."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """More vLLM engine arguments, by their own names."""
+
+
+@dataclass
+class WeightsConfig:
+    """Weight sync from policy to engines."""
+
+    transport: str = one_of("auto", "gloo", "nccl")
+    """auto: nccl on CUDA, gloo on CPU."""
+    bucket_mib: float = at_least(0.001, 256.0)
+    """Bytes in flight between two ranks at most."""
+    timeout_s: float = at_least(1, 300.0)
+    """Seconds for one sync; past it the error names rank and tensor."""
+
+
+@dataclass
+class KlConfig:
+    """KL to the reference, in the loss."""
+
+    coefficient: float = at_least(0, 0.0)
+    """0 needs no reference."""
+    estimator: str = one_of("k3", "k1", "k2")
+    """Schulman's estimators (joschu.net/blog/kl-approx.html)."""
+
+
+@dataclass
+class DynamicSamplingConfig:
+    """DAPO: resample until every group of the batch has rewards that differ."""
+
+    enabled: bool = False
+    """Whether groups with zero variance are replaced."""
+    max_rounds: int = at_least(1, 10)
+    """Generation rounds for one step at most; past it the step takes the groups it has, and says so."""
+
+
+@dataclass
+class OverlongConfig:
+    """DAPO: what happens to responses near or past the length limit."""
+
+    filter: bool = False
+    """Truncated trajectories are masked out of the loss."""
+    buffer: int = at_least(0, 0)
+    """Tokens before the limit over which the punishment grows linearly; 0 turns it off."""
+    penalty: float = at_least(0, 1.0)
+    """Punishment at the limit."""
+
+
+@dataclass
+class AlgorithmConfig:
+    """From rewards to a loss."""
+
+    advantage: str = one_of("grpo", "rloo", "reinforce")
+    """How a trajectory's advantage comes from its group."""
+    normalize: bool = True
+    """GRPO divides by the group's standard deviation."""
+    clip_low: float = between(0, 1, 0.2)
+    """Ratio is clipped below 1 - clip_low."""
+    clip_high: float = at_least(0, 0.2)
+    """Ratio is clipped above 1 + clip_high."""
+    dual_clip: Optional[float] = at_least(1, None)
+    """Bound c of dual-clip PPO (arXiv:1912.09729) for negative advantages; None is off."""
+    loss_mean: str = one_of("tokens", "sequences")
+    """tokens: over all tokens of the mini-batch; sequences: per-sequence token mean, then over sequences."""
+    importance_cap: Optional[float] = at_least(0, None)
+    """Token-level truncated importance sampling of the engine's mismatch, capped here; None is off."""
+    kl: KlConfig = field(default_factory=KlConfig)
+    """KL to the reference."""
+    dynamic_sampling: DynamicSamplingConfig = field(default_factory=DynamicSamplingConfig)
+    """Resampling of groups without signal."""
+    overlong: OverlongConfig = field(default_factory=OverlongConfig)
+    """Length limit handling."""
+
+
+@dataclass
+class DataConfig:
+    """Prompts."""
+
+    train: list[str] = field(default_factory=list)
+    """Parquet files of training prompts."""
+    eval: list[str] = field(default_factory=list)
+    """Parquet files of evaluation prompts."""
+    prompts_per_step: int = at_least(1, 512)
+    """Prompts (groups) of one RL step."""
+    mini_batch_prompts: Optional[int] = at_least(1, None)
+    """Prompts of one optimizer step; None takes all of the RL step's."""
+    samples_per_prompt: int = at_least(1, 8)
+    """Trajectories of one prompt."""
+    shuffle: bool = True
+    """New order every epoch."""
+    prepare: Optional[str] = None
+    """Arguments of `python -m skyrl_mega.data` that make the files when they are not there."""
+
+
+@dataclass
+class EnvironmentConfig:
+    """Environments."""
+
+    default: Optional[str] = None
+    """Environment of rows whose `env_class` is empty."""
+    classes: dict[str, str] = field(default_factory=dict)
+    """Name → import path (`package.module:Class` or `path/to/file.py:Class`) of your own environments."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Environment name → options passed to its constructor."""
+
+
+@dataclass
+class EvaluationConfig:
+    """Scores on held-out prompts."""
+
+    every: int = at_least(0, 10)
+    """RL steps between evaluations; 0 never evaluates between start and end."""
+    before: bool = True
+    """Also before the first RL step."""
+    samples: int = at_least(1, 1)
+    """Samples per prompt: pass@n and average."""
+    limit: Optional[int] = at_least(1, None)
+    """Prompts of each set at most."""
+    temperature: Optional[float] = at_least(0, None)
+    """None takes rollout.sampling.temperature."""
+    top_p: Optional[float] = between(0, 1, None)
+    """None takes rollout.sampling.top_p."""
+
+
+@dataclass
+class CheckpointConfig:
+    """Saving and coming back."""
+
+    every: int = at_least(0, 10)
+    """RL steps between checkpoints; 0 saves none."""
+    keep: int = at_least(1, 2)
+    """Newest checkpoints kept."""
+    resume: bool = True
+    """Goes on from the newest whole checkpoint of the run's folder."""
+    export: bool = False
+    """Writes the final weights as a Hugging Face directory."""
+
+
+@dataclass
+class WarmupConfig:
+    """A supervised warm-up on demonstrations before RL, for models that start from nothing."""
+
+    steps: int = at_least(0, 0)
+    """Optimizer steps; 0 has no warm-up."""
+    files: list[str] = field(default_factory=list)
+    """Parquet files whose `extra_info.demonstration` is the response to learn."""
+    batch: int = at_least(1, 256)
+    """Demonstrations per step."""
+    lr: float = at_least(0, 1e-3)
+    """Peak learning rate of the warm-up; the optimizer starts afresh for RL."""
+
+
+@dataclass
+class TelemetryConfig:
+    """What is written while the run goes."""
+
+    tensorboard: bool = True
+    """Writes `tensorboard/`."""
+    trajectories_every: int = at_least(0, 1)
+    """RL steps between trajectory files; 0 writes none."""
+
+
+@dataclass
+class Config:
+    """A run."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    weights: WeightsConfig = field(default_factory=WeightsConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
+    evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)
