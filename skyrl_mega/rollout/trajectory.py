@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from skyrl_mega.envs.prompt import Prompt
+
+__all__ = ["Prompt", "Status", "Trajectory"]
+
 
 class Status(str, Enum):
     """How a trajectory ended."""
@@ -30,20 +34,6 @@ class Status(str, Enum):
     def failed(self) -> bool:
         """Whether the environment failed: nothing can be learned from it."""
         return self in (Status.ERROR_ENV, Status.ERROR_ENV_TIMEOUT)
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One row of the data: what the policy is asked and what the environment needs to judge it."""
-
-    uid: int
-    """Position in the data; the same across epochs and restarts."""
-    messages: list[dict[str, str]]
-    """Chat messages: role and content."""
-    env_class: str
-    """Registered environment name."""
-    extras: dict[str, Any]
-    """`reward_spec`, `extra_info`, `data_source` as in the row."""
 
 
 @dataclass

@@ -1,0 +1,24 @@
+"""Addition with the answer's digits reversed: what a tiny model can learn and carry over to problems it has not seen."""
+
+from __future__ import annotations
+
+from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
+
+
+def reversed_sum(a: int, b: int) -> str:
+    """The sum's digits, units first: 27 + 58 = 85 is "58". Units first, a carry is known before it is needed."""
+    return str(a + b)[::-1]
+
+
+class AdditionEnv(BaseTextEnv):
+    """1 when the answer is exactly the reversed sum (white space around it is ignored), else 0; one turn."""
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Judges the answer."""
+        answer = action.strip()
+        return BaseTextEnvStepOutput(
+            observations=[],
+            reward=float(answer == str(self.ground_truth)),
+            done=True,
+            metadata={"parsed_answer": answer},
+        )

@@ -1,0 +1,60 @@
+"""The environment contract: what judges a policy's text and answers it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, TypedDict
+
+Message = dict[str, str]
+"""A chat message: `role` and `content`."""
+
+
+class BaseTextEnvStepOutput(TypedDict):
+    """What one step gives back: a plain dict with these four keys."""
+
+    observations: list[Message]
+    """Messages appended to the conversation before the next turn; [] when there is none."""
+    reward: float
+    """This step's reward. A trajectory's reward is the sum over its steps."""
+    done: bool
+    """Whether the trajectory ends here."""
+    metadata: dict[str, Any]
+    """For people: kept with the trajectory and never seen by the policy."""
+
+
+class BaseTextEnv:
+    """One conversation with a policy: made for one trajectory, stepped once per turn, closed at its end.
+
+    A subclass overrides `step`. It is constructed as `cls(env_config=…, extras=…)`, in a process that holds no GPU; `step` may
+    block (a database, an HTTP call), since every environment runs in a thread of its own under `rollout.env_timeout_s`.
+    """
+
+    requires_ground_truth: ClassVar[bool] = True
+    """Rows without `reward_spec.ground_truth` are refused before the run starts. Set False to judge without one."""
+
+    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
+        """Keeps what the row says.
+
+        Args:
+            env_config: `environment.options.<name>` of the configuration.
+            extras: `reward_spec`, `extra_info`, `data_source` and every further column of the row; `max_turns` of the run.
+        """
+        self.env_config: Mapping[str, Any] = env_config or {}
+        self.extras: Mapping[str, Any] = extras or {}
+        self.ground_truth: Any = (self.extras.get("reward_spec") or {}).get("ground_truth")
+        """`reward_spec.ground_truth` of the row, of whatever type the row gives it."""
+        self.max_turns: int = int(self.extras.get("max_turns", 1))
+        """Turns of this trajectory at most."""
+        self.turns: int = 0
+        """Turns taken; an environment of several turns counts them itself in `step`."""
+
+    def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
+        """Opens the conversation: the messages that the policy sees first, and information for people."""
+        return prompt, {}
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Judges the policy's text of this turn (stop string included) and answers it."""
+        raise NotImplementedError(f"{type(self).__name__}.step")
+
+    def close(self) -> None:
+        """Releases what the environment holds; called once, also after a failure."""

@@ -1,0 +1,30 @@
+"""GSM8K: grade-school word problems (arXiv:2110.14168), answered as `#### number`."""
+
+from __future__ import annotations
+
+import re
+
+from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
+
+
+def strict_answer(text: str) -> str | None:
+    """The number after the first `#### `, without thousands separators; None when the format is not kept.
+
+    The first one counts, so that a policy cannot list guesses. Figures are comparable with SkyRL's and verl's strict grading.
+    """
+    match = re.search(r"#### (-?[0-9.,]+)", text)
+    return match.group(1).replace(",", "") if match else None
+
+
+class Gsm8kEnv(BaseTextEnv):
+    """1 when the strict answer equals the ground truth, else 0; one turn."""
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Judges the solution."""
+        answer = strict_answer(action)
+        return BaseTextEnvStepOutput(
+            observations=[],
+            reward=float(answer is not None and answer == str(self.ground_truth).strip()),
+            done=True,
+            metadata={"parsed_answer": answer},
+        )
