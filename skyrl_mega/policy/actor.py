@@ -1,0 +1,105 @@
+"""The Ray actor around one policy rank, and what it does for weight sync."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.policy import cpu, objectives
+from skyrl_mega.policy.sequences import Sequences
+
+
+class PolicyActor:
+    """One rank in a process of its own. Ray runs its methods one at a time, in one thread."""
+
+    def __init__(
+        self,
+        rank: int,
+        parallel: Parallel,
+        hf: dict[str, Any],
+        policy: PolicyConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        dtype: str,
+        device: str,
+        trainable: bool = True,
+    ) -> None:
+        self.index, self.parallel = rank, parallel
+        self.hf, self.config, self.algorithm = hf, policy, algorithm
+        self.dtype = getattr(torch, dtype)
+        self.trainable = trainable
+        if device == "cpu":
+            torch.set_num_threads(policy.threads)
+            cpu.stand_in()
+            cpu.CudaAsCpu().__enter__()  # for the life of this thread
+            self.device = torch.device("cpu")
+        else:
+            self.device = torch.device("cuda", 0)
+            torch.cuda.set_device(self.device)
+
+    def join(self, address: str, timeout_s: float) -> None:
+        """Joins the policy's process group and builds the model."""
+        from skyrl_mega.policy import build
+        from skyrl_mega.policy.rank import PolicyRank
+
+        build.join(self.index, self.parallel, address, self.device, timeout_s)
+        self.rank = PolicyRank(
+            self.hf, self.config, self.parallel, dtype=self.dtype, device=self.device, trainable=self.trainable
+        )
+
+    def load(self, path: str) -> None:
+        """Loads weights from a Hugging Face directory."""
+        self.rank.load(Path(path))
+
+    def keep_reference(self, path: str) -> None:
+        """Keeps the reference's weights beside the policy's."""
+        self.rank.keep_reference(Path(path))
+
+    def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
+        """Starts the optimizer afresh, perhaps with other settings (after the supervised warm-up)."""
+        self.rank.reset_optimizer(optimizer)
+
+    def logprobs(
+        self, micros: list[Sequences], temperature: float, reference: bool
+    ) -> list[tuple[np.ndarray, np.ndarray]] | None:
+        """See `PolicyRank.logprobs`."""
+        return self.rank.logprobs(micros, temperature=temperature, reference=reference)
+
+    def train(self, micros: list[Sequences], temperature: float, supervised: bool) -> dict[str, float]:
+        """See `PolicyRank.train`."""
+        objective = objectives.supervised if supervised else objectives.reinforcement(self.algorithm)
+        return self.rank.train(micros, objective, temperature=temperature)
+
+    def save(self, folder: str) -> None:
+        """Writes a distributed checkpoint."""
+        self.rank.save(Path(folder))
+
+    def restore(self, folder: str) -> None:
+        """Reads a distributed checkpoint."""
+        self.rank.restore(Path(folder))
+
+    def export(self, path: str, source: str) -> None:
+        """Writes the weights as a Hugging Face directory, with configuration and tokenizer from `source`."""
+        from skyrl_mega.weights import files
+
+        files.save(Path(path), Path(source), self.hf, self.rank.shard, self.rank.weights())
+
+    # ---- weight sync -----------------------------------------------------------------------------------------------------
+
+    def connect_weights(self, info: dict[str, Any]) -> None:
+        """Joins the group of policy ranks and engine workers and makes the transfer plan."""
+        from skyrl_mega.weights.sync import connect_source
+
+        self.source = connect_source(info, self.index, self.device)
+
+    def send_weights(self, version: int) -> dict[str, float]:
+        """Sends this rank's part of the weights to the engines; returns seconds and bytes."""
+        start = time.perf_counter()
+        sent = self.source.send(self.rank.weights())
+        return {"seconds": time.perf_counter() - start, "bytes": float(sent)}

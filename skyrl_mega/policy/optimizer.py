@@ -1,0 +1,51 @@
+"""The distributed optimizer and its learning-rate schedule, from `policy.optimizer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from skyrl_mega.config.schema import OptimizerConfig
+
+_NEVER = 2**40  # a decay that a constant schedule does not reach
+
+
+def build_optimizer(config: OptimizerConfig, chunks: list[Any], dtype: torch.dtype) -> MegatronOptimizer:
+    """AdamW over the chunks' parameters, sharded over the data-parallel ranks; norms and biases do not decay."""
+    return get_megatron_optimizer(
+        MegatronOptimizerConfig(
+            optimizer="adam",
+            lr=config.lr,
+            min_lr=config.min_lr,
+            adam_beta1=config.beta1,
+            adam_beta2=config.beta2,
+            adam_eps=config.eps,
+            weight_decay=config.weight_decay,
+            clip_grad=config.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=True,
+        ),
+        chunks,
+    )
+
+
+def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Linear warm-up, then constant, linear or cosine. Step it before the optimizer: the first step has lr / warmup_steps."""
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=config.decay_steps or _NEVER,
+        lr_decay_style=config.schedule,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

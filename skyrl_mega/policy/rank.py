@@ -1,0 +1,233 @@
+"""One rank of the policy: Megatron's model, optimizer and schedules, without Ray.
+
+Every method is a collective: all ranks of the policy call it with the same arguments, except for the micro-batches, which are those of
+the rank's data-parallel group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from torch import Tensor
+
+from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
+from skyrl_mega.layout.box import Shard
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.policy import checkpoint
+from skyrl_mega.policy.build import bare, build_model, wrap_ddp
+from skyrl_mega.policy.logprobs import vocab_parallel_logprobs
+from skyrl_mega.policy.optimizer import build_optimizer, build_schedule
+from skyrl_mega.policy.packing import MicroBatch, pack
+from skyrl_mega.policy.sequences import Sequences
+from skyrl_mega.policy.spec import spec_name
+from skyrl_mega.weights import files
+
+Objective = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
+"""(log-probs [L], entropy [L], fields [L] each) → (loss as a sum over tokens, metrics as sums; `…_max` are maxima)."""
+
+
+class PolicyRank:
+    """A rank after `build.join`: holds its shard of the model, trains it and gives log-probs."""
+
+    def __init__(
+        self,
+        hf: dict[str, Any],
+        policy: PolicyConfig,
+        parallel: Parallel,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        trainable: bool = True,
+    ) -> None:
+        self.hf, self.policy, self.parallel = hf, policy, parallel
+        self.dtype, self.device = dtype, device
+        chunks = build_model(hf, policy, parallel, dtype, device)
+        self.vocab = int(hf["vocab_size"])
+        self.params: dict[str, Tensor] = {
+            f"{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()
+        }
+        self.shard: Shard = architecture(hf).megatron_shard(hf, parallel, dist.get_rank(), spec_name(device))
+        self._reference: dict[str, Tensor] = {}
+        if not trainable:
+            self.chunks: list[Any] = list(chunks)
+            return
+        if policy.moe.freeze_router:
+            for name, p in self.params.items():
+                if name.endswith("mlp.router.weight"):
+                    p.requires_grad_(False)
+        self.chunks = list(wrap_ddp(chunks))
+        self.reset_optimizer(policy.optimizer)
+
+    def reset_optimizer(self, config: OptimizerConfig) -> None:
+        """A new optimizer and schedule; moments start at zero and master weights are taken from the model."""
+        self.optimizer = build_optimizer(config, self.chunks, self.dtype)
+        self.schedule = build_schedule(config, self.optimizer)
+
+    def load(self, path: Path) -> None:
+        """Reads this rank's boxes from a Hugging Face directory. Raises UserError for missing or misshapen tensors."""
+        with torch.no_grad():
+            files.load(path, self.shard, {k: p.data for k, p in self.params.items()})
+        if hasattr(self, "optimizer"):
+            self.optimizer.reload_model_params()
+
+    def keep_reference(self, path: Path) -> None:
+        """Keeps a frozen copy of other weights in host memory, for `logprobs(reference=True)`."""
+        self._reference = {k: torch.zeros(p.shape, dtype=p.dtype) for k, p in self.params.items()}
+        files.load(path, self.shard, self._reference)
+
+    @contextmanager
+    def _weights(self, reference: bool) -> Iterator[None]:
+        """The model computes with the reference's weights inside."""
+        if not reference:
+            yield
+            return
+        own = {k: p.data for k, p in self.params.items()}
+        for k, p in self.params.items():
+            p.data = self._reference[k].to(self.device)
+        try:
+            yield
+        finally:
+            for k, p in self.params.items():
+                p.data = own[k]
+
+    # ---- forward and backward ------------------------------------------------------------------------------------------------
+
+    def logprobs(
+        self, micros: Sequence[Sequences], *, temperature: float = 1.0, reference: bool = False
+    ) -> list[tuple[np.ndarray, np.ndarray]] | None:
+        """Log-prob and entropy of every token given those before it, float32, aligned with `tokens` (a first token has 0).
+
+        One pair per micro-batch on the last pipeline stage; None on the others.
+        """
+        for chunk in self.chunks:
+            chunk.eval()
+
+        def report(logprobs: Tensor, entropy: Tensor, micro: MicroBatch, tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
+            both = torch.zeros(2, tokens, device=self.device)
+            known = micro.source >= 0
+            both[:, micro.source[known]] = torch.stack([logprobs, entropy])[:, known]
+            return logprobs.new_zeros(()), {"both": both}
+
+        with torch.no_grad(), self._weights(reference):
+            outputs = self._run(micros, report, temperature, forward_only=True)
+        if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+            return None
+        pairs = []
+        for out in outputs:
+            both = out["both"]
+            if self.parallel.context > 1:
+                dist.all_reduce(both, group=mpu.get_context_parallel_group())
+            pairs.append((both[0].cpu().numpy(), both[1].cpu().numpy()))
+        return pairs
+
+    def train(self, micros: Sequence[Sequences], objective: Objective, *, temperature: float = 1.0) -> dict[str, float]:
+        """One optimizer step on the micro-batches' summed objective.
+
+        The objective's weights are final (`1 / tokens of the whole mini-batch` and the like), so nothing is rescaled here and the
+        result does not depend on how the mini-batch was cut. Returns the metrics summed over all ranks, `grad_norm` before
+        clipping, and `lr`.
+        """
+        for chunk in self.chunks:
+            chunk.train()
+            chunk.zero_grad_buffer()
+        self.optimizer.zero_grad()
+
+        def compute(logprobs: Tensor, entropy: Tensor, micro: MicroBatch, _: int) -> tuple[Tensor, dict[str, Tensor]]:
+            loss, metrics = objective(logprobs, entropy, micro.fields)
+            return loss, {"loss": loss.detach(), **metrics}
+
+        outputs = self._run(micros, compute, temperature, forward_only=False)
+        metrics = self._reduce(outputs)
+        self.schedule.step(1)
+        lr = float(max(group["lr"] for group in self.optimizer.param_groups))
+        updated, grad_norm, _ = self.optimizer.step()
+        if not updated or not np.isfinite(float(grad_norm)):
+            raise FloatingPointError(f"policy: gradient norm is {grad_norm}; loss sums of this step: {metrics}")
+        return {**metrics, "grad_norm": float(grad_norm), "lr": lr}
+
+    def _run(
+        self, micros: Sequence[Sequences], finish: Callable[..., Any], temperature: float, *, forward_only: bool
+    ) -> list[dict[str, Tensor]]:
+        """Runs Megatron's schedule for this layout; `finish` turns log-probs into a loss and what is kept of it."""
+        packed = [
+            pack(
+                m,
+                context=self.parallel.context,
+                context_rank=mpu.get_context_parallel_rank(),
+                tensor=self.parallel.tensor,
+                device=self.device,
+            )
+            for m in micros
+        ]
+        sizes = [len(m.tokens) for m in micros]
+
+        def loss(model: Any, micro: MicroBatch, tokens: int, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+            logprobs, entropy = self._head(model, hidden, micro, temperature)
+            value, kept = finish(logprobs, entropy, micro, tokens)
+            return value, torch.zeros((), dtype=torch.int, device=self.device), kept
+
+        def step(data: Iterator[tuple[MicroBatch, int]], model: Any) -> tuple[Tensor, Any]:
+            micro, tokens = next(data)
+            hidden = model(micro.tokens, micro.positions, None, packed_seq_params=micro.row)
+            return hidden, partial(loss, model, micro, tokens)
+
+        feeds = [iter(list(zip(packed, sizes, strict=True))) for _ in self.chunks]
+        return get_forward_backward_func()(
+            forward_step_func=step,
+            data_iterator=feeds if len(feeds) > 1 else feeds[0],
+            model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
+            num_microbatches=len(packed),
+            seq_length=max(m.tokens.shape[1] for m in packed) * self.parallel.context,
+            micro_batch_size=1,
+            forward_only=forward_only,
+        )
+
+    def _head(self, model: Any, hidden: Tensor, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+        """Hidden states [L/tp, 1, H] → log-probs and entropy [L]."""
+        gpt = bare(model)
+        weight = gpt.head()
+        if self.parallel.tensor > 1:
+            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
+        return vocab_parallel_logprobs(
+            hidden[:, 0].to(weight.dtype),
+            weight,
+            micro.targets,
+            vocab=self.vocab,
+            temperature=temperature,
+            chunk=self.policy.logit_chunk,
+            group=mpu.get_tensor_model_parallel_group(),
+        )
+
+    def _reduce(self, outputs: list[dict[str, Tensor]]) -> dict[str, float]:
+        """Sums (or maxima) over micro-batches and over data and context ranks; empty on all but the last stage."""
+        if not outputs:
+            return {}
+        names = sorted(outputs[0])
+        table = torch.stack([torch.stack([o[n].float() for n in names]) for o in outputs])
+        peaks = torch.tensor([n.endswith("_max") for n in names], device=table.device)
+        sums, tops = table.sum(0), table.amax(0)
+        group = mpu.get_data_parallel_group(with_context_parallel=True)
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(tops, dist.ReduceOp.MAX, group=group)
+        return dict(zip(names, tops.where(peaks, sums).tolist(), strict=True))
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Writes weights, optimizer and schedule as a distributed checkpoint."""
+        checkpoint.save(folder, [bare(c) for c in self.chunks], self.optimizer, self.schedule)
+
+    def restore(self, folder: Path) -> None:
+        """Reads a distributed checkpoint, saved in this layout or another."""
+        checkpoint.load(folder, [bare(c) for c in self.chunks], self.optimizer, self.schedule)
