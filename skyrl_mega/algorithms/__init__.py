@@ -1,0 +1,21 @@
+"""From rewards to a loss: pure functions on tensors, which know nothing of Megatron, vLLM or Ray."""
+
+from skyrl_mega.algorithms.advantages import advantages, per_token
+from skyrl_mega.algorithms.filters import informative_groups, varied
+from skyrl_mega.algorithms.kl import kl
+from skyrl_mega.algorithms.losses import policy_loss, token_weights
+from skyrl_mega.algorithms.mismatch import mismatch
+from skyrl_mega.algorithms.shaping import soft_overlong, without_truncated
+
+__all__ = [
+    "advantages",
+    "informative_groups",
+    "kl",
+    "mismatch",
+    "per_token",
+    "policy_loss",
+    "soft_overlong",
+    "token_weights",
+    "varied",
+    "without_truncated",
+]

@@ -25,8 +25,8 @@ class BaseTextEnvStepOutput(TypedDict):
 class BaseTextEnv:
     """One conversation with a policy: made for one trajectory, stepped once per turn, closed at its end.
 
-    A subclass overrides `step`. It is constructed as `cls(env_config=…, extras=…)`, in a process that holds no GPU; `step` may
-    block (a database, an HTTP call), since every environment runs in a thread of its own under `rollout.env_timeout_s`.
+    A subclass overrides `step`. It is constructed as `cls(env_config=…, extras=…)`, away from the GPUs. `step` may
+    block (a database, an HTTP call): environments run in threads, each step under `rollout.env_timeout_s`.
     """
 
     requires_ground_truth: ClassVar[bool] = True
@@ -37,7 +37,8 @@ class BaseTextEnv:
 
         Args:
             env_config: `environment.options.<name>` of the configuration.
-            extras: `reward_spec`, `extra_info`, `data_source` and every further column of the row; `max_turns` of the run.
+            extras: `reward_spec`, `extra_info`, `data_source` and every further column of the row, and the run's
+                `max_turns`.
         """
         self.env_config: Mapping[str, Any] = env_config or {}
         self.extras: Mapping[str, Any] = extras or {}

@@ -1,7 +1,7 @@
 """Environments by name: the built-in ones, and the user's own by import path.
 
-A name is resolved from the configuration alone, so that any process with the same configuration and working directory finds
-the same class. A row of data can only name what is registered: data never decides which code is imported.
+A name is resolved from the configuration alone, so that any process with the same configuration and working directory
+finds the same class. A row of data can only name what is registered: data never decides which code is imported.
 """
 
 from __future__ import annotations

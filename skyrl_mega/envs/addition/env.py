@@ -1,4 +1,4 @@
-"""Addition with the answer's digits reversed: what a tiny model can learn and carry over to problems it has not seen."""
+"""Addition with the answer's digits reversed: what a tiny model learns and carries over to new problems."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 def strict_answer(text: str) -> str | None:
     """The number after the first `#### `, without thousands separators; None when the format is not kept.
 
-    The first one counts, so that a policy cannot list guesses. Figures are comparable with SkyRL's and verl's strict grading.
+    The first one counts, so that a policy cannot list guesses; SkyRL's and verl's strict grading do the same.
     """
     match = re.search(r"#### (-?[0-9.,]+)", text)
     return match.group(1).replace(",", "") if match else None

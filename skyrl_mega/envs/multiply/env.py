@@ -10,8 +10,7 @@ from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 class MultiplyEnv(BaseTextEnv):
     """1 for the right product in the first `\\boxed{…}`, else 0.
 
-    With `max_turns` above 1 a wrong answer is told so and may be tried again; the trajectory ends with a right answer or the
-    last turn.
+    With `max_turns` above 1 a wrong answer is told so and may be tried again, until it is right or the turns are used.
     """
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

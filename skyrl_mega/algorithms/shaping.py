@@ -1,0 +1,40 @@
+"""Length shaping of DAPO (arXiv:2503.14476, section 3.4): what responses near or past the limit get."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def soft_overlong(lengths_N: Tensor, limit: int, buffer: int, penalty: float = 1.0) -> Tensor:
+    """The soft overlong punishment that is added to a reward (equation 13), times `penalty`.
+
+        R(y) =  0                                   |y| ≤ limit - buffer
+                ((limit - buffer) - |y|) / buffer   limit - buffer < |y| ≤ limit
+               -1                                   limit < |y|
+
+    Args:
+        lengths_N: Response tokens, integers [N].
+        limit: L_max, the longest response that is allowed.
+        buffer: L_cache, the tokens before the limit over which the punishment grows; 0 turns it off.
+        penalty: The punishment at the limit.
+
+    Returns:
+        float32 [N] in [-penalty, 0].
+    """
+    if buffer <= 0:
+        return torch.zeros(lengths_N.shape)
+    return penalty * ((limit - buffer - lengths_N).float() / buffer).clamp(-1.0, 0.0)
+
+
+def without_truncated(mask_T: Tensor, lengths_N: Tensor, truncated_N: Tensor) -> Tensor:
+    """Overlong filtering: the loss mask [T] with every token of a truncated trajectory set to 0.
+
+    Their tokens leave the loss's denominator too, so apply this before `losses.token_weights`.
+
+    Args:
+        mask_T: Loss mask of trajectories one after the other.
+        lengths_N: Their tokens; sum(lengths) = T.
+        truncated_N: bool, whether a budget ended them.
+    """
+    return mask_T * torch.repeat_interleave(~truncated_N, lengths_N).to(mask_T.dtype)

@@ -1,0 +1,49 @@
+"""DAPO's length shaping against equation 13, written out by cases."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_mega.algorithms.losses import token_weights
+from skyrl_mega.algorithms.shaping import soft_overlong, without_truncated
+
+
+def equation_13(length: int, limit: int, buffer: int) -> float:
+    if length <= limit - buffer:
+        return 0.0
+    if length <= limit:
+        return ((limit - buffer) - length) / buffer
+    return -1.0
+
+
+@given(
+    lengths=st.lists(st.integers(0, 200), min_size=1, max_size=20),
+    limit=st.integers(1, 150),
+    share=st.floats(0.01, 1),
+    penalty=st.floats(0, 3),
+)
+@settings(max_examples=80, deadline=None)
+def test_soft_overlong_is_equation_13(lengths: list[int], limit: int, share: float, penalty: float) -> None:
+    buffer = max(1, int(limit * share))
+    got = soft_overlong(torch.tensor(lengths), limit, buffer, penalty).tolist()
+    assert got == pytest.approx([penalty * equation_13(n, limit, buffer) for n in lengths], rel=1e-5, abs=1e-6)
+
+
+def test_no_buffer_no_punishment() -> None:
+    assert soft_overlong(torch.tensor([5, 500]), limit=10, buffer=0).tolist() == [0, 0]
+
+
+def test_truncated_trajectories_leave_the_loss_and_its_denominator() -> None:
+    mask, lengths = torch.tensor([0, 1, 1, 0, 1, 1, 1]), torch.tensor([3, 4])
+    kept = without_truncated(mask, lengths, torch.tensor([False, True]))
+    assert kept.tolist() == [0, 1, 1, 0, 0, 0, 0]
+    assert token_weights(kept, lengths, "tokens").tolist() == [0, 0.5, 0.5, 0, 0, 0, 0]
+    assert token_weights(kept, lengths, "sequences").tolist() == [0, 0.5, 0.5, 0, 0, 0, 0]
+
+
+def test_all_truncated_leaves_nothing_and_no_nan() -> None:
+    mask = without_truncated(torch.ones(4), torch.tensor([4]), torch.tensor([True]))
+    assert token_weights(mask, torch.tensor([4]), "tokens").tolist() == [0, 0, 0, 0]
