@@ -1,8 +1,9 @@
 """Boxes: where a rank's local tensors lie in the model's global tensors.
 
-A tensor has one global identity, its Hugging Face name and shape. A `Box` is a hyper-rectangle of it. A `Piece` says that a box
-lies at some offset of a rank's local tensor; a `Shard` is all that one rank holds; a `Layout` is every rank's shard. Fused and
-regrouped tensors (interleaved qkv, gate|up, w13) are only several pieces with the same local tensor.
+A tensor has one global identity, its Hugging Face name and shape. A `Box` is a hyper-rectangle of it. A `Piece` says
+that a box lies at some offset of a rank's local tensor; a `Shard` is all that one rank holds; a `Layout` is every
+rank's shard. Fused and regrouped tensors (interleaved qkv, gate|up, w13) are only several pieces with the same local
+tensor.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ class Box:
 class Piece:
     """Box `box` of global tensor `tensor` lies at `offset` of local tensor `param`.
 
-    `offset` has one entry per dimension of the local tensor. Where the local tensor has more dimensions than the global one
-    (a stack of experts), the leading offsets pick one entry each and the box fills the last dimensions.
+    `offset` has one entry per dimension of the local tensor. Where the local tensor has more dimensions than the global
+    one (a stack of experts), the leading offsets pick one entry each and the box fills the last dimensions.
     """
 
     tensor: str
@@ -55,7 +56,8 @@ class Piece:
 class Shard:
     """What one rank holds: the shapes of its local tensors and the pieces that fill them.
 
-    Local elements that no piece covers are padding (of the vocabulary, of an expert's width); nobody sends or receives them.
+    Local elements that no piece covers are padding (of the vocabulary, of an expert's width); nobody sends or receives
+    them.
     """
 
     params: dict[str, tuple[int, ...]]

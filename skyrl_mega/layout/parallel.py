@@ -1,0 +1,121 @@
+"""Ranks and coordinates: who sits where in Megatron's parallel grid, and which layers a pipeline stage holds.
+
+Pure arithmetic in megatron-core's default order "tp-cp-ep-dp-pp": the first name varies fastest. Dense layers see the
+grid tp × cp × dp × pp; experts see the same ranks as etp × ep × edp × pp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import LayoutConfig
+
+
+class Coordinates(NamedTuple):
+    """Where one rank sits: dense grid (tp, cp, dp), pipeline stage (pp), expert grid (ep, etp, edp)."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    ep: int
+    etp: int
+    edp: int
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """The sizes of every parallel dimension over `ranks` processes.
+
+    Raises:
+        UserError: a size does not divide the ranks, or virtual stages without pipeline stages.
+    """
+
+    ranks: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+
+    def __post_init__(self) -> None:
+        dense = self.tensor * self.pipeline * self.context
+        if self.ranks % dense:
+            raise UserError(
+                f"policy.layout: tensor {self.tensor} × pipeline {self.pipeline} × context {self.context} = {dense} "
+                f"does not divide the {self.ranks} ranks; give policy.ranks as a multiple of {dense}"
+            )
+        experts = self.expert_tensor * self.expert * self.pipeline
+        if self.ranks % experts:
+            raise UserError(
+                f"policy.layout: expert {self.expert} × expert_tensor {self.expert_tensor} × pipeline {self.pipeline} "
+                f"= {experts} does not divide the {self.ranks} ranks; give policy.ranks as a multiple of {experts}"
+            )
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise UserError(
+                f"policy.layout.virtual_pipeline: {self.virtual_pipeline} needs policy.layout.pipeline of at least 2"
+            )
+
+    @classmethod
+    def from_config(cls, layout: LayoutConfig, ranks: int) -> Parallel:
+        """The grid that a configuration asks for, over `ranks` processes."""
+        expert_tensor = layout.expert_tensor
+        if expert_tensor is None:
+            expert_tensor = 1 if layout.expert > 1 else layout.tensor
+        return cls(
+            ranks=ranks,
+            tensor=layout.tensor,
+            pipeline=layout.pipeline,
+            virtual_pipeline=layout.virtual_pipeline,
+            context=layout.context,
+            expert=layout.expert,
+            expert_tensor=expert_tensor,
+        )
+
+    @property
+    def data(self) -> int:
+        """Data-parallel size of dense layers."""
+        return self.ranks // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def expert_data(self) -> int:
+        """Data-parallel size of experts."""
+        return self.ranks // (self.expert_tensor * self.expert * self.pipeline)
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The seat of `rank`."""
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank} is not within 0..{self.ranks - 1}")
+        rest, tp = divmod(rank, self.tensor)
+        rest, cp = divmod(rest, self.context)
+        pp, dp = divmod(rest, self.data)
+        rest, etp = divmod(rank, self.expert_tensor)
+        rest, ep = divmod(rest, self.expert)
+        edp = rest % self.expert_data
+        return Coordinates(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, etp=etp, edp=edp)
+
+    def stage_layers(self, num_layers: int, pp: int, chunk: int = 0) -> range:
+        """Global indices of the layers of virtual chunk `chunk` on stage `pp`.
+
+        With V chunks on each of P stages, chunk v of stage p is the (v·P + p)-th of V·P equal slices of the model.
+        """
+        slices = self.pipeline * self.virtual_pipeline
+        if num_layers % slices:
+            raise UserError(
+                f"policy.layout: pipeline {self.pipeline} × virtual_pipeline {self.virtual_pipeline} = {slices} does "
+                f"not divide the model's {num_layers} layers; choose sizes whose product divides {num_layers}"
+            )
+        size = num_layers // slices
+        first = (chunk * self.pipeline + pp) * size
+        return range(first, first + size)
+
+    def holds_embedding(self, pp: int, chunk: int = 0) -> bool:
+        """Whether this chunk begins the model."""
+        return pp == 0 and chunk == 0
+
+    def holds_head(self, pp: int, chunk: int = 0) -> bool:
+        """Whether this chunk ends the model: final norm and output projection."""
+        return pp == self.pipeline - 1 and chunk == self.virtual_pipeline - 1
