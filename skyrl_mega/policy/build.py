@@ -56,7 +56,6 @@ def join(rank: int, parallel: Parallel, address: str, device: torch.device, time
         expert_model_parallel_size=parallel.expert,
         expert_tensor_parallel_size=parallel.expert_tensor,
         distributed_timeout_minutes=max(1, int(timeout_s / 60)),
-        create_gloo_process_groups=device.type == "cuda",
     )
     model_parallel_cuda_manual_seed(0)  # nothing random runs in the model: dropout is off, weights are loaded
 

@@ -1,0 +1,80 @@
+"""What a rank does in the layout tests: join, load, give log-probs, take optimizer steps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import json
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from skyrl_mega.config.schema import LayoutConfig, OptimizerConfig, PolicyConfig
+from skyrl_mega.layout.balance import balance
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.policy import build, cpu, objectives
+from skyrl_mega.policy.rank import PolicyRank
+from skyrl_mega.policy.sequences import Sequences
+
+CPU = torch.device("cpu")
+
+
+def open_rank(rank: int, address: str, path: Path, parallel: Parallel, policy: PolicyConfig) -> PolicyRank:
+    """A loaded float32 rank on gloo."""
+    torch.set_num_threads(1)
+    cpu.stand_in()
+    cpu.CudaAsCpu().__enter__()
+    build.join(rank, parallel, address, CPU, 120)
+    hf = json.loads((path / "config.json").read_text())
+    opened = PolicyRank(hf, policy, parallel, dtype=torch.float32, device=CPU)
+    opened.load(path)
+    return opened
+
+
+def deal(batch: Sequences, rank: PolicyRank) -> tuple[list[list[int]], list[Sequences]]:
+    """This rank's micro-batches: rows of the batch, and the tokens."""
+    p = rank.parallel
+    multiple = p.pipeline if p.virtual_pipeline > 1 else 1
+    rows = balance(batch.lengths.tolist(), p.data, rank.policy.micro_tokens * p.context, multiple=multiple)
+    mine = rows[p.coordinates(dist.get_rank()).dp]
+    return mine, [batch.take(np.asarray(m, np.int64)) for m in mine]
+
+
+def train(rank: int, address: str, path: Path, parallel: Parallel, policy: PolicyConfig, batch: Sequences, steps: int) -> Any:
+    """Losses and gradient norms of `steps` supervised steps on the same batch."""
+    opened = open_rank(rank, address, path, parallel, policy)
+    _, micros = deal(batch, opened)
+    return [opened.train(micros, objectives.supervised) for _ in range(steps)]
+
+
+def logprobs(rank: int, address: str, path: Path, parallel: Parallel, policy: PolicyConfig, batch: Sequences) -> Any:
+    """Rows and (log-probs, entropy) of this rank's sequences."""
+    opened = open_rank(rank, address, path, parallel, policy)
+    rows, micros = deal(batch, opened)
+    answer = opened.logprobs(micros)
+    at = parallel.coordinates(rank)
+    return None if answer is None or at.tp or at.cp else list(zip(rows, answer, strict=True))
+
+
+def some_batch(vocab: int, count: int = 13, longest: int = 40, seed: int = 0) -> Sequences:
+    """Random sequences of random lengths with random advantages-like weights that sum to 1."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(2, longest, count)
+    batch = Sequences.of([rng.integers(0, vocab, n).tolist() for n in lengths])
+    weights = rng.random(len(batch.tokens)).astype(np.float32)
+    weights[batch.starts] = 0
+    batch.fields["weights"] = weights / weights.sum()
+    return batch
+
+
+def policy_config(**changes: Any) -> PolicyConfig:
+    """Small micro-batches and a learning rate that moves the second step's loss."""
+    values: dict[str, Any] = dict(micro_tokens=64, logit_chunk=16, optimizer=OptimizerConfig(lr=1e-2, clip_grad=0.5))
+    return PolicyConfig(**{**values, **changes})
+
+
+def layout(ranks: int, **sizes: Any) -> Parallel:
+    """A layout by its sizes."""
+    return Parallel.from_config(LayoutConfig(**sizes), ranks)
