@@ -5,9 +5,9 @@ from __future__ import annotations
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 
 
-def reversed_sum(a: int, b: int) -> str:
-    """The sum's digits, units first: 27 + 58 = 85 is "58". Units first, a carry is known before it is needed."""
-    return str(a + b)[::-1]
+def units_first(number: int) -> str:
+    """A number's digits in reverse: 85 is "58". Written so, each carry of a sum is known before it is needed."""
+    return str(number)[::-1]
 
 
 class AdditionEnv(BaseTextEnv):

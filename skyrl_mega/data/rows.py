@@ -1,0 +1,229 @@
+"""Reading parquet files of prompts, every row checked.
+
+The schema is SkyRL's: `prompt: list<struct<role, content>>` is needed; `env_class: string`, `data_source`, `reward_spec`,
+`extra_info` and any further column are as the environment wants them. Rows are counted from 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import EnvironmentConfig
+from skyrl_mega.envs import registry
+from skyrl_mega.envs.base import Message
+from skyrl_mega.envs.prompt import Prompt
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of a message. Chat templates drop any other without a word."""
+
+ROWS_AT_ONCE = 65_536
+
+SCHEMA = "allowed: list<struct<role: string, content: string>>"
+
+
+@dataclass(frozen=True)
+class Demonstration:
+    """A prompt with the response to learn from it."""
+
+    messages: list[Message]
+    response: str
+
+
+def load_prompts(
+    files: Sequence[str | Path], config: EnvironmentConfig, *, key: str = "data.train", limit: int | None = None
+) -> list[Prompt]:
+    """Reads and checks prompts.
+
+    Args:
+        files: Parquet files; a prompt's `uid` is its position in all their rows.
+        config: Decides which environment names are known, and the one of rows without `env_class`.
+        key: The setting that named the files, for errors.
+        limit: Rows of each file at most; later rows keep their uids.
+
+    Raises:
+        UserError: A file, a column or a row that is wrong: which, what is allowed.
+    """
+    prompts, offset = [], 0
+    for file in files:
+        for batch, first in _checked_batches(file, config, key):
+            for index, row in enumerate(batch.to_pylist(), start=first):
+                if limit is not None and index >= limit:
+                    break
+                messages, name = _messages(row.pop("prompt")), row.pop("env_class", None) or config.default
+                prompts.append(Prompt(uid=offset + index, messages=messages, env_class=name, extras=row))
+        offset += pq.read_metadata(file).num_rows
+    return prompts
+
+
+def check_files(files: Sequence[str | Path], config: EnvironmentConfig, *, key: str = "data.train") -> int:
+    """Checks every row without building prompts; returns how many rows there are.
+
+    Raises:
+        UserError: As `load_prompts`.
+    """
+    return sum(len(batch) for file in files for batch, _ in _checked_batches(file, config, key))
+
+
+def load_demonstrations(files: Sequence[str | Path], *, key: str = "warmup.files") -> list[Demonstration]:
+    """Reads prompts with the response of `extra_info.demonstration`.
+
+    Raises:
+        UserError: As `load_prompts`, and for a row without a demonstration.
+    """
+    demonstrations = []
+    for file in files:
+        for batch, first in _batches(file, key):
+            _check_messages(batch, first, file, key)
+            responses = _field(batch, "extra_info", "demonstration")
+            _refuse(
+                pc.invert(_filled(responses)),
+                first,
+                f"{key}: {file}",
+                "extra_info.demonstration",
+                "it is missing; allowed: a string that is not empty",
+            )
+            demonstrations += [
+                Demonstration(_messages(prompt), response)
+                for prompt, response in zip(batch["prompt"].to_pylist(), responses.to_pylist(), strict=True)
+            ]
+    return demonstrations
+
+
+def _checked_batches(file: str | Path, config: EnvironmentConfig, key: str) -> Iterator[tuple[pa.RecordBatch, int]]:
+    for batch, first in _batches(file, key):
+        _check_messages(batch, first, file, key)
+        _check_environments(batch, first, file, key, config)
+        yield batch, first
+
+
+def _batches(file: str | Path, key: str) -> Iterator[tuple[pa.RecordBatch, int]]:
+    """Pieces of a file with the number of their first row, after the file and its columns were checked."""
+    path = Path(file)
+    if not path.is_file():
+        raise UserError(f"{key}: {file} does not exist; allowed: parquet files; `python -m skyrl_mega.data` makes some")
+    try:
+        with pq.ParquetFile(path) as reader:
+            _check_columns(reader.schema_arrow, file, key)
+            if reader.metadata.num_rows == 0:
+                raise UserError(f"{key}: {file} has no rows")
+            first = 0
+            for batch in reader.iter_batches(ROWS_AT_ONCE):
+                yield batch, first
+                first += len(batch)
+    except (pa.ArrowInvalid, OSError) as error:
+        reason = " ".join(str(error).split())
+        raise UserError(f"{key}: {file} cannot be read as parquet ({reason}); write it again") from error
+
+
+def _check_columns(schema: pa.Schema, file: str | Path, key: str) -> None:
+    if "prompt" not in schema.names:
+        raise UserError(f"{key}: {file} has no column prompt (it has {', '.join(schema.names)}); {SCHEMA}")
+    kind = schema.field("prompt").type
+    fields = {f.name: f.type for f in kind.value_type} if _is_list(kind) and pa.types.is_struct(kind.value_type) else {}
+    if not (_is_string(fields.get("role")) and _is_string(fields.get("content"))):
+        raise UserError(f"{key}: {file}, column prompt: its type is {kind}; {SCHEMA}")
+    if "env_class" in schema.names and not _is_string(schema.field("env_class").type):
+        raise UserError(
+            f"{key}: {file}, column env_class: its type is {schema.field('env_class').type}; allowed: string"
+        )
+
+
+def _check_messages(batch: pa.RecordBatch, first: int, file: str | Path, key: str) -> None:
+    where, prompt = f"{key}: {file}", batch["prompt"]
+    empty = pc.equal(pc.fill_null(pc.list_value_length(prompt), 0), 0)
+    _refuse(empty, first, where, "prompt", f"it is empty; {SCHEMA}")
+    row_of, messages = pc.list_parent_indices(prompt), pc.list_flatten(prompt)
+    role, content = pc.struct_field(messages, "role"), pc.struct_field(messages, "content")
+    for name, values, bad, allowed in (
+        ("role", role, pc.invert(pc.is_in(_plain(role), pa.array(ROLES))), ", ".join(ROLES)),
+        ("content", content, pc.is_null(content), "a string"),
+    ):
+        at = pc.index(bad, True).as_py()
+        if at >= 0:
+            row = first + row_of[at].as_py()
+            raise UserError(f"{where}, row {row}, column prompt: {name} is {values[at].as_py()!r}; allowed: {allowed}")
+
+
+def _check_environments(
+    batch: pa.RecordBatch, first: int, file: str | Path, key: str, config: EnvironmentConfig
+) -> None:
+    where = f"{key}: {file}"
+    if "env_class" in batch.schema.names:
+        env_class = pc.if_else(_filled(batch["env_class"]), _plain(batch["env_class"]), config.default)
+    else:
+        env_class = pa.array([config.default] * len(batch), pa.string())
+    _refuse(
+        pc.is_null(env_class),
+        first,
+        where,
+        "env_class",
+        f"it is empty and environment.default is not set; allowed: {', '.join(registry.names(config))}",
+    )
+    used = pc.unique(env_class).to_pylist()
+    for name in used:
+        if name not in registry.names(config):
+            unknown = pc.equal(env_class, name)
+            _refuse(unknown, first, where, "env_class", registry.unknown_name(name, config))
+    judged = [n for n in used if getattr(registry.resolve(n, config), "requires_ground_truth", True)]
+    if judged:
+        missing = pc.and_(
+            pc.is_in(env_class, pa.array(judged)), pc.is_null(_field(batch, "reward_spec", "ground_truth"))
+        )
+        _refuse(
+            missing,
+            first,
+            where,
+            "reward_spec.ground_truth",
+            "it is missing; allowed: what the environment compares with; an environment that needs none sets "
+            "requires_ground_truth = False",
+        )
+
+
+def _refuse(bad: pa.Array, first: int, where: str, column: str, what: str) -> None:
+    """Raises for the first row where `bad` is true."""
+    at = pc.index(bad, True).as_py()
+    if at >= 0:
+        raise UserError(f"{where}, row {first + at}, column {column}: {what}")
+
+
+def _field(batch: pa.RecordBatch, column: str, name: str) -> pa.Array:
+    """A field of a struct column; nulls where the column or the field is absent."""
+    if column in batch.schema.names:
+        kind = batch.schema.field(column).type
+        if pa.types.is_struct(kind) and kind.get_field_index(name) >= 0:
+            return pc.struct_field(batch[column], name)
+    return pa.nulls(len(batch))
+
+
+def _filled(values: pa.Array) -> pa.Array:
+    """True where there is a string that is not empty."""
+    if not _is_string(values.type):
+        return pa.array([False] * len(values))
+    return pc.fill_null(pc.greater(pc.binary_length(_plain(values)), 0), False)
+
+
+def _plain(strings: pa.Array) -> pa.Array:
+    return strings.cast(pa.string())
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _is_string(kind: pa.DataType | None) -> bool:
+    if kind is not None and pa.types.is_dictionary(kind):
+        kind = kind.value_type
+    return kind is not None and (pa.types.is_string(kind) or pa.types.is_large_string(kind))
+
+
+def _messages(prompt: Iterable[dict[str, Any]]) -> list[Message]:
+    """Messages without the keys that are null only because another row has them."""
+    return [{k: v for k, v in message.items() if v is not None} for message in prompt]

@@ -1,0 +1,63 @@
+"""Rows for addition: training and test problems that share no pair, and demonstrations of which a share is wrong."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from skyrl_mega.envs.addition.env import units_first
+from skyrl_mega.envs.pairs import disjoint_pairs
+from skyrl_mega.envs.row import row
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m skyrl_mega.data addition`."""
+    parser.add_argument("--train", type=int, default=6000, help="training problems")
+    parser.add_argument("--test", type=int, default=512, help="held-out problems")
+    parser.add_argument("--demonstrations", type=int, default=20000, help="solved training problems for the warm-up")
+    parser.add_argument("--wrong", type=float, default=0.3, help="share of the demonstrations that are wrong")
+    parser.add_argument("--digits", type=int, default=2, choices=range(1, 10), help="digits of each number")
+
+
+def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
+    """File name → rows. Deterministic in `args.seed`.
+
+    Demonstrations are drawn with repetition from the training problems. Exactly the share `args.wrong` of them shows
+    the sum of some other problem: a model that has learned them all answers wrongly as often, and RL has honest work
+    to do.
+    """
+    rng = np.random.default_rng(args.seed)
+    train, test = disjoint_pairs(args.digits, args.train, args.test, rng)
+    tables = {
+        "train.parquet": (_row(a, b, args.digits, "train") for a, b in train.tolist()),
+        "test.parquet": (_row(a, b, args.digits, "test") for a, b in test.tolist()),
+    }
+    if args.demonstrations:
+        shown = train[rng.integers(len(train), size=args.demonstrations)]
+        wrong = rng.permutation(args.demonstrations) < round(args.wrong * args.demonstrations)
+        answers = np.where(wrong, _other_sums(shown.sum(axis=1), args.digits, rng), shown.sum(axis=1))
+        tables["demonstrations.parquet"] = (
+            _row(a, b, args.digits, "demonstrations", demonstration=units_first(answer), wrong=is_wrong)
+            for (a, b), answer, is_wrong in zip(shown.tolist(), answers.tolist(), wrong.tolist(), strict=True)
+        )
+    return tables
+
+
+def _other_sums(sums: np.ndarray, digits: int, rng: np.random.Generator) -> np.ndarray:
+    """For each sum another one that two numbers of so many digits can have, drawn uniformly."""
+    low, high = 2 * 10 ** (digits - 1), 2 * (10**digits - 1)
+    drawn = rng.integers(low, high, size=len(sums))  # one value short of the range, so the sum itself can be left out
+    return drawn + (drawn >= sums)
+
+
+def _row(a: int, b: int, digits: int, split: str, **more: Any) -> dict[str, Any]:
+    return row(
+        data_source="addition",
+        prompt=[{"role": "user", "content": f"{a}+{b}"}],
+        env_class="addition",
+        ground_truth=units_first(a + b),
+        extra_info={"digits": digits, "split": split, **more},
+    )

@@ -1,0 +1,96 @@
+"""Rows for GSM8K (arXiv:2110.14168), from the Hugging Face hub or from local files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.envs.gsm8k.env import strict_answer
+from skyrl_mega.envs.row import row
+
+INSTRUCTION = 'Let\'s think step by step and output the final answer after "####".'
+"""Appended to each question; SkyRL's and verl's wording, so that figures can be compared."""
+
+SPLITS = ("train", "test")
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The options of `python -m skyrl_mega.data gsm8k`."""
+    parser.add_argument(
+        "--source",
+        type=Path,
+        help="a folder with train and test as .jsonl, .json or .parquet, or one such file (a training set unless it "
+        "is called test); without it, openai/gsm8k is read from the Hugging Face hub",
+    )
+    parser.add_argument("--limit", type=int, help="rows of each split at most")
+
+
+def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
+    """File name → rows. The order is the source's; `args.seed` changes nothing."""
+    files = _from_hub() if args.source is None else _from_disk(args.source)
+    return {f"{split}.parquet": _rows(file, split, args.limit) for split, file in files.items()}
+
+
+def _from_hub() -> dict[str, Path]:
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return {
+            split: Path(hf_hub_download("openai/gsm8k", f"main/{split}-00000-of-00001.parquet", repo_type="dataset"))
+            for split in SPLITS
+        }
+    except Exception as error:  # the client's many ways to say that the hub cannot be reached
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"openai/gsm8k cannot be read from the Hugging Face hub ({type(error).__name__}: {reason}); "
+            "give local files with --source"
+        ) from error
+
+
+def _from_disk(source: Path) -> dict[str, Path]:
+    if source.is_file():
+        return {"test" if source.stem == "test" else "train": source}
+    files = {s: f for s in SPLITS for suffix in SUFFIXES if (f := source / f"{s}{suffix}").is_file()}
+    if not files:
+        raise UserError(f"--source {source}: allowed: a file, or a folder with train and test as {', '.join(SUFFIXES)}")
+    return files
+
+
+def _rows(file: Path, split: str, limit: int | None) -> Iterator[dict[str, Any]]:
+    for index, record in enumerate(_records(file)):
+        if index == limit:
+            return
+        for column in ("question", "answer"):
+            if not isinstance(record, dict) or not isinstance(record.get(column), str):
+                raise UserError(f"{file}, row {index}, column {column}: allowed: a string")
+        ground_truth = strict_answer(record["answer"])
+        if ground_truth is None:
+            raise UserError(f"{file}, row {index}, column answer: it must end in '#### number'")
+        yield row(
+            data_source="openai/gsm8k",
+            prompt=[{"role": "user", "content": f"{record['question']} {INSTRUCTION}"}],
+            env_class="gsm8k",
+            ground_truth=ground_truth,
+            extra_info={"split": split, "index": index, "question": record["question"], "answer": record["answer"]},
+        )
+
+
+def _records(file: Path) -> Iterator[Any]:
+    try:
+        if file.suffix == ".parquet":
+            yield from pq.read_table(file).to_pylist()
+        elif file.suffix == ".json":
+            yield from json.loads(file.read_text(encoding="utf-8"))
+        else:
+            with file.open(encoding="utf-8") as lines:
+                yield from (json.loads(line) for line in lines if line.strip())
+    except (json.JSONDecodeError, UnicodeDecodeError, pa.ArrowInvalid) as error:
+        raise UserError(f"{file}: it cannot be read as {file.suffix or 'JSON lines'}: {error}") from error

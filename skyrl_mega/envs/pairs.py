@@ -1,0 +1,59 @@
+"""Pairs of numbers for arithmetic, with none of the test pairs in the training set."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from skyrl_mega.config.errors import UserError
+
+ENUMERATE_UP_TO = 3
+"""Digits up to which every pair is listed (405,450 unordered pairs); with more, pairs are drawn and repeats dropped."""
+
+
+def disjoint_pairs(digits: int, train: int, test: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Draws distinct pairs of numbers of `digits` digits for training and testing.
+
+    A pair and its mirror image (27, 58 and 58, 27) are always on the same side, so that a test problem is new in
+    earnest.
+
+    Args:
+        digits: Digits of each number, 1 to 9; the first is not 0.
+        train: Training pairs.
+        test: Test pairs.
+        rng: Decides which.
+
+    Returns:
+        int64 [train, 2] and [test, 2], in random order.
+
+    Raises:
+        UserError: There are not so many pairs.
+    """
+    unordered = _unordered_pairs(digits, train + test, rng)
+    cut = -(-test // 2) if digits > ENUMERATE_UP_TO else _first_with(unordered, test)
+    test_pairs, train_pairs = _both_orders(unordered[:cut], rng), _both_orders(unordered[cut:], rng)
+    if len(train_pairs) < train or len(test_pairs) < test:
+        raise UserError(
+            f"--train {train} --test {test}: numbers of --digits {digits} form {(9 * 10 ** (digits - 1)) ** 2} pairs, "
+            f"of which {len(train_pairs)} remain for training; ask for fewer or for more digits"
+        )
+    return train_pairs[:train], test_pairs[:test]
+
+
+def _unordered_pairs(digits: int, wanted: int, rng: np.random.Generator) -> np.ndarray:
+    low, high = 10 ** (digits - 1), 10**digits
+    if digits <= ENUMERATE_UP_TO:
+        a, b = np.triu_indices(high - low)
+        return rng.permutation(np.stack([a, b], axis=1) + low)
+    drawn = np.sort(rng.integers(low, high, size=(wanted + wanted // 4 + 16, 2)), axis=1)
+    return rng.permutation(np.unique(drawn, axis=0))
+
+
+def _first_with(unordered: np.ndarray, count: int) -> int:
+    """How many unordered pairs it takes for `count` ordered ones: a pair of equal numbers has no mirror image."""
+    ordered = np.cumsum(np.where(unordered[:, 0] == unordered[:, 1], 1, 2))
+    return int(np.searchsorted(ordered, count)) + 1 if count else 0
+
+
+def _both_orders(unordered: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    mirrored = unordered[unordered[:, 0] != unordered[:, 1]][:, ::-1]
+    return rng.permutation(np.concatenate([unordered, mirrored]))

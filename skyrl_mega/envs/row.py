@@ -1,0 +1,20 @@
+"""The shape of a row of data: the schema that SkyRL's users already have."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyrl_mega.envs.base import Message
+
+
+def row(
+    *, data_source: str, prompt: list[Message], env_class: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> dict[str, Any]:
+    """One row: `data_source`, `prompt`, `env_class`, `reward_spec` (judged by rule) and `extra_info`."""
+    return {
+        "data_source": data_source,
+        "prompt": prompt,
+        "env_class": env_class,
+        "reward_spec": {"method": "rule", "ground_truth": ground_truth},
+        "extra_info": extra_info,
+    }
