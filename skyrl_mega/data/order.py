@@ -12,9 +12,9 @@ from skyrl_mega.config.errors import UserError
 class PromptStream:
     """Indices 0 … count-1, once per epoch, each epoch in an order of its own that (seed, epoch) decides.
 
-    The stream runs on from one epoch to the next, so that no row is dropped where a batch does not divide the data, and a
-    step may draw more than one batch (dynamic sampling). A batch across an epoch's end may hold a prompt twice: tell a
-    batch's groups apart by their place in it, not by `Prompt.uid`.
+    The stream runs on from one epoch to the next, so that no row is dropped where a batch does not divide the data,
+    and a step may draw more than one batch (dynamic sampling). A batch across an epoch's end may hold a prompt twice:
+    tell a batch's groups apart by their place in it, not by `Prompt.uid`.
     """
 
     def __init__(self, count: int, *, batch: int, seed: int = 0, shuffle: bool = True, epochs: int = 1) -> None:
@@ -75,8 +75,8 @@ class PromptStream:
         for name, setting in (("count", "data.train rows"), ("seed", "run.seed"), ("shuffle", "data.shuffle")):
             if state[name] != getattr(self, name):
                 raise UserError(
-                    f"{setting}={getattr(self, name)}: the checkpoint was taken with {state[name]}, so its place in the "
-                    "data is lost; set it back, or start another run with run.name"
+                    f"{setting}={getattr(self, name)}: the checkpoint was taken with {state[name]}, so its place in "
+                    "the data is lost; set it back, or start another run with run.name"
                 )
         self.position = state["position"]
 

@@ -1,7 +1,7 @@
 """Reading parquet files of prompts, every row checked.
 
-The schema is SkyRL's: `prompt: list<struct<role, content>>` is needed; `env_class: string`, `data_source`, `reward_spec`,
-`extra_info` and any further column are as the environment wants them. Rows are counted from 0.
+The schema is SkyRL's: `prompt: list<struct<role, content>>` is needed; `env_class: string`, `data_source`,
+`reward_spec`, `extra_info` and any further column are as the environment wants them. Rows are counted from 0.
 """
 
 from __future__ import annotations
@@ -54,9 +54,8 @@ def load_prompts(
     prompts, offset = [], 0
     for file in files:
         for batch, first in _checked_batches(file, config, key):
-            for index, row in enumerate(batch.to_pylist(), start=first):
-                if limit is not None and index >= limit:
-                    break
+            wanted = batch if limit is None else batch.slice(0, max(0, limit - first))
+            for index, row in enumerate(wanted.to_pylist(), start=first):
                 messages, name = _messages(row.pop("prompt")), row.pop("env_class", None) or config.default
                 prompts.append(Prompt(uid=offset + index, messages=messages, env_class=name, extras=row))
         offset += pq.read_metadata(file).num_rows

@@ -1,0 +1,169 @@
+"""`python -m skyrl_mega.data`: what it writes, and what it says of wrong input."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import EnvironmentConfig
+from skyrl_mega.data.prepare import prepare
+from skyrl_mega.data.rows import load_prompts
+from skyrl_mega.data.write import write_rows
+from skyrl_mega.envs import make
+from skyrl_mega.envs.pairs import disjoint_pairs
+
+
+def read(folder: Path, name: str) -> list[dict[str, Any]]:
+    return pq.read_table(folder / f"{name}.parquet").to_pylist()
+
+
+def operands(row: dict[str, Any], sign: str) -> tuple[int, int]:
+    a, b = row["prompt"][-1]["content"].split(sign)
+    return int(a), int(b)
+
+
+def test_addition(tmp_path: Path) -> None:
+    prepare(f"addition --output {tmp_path} --train 500 --test 100 --demonstrations 1000 --wrong 0.3 --seed 1")
+    train, test, shown = (read(tmp_path, n) for n in ("train", "test", "demonstrations"))
+    assert (len(train), len(test), len(shown)) == (500, 100, 1000)
+    for row in [*train, *test, *shown]:
+        a, b = operands(row, "+")
+        assert 10 <= a <= 99 and 10 <= b <= 99
+        assert int(row["reward_spec"]["ground_truth"][::-1]) == a + b
+    unordered = {frozenset(operands(r, "+")) for r in train}
+    assert unordered.isdisjoint({frozenset(operands(r, "+")) for r in test})
+    assert {operands(r, "+") for r in shown} <= {operands(r, "+") for r in train}
+    wrong = [r for r in shown if r["extra_info"]["demonstration"] != r["reward_spec"]["ground_truth"]]
+    assert len(wrong) == 300 and all(r["extra_info"]["wrong"] for r in wrong)
+    assert all(20 <= int(r["extra_info"]["demonstration"][::-1]) <= 198 for r in shown)
+
+
+def test_the_seed_decides_every_byte(tmp_path: Path) -> None:
+    contents = []
+    for name, seed in (("a", 3), ("b", 3), ("c", 4)):
+        files = prepare(["addition", "--output", str(tmp_path / name), "--train", "50", "--seed", str(seed)])
+        contents.append([f.read_bytes() for f in files])
+    assert contents[0] == contents[1]
+    assert all(x != y for x, y in zip(contents[0], contents[2], strict=True))
+
+
+@pytest.mark.parametrize("digits", [1, 4])
+def test_multiply(tmp_path: Path, digits: int) -> None:
+    prepare(f"multiply --output {tmp_path} --train 40 --test 10 --digits {digits}")
+    prompts = load_prompts([tmp_path / "train.parquet", tmp_path / "test.parquet"], EnvironmentConfig())
+    assert [p.uid for p in prompts] == list(range(50))
+    for prompt in prompts:
+        a, b = map(int, prompt.messages[-1]["content"].split("*"))
+        env = make(prompt.env_class, prompt.extras, EnvironmentConfig())
+        assert len(str(a)) == len(str(b)) == digits
+        assert env.step(f"\\boxed{{{a * b}}}")["reward"] == 1.0
+
+
+@given(digits=st.integers(1, 6), train=st.integers(1, 60), test=st.integers(0, 20), seed=st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_pairs_are_distinct_and_no_test_pair_is_known(digits: int, train: int, test: int, seed: int) -> None:
+    if train + test > 75 and digits == 1:
+        return  # 81 pairs in all, one of which may be left out with its mirror image
+    train_pairs, test_pairs = disjoint_pairs(digits, train, test, np.random.default_rng(seed))
+    assert (len(train_pairs), len(test_pairs)) == (train, test)
+    both = np.concatenate([train_pairs, test_pairs])
+    assert both.min() >= 10 ** (digits - 1) and both.max() < 10**digits
+    assert len({tuple(p) for p in both.tolist()}) == train + test
+    assert {frozenset(p) for p in train_pairs.tolist()}.isdisjoint({frozenset(p) for p in test_pairs.tolist()})
+
+
+def test_gsm8k_from_local_files(shared: Path, tmp_path: Path) -> None:
+    prepare(["gsm8k", "--source", str(shared / "data" / "gsm8k"), "--output", str(tmp_path)])
+    source = [json.loads(line) for line in (shared / "data" / "gsm8k" / "train.jsonl").open(encoding="utf-8")]
+    prompts = load_prompts([tmp_path / "train.parquet"], EnvironmentConfig())
+    assert len(prompts) == len(source) == 7473
+    for prompt, record in zip(prompts, source, strict=True):
+        assert prompt.messages[0]["content"].startswith(record["question"])
+        # The data set's own solution is a right answer, a lazy one is not.
+        env = make(prompt.env_class, prompt.extras, EnvironmentConfig())
+        assert env.step(record["answer"])["reward"] == 1.0
+        assert env.step(record["answer"].split("####")[0])["reward"] == 0.0
+    assert len(read(tmp_path, "test")) == 660
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json"])
+def test_gsm8k_from_one_file_with_a_limit(tmp_path: Path, suffix: str) -> None:
+    records = [{"question": f"{i} + 1?", "answer": f"#### {i + 1},000"} for i in range(9)]
+    source = tmp_path / f"mine.{suffix}"
+    text = json.dumps(records) if suffix == "json" else "\n".join(map(json.dumps, records))
+    source.write_text(text, encoding="utf-8")
+    assert prepare(f"gsm8k --source {source} --output {tmp_path} --limit 4") == [tmp_path / "train.parquet"]
+    assert [r["reward_spec"]["ground_truth"] for r in read(tmp_path, "train")] == ["1000", "2000", "3000", "4000"]
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ('{"question": "q"}', "row 1, column answer: allowed: a string"),
+        ('{"question": 3, "answer": "#### 3"}', "row 1, column question: allowed: a string"),
+        ('{"question": "q", "answer": "three"}', "row 1, column answer: it must end in '#### number'"),
+        ('["q"]', "row 1, column question"),
+        ("{", "cannot be read as .jsonl"),
+    ],
+)
+def test_a_bad_source_row_is_named_and_leaves_nothing(tmp_path: Path, line: str, said: str) -> None:
+    source = tmp_path / "train.jsonl"
+    source.write_text('{"question": "q", "answer": "#### 3"}\n' + line, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        prepare(f"gsm8k --source {source} --output {tmp_path / 'out'}")
+    assert said in str(caught.value) and str(source) in str(caught.value)
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        ("addition --digits 0", "--digits"),
+        ("addition --wrong 1.5", "--wrong 1.5: allowed: between 0 and 1"),
+        ("addition --train 0", "--train 0: allowed: at least 1"),
+        ("addition --train 9000", "8100 pairs"),
+        ("addition --trian 3", "--trian"),
+        ("adition", "invalid choice: 'adition'"),
+        ("gsm8k --source absent", "--source absent"),
+    ],
+)
+def test_wrong_arguments_are_one_line(
+    arguments: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError) as caught:
+        prepare(arguments)
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_ends_with_code_2_and_one_line(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "skyrl_mega.data", "addition", "--wrong", "2", "--output", str(tmp_path)]
+    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    assert result.returncode == 2
+    assert result.stderr.splitlines() == ["--wrong 2.0: allowed: between 0 and 1"]
+
+
+def test_a_failed_write_keeps_the_older_file(tmp_path: Path) -> None:
+    file = tmp_path / "train.parquet"
+    write_rows([{"a": 1}], file)
+
+    def breaks() -> Iterator[dict[str, int]]:
+        yield {"a": 2}
+        raise RuntimeError("gone")
+
+    with pytest.raises(RuntimeError, match="gone"):
+        write_rows(breaks(), file)
+    assert pq.read_table(file).to_pylist() == [{"a": 1}]
+    assert list(tmp_path.iterdir()) == [file]

@@ -1,0 +1,91 @@
+"""The environment contract, with the documents' own example as it stands there."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.config.schema import EnvironmentConfig
+from skyrl_mega.envs import BaseTextEnv, make
+
+
+def example_of_the_documents(shared: Path) -> str:
+    """The source of `MultiplyEnv(BaseTextEnv)`, cut out of the document that shows it."""
+    text = (shared / "seeds" / "002_bf906ddf41f05c86.txt").read_text(encoding="utf-8")
+    start = text.index("class MultiplyEnv(BaseTextEnv):")
+    return text[start : text.index("```", start)]
+
+
+def test_the_documents_example_runs_as_it_stands(shared: Path, tmp_path: Path) -> None:
+    file = tmp_path / "their_env.py"
+    imports = "import re\nfrom skyrl_mega.envs import BaseTextEnv, BaseTextEnvStepOutput\n"
+    file.write_text(imports + example_of_the_documents(shared), encoding="utf-8")
+    config = EnvironmentConfig(classes={"multiply": f"{file}:MultiplyEnv"})
+    row = {"reward_spec": {"method": "rule", "ground_truth": 6}, "extra_info": {"num_digits": 1, "split": "train"}}
+    env = make("multiply", row, config)
+    assert env.init([{"role": "user", "content": "2 * 3"}]) == ([{"role": "user", "content": "2 * 3"}], {})
+    right = env.step(r"It is \boxed{6}")
+    assert right == {"observations": [], "reward": 1.0, "done": True, "metadata": {"parsed_answer": "6"}}
+    assert env.step("six") == {"observations": [], "reward": 0.0, "done": True, "metadata": {"parsed_answer": None}}
+    env.close()
+
+
+def test_extras_options_and_turns_reach_the_environment() -> None:
+    config = EnvironmentConfig(options={"gsm8k": {"temper": 1}})
+    env = make("gsm8k", {"reward_spec": {"ground_truth": "3"}, "data_source": "d"}, config, max_turns=4)
+    assert (env.ground_truth, env.max_turns, env.extras["max_turns"], env.turns) == ("3", 4, 4, 0)
+    assert env.extras["data_source"] == "d" and env.env_config == {"temper": 1}
+
+
+def test_without_a_step_it_says_whose() -> None:
+    class Half(BaseTextEnv):
+        pass
+
+    with pytest.raises(NotImplementedError, match=r"Half\.step"):
+        Half().step("")
+
+
+@pytest.mark.parametrize(
+    "action, reward",
+    [
+        ("so #### 1,234", 1),
+        ("#### 1234", 1),
+        ("#### 1234\n#### 9", 1),
+        ("#### 9 no, #### 1234", 0),
+        ("1234", 0),
+        ("####1234", 0),
+        ("#### 12345", 0),
+        ("#### -1234", 0),
+        ("", 0),
+    ],
+)
+def test_gsm8k_is_strict(action: str, reward: float) -> None:
+    output = make("gsm8k", {"reward_spec": {"ground_truth": "1234"}}, EnvironmentConfig()).step(action)
+    assert (output["reward"], output["done"]) == (reward, True)
+
+
+@pytest.mark.parametrize("action, reward", [("58", 1), (" 58\n", 1), ("85", 0), ("580", 0), ("", 0), ("5 8", 0)])
+def test_addition_is_exact(action: str, reward: float) -> None:
+    assert (
+        make("addition", {"reward_spec": {"ground_truth": "58"}}, EnvironmentConfig()).step(action)["reward"] == reward
+    )
+
+
+def test_multiply_over_several_turns() -> None:
+    env = make("multiply", {"reward_spec": {"ground_truth": "6"}}, EnvironmentConfig(), max_turns=3)
+    first = env.step(r"\boxed{5}")
+    assert (first["reward"], first["done"], first["observations"][0]["role"]) == (0.0, False, "user")
+    assert env.step("six")["observations"] != first["observations"]
+    last = env.step(r"\boxed{7}")
+    assert (last["done"], last["observations"]) == (True, [])
+
+
+def test_multiply_ends_with_a_right_answer() -> None:
+    env = make("multiply", {"reward_spec": {"ground_truth": "6"}}, EnvironmentConfig(), max_turns=3)
+    assert env.step(r"\boxed{ 6 }") == {
+        "observations": [],
+        "reward": 1.0,
+        "done": True,
+        "metadata": {"parsed_answer": "6"},
+    }

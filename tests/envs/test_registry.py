@@ -1,0 +1,121 @@
+"""Names, import paths and what is said of wrong ones."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import EnvironmentConfig
+from skyrl_mega.envs.registry import BUILT_IN, check, make, resolve, with_absolute_paths
+
+OWN = """
+from skyrl_mega.envs import BaseTextEnv, BaseTextEnvStepOutput
+
+class Echo(BaseTextEnv):
+    def step(self, action):
+        return BaseTextEnvStepOutput(observations=[], reward=len(action), done=True, metadata={})
+
+class Bare:
+    pass
+
+number = 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "own_file.py").write_text(OWN, encoding="utf-8")
+    (tmp_path / "own_package").mkdir()
+    (tmp_path / "own_package" / "__init__.py").write_text("", encoding="utf-8")
+    (tmp_path / "own_package" / "grader.py").write_text(OWN, encoding="utf-8")
+    (tmp_path / "broken.py").write_text("import nothing_of_that_name\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return tmp_path
+
+
+@pytest.mark.parametrize("path", ["own_file.py:Echo", "own_package.grader:Echo"])
+def test_a_users_class_is_found_from_the_working_directory(folder: Path, path: str) -> None:
+    config = EnvironmentConfig(classes={"echo": path})
+    assert make("echo", {}, config).step("four")["reward"] == 4
+    assert resolve("echo", config) is resolve("echo", config)
+
+
+@pytest.mark.parametrize("path", ["own_file.py:Echo", "own_package.grader:Echo"])
+def test_and_in_another_process_too(folder: Path, path: str) -> None:
+    """As a Ray worker does it: the configuration arrives as data, the interpreter is another one."""
+    code = (
+        "import json, sys\n"
+        "sys.path = [p for p in sys.path if p]\n"
+        "from skyrl_mega.config.schema import EnvironmentConfig\n"
+        "from skyrl_mega.envs import make\n"
+        "print(make('echo', {}, EnvironmentConfig(**json.loads(sys.argv[1]))).step('four')['reward'])\n"
+    )
+    config = json.dumps(asdict(EnvironmentConfig(classes={"echo": path})))
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    result = subprocess.run(
+        [sys.executable, "-c", code, config], cwd=folder, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert result.stdout.strip() == "4", result.stderr
+
+
+def test_absolute_paths_hold_in_another_folder(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = with_absolute_paths(
+        EnvironmentConfig(classes={"echo": "own_file.py:Echo", "m": "own_package.grader:Echo"})
+    )
+    assert config.classes["m"] == "own_package.grader:Echo"
+    monkeypatch.chdir("/")
+    assert make("echo", {}, config).step("four")["reward"] == 4
+
+
+def test_a_users_name_goes_before_a_built_in_one(folder: Path) -> None:
+    assert resolve("gsm8k", EnvironmentConfig(classes={"gsm8k": "own_file.py:Echo"})).__name__ == "Echo"
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_in_names_lead_somewhere(name: str) -> None:
+    assert resolve(name, EnvironmentConfig()).__module__.startswith(f"skyrl_mega.envs.{name}")
+
+
+@pytest.mark.parametrize(
+    "path, said",
+    [
+        ("own_file.py", "allowed: package.module:Class or path/to/file.py:Class"),
+        ("absent.py:Echo", "does not exist"),
+        ("own_file.py:Eho", "did you mean Echo"),
+        ("own_file.py:Bare", "init, step and close"),
+        ("own_file.py:number", "init, step and close"),
+        ("broken.py:Echo", "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
+        ("no_such_package.grader:Echo", "no_such_package"),
+    ],
+)
+def test_a_wrong_path_is_one_line_that_names_the_key(folder: Path, path: str, said: str) -> None:
+    with pytest.raises(UserError, match=r"environment\.classes\.mine") as caught:
+        check(EnvironmentConfig(classes={"mine": path}))
+    assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_an_unknown_name_is_told_the_nearest_and_the_allowed() -> None:
+    with pytest.raises(
+        UserError, match=r"'gsm9k' is unknown: did you mean 'gsm8k'\? allowed: addition, gsm8k, multiply"
+    ):
+        make("gsm9k", {}, EnvironmentConfig())
+    with pytest.raises(UserError, match="unknown"):
+        check(EnvironmentConfig(default="nothing"))
+
+
+def test_options_of_an_unknown_environment_are_refused() -> None:
+    with pytest.raises(UserError, match=r"environment\.options\.gsm8"):
+        check(EnvironmentConfig(options={"gsm8": {}}))
+
+
+def test_data_cannot_name_code() -> None:
+    with pytest.raises(UserError, match="unknown"):
+        make("os:system", {}, EnvironmentConfig())
