@@ -1,0 +1,91 @@
+"""The architectures by `model_type`, and what the other rooms ask of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.layout.box import Layout, Shard
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models import engine, huggingface, llama, megatron, qwen2, qwen3, qwen3_moe
+from skyrl_mega.models.decoder import Decoder, Hf
+from skyrl_mega.models.megatron import MegatronSettings, Spec
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """One `model_type`: its tensors on disk, in Megatron and in vLLM. Nothing here needs a process group.
+
+    Every method takes the content of config.json and raises UserError for what is not supported.
+    """
+
+    name: str
+    describe: Callable[[Hf], Decoder]
+    """The model's sizes and parts."""
+
+    def tensors(self, hf: Hf) -> dict[str, tuple[int, ...]]:
+        """Name → shape of every tensor of the checkpoint on disk."""
+        return huggingface.tensors(self.describe(hf))
+
+    def megatron_settings(self, hf: Hf) -> MegatronSettings:
+        """Keyword arguments of megatron-core's TransformerConfig and GPTModel."""
+        return megatron.settings(self.describe(hf))
+
+    def padded_vocab(self, hf: Hf, tensor: int) -> int:
+        """Rows of Megatron's embedding over all tensor-parallel ranks."""
+        return megatron.padded_vocab(self.describe(hf).vocab, tensor)
+
+    def check_layout(self, hf: Hf, parallel: Parallel, key: str = "policy.layout") -> None:
+        """Refuses a policy layout that does not divide the model or would train wrong, naming `key`."""
+        megatron.check(self.describe(hf), parallel, key)
+
+    def check_engine(self, hf: Hf, tensor: int, expert_parallel: bool = False, key: str = "rollout.tensor") -> None:
+        """Refuses a tensor-parallel size that does not divide the model."""
+        engine.check(self.describe(hf), tensor, expert_parallel, key)
+
+    def megatron_shard(self, hf: Hf, parallel: Parallel, rank: int, spec: Spec) -> Shard:
+        """What policy rank `rank` holds; parameters are `"<chunk>.<GPTModel.named_parameters name>"`."""
+        self.check_layout(hf, parallel)
+        return megatron.shard(self.describe(hf), parallel, rank, spec)
+
+    def megatron_layout(self, hf: Hf, parallel: Parallel, spec: Spec) -> Layout:
+        """What every policy rank holds."""
+        shards = (self.megatron_shard(hf, parallel, rank, spec) for rank in range(parallel.ranks))
+        return Layout(self.tensors(hf), tuple(shards))
+
+    def engine_shard(self, hf: Hf, tensor: int, rank: int, expert_parallel: bool = False) -> Shard:
+        """What worker `rank` of one engine holds; parameters are named as in vLLM at load time."""
+        self.check_engine(hf, tensor, expert_parallel)
+        return engine.shard(self.describe(hf), tensor, rank, expert_parallel)
+
+    def engine_layout(self, hf: Hf, tensor: int, engines: int = 1, expert_parallel: bool = False) -> Layout:
+        """What every worker holds; worker `rank` of engine `e` is entry `e · tensor + rank`."""
+        shards = tuple(self.engine_shard(hf, tensor, rank, expert_parallel) for rank in range(tensor))
+        return Layout(self.tensors(hf), shards * engines)
+
+
+ARCHITECTURES = {
+    name: Architecture(name, describe)
+    for name, describe in (
+        ("qwen3_moe", qwen3_moe.describe),
+        ("qwen3", qwen3.describe),
+        ("qwen2", qwen2.describe),
+        ("llama", llama.describe),
+    )
+}
+
+
+def architecture(hf: Hf) -> Architecture:
+    """The architecture of a config.json, by its `model_type`.
+
+    Raises:
+        UserError: the type is not one of those supported.
+    """
+    found = ARCHITECTURES.get(hf.get("model_type", ""))
+    if found is None:
+        raise UserError(
+            f"config.json: model_type is {hf.get('model_type')!r}; supported are {', '.join(ARCHITECTURES)}; "
+            "choose a model of one of these"
+        )
+    return found
