@@ -1,0 +1,109 @@
+"""Small models with random weights, written as Hugging Face directories: the quickstart's and the tests'."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.models.characters import BOS, EOS, PAD, VOCABULARY, write_tokenizer
+from skyrl_mega.models.registry import architecture
+
+CLASSES = {
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "llama": "LlamaForCausalLM",
+}
+"""The transformers class of each architecture, which vLLM goes by."""
+
+
+def hf_config(config: BuildConfig) -> dict[str, Any]:
+    """The config.json of the model that `config` describes."""
+    hf: dict[str, Any] = {
+        "architectures": [CLASSES[config.architecture]],
+        "model_type": config.architecture,
+        "vocab_size": len(VOCABULARY),
+        "hidden_size": config.hidden,
+        "intermediate_size": config.ffn,
+        "num_hidden_layers": config.layers,
+        "num_attention_heads": config.heads,
+        "num_key_value_heads": config.kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": config.max_length,
+        "rms_norm_eps": 1e-6,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": config.tied,
+        "attention_bias": False,
+        "initializer_range": 0.02,
+        "pad_token_id": VOCABULARY[PAD],
+        "bos_token_id": VOCABULARY[BOS],
+        "eos_token_id": VOCABULARY[EOS],
+        "torch_dtype": "float32",
+        "use_cache": True,
+    }
+    if config.architecture == "qwen3_moe":
+        hf |= {
+            "num_experts": config.experts,
+            "num_experts_per_tok": config.experts_per_token,
+            "moe_intermediate_size": config.expert_ffn,
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+    if config.architecture == "qwen2":
+        del hf["attention_bias"]  # a Qwen2 always has the bias of q, k and v
+    return hf
+
+
+def build(config: BuildConfig, path: Path, seed: int = 0) -> None:
+    """Writes the directory `path`: config.json, float32 safetensors, generation_config.json, tokenizer.
+
+    Matrices are normal with deviation 0.02, norms 1, biases 0. The directory appears whole or not at all; where it is
+    there already (another process was faster), it is left as it is.
+
+    Raises:
+        UserError: sizes that the architecture cannot have.
+    """
+    if path.exists():
+        return
+    hf = hf_config(config)
+    try:
+        tensors = architecture(hf).tensors(hf)
+    except UserError as error:
+        raise UserError(f"model.build: {error}") from error
+    generator = torch.Generator().manual_seed(seed)
+    weights: dict[str, torch.Tensor] = {}
+    for name, shape in tensors.items():
+        if name.endswith("norm.weight"):
+            weights[name] = torch.ones(shape)
+        elif name.endswith(".bias"):
+            weights[name] = torch.zeros(shape)
+        else:
+            weights[name] = torch.randn(shape, generator=generator) * hf["initializer_range"]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        partial.chmod(0o755)
+        (partial / "config.json").write_text(json.dumps(hf, indent=1))
+        generation = {key: hf[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+        (partial / "generation_config.json").write_text(json.dumps(generation, indent=1))
+        if config.tokenizer == "characters":
+            write_tokenizer(partial)
+        save_file(weights, str(partial / "model.safetensors"), metadata={"format": "pt"})
+        try:
+            os.rename(partial, path)
+        except OSError:
+            if not path.is_dir():
+                raise
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
