@@ -1,0 +1,100 @@
+"""What every actor's process does before it becomes that actor."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.cluster import guard
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Who an actor is."""
+
+    group: str
+    """Name of its group, as errors and log files call it."""
+    rank: int
+    log: str | None
+    """File that takes stdout and stderr of its process and of its children; None leaves them to Ray."""
+
+    @property
+    def name(self) -> str:
+        """For people: `policy-3`."""
+        return f"{self.group}-{self.rank}"
+
+
+@dataclass(frozen=True)
+class Whereabouts:
+    """Where an actor's process runs."""
+
+    machine: str
+    """Identifies the running kernel, so that process ids mean something only there."""
+    pid: int
+    """Also the id of its process group."""
+    address: str
+    """IP address of its node."""
+
+
+def machine() -> str:
+    """This machine's boot id and host name."""
+    return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {socket.gethostname()}"
+
+
+def settle_in(seat: Seat) -> None:
+    """Gives the process a group of its own with a guard, and sends its output to its log file."""
+    if seat.log is not None:
+        log = Path(seat.log)
+        log.parent.mkdir(parents=True, exist_ok=True)
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+        os.close(fd)
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    # The guard's stdin is a pipe whose write end only this process holds (Python's pipes are not inherited), so the kernel
+    # closes it at this process's death. Its output goes nowhere: a full or closed log must not stop it.
+    settle_in.guard = subprocess.Popen(  # type: ignore[attr-defined]
+        [sys.executable, "-I", "-S", guard.__file__, str(os.getpid())],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+
+
+def hosted(cls: type) -> type:
+    """A subclass of `cls` that settles in first, keeps an error of the constructor for `seated`, and says where it runs."""
+
+    class Hosted(cls):  # type: ignore[misc, valid-type]
+        def __init__(self, seat: Seat, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            self._seat_error: Exception | None = None
+            settle_in(seat)
+            # Ray would tell of a failed constructor by its traceback's text only; `seated` raises the error itself.
+            try:
+                super().__init__(*args, **kwargs)
+            except Exception as error:
+                self._seat_error = error
+
+        def seated(self) -> Whereabouts:
+            if self._seat_error is not None:
+                raise self._seat_error
+            import ray
+
+            return Whereabouts(machine(), os.getpid(), ray.util.get_node_ip_address())
+
+        def free_port(self) -> int:
+            """A TCP port that nobody listens on at this moment, on the actor's node."""
+            with socket.socket() as probe:
+                probe.bind(("", 0))
+                return int(probe.getsockname()[1])
+
+    Hosted.__name__ = Hosted.__qualname__ = cls.__name__
+    return Hosted

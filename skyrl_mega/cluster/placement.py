@@ -1,0 +1,81 @@
+"""Which node and GPU each actor gets, reserved before the first actor starts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from skyrl_mega.cluster.errors import ClusterError
+
+if TYPE_CHECKING:
+    from ray.util.placement_group import PlacementGroup
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A reserved place for one actor: bundle `index` of `group`, with these resources."""
+
+    group: PlacementGroup
+    index: int
+    resources: dict[str, float]
+
+    def options(self) -> dict[str, Any]:
+        """Ray's actor options for this place."""
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        return {
+            "num_cpus": self.resources.get("CPU", 0),
+            "num_gpus": self.resources.get("GPU", 0),
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.index),
+        }
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Slots by rank."""
+
+    slots: tuple[Slot, ...]
+
+    def release(self) -> None:
+        """Gives everything back; actors in it are killed by Ray."""
+        from ray.util import remove_placement_group
+
+        for group in {slot.group.id: slot.group for slot in self.slots}.values():
+            remove_placement_group(group)
+
+
+def reserve(actors: int, *, gpus: int = 0, per_node: int | None = None, timeout_s: float = 60.0) -> Placement:
+    """Reserves one place per actor.
+
+    Args:
+        actors: How many.
+        gpus: GPUs of one actor; a vLLM engine takes its whole tensor parallel group, which therefore never leaves a node.
+        per_node: So many consecutive ranks share one node (a policy's GPUs per node); None lets Ray pack them.
+        timeout_s: Seconds until everything is reserved.
+
+    Raises:
+        ClusterError: The cluster does not have it, or not in time.
+    """
+    import ray
+    from ray.util import placement_group
+
+    bundle: dict[str, float] = {"CPU": 1.0, "GPU": float(gpus)} if gpus else {"CPU": 1.0}
+    size = per_node or actors
+    counts = [min(size, actors - first) for first in range(0, actors, size)]
+    groups = [placement_group([bundle] * n, strategy="STRICT_PACK" if per_node else "PACK") for n in counts]
+    placement = Placement(
+        tuple(Slot(group, i, bundle) for group, n in zip(groups, counts, strict=True) for i in range(n))
+    )
+    ready, waiting = ray.wait([g.ready() for g in groups], num_returns=len(groups), timeout=timeout_s)
+    if waiting:
+        placement.release()
+        total = ray.cluster_resources()
+        raise ClusterError(
+            f"no room for {actors} actors of {_text(bundle)}{f', {per_node} to a node' if per_node else ''}: "
+            f"{len(ready)} of {len(groups)} groups reserved after {timeout_s:g} s; the cluster has {_text(total)} in all"
+        )
+    return placement
+
+
+def _text(resources: dict[str, float]) -> str:
+    return ", ".join(f"{resources[k]:g} {k}" for k in ("CPU", "GPU") if k in resources) or "nothing"
