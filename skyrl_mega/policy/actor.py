@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.layout.parallel import Parallel
@@ -43,12 +45,23 @@ class PolicyActor:
             self.device = torch.device("cuda", 0)
             torch.cuda.set_device(self.device)
 
-    def join(self, address: str, timeout_s: float) -> None:
+    def open_store(self, host: str, timeout_s: float) -> int:
+        """Rank 0 opens the group's meeting point on a port that the system picks; returns the port."""
+        self.store = dist.TCPStore(
+            host, 0, self.parallel.ranks, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+        return self.store.port
+
+    def join(self, host: str, port: int, timeout_s: float) -> None:
         """Joins the policy's process group and builds the model."""
         from skyrl_mega.policy import build
         from skyrl_mega.policy.rank import PolicyRank
 
-        build.join(self.index, self.parallel, address, self.device, timeout_s)
+        if self.index:
+            self.store = dist.TCPStore(
+                host, port, self.parallel.ranks, is_master=False, timeout=timedelta(seconds=timeout_s)
+            )
+        build.join(self.index, self.parallel, self.store, self.device, timeout_s)
         self.rank = PolicyRank(
             self.hf, self.config, self.parallel, dtype=self.dtype, device=self.device, trainable=self.trainable
         )

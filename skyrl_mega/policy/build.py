@@ -36,13 +36,13 @@ class HiddenGPT(GPTModel):
         return self.output_layer.weight
 
 
-def join(rank: int, parallel: Parallel, address: str, device: torch.device, timeout_s: float) -> None:
-    """Joins the policy's process group at `address` ("host:port") and makes Megatron's groups."""
+def join(rank: int, parallel: Parallel, store: dist.Store, device: torch.device, timeout_s: float) -> None:
+    """Joins the policy's process group over `store` and makes Megatron's groups. Every collective ends within `timeout_s`."""
     # Megatron orders its send and receive on one connection per pair.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        init_method=f"tcp://{address}",
+        store=store,
         rank=rank,
         world_size=parallel.ranks,
         timeout=timedelta(seconds=timeout_s),

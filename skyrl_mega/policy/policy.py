@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import ray
 
-from skyrl_mega.cluster.actors import ActorGroup
+from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
 from skyrl_mega.layout.balance import balance
 from skyrl_mega.layout.parallel import Parallel
@@ -18,27 +18,27 @@ from skyrl_mega.policy.sequences import Sequences
 class Policy:
     """All ranks of a policy (or of a reference in a layout of its own)."""
 
-    def __init__(self, group: ActorGroup, parallel: Parallel, config: PolicyConfig) -> None:
-        self.group, self.parallel, self.config = group, parallel, config
+    def __init__(self, group: ActorGroup, parallel: Parallel, config: PolicyConfig, timeout_s: float) -> None:
+        self.group, self.parallel, self.config, self.timeout_s = group, parallel, config, timeout_s
 
     def load(self, path: Path) -> None:
         """Loads a Hugging Face directory into all ranks."""
-        self.group.call_all("load", str(path))
+        self._call("load", str(path))
 
     def keep_reference(self, path: Path) -> None:
         """Keeps a frozen copy of these weights beside the policy's."""
-        self.group.call_all("keep_reference", str(path))
+        self._call("keep_reference", str(path))
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Starts the optimizer and its schedule afresh."""
-        self.group.call_all("reset_optimizer", optimizer)
+        self._call("reset_optimizer", optimizer)
 
     def logprobs(
         self, batch: Sequences, *, temperature: float, reference: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
         """Log-prob and entropy of every token given those before it: float32 [T] each, aligned with `batch.tokens`."""
         rows, micros = self._deal(batch)
-        answers = self.group.call_all("logprobs", per_rank=[(m, temperature, reference) for m in micros])
+        answers = self._call("logprobs", per_rank=[(m, temperature, reference) for m in micros])
         logprobs = np.zeros(len(batch.tokens), np.float32)
         entropy = np.zeros(len(batch.tokens), np.float32)
         for rank, answer in enumerate(answers):
@@ -53,20 +53,23 @@ class Policy:
     def train(self, batch: Sequences, *, temperature: float, supervised: bool = False) -> dict[str, float]:
         """One optimizer step on the whole batch; its fields must hold final token weights."""
         _, micros = self._deal(batch)
-        answers = self.group.call_all("train", per_rank=[(m, temperature, supervised) for m in micros])
+        answers = self._call("train", per_rank=[(m, temperature, supervised) for m in micros])
         return max(answers, key=len)  # only the last pipeline stage has the loss's metrics
 
     def save(self, folder: Path) -> None:
         """Writes a distributed checkpoint into an empty folder."""
-        self.group.call_all("save", str(folder))
+        self._call("save", str(folder))
 
     def restore(self, folder: Path) -> None:
         """Reads a distributed checkpoint, saved in any layout."""
-        self.group.call_all("restore", str(folder))
+        self._call("restore", str(folder))
 
     def export(self, path: Path, source: Path) -> None:
         """Writes a Hugging Face directory, with configuration and tokenizer from `source`."""
-        self.group.call_all("export", str(path), str(source))
+        self._call("export", str(path), str(source))
+
+    def _call(self, method: str, *args: Any, per_rank: list[Any] | None = None) -> list[Any]:
+        return self.group.call_all(method, *args, per_rank=per_rank, timeout=self.timeout_s)
 
     def _deal(self, batch: Sequences) -> tuple[list[list[np.ndarray]], list[Any]]:
         """Sequences → for each data-parallel rank its micro-batches' rows; and for each rank a reference to the tokens."""

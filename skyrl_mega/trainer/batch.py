@@ -16,12 +16,13 @@ from skyrl_mega.policy.sequences import Sequences
 from skyrl_mega.rollout.trajectory import Trajectory
 
 
-def batch_of(trajectories: list[Trajectory], algorithm: AlgorithmConfig, response_limit: int) -> Sequences:
-    """The trajectories' tokens with fields `mask`, `rollout_logprobs` and `advantages`.
+def batch_of(groups: list[list[Trajectory]], algorithm: AlgorithmConfig, response_limit: int) -> Sequences:
+    """The tokens of all groups' trajectories, in order, with fields `mask`, `rollout_logprobs` and `advantages`.
 
     The mask covers what the policy wrote, less truncated trajectories where overlong filtering is on, and less those whose
     environment failed. Truncated ones still count for their group's baseline; failed ones count for nothing.
     """
+    trajectories = [t for group in groups for t in group]
     batch = Sequences.of([t.tokens for t in trajectories])
     lengths = torch.from_numpy(batch.lengths)
     mask = torch.from_numpy(np.concatenate([np.asarray(t.mask, np.float32) for t in trajectories]))
@@ -38,9 +39,9 @@ def batch_of(trajectories: list[Trajectory], algorithm: AlgorithmConfig, respons
         algorithm.overlong.buffer,
         algorithm.overlong.penalty,
     )
-    groups = torch.tensor([t.prompt.uid for t in trajectories])
+    group = torch.repeat_interleave(torch.tensor([len(g) for g in groups]))
     values = torch.zeros(len(trajectories))
-    values[~failed] = advantages(rewards[~failed], groups[~failed], algorithm)
+    values[~failed] = advantages(rewards[~failed], group[~failed], algorithm)
 
     batch.fields = {
         "mask": mask.numpy(),
@@ -50,14 +51,20 @@ def batch_of(trajectories: list[Trajectory], algorithm: AlgorithmConfig, respons
     return batch
 
 
-def mini_batches(batch: Sequences, trajectories: list[Trajectory], prompts: int, loss_mean: str) -> list[Sequences]:
-    """Cuts an RL step's batch into optimizer steps of `prompts` whole groups each, with final token weights."""
-    uids = np.array([t.prompt.uid for t in trajectories])
-    _, first = np.unique(uids, return_index=True)
-    order = uids[np.sort(first)]
+def mini_batches(batch: Sequences, sizes: list[int], groups: int, loss_mean: str) -> list[Sequences]:
+    """Cuts an RL step's batch into optimizer steps of `groups` whole groups each, with final token weights.
+
+    Args:
+        batch: From `batch_of`.
+        sizes: Trajectories of each group.
+        groups: Groups of one optimizer step; the last may have fewer.
+        loss_mean: `algorithm.loss_mean`.
+    """
+    ends = np.cumsum(sizes)
     parts = []
-    for start in range(0, len(order), prompts):
-        part = batch.take(np.flatnonzero(np.isin(uids, order[start : start + prompts])))
+    for start in range(0, len(sizes), groups):
+        first = int(ends[start] - sizes[start])
+        part = batch.take(np.arange(first, int(ends[min(start + groups, len(sizes)) - 1])))
         mask, lengths = torch.from_numpy(part.fields["mask"]), torch.from_numpy(part.lengths)
         part.fields["weights"] = token_weights(mask, lengths, loss_mean).numpy()
         parts.append(part)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import json
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
-
-import json
 
 import numpy as np
 import torch
@@ -26,7 +26,9 @@ def open_rank(rank: int, address: str, path: Path, parallel: Parallel, policy: P
     torch.set_num_threads(1)
     cpu.stand_in()
     cpu.CudaAsCpu().__enter__()
-    build.join(rank, parallel, address, CPU, 120)
+    host, port = address.split(":")
+    store = dist.TCPStore(host, int(port), parallel.ranks, is_master=rank == 0, timeout=timedelta(seconds=60))
+    build.join(rank, parallel, store, CPU, 120)
     hf = json.loads((path / "config.json").read_text())
     opened = PolicyRank(hf, policy, parallel, dtype=torch.float32, device=CPU)
     opened.load(path)

@@ -26,7 +26,7 @@ def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: flo
     pipes, processes = [], []
     for rank in range(ranks):
         ours, theirs = _context.Pipe()
-        process = _context.Process(target=_main, args=(theirs, function, rank, address, args), daemon=True)
+        process = _context.Process(target=_main, args=(theirs, function, rank, address, args))
         process.start()
         theirs.close()
         pipes.append(ours)
