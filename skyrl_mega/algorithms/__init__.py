@@ -1,6 +1,6 @@
 """From rewards to a loss: pure functions on tensors, which know nothing of Megatron, vLLM or Ray."""
 
-from skyrl_mega.algorithms.advantages import advantages, per_token
+from skyrl_mega.algorithms.advantages import advantages
 from skyrl_mega.algorithms.filters import informative_groups, varied
 from skyrl_mega.algorithms.kl import kl
 from skyrl_mega.algorithms.losses import policy_loss, token_weights
@@ -12,7 +12,6 @@ __all__ = [
     "informative_groups",
     "kl",
     "mismatch",
-    "per_token",
     "policy_loss",
     "soft_overlong",
     "token_weights",

@@ -1,7 +1,7 @@
 """Advantages: how much better a trajectory did than its group, the samples of one prompt.
 
 Shapes: rewards and advantages [N], groups [N] (any integers; equal ones belong together). A trajectory has one
-advantage, which holds for each of its tokens (`per_token`).
+advantage, which holds for each of its tokens.
 """
 
 from __future__ import annotations
@@ -74,11 +74,6 @@ def varied(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
     highest = rewards_N.new_zeros(len(groups)).scatter_reduce(0, index, rewards_N, "amax", include_self=False)
     lowest = rewards_N.new_zeros(len(groups)).scatter_reduce(0, index, rewards_N, "amin", include_self=False)
     return (highest > lowest)[index]
-
-
-def per_token(values_N: Tensor, lengths_N: Tensor) -> Tensor:
-    """Each trajectory's value on each of its tokens: [T], T = sum of lengths, trajectories one after the other."""
-    return torch.repeat_interleave(values_N, lengths_N)
 
 
 def _grouped(rewards_N: Tensor, groups_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -56,7 +56,7 @@ def load_prompts(
         for batch, first in _checked_batches(file, config, key):
             wanted = batch if limit is None else batch.slice(0, max(0, limit - first))
             for index, row in enumerate(wanted.to_pylist(), start=first):
-                messages, name = _messages(row.pop("prompt")), row.pop("env_class", None) or config.default
+                messages, name = _messages(row.pop("prompt")), row.pop("env_class", None) or config.default or ""
                 prompts.append(Prompt(uid=offset + index, messages=messages, env_class=name, extras=row))
         offset += pq.read_metadata(file).num_rows
     return prompts

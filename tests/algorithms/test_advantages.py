@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_mega.algorithms.advantages import advantages, grpo, per_token, reinforce, rloo, varied
+from skyrl_mega.algorithms.advantages import advantages, grpo, reinforce, rloo, varied
 from skyrl_mega.algorithms.filters import informative_groups
 from skyrl_mega.config.schema import AlgorithmConfig
 
@@ -79,8 +79,10 @@ def test_shapes_that_differ_are_refused() -> None:
         grpo(torch.zeros(3), torch.zeros(2))
 
 
-def test_per_token_repeats_each_trajectory() -> None:
-    assert per_token(torch.tensor([1.0, 2.0]), torch.tensor([3, 1])).tolist() == [1, 1, 1, 2]
+def test_no_trajectories_no_advantages() -> None:
+    none = torch.zeros(0)
+    for kind in ("grpo", "rloo", "reinforce"):
+        assert advantages(none, none.long(), AlgorithmConfig(advantage=kind)).shape == (0,)
 
 
 def test_informative_groups() -> None:

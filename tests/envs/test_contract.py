@@ -31,6 +31,15 @@ def test_the_documents_example_runs_as_it_stands(shared: Path, tmp_path: Path) -
     env.close()
 
 
+def test_the_example_of_our_own_page_runs(tmp_path: Path) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "environments.md").read_text(encoding="utf-8")
+    start = page.index("```python") + len("```python")
+    (tmp_path / "my_env.py").write_text(page[start : page.index("```", start)], encoding="utf-8")
+    config = EnvironmentConfig(classes={"my_multiply": f"{tmp_path / 'my_env.py'}:MultiplyEnv"})
+    env = make("my_multiply", {"reward_spec": {"ground_truth": 6}}, config)
+    assert [env.step(a)["reward"] for a in (r"\boxed{6}", r"\boxed{7}", "6")] == [1.0, 0.0, 0.0]
+
+
 def test_extras_options_and_turns_reach_the_environment() -> None:
     config = EnvironmentConfig(options={"gsm8k": {"temper": 1}})
     env = make("gsm8k", {"reward_spec": {"ground_truth": "3"}, "data_source": "d"}, config, max_turns=4)

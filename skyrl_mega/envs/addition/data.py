@@ -31,7 +31,7 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """
     rng = np.random.default_rng(args.seed)
     train, test = disjoint_pairs(args.digits, args.train, args.test, rng)
-    tables = {
+    tables: dict[str, Iterator[dict[str, Any]]] = {
         "train.parquet": (_row(a, b, args.digits, "train") for a, b in train.tolist()),
         "test.parquet": (_row(a, b, args.digits, "test") for a, b in test.tolist()),
     }
