@@ -77,9 +77,13 @@ class PolicyRank:
     def load(self, path: Path) -> None:
         """Reads this rank's boxes from a Hugging Face directory. Raises UserError for missing or misshapen tensors."""
         with torch.no_grad():
-            files.load(path, self.shard, {k: p.data for k, p in self.params.items()})
+            files.load(path, self.shard, self.weights())
         if hasattr(self, "optimizer"):
             self.optimizer.reload_model_params()
+
+    def weights(self) -> dict[str, Tensor]:
+        """This rank's parameters by local name, without gradients."""
+        return {name: p.data for name, p in self.params.items()}
 
     def keep_reference(self, path: Path) -> None:
         """Keeps a frozen copy of other weights in host memory, for `logprobs(reference=True)`."""
@@ -92,7 +96,7 @@ class PolicyRank:
         if not reference:
             yield
             return
-        own = {k: p.data for k, p in self.params.items()}
+        own = self.weights()
         for k, p in self.params.items():
             p.data = self._reference[k].to(self.device)
         try:

@@ -1,39 +1,48 @@
-"""The RL loop, synchronous: generate, score, advantages, log-probs, train, sync, evaluate, checkpoint."""
+"""The RL loop, synchronous: generate and score, advantages, log-probs, train, sync, evaluate, checkpoint."""
 
 from __future__ import annotations
 
+import torch
+
 from skyrl_mega.algorithms.mismatch import mismatch
+from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.trainer.batch import batch_of, mini_batches
-from skyrl_mega.trainer.run import Run
+from skyrl_mega.trainer.run import Run, Step
 
 
 def train(run: Run) -> None:
     """Trains until the steps or the prompts are used up. The engines hold the policy's weights when this is called."""
-    config = run.config
-    if run.step == 0 and config.evaluation.before:
-        run.evaluate()
+    run.begin()
     while not run.finished:
         with run.next_step() as step:
-            trajectories = run.sampler.sample(step)
-
-            with step.phase("logprobs"):
-                batch = batch_of(trajectories, config.algorithm, run.response_limit)
-                old, _ = run.policy.logprobs(batch, temperature=run.temperature)
-                batch.fields["old_logprobs"] = old
-                if run.reference:
-                    batch.fields["reference_logprobs"] = run.reference.logprobs(batch, temperature=run.temperature)
-                step.record(mismatch(*run.tensors(batch.fields["rollout_logprobs"], old, batch.fields["mask"])))
-
-            with step.phase("train"):
-                for mini in mini_batches(batch, trajectories, run.mini_batch_prompts, config.algorithm.loss_mean):
-                    step.record_policy(run.policy.train(mini, temperature=run.temperature))
-
-            with step.phase("sync"):
-                step.record(run.sync.sync(step.number))
-
-            if run.due(config.evaluation.every):
-                with step.phase("eval"):
-                    step.record(run.evaluate())
-            if run.due(config.checkpoint.every):
+            groups = run.sampler.sample(step)
+            run.keep(step)
+            if groups:  # dynamic sampling may have found nothing to learn from
+                learn(run, step, groups)
+                with step.phase("sync"):
+                    step.record(run.sync.sync(step.number))
+            if run.due(run.config.evaluation.every):
+                run.evaluate(step)
+            if run.due(run.config.checkpoint.every):
                 with step.phase("checkpoint"):
-                    run.save()
+                    run.save(step.number)
+
+
+def learn(run: Run, step: Step, groups: list[list[Trajectory]]) -> None:
+    """Advantages, log-probs under the weights that sampled, and the optimizer steps on them."""
+    algorithm = run.config.algorithm
+    batch = batch_of(groups, algorithm, run.response_limit)
+
+    with step.phase("logprobs"):
+        old, _ = run.policy.logprobs(batch, temperature=run.temperature)
+        batch.fields["old_logprobs"] = old
+        if run.reference:
+            batch.fields["reference_logprobs"], _ = run.reference(batch, temperature=run.temperature)
+    engine, mask = batch.fields["rollout_logprobs"], batch.fields["mask"]
+    step.record(mismatch(torch.from_numpy(engine), torch.from_numpy(old), torch.from_numpy(mask)))
+
+    with step.phase("train"):
+        prompts = run.config.data.mini_batch_prompts or len(groups)
+        minis = mini_batches(batch, [len(group) for group in groups], prompts, algorithm.loss_mean)
+        updates = [run.policy.train(mini, temperature=run.temperature) for mini in minis]
+    step.record({f"policy/{name}": sum(u[name] for u in updates) / len(updates) for name in updates[0]})

@@ -1,0 +1,59 @@
+"""Scores on held-out prompts: the average of all samples and pass@n, for each data source."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+
+from skyrl_mega.config.schema import Config
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.generator import Generator
+from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.telemetry.console import Phase
+
+class Evaluator:
+    """Asks the engines the evaluation prompts, `evaluation.samples` times each."""
+
+    def __init__(self, config: Config, prompts: list[Prompt], generator: Generator) -> None:
+        self.config, self.prompts, self.generator = config, prompts, generator
+
+    @property
+    def samples(self) -> int:
+        """Trajectories of one evaluation."""
+        return len(self.prompts) * self.config.evaluation.samples
+
+    def evaluate(self, step: int, progress: Phase) -> dict[str, float]:
+        """`eval/<data source>/{mean, pass_at_<n>}`; empty without evaluation prompts."""
+        if not self.prompts:
+            return {}
+        settings = self.config.evaluation
+        sampling = self.config.rollout.sampling
+        if settings.temperature is not None:
+            sampling = replace(sampling, temperature=settings.temperature)
+        if settings.top_p is not None:
+            sampling = replace(sampling, top_p=settings.top_p)
+        trajectories = self.generator.generate(
+            self.prompts,
+            samples=settings.samples,
+            sampling=sampling,
+            seed=f"{self.config.run.seed}/{step}/evaluation",
+            progress=lambda done, _: progress.update(done),
+        )
+        return scores(trajectories)
+
+
+def scores(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Average reward and the share of prompts with a sample of positive reward, by data source."""
+    rewards: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for t in trajectories:
+        source = re.sub(r"[^\w.-]+", "_", str(t.prompt.extras.get("data_source") or "data"))
+        rewards[source][t.prompt.uid].append(t.reward)
+    out = {}
+    for source, by_prompt in rewards.items():
+        samples = max(len(r) for r in by_prompt.values())
+        out[f"eval/{source}/mean"] = float(np.mean([np.mean(r) for r in by_prompt.values()]))
+        out[f"eval/{source}/pass_at_{samples}"] = float(np.mean([max(r) > 0 for r in by_prompt.values()]))
+    return out

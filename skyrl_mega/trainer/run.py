@@ -1,0 +1,170 @@
+"""A run: what the loop works with, how far it has come, and what it writes down."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skyrl_mega.config.schema import Config
+from skyrl_mega.data.order import PromptStream
+from skyrl_mega.policy.policy import Policy
+from skyrl_mega.rollout import store
+from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.telemetry.console import Console, Phase
+from skyrl_mega.telemetry.metrics import MetricsWriter
+from skyrl_mega.trainer.checkpoints import Checkpoints
+from skyrl_mega.trainer.evaluation import Evaluator
+from skyrl_mega.trainer.sampler import Sampler
+from skyrl_mega.weights.sync import WeightSync
+
+
+@dataclass
+class Step:
+    """One RL step: its number, its metrics, and its phases."""
+
+    number: int
+    console: Console
+    metrics: dict[str, float] = field(default_factory=dict)
+    trajectories: list[Trajectory] = field(default_factory=list)
+    """All that were drawn, also those that dynamic sampling left out."""
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
+        """Times a phase as `time/<name>` and shows its progress; a phase that is entered again adds up."""
+        start = time.perf_counter()
+        with self.console.phase(name, total) as progress:
+            yield progress
+        key = f"time/{name}"
+        self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
+
+    def record(self, metrics: dict[str, float]) -> None:
+        """Adds metrics under their full names."""
+        self.metrics.update(metrics)
+
+
+@dataclass
+class Run:
+    """All parts of a run, put together by `setup.open_run`."""
+
+    config: Config
+    folder: Path
+    console: Console
+    metrics: MetricsWriter
+    policy: Policy
+    reference: Callable[..., tuple[np.ndarray, np.ndarray]] | None
+    """Log-probs of the frozen policy that KL is measured against, as `Policy.logprobs`."""
+    sync: WeightSync
+    sampler: Sampler
+    evaluator: Evaluator
+    stream: PromptStream
+    checkpoints: Checkpoints
+    response_limit: int
+    """Tokens of a response at most, for overlong shaping."""
+    step: int = 0
+    """RL steps done."""
+    first_evaluation: dict[str, float] = field(default_factory=dict)
+    last_evaluation: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def temperature(self) -> float:
+        """What log-probs are divided by, as in the sampler; greedy sampling leaves them as they are."""
+        return self.config.rollout.sampling.temperature or 1.0
+
+    @property
+    def finished(self) -> bool:
+        """Whether the steps or the prompts are used up."""
+        limit = self.config.run.steps
+        return (limit is not None and self.step >= limit) or self.stream.remaining < self.config.data.prompts_per_step
+
+    def due(self, every: int) -> bool:
+        """Whether something that happens every `every` steps, and at the end, happens in the step under way."""
+        limit = self.config.run.steps
+        last = limit is not None and self.step + 1 >= limit
+        return every > 0 and ((self.step + 1) % every == 0 or last)
+
+    @contextmanager
+    def next_step(self) -> Iterator[Step]:
+        """The next step; its metrics are written once it is complete."""
+        step = Step(self.step + 1, self.console)
+        start = time.perf_counter()
+        yield step
+        seconds = time.perf_counter() - start
+        known = sum(v for k, v in step.metrics.items() if k.startswith("time/") and k.count("/") == 1)
+        tokens = step.metrics.get("rollout/tokens", 0.0)
+        ranks = self.policy.parallel.ranks + self.config.rollout.engines * self.config.rollout.tensor
+        step.record(
+            {
+                "time/step": seconds,
+                "time/other": seconds - known,
+                "perf/tokens_per_s": tokens / seconds,
+                "perf/tokens_per_s_per_rank": tokens / seconds / ranks,
+            }
+        )
+        self.step = step.number
+        self.metrics.write(step.number, step.metrics)
+        self.console.step(step.number, step.metrics)
+
+    def keep(self, step: Step) -> None:
+        """Measures the step's trajectories and writes them for people to read."""
+        step.record(rollout_metrics(step.trajectories))
+        every = self.config.telemetry.trajectories_every
+        if every and step.number % every == 0:
+            store.write(self.folder / "trajectories" / f"step_{step.number:06d}.parquet", step.trajectories)
+
+    def evaluate(self, step: Step) -> None:
+        """Scores the evaluation prompts with the engines' weights."""
+        with step.phase("eval", total=self.evaluator.samples) as progress:
+            scores = self.evaluator.evaluate(step.number, progress)
+        step.record(scores)
+        self.first_evaluation = self.first_evaluation or scores
+        self.last_evaluation = scores
+
+    def begin(self) -> None:
+        """What happens before the first step: the evaluation that all later ones are compared with."""
+        if self.step == 0 and self.config.evaluation.before:
+            step = Step(0, self.console)
+            self.evaluate(step)
+            self.metrics.write(0, step.metrics)
+            self.console.step(0, step.metrics)
+
+    def save(self, number: int) -> None:
+        """Writes a checkpoint from which the run goes on after step `number`."""
+        state = {"step": number, "stream": self.stream.state(), "first_evaluation": self.first_evaluation}
+        self.checkpoints.save(number, state, self.policy.save)
+
+    def restore(self) -> bool:
+        """Goes on from the newest whole checkpoint, if there is one."""
+        newest = self.checkpoints.newest() if self.config.checkpoint.resume else None
+        if newest is None:
+            return False
+        state: dict[str, Any] = self.checkpoints.state(newest)
+        self.policy.restore(newest / "policy")
+        self.stream.restore(state["stream"])
+        self.step, self.first_evaluation = state["step"], state["first_evaluation"]
+        self.console.say(f"resuming after step {self.step} from {newest}")
+        return True
+
+
+def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
+    """Rewards and lengths of a step's trajectories, failed ones counted apart."""
+    lengths = np.array([t.response_length for t in trajectories])
+    rewards = np.array([t.reward for t in trajectories])
+    solved: dict[int, bool] = {}
+    for t in trajectories:
+        solved[t.prompt.uid] = solved.get(t.prompt.uid, False) or t.reward > 0
+    return {
+        "reward/mean": float(rewards.mean()),
+        "reward/std": float(rewards.std()),
+        "reward/pass_at_n": float(np.mean(list(solved.values()))),
+        "rollout/tokens": float(sum(sum(t.mask) for t in trajectories)),
+        "rollout/response_length_mean": float(lengths.mean()),
+        "rollout/truncated_fraction": float(np.mean([t.status.truncated for t in trajectories])),
+        "rollout/failed_fraction": float(np.mean([t.status.failed for t in trajectories])),
+        "rollout/turns_mean": float(np.mean([t.turns for t in trajectories])),
+    }

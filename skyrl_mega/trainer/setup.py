@@ -1,0 +1,217 @@
+"""Puts a run together: actors up, weights loaded or restored, engines connected, all of it taken down again at the end."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.cluster.group import ActorGroup
+from skyrl_mega.cluster.local import session
+from skyrl_mega.cluster.placement import reserve
+from skyrl_mega.config.schema import Config, LayoutConfig
+from skyrl_mega.data.order import PromptStream
+from skyrl_mega.data.rows import load_demonstrations, load_prompts
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.envs.registry import with_absolute_paths
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.policy.actor import PolicyActor
+from skyrl_mega.policy.policy import Policy
+from skyrl_mega.rollout.agent import Limits
+from skyrl_mega.rollout.chat import Chat
+from skyrl_mega.rollout.engine import Engine, EngineSpec, environment
+from skyrl_mega.rollout.generator import Generator
+from skyrl_mega.telemetry.console import Console
+from skyrl_mega.telemetry.metrics import MetricsWriter
+from skyrl_mega.trainer.checkpoints import Checkpoints
+from skyrl_mega.trainer.evaluation import Evaluator
+from skyrl_mega.trainer.run import Run
+from skyrl_mega.trainer.sampler import Sampler
+from skyrl_mega.trainer.warmup import encode, warm_up
+from skyrl_mega.weights.sync import WeightSync
+
+
+@contextmanager
+def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
+    """A run that is ready for its first step: the engines hold the policy's weights. Leaves no process behind."""
+    config = replace(config, environment=with_absolute_paths(config.environment))
+    model = Path(config.model.path).absolute()
+    hf = json.loads((model / "config.json").read_text())
+    chat = Chat(str(model))
+    train, evaluation = prompts_of(config, chat, console)
+    device = device_of(config)
+    ranks = policy_ranks(config)
+    with ExitStack() as stack:
+        start = config.cluster.start_timeout_s
+        with console.phase("start ray"):
+            actors = ranks + config.rollout.engines * config.rollout.tensor
+            stack.enter_context(session(actors=actors, gpus=actors if device == "cuda" else 0))
+        with console.phase("start engines and policy"), ThreadPoolExecutor(1) as background:
+            booting = background.submit(start_engines, config, model, device, folder, stack)
+            policy = start_policy(config, hf, "policy", config.policy.layout, ranks, device, folder, stack)
+            policy.load(model)
+            reference = start_reference(config, hf, policy, model, device, folder, stack)
+            engines = booting.result()
+
+        generator = Generator(engines, chat, config.rollout, config.environment)
+        stream = PromptStream(
+            len(train),
+            batch=config.data.prompts_per_step,
+            seed=config.run.seed,
+            shuffle=config.data.shuffle,
+            epochs=config.run.epochs,
+        )
+        run = Run(
+            config=config,
+            folder=folder,
+            console=console,
+            metrics=stack.enter_context(MetricsWriter(folder, tensorboard=config.telemetry.tensorboard)),
+            policy=policy,
+            reference=reference,
+            sync=WeightSync(policy.group, engines, hf, policy.parallel, config, device=device),
+            sampler=Sampler(config, train, stream, generator),
+            evaluator=Evaluator(config, evaluation, generator),
+            stream=stream,
+            checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
+            response_limit=Limits.of(config.rollout).response,
+        )
+        if not run.restore() and config.warmup.steps:
+            learn_first(run, chat)
+        run.metrics.rewind(run.step)
+        with console.phase("connect weights"):
+            run.sync.connect(start)
+            run.sync.sync(run.step)
+        yield run
+
+
+def learn_first(run: Run, chat: Chat) -> None:
+    """The supervised warm-up, and the checkpoint that makes it unnecessary to repeat."""
+    demonstrations = encode(load_demonstrations(run.config.warmup.files), chat)
+    with run.console.phase("supervised warm-up", total=run.config.warmup.steps) as progress:
+        loss = warm_up(run.policy, demonstrations, run.config, progress.update)
+    run.console.say(f"supervised warm-up: {run.config.warmup.steps} steps, last loss {loss:.3f} nats per token")
+    if run.config.checkpoint.every:
+        with run.console.phase("checkpoint"):
+            run.save(0)
+
+
+def prompts_of(config: Config, chat: Chat, console: Console) -> tuple[list[Prompt], list[Prompt]]:
+    """Training and evaluation prompts that fit `rollout.max_prompt_tokens`; says how many do not."""
+    kept: list[list[Prompt]] = []
+    for key, files, limit in (
+        ("data.train", config.data.train, None),
+        ("data.eval", config.data.eval, config.evaluation.limit),
+    ):
+        prompts = load_prompts(files, config.environment, key=key, limit=limit) if files else []
+        fits = [p for p in prompts if len(chat.first(p.messages)) <= config.rollout.max_prompt_tokens]
+        if len(fits) < len(prompts):
+            console.say(
+                f"{key}: {len(prompts) - len(fits)} of {len(prompts)} prompts are longer than "
+                f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and are left out"
+            )
+        kept.append(fits)
+    return kept[0], kept[1]
+
+
+def device_of(config: Config) -> str:
+    """`cpu` or `cuda`; auto takes CUDA where a device is visible."""
+    if config.cluster.device != "auto":
+        return config.cluster.device
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def policy_ranks(config: Config) -> int:
+    """Processes of the policy."""
+    return config.policy.ranks or config.cluster.nodes * config.cluster.gpus_per_node
+
+
+def start_policy(
+    config: Config,
+    hf: dict[str, Any],
+    name: str,
+    layout: LayoutConfig,
+    ranks: int,
+    device: str,
+    folder: Path,
+    stack: ExitStack,
+    trainable: bool = True,
+) -> Policy:
+    """Policy actors, joined and built, without weights."""
+    parallel = Parallel.from_config(layout, ranks)
+    architecture(hf).check_layout(hf, parallel)
+    shared = dict(
+        parallel=parallel,
+        hf=hf,
+        policy=config.policy,
+        algorithm=config.algorithm,
+        dtype=config.model.dtype,
+        device=device,
+        trainable=trainable,
+    )
+    timeout = config.cluster.start_timeout_s
+    gpus = config.cluster.gpus_per_node
+    group = ActorGroup.spawn(
+        name,
+        PolicyActor,
+        [{"rank": rank, **shared} for rank in range(ranks)],
+        timeout=timeout,
+        placement=reserve(ranks, gpus=1, per_node=min(gpus, ranks)) if device == "cuda" else None,
+        env={"OMP_NUM_THREADS": str(config.policy.threads)} if device == "cpu" else None,
+        logs=folder / "logs",
+    )
+    stack.callback(group.shutdown)
+    host = group.where[0].address
+    port = group.call_one(0, "open_store", host, timeout, timeout=timeout)
+    group.call_all("join", host, port, config.cluster.call_timeout_s, timeout=timeout)
+    return Policy(group, parallel, config.policy, config.cluster.call_timeout_s)
+
+
+def start_reference(
+    config: Config, hf: dict[str, Any], policy: Policy, model: Path, device: str, folder: Path, stack: ExitStack
+) -> Callable[..., Any] | None:
+    """Log-probs of the reference for KL: none without a coefficient; the policy's own ranks unless it has a layout of its own."""
+    if not config.algorithm.kl.coefficient:
+        return None
+    path = Path(config.reference.path or model)
+    if config.reference.layout is None:
+        policy.keep_reference(path)
+        return partial(policy.logprobs, reference=True)
+    ranks = config.reference.ranks or policy.parallel.ranks
+    reference = start_policy(
+        config, hf, "reference", config.reference.layout, ranks, device, folder, stack, trainable=False
+    )
+    reference.load(path)
+    return reference.logprobs
+
+
+def start_engines(config: Config, model: Path, device: str, folder: Path, stack: ExitStack) -> ActorGroup:
+    """vLLM engines with dummy weights: the first sync brings the policy's."""
+    spec = EngineSpec(
+        path=str(model),
+        dtype=config.model.dtype,
+        device=device,
+        rollout=config.rollout,
+        max_length=Limits.of(config.rollout).length,
+        seed=config.run.seed,
+    )
+    timeout = config.cluster.start_timeout_s
+    group = ActorGroup.spawn(
+        "engine",
+        Engine,
+        [{"spec": spec}] * config.rollout.engines,
+        timeout=timeout,
+        placement=reserve(config.rollout.engines, gpus=config.rollout.tensor) if device == "cuda" else None,
+        env=environment(spec),
+        logs=folder / "logs",
+    )
+    stack.callback(group.shutdown)
+    group.call_all("start", timeout=timeout)
+    return group
