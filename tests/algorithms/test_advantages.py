@@ -50,9 +50,10 @@ def test_varied_is_a_group_with_two_different_rewards(samples: list[tuple[float,
     assert got.tolist() == [len({r for r, h in samples if h == g}) > 1 for _, g in samples]
 
 
-def test_equal_rewards_give_exactly_zero() -> None:
-    # Seven times 0.1 do not sum to 0.7: without care the residue would be divided by a tiny standard deviation.
-    rewards, groups = torch.full((7,), 0.1), torch.zeros(7, dtype=torch.long)
+@pytest.mark.parametrize("size", [7, 10, 31])
+def test_equal_rewards_give_exactly_zero(size: int) -> None:
+    # Ten times 0.1 do not sum to 1 in floating point: without care the residue would be divided by a tiny deviation.
+    rewards, groups = torch.full((size,), 0.1, dtype=torch.float64), torch.zeros(size, dtype=torch.long)
     assert grpo(rewards, groups).eq(0).all()
     assert rloo(rewards, groups).eq(0).all()
 

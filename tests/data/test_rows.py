@@ -54,9 +54,9 @@ def test_a_row_becomes_a_prompt(tmp_path: Path) -> None:
 
 
 def test_uids_run_over_files_and_a_limit_does_not_move_them(tmp_path: Path) -> None:
-    files = [write(tmp_path / f"{n}.parquet", [GOOD] * 3) for n in "ab"]
-    assert [p.uid for p in load_prompts(files, CONFIG)] == [0, 1, 2, 3, 4, 5]
-    assert [p.uid for p in load_prompts(files, CONFIG, limit=2)] == [0, 1, 3, 4]
+    files = [write(tmp_path / f"{n}.parquet", [GOOD] * 3) for n in "abc"]
+    assert [p.uid for p in load_prompts(files, CONFIG)] == list(range(9))
+    assert [p.uid for p in load_prompts(files, CONFIG, limit=2)] == [0, 1, 3, 4, 6, 7]
 
 
 @pytest.mark.parametrize("ground_truth", ["6", 6, ["6", "six"], {"target": ["6"]}])
