@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,8 @@ from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.data.write import write_rows
 from skyrl_mega.envs import make
 from skyrl_mega.envs.pairs import disjoint_pairs
+
+ROOT = Path(__file__).parents[2]
 
 
 def read(folder: Path, name: str) -> list[dict[str, Any]]:
@@ -97,6 +100,36 @@ def test_gsm8k_from_local_files(shared: Path, tmp_path: Path) -> None:
     assert len(read(tmp_path, "test")) == 660
 
 
+def run_offline(cache: Path, output: Path) -> subprocess.CompletedProcess[str]:
+    """Prepares gsm8k without --source, the hub being what lies in its local cache."""
+    command = [sys.executable, "-m", "skyrl_mega.data", "gsm8k", "--output", str(output)]
+    environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+
+
+def test_gsm8k_from_the_hub(tmp_path: Path) -> None:
+    """Through the hub's client, answered by a cache laid out as the hub lays it out."""
+    repository, revision = tmp_path / "cache" / "datasets--openai--gsm8k", "0" * 40
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text(revision, encoding="utf-8")
+    for split in ("train", "test"):
+        rows = [{"question": f"{split}?", "answer": "because\n#### 1,200"}]
+        write_rows(rows, repository / "snapshots" / revision / "main" / f"{split}-00000-of-00001.parquet")
+    result = run_offline(tmp_path / "cache", tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    for split in ("train", "test"):
+        (row,) = read(tmp_path / "out", split)
+        assert row["prompt"][0]["content"].startswith(f"{split}? Let's think step by step")
+        assert row["reward_spec"]["ground_truth"] == "1200"
+
+
+def test_gsm8k_without_a_hub_says_what_to_do(tmp_path: Path) -> None:
+    result = run_offline(tmp_path / "empty", tmp_path / "out")
+    assert result.returncode == 2
+    assert "cannot be read from the Hugging Face hub" in result.stderr and "--source" in result.stderr
+    assert len(result.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("suffix", ["jsonl", "json"])
 def test_gsm8k_from_one_file_with_a_limit(tmp_path: Path, suffix: str) -> None:
     records = [{"question": f"{i} + 1?", "answer": f"#### {i + 1},000"} for i in range(9)]
@@ -150,7 +183,7 @@ def test_wrong_arguments_are_one_line(
 
 def test_the_command_ends_with_code_2_and_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "skyrl_mega.data", "addition", "--wrong", "2", "--output", str(tmp_path)]
-    result = subprocess.run(command, cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
     assert result.stderr.splitlines() == ["--wrong 2.0: allowed: between 0 and 1"]
 

@@ -48,7 +48,7 @@ def _from_hub() -> dict[str, Path]:
             for split in SPLITS
         }
     except Exception as error:  # the client's many ways to say that the hub cannot be reached
-        reason = " ".join(str(error).split())[:200]
+        reason = " ".join(str(error).split()).split(". ")[0]
         raise UserError(
             f"openai/gsm8k cannot be read from the Hugging Face hub ({type(error).__name__}: {reason}); "
             "give local files with --source"
