@@ -2,7 +2,7 @@
 
 import os
 
-# A private cluster listens on the loopback interface alone. Ray replaces 127.0.0.1 by the host's address unless it is told, before
-# its import, that this machine is no part of a cluster.
+# A private cluster listens on the loopback interface alone. Ray replaces 127.0.0.1 by the host's address unless it is
+# told, before its import, that this machine is no part of a cluster.
 if "RAY_ADDRESS" not in os.environ:
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")

@@ -17,7 +17,8 @@ from skyrl_mega.cluster.placement import Placement
 from skyrl_mega.config.errors import UserError
 
 SETTLE_S = 2.0
-"""After a first failure: how long others are listened to. A dead actor's peers complain before Ray has noticed the death."""
+"""After a first failure: how long others are listened to. A dead actor's peers complain before Ray has noticed the
+death."""
 END_S = 10.0
 """How long the processes of killed actors may take to be gone."""
 

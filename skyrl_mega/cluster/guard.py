@@ -1,8 +1,9 @@
 """Ends what an actor's process leaves behind: `python -I -S guard.py <process group>`.
 
-An actor may start processes of its own (vLLM's engine core and workers). When it dies by SIGKILL, or its whole Ray node dies with
-the driver, nobody tells them. So every actor leads a process group and holds the write end of this guard's stdin: end of file means
-that the actor is gone, however it went, and the guard kills the rest of the group. Standard library only: it starts in 20 ms.
+An actor may start processes of its own (vLLM's engine core and workers). When it dies by SIGKILL, or its whole Ray
+node dies with the driver, nobody tells them. So every actor leads a process group and holds the write end of this
+guard's stdin: end of file means that the actor is gone, however it went, and the guard kills the rest of the group.
+Standard library only: it starts in 20 ms.
 """
 
 from __future__ import annotations

@@ -59,8 +59,8 @@ def settle_in(seat: Seat) -> None:
         os.close(fd)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-    # The guard's stdin is a pipe whose write end only this process holds (Python's pipes are not inherited), so the kernel
-    # closes it at this process's death. Its output goes nowhere: a full or closed log must not stop it.
+    # The guard's stdin is a pipe whose write end only this process holds (Python's pipes are not inherited), so the
+    # kernel closes it at this process's death. Its output goes nowhere: a full or closed log must not stop it.
     settle_in.guard = subprocess.Popen(  # type: ignore[attr-defined]
         [sys.executable, "-I", "-S", guard.__file__, str(os.getpid())],
         stdin=subprocess.PIPE,
@@ -71,7 +71,8 @@ def settle_in(seat: Seat) -> None:
 
 
 def hosted(cls: type) -> type:
-    """A subclass of `cls` that settles in first, keeps an error of the constructor for `seated`, and says where it runs."""
+    """A subclass of `cls` that settles in first, keeps an error of the constructor for `seated`, and says where it
+    runs."""
 
     class Hosted(cls):  # type: ignore[misc, valid-type]
         def __init__(self, seat: Seat, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

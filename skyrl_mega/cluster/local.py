@@ -21,12 +21,12 @@ OBJECT_STORE_BYTES = 256 * 2**20
 def session(*, actors: int, gpus: int = 0, log_level: int = logging.ERROR) -> Iterator[None]:
     """Connects to Ray for the length of a `with` block.
 
-    With RAY_ADDRESS in the environment that cluster is joined. Otherwise a private one starts on the loopback interface, without
-    dashboard, in a temporary folder of its own (its path is short: unix sockets allow 107 bytes), and ends with the block. It dies
-    with this process, whatever ends it.
+    With RAY_ADDRESS in the environment that cluster is joined. Otherwise a private one starts on the loopback
+    interface, without dashboard, in a temporary folder of its own (its path is short: unix sockets allow 107 bytes),
+    and ends with the block. It dies with this process, whatever ends it.
 
     Args:
-        actors: How many actors the private cluster must hold. On CPU they share the cores, so this is no claim on hardware.
+        actors: How many actors the private cluster must hold. They share the cores, so it is no claim on hardware.
         gpus: GPUs of the private cluster.
         log_level: Of Ray's own messages on this terminal.
 
@@ -37,8 +37,9 @@ def session(*, actors: int, gpus: int = 0, log_level: int = logging.ERROR) -> It
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
         "RAY_DEDUP_LOGS": "0",
-        # Ray would start a bare worker per CPU at once; ours come with an environment of their own, so those would stay idle.
-        "RAY_enable_worker_prestart": "0",
+        # Ray would start bare workers ahead of time. Ours come with an environment of their own, so those would stay
+        # idle.
+        "RAY_prestart_worker_first_driver": "0",
     }.items():
         os.environ.setdefault(key, value)
     import ray

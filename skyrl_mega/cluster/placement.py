@@ -49,7 +49,7 @@ def reserve(actors: int, *, gpus: int = 0, per_node: int | None = None, timeout_
 
     Args:
         actors: How many.
-        gpus: GPUs of one actor; a vLLM engine takes its whole tensor parallel group, which therefore never leaves a node.
+        gpus: GPUs of one actor; a vLLM engine takes its whole tensor parallel group, which so never leaves a node.
         per_node: So many consecutive ranks share one node (a policy's GPUs per node); None lets Ray pack them.
         timeout_s: Seconds until everything is reserved.
 
@@ -72,7 +72,8 @@ def reserve(actors: int, *, gpus: int = 0, per_node: int | None = None, timeout_
         total = ray.cluster_resources()
         raise ClusterError(
             f"no room for {actors} actors of {_text(bundle)}{f', {per_node} to a node' if per_node else ''}: "
-            f"{len(ready)} of {len(groups)} groups reserved after {timeout_s:g} s; the cluster has {_text(total)} in all"
+            f"{len(ready)} of {len(groups)} groups reserved after {timeout_s:g} s; "
+            f"the cluster has {_text(total)} in all"
         )
     return placement
 

@@ -157,15 +157,15 @@ class Engine:
             arguments["distributed_executor_backend"] = "mp"
         return arguments | spec.extra | rollout.options
 
-    # ---- generation ----------------------------------------------------------------------------------------------------
+    # ---- generation ------------------------------------------------------------------------------------------------
 
     async def generate_many(
         self, requests: list[Request], sampling: Sampling, timeout_s: float
     ) -> AsyncIterator[list[Completion]]:
         """Continues prompts and yields completions in small lists as they end.
 
-        An idle engine takes all requests in before it computes the first one, so that the same call with the same weights
-        forms the same batches and gives the same numbers to the last bit.
+        An idle engine takes all requests in before it computes the first one, so that the same call with the same
+        weights forms the same batches and gives the same numbers to the last bit.
 
         Args:
             requests: Prompts.
@@ -210,7 +210,7 @@ class Engine:
         try:
             async with asyncio.timeout(timeout_s):
                 stream = self.llm.generate(tokens_input(request.tokens), self.parameters(request, sampling), request.id)
-                async for output in stream:
+                async for output in stream:  # noqa: B007  (the last one is read below)
                     pass
         except TimeoutError:
             done.put_nowait(TimeoutError(f"request {request.id}: no end within {timeout_s:g} s"))
@@ -255,7 +255,7 @@ class Engine:
         """Empties the prefix cache."""
         await self.llm.reset_prefix_cache()
 
-    # ---- weights ---------------------------------------------------------------------------------------------------------
+    # ---- weights ---------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
         """Joins every worker to the group that weights travel in; see `weights.vllm_engine.TransferInfo`."""
@@ -291,7 +291,7 @@ class Engine:
         """Calls a method of `weights.vllm_engine.WorkerExtension` in every worker, with plain values only."""
         return await self.llm.collective_rpc(method, args=args)
 
-    # ---- life ------------------------------------------------------------------------------------------------------------
+    # ---- life ------------------------------------------------------------------------------------------------------
 
     async def health(self) -> int:
         """The weight version; raises where the engine is dead."""

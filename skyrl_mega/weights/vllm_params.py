@@ -1,9 +1,9 @@
 """A vLLM model's parameters as they are at load time, open for writing while the live kernels keep their storage.
 
-vLLM re-packs some weights for its kernels after loading. For an update its reload machinery remembers every parameter's load-time
-shape (`model_loader/reload`). `LoadTimeParameters.open` gives tensors of those shapes: the live ones where the kernel reads them as
-they were loaded, fresh ones elsewhere. `close` lets each layer process its fresh weights again and copies the result into the live
-storage, whose addresses CUDA graphs hold.
+vLLM re-packs some weights for its kernels after loading. For an update its reload machinery remembers every
+parameter's load-time shape (`model_loader/reload`). `LoadTimeParameters.open` gives tensors of those shapes: the live
+ones where the kernel reads them as they were loaded, fresh ones elsewhere. `close` lets each layer process its fresh
+weights again and copies the result into the live storage, whose addresses CUDA graphs hold.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def _process(method: object, module: Module) -> None:
     """Runs a layer's own post-processing, as after its first load."""
     if isinstance(method, UnquantizedFusedMoEMethod) and current_platform.is_cpu():
         # vLLM 0.32 takes an existing kernel for a sign that only values changed and then skips `fused_experts.
-        # process_weights_after_loading`, which on CPU is the re-packing itself: the experts would compute with weights in the
-        # wrong order (log-probs off by 0.04 to 0.6). Without a kernel it takes the way of a first load. No graph holds it on CPU.
+        # process_weights_after_loading`, which on CPU is the re-packing itself: the experts would compute with
+        # weights in the wrong order (log-probs off by 0.04 to 0.6). Without a kernel it takes the way of a first
+        # load. No graph holds it on CPU.
         method.moe_kernel = None
     method.process_weights_after_loading(module)  # type: ignore[attr-defined]

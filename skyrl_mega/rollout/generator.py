@@ -1,0 +1,102 @@
+"""Prompts in, trajectories out."""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.agent import Agent, Limits, Opened
+from skyrl_mega.rollout.chat import Chat
+from skyrl_mega.rollout.engine import Sampling
+from skyrl_mega.rollout.router import Progress, Router
+from skyrl_mega.rollout.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from skyrl_mega.cluster.group import ActorGroup
+
+THREADS = 64
+"""Environments that run their code at once."""
+
+
+class Generator:
+    """Plays prompts on a group of engines.
+
+    Args:
+        engines: `Engine` actors that have been started.
+        chat: The model's tokenizer and template.
+        rollout: Budgets and timeouts.
+        environments: Which environments there are.
+    """
+
+    def __init__(
+        self, engines: ActorGroup, chat: Chat, rollout: RolloutConfig, environments: EnvironmentConfig
+    ) -> None:
+        self.engines, self.chat, self.rollout, self.environments = engines, chat, rollout, environments
+
+    def generate(
+        self,
+        prompts: list[Prompt],
+        samples: int,
+        sampling: SamplingConfig,
+        *,
+        seed: str,
+        progress: Progress | None = None,
+    ) -> list[Trajectory]:
+        """`samples` trajectories of every prompt, in the order prompt 0 sample 0, prompt 0 sample 1, ….
+
+        The same weights, prompts and seed give the same trajectories; single turns on one engine do so to the last bit.
+
+        Args:
+            prompts: What to play.
+            samples: Trajectories of one prompt.
+            sampling: How tokens are drawn.
+            seed: Names this phase, such as `"<run seed>/<step>"`.
+            progress: Called as trajectories end.
+
+        Raises:
+            ActorFailed: An engine died or did not answer.
+        """
+        # Cached prefixes of an earlier phase would change the shapes of the computation, and so the last bits.
+        self.engines.call_all("forget", timeout=self.rollout.request_timeout_s)
+        threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
+        try:
+            return asyncio.run(self._generate(prompts, samples, sampling, seed, progress, threads))
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _generate(
+        self,
+        prompts: list[Prompt],
+        samples: int,
+        sampling: SamplingConfig,
+        seed: str,
+        progress: Progress | None,
+        threads: ThreadPoolExecutor,
+    ) -> list[Trajectory]:
+        drawn = Sampling(
+            sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop), self.chat.stop_tokens
+        )
+        router = Router(self.engines, drawn, self.rollout.concurrency, self.rollout.request_timeout_s)
+        agent = Agent(router, self.chat, self.environments, Limits.of(self.rollout), threads)
+        done = 0
+        total = len(prompts) * samples
+
+        async def play(opened: Opened) -> Trajectory:
+            nonlocal done
+            trajectory = await agent.play(opened, seed)
+            done += 1
+            if progress is not None:
+                progress(done, total)
+            return trajectory
+
+        # All are opened before the first is played, so that the first requests leave together and in order.
+        opened = await asyncio.gather(*(agent.open(p, s) for p in prompts for s in range(samples)))
+        tasks = [asyncio.create_task(play(o)) for o in opened]
+        try:
+            return await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()

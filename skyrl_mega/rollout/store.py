@@ -1,0 +1,113 @@
+"""Trajectories as parquet that a person can read and a program can read back."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.trajectory import Status, Trajectory
+
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+SCHEMA = pa.schema(
+    [
+        ("uid", pa.int64()),
+        ("sample", pa.int32()),
+        ("status", pa.string()),
+        ("reward", pa.float64()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("turns", pa.int32()),
+        ("response_length", pa.int32()),
+        ("env_class", pa.string()),
+        ("metadata", pa.string()),
+        ("messages", MESSAGES),
+        ("version", pa.int64()),
+        ("prompt_length", pa.int32()),
+        ("tokens", pa.list_(pa.int32())),
+        ("mask", pa.list_(pa.int8())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("seconds", pa.string()),
+        ("prompt_messages", MESSAGES),
+        ("extras", pa.string()),
+    ]
+)
+"""First what a person looks for, then what a program needs. `metadata`, `seconds` and `extras` are JSON."""
+
+
+def write(path: Path, trajectories: list[Trajectory]) -> None:
+    """Writes trajectories to a parquet file, which appears whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        table = pa.Table.from_pylist([_row(t) for t in trajectories], schema=SCHEMA)
+        pq.write_table(table, partial, compression="zstd")
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def read(path: Path) -> list[Trajectory]:
+    """Reads trajectories back. What JSON does not have (tuples, sets) comes back as lists and strings."""
+    return [_trajectory(row) for row in pq.read_table(path, schema=SCHEMA).to_pylist()]
+
+
+def _row(t: Trajectory) -> dict[str, Any]:
+    first = next((i for i, m in enumerate(t.messages) if m["role"] == "assistant"), len(t.messages))
+    return {
+        "uid": t.prompt.uid,
+        "sample": t.sample,
+        "status": t.status.value,
+        "reward": t.reward,
+        "prompt": _text(t.messages[:first]),
+        "response": _text(t.messages[first:]),
+        "turns": t.turns,
+        "response_length": t.response_length,
+        "env_class": t.prompt.env_class,
+        "metadata": _json(t.metadata),
+        "messages": t.messages,
+        "version": t.version,
+        "prompt_length": t.prompt_length,
+        "tokens": t.tokens,
+        "mask": t.mask,
+        "logprobs": t.logprobs,
+        "seconds": _json(t.seconds),
+        "prompt_messages": t.prompt.messages,
+        "extras": _json(t.prompt.extras),
+    }
+
+
+def _trajectory(row: dict[str, Any]) -> Trajectory:
+    prompt = Prompt(row["uid"], row["prompt_messages"], row["env_class"], json.loads(row["extras"]))
+    return Trajectory(
+        prompt,
+        row["sample"],
+        row["tokens"],
+        row["mask"],
+        row["logprobs"],
+        row["prompt_length"],
+        row["reward"],
+        Status(row["status"]),
+        row["turns"],
+        row["version"],
+        row["messages"],
+        json.loads(row["metadata"]),
+        json.loads(row["seconds"]),
+    )
+
+
+def _text(messages: list[dict[str, str]]) -> str:
+    """One message plainly; several with their roles."""
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n".join(f"[{m['role']}] {m['content']}" for m in messages)
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, default=str, ensure_ascii=False)
