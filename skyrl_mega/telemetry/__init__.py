@@ -1,0 +1,1 @@
+"""What a run writes down and what a person sees of it."""

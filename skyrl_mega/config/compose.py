@@ -1,0 +1,163 @@
+"""From a YAML file and `key=value` arguments to a `Config`.
+
+Hydra composes the file and the groups that its `defaults` list names (`defaults: [algorithm: dapo]` reads
+`algorithm/dapo.yaml` beside the file); OmegaConf converts every value to the type that the schema gives its key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, cast
+
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException, MissingConfigException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.keys import keys, names_in, nearest
+from skyrl_mega.config.schema import Config
+
+
+def compose(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The settings of a YAML file, with `group.key=value` overrides (Hydra's syntax; later ones win).
+
+    `group=name` chooses another file of a group: `algorithm=grpo` reads `algorithm/grpo.yaml`.
+
+    Raises:
+        UserError: a missing or broken file, an unknown key or a value of the wrong type.
+    """
+    path = Path(path)
+    if path.suffix != ".yaml":
+        raise UserError(f"--config {path}: allowed is a file that ends in .yaml")
+    if not path.is_file():
+        near = sorted(file.name for file in path.parent.glob("*.yaml"))
+        hint = f"{path.parent} has {', '.join(near)}" if near else f"{path.parent} has no .yaml file"
+        raise UserError(f"--config {path}: no such file; {hint}")
+    parsed = [_parse(text) for text in overrides]
+    chosen = [override for override in parsed if (path.parent / override.key_or_group).is_dir()]
+    config: DictConfig = OmegaConf.structured(Config)
+    for key, value in _leaves(_files(path, chosen), ""):
+        _assign(config, key, value)
+    for override in parsed:
+        if override not in chosen:
+            for key, value in _leaves(override.value(), override.key_or_group):
+                _assign(config, key, value)
+    try:
+        return cast(Config, OmegaConf.to_object(config))
+    except OmegaConfBaseException as error:  # an interpolation, which is resolved only here
+        key = error.full_key or "?"
+        allowed = f"allowed is {keys()[key].allowed}" if key in keys() else "name an existing key"
+        raise UserError(f"{key}: {_first_line(error)}; {allowed}") from error
+
+
+def dump(config: Config) -> str:
+    """The settings as YAML that `compose` reads back."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _parse(text: str) -> Override:
+    """One `key=value` argument, in Hydra's grammar; `+key=value` is taken as `key=value`."""
+    try:
+        override = OverridesParser.create().parse_override(text)
+    except HydraException as error:
+        raise UserError(
+            f"{text}: not of the form group.key=value; quote what has spaces or signs: run.name='\"a=b\"'"
+        ) from error
+    if override.type == OverrideType.DEL:
+        raise UserError(f"{text}: a setting cannot be taken away; give it a value: {override.key_or_group}=null")
+    if override.is_sweep_override():
+        raise UserError(f"{text}: one value is allowed; a list is written {override.key_or_group}=[a,b]")
+    return override
+
+
+def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
+    """The file and its groups as one tree, values as written."""
+    try:
+        own = yaml.safe_load(path.read_text())
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise _broken(path, error) from error
+    if own is None:
+        own = {}
+    if not isinstance(own, dict):
+        raise UserError(f"--config {path}: it holds a {type(own).__name__}; allowed is a mapping of groups to settings")
+    listed = {group for entry in own.get("defaults") or [] if isinstance(entry, dict) for group in entry}
+    groups = [f"{'' if o.key_or_group in listed else '+'}{o.key_or_group}={o.value()}" for o in chosen]
+    try:
+        with initialize_config_dir(str(path.parent.absolute()), version_base="1.3"):
+            tree = hydra_compose(path.stem, groups)
+    except yaml.YAMLError as error:
+        raise _broken(path, error) from error
+    except MissingConfigException as error:
+        missing = error.missing_cfg_file or "?"
+        options = ", ".join(sorted(error.options or [])) or "nothing"
+        raise UserError(f"{path}: {missing} is not in {path.parent}; allowed is {options}") from error
+    except (HydraException, OmegaConfBaseException) as error:
+        raise UserError(f"{path}: {_first_line(error)}; see `defaults` in docs/configuration.md") from error
+    return cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False))
+
+
+def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything that is given, groups unfolded; `{}` makes an absent group exist."""
+    is_group = not key or (key in keys() and keys()[key].group)
+    if isinstance(value, dict) and is_group:
+        if key and keys()[key].nullable:
+            yield key, {}  # a group that is absent by default exists from here on
+        for name, inner in value.items():
+            yield from _leaves(inner, f"{key}.{name}" if key else str(name))
+    else:
+        yield key, value
+
+
+def _assign(config: DictConfig, key: str, value: Any) -> None:
+    """Sets one key, converted to its type."""
+    known = keys()
+    mapping = next((name for name in _prefixes(key) if name in known and known[name].type is dict), None)
+    if key not in known and not mapping:
+        raise UserError(_unknown(key, value))
+    for name in _prefixes(key) if value == {} else _prefixes(key)[:-1]:
+        if name in known and known[name].group and OmegaConf.select(config, name) is None:
+            OmegaConf.update(config, name, OmegaConf.structured(known[name].type), merge=False)
+    if key in known and known[key].group and value == {}:
+        return
+    try:
+        OmegaConf.update(config, key, value, merge=False, force_add=mapping is not None)
+    except OmegaConfBaseException as error:
+        raise UserError(f"{key} = {_shown(value)}: allowed is {known[mapping or key].allowed}") from error
+
+
+def _unknown(key: str, value: Any) -> str:
+    near = nearest(key)
+    group = next((name for name in reversed(_prefixes(key)) if name in keys()), "")
+    if group and not keys()[group].group:
+        return f"{key} = {_shown(value)}: {group} is {keys()[group].allowed} and holds no other keys"
+    there = ", ".join(names_in(group))
+    hint = f"did you mean {near}? " if near else ""
+    return f"{key} = {_shown(value)}: no such setting; {hint}allowed in {group or 'a configuration'}: {there}"
+
+
+def _prefixes(key: str) -> list[str]:
+    """a.b.c → a, a.b, a.b.c."""
+    parts = key.split(".")
+    return [".".join(parts[: n + 1]) for n in range(len(parts))]
+
+
+def _shown(value: Any) -> str:
+    """A value as it would be written in YAML, on one line, not too long."""
+    text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
+    return text if len(text) <= 80 else text[:77] + "…"
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _broken(path: Path, error: Exception) -> UserError:
+    mark = getattr(error, "problem_mark", None)
+    where = f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
+    return UserError(f"--config {path}:{where} is not YAML: {getattr(error, 'problem', None) or _first_line(error)}")

@@ -1,0 +1,102 @@
+"""The schema as a flat list of keys: what composition, checks and the manual all read."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import types
+from collections.abc import Iterator
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from functools import cache
+from typing import Any, Union, get_args, get_origin, get_type_hints
+
+from skyrl_mega.config.schema import Config
+
+WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of text"}
+
+
+@dataclass(frozen=True)
+class Key:
+    """One setting, or one group of settings (then `group` is its dataclass)."""
+
+    name: str
+    """Dotted, from the root."""
+    type: Any
+    """Without None: int, float, bool, str, list, dict or a dataclass."""
+    nullable: bool
+    default: Any
+    metadata: dict[str, Any]
+    """`allowed`, `low`, `high` as the schema gives them."""
+    doc: str
+
+    @property
+    def group(self) -> bool:
+        """Whether it holds other keys."""
+        return is_dataclass(self.type)
+
+    @property
+    def allowed(self) -> str:
+        """What may stand there, in words."""
+        low, high = self.metadata.get("low"), self.metadata.get("high")
+        if "allowed" in self.metadata:
+            words = "one of " + ", ".join(self.metadata["allowed"])
+        elif self.group:
+            words = "a group of " + ", ".join(field.name for field in fields(self.type))
+        else:
+            words = WORDS.get(self.type, "a mapping")
+            if high is not None:
+                words += f" from {low:g} to {high:g}"
+            elif low is not None:
+                words += f" of at least {low:g}"
+        return words + (" or null" if self.nullable else "")
+
+
+@cache
+def keys() -> dict[str, Key]:
+    """Every key of `Config` by dotted name, in the schema's order; groups stand before what they hold."""
+    return {key.name: key for key in _walk(Config, "")}
+
+
+def nearest(name: str) -> str | None:
+    """The key that `name` most likely means: the same word in another group, or a similar spelling."""
+    every = list(keys())
+    last = name.rpartition(".")[2]
+    same = [key for key in every if key.rpartition(".")[2] == last]
+    near = get_close_matches(name, same or every, n=1, cutoff=0.3 if same else 0.6)
+    return near[0] if near else None
+
+
+def names_in(group: str) -> list[str]:
+    """Names that may follow `group.` ("" is the root)."""
+    return [name.rpartition(".")[2] for name in keys() if name.rpartition(".")[0] == group]
+
+
+def docstrings(cls: type) -> dict[str, str]:
+    """Field → the docstring under it, on one line."""
+    body = ast.parse(inspect.getsource(cls)).body[0]
+    assert isinstance(body, ast.ClassDef)
+    found = {}
+    for field, doc in zip(body.body, body.body[1:], strict=False):
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(doc, ast.Expr):
+            found[field.target.id] = " ".join(ast.literal_eval(doc.value).split())
+    return found
+
+
+def _walk(cls: type, prefix: str) -> Iterator[Key]:
+    hints, docs = get_type_hints(cls), docstrings(cls)
+    for field in fields(cls):
+        of, nullable = _without_none(hints[field.name])
+        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        doc = docs.get(field.name) or (inspect.getdoc(of) or "" if is_dataclass(of) else "")
+        yield Key(prefix + field.name, of, nullable, default, dict(field.metadata), doc)
+        if isinstance(of, type) and is_dataclass(of):
+            yield from _walk(of, f"{prefix}{field.name}.")
+
+
+def _without_none(hint: Any) -> tuple[Any, bool]:
+    """`Optional[X]` as (X, True); generic lists and mappings as their plain type."""
+    if get_origin(hint) in (Union, types.UnionType):
+        [hint] = [part for part in get_args(hint) if part is not type(None)]
+        return get_origin(hint) or hint, True
+    return get_origin(hint) or hint, False

@@ -1,0 +1,215 @@
+"""What a person sees while a run goes.
+
+On a terminal a phase is one live progress line; elsewhere, and in the run's log file, everything is a plain line.
+Steps are rows of one aligned table in both.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import TextIO
+
+import rich.console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
+
+from skyrl_mega.telemetry import table
+from skyrl_mega.telemetry.metrics import finite
+
+HEADER_EVERY = 20
+"""Rows between two headers of the table of steps."""
+QUIET_S = 30.0
+"""Seconds between plain progress lines of a phase."""
+WORTH_A_LINE_S = 5.0
+"""A phase of at least so many seconds leaves a plain line at its end."""
+
+PLACES = (
+    ("config", "config.yaml"),
+    ("metrics", "metrics.jsonl"),
+    ("tensorboard", "tensorboard"),
+    ("trajectories", "trajectories"),
+    ("checkpoints", "checkpoints"),
+    ("model", "model"),
+    ("logs", "logs"),
+)
+"""What a closing summary points to, where it exists in the run's folder."""
+
+
+@dataclass
+class Phase:
+    """A phase under way."""
+
+    name: str
+    total: int | None
+    console: Console
+    task: TaskID | None = None
+    """Its live line on a terminal."""
+    start: float = field(default_factory=time.monotonic)
+    done: int = 0
+    said: float = field(default_factory=time.monotonic)
+    """When it last wrote a plain line."""
+
+    def update(self, done: int) -> None:
+        """Says how many of `total` are done."""
+        self.done = done
+        self.console._progressed(self)
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since its start."""
+        return time.monotonic() - self.start
+
+
+class Console:
+    """Tells a person how a run goes. A context manager.
+
+    Args:
+        out: Where it writes; standard output by default.
+        as_json: One JSON object a line on `out` for steps and summary, and everything for people on standard error.
+    """
+
+    def __init__(self, out: TextIO | None = None, as_json: bool = False) -> None:
+        self._json = out or sys.stdout if as_json else None
+        self._out = rich.console.Console(
+            file=sys.stderr if as_json else out or sys.stdout, highlight=False, markup=False
+        )
+        self._live = self._out.is_terminal
+        self._progress: Progress | None = None
+        self._log: TextIO | None = None
+        self._open: list[Phase] = []
+        self._seen: set[str] = set()
+        self._rows = 0
+        self._started = time.monotonic()
+        self._lock = threading.RLock()
+        self._stack = ExitStack()
+
+    def log_to(self, path: Path) -> None:
+        """From now on plain lines go to the file `path` too (appended)."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._log = self._stack.enter_context(path.open("a", buffering=1))
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
+        """A part of the run with a name, and a number of things to do where that is known."""
+        phase = Phase(name, total, self)
+        self._enter(phase)
+        try:
+            yield phase
+        except BaseException:
+            self._leave(phase, completed=False)
+            raise
+        self._leave(phase, completed=True)
+
+    def say(self, text: str) -> None:
+        """One line."""
+        self._print(text)
+        self._write_log(text)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The row of a step; the header comes again from time to time."""
+        if self._rows % HEADER_EVERY == 0:
+            self._print(table.header(), style="bold")
+            self._write_log(table.header())
+        self._rows += 1
+        self.say(table.row(step, metrics))
+        self._emit({"step": step, **finite(metrics)})
+
+    def summary(self, folder: Path, before: Mapping[str, float], after: Mapping[str, float]) -> None:
+        """The end of a run: scores before → after, and where everything lies.
+
+        Args:
+            folder: The run's folder.
+            before: The first evaluation, by metric name.
+            after: The last one.
+        """
+        places = {name: str(folder / file) for name, file in PLACES if (folder / file).exists()}
+        self.say(f"done in {table.duration(time.monotonic() - self._started)}")
+        for name, value in after.items():
+            if name in before:
+                change = f"{table.number(before[name])} → {table.number(value)}  ({value - before[name]:+.3f})"
+            else:
+                change = table.number(value)
+            self.say(f"  {name.ljust(32)} {change}")
+        for name, place in places.items():
+            self.say(f"  {name.ljust(12)} {place}")
+        if "tensorboard" in places:
+            self.say(f"  look at it: tensorboard --logdir {places['tensorboard']}")
+        self._emit({"done": True, "before": dict(before), "after": dict(after), "places": places})
+
+    def close(self) -> None:
+        """Ends the live line and the log."""
+        self._stop_live()
+        self._stack.close()
+        self._log = None
+
+    def __enter__(self) -> Console:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def _enter(self, phase: Phase) -> None:
+        with self._lock:
+            self._open.append(phase)
+            if phase.name not in self._seen:  # once each, so that a log shows what a run is busy with
+                self._seen.add(phase.name)
+                self._plain(f"{phase.name} …")
+            if self._live:
+                if not self._progress:
+                    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30))
+                    self._progress = Progress(
+                        *columns, MofNCompleteColumn(), TimeElapsedColumn(), console=self._out, transient=True
+                    )
+                    self._progress.start()
+                phase.task = self._progress.add_task(phase.name, total=phase.total)
+
+    def _progressed(self, phase: Phase) -> None:
+        with self._lock:
+            if self._progress and phase.task is not None:
+                self._progress.update(phase.task, completed=phase.done)
+            if time.monotonic() - phase.said >= QUIET_S:
+                phase.said = time.monotonic()
+                of = f"/{phase.total}" if phase.total else ""
+                self._plain(f"{phase.name} {phase.done}{of}, {table.duration(phase.seconds)}")
+
+    def _leave(self, phase: Phase, completed: bool) -> None:
+        with self._lock:
+            self._open.remove(phase)
+            if self._progress and phase.task is not None:
+                self._progress.remove_task(phase.task)
+            if not self._open:
+                self._stop_live()
+            if phase.seconds >= WORTH_A_LINE_S:
+                self._plain(
+                    f"{phase.name} {'done in' if completed else 'failed after'} {table.duration(phase.seconds)}"
+                )
+
+    def _stop_live(self) -> None:
+        if self._progress:
+            self._progress.stop()
+            self._progress = None
+
+    def _plain(self, text: str) -> None:
+        """A line where there is no live line."""
+        if not self._live:
+            self._print(text)
+        self._write_log(text)
+
+    def _print(self, text: str, style: str | None = None) -> None:
+        self._out.print(text, style=style, soft_wrap=True)
+        self._out.file.flush()
+
+    def _write_log(self, text: str) -> None:
+        if self._log:
+            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+
+    def _emit(self, row: dict[str, object]) -> None:
+        if self._json:
+            print(json.dumps(row), file=self._json, flush=True)

@@ -1,0 +1,73 @@
+"""The table of steps: which metrics a person sees while a run goes, and how a figure is written."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its heading, the metric it shows, and its width."""
+
+    title: str
+    metric: str
+    """A name, or `eval/*/mean` for the mean over evaluation sets."""
+    width: int = 8
+
+
+COLUMNS = (
+    Column("reward", "reward/mean", 7),
+    Column("eval", "eval/*/mean", 7),
+    Column("loss", "policy/loss", 9),
+    Column("entropy", "policy/entropy"),
+    Column("grad", "policy/grad_norm"),
+    Column("mismatch", "mismatch/logprob_abs_mean", 9),
+    Column("tokens/s", "perf/tokens_per_s", 9),
+    Column("seconds", "time/step"),
+    Column("generate", "time/generate", 9),
+    Column("logprobs", "time/logprobs", 9),
+    Column("train", "time/train", 7),
+    Column("sync", "time/sync", 7),
+)
+ABSENT = "·"
+
+
+def header() -> str:
+    """The headings, aligned with `row`."""
+    return "step".rjust(6) + "".join(column.title.rjust(column.width + 1) for column in COLUMNS)
+
+
+def row(step: int, metrics: Mapping[str, float]) -> str:
+    """One step; what was not measured is a dot."""
+    return f"{step:6d}" + "".join(number(_value(column.metric, metrics)).rjust(column.width + 1) for column in COLUMNS)
+
+
+def number(value: float | None) -> str:
+    """A figure in at most seven characters: three decimals, or an exponent where that would show nothing."""
+    if value is None:
+        return ABSENT
+    if not math.isfinite(value):
+        return str(value)
+    if value and abs(value) < 1e-3:
+        return f"{value:.0e}"
+    if abs(value) >= 1e6:
+        return f"{value:.1e}"
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}"
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a person says them: 4.1 s, 2 min 5 s, 3 h 12 min."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _value(metric: str, metrics: Mapping[str, float]) -> float | None:
+    before, star, after = metric.partition("*")
+    if not star:
+        return metrics.get(metric)
+    found = [value for name, value in metrics.items() if name.startswith(before) and name.endswith(after)]
+    return sum(found) / len(found) if found else None
