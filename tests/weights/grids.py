@@ -1,0 +1,81 @@
+"""Small models and layouts for the weights tests, and reference data by global index."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.layout.box import Layout, Shard
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models.tiny import hf_config
+
+MODELS: dict[str, dict[str, Any]] = {
+    "qwen3_moe": hf_config(BuildConfig(architecture="qwen3_moe", layers=4)),
+    "qwen3_moe_mixed": {
+        **hf_config(BuildConfig(architecture="qwen3_moe", layers=4)),
+        "mlp_only_layers": [1],
+        "tie_word_embeddings": True,
+    },
+    "qwen3": hf_config(BuildConfig(architecture="qwen3", layers=4)),
+    "qwen2_tied": hf_config(BuildConfig(architecture="qwen2", layers=4, head_dim=16, tied=True)),
+    "llama": {**hf_config(BuildConfig(architecture="llama", layers=4, kv_heads=4)), "vocab_size": 101},
+}
+
+LAYOUTS: dict[str, Parallel] = {
+    "one": Parallel(),
+    "dp2": Parallel(2),
+    "tp2": Parallel(2, tensor=2, expert_tensor=2),
+    "pp2": Parallel(2, pipeline=2),
+    "pp2 vpp2": Parallel(2, pipeline=2, virtual_pipeline=2),
+    "pp4": Parallel(4, pipeline=4),
+    "ep2": Parallel(2, expert=2),
+    "tp2 ep2": Parallel(2, tensor=2, expert=2),
+    "tp2 ep2 etp2": Parallel(4, tensor=2, expert=2, expert_tensor=2),
+    "tp2 pp2 ep2": Parallel(4, tensor=2, pipeline=2, expert=2),
+    "tp2 pp2 vpp2 ep4 dp2": Parallel(8, tensor=2, pipeline=2, virtual_pipeline=2, expert=4),
+    "cp2 ep2": Parallel(4, context=2, expert=2),
+}
+
+
+def pairs() -> list[Any]:
+    """Every model with every layout that it allows, as pytest parameters."""
+    import pytest
+
+    return [
+        pytest.param(MODELS[m], LAYOUTS[p], id=f"{m}-{p}")
+        for m in MODELS
+        for p in LAYOUTS
+        if "num_experts" in MODELS[m] or LAYOUTS[p].expert == 1
+    ]
+
+
+def global_tensors(shapes: dict[str, tuple[int, ...]], seed: int = 0) -> dict[str, Tensor]:
+    """Random float32 tensors."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def empty(shard: Shard, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Local tensors full of NaN: what is not filled shows."""
+    return {name: torch.full(shape, float("nan"), dtype=dtype) for name, shape in shard.params.items()}
+
+
+def cut(shard: Shard, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Local tensors filled piece by piece from whole ones, by plain indexing."""
+    params = empty(shard)
+    for piece in shard.pieces:
+        stack = len(piece.offset) - len(piece.box.shape)
+        where = [*piece.offset[:stack]]
+        where += [slice(o, o + n) for o, n in zip(piece.offset[stack:], piece.box.shape, strict=True)]
+        params[piece.param][tuple(where)] = tensors[piece.tensor][piece.box.slices()]
+    return params
+
+
+def whole(layout: Layout) -> Layout:
+    """One rank that holds every tensor in full."""
+    from skyrl_mega.weights.files import _whole
+
+    return Layout(layout.tensors, (_whole(layout, list(layout.tensors)),))

@@ -1,0 +1,186 @@
+"""Hugging Face directories in and out, against safetensors itself and transformers; and the refusals."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.weights.files import load, save, split
+from skyrl_mega.weights.headers import check_files, read_config
+from tests.support.ranks import run_ranks
+from tests.weights.grids import LAYOUTS, MODELS, cut, empty, global_tensors, pairs
+from tests.weights.test_execute import same
+
+
+def write(path: Path, hf: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """A directory of two files with an index, made by safetensors alone."""
+    path.mkdir(parents=True, exist_ok=True)
+    tensors = global_tensors(architecture(hf).tensors(hf), seed)
+    (path / "config.json").write_text(json.dumps(hf))
+    (path / "tokenizer.json").write_text("{}")
+    names = list(tensors)
+    weight_map = {}
+    for file, part in (("a.safetensors", names[::2]), ("b.safetensors", names[1::2])):
+        save_file({n: tensors[n] for n in part}, path / file)
+        weight_map |= dict.fromkeys(part, file)
+    (path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return tensors
+
+
+@pytest.mark.parametrize("hf, parallel", pairs())
+def test_load_any_layout(hf: dict[str, Any], parallel: Parallel, tmp_path: Path) -> None:
+    tensors = write(tmp_path, hf)
+    check_files(tmp_path)
+    layout = architecture(hf).megatron_layout(hf, parallel, "local")
+    for shard in layout.shards:
+        params = empty(shard)
+        load(tmp_path, shard, params)
+        assert same(params, cut(shard, tensors))
+
+
+def round_trip(rank: int, address: str, source: Path, path: Path, hf: dict[str, Any], parallel: Parallel) -> None:
+    dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=parallel.ranks)
+    layout = architecture(hf).megatron_layout(hf, parallel, "local")
+    params = empty(layout.shards[rank])
+    load(source, layout.shards[rank], params)
+    save(path, source, layout, params, file_bytes=100_000, writers=(0, parallel.ranks - 1))
+    save(path, source, layout, params, file_bytes=100_000)  # replaces the first
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_round_trip_on_disk(model: str, tmp_path: Path) -> None:
+    """Files → 4 ranks → files: the same tensors bit by bit, in several files with an index, with the tokenizer."""
+    hf = MODELS[model]
+    parallel = LAYOUTS["tp2 pp2 ep2"] if "num_experts" in hf else Parallel(4, tensor=2, pipeline=2)
+    tensors = write(tmp_path / "source", hf)
+    run_ranks(4, round_trip, tmp_path / "source", tmp_path / "out", hf, parallel)
+    check_files(tmp_path / "out")
+    files = sorted((tmp_path / "out").glob("*.safetensors"))
+    assert len(files) > 1
+    found = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    assert same(found, tensors)
+    index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    assert {f.name for f in (tmp_path / "out").iterdir()} == {
+        "config.json", "tokenizer.json", "model.safetensors.index.json", *(f.name for f in files)
+    }  # fmt: skip
+    assert {f.name for f in tmp_path.iterdir()} == {"source", "out"}
+
+
+def test_transformers_reads_what_we_write(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from skyrl_mega.config.schema import BuildConfig
+    from skyrl_mega.models.tiny import build
+
+    build(BuildConfig(layers=2), tmp_path / "built")
+    hf = read_config(tmp_path / "built")
+    run_ranks(1, round_trip, tmp_path / "built", tmp_path / "out", hf, Parallel())
+    _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not any(report.values())
+    before = {k: v for f in (tmp_path / "built").glob("*.safetensors") for k, v in load_file(f).items()}
+    after = {k: v for f in (tmp_path / "out").glob("*.safetensors") for k, v in load_file(f).items()}
+    assert same(after, before)
+
+
+def test_split_keeps_order_and_limit() -> None:
+    shapes = {"a": (10,), "b": (10,), "c": (100,), "d": (1,)}
+    assert list(split(shapes, 1, 20)) == [["a", "b"], ["c"], ["d"]]
+
+
+def spoil(path: Path, how: str) -> None:
+    file = path / "b.safetensors"
+    match how:
+        case "cut off":
+            file.write_bytes(file.read_bytes()[:-7])
+        case "header cut off":
+            file.write_bytes(file.read_bytes()[:20])
+        case "not safetensors":
+            file.write_bytes(b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+        case "empty":
+            file.write_bytes(b"")
+        case "no file":
+            file.unlink()
+        case "missing tensor":
+            tensors = load_file(file)
+            tensors.pop("model.norm.weight", None)
+            tensors.pop("lm_head.weight", None)
+            save_file(tensors, file)
+        case "wrong shape":
+            tensors = load_file(file)
+            name = next(iter(tensors))
+            save_file({**tensors, name: torch.zeros(3, 5)}, file)
+        case "wrong type":
+            tensors = load_file(file)
+            save_file({k: v.to(torch.int8) for k, v in tensors.items()}, file)
+        case "index without tensor":
+            index = json.loads((path / "model.safetensors.index.json").read_text())
+            index["weight_map"].pop("model.norm.weight")
+            (path / "model.safetensors.index.json").write_text(json.dumps(index))
+        case "index leads out":
+            index = json.loads((path / "model.safetensors.index.json").read_text())
+            index["weight_map"]["model.norm.weight"] = "../b.safetensors"
+            (path / "model.safetensors.index.json").write_text(json.dumps(index))
+        case "no weights":
+            for found in path.glob("*.safetensors*"):
+                found.unlink()
+        case "no config":
+            (path / "config.json").unlink()
+        case "broken config":
+            (path / "config.json").write_text("{")
+        case "no directory":
+            shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("cut off", ["b.safetensors", "bytes", "cut off"]),
+        ("header cut off", ["b.safetensors", "bytes", "cut off"]),
+        ("not safetensors", ["b.safetensors", "no safetensors file"]),
+        ("empty", ["b.safetensors", "0 bytes"]),
+        ("no file", ["b.safetensors", "cannot be read"]),
+        ("missing tensor", ["b.safetensors", "is missing"]),
+        ("wrong shape", ["b.safetensors", "[3, 5]", "config.json makes it"]),
+        ("wrong type", ["b.safetensors", "I8", "BF16"]),
+        ("index without tensor", ["index.json", "model.norm.weight is missing"]),
+        ("index leads out", ["index.json", "no file name"]),
+        ("no weights", ["model.safetensors", "neither"]),
+        ("no config", ["config.json", "is missing"]),
+        ("broken config", ["config.json", "JSON"]),
+        ("no directory", ["model.path", "is no directory"]),
+    ],
+)
+def test_a_spoiled_directory_is_refused_in_one_line(how: str, words: list[str], tmp_path: Path) -> None:
+    hf = MODELS["qwen3"]
+    path = tmp_path / "model"
+    write(path, hf)
+    spoil(path, how)
+    shard = architecture(hf).megatron_layout(hf, Parallel(), "local").shards[0]
+    for check in (lambda: check_files(path), lambda: load(path, shard, empty(shard))):
+        with pytest.raises(UserError) as error:
+            check()
+        assert "\n" not in str(error.value)
+        for word in words:
+            assert word in str(error.value)
+
+
+def test_checks_need_no_torch() -> None:
+    """The launcher checks a directory before any process starts, without loading torch."""
+    import subprocess
+    import sys
+
+    code = "import sys, skyrl_mega.weights.headers, skyrl_mega.models.registry; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
