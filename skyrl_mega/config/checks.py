@@ -1,0 +1,229 @@
+"""Every check of settings that needs no machine and reads no file.
+
+Each refusal is one line: key, value, what is allowed, the mend. What depends on the model, the data or the devices is
+checked by `skyrl_mega.launch.inputs`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.keys import keys
+from skyrl_mega.config.schema import Config, OptimizerConfig
+
+ENGINE_ARGUMENTS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "seed": "run.seed",
+    "tensor_parallel_size": "rollout.tensor",
+    "max_model_len": "rollout.max_length",
+    "max_num_seqs": "rollout.concurrency",
+    "gpu_memory_utilization": "rollout.memory_fraction",
+    "kv_cache_memory_bytes": "rollout.kv_cache_gib",
+    "enforce_eager": "rollout.eager",
+    "generation_config": "rollout.sampling",
+    "logprobs_mode": None,
+    "weight_transfer_config": None,
+    "worker_extension_cls": None,
+    "load_format": None,
+}
+"""vLLM's arguments that the run decides itself, and the setting to use instead (None: there is none)."""
+
+
+def check(config: Config) -> None:
+    """Refuses the first setting that is impossible.
+
+    Raises:
+        UserError: key, value, what is allowed, the mend.
+    """
+    check_values(config)
+    _run(config)
+    _optimizer(config.policy.optimizer)
+    _data(config)
+    _algorithm(config)
+    _rollout(config)
+    _cluster(config)
+
+
+def check_values(config: Config) -> None:
+    """Every single value against the `allowed`, `low` and `high` of its key."""
+    for name, value in _values(config, ""):
+        key = keys()[name]
+        low, high = key.metadata.get("low"), key.metadata.get("high")
+        allowed = key.metadata.get("allowed")
+        wrong = allowed is not None and value not in allowed
+        if isinstance(value, float) or (low is not None and value is not None):
+            within = (low is None or value >= low) and (high is None or value <= high)
+            wrong = not (math.isfinite(value) and within)
+        if wrong:
+            raise UserError(f"{name} = {value}: allowed is {key.allowed}")
+
+
+def _values(settings: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for field in fields(settings):
+        value = getattr(settings, field.name)
+        if is_dataclass(value):
+            yield from _values(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, value
+
+
+def _run(c: Config) -> None:
+    if not re.fullmatch(r"[\w.+-]+", c.run.name) or not c.run.name.strip("."):
+        raise UserError(
+            f"run.name = {c.run.name}: allowed are letters, digits and . _ + -; use run.directory for folders"
+        )
+    if not c.model.path:
+        raise UserError(
+            "model.path is not set: allowed is a Hugging Face directory (with model.build it is made there)"
+        )
+    if c.model.build and c.model.build.architecture == "qwen3_moe":
+        b = c.model.build
+        if b.experts < 1:
+            raise UserError(f"model.build.experts = {b.experts}: qwen3_moe needs at least 1; or architecture=qwen3")
+        if b.experts_per_token > b.experts:
+            raise UserError(
+                f"model.build.experts_per_token = {b.experts_per_token}: allowed is at most model.build.experts = "
+                f"{b.experts}"
+            )
+    if c.warmup.steps and not c.warmup.files:
+        raise UserError(
+            f"warmup.steps = {c.warmup.steps}: it needs warmup.files, parquet files with extra_info.demonstration; "
+            "give some, or warmup.steps=0"
+        )
+
+
+def _optimizer(o: OptimizerConfig) -> None:
+    key = "policy.optimizer"
+    if o.schedule != "constant":
+        if o.decay_steps is None:
+            raise UserError(f"{key}.schedule = {o.schedule}: it needs {key}.decay_steps; give it, or schedule=constant")
+        if o.decay_steps <= o.warmup_steps:
+            raise UserError(
+                f"{key}.decay_steps = {o.decay_steps}: allowed is more than {key}.warmup_steps = {o.warmup_steps}"
+            )
+    if o.min_lr > o.lr:
+        raise UserError(f"{key}.min_lr = {o.min_lr:g}: allowed is at most {key}.lr = {o.lr:g}")
+    for name in ("beta1", "beta2"):
+        if getattr(o, name) >= 1:
+            raise UserError(f"{key}.{name} = {getattr(o, name):g}: allowed is a number below 1")
+
+
+def _data(c: Config) -> None:
+    if not c.data.train:
+        raise UserError(
+            "data.train is empty: allowed is a list of parquet files, data.train=[data/gsm8k/train.parquet]"
+        )
+    step, mini = c.data.prompts_per_step, c.data.mini_batch_prompts
+    if mini and step % mini:
+        raise UserError(
+            f"data.mini_batch_prompts = {mini}: it does not divide data.prompts_per_step = {step}; choose a divisor"
+        )
+
+
+def _algorithm(c: Config) -> None:
+    a, samples = c.algorithm, c.data.samples_per_prompt
+    if samples < 2 and (a.advantage in ("grpo", "rloo") or a.dynamic_sampling.enabled):
+        why = f"algorithm.advantage={a.advantage}" if a.advantage != "reinforce" else "algorithm.dynamic_sampling"
+        raise UserError(
+            f"data.samples_per_prompt = {samples}: {why} compares the samples of a prompt and needs at least 2; "
+            "or algorithm.advantage=reinforce without dynamic sampling"
+        )
+    if samples > 1 and c.rollout.sampling.temperature == 0:
+        raise UserError(
+            f"rollout.sampling.temperature = 0: the {samples} samples of a prompt would all be the same; "
+            "allowed for training is a number above 0"
+        )
+    if not a.kl.coefficient:
+        for name in ("path", "layout", "ranks"):
+            if getattr(c.reference, name) is not None:
+                raise UserError(
+                    f"reference.{name} is set: it needs algorithm.kl.coefficient above 0; set that, or null"
+                )
+    if c.reference.ranks is not None and c.reference.layout is None:
+        raise UserError(
+            f"reference.ranks = {c.reference.ranks}: it needs reference.layout; without one the policy's ranks are "
+            "shared"
+        )
+    if a.overlong.buffer > response_limit(c):
+        raise UserError(
+            f"algorithm.overlong.buffer = {a.overlong.buffer}: allowed is at most the {response_limit(c)} tokens of a "
+            "response (rollout.max_response_tokens)"
+        )
+
+
+def response_limit(c: Config) -> int:
+    """Tokens after the prompt at most."""
+    return c.rollout.max_response_tokens or c.rollout.max_turns * c.rollout.sampling.max_tokens
+
+
+def length_limit(c: Config) -> int:
+    """Tokens of a whole sequence at most."""
+    return c.rollout.max_length or c.rollout.max_prompt_tokens + response_limit(c)
+
+
+def _rollout(c: Config) -> None:
+    r, s = c.rollout, c.rollout.sampling
+    if s.top_k == 0:
+        raise UserError("rollout.sampling.top_k = 0: allowed is -1 (all) or at least 1")
+    for name, value in (("rollout.sampling.top_p", s.top_p), ("evaluation.top_p", c.evaluation.top_p)):
+        if value == 0:
+            raise UserError(f"{name} = 0: allowed is a number above 0 and at most 1")
+    if s.max_tokens > response_limit(c):
+        raise UserError(
+            f"rollout.sampling.max_tokens = {s.max_tokens}: allowed is at most rollout.max_response_tokens = "
+            f"{r.max_response_tokens}"
+        )
+    if r.max_length is not None and r.max_length <= r.max_prompt_tokens:
+        raise UserError(
+            f"rollout.max_length = {r.max_length}: allowed is more than rollout.max_prompt_tokens = "
+            f"{r.max_prompt_tokens}; or null, which takes prompt + response"
+        )
+    if c.model.build and c.model.build.max_length < length_limit(c):
+        raise UserError(
+            f"model.build.max_length = {c.model.build.max_length}: allowed is at least {length_limit(c)}, the longest "
+            "sequence that rollout's limits allow"
+        )
+    for name in r.options:
+        if name in ENGINE_ARGUMENTS:
+            instead = ENGINE_ARGUMENTS[name]
+            mend = f"use {instead}" if instead else "leave it out"
+            raise UserError(f"rollout.options.{name}: the run decides it; {mend}")
+
+
+def _cluster(c: Config) -> None:
+    if c.cluster.colocate:
+        raise UserError(
+            "cluster.colocate = true: not supported; allowed is false, with GPUs for policy and engines each"
+        )
+    if c.cluster.device == "cpu":
+        if c.weights.transport == "nccl":
+            raise UserError("weights.transport = nccl: on a CPU allowed is gloo or auto")
+        if c.rollout.options.get("enable_expert_parallel"):
+            raise UserError(
+                "rollout.options.enable_expert_parallel: vLLM has no expert parallelism on a CPU; leave it out"
+            )
+    if c.cluster.device == "cuda":
+        check_gpus(c)
+
+
+def check_gpus(c: Config) -> None:
+    """Policy, reference and engines each have GPUs of their own, and an engine lies within a node."""
+    node, total = c.cluster.gpus_per_node, c.cluster.nodes * c.cluster.gpus_per_node
+    if c.rollout.tensor > node:
+        raise UserError(f"rollout.tensor = {c.rollout.tensor}: allowed is at most cluster.gpus_per_node = {node}")
+    policy, engines = c.policy.ranks or total, c.rollout.engines * c.rollout.tensor
+    reference = (c.reference.ranks or policy) if c.reference.layout else 0
+    if policy + reference + engines > total:
+        parts = f"policy {policy}" + (f" + reference {reference}" if reference else "") + f" + engines {engines}"
+        room = total - reference - engines
+        mend = f"policy.ranks={room}" if room > 0 else "fewer rollout.engines"
+        raise UserError(
+            f"policy.ranks = {c.policy.ranks or 'null'}: {parts} GPUs are more than cluster.nodes · "
+            f"gpus_per_node = {total}; allowed is a sum of at most {total}: {mend}, or more nodes"
+        )
