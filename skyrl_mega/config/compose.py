@@ -67,7 +67,7 @@ def _parse(text: str) -> Override:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
         raise UserError(
-            f"{text}: not of the form group.key=value; quote what has spaces or signs: run.name='\"a=b\"'"
+            f"{text}: not of the form group.key=value; quote what has signs: 'run.directory=\"a=b\"'"
         ) from error
     if override.type == OverrideType.DEL:
         raise UserError(f"{text}: a setting cannot be taken away; give it a value: {override.key_or_group}=null")
