@@ -99,9 +99,7 @@ class PolicyActor:
 
     def export(self, path: str, source: str) -> None:
         """Writes the weights as a Hugging Face directory, with configuration and tokenizer from `source`."""
-        from skyrl_mega.weights import files
-
-        files.save(Path(path), Path(source), self.hf, self.rank.shard, self.rank.weights())
+        self.rank.export(Path(path), Path(source))
 
     # ---- weight sync -----------------------------------------------------------------------------------------------------
 

@@ -69,7 +69,6 @@ def transformer_config(
     moe: dict[str, Any] = {}
     if settings.transformer.get("num_moe_experts"):
         moe = dict(
-            moe_token_dispatcher_type="alltoall",
             moe_grouped_gemm=te,
             moe_router_dtype="fp32",
             moe_router_load_balancing_type="aux_loss" if policy.moe.aux_loss else "none",
@@ -92,10 +91,12 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        perform_initialization=False,
-        use_cpu_initialization=device.type == "cpu",
+        # Weights are loaded, but megatron-core marks tensor-parallel parameters only where it initialises them, and without the mark
+        # the gradient norm counts one rank's shard alone.
+        perform_initialization=True,
         # Packed micro-batches differ in length, so stages tell each other the shape.
         variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the default refuses varying lengths, in dense models too
         # With PP = 2 and virtual stages, batched point-to-point pairs messages wrongly and trains wrong without an error:
         # both neighbours are the same peer. Overlapped, unbatched messages are exact.
         overlap_p2p_comm=parallel.virtual_pipeline > 1,

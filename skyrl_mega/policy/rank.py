@@ -235,3 +235,8 @@ class PolicyRank:
     def restore(self, folder: Path) -> None:
         """Reads a distributed checkpoint, saved in this layout or another."""
         checkpoint.load(folder, [bare(c) for c in self.chunks], self.optimizer, self.schedule)
+
+    def export(self, path: Path, source: Path) -> None:
+        """Writes the weights as a Hugging Face directory, with configuration and tokenizer from `source`."""
+        layout = architecture(self.hf).megatron_layout(self.hf, self.parallel, spec_name(self.device))
+        files.save(path, source, layout, self.weights())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from skyrl_mega.config.schema import Config
-from skyrl_mega.telemetry.console import Console
+
+if TYPE_CHECKING:
+    from skyrl_mega.telemetry.console import Console
 
 
 def run(config: Config, folder: Path, console: Console) -> None:
