@@ -1,36 +1,48 @@
-"""Ends what an actor's process leaves behind: `python -I -S guard.py <process group>`.
+"""Ends what a process leaves behind when it dies, however it dies.
 
-An actor may start processes of its own (vLLM's engine core and workers). When it dies by SIGKILL, or its whole Ray
-node dies with the driver, nobody tells them. So every actor leads a process group and holds the write end of this
-guard's stdin: end of file means that the actor is gone, however it went, and the guard kills the rest of the group.
-Standard library only: it starts in 20 ms.
+    python -I -S guard.py group <process group>     for an actor: its children, such as vLLM's engine core and workers
+    python -I -S guard.py cluster <folder> <pid>    for the driver `pid`: the private Ray cluster that lives in the
+    folder
+
+A process that is killed tells nobody, so the guarded one holds the write end of this guard's stdin: end of file means
+that it is gone. Standard library only: it starts in 20 ms.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 TRACKER = b"resource_tracker"
-TRACKER_GRACE_S = 3.0
+RAY = (b"ray::", b"/ray/core/", b"/ray/_private/", b"/ray/dashboard/")
+"""What the command lines of Ray's processes begin with or contain."""
+GRACE_S = 3.0
+
+
+def processes(which: Callable[[Path], bool]) -> list[int]:
+    """Processes of this machine whose folder in /proc passes `which`. One that ends while we look does not."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and which(entry):
+                found.append(int(entry.name))
+    return found
 
 
 def members(group: int) -> list[int]:
-    """Living processes (no zombies) of a process group on this machine."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        # A process may end between the listing and the reading.
-        with contextlib.suppress(OSError):
-            state, _, pgrp = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
-            if int(pgrp) == group and state != "Z":
-                found.append(int(entry.name))
-    return found
+    """Living processes (no zombies) of a process group."""
+
+    def belongs(entry: Path) -> bool:
+        state, _, pgrp = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
+        return int(pgrp) == group and state != "Z"
+
+    return processes(belongs)
 
 
 def end_group(group: int) -> None:
@@ -39,7 +51,7 @@ def end_group(group: int) -> None:
         with contextlib.suppress(OSError):
             if TRACKER not in Path(f"/proc/{pid}/cmdline").read_bytes():
                 os.kill(pid, signal.SIGKILL)
-    deadline = time.monotonic() + TRACKER_GRACE_S
+    deadline = time.monotonic() + GRACE_S
     while members(group) and time.monotonic() < deadline:
         time.sleep(0.02)
     for pid in members(group):
@@ -47,7 +59,36 @@ def end_group(group: int) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-if __name__ == "__main__":
+def end_cluster(folder: str, driver: int) -> None:
+    """Kills the Ray processes that have files open in the folder, and removes it. Most end by themselves, some do
+    not."""
+
+    def belongs(entry: Path) -> bool:
+        command = (entry / "cmdline").read_bytes()
+        if int(entry.name) in (os.getpid(), driver) or not any(mark in command for mark in RAY):
+            return False
+        return folder.encode() in command or any(os.readlink(fd).startswith(folder) for fd in (entry / "fd").iterdir())
+
+    deadline = time.monotonic() + GRACE_S
+    while (left := processes(belongs)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def main(what: str, *of: str) -> None:
+    """Waits for the end of the guarded process."""
+    if what == "group" and os.fork() > 0:
+        os._exit(0)  # Ray's workers kill their children on exit: the guard must not be one
     while os.read(0, 64):  # nothing is ever written: this returns at end of file
         pass
-    end_group(int(sys.argv[1]))
+    if what == "group":
+        end_group(int(of[0]))
+    else:
+        end_cluster(of[0], int(of[1]))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -59,10 +59,18 @@ def settle_in(seat: Seat) -> None:
         os.close(fd)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-    # The guard's stdin is a pipe whose write end only this process holds (Python's pipes are not inherited), so the
-    # kernel closes it at this process's death. Its output goes nowhere: a full or closed log must not stop it.
-    settle_in.guard = subprocess.Popen(  # type: ignore[attr-defined]
-        [sys.executable, "-I", "-S", guard.__file__, str(os.getpid())],
+    settle_in.guard = start_guard("group", str(os.getpid()))  # type: ignore[attr-defined]
+    settle_in.guard.wait()  # its first process; the guard itself is that one's child
+
+
+def start_guard(*arguments: str) -> subprocess.Popen[bytes]:
+    """Starts a guard of this process; see `guard`. It wakes when the returned object's stdin is closed.
+
+    Only this process holds the pipe's write end (Python's pipes are not inherited), so the kernel closes it at this
+    process's death. The guard's output goes nowhere: a full or closed log must not stop it.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", guard.__file__, *arguments],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

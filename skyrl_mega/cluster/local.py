@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
+import socket
 import tempfile
 from collections.abc import Iterator
-from pathlib import Path
 
 from skyrl_mega.cluster.errors import ClusterError
+from skyrl_mega.cluster.host import start_guard
+from skyrl_mega.config.errors import UserError
 
 PREFIX = "skyrl-"
 OBJECT_STORE_BYTES = 256 * 2**20
@@ -31,7 +32,8 @@ def session(*, actors: int, gpus: int = 0, log_level: int = logging.ERROR) -> It
         log_level: Of Ray's own messages on this terminal.
 
     Raises:
-        ClusterError: Ray did not start or could not be reached.
+        UserError: Nobody answers at RAY_ADDRESS.
+        ClusterError: Ray did not start or did not let us in.
     """
     for key, value in {
         "RAY_USAGE_STATS_ENABLED": "0",
@@ -47,18 +49,17 @@ def session(*, actors: int, gpus: int = 0, log_level: int = logging.ERROR) -> It
     common = {"logging_level": log_level, "log_to_driver": False, "namespace": f"skyrl-mega-{os.getpid()}"}
     if ray.is_initialized():
         raise ClusterError("this process is connected to Ray already")
-    folder: Path | None = None
+    guard = None
     try:
         if address := os.environ.get("RAY_ADDRESS"):
+            _answering(address)
             try:
                 ray.init(address=address, **common)
             except (ConnectionError, RuntimeError, ValueError) as error:
-                raise ClusterError(
-                    f"RAY_ADDRESS={address}: no Ray cluster answers there: {_first_line(error)}"
-                ) from error
+                raise ClusterError(f"RAY_ADDRESS={address}: {_first_line(error)}") from error
         else:
-            _sweep()
-            folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{os.getpid()}-", dir=_short_tmp()))
+            folder = tempfile.mkdtemp(prefix=PREFIX, dir=_short_tmp())
+            guard = start_guard("cluster", folder, str(os.getpid()))
             try:
                 ray.init(
                     address="local",
@@ -66,7 +67,7 @@ def session(*, actors: int, gpus: int = 0, log_level: int = logging.ERROR) -> It
                     num_gpus=gpus,
                     include_dashboard=False,
                     object_store_memory=OBJECT_STORE_BYTES if gpus == 0 else None,
-                    _temp_dir=str(folder),
+                    _temp_dir=folder,
                     _node_ip_address="127.0.0.1",
                     **common,
                 )
@@ -77,21 +78,29 @@ def session(*, actors: int, gpus: int = 0, log_level: int = logging.ERROR) -> It
         yield
     finally:
         ray.shutdown()
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)  # Ray's last processes may still write a log line
+        if guard is not None:
+            assert guard.stdin is not None
+            guard.stdin.close()
+            guard.wait()
+
+
+def _answering(address: str) -> None:
+    """Refuses a host:port at which nobody listens; Ray would abort this process there, without an exception."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # `auto`, or a form of Ray's that it checks itself
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
+    except OSError as error:
+        raise UserError(
+            f"RAY_ADDRESS={address}: nobody answers there ({error.strerror or error}); "
+            "give the host:port of a running Ray cluster, or unset it to run on this machine"
+        ) from error
 
 
 def _short_tmp() -> str:
     tmp = tempfile.gettempdir()
     return tmp if len(tmp) <= 40 else "/tmp"
-
-
-def _sweep() -> None:
-    """Removes the folders of earlier private clusters whose driver was killed."""
-    for folder in Path(_short_tmp()).glob(f"{PREFIX}*-*"):
-        owner = folder.name.removeprefix(PREFIX).partition("-")[0]
-        if owner.isdigit() and not Path(f"/proc/{owner}").exists() and folder.stat().st_uid == os.getuid():
-            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _first_line(error: BaseException) -> str:

@@ -258,7 +258,7 @@ class Engine:
     # ---- weights ---------------------------------------------------------------------------------------------------
 
     async def connect_weights(self, info: dict[str, Any]) -> None:
-        """Joins every worker to the group that weights travel in; see `weights.vllm_engine.TransferInfo`."""
+        """Joins every worker to the group that weights travel in; see `weights.vllm_engine.InitInfo`."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         await self.llm.init_weight_transfer_engine(WeightTransferInitRequest(info))
@@ -267,25 +267,30 @@ class Engine:
         """Stops computing. Requests under way stay where they are; caches of the old weights are dropped."""
         await self.llm.pause_generation(mode="keep", clear_cache=True)
 
-    async def start_weight_update(self) -> None:
-        """Gets every worker's parameters ready to be written."""
-        await self.llm.start_weight_update()
-
-    async def update_weights(self, version: int) -> list[dict[str, float]]:
-        """Receives weights; returns seconds and bytes of each worker."""
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        await self.llm.update_weights(WeightTransferUpdateRequest({"version": version}))
-        return await self.workers("transfer_report")
-
-    async def finish_weight_update(self, version: int) -> None:
-        """Puts the received weights in place; from here on they are version `version`."""
-        await self.llm.finish_weight_update(str(version))
-        self.version = version
-
     async def resume(self) -> None:
         """Goes on computing."""
         await self.llm.resume_generation()
+
+    async def begin_update(self) -> None:
+        """Pauses and gets every worker's parameters ready to be written."""
+        await self.pause()
+        await self.llm.start_weight_update()
+
+    async def update_weights(self, version: int) -> None:
+        """Receives weights; returns when every worker has all of its shard."""
+        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+        await self.llm.update_weights(WeightTransferUpdateRequest({"version": version}))
+
+    async def end_update(self, version: int) -> list[dict[str, float]]:
+        """Puts the received weights in place and goes on; from here on they are version `version`.
+
+        Returns each worker's seconds and bytes.
+        """
+        await self.llm.finish_weight_update(str(version))
+        self.version = version
+        await self.resume()
+        return await self.workers("transfer_report")
 
     async def workers(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of `weights.vllm_engine.WorkerExtension` in every worker, with plain values only."""

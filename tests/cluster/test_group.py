@@ -1,0 +1,211 @@
+"""Actors that die, raise or hang; and what remains of them."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.cluster import guard
+from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, ClusterError
+from skyrl_mega.cluster.group import ActorGroup, gather
+from skyrl_mega.cluster.local import session
+from skyrl_mega.cluster.placement import reserve
+from skyrl_mega.config.errors import UserError
+
+
+class Worker:
+    """Does what a test asks for."""
+
+    def __init__(self, number: int = 0, fault: str | None = None) -> None:
+        if fault == "user":
+            raise UserError("model.path=nowhere: there is no config.json")
+        if fault == "other":
+            raise ValueError("two\nlines")
+        self.number = number
+
+    def answer(self, more: int = 0) -> int:
+        return self.number + more
+
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def say(self, text: str) -> None:
+        print(text, flush=True)
+        subprocess.run(["sh", "-c", f"echo child {text} >&2"], check=True)
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def fail(self, rank: int) -> None:
+        """Rank `rank` dies; the others notice at once, as peers of a collective do."""
+        if self.number == rank:
+            time.sleep(0.3)
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise ConnectionError("connection closed by peer")
+
+    def children(self) -> tuple[int, int]:
+        """Starts a child with a child of its own; returns this process's group and the child."""
+        child = subprocess.Popen(["sh", "-c", "sleep 300 & sleep 300"])
+        return os.getpgrp(), child.pid
+
+
+class Quick:
+    """Concurrent methods."""
+
+    async def sleep(self, seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return seconds
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    with session(actors=8):
+        yield
+
+
+def spawn(n: int, **kwargs: object) -> ActorGroup:
+    return ActorGroup.spawn("worker", Worker, [{"number": r} for r in range(n)], timeout=60, **kwargs)  # type: ignore[arg-type]
+
+
+def gone(group: int, seconds: float = 10.0) -> bool:
+    """Whether no process of the group is left, or soon."""
+    deadline = time.monotonic() + seconds
+    while guard.members(group) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not guard.members(group)
+
+
+def test_answers_come_by_rank_and_output_goes_to_log_files(ray: None, tmp_path: Path) -> None:
+    group = spawn(2, env={"OMP_NUM_THREADS": "3"}, logs=tmp_path)
+    try:
+        assert group.call_all("answer", 5, timeout=10) == [5, 6]
+        assert group.call_all("answer", per_rank=[(10,), (20,)], timeout=10) == [10, 21]
+        assert group.call_one(1, "answer", timeout=10) == 1
+        assert group.call_all("variable", "OMP_NUM_THREADS", timeout=10) == ["3", "3"]
+        group.call_one(1, "say", "hello", timeout=10)
+        assert (tmp_path / "worker-1.log").read_text().splitlines() == ["hello", "child hello"]
+        assert len({w.pid for w in group.where}) == 2
+        assert {w.address for w in group.where} == {"127.0.0.1"}
+    finally:
+        group.shutdown()
+
+
+def test_the_first_cause_is_the_death_and_not_the_complaints_about_it(ray: None) -> None:
+    group = spawn(3)
+    with pytest.raises(ActorFailed) as caught:
+        group.call_all("fail", 2, timeout=30)
+    assert (caught.value.actor, caught.value.rank, caught.value.method) == ("worker-2", 2, "fail")
+    assert "died" in caught.value.cause
+    assert "2 more failed after it" in str(caught.value)
+    assert all(gone(w.pid) for w in group.where)
+
+
+def test_a_silent_actor_is_named_within_the_timeout(ray: None) -> None:
+    group = spawn(2)
+    start = time.monotonic()
+    with pytest.raises(ActorTimeout) as caught:
+        group.call_all("sleep", per_rank=[(0.0,), (60.0,)], timeout=1.0)
+    assert time.monotonic() - start < 10
+    assert caught.value.silent == [("worker-1", 1)]
+    assert "no answer within 1 s from worker-1" in str(caught.value)
+    assert all(gone(w.pid) for w in group.where)
+
+
+def test_a_user_error_of_a_constructor_arrives_as_it_is(ray: None) -> None:
+    with pytest.raises(UserError, match=r"no config\.json"):
+        ActorGroup.spawn("worker", Worker, [{}, {"fault": "user"}], timeout=60)
+
+
+def test_another_error_of_a_constructor_names_actor_and_first_line(ray: None) -> None:
+    with pytest.raises(ActorFailed, match=r"worker-0 \(rank 0\) failed in seated: ValueError: two"):
+        ActorGroup.spawn("worker", Worker, [{"fault": "other"}], timeout=60)
+
+
+def test_shutdown_ends_its_own_actors_with_their_children_and_no_others(ray: None) -> None:
+    mine, other = spawn(1), spawn(1)
+    try:
+        group, child = mine.call_one(0, "children", timeout=10)
+        assert child in guard.members(group)
+        mine.shutdown()
+        assert not guard.members(group)
+        assert other.call_all("answer", timeout=10) == [0]
+    finally:
+        other.shutdown()
+
+
+def test_children_of_a_killed_actor_do_not_outlive_it(ray: None) -> None:
+    group = spawn(1)
+    try:
+        pgid, _ = group.call_one(0, "children", timeout=10)
+        os.kill(group.where[0].pid, signal.SIGKILL)
+        assert gone(pgid)
+    finally:
+        group.shutdown()
+
+
+def test_async_actors_run_calls_at_the_same_time(ray: None) -> None:
+    group = ActorGroup.spawn("quick", Quick, [{}], timeout=60)
+    try:
+        start = time.monotonic()
+        gather([group.submit(0, "sleep", 0.5) for _ in range(8)], timeout=10)
+        assert time.monotonic() - start < 2
+    finally:
+        group.shutdown()
+
+
+def test_places_are_reserved_or_refused_with_what_there_is(ray: None) -> None:
+    placement = reserve(2, per_node=2, timeout_s=10)
+    group = spawn(2, placement=placement)
+    try:
+        assert group.call_all("answer", timeout=10) == [0, 1]
+    finally:
+        group.shutdown()
+    with pytest.raises(ClusterError, match=r"no room for 2 actors of 1 CPU, 4 GPU.* 8 CPU"):
+        reserve(2, gpus=4, timeout_s=0.5)
+
+
+DRIVER = """
+    import time
+    from skyrl_mega.cluster.local import session
+    from skyrl_mega.cluster.group import ActorGroup
+    from tests.cluster.test_group import Worker
+
+    with session(actors=1):
+        group = ActorGroup.spawn("worker", Worker, [{}], timeout=60)
+        print(*group.call_one(0, "children", timeout=10), flush=True)
+        time.sleep(300)
+"""
+
+
+def test_nothing_outlives_a_killed_driver() -> None:
+    root = Path(__file__).parents[2]
+    driver = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(DRIVER)], stdout=subprocess.PIPE, text=True, cwd=root, process_group=0
+    )
+    assert driver.stdout is not None
+    pgid = int(driver.stdout.readline().split()[0])
+    assert guard.members(pgid)
+    # Ray's own processes share the driver's group; it leads one here.
+    assert len(guard.members(driver.pid)) > 2
+    driver.kill()
+    driver.wait()
+    assert gone(pgid, 20.0)
+    assert gone(driver.pid, 20.0)
+
+
+def test_an_address_where_nobody_answers_is_refused_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closing:
+        port = closing.getsockname()[1]
+    monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
+    with pytest.raises(UserError, match=f"RAY_ADDRESS=127.0.0.1:{port}: nobody answers there"), session(actors=1):
+        pass

@@ -1,0 +1,71 @@
+"""Small models, engines that serve them, and what transformers says of their answers."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from skyrl_mega.cluster.group import ActorGroup
+from skyrl_mega.config.schema import BuildConfig, RolloutConfig
+from skyrl_mega.models import tiny
+from skyrl_mega.rollout.engine import Completion, Engine, EngineSpec, Request, Sampling, environment
+
+
+def build_model(path: Path, architecture: str, seed: int, **sizes: Any) -> Path:
+    """A tiny model whose weights are large enough for sharp distributions: a wrong or misplaced tensor shows."""
+    tiny.build(BuildConfig(architecture=architecture, **sizes), path, seed)
+    file = path / "model.safetensors"
+    generator = torch.Generator().manual_seed(seed)
+    weights = load_file(file)
+    for name, tensor in weights.items():
+        if tensor.dim() == 1:
+            weights[name] = tensor + 0.3 * torch.randn(tensor.shape, generator=generator)
+        else:
+            weights[name] = 8 * tensor
+    save_file(weights, file, metadata={"format": "pt"})
+    return path
+
+
+def start_engine(name: str, spec: EngineSpec, logs: Path, engines: int = 1) -> ActorGroup:
+    """Engine actors that have been started."""
+    group = ActorGroup.spawn(name, Engine, [{"spec": spec}] * engines, timeout=120, env=environment(spec), logs=logs)
+    group.call_all("start", timeout=240)
+    return group
+
+
+def spec_of(path: Path, rollout: RolloutConfig, **more: Any) -> EngineSpec:
+    """A float32 engine on CPU for sequences of up to 128 tokens."""
+    return EngineSpec(path=str(path), dtype="float32", device="cpu", rollout=rollout, max_length=128, **more)
+
+
+def complete(
+    engines: ActorGroup, requests: list[Request], sampling: Sampling | None = None, rank: int = 0
+) -> dict[str, Completion]:
+    """Completions by request id."""
+    sampling = sampling or Sampling()
+
+    async def collect() -> list[Completion]:
+        method = engines.actors[rank].generate_many.options(num_returns="streaming")
+        found: list[Completion] = []
+        async for reference in method.remote(requests, sampling, 60.0):
+            found += await reference
+        return found
+
+    return {c.id: c for c in asyncio.run(collect())}
+
+
+def difference_from_transformers(path: Path, request: Request, completion: Completion, temperature: float = 1) -> float:
+    """Largest difference between the engine's log-probs and those of transformers for the same tokens."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    new = torch.tensor(completion.tokens)
+    with torch.no_grad():
+        logits = model(torch.tensor([request.tokens + completion.tokens])).logits[0]
+    logprobs = (logits / temperature).log_softmax(-1)[len(request.tokens) - 1 : -1]
+    ours = torch.tensor(completion.logprobs)
+    return float((logprobs.gather(1, new[:, None])[:, 0] - ours).abs().max())
