@@ -1,0 +1,94 @@
+"""Names and shapes on disk against transformers' own `save_pretrained`, and against Qwen3-30B-A3B's published index."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors import safe_open
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.models.registry import ARCHITECTURES, architecture
+from tests.weights.grids import MODELS
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_save_pretrained_writes_these_tensors(model: str, tied: bool, tmp_path: Path) -> None:
+    given = {**MODELS[model], "tie_word_embeddings": tied}
+    config = AutoConfig.for_model(**given)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", framework="pt") as saved:
+        found = {name: tuple(saved.get_slice(name).get_shape()) for name in saved.keys()}  # noqa: SIM118
+    written = json.loads((tmp_path / "config.json").read_text())
+    for hf in (given, written):
+        assert architecture(hf).tensors(hf) == found
+    # transformers 5 writes other keys than those it reads; both mean the same model.
+    assert architecture(written).describe(written) == architecture(given).describe(given)
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_absent_keys_mean_what_transformers_takes_them_for(name: str) -> None:
+    bare: dict[str, Any] = {
+        "model_type": name, "vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
+    }  # fmt: skip
+    if name == "qwen3_moe":
+        bare |= {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+    if name == "qwen3":
+        bare["head_dim"] = 128
+    if name in ("llama", "qwen2"):
+        bare["head_dim"] = 8
+    full = AutoConfig.for_model(**bare).to_dict()
+    short = {key: value for key, value in bare.items() if key != "head_dim"}
+    assert architecture(short).describe(short) == architecture(full).describe(full)
+
+
+def test_qwen3_30b(shared: Path) -> None:
+    folder = shared / "data/qwen3_30b_a3b"
+    hf = json.loads((folder / "config.json").read_text())
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    tensors = architecture(hf).tensors(hf)
+    assert len(tensors) == 18867
+    assert tensors.keys() == index["weight_map"].keys()
+    assert 2 * sum(map(prod, tensors.values())) == index["metadata"]["total_size"] == 61_064_245_248
+
+
+@pytest.mark.parametrize(
+    "model, changes, words",
+    [
+        ("qwen3", {"model_type": "gpt2"}, ["gpt2", "qwen3_moe, qwen3, qwen2, llama"]),
+        ("qwen3", {"model_type": None}, ["None", "qwen3_moe"]),
+        ("qwen3", {"hidden_size": None}, ["hidden_size", "missing"]),
+        ("qwen3", {"num_hidden_layers": "4"}, ["num_hidden_layers", "'4'", "positive integer"]),
+        ("qwen3", {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
+        ("qwen3", {"attention_bias": True}, ["attention_bias", "True"]),
+        ("llama", {"mlp_bias": True}, ["mlp_bias"]),
+        ("qwen2_tied", {"use_sliding_window": True}, ["use_sliding_window"]),
+        ("qwen2_tied", {"head_dim": 32}, ["head_dim 32", "hidden_size 64", "give head_dim 16"]),
+        ("llama", {"num_key_value_heads": 3}, ["num_key_value_heads", "3", "divisor"]),
+        ("llama", {"quantization_config": {"bits": 4}}, ["quantization_config"]),
+        ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, ["rope_scaling", "yarn", "llama3"]),
+        ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, ["rope_scaling", "dynamic"]),
+        (
+            "llama",
+            {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 2.0,
+                                 "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}},
+            ["rope_parameters", "low_freq_factor 1"],
+        ),
+        ("llama", {"partial_rotary_factor": 0.5}, ["partial_rotary_factor"]),
+        ("qwen3_moe", {"mlp_only_layers": [0, 1, 2, 3]}, ["experts", "qwen3"]),
+        ("qwen3_moe", {"num_experts_per_tok": 9}, ["num_experts_per_tok 9", "8 experts"]),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_computed_is_refused(model: str, changes: dict[str, Any], words: list[str]) -> None:
+    hf = {**MODELS[model], **changes}
+    with pytest.raises(UserError) as error:
+        architecture(hf).tensors(hf)
+    assert "\n" not in str(error.value)
+    for word in words:
+        assert word in str(error.value)
