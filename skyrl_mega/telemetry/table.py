@@ -50,10 +50,8 @@ def number(value: float | None) -> str:
         return ABSENT
     if not math.isfinite(value):
         return str(value)
-    if value and abs(value) < 1e-3:
+    if value and (abs(value) < 1e-3 or abs(value) >= 1e6):
         return f"{value:.0e}"
-    if abs(value) >= 1e6:
-        return f"{value:.1e}"
     return f"{value:.0f}" if abs(value) >= 1000 else f"{value:.3f}" if abs(value) < 100 else f"{value:.1f}"
 
 

@@ -1,0 +1,108 @@
+"""Impossible settings are refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.config.checks import check
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.errors import UserError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The least that passes."""
+    file = tmp_path_factory.mktemp("configs") / "base.yaml"
+    file.write_text(
+        "model: {path: m}\ndata: {train: [t.parquet], prompts_per_step: 64}\n"
+        "cluster: {device: cpu}\npolicy: {ranks: 8}\n"
+    )
+    return file
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_recipe_passes(file: Path) -> None:
+    check(compose(file))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["run.steps=0"],
+        ["policy.optimizer.schedule=cosine", "policy.optimizer.decay_steps=10", "policy.optimizer.warmup_steps=9"],
+        ["algorithm.advantage=reinforce", "data.samples_per_prompt=1", "rollout.sampling.temperature=0"],
+        ["algorithm.kl.coefficient=0.1", "reference.layout.tensor=2", "reference.ranks=2"],
+        ["rollout.sampling.top_k=1", "rollout.sampling.top_p=0.5", "evaluation.temperature=0"],
+        ["cluster.device=cuda", "cluster.nodes=2"],
+        ["data.mini_batch_prompts=16"],
+    ],
+)
+def test_what_is_possible_passes(base: Path, arguments: list[str]) -> None:
+    check(compose(base, arguments))
+
+
+WRONG = [
+    ("policy.layout.tensor=0", "policy.layout.tensor = 0: allowed is a whole number of at least 1"),
+    ("policy.optimizer.lr=nan", "policy.optimizer.lr = nan: allowed is a number of at least 0"),
+    ("policy.optimizer.lr=inf", "policy.optimizer.lr = inf: allowed is a number of at least 0"),
+    ("policy.optimizer.lr=-1", "policy.optimizer.lr = -1.0: allowed is a number of at least 0"),
+    ("algorithm.clip_low=1.5", "algorithm.clip_low = 1.5: allowed is a number from 0 to 1"),
+    ("evaluation.top_p=2", "evaluation.top_p = 2.0: allowed is a number from 0 to 1 or null"),
+    ("cluster.device=gpu", "cluster.device = gpu: allowed is one of auto, cpu, cuda"),
+    ("weights.transport=tcp", "weights.transport = tcp: allowed is one of auto, gloo, nccl"),
+    ("model.build.experts=-1", "model.build.experts = -1: allowed is a whole number of at least 0"),
+    ("run.name=a/b", "run.name = a/b: allowed are letters, digits"),
+    ("run.name=..", "run.name = ..: allowed are letters, digits"),
+    ('model.path=""', "model.path is not set: allowed is a Hugging Face directory"),
+    ("model.build.experts=0", "model.build.experts = 0: qwen3_moe needs at least 1; or architecture=qwen3"),
+    (
+        "model.build.experts_per_token=9",
+        "model.build.experts_per_token = 9: allowed is at most model.build.experts = 8",
+    ),
+    ("warmup.steps=5", "warmup.steps = 5: it needs warmup.files"),
+    ("policy.optimizer.schedule=cosine", "schedule = cosine: it needs policy.optimizer.decay_steps"),
+    (
+        "policy.optimizer.schedule=linear policy.optimizer.decay_steps=5 policy.optimizer.warmup_steps=5",
+        "policy.optimizer.decay_steps = 5: allowed is more than policy.optimizer.warmup_steps = 5",
+    ),
+    ("policy.optimizer.min_lr=1", "policy.optimizer.min_lr = 1: allowed is at most policy.optimizer.lr = 1e-06"),
+    ("policy.optimizer.beta1=1", "policy.optimizer.beta1 = 1: allowed is a number below 1"),
+    ("data.train=[]", "data.train is empty: allowed is a list of parquet files"),
+    ("data.mini_batch_prompts=24", "data.mini_batch_prompts = 24: it does not divide data.prompts_per_step = 64"),
+    ("data.mini_batch_prompts=128", "data.mini_batch_prompts = 128: it does not divide data.prompts_per_step = 64"),
+    ("data.samples_per_prompt=1", "data.samples_per_prompt = 1: algorithm.advantage=grpo compares the samples"),
+    ("rollout.sampling.temperature=0", "rollout.sampling.temperature = 0: the 8 samples of a prompt would all be the"),
+    ("reference.path=x", "reference.path is set: it needs algorithm.kl.coefficient above 0"),
+    ("reference.ranks=2 algorithm.kl.coefficient=0.1", "reference.ranks = 2: it needs reference.layout"),
+    ("algorithm.overlong.buffer=2000", "algorithm.overlong.buffer = 2000: allowed is at most the 1024 tokens"),
+    ("rollout.sampling.top_k=0", "rollout.sampling.top_k = 0: allowed is -1 (all) or at least 1"),
+    ("rollout.sampling.top_p=0", "rollout.sampling.top_p = 0: allowed is a number above 0"),
+    ("rollout.max_response_tokens=100", "rollout.sampling.max_tokens = 1024: allowed is at most rollout.max_response"),
+    ("rollout.max_length=100", "rollout.max_length = 100: allowed is more than rollout.max_prompt_tokens = 2048"),
+    ("model.build.max_length=256", "model.build.max_length = 256: allowed is at least 3072"),
+    (
+        "rollout.options.tensor_parallel_size=2",
+        "rollout.options.tensor_parallel_size: the run decides it; use rollout.te",
+    ),
+    ("rollout.options.logprobs_mode=raw", "rollout.options.logprobs_mode: the run decides it; leave it out"),
+    ("rollout.options.enable_expert_parallel=true", "vLLM has no expert parallelism on a CPU; leave it out"),
+    ("weights.transport=nccl", "weights.transport = nccl: on a CPU allowed is gloo or auto"),
+    ("cluster.colocate=true", "cluster.colocate = true: not supported; allowed is false"),
+    ("cluster.device=cuda", "policy 8 + engines 1 GPUs are more than cluster.nodes · gpus_per_node = 8"),
+    (
+        "cluster.device=cuda cluster.nodes=2 rollout.tensor=16",
+        "rollout.tensor = 16: allowed is at most cluster.gpus_per_node = 8",
+    ),
+]
+
+
+@pytest.mark.parametrize("arguments, line", WRONG, ids=[arguments for arguments, _ in WRONG])
+def test_what_is_impossible_is_one_line(base: Path, arguments: str, line: str) -> None:
+    with pytest.raises(UserError) as error:
+        check(compose(base, arguments.split()))
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)

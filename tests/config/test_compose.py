@@ -1,0 +1,179 @@
+"""Files, groups and arguments become typed settings, or one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.config.compose import compose, dump
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.keys import keys, nearest
+from skyrl_mega.config.schema import Config, LayoutConfig
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A base file with a group beside it."""
+    (tmp_path / "algorithm").mkdir()
+    (tmp_path / "algorithm" / "low.yaml").write_text("clip_high: 0.1\ndual_clip: 3\n")
+    (tmp_path / "algorithm" / "high.yaml").write_text("clip_high: 0.3\n")
+    (tmp_path / "base.yaml").write_text(
+        "defaults:\n  - algorithm: low\n  - _self_\nrun:\n  name: base\nalgorithm:\n  clip_low: 0.15\n"
+        "model:\n  path: ${run.directory}/model\n"
+    )
+    (tmp_path / "plain.yaml").write_text("run:\n  name: plain\n")
+    return tmp_path
+
+
+def write(folder: Path, text: str) -> Path:
+    file = folder / "it.yaml"
+    file.write_text(text)
+    return file
+
+
+def test_a_file_its_group_and_the_schema_meet(folder: Path) -> None:
+    config = compose(folder / "base.yaml")
+    assert isinstance(config, Config) and isinstance(config.policy.layout, LayoutConfig)
+    assert (config.algorithm.clip_high, config.algorithm.dual_clip, config.algorithm.clip_low) == (0.1, 3.0, 0.15)
+    assert config.run.name == "base"
+    assert config.model.path == "runs/model"
+    assert config.data.prompts_per_step == 512
+
+
+def test_arguments_win_and_later_ones_win_over_earlier(folder: Path) -> None:
+    config = compose(folder / "base.yaml", ["run.seed=1", "run.seed=2", "algorithm.clip_high=0.25", "run.name=x"])
+    assert (config.run.seed, config.algorithm.clip_high, config.run.name) == (2, 0.25, "x")
+
+
+@pytest.mark.parametrize("file", ["base.yaml", "plain.yaml"])
+def test_a_group_is_chosen_on_the_command_line(folder: Path, file: str) -> None:
+    config = compose(folder / file, ["algorithm=high", "algorithm.clip_low=0.05"])
+    assert (config.algorithm.clip_high, config.algorithm.clip_low) == (0.3, 0.05)
+    assert config.algorithm.dual_clip is None
+
+
+def test_values_of_every_kind(folder: Path) -> None:
+    config = compose(
+        folder / "plain.yaml",
+        [
+            "policy.optimizer.lr=3e-4",
+            "data.train=[a.parquet,b.parquet]",
+            "rollout.sampling.stop=['</answer>']",
+            "policy.ranks=4",
+            "policy.recompute=true",
+            "evaluation.top_p=null",
+            "rollout.options.block_size=16",
+            "+rollout.options.scale=1e-3",
+            "environment.classes.mine=path/to/env.py:Mine",
+            'run.directory="a=b"',
+            "reference.layout.tensor=2",
+            "model.build={hidden: 32}",
+            "model.build.layers=3",
+        ],
+    )
+    assert config.policy.optimizer.lr == 3e-4
+    assert config.data.train == ["a.parquet", "b.parquet"]
+    assert config.rollout.sampling.stop == ["</answer>"]
+    assert (config.policy.ranks, config.policy.recompute, config.evaluation.top_p) == (4, True, None)
+    assert config.rollout.options == {"block_size": 16, "scale": 1e-3}
+    assert config.environment.classes == {"mine": "path/to/env.py:Mine"}
+    assert config.run.directory == "a=b"
+    assert config.reference.layout == LayoutConfig(tensor=2)
+    assert config.model.build is not None
+    assert (config.model.build.hidden, config.model.build.layers, config.model.build.heads) == (32, 3, 4)
+
+
+@pytest.mark.parametrize(
+    "argument, line",
+    [
+        ("policy.layout.tensr=2", "policy.layout.tensr = 2: no such setting; did you mean policy.layout.tensor?"),
+        ("policy.tensor=2", "policy.tensor = 2: no such setting; did you mean policy.layout.tensor?"),
+        ("polcy.ranks=2", "did you mean policy.ranks? allowed in a configuration: run, cluster, model"),
+        ("policy.layout.tensor=two", "policy.layout.tensor = two: allowed is a whole number of at least 1"),
+        ("policy.layout.tensor=2.5", "policy.layout.tensor = 2.5: allowed is a whole number of at least 1"),
+        ("policy.layout.tensor=true", "policy.layout.tensor = true: allowed is a whole number of at least 1"),
+        ("policy.layout.tensor.x=2", "policy.layout.tensor is a whole number of at least 1 and holds no other keys"),
+        ("policy.recompute=maybe", "policy.recompute = maybe: allowed is true or false"),
+        ("policy.layout=3", "policy.layout = 3: allowed is a group of tensor, pipeline"),
+        ("policy.layout=null", "policy.layout = null: allowed is a group of tensor"),
+        ("run.seed=null", "run.seed = null: allowed is a whole number"),
+        ("policy.ranks=few", "policy.ranks = few: allowed is a whole number of at least 1 or null"),
+        ("data.train=x.parquet", "data.train = x.parquet: allowed is a list of text"),
+        ("rollout.options=3", "rollout.options = 3: allowed is a mapping"),
+        ("model.build.hiden=32", "model.build.hiden = 32: no such setting; did you mean model.build.hidden?"),
+        ("run.seed=1,2", "run.seed=1,2: one value is allowed; a list is written run.seed=[a,b]"),
+        ("~run.seed", "a setting cannot be taken away; give it a value: run.seed=null"),
+        ("run.name=[", "run.name=[: not of the form group.key=value"),
+        ("run.seed", "run.seed: not of the form group.key=value"),
+        ("algorithm=middle", "algorithm/middle is not in"),
+        ("run.name=${nowhere.x}", "run.name: Interpolation key 'nowhere.x' not found"),
+    ],
+)
+def test_a_wrong_argument_is_one_line(folder: Path, argument: str, line: str) -> None:
+    with pytest.raises(UserError) as error:
+        compose(folder / "base.yaml", [argument])
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "text, line",
+    [
+        (
+            "policy:\n  layout:\n    tensr: 2\n",
+            "policy.layout.tensr = 2: no such setting; did you mean policy.layout.ten",
+        ),
+        (
+            "policy:\n  layout:\n    tensor: [1]\n",
+            "policy.layout.tensor = [1]: allowed is a whole number of at least 1",
+        ),
+        ("policy:\n", "policy = null: allowed is a group of ranks, layout"),
+        ("run: [\n", "it.yaml: line 2 column 1 is not YAML"),
+        ("run:\n  seed: 1\n  seed: 2\n", "found duplicate key seed"),
+        ("- run\n", "it holds a list; allowed is a mapping"),
+        ("defaults:\n  - algorithm: middle\n", "algorithm/middle is not in"),
+    ],
+)
+def test_a_wrong_file_is_one_line(folder: Path, text: str, line: str) -> None:
+    with pytest.raises(UserError) as error:
+        compose(write(folder, text))
+    assert line in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_file_says_what_is_there(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"bsae.yaml: no such file; .* has base.yaml, plain.yaml"):
+        compose(folder / "bsae.yaml")
+    with pytest.raises(UserError, match=r"allowed is a file that ends in \.yaml"):
+        compose(folder / "base.yml")
+
+
+def test_an_empty_file_gives_the_defaults(folder: Path) -> None:
+    assert compose(write(folder, "")) == Config()
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
+def test_every_recipe_composes_and_its_dump_is_the_same_run(file: Path, tmp_path: Path) -> None:
+    config = compose(file)
+    (tmp_path / "config.yaml").write_text(dump(config))
+    assert compose(tmp_path / "config.yaml") == config
+
+
+@pytest.mark.parametrize("file", sorted(CONFIGS.glob("algorithm/*.yaml")), ids=lambda file: file.stem)
+def test_every_algorithm_can_be_chosen(file: Path) -> None:
+    chosen = compose(CONFIGS / "quickstart.yaml", [f"algorithm={file.stem}"]).algorithm
+    assert chosen.advantage == "grpo"
+    assert chosen.clip_high == {"dapo": 0.28, "grpo": 0.2}[file.stem]
+
+
+def test_nearest_prefers_the_same_word_elsewhere() -> None:
+    assert nearest("policy.lr") == "policy.optimizer.lr"
+    assert nearest("data.promts_per_step") == "data.prompts_per_step"
+    assert nearest("zzz") is None
+
+
+def test_every_key_is_documented() -> None:
+    assert [name for name, key in keys().items() if not key.doc] == []

@@ -1,0 +1,115 @@
+"""What a person and a program see."""
+
+from __future__ import annotations
+
+import io
+import json
+import time
+from pathlib import Path
+
+import pytest
+import rich.console
+
+from skyrl_mega.telemetry import console as module
+from skyrl_mega.telemetry import table
+from skyrl_mega.telemetry.console import Console
+
+METRICS = {
+    "reward/mean": 0.4375,
+    "eval/a/mean": 0.5,
+    "eval/b/mean": 0.7,
+    "eval/a/pass_at_4": 1.0,
+    "policy/loss": -1.25e-5,
+    "mismatch/logprob_abs_mean": 2.3e-7,
+    "perf/tokens_per_s": 23456.7,
+    "time/step": 61.5,
+}
+
+
+def test_columns_are_aligned_and_say_what_was_not_measured() -> None:
+    head, row = table.header(), table.row(12, METRICS)
+    assert len(head) == len(row)
+    ends = [index + 1 for index, (a, b) in enumerate(zip(head, head[1:] + " ", strict=True)) if a != " " and b == " "]
+    cells = dict(zip(head.split(), [row[:end].split()[-1] for end in ends], strict=True))
+    assert cells["step"] == "12"
+    assert (cells["reward"], cells["eval"], cells["loss"]) == ("0.438", "0.600", "-1e-05")
+    assert (cells["tokens/s"], cells["seconds"], cells["sync"]) == ("23457", "61.500", "·")
+
+
+@pytest.mark.parametrize(
+    "value", [0.0, 1e-12, -1e-12, 0.999, 99.9996, -123.4, 99999.0, -1e30, float("nan"), float("-inf")]
+)
+def test_a_figure_fits_its_column(value: float) -> None:
+    assert len(table.number(value)) <= 7
+    assert float(table.number(value)) == pytest.approx(value, rel=0.5, abs=1e-3, nan_ok=True)
+
+
+def test_durations() -> None:
+    assert [table.duration(s) for s in (4.12, 59.96, 125, 11520)] == ["4.1 s", "60.0 s", "2 min 5 s", "3 h 12 min"]
+
+
+def test_plain_lines_where_there_is_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "QUIET_S", 0.0)
+    monkeypatch.setattr(module, "WORTH_A_LINE_S", 0.0)
+    out = io.StringIO()
+    with Console(out) as console:
+        console.log_to(tmp_path / "logs" / "run.log")
+        with console.phase("generate", total=4) as phase:
+            phase.update(2)
+        with pytest.raises(RuntimeError), console.phase("train"):
+            raise RuntimeError
+        for step in range(module.HEADER_EVERY + 1):
+            console.step(step, METRICS)
+    lines = out.getvalue().splitlines()
+    assert lines[:3] == ["generate …", "generate 2/4, 0.0 s", "generate done in 0.0 s"]
+    assert lines[3:5] == ["train …", "train failed after 0.0 s"]
+    assert lines.count(table.header()) == 2
+    assert len(lines) == 5 + 2 + module.HEADER_EVERY + 1
+    log = (tmp_path / "logs" / "run.log").read_text().splitlines()
+    assert [line[21:] for line in log] == lines
+
+
+def test_one_live_line_on_a_terminal_and_none_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    out = Terminal()
+    assert rich.console.Console(file=out).is_terminal
+    with Console(out) as console:
+        with console.phase("outer"), console.phase("generate", total=10) as phase:
+            phase.update(7)
+            time.sleep(0.3)
+        console.say("after")
+    text = out.getvalue()
+    assert "generate" in text and "7/10" in text
+    assert "\x1b[?25l" in text and text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l"), "the cursor is back"
+    assert text.endswith("after\n")
+    assert "generate …" not in text
+
+
+def test_the_summary_says_before_after_and_where(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    out = io.StringIO()
+    with Console(out) as console:
+        console.summary(tmp_path, {"eval/a/mean": 0.41}, {"eval/a/mean": 0.93, "eval/b/mean": 0.2})
+    text = " ".join(out.getvalue().split())
+    assert "eval/a/mean 0.410 → 0.930 (+0.520)" in text
+    assert "eval/b/mean 0.200" in text
+    assert str(tmp_path / "checkpoints") in text and str(tmp_path / "metrics.jsonl") in text
+    assert "trajectories" not in text
+
+
+def test_json_has_one_object_a_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Console(as_json=True) as console:
+        console.say("hello")
+        console.step(1, {"policy/loss": float("nan"), "reward/mean": 0.5})
+        console.summary(tmp_path, {}, {"eval/a/mean": 0.5})
+    captured = capsys.readouterr()
+    step, summary = [json.loads(line) for line in captured.out.splitlines()]
+    assert step == {"step": 1, "policy/loss": None, "reward/mean": 0.5}
+    assert summary["done"] and summary["after"] == {"eval/a/mean": 0.5}
+    assert "hello" in captured.err
