@@ -19,6 +19,10 @@ _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_
 
 def save(folder: Path, chunks: list[Any], optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler) -> None:
     """Writes model, optimizer and schedule to `folder`, which must exist and be empty. A collective."""
+    for part in _parts(optimizer):
+        if not part.optimizer.state:  # before the first step
+            _allocate(part)
+            _set_step(part, 0)
     state = _state(chunks, optimizer, loading=False)
     state["schedule"] = schedule.state_dict()
     dist_checkpointing.save(state, str(folder))

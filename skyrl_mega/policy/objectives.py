@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from skyrl_mega.algorithms.losses import policy_loss
 from skyrl_mega.config.schema import AlgorithmConfig
-from skyrl_mega.policy.rank import Objective
+
+if TYPE_CHECKING:
+    from skyrl_mega.policy.rank import Objective
 
 
 def reinforcement(algorithm: AlgorithmConfig) -> Objective:

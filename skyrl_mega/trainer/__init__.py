@@ -26,4 +26,4 @@ def run(config: Config, folder: Path, console: Console) -> None:
         if config.checkpoint.export:
             with console.phase("export"):
                 opened.policy.export(folder / "model", Path(config.model.path).absolute())
-        opened.summarize()
+        console.summary(folder, opened.first_evaluation, opened.last_evaluation)

@@ -45,7 +45,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
     hf = json.loads((model / "config.json").read_text())
     chat = Chat(str(model))
     train, evaluation = prompts_of(config, chat, console)
-    device = device_of(config)
+    device = config.cluster.device
     ranks = policy_ranks(config)
     with ExitStack() as stack:
         start = config.cluster.start_timeout_s
@@ -83,7 +83,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         )
         if not run.restore() and config.warmup.steps:
             learn_first(run, chat)
-        run.metrics.rewind(run.step)
+        run.metrics.rewind(run.step or -1)  # the evaluation before the first step is done again
         with console.phase("connect weights"):
             run.sync.connect(start)
             run.sync.sync(run.step)
@@ -117,15 +117,6 @@ def prompts_of(config: Config, chat: Chat, console: Console) -> tuple[list[Promp
             )
         kept.append(fits)
     return kept[0], kept[1]
-
-
-def device_of(config: Config) -> str:
-    """`cpu` or `cuda`; auto takes CUDA where a device is visible."""
-    if config.cluster.device != "auto":
-        return config.cluster.device
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def policy_ranks(config: Config) -> int:
