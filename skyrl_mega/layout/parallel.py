@@ -6,7 +6,7 @@ grid tp × cp × dp × pp; experts see the same ranks as etp × ep × edp × pp.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass
 from typing import NamedTuple
 
 from skyrl_mega.config.errors import UserError
@@ -27,7 +27,7 @@ class Coordinates(NamedTuple):
 
 @dataclass(frozen=True)
 class Parallel:
-    """The sizes of every parallel dimension over `ranks` processes.
+    """The sizes of every parallel dimension over `ranks` processes. `key` is the setting that errors name.
 
     Raises:
         UserError: a size does not divide the ranks, or virtual stages without pipeline stages.
@@ -40,27 +40,27 @@ class Parallel:
     context: int = 1
     expert: int = 1
     expert_tensor: int = 1
+    key: InitVar[str] = "policy.layout"
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, key: str) -> None:
+        ranks = f"{key.removesuffix('.layout')}.ranks"
         dense = self.tensor * self.pipeline * self.context
         if self.ranks % dense:
             raise UserError(
-                f"policy.layout: tensor {self.tensor} × pipeline {self.pipeline} × context {self.context} = {dense} "
-                f"does not divide the {self.ranks} ranks; give policy.ranks as a multiple of {dense}"
+                f"{key}: tensor {self.tensor} × pipeline {self.pipeline} × context {self.context} = {dense} "
+                f"does not divide the {self.ranks} ranks; give {ranks} as a multiple of {dense}"
             )
         experts = self.expert_tensor * self.expert * self.pipeline
         if self.ranks % experts:
             raise UserError(
-                f"policy.layout: expert {self.expert} × expert_tensor {self.expert_tensor} × pipeline {self.pipeline} "
-                f"= {experts} does not divide the {self.ranks} ranks; give policy.ranks as a multiple of {experts}"
+                f"{key}: expert {self.expert} × expert_tensor {self.expert_tensor} × pipeline {self.pipeline} "
+                f"= {experts} does not divide the {self.ranks} ranks; give {ranks} as a multiple of {experts}"
             )
         if self.virtual_pipeline > 1 and self.pipeline == 1:
-            raise UserError(
-                f"policy.layout.virtual_pipeline: {self.virtual_pipeline} needs policy.layout.pipeline of at least 2"
-            )
+            raise UserError(f"{key}.virtual_pipeline: {self.virtual_pipeline} needs {key}.pipeline of at least 2")
 
     @classmethod
-    def from_config(cls, layout: LayoutConfig, ranks: int) -> Parallel:
+    def from_config(cls, layout: LayoutConfig, ranks: int, key: str = "policy.layout") -> Parallel:
         """The grid that a configuration asks for, over `ranks` processes."""
         expert_tensor = layout.expert_tensor
         if expert_tensor is None:
@@ -73,6 +73,7 @@ class Parallel:
             context=layout.context,
             expert=layout.expert,
             expert_tensor=expert_tensor,
+            key=key,
         )
 
     @property
@@ -104,10 +105,7 @@ class Parallel:
         """
         slices = self.pipeline * self.virtual_pipeline
         if num_layers % slices:
-            raise UserError(
-                f"policy.layout: pipeline {self.pipeline} × virtual_pipeline {self.virtual_pipeline} = {slices} does "
-                f"not divide the model's {num_layers} layers; choose sizes whose product divides {num_layers}"
-            )
+            raise ValueError(f"{slices} pipeline slices do not divide {num_layers} layers")
         size = num_layers // slices
         first = (chunk * self.pipeline + pp) * size
         return range(first, first + size)

@@ -96,7 +96,11 @@ def check(d: Decoder, parallel: Parallel, key: str = "policy.layout") -> None:
     if parallel.tensor > 1:
         divides("tensor", parallel.tensor, "hidden size", d.hidden)
     divides("pipeline", parallel.pipeline, "layers", d.layers)
-    parallel.stage_layers(d.layers, 0)
+    if d.layers % (slices := parallel.pipeline * parallel.virtual_pipeline):
+        raise UserError(
+            f"{key}.virtual_pipeline: {parallel.virtual_pipeline} × pipeline {parallel.pipeline} = {slices} does not "
+            f"divide the model's {d.layers} layers; choose sizes whose product divides {d.layers}"
+        )
     if d.experts:
         divides("expert", parallel.expert, "experts", d.experts.count)
         divides(

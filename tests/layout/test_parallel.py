@@ -91,11 +91,12 @@ def test_expert_tensor_defaults() -> None:
     ],
 )
 def test_impossible_grids_are_refused(sizes: dict[str, int], word: str) -> None:
-    with pytest.raises(UserError, match=word) as error:
-        Parallel(**sizes)
-    assert "\n" not in str(error.value)
+    for key in ("policy.layout", "reference.layout"):
+        with pytest.raises(UserError, match=word) as error:
+            Parallel(**sizes, key=key)
+        assert str(error.value).startswith(key) and "\n" not in str(error.value)
 
 
 def test_layers_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(UserError, match="5 layers"):
+    with pytest.raises(ValueError, match="5 layers"):
         Parallel(2, pipeline=2).stage_layers(5, 0)

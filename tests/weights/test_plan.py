@@ -164,7 +164,6 @@ def test_shapes_must_agree() -> None:
         plan(one, two)
 
 
-@pytest.mark.slow
 def test_thirty_billion_on_32_ranks(shared: Path) -> None:
     """Qwen3-30B-A3B, the SearchR1 layout: every engine worker gets an eighth, and every policy rank sends alike."""
     hf = json.loads((shared / "data/qwen3_30b_a3b/config.json").read_text())
