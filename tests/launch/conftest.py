@@ -1,0 +1,30 @@
+"""A whole small run's inputs: a built model and real parquet files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.data.prepare import prepare
+from skyrl_mega.models.tiny import build
+
+CONFIG = """\
+run: {{name: r, directory: {folder}/runs}}
+cluster: {{device: cpu}}
+model: {{path: {folder}/model, dtype: float32}}
+policy: {{ranks: 4, layout: {{expert: 2}}}}
+rollout: {{max_prompt_tokens: 24, sampling: {{max_tokens: 8}}}}
+data: {{train: [{folder}/data/train.parquet], eval: [{folder}/data/test.parquet], prompts_per_step: 4}}
+"""
+
+
+@pytest.fixture(scope="session")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with `config.yaml`, `model/` (a 4-layer Qwen3-MoE) and `data/`; nobody writes into it."""
+    folder = tmp_path_factory.mktemp("inputs")
+    build(BuildConfig(layers=4, max_length=64), folder / "model")
+    prepare(["addition", "--output", str(folder / "data"), "--train", "20", "--test", "5", "--demonstrations", "5"])
+    (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
+    return folder

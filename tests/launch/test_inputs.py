@@ -1,0 +1,166 @@
+"""Wrong models, data, environments and layouts are refused before anything starts."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from skyrl_mega.config.checks import check
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.launch.inputs import check_inputs, prepare
+from skyrl_mega.launch.layout import seats, table
+from skyrl_mega.telemetry.console import Console
+
+
+def refusal(folder: Path, *arguments: str) -> str:
+    """The one line that a run with these arguments ends in."""
+    config = compose(folder / "config.yaml", arguments)
+    check(config)
+    with pytest.raises(UserError) as error:
+        check_inputs(config)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_what_is_right_passes(inputs: Path) -> None:
+    hf = check_inputs(compose(inputs / "config.yaml"))
+    assert hf["model_type"] == "qwen3_moe"
+
+
+@pytest.mark.parametrize(
+    "arguments, parts",
+    [
+        ("policy.layout.tensor=3 policy.ranks=6", ["policy.layout.tensor", "3", "4 attention heads"]),
+        ("policy.layout.tensor=4 policy.layout.expert=1", ["policy.layout.tensor", "4", "2 key/value heads"]),
+        ("policy.layout.pipeline=3 policy.ranks=6", ["policy.layout.pipeline", "3", "4 layers"]),
+        ("policy.layout.pipeline=2 policy.layout.virtual_pipeline=4", ["virtual_pipeline", "4 layers"]),
+        ("policy.layout.virtual_pipeline=2", ["policy.layout.virtual_pipeline", "policy.layout.pipeline"]),
+        ("policy.layout.expert=3 policy.ranks=3", ["policy.layout.expert", "3", "8 experts"]),
+        ("policy.layout.tensor=2 policy.ranks=3", ["policy.layout", "2", "3 ranks"]),
+        ("policy.layout.expert=8", ["policy.layout", "8", "4 ranks"]),
+        (
+            "policy.layout.tensor=2 policy.layout.expert=1 policy.layout.expert_tensor=1",
+            ["policy.layout.expert_tensor", "trains wrong", "expert_tensor 2"],
+        ),
+        ("algorithm.kl.coefficient=0.1 reference.layout.tensor=3 reference.ranks=3", ["reference.layout.tensor", "3"]),
+        ("rollout.tensor=3", ["rollout.tensor", "3", "2 key/value heads"]),
+        ("rollout.tensor=4", ["rollout.tensor", "4", "multiple of 32"]),
+        ("rollout.max_prompt_tokens=60", ["68 tokens", "64 (max_position_embeddings)"]),
+        ("environment.default=addtion", ["'addtion'", "did you mean 'addition'"]),
+        ("environment.classes.mine=nowhere.at_all:Env", ["environment.classes.mine", "nowhere.at_all"]),
+        ("environment.options.adition={}", ["environment.options.adition"]),
+        ("model.path=/does/not/exist", ["model.path", "/does/not/exist", "Hugging Face directory"]),
+        ("algorithm.kl.coefficient=0.1 reference.path=/does/not/exist", ["/does/not/exist"]),
+        ("data.eval=[/does/not/exist.parquet]", ["data.eval", "/does/not/exist.parquet does not exist"]),
+        ("warmup.steps=1 warmup.files=[/does/not/exist.parquet]", ["warmup.files", "does not exist"]),
+    ],
+)
+def test_a_wrong_setting_is_one_line(inputs: Path, arguments: str, parts: list[str]) -> None:
+    line = refusal(inputs, *arguments.split())
+    assert [part for part in parts if part not in line] == [], line
+
+
+def no_config(model: Path) -> None:
+    (model / "config.json").unlink()
+
+
+def no_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+
+
+def truncated(model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+
+
+def another_kind(model: Path) -> None:
+    hf = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(hf | {"model_type": "mamba"}))
+
+
+def another_size(model: Path) -> None:
+    hf = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(hf | {"hidden_size": 96}))
+
+
+@pytest.mark.parametrize(
+    "spoil, parts",
+    [
+        (no_config, ["config.json", "missing"]),
+        (no_weights, ["model.safetensors", "neither"]),
+        (truncated, ["model.safetensors", "cut off"]),
+        (another_kind, ["model_type", "'mamba'", "qwen3_moe"]),
+        (another_size, ["model.embed_tokens.weight", "shape", "config.json"]),
+    ],
+)
+def test_a_wrong_model_is_one_line(
+    inputs: Path, tmp_path: Path, spoil: Callable[[Path], None], parts: list[str]
+) -> None:
+    shutil.copytree(inputs / "model", tmp_path / "model")
+    spoil(tmp_path / "model")
+    line = refusal(inputs, f"model.path={tmp_path / 'model'}")
+    assert [part for part in parts if part not in line] == [], line
+
+
+@pytest.mark.parametrize(
+    "rows, parts",
+    [
+        ([{"env_class": "addition"}], ["data.train", "prompt"]),
+        ([{"prompt": "1+1", "env_class": "addition"}], ["prompt", "role", "content"]),
+        (
+            [{"prompt": [{"role": "user", "content": "1+1"}], "env_class": "adition"}],
+            ["row 0", "env_class", "addition"],
+        ),
+        ([{"prompt": [{"role": "user", "content": "1+1"}]}], ["env_class"]),
+    ],
+)
+def test_wrong_data_is_one_line(inputs: Path, tmp_path: Path, rows: list[dict[str, object]], parts: list[str]) -> None:
+    file = tmp_path / "rows.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    line = refusal(inputs, f"data.train=[{file}]")
+    assert [part for part in [str(file), *parts] if part not in line] == [], line
+
+
+def test_a_file_that_is_no_parquet(inputs: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.parquet").write_text("prompt\n1+1\n")
+    assert "rows.parquet" in refusal(inputs, f"data.train=[{tmp_path / 'rows.parquet'}]")
+
+
+def test_absent_model_and_data_are_made(inputs: Path, tmp_path: Path) -> None:
+    new = [
+        f"model.path={tmp_path / 'model'}",
+        "model.build.layers=2",
+        "model.build.max_length=64",
+        f"data.train=[{tmp_path / 'data' / 'train.parquet'}]",
+        "data.eval=[]",
+        f'data.prepare="addition --output {tmp_path / "data"} --train 10 --test 2 --demonstrations 0"',
+    ]
+    config = compose(inputs / "config.yaml", new)
+    check(config)
+    check_inputs(config)
+    assert not (tmp_path / "model").exists(), "a check builds nothing"
+    with Console() as console:
+        assert prepare(config, console).cluster.device == "cpu"
+    check_inputs(compose(inputs / "config.yaml", new[:-1]))
+    wrong = compose(inputs / "config.yaml", [f"data.train=[{tmp_path / 'x.parquet'}]", "data.prepare=adition"])
+    with Console() as console, pytest.raises(UserError, match=r"data\.prepare: .*adition"):
+        prepare(wrong, console)
+
+
+def test_the_layout_table(inputs: Path) -> None:
+    config = compose(
+        inputs / "config.yaml",
+        ["policy.ranks=8", "policy.layout={tensor: 2, pipeline: 2, virtual_pipeline: 2, expert: 2}"],
+    )
+    rows = seats(config, check_inputs(config))
+    assert [row["rank"] for row in rows] == list(range(8))
+    assert [row["layers"] for row in rows] == ["0-0 2-2"] * 4 + ["1-1 3-3"] * 4
+    assert [row["tp"] for row in rows] == [0, 1] * 4
+    assert len(table(config, check_inputs(config)).splitlines()) == 2 + 8 + 1
