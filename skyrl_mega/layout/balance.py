@@ -42,17 +42,12 @@ def _even(order: list[int], lengths: Sequence[int], count: int, budget: int) -> 
     bins: list[list[int]] = [[] for _ in range(count)]
     heap = [(0, b) for b in range(count)]
     for i in order:
-        if not heap:
-            return None
         load, b = heap[0]
         if load and load + lengths[i] > budget:
             return None
         bins[b].append(i)
-        if lengths[i] > budget:
-            heapq.heappop(heap)  # alone, whatever follows
-        else:
-            # At least 1, so that an empty bin always comes before a used one.
-            heapq.heapreplace(heap, (load + max(1, lengths[i]), b))
+        # At least 1, so that an empty bin always comes before a used one.
+        heapq.heapreplace(heap, (load + max(1, lengths[i]), b))
     return bins
 
 
