@@ -46,6 +46,10 @@ def machine() -> str:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {socket.gethostname()}"
 
 
+_guards: list[subprocess.Popen[bytes]] = []
+"""Held for the life of the process: a collected one would close its pipe."""
+
+
 def settle_in(seat: Seat) -> None:
     """Gives the process a group of its own with a guard, and sends its output to its log file."""
     if seat.log is not None:
@@ -59,8 +63,8 @@ def settle_in(seat: Seat) -> None:
         os.close(fd)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-    settle_in.guard = start_guard("group", str(os.getpid()))  # type: ignore[attr-defined]
-    settle_in.guard.wait()  # its first process; the guard itself is that one's child
+    _guards.append(start_guard("group", str(os.getpid())))
+    _guards[-1].wait()  # its first process; the guard itself is that one's child
 
 
 def start_guard(*arguments: str) -> subprocess.Popen[bytes]:
@@ -82,7 +86,7 @@ def hosted(cls: type) -> type:
     """A subclass of `cls` that settles in first, keeps an error of the constructor for `seated`, and says where it
     runs."""
 
-    class Hosted(cls):  # type: ignore[misc, valid-type]
+    class Hosted(cls):
         def __init__(self, seat: Seat, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             self._seat_error: Exception | None = None
             settle_in(seat)

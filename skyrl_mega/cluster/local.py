@@ -35,6 +35,9 @@ def session(*, actors: int, gpus: int = 0, log_level: int = logging.ERROR) -> It
         UserError: Nobody answers at RAY_ADDRESS.
         ClusterError: Ray did not start or did not let us in.
     """
+    address = os.environ.get("RAY_ADDRESS")
+    if address:
+        _answering(address)
     for key, value in {
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -51,8 +54,7 @@ def session(*, actors: int, gpus: int = 0, log_level: int = logging.ERROR) -> It
         raise ClusterError("this process is connected to Ray already")
     guard = None
     try:
-        if address := os.environ.get("RAY_ADDRESS"):
-            _answering(address)
+        if address:
             try:
                 ray.init(address=address, **common)
             except (ConnectionError, RuntimeError, ValueError) as error:

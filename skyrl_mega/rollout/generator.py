@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
@@ -80,7 +81,8 @@ class Generator:
             sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop), self.chat.stop_tokens
         )
         router = Router(self.engines, drawn, self.rollout.concurrency, self.rollout.request_timeout_s)
-        agent = Agent(router, self.chat, self.environments, Limits.of(self.rollout), threads)
+        limits = replace(Limits.of(self.rollout), turn=sampling.max_tokens)
+        agent = Agent(router, self.chat, self.environments, limits, threads)
         done = 0
         total = len(prompts) * samples
 

@@ -40,7 +40,7 @@ class Connection:
     """Where the store is that all meet at."""
     hf: dict[str, Any]
     """config.json."""
-    parallel: dict[str, int]
+    parallel: dict[str, Any]
     """Fields of the policy's `Parallel`."""
     spec: Spec
     """Layer spec of the policy, which names its parameters."""
@@ -56,7 +56,7 @@ class Connection:
     @property
     def size(self) -> int:
         """Processes in the group: policy ranks first, then the workers of engine 0, of engine 1, …"""
-        return self.parallel["ranks"] + self.engines * self.tensor
+        return int(self.parallel["ranks"]) + self.engines * self.tensor
 
     def plan(self) -> Plan:
         """From the policy's layout to that of all engine workers."""

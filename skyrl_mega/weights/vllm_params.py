@@ -89,7 +89,7 @@ class LoadTimeParameters:
         layer.live[name] = live
         with self.device:
             fresh = materialize_meta_tensor(restore_layer_refs(meta, layer.module))
-        layer.module._parameters[name] = fresh  # type: ignore[assignment]
+        layer.module._parameters[name] = fresh
         return fresh.data
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,9 @@ from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.config.schema import BuildConfig, RolloutConfig
 from skyrl_mega.models import tiny
 from skyrl_mega.rollout.engine import Completion, Engine, EngineSpec, Request, Sampling, environment
+
+LOADING = threading.Lock()
+"""transformers patches torch while it loads: two threads at once leave tied heads at random values."""
 
 
 def build_model(path: Path, architecture: str, seed: int, **sizes: Any) -> Path:
@@ -62,7 +66,8 @@ def difference_from_transformers(path: Path, request: Request, completion: Compl
     """Largest difference between the engine's log-probs and those of transformers for the same tokens."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with LOADING:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     new = torch.tensor(completion.tokens)
     with torch.no_grad():
         logits = model(torch.tensor([request.tokens + completion.tokens])).logits[0]

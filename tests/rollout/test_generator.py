@@ -1,0 +1,214 @@
+"""The agent loop on a real engine and real environments."""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.cluster import guard
+from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.group import ActorGroup
+from skyrl_mega.cluster.local import session
+from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.models.characters import EOS, VOCABULARY
+from skyrl_mega.rollout.chat import Chat
+from skyrl_mega.rollout.engine import Completion, Request, Sampling
+from skyrl_mega.rollout.generator import Generator
+from skyrl_mega.rollout.trajectory import Status, Trajectory
+from tests.support.engines import build_model, complete, difference_from_transformers, spec_of, start_engine
+
+END = VOCABULARY[EOS]
+ROLLOUT = RolloutConfig(
+    kv_cache_gib=0.1,
+    max_prompt_tokens=40,
+    max_length=120,
+    env_timeout_s=1.0,
+    request_timeout_s=60.0,
+    # A stop string gives the engine a tokenizer; most tests use none of it.
+    sampling=SamplingConfig(max_tokens=12, stop=["Z"]),
+)
+FREE = SamplingConfig(max_tokens=12)
+USER = EnvironmentConfig(classes={"talk": "tests.rollout.user_envs:Talk", "faulty": "tests.rollout.user_envs:Faulty"})
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("models") / "moe", "qwen3_moe", seed=3)
+
+
+@pytest.fixture(scope="module")
+def engines(model: Path) -> Iterator[ActorGroup]:
+    with session(actors=1):
+        group = start_engine("engine", spec_of(model, ROLLOUT, weights="auto"), model.parent)
+        yield group
+        group.shutdown()
+
+
+@pytest.fixture(scope="module")
+def chat(model: Path) -> Chat:
+    return Chat(str(model))
+
+
+def products(n: int) -> list[Prompt]:
+    return [
+        Prompt(
+            i,
+            [{"role": "user", "content": f"{i} * 3 = "}],
+            "multiply",
+            {"reward_spec": {"ground_truth": str(3 * i)}, "extra_info": {}},
+        )
+        for i in range(n)
+    ]
+
+
+def talk(uid: int = 0, env: str = "talk", **extra: str) -> Prompt:
+    return Prompt(uid, [{"role": "user", "content": "hello"}], env, {"reward_spec": {}, "extra_info": extra})
+
+
+def play(
+    engines: ActorGroup, chat: Chat, prompts: list[Prompt], samples: int = 1, seed: str = "0/1", **changes: object
+) -> list[Trajectory]:
+    rollout = replace(ROLLOUT, **changes)  # type: ignore[arg-type]
+    sampling = SamplingConfig(max_tokens=rollout.sampling.max_tokens)
+    return Generator(engines, chat, rollout, USER).generate(prompts, samples, sampling, seed=seed)
+
+
+def test_logprobs_are_those_of_the_distribution_that_is_drawn_from(engines: ActorGroup, model: Path) -> None:
+    request = Request("warm", [5, 30, 31, 32, 7], 24, seed=1)
+    completion = complete(engines, [request], Sampling(temperature=0.6))["warm"]
+    assert difference_from_transformers(model, request, completion, temperature=0.6) < 1e-4
+    # Of the two most likely tokens only: the two probabilities add up to one.
+    first = [Request(f"top {i}", [5, 30, 31, 32, 7], 1, seed=i) for i in range(40)]
+    drawn = complete(engines, first, Sampling(top_k=2))
+    probabilities = {c.tokens[0]: math.exp(c.logprobs[0]) for c in drawn.values()}
+    assert len(probabilities) == 2
+    assert sum(probabilities.values()) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_stop_string_ends_a_turn_and_stays_in_it(engines: ActorGroup, chat: Chat) -> None:
+    requests = [Request(f"stop {i}", [5, 30, 31, 7], 60, seed=i) for i in range(16)]
+    ended = complete(engines, requests, Sampling(stop=("Z",), stop_tokens=(END,))).values()
+    texts = [chat.text(c.tokens) for c in ended if c.finish == "stop" and c.tokens[-1] != END]
+    assert texts
+    assert all(text.endswith("Z") and text.count("Z") == 1 for text in texts)
+
+
+def test_trajectories_come_in_order_and_repeat_to_the_last_bit(engines: ActorGroup, chat: Chat) -> None:
+    progress: list[tuple[int, int]] = []
+    generator = Generator(engines, chat, ROLLOUT, USER)
+    first = generator.generate(products(8), 4, FREE, seed="0/1", progress=lambda *done: progress.append(done))
+    assert [(t.prompt.uid, t.sample) for t in first] == [(p, s) for p in range(8) for s in range(4)]
+    assert progress == [(i, 32) for i in range(1, 33)]
+    again = play(engines, chat, products(8), 4)
+    assert [(t.tokens, t.logprobs, t.reward) for t in again] == [(t.tokens, t.logprobs, t.reward) for t in first]
+    other = play(engines, chat, products(8), 4, seed="0/2")
+    assert [t.tokens for t in other] != [t.tokens for t in first]
+    # Samples of one prompt are draws of their own.
+    assert len({tuple(t.tokens) for t in first[:4]}) > 1
+
+
+def test_a_trajectory_is_what_the_engine_was_given_and_gave(engines: ActorGroup, chat: Chat, model: Path) -> None:
+    for t in play(engines, chat, products(4), 2):
+        assert t.tokens[: t.prompt_length] == chat.first(t.prompt.messages)
+        assert t.mask == [0] * t.prompt_length + [1] * t.response_length
+        assert len(t.logprobs) == len(t.tokens)
+        assert t.logprobs[: t.prompt_length] == [0.0] * t.prompt_length
+        assert t.messages[1] == {"role": "assistant", "content": chat.text(t.tokens[t.prompt_length :])}
+        assert (t.status is Status.COMPLETED) == (t.tokens[-1] == END)
+        assert (t.status is Status.TRUNCATED_TOKENS) == (t.response_length == 12 and t.tokens[-1] != END)
+        request = Request("", t.tokens[: t.prompt_length], 12, 0)
+        response = Completion("", t.tokens[t.prompt_length :], t.logprobs[t.prompt_length :], "", 0)
+        assert difference_from_transformers(model, request, response) < 1e-4
+
+
+def test_turns_are_those_of_the_chat_template_and_the_policys_tokens_stay(engines: ActorGroup, chat: Chat) -> None:
+    """Seeds are tried until the policy ends enough turns by itself; then the whole is the template's own rendering."""
+    trajectories = [
+        t
+        for seed in range(6)
+        for t in play(engines, chat, [talk()], 16, seed=str(seed), max_turns=2, sampling=SamplingConfig(max_tokens=30))
+        if t.status is Status.TRUNCATED_TURNS
+    ]
+    assert trajectories
+    for t in trajectories:
+        assert t.turns == 2
+        assert t.reward == 2.0
+        assert t.metadata == {"turns": 2}
+        policy = [token for token, mine in zip(t.tokens, t.mask, strict=True) if mine]
+        assert policy.count(END) == 2
+        assert all((logprob != 0.0) == bool(mine) for logprob, mine in zip(t.logprobs, t.mask, strict=True))
+        # The last message is the environment's, which nobody read: it is not in the tokens.
+        rendered = chat.tokenizer.apply_chat_template(t.messages[:-1], tokenize=False)
+        assert chat.tokenizer.decode(t.tokens) == rendered
+
+
+def test_budgets_end_a_conversation_by_name(engines: ActorGroup, chat: Chat) -> None:
+    for t in play(engines, chat, [talk()], 16, max_turns=3, max_response_tokens=20):
+        assert t.status is Status.TRUNCATED_TOKENS
+        assert t.response_length <= 20
+        assert t.mask[-1] == 1
+
+
+def test_one_bad_environment_ends_one_trajectory(
+    engines: ActorGroup, chat: Chat, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults = ["none", "init", "raise", "hang", "timeout", "close"]
+    ended = play(engines, chat, [talk(i, "faulty", fault=fault) for i, fault in enumerate(faults)])
+    status = {fault: t.status for fault, t in zip(faults, ended, strict=True)}
+    assert status["init"] is status["raise"] is status["timeout"] is Status.ERROR_ENV
+    assert status["hang"] is Status.ERROR_ENV_TIMEOUT
+    assert not status["none"].failed
+    assert not status["close"].failed  # judged before it was closed
+    assert [t.reward for t in ended] == [1.0, 0.0, 0.0, 0.0, 0.0, 1.0]
+    assert "RuntimeError('no database')" in ended[1].metadata["error"]
+    assert "rollout.env_timeout_s=1" in ended[3].metadata["error"]
+    assert ended[1].response_length == 0
+    assert len(ended[1].tokens) == len(ended[1].mask) == ended[1].prompt_length
+    assert "prompt 2" in caplog.text
+
+
+def test_generation_is_not_slower_than_the_engine_can(engines: ActorGroup, chat: Chat) -> None:
+    """512 short samples: a loose bound, as the machine may be busy; measured 7,000 to 12,000 tokens a second."""
+    play(engines, chat, products(64), 8)
+    ended = play(engines, chat, products(64), 8)
+    seconds = max(t.seconds["generate"] for t in ended)
+    assert sum(sum(t.mask) for t in ended) / seconds > 800
+
+
+def test_a_killed_engine_is_named_and_leaves_nothing(model: Path, chat: Chat, engines: ActorGroup) -> None:
+    """Last: it ends the module's engine."""
+    group = engines.where[0].pid
+    children = [pid for pid in guard.members(group) if pid != group]
+    assert children
+    os.kill(group, signal.SIGKILL)
+    with pytest.raises(ActorFailed, match=r"engine-0 \(rank 0\) failed in .*died"):
+        play(engines, chat, products(4), 4)
+    engines.shutdown()
+    assert not guard.members(group)
+
+
+def test_following_turns_of_a_template_with_its_own_turn_ends(chat: Chat) -> None:
+    """ChatML: the end-of-turn token belongs to the policy, the newline after it to the template."""
+    tokenizer = chat.tokenizer
+    before = tokenizer.chat_template
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '" + EOS + "\n' }}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+    )
+    try:
+        chatml = object.__new__(Chat)
+        chatml.tokenizer, chatml.path, chatml.stop_tokens = tokenizer, "", (END,)
+        chatml._continue = chatml._continuation  # type: ignore[assignment]
+        new = [{"role": "user", "content": "go on"}]
+        letter = chat.encode("a")[0]
+        assert tokenizer.decode(chatml.following(END, new)) == f"\n<user>go on{EOS}\n<assistant>"
+        assert tokenizer.decode(chatml.following(letter, new)) == f"{EOS}\n<user>go on{EOS}\n<assistant>"
+    finally:
+        tokenizer.chat_template = before

@@ -1,0 +1,50 @@
+"""Trajectories on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout import store
+from skyrl_mega.rollout.trajectory import Status, Trajectory
+
+
+def trajectory() -> Trajectory:
+    question = [{"role": "user", "content": "2*3 = ü?"}]
+    return Trajectory(
+        Prompt(7, question, "multiply", {"reward_spec": {"ground_truth": "6"}, "extra_info": None}),
+        sample=2,
+        tokens=[5, 9, 11, 3],
+        mask=[0, 0, 1, 1],
+        logprobs=[0.0, 0.0, -0.25, -1.5],
+        prompt_length=2,
+        reward=-0.5,
+        status=Status.TRUNCATED_TURNS,
+        turns=1,
+        version=12,
+        messages=[*question, {"role": "assistant", "content": "6"}, {"role": "user", "content": "sure?"}],
+        metadata={"parsed": 6, "why": ["a", "b"]},
+        seconds={"generate": 0.5, "env": 0.25},
+    )
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "step.parquet"
+    store.write(path, [trajectory(), trajectory()])
+    assert store.read(path) == [trajectory(), trajectory()]
+    assert [file.name for file in path.parent.iterdir()] == ["step.parquet"]
+
+
+def test_a_person_reads_prompt_and_response(tmp_path: Path) -> None:
+    store.write(tmp_path / "t.parquet", [trajectory()])
+    row = pq.read_table(tmp_path / "t.parquet").to_pylist()[0]
+    assert row["prompt"] == "2*3 = ü?"
+    assert row["response"] == "[assistant] 6\n[user] sure?"
+    assert (row["status"], row["reward"], row["response_length"]) == ("truncated_turns", -0.5, 2)
+
+
+def test_an_empty_step_is_a_file_too(tmp_path: Path) -> None:
+    store.write(tmp_path / "t.parquet", [])
+    assert store.read(tmp_path / "t.parquet") == []
