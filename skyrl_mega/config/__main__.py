@@ -1,0 +1,62 @@
+"""`python -m skyrl_mega.config > docs/configuration.md`: the manual of every setting, from the schema's docstrings."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from skyrl_mega.config.keys import Key, keys
+
+OPENING = """\
+# Configuration
+
+Made from `skyrl_mega/config/schema.py` by `python -m skyrl_mega.config > docs/configuration.md`; edit there.
+
+A run is one YAML file and, after it on the command line, settings over the file's:
+
+    python -m skyrl_mega.launch --config configs/quickstart.yaml run.seed=1 policy.layout.expert=4 policy.ranks=4
+
+- A file holds the groups below: `policy: {layout: {tensor: 2}}` is `policy.layout.tensor=2`.
+- `defaults:` names files of groups beside it. `defaults: [algorithm: dapo, _self_]` reads `algorithm/dapo.yaml` first,
+  then what the file says itself; `algorithm=grpo` on the command line reads the other one instead.
+- `${run.name}` stands for another setting's value.
+- Lists are written `data.train=[a.parquet,b.parquet]`; text with `=` or other signs is quoted: `'run.directory="a=b"'`.
+- An unknown key, a wrong type or an impossible value ends in one line and exit code 2, before any process starts.
+- `--dry-run` checks everything and prints the settings and the seat of every rank; `config.yaml` in the run's folder is
+  the same and can be given to `--config` again.
+"""
+
+
+def manual() -> str:
+    """The whole text of docs/configuration.md."""
+    lines = [OPENING.rstrip()]
+    for group in (key for key in keys().values() if key.group):
+        held = [key for key in keys().values() if key.name.rpartition(".")[0] == group.name and not key.group]
+        lines += ["", f"## `{group.name}`", "", _about(group)]
+        if held:
+            lines += ["", "| key | default | allowed | meaning |", "|---|---|---|---|", *map(_row, held)]
+    return "\n".join(lines) + "\n"
+
+
+def _row(key: Key) -> str:
+    cells = (f"`{key.name.rpartition('.')[2]}`", _default(key.default), key.allowed, key.doc)
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+
+
+def _about(key: Key) -> str:
+    """What a group is: its dataclass's docstring, and the field's own where that says more."""
+    general = " ".join((inspect.getdoc(key.type) or "").split())
+    own = f" {key.doc}" if key.nullable and key.doc != general else ""
+    return f"{general}{own}"
+
+
+def _default(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"`{value:g}`" if isinstance(value, float) else f"`{value}`" if value != "" else "(empty)"
+
+
+if __name__ == "__main__":
+    print(manual(), end="")
