@@ -197,10 +197,6 @@ def _rollout(c: Config) -> None:
 
 
 def _cluster(c: Config) -> None:
-    if c.cluster.colocate:
-        raise UserError(
-            "cluster.colocate = true: not supported; allowed is false, with GPUs for policy and engines each"
-        )
     if c.cluster.device == "cpu":
         if c.weights.transport == "nccl":
             raise UserError("weights.transport = nccl: on a CPU allowed is gloo or auto")

@@ -51,8 +51,6 @@ class ClusterConfig:
     """Nodes of the allocation."""
     gpus_per_node: int = at_least(1, 8)
     """GPUs of one node (ignored on CPU)."""
-    colocate: bool = False
-    """Policy and engines share their GPUs."""
     start_timeout_s: float = at_least(1, 600.0)
     """Seconds for all actors to be up; past it the run ends and names who did not answer."""
     call_timeout_s: float = at_least(1, 3600.0)

@@ -21,11 +21,9 @@ def train(run: Run) -> None:
                 learn(run, step, groups)
                 with step.phase("sync"):
                     step.record(run.sync.sync(step.number))
-            if run.due(run.config.evaluation.every):
+            if run.due(run.config.evaluation.every, step.number):
                 run.evaluate(step)
-            if run.due(run.config.checkpoint.every):
-                with step.phase("checkpoint"):
-                    run.save(step.number)
+        run.save_if_due()
 
 
 def learn(run: Run, step: Step, groups: list[list[Trajectory]]) -> None:

@@ -70,6 +70,8 @@ class Run:
     """RL steps done."""
     first_evaluation: dict[str, float] = field(default_factory=dict)
     last_evaluation: dict[str, float] = field(default_factory=dict)
+    saving: dict[str, float] = field(default_factory=dict)
+    """`time/checkpoint` of the last one, for the next step's row."""
 
     @property
     def temperature(self) -> float:
@@ -82,20 +84,20 @@ class Run:
         limit = self.config.run.steps
         return (limit is not None and self.step >= limit) or self.stream.remaining < self.config.data.prompts_per_step
 
-    def due(self, every: int) -> bool:
-        """Whether something that happens every `every` steps, and at the end, happens in the step under way."""
-        limit = self.config.run.steps
-        last = limit is not None and self.step + 1 >= limit
-        return every > 0 and ((self.step + 1) % every == 0 or last)
+    def due(self, every: int, step: int) -> bool:
+        """Whether something that happens every `every` steps, and at the end, happens after step `step`."""
+        return every > 0 and (step % every == 0 or step == self.config.run.steps)
 
     @contextmanager
     def next_step(self) -> Iterator[Step]:
         """The next step; its metrics are written once it is complete."""
-        step = Step(self.step + 1, self.console)
+        step = Step(self.step + 1, self.console, self.saving)
+        self.saving = {}
         start = time.perf_counter()
         yield step
         seconds = time.perf_counter() - start
-        known = sum(v for k, v in step.metrics.items() if k.startswith("time/") and k.count("/") == 1)
+        phases = {k: v for k, v in step.metrics.items() if k.startswith("time/") and k.count("/") == 1}
+        known = sum(phases.values()) - phases.get("time/checkpoint", 0.0)
         tokens = step.metrics.get("rollout/tokens", 0.0)
         ranks = self.policy.parallel.ranks + self.config.rollout.engines * self.config.rollout.tensor
         step.record(
@@ -133,10 +135,18 @@ class Run:
             self.metrics.write(0, step.metrics)
             self.console.step(0, step.metrics)
 
-    def save(self, number: int) -> None:
-        """Writes a checkpoint from which the run goes on after step `number`."""
-        state = {"step": number, "stream": self.stream.state(), "first_evaluation": self.first_evaluation}
-        self.checkpoints.save(number, state, self.policy.save)
+    def save_if_due(self) -> None:
+        """Writes a checkpoint after the step's row is on disk: a kill in between repeats the step, and its row."""
+        if self.due(self.config.checkpoint.every, self.step):
+            start = time.perf_counter()
+            self.save()
+            self.saving = {"time/checkpoint": time.perf_counter() - start}
+
+    def save(self) -> None:
+        """Writes a checkpoint from which the run goes on after the steps done."""
+        state = {"step": self.step, "stream": self.stream.state(), "first_evaluation": self.first_evaluation}
+        with self.console.phase("checkpoint"):
+            self.checkpoints.save(self.step, state, self.policy.save)
 
     def restore(self) -> bool:
         """Goes on from the newest whole checkpoint, if there is one."""

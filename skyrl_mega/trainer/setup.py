@@ -97,8 +97,7 @@ def learn_first(run: Run, chat: Chat) -> None:
         loss = warm_up(run.policy, demonstrations, run.config, progress.update)
     run.console.say(f"supervised warm-up: {run.config.warmup.steps} steps, last loss {loss:.3f} nats per token")
     if run.config.checkpoint.every:
-        with run.console.phase("checkpoint"):
-            run.save(0)
+        run.save()
 
 
 def prompts_of(config: Config, chat: Chat, console: Console) -> tuple[list[Prompt], list[Prompt]]:
@@ -136,8 +135,9 @@ def start_policy(
     trainable: bool = True,
 ) -> Policy:
     """Policy actors, joined and built, without weights."""
-    parallel = Parallel.from_config(layout, ranks)
-    architecture(hf).check_layout(hf, parallel)
+    key = "policy.layout" if trainable else "reference.layout"
+    parallel = Parallel.from_config(layout, ranks, key=key)
+    architecture(hf).check_layout(hf, parallel, key)
     shared = dict(
         parallel=parallel,
         hf=hf,

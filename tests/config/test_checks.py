@@ -91,7 +91,6 @@ WRONG = [
     ("rollout.options.logprobs_mode=raw", "rollout.options.logprobs_mode: the run decides it; leave it out"),
     ("rollout.options.enable_expert_parallel=true", "vLLM has no expert parallelism on a CPU; leave it out"),
     ("weights.transport=nccl", "weights.transport = nccl: on a CPU allowed is gloo or auto"),
-    ("cluster.colocate=true", "cluster.colocate = true: not supported; allowed is false"),
     ("cluster.device=cuda", "policy 8 + engines 1 GPUs are more than cluster.nodes · gpus_per_node = 8"),
     (
         "cluster.device=cuda cluster.nodes=2 rollout.tensor=16",

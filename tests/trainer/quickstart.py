@@ -1,0 +1,65 @@
+"""Runs of the quickstart at a size for tests, through the launcher, in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "model.build.hidden=64",
+    "model.build.expert_ffn=32",
+    "warmup.steps=12",
+    "warmup.batch=64",
+    "data.prompts_per_step=16",
+    "data.samples_per_prompt=4",
+    "algorithm.dynamic_sampling.max_rounds=2",
+    "evaluation.limit=32",
+]
+
+
+def command(folder: Path, *settings: str) -> list[str]:
+    """The launcher on the small quickstart; everything lies below `folder`."""
+    data = folder / "data"
+    return [
+        *(sys.executable, "-m", "skyrl_mega.launch", "--config", str(ROOT / "configs" / "quickstart.yaml")),
+        *SMALL,
+        f"run.directory={folder}",
+        f"model.path={folder}/model",
+        f"data.prepare=addition --output {data} --train 400 --test 64 --demonstrations 400",
+        f"data.train=[{data}/train.parquet]",
+        f"data.eval=[{data}/test.parquet]",
+        f"warmup.files=[{data}/demonstrations.parquet]",
+        *settings,
+    ]
+
+
+def start(folder: Path, *settings: str) -> subprocess.Popen[str]:
+    """Starts a run whose processes carry a mark in their environment, by which `left_over` finds them."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "SKYRL_MEGA_TEST": str(folder)}
+    return subprocess.Popen(
+        command(folder, *settings), cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def finish(folder: Path, *settings: str) -> str:
+    """Runs to the end and returns what was printed; fails unless the exit code is 0."""
+    process = start(folder, *settings)
+    out, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, out
+    return out
+
+
+def left_over(folder: Path) -> list[int]:
+    """Processes of runs below `folder` that are still there."""
+    mark = f"SKYRL_MEGA_TEST={folder}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+        except OSError:  # it ended meanwhile, or is not ours to read
+            continue
+    return [pid for pid in found if pid != os.getpid()]
