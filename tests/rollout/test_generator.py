@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from skyrl_mega.cluster import guard
 from skyrl_mega.cluster.errors import ActorFailed
@@ -90,6 +91,15 @@ def test_logprobs_are_those_of_the_distribution_that_is_drawn_from(engines: Acto
     probabilities = {c.tokens[0]: math.exp(c.logprobs[0]) for c in drawn.values()}
     assert len(probabilities) == 2
     assert sum(probabilities.values()) == pytest.approx(1, abs=1e-5)
+
+
+def test_a_wave_of_prompts_may_exceed_one_prefill(engines: ActorGroup, model: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    prompts = torch.randint(8, len(VOCABULARY), (100, 100), generator=generator).tolist()  # 10,000 tokens > 8192
+    requests = [Request(f"wave-{i}", tokens, 3, i) for i, tokens in enumerate(prompts)]
+    completions = complete(engines, requests)
+    for request in (requests[0], requests[81], requests[82], requests[-1]):
+        assert difference_from_transformers(model, request, completions[request.id]) < 1e-4
 
 
 def test_a_stop_string_ends_a_turn_and_stays_in_it(engines: ActorGroup, chat: Chat) -> None:
