@@ -53,6 +53,7 @@ def prepare(arguments: str | Sequence[str]) -> list[Path]:
         ("test", 0, None),
         ("demonstrations", 0, None),
         ("limit", 1, None),
+        ("shots", 0, None),
         ("wrong", 0, 1),
     ):
         value = getattr(args, option, None)

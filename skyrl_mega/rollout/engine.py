@@ -152,7 +152,7 @@ class Engine:
         if spec.device == "cpu":
             arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
             arguments["distributed_executor_backend"] = "uni" if rollout.tensor == 1 else "mp"
-            # A prompt cut in two has its first draw taken back, which vLLM cannot do to a seeded CPU generator: it dies.
+            # The draw after half a prompt is taken back; vLLM cannot do that to a seeded CPU generator, and dies.
             arguments["enable_chunked_prefill"] = False
         else:
             arguments["gpu_memory_utilization"] = rollout.memory_fraction

@@ -140,6 +140,24 @@ def test_gsm8k_from_one_file_with_a_limit(tmp_path: Path, suffix: str) -> None:
     assert [r["reward_spec"]["ground_truth"] for r in read(tmp_path, "train")] == ["1000", "2000", "3000", "4000"]
 
 
+def test_gsm8k_shots_are_earlier_turns_and_no_rows(shared: Path, tmp_path: Path) -> None:
+    prepare(f"gsm8k --source {shared / 'data' / 'gsm8k'} --output {tmp_path} --shots 2")
+    train = read(tmp_path, "train")
+    assert len(train) == 7471 and len({json.dumps(r["prompt"][:4]) for r in train + read(tmp_path, "test")}) == 1
+    *shots, question = train[0]["prompt"]
+    assert [m["role"] for m in shots] == ["user", "assistant"] * 2 and question["role"] == "user"
+    assert train[0]["extra_info"]["question"] in question["content"]
+    asked = {r["prompt"][-1]["content"] for r in train}
+    for user, assistant in zip(shots[::2], shots[1::2], strict=True):
+        assert user["content"] not in asked
+        assert "#### " in assistant["content"] and "<<" not in assistant["content"]
+
+
+def test_gsm8k_shots_need_a_training_set(shared: Path, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--shots 2: they are taken from a training set"):
+        prepare(f"gsm8k --source {shared / 'data' / 'gsm8k' / 'test.jsonl'} --output {tmp_path} --shots 2")
+
+
 @pytest.mark.parametrize(
     "line, said",
     [
@@ -169,6 +187,7 @@ def test_a_bad_source_row_is_named_and_leaves_nothing(tmp_path: Path, line: str,
         ("addition --trian 3", "--trian"),
         ("adition", "invalid choice: 'adition'"),
         ("gsm8k --source absent", "--source absent"),
+        ("gsm8k --shots -1", "--shots -1: allowed: at least 0"),
     ],
 )
 def test_wrong_arguments_are_one_line(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.gsm8k.env import strict_answer
 from skyrl_mega.envs.row import row
 
@@ -31,12 +34,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "is called test); without it, openai/gsm8k is read from the Hugging Face hub",
     )
     parser.add_argument("--limit", type=int, help="rows of each split at most")
+    parser.add_argument(
+        "--shots",
+        type=int,
+        default=0,
+        help="the N shortest training questions, with their solutions, as earlier turns before each question; "
+        "they are left out of the rows (default: 0)",
+    )
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """File name → rows. The order is the source's; `args.seed` changes nothing."""
     files = _from_hub() if args.source is None else _from_disk(args.source)
-    return {f"{split}.parquet": _rows(file, split, args.limit) for split, file in files.items()}
+    shots = _shots(files, args.shots)
+    return {f"{split}.parquet": _rows(file, split, args.limit, shots) for split, file in files.items()}
 
 
 def _from_hub() -> dict[str, Path]:
@@ -64,23 +75,50 @@ def _from_disk(source: Path) -> dict[str, Path]:
     return files
 
 
-def _rows(file: Path, split: str, limit: int | None) -> Iterator[dict[str, Any]]:
+def _shots(files: dict[str, Path], count: int) -> list[dict[str, str]]:
+    """The training records with the least text; calculator notes `<<1+1=2>>` are no part of what a person reads."""
+    if not count:
+        return []
+    if "train" not in files:
+        raise UserError(f"--shots {count}: they are taken from a training set, and there is none in the source")
+    records = [
+        record | {"answer": re.sub(r"<<.*?>>", "", record["answer"])} for _, record, _ in _checked(files["train"])
+    ]
+    return sorted(records, key=lambda record: len(record["question"]) + len(record["answer"]))[:count]
+
+
+def _rows(file: Path, split: str, limit: int | None, shots: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
+    examples = [message for shot in shots for message in (_asked(shot["question"]), _answered(shot["answer"]))]
+    shown = {shot["question"] for shot in shots}
+    records = (found for found in _checked(file) if found[1]["question"] not in shown)
+    for index, record, ground_truth in itertools.islice(records, limit):
+        yield row(
+            data_source="openai/gsm8k",
+            prompt=[*examples, _asked(record["question"])],
+            env_class="gsm8k",
+            ground_truth=ground_truth,
+            extra_info={"split": split, "index": index, "question": record["question"], "answer": record["answer"]},
+        )
+
+
+def _asked(question: str) -> Message:
+    return {"role": "user", "content": f"{question} {INSTRUCTION}"}
+
+
+def _answered(answer: str) -> Message:
+    return {"role": "assistant", "content": answer}
+
+
+def _checked(file: Path) -> Iterator[tuple[int, dict[str, str], str]]:
+    """Index, record and ground truth of each row; UserError at the first that is wrong."""
     for index, record in enumerate(_records(file)):
-        if index == limit:
-            return
         for column in ("question", "answer"):
             if not isinstance(record, dict) or not isinstance(record.get(column), str):
                 raise UserError(f"{file}, row {index}, column {column}: allowed: a string")
         ground_truth = strict_answer(record["answer"])
         if ground_truth is None:
             raise UserError(f"{file}, row {index}, column answer: it must end in '#### number'")
-        yield row(
-            data_source="openai/gsm8k",
-            prompt=[{"role": "user", "content": f"{record['question']} {INSTRUCTION}"}],
-            env_class="gsm8k",
-            ground_truth=ground_truth,
-            extra_info={"split": split, "index": index, "question": record["question"], "answer": record["answer"]},
-        )
+        yield index, record, ground_truth
 
 
 def _records(file: Path) -> Iterator[Any]:
