@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks, response_limit
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.schema import Config, OptimizerConfig
@@ -150,21 +151,12 @@ def _algorithm(c: Config) -> None:
             f"reference.ranks = {c.reference.ranks}: it needs reference.layout; without one the policy's ranks are "
             "shared"
         )
-    if a.overlong.buffer > response_limit(c):
+    if a.overlong.buffer > response_limit(c.rollout):
         raise UserError(
-            f"algorithm.overlong.buffer = {a.overlong.buffer}: allowed is at most the {response_limit(c)} tokens of a "
+            f"algorithm.overlong.buffer = {a.overlong.buffer}: allowed is at most the "
+            f"{response_limit(c.rollout)} tokens of a "
             "response (rollout.max_response_tokens)"
         )
-
-
-def response_limit(c: Config) -> int:
-    """Tokens after the prompt at most."""
-    return c.rollout.max_response_tokens or c.rollout.max_turns * c.rollout.sampling.max_tokens
-
-
-def length_limit(c: Config) -> int:
-    """Tokens of a whole sequence at most."""
-    return c.rollout.max_length or c.rollout.max_prompt_tokens + response_limit(c)
 
 
 def _rollout(c: Config) -> None:
@@ -174,7 +166,7 @@ def _rollout(c: Config) -> None:
     for name, value in (("rollout.sampling.top_p", s.top_p), ("evaluation.top_p", c.evaluation.top_p)):
         if value == 0:
             raise UserError(f"{name} = 0: allowed is a number above 0 and at most 1")
-    if s.max_tokens > response_limit(c):
+    if s.max_tokens > response_limit(c.rollout):
         raise UserError(
             f"rollout.sampling.max_tokens = {s.max_tokens}: allowed is at most rollout.max_response_tokens = "
             f"{r.max_response_tokens}"
@@ -184,9 +176,10 @@ def _rollout(c: Config) -> None:
             f"rollout.max_length = {r.max_length}: allowed is more than rollout.max_prompt_tokens = "
             f"{r.max_prompt_tokens}; or null, which takes prompt + response"
         )
-    if c.model.build and c.model.build.max_length < length_limit(c):
+    if c.model.build and c.model.build.max_length < length_limit(c.rollout):
         raise UserError(
-            f"model.build.max_length = {c.model.build.max_length}: allowed is at least {length_limit(c)}, the longest "
+            f"model.build.max_length = {c.model.build.max_length}: allowed is at least "
+            f"{length_limit(c.rollout)}, the longest "
             "sequence that rollout's limits allow"
         )
     for name in r.options:
@@ -213,8 +206,8 @@ def check_gpus(c: Config) -> None:
     node, total = c.cluster.gpus_per_node, c.cluster.nodes * c.cluster.gpus_per_node
     if c.rollout.tensor > node:
         raise UserError(f"rollout.tensor = {c.rollout.tensor}: allowed is at most cluster.gpus_per_node = {node}")
-    policy, engines = c.policy.ranks or total, c.rollout.engines * c.rollout.tensor
-    reference = (c.reference.ranks or policy) if c.reference.layout else 0
+    policy, reference = policy_ranks(c), reference_ranks(c)
+    engines = c.rollout.engines * c.rollout.tensor
     if policy + reference + engines > total:
         parts = f"policy {policy}" + (f" + reference {reference}" if reference else "") + f" + engines {engines}"
         room = total - reference - engines

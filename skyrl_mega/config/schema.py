@@ -1,7 +1,8 @@
 """Every setting of a run, as dataclasses whose field docstrings are the manual.
 
-`Config` is the root. A field made with `one_of`, `between` or `at_least` carries its allowed values in its metadata; `checks.py`
-reads them from there, so that a rule stands beside the key it rules. Nothing here imports torch, ray or vllm.
+`Config` is the root. A field made with `one_of`, `between` or `at_least` carries its allowed values in its metadata;
+`checks.py` reads them from there, so that a rule stands beside the key it rules. Nothing here imports torch, ray or
+vllm.
 """
 
 from __future__ import annotations

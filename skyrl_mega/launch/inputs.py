@@ -7,7 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.config.checks import check_gpus, length_limit
+from skyrl_mega.config.checks import check_gpus
+from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.rows import check_files, load_demonstrations
@@ -85,7 +86,7 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
     ranks = policy_ranks(config)
     kind.check_layout(hf, Parallel.from_config(config.policy.layout, ranks))
     if config.reference.layout:
-        reference = Parallel.from_config(config.reference.layout, config.reference.ranks or ranks)
+        reference = Parallel.from_config(config.reference.layout, reference_ranks(config), key="reference.layout")
         kind.check_layout(hf, reference, "reference.layout")
     kind.check_engine(hf, config.rollout.tensor, bool(config.rollout.options.get("enable_expert_parallel")))
     decoder = kind.describe(hf)
@@ -96,17 +97,12 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
                 f"rollout.tensor = {config.rollout.tensor}: leaves {width} columns of an expert to a worker; vLLM on a "
                 f"CPU needs a multiple of {CPU_EXPERT_COLUMNS}; choose another rollout.tensor or model"
             )
-    if length_limit(config) > decoder.max_length:
+    if length_limit(config.rollout) > decoder.max_length:
         raise UserError(
-            f"rollout.max_length: sequences of up to {length_limit(config)} tokens; the model is made for "
+            f"rollout.max_length: sequences of up to {length_limit(config.rollout)} tokens; the model is made for "
             f"{decoder.max_length} (max_position_embeddings); lower rollout.max_prompt_tokens or "
             "rollout.sampling.max_tokens"
         )
-
-
-def policy_ranks(config: Config) -> int:
-    """Processes of the policy."""
-    return config.policy.ranks or config.cluster.nodes * config.cluster.gpus_per_node
 
 
 def with_device(config: Config) -> Config:

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from skyrl_mega.config.derived import policy_ranks
 from skyrl_mega.config.schema import Config
-from skyrl_mega.launch.inputs import policy_ranks
 from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.registry import architecture
 

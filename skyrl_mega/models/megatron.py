@@ -6,6 +6,7 @@ the norm before a linear layer into it and keeps a rank's experts in one grouped
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +18,11 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.pieces import ShardBuilder
 
 Spec = Literal["local", "te"]
+
+
+def layer_spec(device: str) -> Spec:
+    """The spec that a policy on this device (`cpu` or `cuda`) has: Transformer Engine's where that is installed."""
+    return "te" if device == "cuda" and importlib.util.find_spec("transformer_engine") else "local"
 
 
 @dataclass(frozen=True)

@@ -101,7 +101,7 @@ class PolicyActor:
         """Writes the weights as a Hugging Face directory, with configuration and tokenizer from `source`."""
         self.rank.export(Path(path), Path(source))
 
-    # ---- weight sync -----------------------------------------------------------------------------------------------------
+    # ---- weight sync -----------------------------------------------------------------------------------------------
 
     def connect_weights(self, info: dict[str, Any]) -> None:
         """Joins the group of policy ranks and engine workers and makes the transfer plan."""

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.policy.spec import decoder_spec, spec_name
+from skyrl_mega.policy.spec import decoder_spec
 
 
 class HiddenGPT(GPTModel):
@@ -37,7 +38,10 @@ class HiddenGPT(GPTModel):
 
 
 def join(rank: int, parallel: Parallel, store: dist.Store, device: torch.device, timeout_s: float) -> None:
-    """Joins the policy's process group over `store` and makes Megatron's groups. Every collective ends within `timeout_s`."""
+    """Joins the policy's process group over `store` and makes Megatron's groups.
+
+    Every collective ends within `timeout_s`.
+    """
     # Megatron orders its send and receive on one connection per pair.
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     dist.init_process_group(
@@ -65,7 +69,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of the architecture in this layout."""
     settings = architecture(hf).megatron_settings(hf)
-    te = spec_name(device) == "te"
+    te = layer_spec(device.type) == "te"
     moe: dict[str, Any] = {}
     if settings.transformer.get("num_moe_experts"):
         moe = dict(
@@ -91,14 +95,14 @@ def transformer_config(
         bf16=dtype == torch.bfloat16,
         attention_dropout=0.0,
         hidden_dropout=0.0,
-        # Weights are loaded, but megatron-core marks tensor-parallel parameters only where it initialises them, and without the mark
-        # the gradient norm counts one rank's shard alone.
+        # Weights are loaded, but megatron-core marks tensor-parallel parameters only where it initialises them, and
+        # without the mark the gradient norm counts one rank's shard alone.
         perform_initialization=True,
         # Packed micro-batches differ in length, so stages tell each other the shape.
         variable_seq_lengths=True,
         moe_token_dispatcher_type="alltoall",  # the default refuses varying lengths, in dense models too
-        # With PP = 2 and virtual stages, batched point-to-point pairs messages wrongly and trains wrong without an error:
-        # both neighbours are the same peer. Overlapped, unbatched messages are exact.
+        # With PP = 2 and virtual stages, batched point-to-point pairs messages wrongly and trains wrong without an
+        # error: both neighbours are the same peer. Overlapped, unbatched messages are exact.
         overlap_p2p_comm=parallel.virtual_pipeline > 1,
         batch_p2p_comm=parallel.virtual_pipeline == 1,
         # The loss comes with every token's final weight, so neither schedule nor DDP may rescale it.
@@ -134,7 +138,7 @@ def build_model(
         chunks.append(
             HiddenGPT(
                 config=config,
-                transformer_layer_spec=decoder_spec(config, spec_name(device), vp),
+                transformer_layer_spec=decoder_spec(config, layer_spec(device.type), vp),
                 pre_process=first,
                 post_process=last,
                 parallel_output=True,
@@ -152,9 +156,7 @@ def wrap_ddp(chunks: list[HiddenGPT]) -> list[DistributedDataParallel]:
         grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
     )
     modules: list[Any] = [Float16Module(config, c) if config.bf16 else c for c in chunks]
-    return [
-        DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(modules)
-    ]
+    return [DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(modules)]
 
 
 def bare(module: Any) -> HiddenGPT:

@@ -11,9 +11,10 @@ from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
-# Adam's moments and master weights are stored by parameter and not by data-parallel bucket, so that another layout reads them.
-# A layout with expert parallelism chains two optimizers where one without has a single one; hence no prefix by optimizer, and
-# nothing of the optimizer but tensors: its settings come from the configuration, its step count is the schedule's.
+# Adam's moments and master weights are stored by parameter and not by data-parallel bucket, so that another layout
+# reads them. A layout with expert parallelism chains two optimizers where one without has a single one; hence no
+# prefix by optimizer, and nothing of the optimizer but tensors: its settings come from the configuration, its step
+# count is the schedule's.
 _METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
 
 
@@ -57,7 +58,10 @@ def _parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
 
 
 def _allocate(part: DistributedOptimizer) -> None:
-    """Moments to load into, which Adam itself allocates in its first step; without torch's `step`, which is not a moment."""
+    """Moments to load into, which Adam itself allocates in its first step.
+
+    Without torch's `step`, which is not a moment.
+    """
     inner = part.optimizer
     for group in inner.param_groups:
         for p in group["params"]:

@@ -1,8 +1,9 @@
 """The CPU stand-in for CUDA: what megatron-core 0.16 takes for granted, when there is no CUDA device.
 
-megatron-core asks `torch.cuda` for devices, streams and random state, and names the device "cuda" outright. `stand_in` replaces
-those names for the process, and `CudaAsCpu` maps the device in every torch call of the thread that enters it. Nothing else in the
-project knows that it runs on a CPU; on a machine with CUDA this module is never entered.
+megatron-core asks `torch.cuda` for devices, streams and random state, and names the device "cuda" outright.
+`stand_in` replaces those names for the process, and `CudaAsCpu` maps the device in every torch call of the thread
+that enters it. Nothing else in the project knows that it runs on a CPU; on a machine with CUDA this module is never
+entered.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class _Stream:
 
 
 class CudaAsCpu(TorchFunctionMode):
-    """Maps `device="cuda"` to the CPU and answers `Tensor.type()` with the CUDA name, which megatron-core compares with.
+    """Maps `device="cuda"` to the CPU and answers `Tensor.type()` with the CUDA name, which megatron-core compares
+    with.
 
     A mode belongs to a thread: enter it in the one that runs Megatron.
     """

@@ -1,8 +1,9 @@
-"""Log-probs and entropy from hidden states under vocabulary parallelism, without full logits and without gathering the vocabulary.
+"""Log-probs and entropy from hidden states under vocabulary parallelism, without full logits and without gathering
+the vocabulary.
 
-The head is applied to a chunk of tokens at a time. Each tensor rank holds V/tp columns; the soft-max needs three all-reduces of
-one number per token (maximum, sum of exponentials, and the target's logit with the entropy's moment). The backward pass computes the
-chunk's logits again, so the memory is `chunk · V/tp` instead of `T · V/tp`.
+The head is applied to a chunk of tokens at a time. Each tensor rank holds V/tp columns; the soft-max needs three
+all-reduces of one number per token (maximum, sum of exponentials, and the target's logit with the entropy's moment).
+The backward pass computes the chunk's logits again, so the memory is `chunk · V/tp` instead of `T · V/tp`.
 
 Legend: T tokens, H hidden width, V padded vocabulary, v = V / tp columns of this rank.
 """
@@ -41,7 +42,7 @@ def vocab_parallel_logprobs(
         logprobs_T (differentiable; the hidden states' gradient is this rank's part, which the caller sums over `group`)
         and entropy_T (not differentiable: a measurement).
     """
-    return _LogProbs.apply(hidden_TH, weight_vH, targets_T, vocab, temperature, chunk, group)  # type: ignore[no-any-return]
+    return _LogProbs.apply(hidden_TH, weight_vH, targets_T, vocab, temperature, chunk, group)
 
 
 class _LogProbs(torch.autograd.Function):

@@ -35,7 +35,10 @@ def build_optimizer(config: OptimizerConfig, chunks: list[Any], dtype: torch.dty
 
 
 def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """Linear warm-up, then constant, linear or cosine. Step it before the optimizer: the first step has lr / warmup_steps."""
+    """Linear warm-up, then constant, linear or cosine.
+
+    Step it before the optimizer: the first step has lr / warmup_steps.
+    """
     return OptimizerParamScheduler(
         optimizer,
         init_lr=0.0,

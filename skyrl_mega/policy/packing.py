@@ -1,8 +1,10 @@
-"""Packing: sequences of one micro-batch end to end in one row, as Megatron's THD format and context parallelism want them.
+"""Packing: sequences of one micro-batch end to end in one row, as Megatron's THD format and context parallelism want
+them.
 
-Context parallelism cuts every sequence into 2·cp chunks and gives rank r the chunks r and 2·cp-1-r ("zigzag"), so that the work
-under a causal mask is even. Hence every sequence is padded to a multiple of 2·cp, and a last sequence of padding makes the row
-divisible for sequence parallelism. Padding has weight 0 everywhere; nothing that counts depends on it.
+Context parallelism cuts every sequence into 2·cp chunks and gives rank r the chunks r and 2·cp-1-r ("zigzag"), so
+that the work under a causal mask is even. Hence every sequence is padded to a multiple of 2·cp, and a last sequence
+of padding makes the row divisible for sequence parallelism. Padding has weight 0 everywhere; nothing that counts
+depends on it.
 
 Legend: N sequences, T tokens in the packed row, L = T / cp tokens on this context rank.
 """
@@ -34,7 +36,10 @@ class PackedRow(PackedSeqParams):
 
 @dataclass
 class MicroBatch:
-    """One micro-batch on one context rank. Entry i of `targets` and of the fields belongs to the token that input i predicts."""
+    """One micro-batch on one context rank.
+
+    Entry i of `targets` and of the fields belongs to the token that input i predicts.
+    """
 
     tokens: Tensor
     """int64 [1, L]: inputs."""
@@ -52,8 +57,8 @@ class MicroBatch:
 def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, device: torch.device) -> MicroBatch:
     """Packs a micro-batch for one context rank.
 
-    A sequence of n tokens gives n inputs; input i predicts token i + 1, the last predicts nothing. Fields are shifted the same
-    way, and are 0 where nothing is predicted.
+    A sequence of n tokens gives n inputs; input i predicts token i + 1, the last predicts nothing. Fields are shifted
+    the same way, and are 0 where nothing is predicted.
     """
     chunks = 2 * context if context > 1 else 1
     padded = -(-batch.lengths // chunks) * chunks

@@ -72,7 +72,10 @@ class Policy:
         return self.group.call_all(method, *args, per_rank=per_rank, timeout=self.timeout_s)
 
     def _deal(self, batch: Sequences) -> tuple[list[list[np.ndarray]], list[Any]]:
-        """Sequences → for each data-parallel rank its micro-batches' rows; and for each rank a reference to the tokens."""
+        """Sequences → for each data-parallel rank its micro-batches' rows.
+
+        And for each rank a reference to the tokens.
+        """
         dealt = balance(
             batch.lengths.tolist(),
             self.parallel.data,

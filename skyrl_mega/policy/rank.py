@@ -1,7 +1,7 @@
 """One rank of the policy: Megatron's model, optimizer and schedules, without Ray.
 
-Every method is a collective: all ranks of the policy call it with the same arguments, except for the micro-batches, which are those of
-the rank's data-parallel group.
+Every method is a collective: all ranks of the policy call it with the same arguments, except for the micro-batches,
+which are those of the rank's data-parallel group.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from torch import Tensor
 from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
 from skyrl_mega.layout.box import Shard
 from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.policy import checkpoint
 from skyrl_mega.policy.build import bare, build_model, wrap_ddp
@@ -30,7 +31,6 @@ from skyrl_mega.policy.logprobs import vocab_parallel_logprobs
 from skyrl_mega.policy.optimizer import build_optimizer, build_schedule
 from skyrl_mega.policy.packing import MicroBatch, pack
 from skyrl_mega.policy.sequences import Sequences
-from skyrl_mega.policy.spec import spec_name
 from skyrl_mega.weights import files
 
 Objective = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str, Tensor]]]
@@ -57,7 +57,7 @@ class PolicyRank:
         self.params: dict[str, Tensor] = {
             f"{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()
         }
-        self.shard: Shard = architecture(hf).megatron_shard(hf, parallel, dist.get_rank(), spec_name(device))
+        self.shard: Shard = architecture(hf).megatron_shard(hf, parallel, dist.get_rank(), layer_spec(device.type))
         self._reference: dict[str, Tensor] = {}
         if not trainable:
             self.chunks: list[Any] = list(chunks)
@@ -105,19 +105,22 @@ class PolicyRank:
             for k, p in self.params.items():
                 p.data = own[k]
 
-    # ---- forward and backward ------------------------------------------------------------------------------------------------
+    # ---- forward and backward --------------------------------------------------------------------------------------
 
     def logprobs(
         self, micros: Sequence[Sequences], *, temperature: float = 1.0, reference: bool = False
     ) -> list[tuple[np.ndarray, np.ndarray]] | None:
-        """Log-prob and entropy of every token given those before it, float32, aligned with `tokens` (a first token has 0).
+        """Log-prob and entropy of every token given those before it, float32, aligned with `tokens` (a first token
+        has 0).
 
         One pair per micro-batch on the last pipeline stage; None on the others.
         """
         for chunk in self.chunks:
             chunk.eval()
 
-        def report(logprobs: Tensor, entropy: Tensor, micro: MicroBatch, tokens: int) -> tuple[Tensor, dict[str, Tensor]]:
+        def report(
+            logprobs: Tensor, entropy: Tensor, micro: MicroBatch, tokens: int
+        ) -> tuple[Tensor, dict[str, Tensor]]:
             both = torch.zeros(2, tokens, device=self.device)
             known = micro.source >= 0
             both[:, micro.source[known]] = torch.stack([logprobs, entropy])[:, known]
@@ -138,9 +141,9 @@ class PolicyRank:
     def train(self, micros: Sequence[Sequences], objective: Objective, *, temperature: float = 1.0) -> dict[str, float]:
         """One optimizer step on the micro-batches' summed objective.
 
-        The objective's weights are final (`1 / tokens of the whole mini-batch` and the like), so nothing is rescaled here and the
-        result does not depend on how the mini-batch was cut. Returns the metrics summed over all ranks, `grad_norm` before
-        clipping, and `lr`.
+        The objective's weights are final (`1 / tokens of the whole mini-batch` and the like), so nothing is rescaled
+        here and the result does not depend on how the mini-batch was cut. Returns the metrics summed over all ranks,
+        `grad_norm` before clipping, and `lr`.
         """
         for chunk in self.chunks:
             chunk.train()
@@ -176,7 +179,9 @@ class PolicyRank:
         ]
         sizes = [len(m.tokens) for m in micros]
 
-        def loss(model: Any, micro: MicroBatch, tokens: int, hidden: Tensor) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        def loss(
+            model: Any, micro: MicroBatch, tokens: int, hidden: Tensor
+        ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
             logprobs, entropy = self._head(model, hidden, micro, temperature)
             value, kept = finish(logprobs, entropy, micro, tokens)
             return value, torch.zeros((), dtype=torch.int, device=self.device), kept
@@ -226,7 +231,7 @@ class PolicyRank:
         dist.all_reduce(tops, dist.ReduceOp.MAX, group=group)
         return dict(zip(names, tops.where(peaks, sums).tolist(), strict=True))
 
-    # ---- checkpoints ---------------------------------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
         """Writes weights, optimizer and schedule as a distributed checkpoint."""
@@ -238,5 +243,5 @@ class PolicyRank:
 
     def export(self, path: Path, source: Path) -> None:
         """Writes the weights as a Hugging Face directory, with configuration and tokenizer from `source`."""
-        layout = architecture(self.hf).megatron_layout(self.hf, self.parallel, spec_name(self.device))
+        layout = architecture(self.hf).megatron_layout(self.hf, self.parallel, layer_spec(self.device.type))
         files.save(path, source, layout, self.weights())

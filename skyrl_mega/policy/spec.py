@@ -1,14 +1,15 @@
-"""The modules of a decoder layer: Transformer Engine's where it is installed, else megatron-core's local ones with two of ours.
+"""The modules of a decoder layer: Transformer Engine's where it is installed, else megatron-core's local ones with
+two of ours.
 
-megatron-core's local spec has no packed (THD) or context-parallel attention and no norm for sequence parallelism; `PackedAttention`
-and `RMSNorm` fill those two places, on any device.
+megatron-core's local spec has no packed (THD) or context-parallel attention and no norm for sequence parallelism;
+`PackedAttention` and `RMSNorm` fill those two places, on any device.
 
-Legend: T tokens of the packed row, L = T / cp local tokens, N sequences, S longest sequence, H heads, G key/value heads, D head width.
+Legend: T tokens of the packed row, L = T / cp local tokens, N sequences, S longest sequence, H heads, G key/value
+heads, D head width.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from typing import Any
 
@@ -22,15 +23,11 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 from torch.nn import functional as F
 
+from skyrl_mega.models.megatron import Spec
 from skyrl_mega.policy.packing import PackedRow
 
 
-def spec_name(device: torch.device) -> str:
-    """`te` where Transformer Engine is installed and there is a GPU, else `local`: parameters are named differently."""
-    return "te" if device.type == "cuda" and importlib.util.find_spec("transformer_engine") else "local"
-
-
-def decoder_spec(config: TransformerConfig, spec: str, vp_stage: int | None) -> TransformerBlockSubmodules:
+def decoder_spec(config: TransformerConfig, spec: Spec, vp_stage: int | None) -> TransformerBlockSubmodules:
     """The layers of this rank's pipeline stage (and virtual stage)."""
     block = get_gpt_decoder_block_spec(
         config, use_transformer_engine=spec == "te", normalization="RMSNorm", vp_stage=vp_stage

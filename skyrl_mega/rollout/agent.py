@@ -11,6 +11,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_mega.config.derived import length_limit, response_limit
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.prompt import Prompt
@@ -38,9 +39,13 @@ class Limits:
     @classmethod
     def of(cls, rollout: RolloutConfig) -> Limits:
         """The budgets that the configuration sets, with its defaults filled in."""
-        response = rollout.max_response_tokens or rollout.max_turns * rollout.sampling.max_tokens
-        length = rollout.max_length or rollout.max_prompt_tokens + response
-        return cls(rollout.sampling.max_tokens, response, length, rollout.max_turns, rollout.env_timeout_s)
+        return cls(
+            turn=rollout.sampling.max_tokens,
+            response=response_limit(rollout),
+            length=length_limit(rollout),
+            turns=rollout.max_turns,
+            env_timeout_s=rollout.env_timeout_s,
+        )
 
 
 class EnvironmentFault(Exception):

@@ -19,8 +19,8 @@ from skyrl_mega.rollout.trajectory import Trajectory
 def batch_of(groups: list[list[Trajectory]], algorithm: AlgorithmConfig, response_limit: int) -> Sequences:
     """The tokens of all groups' trajectories, in order, with fields `mask`, `rollout_logprobs` and `advantages`.
 
-    The mask covers what the policy wrote, less truncated trajectories where overlong filtering is on, and less those whose
-    environment failed. Truncated ones still count for their group's baseline; failed ones count for nothing.
+    The mask covers what the policy wrote, less truncated trajectories where overlong filtering is on, and less those
+    whose environment failed. Truncated ones still count for their group's baseline; failed ones count for nothing.
     """
     trajectories = [t for group in groups for t in group]
     batch = Sequences.of([t.tokens for t in trajectories])

@@ -14,7 +14,8 @@ _STATE = "state.json"
 class Checkpoints:
     """The folder `checkpoints/` of a run: `step_000010/{policy/, state.json}`.
 
-    A checkpoint is written under a temporary name and renamed when it is complete, so a folder called `step_…` is whole.
+    A checkpoint is written under a temporary name and renamed when it is complete, so a folder called `step_…` is
+    whole.
     """
 
     def __init__(self, folder: Path, keep: int) -> None:

@@ -14,6 +14,7 @@ from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.telemetry.console import Phase
 
+
 class Evaluator:
     """Asks the engines the evaluation prompts, `evaluation.samples` times each."""
 

@@ -26,9 +26,9 @@ class Sampler:
     def sample(self, step: Step) -> list[list[Trajectory]]:
         """The step's groups: all samples of one prompt each.
 
-        With dynamic sampling (DAPO, arXiv:2503.14476, equation 11) groups whose rewards are all the same are left out and as many
-        new prompts are drawn, in at most `max_rounds` rounds. A step that is then still short takes what it has;
-        `rollout/groups_missing` says how much that is.
+        With dynamic sampling (DAPO, arXiv:2503.14476, equation 11) groups whose rewards are all the same are left out
+        and as many new prompts are drawn, in at most `max_rounds` rounds. A step that is then still short takes what
+        it has; `rollout/groups_missing` says how much that is.
         """
         wanted, dynamic = self.config.data.prompts_per_step, self.config.algorithm.dynamic_sampling
         kept: list[list[Trajectory]] = []

@@ -1,4 +1,7 @@
-"""Puts a run together: actors up, weights loaded or restored, engines connected, all of it taken down again at the end."""
+"""Puts a run together.
+
+Actors up, weights loaded or restored, engines connected, all of it taken down again at the end.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from typing import Any
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.local import session
 from skyrl_mega.cluster.placement import reserve
+from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks, response_limit
 from skyrl_mega.config.schema import Config, LayoutConfig
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.data.rows import load_demonstrations, load_prompts
@@ -23,7 +27,6 @@ from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.policy.actor import PolicyActor
 from skyrl_mega.policy.policy import Policy
-from skyrl_mega.rollout.agent import Limits
 from skyrl_mega.rollout.chat import Chat
 from skyrl_mega.rollout.engine import Engine, EngineSpec, environment
 from skyrl_mega.rollout.generator import Generator
@@ -79,7 +82,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             evaluator=Evaluator(config, evaluation, generator),
             stream=stream,
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
-            response_limit=Limits.of(config.rollout).response,
+            response_limit=response_limit(config.rollout),
         )
         if not run.restore() and config.warmup.steps:
             learn_first(run, chat)
@@ -116,11 +119,6 @@ def prompts_of(config: Config, chat: Chat, console: Console) -> tuple[list[Promp
             )
         kept.append(fits)
     return kept[0], kept[1]
-
-
-def policy_ranks(config: Config) -> int:
-    """Processes of the policy."""
-    return config.policy.ranks or config.cluster.nodes * config.cluster.gpus_per_node
 
 
 def start_policy(
@@ -168,14 +166,17 @@ def start_policy(
 def start_reference(
     config: Config, hf: dict[str, Any], policy: Policy, model: Path, device: str, folder: Path, stack: ExitStack
 ) -> Callable[..., Any] | None:
-    """Log-probs of the reference for KL: none without a coefficient; the policy's own ranks unless it has a layout of its own."""
+    """Log-probs of the reference for KL.
+
+    None without a coefficient; the policy's own ranks unless it has a layout of its own.
+    """
     if not config.algorithm.kl.coefficient:
         return None
     path = Path(config.reference.path or model)
     if config.reference.layout is None:
         policy.keep_reference(path)
         return partial(policy.logprobs, reference=True)
-    ranks = config.reference.ranks or policy.parallel.ranks
+    ranks = reference_ranks(config)
     reference = start_policy(
         config, hf, "reference", config.reference.layout, ranks, device, folder, stack, trainable=False
     )
@@ -190,7 +191,7 @@ def start_engines(config: Config, model: Path, device: str, folder: Path, stack:
         dtype=config.model.dtype,
         device=device,
         rollout=config.rollout,
-        max_length=Limits.of(config.rollout).length,
+        max_length=length_limit(config.rollout),
         seed=config.run.seed,
     )
     timeout = config.cluster.start_timeout_s

@@ -1,4 +1,7 @@
-"""The supervised warm-up: a model that starts from nothing first learns from demonstrations, as part of the run and named as such."""
+"""The supervised warm-up.
+
+A model that starts from nothing first learns from demonstrations, as part of the run and named as such.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ from skyrl_mega.rollout.chat import Chat
 def encode(demonstrations: list[Demonstration], chat: Chat) -> Sequences:
     """Prompt, response and end token of each demonstration; field `mask` covers response and end token."""
     prompts = [chat.first(d.messages) for d in demonstrations]
-    responses = [chat.encode(d.response) + [chat.tokenizer.eos_token_id] for d in demonstrations]
+    responses = [[*chat.encode(d.response), chat.tokenizer.eos_token_id] for d in demonstrations]
     batch = Sequences.of([p + r for p, r in zip(prompts, responses, strict=True)])
     inside = np.arange(len(batch.tokens)) - batch.per_token(batch.starts)
     batch.fields["mask"] = (inside >= batch.per_token(np.array([len(p) for p in prompts]))).astype(np.float32)
@@ -26,7 +29,10 @@ def encode(demonstrations: list[Demonstration], chat: Chat) -> Sequences:
 
 
 def warm_up(policy: Policy, demonstrations: Sequences, config: Config, progress: Callable[[int], None]) -> float:
-    """`warmup.steps` optimizer steps of cross-entropy, then a fresh optimizer for RL. Returns the last loss, nats per token."""
+    """`warmup.steps` optimizer steps of cross-entropy, then a fresh optimizer for RL.
+
+    Returns the last loss, nats per token.
+    """
     settings = config.warmup
     optimizer = config.policy.optimizer
     policy.reset_optimizer(

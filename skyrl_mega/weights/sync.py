@@ -7,7 +7,6 @@ it.
 
 from __future__ import annotations
 
-import importlib.util
 import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from skyrl_mega.config.schema import Config
 from skyrl_mega.layout.parallel import Parallel
-from skyrl_mega.models.megatron import Spec
+from skyrl_mega.models.megatron import Spec, layer_spec
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.weights.execute import Exchange
 from skyrl_mega.weights.plan import Plan, plan
@@ -163,7 +162,7 @@ class WeightSync:
             port=self.store.port,
             hf=self.hf,
             parallel=asdict(self.parallel),
-            spec=policy_spec(self.device),
+            spec=layer_spec(self.device),
             engines=len(self.engines),
             tensor=self.config.rollout.tensor,
             expert_parallel=bool(self.config.rollout.options.get("enable_expert_parallel")),
@@ -210,8 +209,3 @@ class WeightSync:
             "sync/bytes_in_max": max(report["bytes"] for report in reports),
             "sync/bytes_in_ideal": float(self.ideal),
         }
-
-
-def policy_spec(device: str) -> Spec:
-    """The layer spec that the policy has on this device: Transformer Engine's where that is installed."""
-    return "te" if device == "cuda" and importlib.util.find_spec("transformer_engine") else "local"

@@ -44,7 +44,9 @@ def deal(batch: Sequences, rank: PolicyRank) -> tuple[list[list[int]], list[Sequ
     return mine, [batch.take(np.asarray(m, np.int64)) for m in mine]
 
 
-def train(rank: int, address: str, path: Path, parallel: Parallel, policy: PolicyConfig, batch: Sequences, steps: int) -> Any:
+def train(
+    rank: int, address: str, path: Path, parallel: Parallel, policy: PolicyConfig, batch: Sequences, steps: int
+) -> Any:
     """Losses and gradient norms of `steps` supervised steps on the same batch."""
     opened = open_rank(rank, address, path, parallel, policy)
     _, micros = deal(batch, opened)

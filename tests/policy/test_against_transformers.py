@@ -64,7 +64,7 @@ def widen(path: Path) -> None:
 
     generator = torch.Generator().manual_seed(9)
     tensors = load_file(path / "model.safetensors")
-    for name, t in tensors.items():
+    for t in tensors.values():
         if t.dim() == 1:
             t += torch.randn(t.shape, generator=generator) * 0.3
         else:

@@ -28,9 +28,7 @@ def before(rank: int, address: str, path: Path, parallel: Parallel, batch: Seque
     return [opened.train(micros, objectives.supervised) for _ in range(2)]
 
 
-def after(
-    rank: int, address: str, path: Path, parallel: Parallel, batch: Sequences, folder: Path, stray: int
-) -> Any:
+def after(rank: int, address: str, path: Path, parallel: Parallel, batch: Sequences, folder: Path, stray: int) -> Any:
     """`stray` steps that the checkpoint undoes, then two steps from the checkpoint."""
     opened = layouts.open_rank(rank, address, path, parallel, POLICY)
     _, micros = layouts.deal(batch, opened)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import torch
 from hypothesis import given, settings
@@ -48,7 +50,7 @@ def test_zigzag_chunks(lengths: list[int], context: int) -> None:
         row = pack(batch, context=context, context_rank=rank, tensor=1, device=CPU).row
         assert row.sequence_L is not None and row.position_L is not None
         bounds = row.cu_seqlens_q.numpy()
-        for i, (start, stop) in enumerate(zip(bounds[:-1], bounds[1:], strict=True)):
+        for i, (start, stop) in enumerate(pairwise(bounds)):
             width = (stop - start) // (2 * context)
             chunks = np.arange(stop - start).reshape(2 * context, width)
             expected = np.concatenate([chunks[rank], chunks[2 * context - 1 - rank]])
@@ -66,4 +68,6 @@ def test_gathered_order_restores_the_row() -> None:
     restored = gathered[order].numpy()
     bounds = micros[0].row.cu_seqlens_q.numpy()
     for i, n in enumerate(batch.lengths):
-        np.testing.assert_array_equal(restored[bounds[i] : bounds[i] + n], whole.tokens[0][batch.starts[i] :][:n].numpy())
+        np.testing.assert_array_equal(
+            restored[bounds[i] : bounds[i] + n], whole.tokens[0][batch.starts[i] :][:n].numpy()
+        )

@@ -41,7 +41,9 @@ def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
     quickstart.finish(tmp_path, "run.name=whole", *SETTINGS)
 
     process = quickstart.start(tmp_path, "run.name=killed", *SETTINGS)
-    wait_for_row(tmp_path / "killed", 3, process)  # step 3 is done and after the checkpoint of step 2; step 4 is under way
+    wait_for_row(
+        tmp_path / "killed", 3, process
+    )  # step 3 is done and after the checkpoint of step 2; step 4 is under way
     process.send_signal(signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + 20
