@@ -3,11 +3,17 @@ PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
 
+# Where it is set, each of a run's many processes would compile thousands of modules again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test check lock clean
+# Where GSM8K's questions come from: a folder with train.jsonl and test.jsonl; empty is the Hugging Face hub.
+GSM8K ?= $(wildcard ../shared/data/gsm8k)
+
+.PHONY: help quickstart gsm8k-cpu test check lock clean
 
 help:  ## this list
-	@grep -hE '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
 
 $(READY): requirements/cpu.lock requirements/install.sh requirements/verify.py pyproject.toml
 	@requirements/install.sh $(PYTHON)
@@ -15,6 +21,15 @@ $(READY): requirements/cpu.lock requirements/install.sh requirements/verify.py p
 
 quickstart: $(READY)  ## trains a small mixture-of-experts policy with RL, on this machine's CPU (ARGS="run.seed=1" adds settings)
 	$(PY) -m skyrl_mega.launch --config configs/quickstart.yaml $(ARGS)
+
+runs/models/smollm2-135m: | $(READY)
+	$(PY) -m skyrl_mega.models.smollm2 --output $@
+
+runs/data/gsm8k/train.parquet: | $(READY)
+	$(PY) -m skyrl_mega.data gsm8k --output $(@D) --shots 2 $(if $(GSM8K),--source "$(GSM8K)")
+
+gsm8k-cpu: $(READY) runs/models/smollm2-135m runs/data/gsm8k/train.parquet  ## RL on GSM8K with SmolLM2-135M, on this machine's CPU (GSM8K=FOLDER has the data)
+	$(PY) -m skyrl_mega.launch --config configs/gsm8k_cpu.yaml $(ARGS)
 
 test: $(READY)  ## every test, at most 25 minutes on 2 cores (ARGS="tests/config" picks)
 	$(PY) -m pytest $(ARGS)
