@@ -146,6 +146,11 @@ def _algorithm(c: Config) -> None:
                 raise UserError(
                     f"reference.{name} is set: it needs algorithm.kl.coefficient above 0; set that, or null"
                 )
+    elif c.warmup.steps and c.reference.path is None:
+        raise UserError(
+            f"algorithm.kl.coefficient = {a.kl.coefficient}: the reference would be the model before its warm-up "
+            f"(warmup.steps = {c.warmup.steps}); give reference.path, a coefficient of 0, or warmup.steps=0"
+        )
     if c.reference.ranks is not None and c.reference.layout is None:
         raise UserError(
             f"reference.ranks = {c.reference.ranks}: it needs reference.layout; without one the policy's ranks are "

@@ -76,6 +76,10 @@ WRONG = [
     ("data.mini_batch_prompts=128", "data.mini_batch_prompts = 128: it does not divide data.prompts_per_step = 64"),
     ("data.samples_per_prompt=1", "data.samples_per_prompt = 1: algorithm.advantage=grpo compares the samples"),
     ("rollout.sampling.temperature=0", "rollout.sampling.temperature = 0: the 8 samples of a prompt would all be the"),
+    (
+        "algorithm.kl.coefficient=0.1 warmup.steps=5 warmup.files=[x]",
+        "the reference would be the model before its warm-up",
+    ),
     ("reference.path=x", "reference.path is set: it needs algorithm.kl.coefficient above 0"),
     ("reference.ranks=2 algorithm.kl.coefficient=0.1", "reference.ranks = 2: it needs reference.layout"),
     ("algorithm.overlong.buffer=2000", "algorithm.overlong.buffer = 2000: allowed is at most the 1024 tokens"),
