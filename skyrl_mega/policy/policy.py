@@ -36,7 +36,10 @@ class Policy:
     def logprobs(
         self, batch: Sequences, *, temperature: float, reference: bool = False
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Log-prob and entropy of every token given those before it: float32 [T] each, aligned with `batch.tokens`."""
+        """Log-prob and entropy of every token given those before it: float32 [T] each, aligned with `batch.tokens`.
+
+        0 outside the field `mask`, where the batch has one.
+        """
         rows, micros = self._deal(batch)
         answers = self._call("logprobs", per_rank=[(m, temperature, reference) for m in micros])
         logprobs = np.zeros(len(batch.tokens), np.float32)

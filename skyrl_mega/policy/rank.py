@@ -110,9 +110,9 @@ class PolicyRank:
     def logprobs(
         self, micros: Sequence[Sequences], *, temperature: float = 1.0, reference: bool = False
     ) -> list[tuple[np.ndarray, np.ndarray]] | None:
-        """Log-prob and entropy of every token given those before it, float32, aligned with `tokens` (a first token
-        has 0).
+        """Log-prob and entropy of every token given those before it, float32, aligned with `tokens`.
 
+        A first token has 0, and so have those outside the field `mask`, where there is one.
         One pair per micro-batch on the last pipeline stage; None on the others.
         """
         for chunk in self.chunks:
@@ -203,20 +203,29 @@ class PolicyRank:
         )
 
     def _head(self, model: Any, hidden: Tensor, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Hidden states [L/tp, 1, H] → log-probs and entropy [L]."""
-        gpt = bare(model)
-        weight = gpt.head()
+        """Hidden states [L/tp, 1, H] → log-probs and entropy [L], 0 for tokens that nobody asks for.
+
+        Prompts and observations are most of an agent's tokens, and the head is most of a small model's work.
+        """
+        weight = bare(model).head()
         if self.parallel.tensor > 1:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        return vocab_parallel_logprobs(
-            hidden[:, 0].to(weight.dtype),
+        wanted = micro.source >= 0
+        for name in ("mask", "weights"):
+            if name in micro.fields:
+                wanted = wanted & (micro.fields[name] != 0)
+        at = wanted.nonzero()[:, 0]
+        values = vocab_parallel_logprobs(
+            hidden[at, 0].to(weight.dtype),
             weight,
-            micro.targets,
+            micro.targets[at],
             vocab=self.vocab,
             temperature=temperature,
             chunk=self.policy.logit_chunk,
             group=mpu.get_tensor_model_parallel_group(),
         )
+        logprobs, entropy = (v.new_zeros(len(micro.targets)).index_copy(0, at, v) for v in values)
+        return logprobs, entropy
 
     def _reduce(self, outputs: list[dict[str, Tensor]]) -> dict[str, float]:
         """Sums (or maxima) over micro-batches and over data and context ranks; empty on all but the last stage."""
