@@ -30,6 +30,7 @@ def test_a_reference_in_its_own_layout_gives_the_same_kl(tmp_path: Path) -> None
         "algorithm.dynamic_sampling.enabled=false",
         f"environment.classes.addition={tmp_path}/mine.py:LongerIsBetter",
         "policy.optimizer.lr=3e-3",
+        "policy.optimizer.warmup_steps=0",
         "evaluation.every=0",
         "checkpoint.every=0",
     )
