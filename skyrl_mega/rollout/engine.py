@@ -20,6 +20,10 @@ COALESCE_S = 0.004
 """Completions that end within so many seconds travel in one message."""
 
 
+class EngineDied(RuntimeError):
+    """vLLM's own process is gone; only a new engine helps."""
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How all requests of one call are drawn."""
@@ -221,7 +225,7 @@ class Engine:
             done.put_nowait(TimeoutError(f"request {request.id}: no end within {timeout_s:g} s"))
             return
         except Exception as error:  # handed to the caller, who raises it
-            done.put_nowait(error)
+            done.put_nowait(EngineDied(f"vLLM's process died: {error}") if self.llm.errored else error)
             return
         assert output is not None
         result = output.outputs[0]
@@ -323,7 +327,7 @@ class Engine:
         while not (await asyncio.wait([task], timeout=LOOK_EVERY_S))[0]:
             if self.llm.errored:
                 task.cancel()
-                raise self.llm.dead_error
+                raise EngineDied("vLLM's process died while a call was under way")
         return task.result()
 
     # ---- life ------------------------------------------------------------------------------------------------------

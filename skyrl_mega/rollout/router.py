@@ -6,12 +6,13 @@ import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet
-from skyrl_mega.cluster.group import describe
-from skyrl_mega.rollout.engine import Completion, Request, Sampling
+from skyrl_mega.cluster.group import cause_of, describe
+from skyrl_mega.rollout.engine import Completion, EngineDied, Request, Sampling
 
 IN_FLIGHT = 4
 """An engine is given so many times the sequences that it runs at once: it is never idle, and the rest goes where room
@@ -81,7 +82,14 @@ class Router:
             if part:
                 task = asyncio.create_task(self._run(engine, part))
                 self.tasks.add(task)
-                task.add_done_callback(self.tasks.discard)
+                task.add_done_callback(partial(self._ended, part))
+
+    def _ended(self, part: dict[str, _Waiting], task: asyncio.Task[None]) -> None:
+        """Whatever ends a task is told to those who wait for it: an error of our own would else be a wait for ever."""
+        self.tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if error is not None:
+            self._fail(part, error)
 
     async def _run(self, engine: int, part: dict[str, _Waiting]) -> None:
         import ray
@@ -94,13 +102,18 @@ class Router:
             # Read to its end: an engine is through with a wave only when the wave's generator is.
             async for reference in _bounded(stream, silence):
                 for completion in await asyncio.wait_for(reference, silence):
-                    self.load[engine] -= 1
+                    if engine in self.load:  # another message to it may have found it dead meanwhile
+                        self.load[engine] -= 1
                     waiting = part.pop(completion.id)
                     if not waiting.answer.done():
                         waiting.answer.set_result(completion)
                 if self.queue:
                     self._schedule()
-        except ray.exceptions.RayTaskError as error:  # the engine is well: it refused a request
+        except ray.exceptions.RayTaskError as error:
+            if isinstance(cause_of(error), EngineDied):
+                self._leave(engine, part, describe(error))
+                return
+            # The engine is well: it refused a request.
             name = f"{self.fleet.group.name}-{engine}"
             self._fail(part, ActorFailed(name, engine, "generate_many", describe(error), max(0, len(part) - 1)))
         except ray.exceptions.RayError as error:
@@ -122,7 +135,7 @@ class Router:
         self.queue.extendleft(reversed(part.values()))
         self._schedule()
 
-    def _fail(self, part: dict[str, _Waiting], error: ActorFailed) -> None:
+    def _fail(self, part: dict[str, _Waiting], error: BaseException) -> None:
         for waiting in part.values():
             if not waiting.answer.done():
                 waiting.answer.set_exception(error)
