@@ -81,8 +81,10 @@ class ActorGroup:
         files = [None if logs is None else str(logs.absolute() / f"{name}-{r}.log") for r in range(len(arguments))]
 
         def start(rank: int) -> Any:
-            options = {"num_cpus": 0} if placement is None else placement.slots[rank].options()
-            runtime = {"env_vars": env} if env else None
+            slot = None if placement is None else placement.slots[rank]
+            options = {"num_cpus": 0} if slot is None else slot.options()
+            variables = (env or {}) | (slot.env if slot else {})
+            runtime = {"env_vars": variables} if variables else None
             seat = Seat(name, rank, files[rank])
             return remote.options(**options, runtime_env=runtime).remote(seat, (), arguments[rank])
 

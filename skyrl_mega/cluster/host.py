@@ -39,6 +39,10 @@ class Whereabouts:
     """Also the id of its process group."""
     address: str
     """IP address of its node."""
+    node: str
+    """Ray's id of its node."""
+    gpus: tuple[str, ...]
+    """GPUs that Ray has given it, as CUDA_VISIBLE_DEVICES names them."""
 
 
 def machine() -> str:
@@ -101,7 +105,9 @@ def hosted(cls: type) -> type:
                 raise self._seat_error
             import ray
 
-            return Whereabouts(machine(), os.getpid(), ray.util.get_node_ip_address())
+            context = ray.get_runtime_context()
+            gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
+            return Whereabouts(machine(), os.getpid(), ray.util.get_node_ip_address(), context.get_node_id(), gpus)
 
         def free_port(self) -> int:
             """A TCP port that nobody listens on at this moment, on the actor's node."""

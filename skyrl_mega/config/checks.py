@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from skyrl_mega.config.derived import engine_data, length_limit, policy_ranks, reference_ranks, response_limit
+from skyrl_mega.config.derived import (
+    engine_data,
+    gpus_needed,
+    length_limit,
+    policy_ranks,
+    reference_ranks,
+    response_limit,
+)
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.schema import Config, OptimizerConfig
@@ -216,8 +223,6 @@ def check_topology(c: Config) -> None:
 def _cluster(c: Config) -> None:
     check_topology(c)
     only_planned = "not yet available in a run; python -m skyrl_mega.weights plan knows it"
-    if c.cluster.shared and c.cluster.device != "cpu":
-        raise UserError(f"cluster.shared = true: on GPUs {only_planned}; give false, or cluster.device=cpu")
     if (data := engine_data(c.rollout)) > 1:
         raise UserError(f"rollout.options.data_parallel_size = {data}: {only_planned}; give 1")
     if c.cluster.device == "cpu" and c.rollout.options.get("enable_expert_parallel"):
@@ -227,17 +232,38 @@ def _cluster(c: Config) -> None:
 
 
 def check_gpus(c: Config) -> None:
-    """Policy, reference and engines each have GPUs of their own, and an engine lies within a node."""
+    """Policy, reference and engines each have GPUs of their own, or engines have those of policy ranks; an engine lies
+    within a node."""
     node, total = c.cluster.gpus_per_node, c.cluster.nodes * c.cluster.gpus_per_node
     if c.rollout.tensor > node:
         raise UserError(f"rollout.tensor = {c.rollout.tensor}: allowed is at most cluster.gpus_per_node = {node}")
     policy, reference = policy_ranks(c), reference_ranks(c)
     engines = c.rollout.engines * c.rollout.tensor
-    if policy + reference + engines > total:
-        parts = f"policy {policy}" + (f" + reference {reference}" if reference else "") + f" + engines {engines}"
+    if c.cluster.shared:
+        _check_shared(c, engines, policy)
+        engines = 0
+    if gpus_needed(c) > total:
+        parts = f"policy {policy}" + (f" + reference {reference}" if reference else "")
+        parts += f" + engines {engines}" if engines else ""
         room = total - reference - engines
         mend = f"policy.ranks={room}" if room > 0 else "fewer rollout.engines"
         raise UserError(
             f"policy.ranks = {c.policy.ranks or 'null'}: {parts} GPUs are more than cluster.nodes · "
             f"gpus_per_node = {total}; allowed is a sum of at most {total}: {mend}, or more nodes"
+        )
+
+
+def _check_shared(c: Config, engines: int, policy: int) -> None:
+    """Engine worker w has the GPU of policy rank w."""
+    if engines > policy:
+        raise UserError(
+            f"rollout.engines = {c.rollout.engines}: with cluster.shared the workers of all engines have GPUs of "
+            f"policy ranks, and rollout.engines · rollout.tensor = {engines} are more than policy.ranks = {policy}; "
+            f"allowed is at most {policy // c.rollout.tensor}, or cluster.shared=false"
+        )
+    if c.cluster.gpus_per_node % c.rollout.tensor:
+        raise UserError(
+            f"rollout.tensor = {c.rollout.tensor}: with cluster.shared an engine has the GPUs of consecutive policy "
+            f"ranks, and some would lie in two nodes; allowed are divisors of cluster.gpus_per_node = "
+            f"{c.cluster.gpus_per_node}"
         )

@@ -15,6 +15,12 @@ def reference_ranks(config: Config) -> int:
     return (config.reference.ranks or policy_ranks(config)) if config.reference.layout else 0
 
 
+def gpus_needed(config: Config) -> int:
+    """GPUs of policy, reference and engines; shared ones count once."""
+    apart = 0 if config.cluster.shared else config.rollout.engines * config.rollout.tensor
+    return policy_ranks(config) + reference_ranks(config) + apart
+
+
 def expert_parallel(rollout: RolloutConfig) -> bool:
     """Whether engines deal whole experts to their workers."""
     return bool(rollout.options.get("enable_expert_parallel"))

@@ -67,7 +67,8 @@ class ClusterConfig:
     gpus_per_node: int = at_least(1, 8)
     """GPUs of one node (ignored on CPU)."""
     shared: bool = False
-    """Policy and engines share the GPUs instead of having some each."""
+    """Policy and engines share the GPUs instead of having some each. Both stay in memory all the time: what
+    `rollout.memory_fraction` leaves is the policy's."""
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     """Links between GPUs and nodes."""
     start_timeout_s: float = at_least(1, 600.0)

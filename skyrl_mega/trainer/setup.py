@@ -17,8 +17,8 @@ from typing import Any
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.local import session
-from skyrl_mega.cluster.placement import reserve
-from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks, response_limit
+from skyrl_mega.cluster.placement import Placement, beside, reserve
+from skyrl_mega.config.derived import gpus_needed, length_limit, policy_ranks, reference_ranks, response_limit
 from skyrl_mega.config.schema import Config, LayoutConfig
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.data.rows import load_demonstrations, load_prompts
@@ -52,18 +52,13 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
     chat = Chat(str(model))
     train, evaluation = prompts_of(config, chat, console)
     device = config.cluster.device
-    ranks = policy_ranks(config)
     with ExitStack() as stack:
         config = replace(config, environment=stack.enter_context(service_of(config.environment, logs, console.say)))
         with console.phase("start ray"):
-            actors = ranks + config.rollout.engines * config.rollout.tensor
-            stack.enter_context(session(actors=actors, gpus=actors if device == "cuda" else 0))
-        with console.phase("start engines and policy"), ThreadPoolExecutor(1) as background:
-            booting = background.submit(start_engines, config, model, device, folder, stack, console.say)
-            policy = start_policy(config, hf, "policy", config.policy.layout, ranks, device, folder, stack)
-            policy.load(model)
-            reference = start_reference(config, hf, policy, model, device, folder, stack)
-            fleet = booting.result()
+            actors = policy_ranks(config) + config.rollout.engines * config.rollout.tensor
+            stack.enter_context(session(actors=actors, gpus=gpus_needed(config) if device == "cuda" else 0))
+        with console.phase("start engines and policy"):
+            policy, reference, fleet = start_actors(config, hf, model, device, folder, stack, console.say)
 
         generator = Generator(fleet, chat, config.rollout, config.environment)
         stream = PromptStream(
@@ -124,7 +119,38 @@ def prompts_of(config: Config, chat: Chat, console: Console) -> tuple[list[Promp
     return kept[0], kept[1]
 
 
-def start_policy(
+def start_actors(
+    config: Config,
+    hf: dict[str, Any],
+    model: Path,
+    device: str,
+    folder: Path,
+    stack: ExitStack,
+    say: Callable[[str], None],
+) -> tuple[Policy, Callable[..., Any] | None, Fleet]:
+    """Policy and reference with their weights, and engines, side by side.
+
+    On GPUs that they share the engines come up first: vLLM measures what is free of the memory, and nobody else may
+    be taking some of it meanwhile.
+    """
+    ranks = policy_ranks(config)
+    spawn = partial(spawn_policy, config, hf, "policy", config.policy.layout, ranks, device, folder, stack)
+    boot = partial(start_engines, config, model, device, folder, stack, say)
+    with ThreadPoolExecutor(1) as background:
+        if config.cluster.shared and device == "cuda":
+            group = spawn()
+            booting = background.submit(boot, beside(group.where, config.rollout.engines, gpus=config.rollout.tensor))
+            booting.result()
+        else:
+            booting = background.submit(boot)
+            group = spawn()
+        policy = build_policy(config, group, "policy", config.policy.layout)
+        policy.load(model)
+        reference = start_reference(config, hf, policy, model, device, folder, stack)
+        return policy, reference, booting.result()
+
+
+def spawn_policy(
     config: Config,
     hf: dict[str, Any],
     name: str,
@@ -134,11 +160,10 @@ def start_policy(
     folder: Path,
     stack: ExitStack,
     trainable: bool = True,
-) -> Policy:
-    """Policy actors, joined and built, without weights."""
-    key = "policy.layout" if trainable else "reference.layout"
-    parallel = Parallel.from_config(layout, ranks, key=key)
-    architecture(hf).check_layout(hf, parallel, key)
+) -> ActorGroup:
+    """Policy actors, each alone and without a model."""
+    parallel = layout_of(name, layout, ranks)
+    architecture(hf).check_layout(hf, parallel, f"{name}.layout")
     shared = dict(
         parallel=parallel,
         hf=hf,
@@ -160,10 +185,21 @@ def start_policy(
         logs=folder / "logs",
     )
     stack.callback(group.shutdown)
+    return group
+
+
+def layout_of(name: str, layout: LayoutConfig, ranks: int) -> Parallel:
+    """The layout of the policy or of the reference."""
+    return Parallel.from_config(layout, ranks, key=f"{name}.layout")
+
+
+def build_policy(config: Config, group: ActorGroup, name: str, layout: LayoutConfig) -> Policy:
+    """Joins policy actors and builds the model in them, without weights."""
+    timeout = config.cluster.start_timeout_s
     host = group.where[0].address
     port = group.call_one(0, "open_store", host, timeout, timeout=timeout)
     group.call_all("join", host, port, config.cluster.call_timeout_s, timeout=timeout)
-    return Policy(group, parallel, config.policy, config.cluster.call_timeout_s)
+    return Policy(group, layout_of(name, layout, len(group)), config.policy, config.cluster.call_timeout_s)
 
 
 def start_reference(
@@ -179,18 +215,25 @@ def start_reference(
     if config.reference.layout is None:
         policy.keep_reference(path)
         return partial(policy.logprobs, reference=True)
-    ranks = reference_ranks(config)
-    reference = start_policy(
-        config, hf, "reference", config.reference.layout, ranks, device, folder, stack, trainable=False
+    layout = config.reference.layout
+    group = spawn_policy(
+        config, hf, "reference", layout, reference_ranks(config), device, folder, stack, trainable=False
     )
+    reference = build_policy(config, group, "reference", layout)
     reference.load(path)
     return reference.logprobs
 
 
 def start_engines(
-    config: Config, model: Path, device: str, folder: Path, stack: ExitStack, say: Callable[[str], None]
+    config: Config,
+    model: Path,
+    device: str,
+    folder: Path,
+    stack: ExitStack,
+    say: Callable[[str], None],
+    placement: Placement | None = None,
 ) -> Fleet:
-    """vLLM engines with dummy weights: the first sync brings the policy's."""
+    """vLLM engines with dummy weights: the first sync brings the policy's. Without a placement they reserve GPUs."""
     spec = EngineSpec(
         path=str(model),
         dtype=config.model.dtype,
@@ -200,12 +243,14 @@ def start_engines(
         seed=config.run.seed,
     )
     timeout = config.cluster.start_timeout_s
+    if placement is None and device == "cuda":
+        placement = reserve(config.rollout.engines, gpus=config.rollout.tensor)
     group = ActorGroup.spawn(
         "engine",
         Engine,
         [{"spec": spec}] * config.rollout.engines,
         timeout=timeout,
-        placement=reserve(config.rollout.engines, gpus=config.rollout.tensor) if device == "cuda" else None,
+        placement=placement,
         env=environment(spec),
         logs=folder / "logs",
     )

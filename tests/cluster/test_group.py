@@ -19,7 +19,7 @@ from skyrl_mega.cluster import guard
 from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, ClusterError
 from skyrl_mega.cluster.group import ActorGroup, gather
 from skyrl_mega.cluster.local import session
-from skyrl_mega.cluster.placement import reserve
+from skyrl_mega.cluster.placement import beside, reserve
 from skyrl_mega.config.errors import UserError
 
 
@@ -69,7 +69,7 @@ class Quick:
 
 @pytest.fixture(scope="module")
 def ray() -> Iterator[None]:
-    with session(actors=8):
+    with session(actors=8, gpus=4):  # Ray deals out numbers; no device need be there
         yield
 
 
@@ -185,6 +185,28 @@ DRIVER = """
         print(*group.call_one(0, "children", timeout=10), flush=True)
         time.sleep(300)
 """
+
+
+def test_actors_beside_others_see_their_gpus(ray: None) -> None:
+    owners = spawn(4, placement=reserve(4, gpus=1, per_node=4, timeout_s=10))
+    try:
+        gpus = owners.call_all("variable", "CUDA_VISIBLE_DEVICES", timeout=10)
+        assert sorted(gpus) == ["0", "1", "2", "3"]
+        guests = spawn(2, placement=beside(owners.where, 2, gpus=2), env={"OMP_NUM_THREADS": "3"})
+        try:
+            shared = guests.call_all("variable", "CUDA_VISIBLE_DEVICES", timeout=10)
+            assert shared == [",".join(gpus[:2]), ",".join(gpus[2:])]
+            assert guests.call_all("variable", "OMP_NUM_THREADS", timeout=10) == ["3", "3"]
+            guests.replace(1, 60)
+            assert guests.call_one(1, "variable", "CUDA_VISIBLE_DEVICES", timeout=10) == shared[1]
+            with pytest.raises(
+                ClusterError, match=r"ranks 0 to 1 were given 0 GPUs in 1 nodes; .* needs 2 in one node"
+            ):
+                beside(guests.where, 1, gpus=2)
+        finally:
+            guests.shutdown()
+    finally:
+        owners.shutdown()
 
 
 def test_nothing_outlives_a_killed_driver() -> None:

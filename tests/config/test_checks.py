@@ -52,7 +52,16 @@ WRONG = [
         "cluster.topology.nics_per_node=9",
         "cluster.topology.nics_per_node = 9: allowed is at most cluster.gpus_per_node",
     ),
-    ("cluster.device=cuda cluster.shared=true", "cluster.shared = true: on GPUs not yet available in a run"),
+    (
+        "cluster.device=cuda cluster.shared=true policy.ranks=8 rollout.engines=9",
+        "rollout.engines = 9: with cluster.shared the workers of all engines have GPUs of policy ranks, and "
+        "rollout.engines · rollout.tensor = 9 are more than policy.ranks = 8; allowed is at most 8",
+    ),
+    (
+        "cluster.device=cuda cluster.shared=true cluster.gpus_per_node=4 cluster.nodes=3 rollout.tensor=3",
+        "rollout.tensor = 3: with cluster.shared an engine has the GPUs of consecutive policy ranks, and some would "
+        "lie in two nodes; allowed are divisors of cluster.gpus_per_node = 4",
+    ),
     ("rollout.options.data_parallel_size=2", "rollout.options.data_parallel_size = 2: not yet available in a run"),
     ("rollout.options.data_parallel_size=x", "rollout.options.data_parallel_size = x: allowed is a whole number"),
     ("policy.layout.tensor=0", "policy.layout.tensor = 0: allowed is a whole number of at least 1"),
