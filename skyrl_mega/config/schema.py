@@ -40,6 +40,9 @@ class RunConfig:
     """RL steps at most; None goes on until `epochs` are done."""
     epochs: int = at_least(1, 1)
     """Passes over the training prompts."""
+    restarts: int = at_least(0, 3)
+    """Times that a run in which a policy rank or a node failed starts again, from its newest checkpoint and in the same
+    allocation. One that failed before its first step ends at once."""
 
 
 @dataclass

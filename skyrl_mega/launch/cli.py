@@ -94,9 +94,11 @@ def _run(args: argparse.Namespace) -> int:
 
         try:
             trainer.run(config, folder, console)
-        except (ActorFailed, ClusterError) as error:
+        except (ActorFailed, ClusterError, OSError) as error:
+            if isinstance(error, OSError):  # a disk that is full or gone: where, only the traceback tells
+                _keep_traceback(folder)
             console.say(f"fault: {error}")
-            console.say(f"  logs  {folder / 'logs'}")
+            console.say(f"  logs  {folder / 'logs'}; the same command goes on from the newest checkpoint")
             return FAULT
         except Exception:
             _keep_traceback(folder)

@@ -9,21 +9,47 @@ from skyrl_mega.config.schema import Config
 
 if TYPE_CHECKING:
     from skyrl_mega.telemetry.console import Console
+    from skyrl_mega.trainer.run import Run
 
 
 def run(config: Config, folder: Path, console: Console) -> None:
     """Trains as `config` says and leaves everything in `folder`. The inputs have been checked.
 
+    What its engines survive it goes on through. After any other fault it is taken down and starts again from its
+    newest checkpoint, `run.restarts` times at most, and only after an attempt that has completed a step.
+
     Raises:
         UserError: What only shows once the data and the model are read.
-        ActorFailed: An actor died, raised or did not answer; names the first cause.
+        ActorFailed, ClusterError: An actor died, raised or did not answer; names the first cause.
     """
-    from skyrl_mega.trainer.loop import train
+    from skyrl_mega.cluster.errors import ActorFailed, ClusterError
     from skyrl_mega.trainer.setup import open_run
 
-    with open_run(config, folder, console) as opened:
-        train(opened)
-        if config.checkpoint.export:
-            with console.phase("export"):
-                opened.policy.export(folder / "model", Path(config.model.path).absolute())
-        console.summary(folder, opened.first_evaluation, opened.last_evaluation)
+    left = config.run.restarts
+    while True:
+        done = 0
+        try:
+            with open_run(config, folder, console) as opened:
+                before = opened.step
+                try:
+                    finish(opened)
+                finally:
+                    done = opened.step - before
+            return
+        except (ActorFailed, ClusterError) as error:
+            if not left or not done:
+                raise
+            left -= 1
+            console.say(f"fault: {error}")
+            console.say(f"the run starts again from its newest checkpoint ({left} restarts are left)")
+
+
+def finish(run: Run) -> None:
+    """All steps that are left, and what comes after them."""
+    from skyrl_mega.trainer.loop import train
+
+    train(run)
+    if run.config.checkpoint.export:
+        with run.console.phase("export"):
+            run.policy.export(run.folder / "model", Path(run.config.model.path).absolute())
+    run.console.summary(run.folder, run.first_evaluation, run.last_evaluation)

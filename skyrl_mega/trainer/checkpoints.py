@@ -8,42 +8,105 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.config.errors import UserError
+
 _STATE = "state.json"
+_FILES = "files"
+"""Key in the state: every other file's size in bytes, by its path within the checkpoint."""
+
+
+class NoRoom(OSError):
+    """The disk has no room for a checkpoint; nothing was written."""
 
 
 class Checkpoints:
     """The folder `checkpoints/` of a run: `step_000010/{policy/, state.json}`.
 
-    A checkpoint is written under a temporary name and renamed when it is complete, so a folder called `step_…` is
-    whole.
+    A checkpoint is written under a temporary name and renamed when it is complete, and tells how long its files are.
+
+    Args:
+        folder: Where they lie.
+        keep: So many newest ones stay.
+        say: Tells a person what is wrong with one.
     """
 
-    def __init__(self, folder: Path, keep: int) -> None:
-        self.folder, self.keep = folder, keep
+    def __init__(self, folder: Path, keep: int, say: Callable[[str], None] = print) -> None:
+        self.folder, self.keep, self.say = folder, keep, say
 
     def newest(self) -> Path | None:
-        """The newest whole checkpoint."""
-        whole = [p.parent for p in self.folder.glob(f"step_*/{_STATE}") if not p.parent.name.endswith(".partial")]
-        return max(whole, default=None)
+        """The newest whole checkpoint; says which newer ones are damaged, and how.
+
+        Raises:
+            UserError: There are some, and none is whole.
+        """
+        damaged = []
+        for checkpoint in reversed(self._all()):
+            damage = _damage(checkpoint)
+            if damage is None:
+                return checkpoint
+            self.say(f"{checkpoint} is left out: {damage}")
+            damaged.append(damage)
+        if damaged:
+            raise UserError(
+                f"{self.folder}: none of its {len(damaged)} checkpoints is whole ({damaged[0]}); bring the files back, "
+                "or remove the folder to begin anew"
+            )
+        return None
 
     def state(self, checkpoint: Path) -> dict[str, Any]:
         """The driver's state in a checkpoint."""
         state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text())
+        del state[_FILES]
         return state
 
     def save(self, step: int, state: dict[str, Any], save_policy: Callable[[Path], None]) -> Path:
-        """Writes a checkpoint, then removes those beyond `keep` and what an interrupted save left."""
+        """Writes a checkpoint, then removes those beyond `keep` and what an interrupted save left.
+
+        Raises:
+            NoRoom: The disk has less room than the last checkpoint takes.
+        """
         final = self.folder / f"step_{step:06d}"
         partial = final.with_name(final.name + ".partial")
         for old in self.folder.glob("step_*.partial"):
             shutil.rmtree(old)
         (partial / "policy").mkdir(parents=True)
+        self._check_room()
         save_policy(partial / "policy")
-        (partial / _STATE).write_text(json.dumps(state))
+        (partial / _STATE).write_text(json.dumps({**state, _FILES: _sizes(partial)}))
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)
-        whole = sorted(p.parent for p in self.folder.glob(f"step_*/{_STATE}"))
-        for old in whole[: -self.keep]:
+        for old in self._all()[: -self.keep]:
             shutil.rmtree(old)
         return final
+
+    def _all(self) -> list[Path]:
+        """Checkpoints that were completed once, oldest first."""
+        return sorted(p for p in self.folder.glob("step_*") if p.suffix != ".partial")
+
+    def _check_room(self) -> None:
+        last = self._all()[-1:]
+        needed = sum(size for checkpoint in last for size in _sizes(checkpoint).values())
+        free = shutil.disk_usage(self.folder).free
+        if free < needed:
+            raise NoRoom(f"it takes about {needed / 1e9:.3g} GB, and {self.folder} has {free / 1e9:.3g} GB free")
+
+
+def _sizes(checkpoint: Path) -> dict[str, int]:
+    files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != _STATE)
+    return {str(p.relative_to(checkpoint)): p.stat().st_size for p in files}
+
+
+def _damage(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint; None where nothing is."""
+    try:
+        told = json.loads((checkpoint / _STATE).read_text())[_FILES]
+    except (OSError, ValueError, KeyError) as error:
+        return f"its {_STATE} cannot be read ({type(error).__name__})"
+    there = _sizes(checkpoint)
+    for name, size in told.items():
+        if name not in there:
+            return f"{name} is missing"
+        if there[name] != size:
+            return f"{name} has {there[name]:,} bytes of {size:,}"
+    return None

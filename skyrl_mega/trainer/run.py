@@ -18,7 +18,7 @@ from skyrl_mega.rollout import store
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.telemetry.console import Console, Phase
 from skyrl_mega.telemetry.metrics import MetricsWriter
-from skyrl_mega.trainer.checkpoints import Checkpoints
+from skyrl_mega.trainer.checkpoints import Checkpoints, NoRoom
 from skyrl_mega.trainer.evaluation import Evaluator
 from skyrl_mega.trainer.sampler import Sampler
 from skyrl_mega.weights.sync import WeightSync
@@ -72,6 +72,8 @@ class Run:
     last_evaluation: dict[str, float] = field(default_factory=dict)
     saving: dict[str, float] = field(default_factory=dict)
     """`time/checkpoint` of the last one, for the next step's row."""
+    save_owed: bool = False
+    """A checkpoint was due and there was no room for it."""
 
     @property
     def temperature(self) -> float:
@@ -136,10 +138,24 @@ class Run:
             self.console.step(0, step.metrics)
 
     def save_if_due(self) -> None:
-        """Writes a checkpoint after the step's row is on disk: a kill in between repeats the step, and its row."""
-        if self.due(self.config.checkpoint.every, self.step):
+        """Writes a checkpoint after the step's row is on disk: a kill in between repeats the step, and its row.
+
+        One for which there is no room is said to be so and tried again after the next step.
+
+        Raises:
+            NoRoom: It was the last step's.
+        """
+        if self.save_owed or self.due(self.config.checkpoint.every, self.step):
             start = time.perf_counter()
-            self.save()
+            try:
+                self.save()
+            except NoRoom as error:
+                if self.finished:
+                    raise
+                self.save_owed = True
+                self.console.say(f"no checkpoint of step {self.step}: {error}; tried again after the next step")
+                return
+            self.save_owed = False
             self.saving = {"time/checkpoint": time.perf_counter() - start}
 
     def save(self) -> None:

@@ -79,7 +79,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             sampler=Sampler(config, train, stream, generator),
             evaluator=Evaluator(config, evaluation, generator),
             stream=stream,
-            checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
+            checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, console.say),
             response_limit=response_limit(config.rollout),
         )
         if not run.restore() and config.warmup.steps:
