@@ -52,6 +52,13 @@ def finish(folder: Path, *settings: str) -> str:
     return out
 
 
+def actors(folder: Path, kind: str) -> list[int]:
+    """Processes of actors of a class, of runs below `folder`; their children, which have their names, are not."""
+    name = f"ray::{kind}".encode()
+    found = [pid for pid in left_over(folder) if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(name)]
+    return [pid for pid in found if os.getpgid(pid) == pid]
+
+
 def left_over(folder: Path) -> list[int]:
     """Processes of runs below `folder` that are still there."""
     mark = f"SKYRL_MEGA_TEST={folder}".encode()

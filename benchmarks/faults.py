@@ -1,0 +1,299 @@
+"""Every fault that a run must survive, done to a real run at a small size; prints what came of each as a table.
+
+    .venv/bin/python -m benchmarks.faults [--only policy …]
+
+A run of six steps is disturbed in its fourth. Told of each fault: what the run said, how it ended, the seconds that it
+cost against the undisturbed run, and whether the final weights are the undisturbed run's to the last bit. Exits with 1
+where a run did not end as it must, weights differ, or a process is left. Takes about ten minutes on 2 cores; the faults
+of a disk need root, for file systems of their own. Writes benchmarks/results/faults.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from safetensors.torch import load_file
+
+from skyrl_mega.telemetry.metrics import read
+from tests.trainer import quickstart
+
+ROOT = Path(__file__).parents[1]
+SETTINGS = (
+    *(
+        "run.name=run",
+        "run.steps=6",
+        "run.epochs=10",
+        "checkpoint.every=2",
+        "checkpoint.export=true",
+        "evaluation.every=0",
+    ),
+    *("evaluation.before=false", "telemetry.tensorboard=false", "telemetry.trajectories_every=0"),
+    *("cluster.call_timeout_s=20", "rollout.request_timeout_s=10", "weights.timeout_s=10"),
+)
+LIMIT_S = 240.0
+"""A run takes longer than this only where it hangs."""
+TOLD = ("fault:", "out of service", "starts again", "resuming", "no checkpoint", "left out", "stopped by", "error:")
+"""What of a run's output is told."""
+
+
+@dataclass
+class Trial:
+    """One run that something happens to, in a folder of its own."""
+
+    folder: Path
+    runs: Path
+    """`run.directory`."""
+    out: str = ""
+    codes: list[int] = field(default_factory=list)
+    process: subprocess.Popen[str] | None = None
+
+    def start(self, *settings: str) -> None:
+        """Starts the run, or goes on with it."""
+        self.process = quickstart.start(self.folder, *SETTINGS, f"run.directory={self.runs}", *settings)
+
+    def row(self, step: int) -> None:
+        """Waits until a step is done."""
+        assert self.process is not None
+        file, deadline = self.runs / "run" / "metrics.jsonl", time.monotonic() + LIMIT_S
+        while not (file.exists() and any(row["step"] == step for row in read(file))):
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                self.end()
+                raise RuntimeError(f"the run ended before step {step}, with {self.codes[-1]}:\n{self.out}")
+            time.sleep(0.02)
+
+    def signal(self, actor: str, number: int) -> None:
+        """Sends a signal to all processes of an actor class, or to the `driver`."""
+        assert self.process is not None
+        if actor == "driver":
+            self.process.send_signal(number)
+            return
+        found = quickstart.actors(self.folder, actor)
+        assert found, f"no process of {actor}"
+        os.kill(found[-1], number)
+
+    def end(self) -> None:
+        """Waits for the end, and that nothing is left."""
+        assert self.process is not None
+        try:
+            self.out += self.process.communicate(timeout=LIMIT_S)[0]
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.out += self.process.communicate()[0] + f"\nno end within {LIMIT_S:g} s"
+        self.codes.append(self.process.returncode)
+        deadline = time.monotonic() + 30
+        while quickstart.left_over(self.folder):
+            if time.monotonic() > deadline:
+                raise RuntimeError(f"processes are left: {quickstart.left_over(self.folder)}")
+            time.sleep(0.1)
+
+    def said(self) -> str:
+        """What a person needs of the output."""
+        lines = [line.strip() for line in self.out.splitlines() if any(mark in line for mark in TOLD)]
+        return "\n".join(line if len(line) <= 150 else line[:149] + "…" for line in lines)
+
+
+def undisturbed(t: Trial) -> None:
+    """Nothing happens."""
+    t.start()
+    t.end()
+
+
+def to(actor: str, number: int, after_s: float) -> Callable[[Trial], None]:
+    """A signal in the fourth step."""
+
+    def happen(t: Trial) -> None:
+        t.start()
+        t.row(3)
+        time.sleep(after_s)
+        t.signal(actor, number)
+        t.end()
+
+    return happen
+
+
+def driver_killed(t: Trial) -> None:
+    """And the same command again."""
+    to("driver", signal.SIGKILL, 0.3)(t)
+    t.start()
+    t.end()
+
+
+def driver_terminated(t: Trial) -> None:
+    """And the same command again."""
+    to("driver", signal.SIGTERM, 0.3)(t)
+    t.start()
+    t.end()
+
+
+def driver_stopped(t: Trial) -> None:
+    """For ten seconds."""
+    t.start()
+    t.row(3)
+    t.signal("driver", signal.SIGSTOP)
+    time.sleep(10)
+    t.signal("driver", signal.SIGCONT)
+    t.end()
+
+
+def truncated(t: Trial) -> None:
+    """The newest checkpoint has lost the end of a file when the run goes on."""
+    t.start()
+    t.row(5)
+    t.signal("driver", signal.SIGKILL)
+    t.end()
+    victim = max((t.runs / "run" / "checkpoints" / "step_000004" / "policy").glob("*.distcp"))
+    os.truncate(victim, victim.stat().st_size // 2)
+    t.start()
+    t.end()
+
+
+def full_disk(t: Trial) -> None:
+    """No room when a checkpoint is due; some again a step later."""
+    with_room = t.runs / "ballast"
+    t.start()
+    t.row(3)
+    free = shutil.disk_usage(t.runs).free
+    os.posix_fallocate(os.open(with_room, os.O_CREAT | os.O_WRONLY), 0, free - 200_000)
+    t.row(5)
+    with_room.unlink()
+    t.end()
+
+
+def full_at_first(t: Trial) -> None:
+    """No room for the first checkpoint; the same command again when there is."""
+    ballast = t.runs / "ballast"
+    free = shutil.disk_usage(t.runs).free
+    os.posix_fallocate(os.open(ballast, os.O_CREAT | os.O_WRONLY), 0, free - 200_000)
+    t.start()
+    t.end()
+    ballast.unlink()
+    t.start()
+    t.end()
+
+
+def unreachable(t: Trial) -> None:
+    """The run's folder cannot be written to any more; the same command again when it can."""
+    t.start()
+    t.row(3)
+    subprocess.run(["mount", "-o", "remount,ro", str(t.runs)], check=True)
+    t.end()
+    subprocess.run(["mount", "-o", "remount,rw", str(t.runs)], check=True)
+    t.start()
+    t.end()
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Something that happens to a run, and how it must end."""
+
+    name: str
+    happen: Callable[[Trial], None]
+    codes: tuple[int, ...] = (0,)
+    """Exit codes of its commands, one after the other."""
+    same: bool = True
+    """Sampling is not changed, so the final weights are the undisturbed run's."""
+    disk: bool = False
+    """Needs a file system of its own."""
+
+
+FAULTS = [
+    Fault("engine SIGKILL", to("Engine", signal.SIGKILL, 0.1)),
+    Fault("engine SIGSTOP", to("Engine", signal.SIGSTOP, 0.1)),
+    Fault("policy SIGKILL", to("PolicyActor", signal.SIGKILL, 0.4)),
+    Fault("policy SIGSTOP", to("PolicyActor", signal.SIGSTOP, 0.4)),
+    Fault("driver SIGKILL", driver_killed, (-signal.SIGKILL, 0)),
+    Fault("driver SIGTERM", driver_terminated, (75, 0)),
+    Fault("driver SIGSTOP 10 s", driver_stopped),
+    Fault("checkpoint truncated", truncated, (-signal.SIGKILL, 0)),
+    Fault("disk full", full_disk, disk=True),
+    Fault("disk full at first", full_at_first, (1, 0), disk=True),
+    Fault("shared path gone", unreachable, (1, 0), disk=True),
+]
+
+
+def weights(runs: Path) -> dict[str, torch.Tensor]:
+    """A finished run's."""
+    return load_file(runs / "run" / "model" / "model.safetensors")
+
+
+def attempt(fault: Fault, folder: Path) -> tuple[Trial, float]:
+    """Does it; returns the trial and its seconds."""
+    trial = Trial(folder, folder / "runs")
+    trial.runs.mkdir(parents=True)
+    if fault.disk:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "skyrl", str(trial.runs)], check=True)
+    start = time.monotonic()
+    fault.happen(trial)
+    return trial, time.monotonic() - start
+
+
+def main() -> int:
+    """Runs all faults, prints the table, and says whether all is as it must be."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], metavar="WORD", help="faults whose name begins so")
+    args = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    picked = [f for f in FAULTS if not args.only or f.name.startswith(tuple(args.only))]
+    if os.geteuid():
+        console.print("not root: the faults of a disk are left out")
+        picked = [f for f in picked if not f.disk]
+    results: list[dict[str, object]] = []
+    with tempfile.TemporaryDirectory(prefix="faults-") as place:
+        whole, usual = attempt(Fault("undisturbed", undisturbed), Path(place) / "undisturbed")
+        if whole.codes != [0]:
+            console.print(whole.out)
+            return 1
+        expected = weights(whole.runs)
+        console.print(f"undisturbed: {usual:.0f} s")
+        for fault in picked:
+            folder = Path(place) / fault.name.replace(" ", "-")
+            try:
+                trial, seconds = attempt(fault, folder)
+                found = weights(trial.runs) if trial.codes == list(fault.codes) else {}
+                same = found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
+            finally:
+                if fault.disk:
+                    subprocess.run(["umount", str(folder / "runs")], check=False)
+            good = trial.codes == list(fault.codes) and bool(found) and (same or not fault.same)
+            results.append(
+                {"fault": fault.name, "codes": trial.codes, "lost_s": round(seconds - usual, 1), "same": same}
+                | {"good": good, "said": trial.said().splitlines()}
+            )
+            console.print(f"{fault.name}: exit {trial.codes}, {seconds - usual:+.0f} s, {'good' if good else 'BAD'}")
+            if not good:
+                console.print(trial.out, markup=False)
+    console.print(table(results))
+    if not args.only:
+        file = ROOT / "benchmarks" / "results" / "faults.json"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(json.dumps({"undisturbed_s": round(usual, 1), "faults": results}, indent=1) + "\n")
+    return 0 if all(r["good"] for r in results) else 1
+
+
+def table(results: list[dict[str, object]]) -> Table:
+    """One row a fault."""
+    made = Table("fault", "exit", "lost s", "weights", "what the run said", show_lines=True)
+    for r in results:
+        codes, said = r["codes"], r["said"]
+        assert isinstance(codes, list) and isinstance(said, list)
+        shown = ("same" if r["same"] else "differ") + ("" if r["good"] else " !")
+        made.add_row(str(r["fault"]), ", ".join(map(str, codes)), str(r["lost_s"]), shown, "\n".join(said))
+    return made
+
+
+if __name__ == "__main__":
+    sys.exit(main())
