@@ -11,9 +11,27 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+STEPS = pa.list_(
+    pa.struct(
+        [
+            ("kind", pa.string()),
+            ("start", pa.int32()),
+            ("end", pa.int32()),
+            ("at_s", pa.float64()),
+            ("generate_s", pa.float64()),
+            ("env_s", pa.float64()),
+            ("messages", pa.int32()),
+            ("reward", pa.float64()),
+            ("finish", pa.string()),
+            ("tool_calls", pa.list_(pa.string())),
+        ]
+    )
+)
+"""`trajectory.Step`, field by field; a tool call is JSON."""
 
 SCHEMA = pa.schema(
     [
@@ -28,6 +46,7 @@ SCHEMA = pa.schema(
         ("env_class", pa.string()),
         ("metadata", pa.string()),
         ("messages", MESSAGES),
+        ("steps", STEPS),
         ("versions", pa.list_(pa.struct([("version", pa.int64()), ("start", pa.int32())]))),
         ("prompt_length", pa.int32()),
         ("tokens", pa.list_(pa.int32())),
@@ -72,6 +91,7 @@ def _row(t: Trajectory) -> dict[str, Any]:
         "env_class": t.prompt.env_class,
         "metadata": _json(t.metadata),
         "messages": t.messages,
+        "steps": [_step_row(step) for step in t.steps],
         "versions": [{"version": version, "start": start} for version, start in t.versions],
         "prompt_length": t.prompt_length,
         "tokens": t.tokens,
@@ -99,7 +119,16 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
         row["messages"],
         json.loads(row["metadata"]),
         json.loads(row["seconds"]),
+        [_step(step) for step in row["steps"]],
     )
+
+
+def _step_row(step: Step) -> dict[str, Any]:
+    return {**vars(step), "kind": step.kind.value, "tool_calls": [_json(call) for call in step.tool_calls]}
+
+
+def _step(row: dict[str, Any]) -> Step:
+    return Step(**{**row, "kind": Kind(row["kind"]), "tool_calls": [json.loads(call) for call in row["tool_calls"]]})
 
 
 def _text(messages: list[dict[str, str]]) -> str:

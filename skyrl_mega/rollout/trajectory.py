@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_mega.envs.prompt import Prompt
 
-__all__ = ["Prompt", "Status", "Trajectory"]
+__all__ = ["Kind", "Prompt", "Status", "Step", "Trajectory"]
 
 
 class Status(str, Enum):
@@ -20,15 +20,17 @@ class Status(str, Enum):
     """The token budget ended it (DAPO's overlong)."""
     TRUNCATED_TURNS = "truncated_turns"
     """The turn budget ended it."""
+    TRUNCATED_TIME = "truncated_time"
+    """Its wall-clock budget ended it; what was generated until then is kept."""
     ERROR_ENV = "error_env"
-    """The environment raised; the reward is 0."""
+    """The environment raised, or gave what the contract does not allow; the reward is 0."""
     ERROR_ENV_TIMEOUT = "error_env_timeout"
     """An environment step took longer than its limit; the reward is 0."""
 
     @property
     def truncated(self) -> bool:
         """Whether a budget ended it."""
-        return self in (Status.TRUNCATED_TOKENS, Status.TRUNCATED_TURNS)
+        return self in (Status.TRUNCATED_TOKENS, Status.TRUNCATED_TURNS, Status.TRUNCATED_TIME)
 
     @property
     def failed(self) -> bool:
@@ -36,9 +38,49 @@ class Status(str, Enum):
         return self in (Status.ERROR_ENV, Status.ERROR_ENV_TIMEOUT)
 
 
+class Kind(str, Enum):
+    """Whose words a step of a trajectory is."""
+
+    PROMPT = "prompt"
+    """A conversation's opening: the first, or one that the environment put in the place of all that was before."""
+    RESPONSE = "response"
+    """The policy's."""
+    OBSERVATION = "observation"
+    """The environment's answer, and what the template puts around it."""
+
+
+@dataclass
+class Step:
+    """One part of a trajectory, in the order in which it happened. The spans of all steps tile `Trajectory.tokens`."""
+
+    kind: Kind
+    start: int
+    """Its first token's position in `Trajectory.tokens`."""
+    end: int
+    """The position after its last token. Words that nobody read have none: start = end."""
+    at_s: float = 0.0
+    """Seconds from the trajectory's opening to this step's beginning."""
+    generate_s: float = 0.0
+    """Seconds until the response was there, waiting for an engine included."""
+    env_s: float = 0.0
+    """Seconds in the environment: `init` of the first prompt; the `step` that judged a response."""
+    messages: int = 0
+    """How many of `Trajectory.messages` are this step's; the steps' follow one another."""
+    reward: float | None = None
+    """A response's; None where the environment did not judge it."""
+    finish: str | None = None
+    """What ended a response: `stop`, `length` or `timeout`."""
+    tool_calls: list[Any] = field(default_factory=list)
+    """`metadata["tool_calls"]` of the environment's step."""
+
+
 @dataclass
 class Trajectory:
-    """One sample of one prompt. `tokens`, `mask` and `logprobs` have the same length T and are aligned by position."""
+    """One sample of one prompt. `tokens`, `mask` and `logprobs` have the same length T and are aligned by position.
+
+    Where an environment rewrites the conversation (`rollout.step_wise`), the new one stands after the old one as a
+    further `prompt` step: the context of a response is what lies between the last prompt's start and its own.
+    """
 
     prompt: Prompt
     sample: int
@@ -50,7 +92,7 @@ class Trajectory:
     logprobs: list[float]
     """The engine's log-prob of each token of the policy, 0.0 elsewhere. Natural log, under the sampling temperature."""
     prompt_length: int
-    """Tokens before the first response."""
+    """Tokens before the first response: those of the first prompt."""
     reward: float
     """Sum of the environment's step rewards."""
     status: Status
@@ -59,13 +101,16 @@ class Trajectory:
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(weight version, position in `tokens` from where on the policy's tokens are drawn with it), in order."""
     messages: list[dict[str, str]] = field(default_factory=list)
-    """The conversation as text, for people."""
+    """The conversation as text, for people; a rewritten one is added to what was before."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The last step's metadata."""
     seconds: dict[str, float] = field(default_factory=dict)
     """Time in `generate` and `env`."""
+    steps: list[Step] = field(default_factory=list)
+    """What happened when."""
 
     @property
     def response_length(self) -> int:
-        """Tokens after the prompt."""
-        return len(self.tokens) - self.prompt_length
+        """Responses and observations, in tokens: all that is no prompt."""
+        rewritten = sum(step.end - step.start for step in self.steps[1:] if step.kind is Kind.PROMPT)
+        return len(self.tokens) - self.prompt_length - rewritten

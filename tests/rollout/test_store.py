@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pyarrow.parquet as pq
 
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import store
-from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
 
 
 def trajectory() -> Trajectory:
@@ -27,6 +28,22 @@ def trajectory() -> Trajectory:
         messages=[*question, {"role": "assistant", "content": "6"}, {"role": "user", "content": "sure?"}],
         metadata={"parsed": 6, "why": ["a", "b"]},
         seconds={"generate": 0.5, "env": 0.25},
+        steps=[
+            Step(Kind.PROMPT, 0, 2, env_s=0.125, messages=1),
+            Step(
+                Kind.RESPONSE,
+                2,
+                4,
+                at_s=0.25,
+                generate_s=0.5,
+                env_s=0.125,
+                messages=1,
+                reward=-0.5,
+                finish="stop",
+                tool_calls=[{"name": "search", "arguments": {"query": "ü", "topk": 3}}, "plain"],
+            ),
+            Step(Kind.OBSERVATION, 4, 4, at_s=0.875, messages=1),
+        ],
     )
 
 
@@ -43,6 +60,15 @@ def test_a_person_reads_prompt_and_response(tmp_path: Path) -> None:
     assert row["prompt"] == "2*3 = ü?"
     assert row["response"] == "[assistant] 6\n[user] sure?"
     assert (row["status"], row["reward"], row["response_length"]) == ("truncated_turns", -0.5, 2)
+
+
+def test_a_person_reads_what_happened_when(tmp_path: Path) -> None:
+    store.write(tmp_path / "t.parquet", [trajectory()])
+    prompt, response, observation = pq.read_table(tmp_path / "t.parquet").to_pylist()[0]["steps"]
+    assert (prompt["kind"], prompt["reward"], prompt["finish"], prompt["tool_calls"]) == ("prompt", None, None, [])
+    assert (response["start"], response["end"], response["generate_s"], response["reward"]) == (2, 4, 0.5, -0.5)
+    assert json.loads(response["tool_calls"][0])["arguments"] == {"query": "ü", "topk": 3}
+    assert (observation["at_s"], observation["messages"]) == (0.875, 1)
 
 
 def test_an_empty_step_is_a_file_too(tmp_path: Path) -> None:
