@@ -258,6 +258,12 @@ class RolloutConfig:
     """How training samples are drawn."""
     env_timeout_s: float = at_least(0.1, 60.0)
     """Seconds for one environment step."""
+    trajectory_timeout_s: Optional[float] = at_least(0.1, None)
+    """Seconds for one trajectory, from its first request on, waiting for an engine included. Past it the trajectory is
+    truncated: what was generated until then is kept and judged. None has no end; another machine, another end."""
+    step_wise: str = one_of("off", "turns", "merged")
+    """What one training sample is. off: a trajectory. turns: a turn, with all that the policy saw before it; for
+    environments that rewrite the conversation. merged: the same, with turns that only continue one another in one."""
     request_timeout_s: float = at_least(1, 600.0)
     """Seconds for one generation request."""
     restarts: int = at_least(0, 10)

@@ -18,11 +18,8 @@ import pyarrow.parquet as pq
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import registry
-from skyrl_mega.envs.base import Message
+from skyrl_mega.envs.base import ROLES, Message
 from skyrl_mega.envs.prompt import Prompt
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles of a message. Chat templates drop any other without a word."""
 
 ROWS_AT_ONCE = 65_536
 

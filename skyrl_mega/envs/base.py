@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, TypedDict
+from typing import Any, ClassVar, NotRequired, TypedDict
 
 Message = dict[str, str]
 """A chat message: `role` and `content`."""
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles of a message. Chat templates drop any other without a word."""
+
 
 class BaseTextEnvStepOutput(TypedDict):
-    """What one step gives back: a plain dict with these four keys."""
+    """What one step gives back: a plain dict with these keys."""
 
     observations: list[Message]
     """Messages appended to the conversation before the next turn; [] when there is none."""
@@ -19,7 +22,10 @@ class BaseTextEnvStepOutput(TypedDict):
     done: bool
     """Whether the trajectory ends here."""
     metadata: dict[str, Any]
-    """For people: kept with the trajectory and never seen by the policy."""
+    """For people: kept with the trajectory, never seen by the policy. `tool_calls`, a list, says what was called."""
+    messages: NotRequired[list[Message] | None]
+    """May be left out. The whole conversation anew, in the place of all that the policy saw before; `observations` is
+    then []. Needs `rewrites_history` and `rollout.step_wise`."""
 
 
 class BaseTextEnv:
@@ -31,6 +37,9 @@ class BaseTextEnv:
 
     requires_ground_truth: ClassVar[bool] = True
     """Rows without `reward_spec.ground_truth` are refused before the run starts. Set False to judge without one."""
+
+    rewrites_history: ClassVar[bool] = False
+    """Whether `step` may give `messages`, a conversation that is not the old one with more behind it."""
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
         """Keeps what the row says.

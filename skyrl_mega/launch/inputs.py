@@ -32,6 +32,7 @@ def check_inputs(config: Config) -> Mapping[str, Any]:
         UserError: one line.
     """
     registry.check(config.environment)
+    check_rewriting(config)
     hf = model_config(config)
     check_layouts(config, hf)
     if config.reference.path:
@@ -78,6 +79,18 @@ def model_config(config: Config) -> Mapping[str, Any]:
     from skyrl_mega.models.tiny import hf_config
 
     return hf_config(config.model.build)
+
+
+def check_rewriting(config: Config) -> None:
+    """An environment that rewrites the conversation needs samples that are not whole trajectories."""
+    for name in filter(None, [*config.environment.classes, config.environment.default]):
+        if config.rollout.step_wise == "off" and getattr(
+            registry.resolve(name, config.environment), "rewrites_history", False
+        ):
+            raise UserError(
+                f"rollout.step_wise = off: environment {name} rewrites the conversation between turns, so that a "
+                "trajectory is no single sequence; allowed is turns or merged"
+            )
 
 
 def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
@@ -23,7 +24,7 @@ class Sequences:
     """float32 [T] each: mask, advantages, old_logprobs, …"""
 
     @classmethod
-    def of(cls, tokens: Sequence[Sequence[int]]) -> Sequences:
+    def of(cls, tokens: Sequence[Sequence[int]]) -> Self:
         """From one list of token ids per sequence."""
         lengths = np.array([len(t) for t in tokens], dtype=np.int64)
         flat = np.concatenate([np.asarray(t, dtype=np.int64) for t in tokens]) if tokens else np.zeros(0, np.int64)

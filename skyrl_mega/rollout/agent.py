@@ -2,39 +2,48 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import logging
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
 from skyrl_mega.config.derived import length_limit, response_limit
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig
-from skyrl_mega.envs import registry
+from skyrl_mega.envs import checked, registry
+from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.chat import Chat
-from skyrl_mega.rollout.engine import Request
+from skyrl_mega.rollout.chat import Chat, Refused
+from skyrl_mega.rollout.engine import Completion, Request
 from skyrl_mega.rollout.router import Router
-from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.rollout.threads import Call, GivenUp, Raised, Threads
+from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
 
 log = logging.getLogger(__name__)
+
+LONGEST_ERROR = 2000
+"""Characters of an environment's error that are kept."""
+CUT = {"length": Status.TRUNCATED_TOKENS, "timeout": Status.TRUNCATED_TIME}
+"""What a response that did not end by itself makes of its trajectory, even where the environment has graded it."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Token and turn budgets, and the time an environment may take."""
+    """Token, turn and time budgets, and what an environment may do."""
 
     turn: int
     """Tokens of one turn."""
     response: int
-    """Tokens after the prompt, over all turns, observations included."""
+    """Tokens of responses and observations, over all turns."""
     length: int
     """Tokens of the whole sequence: the engine's longest."""
     turns: int
     env_timeout_s: float
+    trajectory_timeout_s: float | None = None
+    """From the first request on; None has no end."""
+    rewrites: bool = False
+    """Whether an environment may put a new conversation in the place of the old one."""
 
     @classmethod
     def of(cls, rollout: RolloutConfig) -> Limits:
@@ -45,24 +54,40 @@ class Limits:
             length=length_limit(rollout),
             turns=rollout.max_turns,
             env_timeout_s=rollout.env_timeout_s,
+            trajectory_timeout_s=rollout.trajectory_timeout_s,
+            rewrites=rollout.step_wise != "off",
         )
 
 
 class EnvironmentFault(Exception):
-    """An environment raised or took too long. Ends its own trajectory only."""
+    """An environment raised, took too long or gave what it may not. Ends its own trajectory only."""
 
     def __init__(self, status: Status, text: str) -> None:
         self.status = status
         super().__init__(text)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Opened:
     """A trajectory before its first turn."""
 
     trajectory: Trajectory
     env: Any
     """None where the environment failed."""
+    clock: float
+    """`time.perf_counter()` at its opening."""
+    until: float | None = None
+    """`time.perf_counter()` at which its time is over; known once it is played."""
+
+    @property
+    def seconds(self) -> float:
+        """Since its opening."""
+        return time.perf_counter() - self.clock
+
+    @property
+    def left(self) -> float | None:
+        """Seconds of its time that are left; None where that has no end."""
+        return None if self.until is None else self.until - time.perf_counter()
 
 
 class Agent:
@@ -77,31 +102,34 @@ class Agent:
     """
 
     def __init__(
-        self, router: Router, chat: Chat, environments: EnvironmentConfig, limits: Limits, threads: Executor
+        self, router: Router, chat: Chat, environments: EnvironmentConfig, limits: Limits, threads: Threads
     ) -> None:
         self.router, self.chat, self.limits = router, chat, limits
         self.environments, self.threads = environments, threads
 
     async def open(self, prompt: Prompt, sample: int) -> Opened:
         """Makes the environment and the first tokens; a fault of the environment is kept as the trajectory's end."""
-        t = Trajectory(prompt, sample, [], [], [], 0, 0.0, Status.TRUNCATED_TURNS, 0)
+        opened = Opened(Trajectory(prompt, sample, [], [], [], 0, 0.0, Status.TRUNCATED_TURNS, 0), None, 0.0)
+        opened.clock = time.perf_counter()
+        t = opened.trajectory
         t.seconds = {"generate": 0.0, "env": 0.0}
-        env, fault = None, None
+        t.steps = [Step(Kind.PROMPT, 0, 0)]
         try:
-            env, messages = await self._env(t, self._make, prompt)
-        except EnvironmentFault as error:
-            messages, fault = prompt.messages, error
-        t.messages = list(messages)
-        _append(t, self.chat.first(t.messages), 0, None)
-        t.prompt_length = len(t.tokens)
-        if fault is not None:
+            opened.env, messages = await self._env(t, "init", Call(self._make, prompt))
+            tokens = self._tokens(t, "init: messages", self.chat.first, messages)
+        except EnvironmentFault as fault:
             _fail(t, fault)
-        return Opened(t, env)
+            messages, tokens = prompt.messages, self.chat.first(prompt.messages)
+            if opened.env is not None:
+                await self._close(opened)
+        _append(t, tokens, 0)
+        _say(t, messages)
+        t.prompt_length = len(t.tokens)
+        return opened
 
-    def _make(self, prompt: Prompt) -> tuple[Any, list[dict[str, str]]]:
+    def _make(self, prompt: Prompt) -> tuple[Any, list[Message]]:
         env = registry.make(prompt.env_class, prompt.extras, self.environments, self.limits.turns)
-        messages, _ = env.init(list(prompt.messages))
-        return env, messages
+        return env, checked.init(env, list(prompt.messages))
 
     async def play(self, opened: Opened, name: str) -> Trajectory:
         """Plays to the end. What the policy produced enters `tokens` as it came and is never tokenised again.
@@ -110,119 +138,149 @@ class Agent:
             opened: From `open`.
             name: Names this trajectory's requests and their random stream; no other has it.
         """
-        t, env = opened.trajectory, opened.env
-        if env is None:
+        t = opened.trajectory
+        if opened.env is None:
             return t
+        if self.limits.trajectory_timeout_s is not None:
+            opened.until = time.perf_counter() + self.limits.trajectory_timeout_s
         try:
-            while not await self._turn(t, env, name):
+            while not await self._turn(opened, name):
                 pass
         except EnvironmentFault as fault:
             _fail(t, fault)
         finally:
-            await self._close(t, env)
+            await self._close(opened)
         return t
 
-    async def _turn(self, t: Trajectory, env: Any, name: str) -> bool:
+    async def _turn(self, opened: Opened, name: str) -> bool:
         """One turn; True when the trajectory has ended, with its status set."""
-        room = min(self.limits.turn, self.limits.response - t.response_length, self.limits.length - len(t.tokens))
+        t = opened.trajectory
+        room = min(self.limits.turn, self.limits.response - t.response_length, self.limits.length - len(t.context))
         if room < 1:
             t.status = Status.TRUNCATED_TOKENS
             return True
-        start = time.perf_counter()
-        turn = f"{name}/{t.turns}"
-        completion = await self.router.generate(Request(turn, t.tokens, room, stream_seed(turn)))
-        t.seconds["generate"] += time.perf_counter() - start
-        t.versions += [(version, len(t.tokens) + first) for version, first in completion.versions]
-        t.turns += 1
-        _append(t, completion.tokens, 1, completion.logprobs)
-        action = self.chat.text(completion.tokens)
-        t.messages.append({"role": "assistant", "content": action})
-
-        result = await self._env(t, env.step, action)
-        t.reward += float(result["reward"])
-        t.metadata = dict(result.get("metadata") or {})
-        observations = list(result["observations"])
-        t.messages += observations
-        if result["done"]:
-            # A response that was cut off is overlong even when the environment has graded it.
-            t.status = Status.TRUNCATED_TOKENS if completion.finish == "length" else Status.COMPLETED
+        completion = await self._generate(opened, f"{name}/{t.turns}", room)
+        if not completion.tokens:  # the time was over before the first one
+            t.status = CUT[completion.finish]
             return True
-        if completion.finish == "length":
+        t.turns += 1
+        action = self.chat.text(completion.tokens)
+        _say(t, [{"role": "assistant", "content": action}])
+
+        step = t.steps[-1]
+        answer = await self._env(t, "step", Call(checked.step, opened.env, action, late=opened.env.close))
+        step.reward, step.tool_calls = answer.reward, answer.tool_calls
+        t.reward += answer.reward
+        t.metadata = answer.metadata
+
+        t.steps.append(Step(Kind.OBSERVATION, step.end, step.end, at_s=opened.seconds))
+        _say(t, answer.messages or answer.observations)
+        cut = CUT.get(completion.finish)
+        if answer.done or cut:
+            t.status = cut or Status.COMPLETED
+        elif t.turns == self.limits.turns:
+            t.status = Status.TRUNCATED_TURNS
+        elif opened.left is not None and opened.left <= 0:
+            t.status = Status.TRUNCATED_TIME
+        else:
+            return self._goes_on(t, answer)
+        return True
+
+    async def _generate(self, opened: Opened, name: str, room: int) -> Completion:
+        """The policy's next words, and the step that tells of them."""
+        t, start = opened.trajectory, opened.seconds
+        request = Request(name, t.context, room, stream_seed(name), opened.left)
+        completion = await self.router.generate(request)
+        seconds = opened.seconds - start
+        end = len(t.tokens)
+        t.steps.append(Step(Kind.RESPONSE, end, end, at_s=start, generate_s=seconds, finish=completion.finish))
+        t.seconds["generate"] += seconds
+        t.versions += [(version, end + first) for version, first in completion.versions]
+        _append(t, completion.tokens, 1, completion.logprobs)
+        return completion
+
+    def _goes_on(self, t: Trajectory, answer: checked.StepOutput) -> bool:
+        """Adds the tokens of what the environment said; True where they leave no room for a turn, and are left out."""
+        if answer.messages is None:
+            new = self._tokens(t, "step: observations", self.chat.following, t.tokens[-1], answer.observations)
+            response, length = t.response_length + len(new), len(t.context) + len(new)
+        else:
+            if not self.limits.rewrites:
+                text = "step: messages is a new conversation; that needs rollout.step_wise, turns or merged"
+                raise _fault(t, Status.ERROR_ENV, text)
+            new = self._tokens(t, "step: messages", self.chat.first, answer.messages)
+            response, length = t.response_length, len(new)
+        if response >= self.limits.response or length >= self.limits.length:
             t.status = Status.TRUNCATED_TOKENS
             return True
-        if t.turns == self.limits.turns:
-            t.status = Status.TRUNCATED_TURNS
-            return True
-        new = self.chat.following(t.tokens[-1], observations)
-        if t.response_length + len(new) >= self.limits.response or len(t.tokens) + len(new) >= self.limits.length:
-            t.status = Status.TRUNCATED_TOKENS  # no room to answer: what nobody reads is left out
-            return True
-        _append(t, new, 0, None)
+        if answer.messages is not None:
+            t.steps[-1].kind = Kind.PROMPT
+        _append(t, new, 0)
         return False
 
-    async def _env(self, t: Trajectory, call: Callable[..., Any], *args: Any) -> Any:
+    def _tokens(self, t: Trajectory, what: str, render: Callable[..., list[int]], *args: Any) -> list[int]:
+        """Tokens of an environment's messages; those that the template refuses are the environment's fault."""
+        try:
+            return render(*args)
+        except Refused as error:
+            raise _fault(t, Status.ERROR_ENV, f"{what}: {error}") from error
+
+    async def _env(self, t: Trajectory, what: str, call: Call) -> Any:
         """Runs the environment's code in a thread.
 
         Raises:
-            EnvironmentFault: It raised, or took longer than its limit. The thread of one that never returns is lost.
+            EnvironmentFault: It raised, took longer than its limit, or gave what the contract does not allow.
         """
-        what = getattr(call, "__qualname__", str(call))
         limit = self.limits.env_timeout_s
-        timer = _Timer(call, args)
-        future = asyncio.get_running_loop().run_in_executor(self.threads, timer)
         try:
-            # Time in the queue for a thread is not the environment's.
-            while not (await asyncio.wait([future], timeout=limit))[0]:
-                if timer.seconds() > limit:
-                    text = f"{what} took longer than rollout.env_timeout_s={limit:g}"
-                    raise EnvironmentFault(Status.ERROR_ENV_TIMEOUT, text)
-            return future.result()
-        except EnvironmentFault:
-            raise
-        except Exception as error:  # whatever a user's code raises ends its own trajectory
-            raise EnvironmentFault(Status.ERROR_ENV, f"{what} raised {error!r}") from error
+            return await self.threads.run(call, limit)
+        except GivenUp:
+            text = f"{what} took longer than rollout.env_timeout_s={limit:g}"
+            raise _fault(t, Status.ERROR_ENV_TIMEOUT, text) from None
+        except Raised as raised:
+            error = raised.error
+            text = str(error) if isinstance(error, checked.BadOutput) else f"{what} raised {error!r}"
+            raise _fault(t, Status.ERROR_ENV, text) from error
         finally:
-            t.seconds["env"] += timer.seconds()
+            t.seconds["env"] += call.seconds()
+            t.steps[-1].env_s += call.seconds()
 
-    async def _close(self, t: Trajectory, env: Any) -> None:
+    async def _close(self, opened: Opened) -> None:
+        t, env = opened.trajectory, opened.env
+        opened.env = None
         if t.status is Status.ERROR_ENV_TIMEOUT:
-            return  # a thread is still inside it
+            return  # a thread is still inside it, and closes it when it comes back
         try:
-            await self._env(t, env.close)
+            await self._env(t, "close", Call(env.close))
         except EnvironmentFault as fault:  # the trajectory itself is whole
-            log.warning("prompt %s, sample %s: %s", t.prompt.uid, t.sample, fault)
+            _warn(t, fault)
 
 
-class _Timer:
-    """A call that knows for how long it has been running."""
-
-    def __init__(self, call: Callable[..., Any], args: tuple[Any, ...]) -> None:
-        self.call, self.args = call, args
-        self.start: float | None = None
-        self.end: float | None = None
-
-    def __call__(self) -> Any:
-        self.start = time.perf_counter()
-        try:
-            return self.call(*self.args)
-        finally:
-            self.end = time.perf_counter()
-
-    def seconds(self) -> float:
-        """0 before it has begun."""
-        if self.start is None:
-            return 0.0
-        return (self.end or time.perf_counter()) - self.start
-
-
-def _append(t: Trajectory, tokens: list[int], mask: int, logprobs: list[float] | None) -> None:
-    t.tokens = t.tokens + tokens  # a new list each time: a message to an engine may still hold the old one
+def _append(t: Trajectory, tokens: list[int], mask: int, logprobs: list[float] | None = None) -> None:
+    """Tokens of the last step."""
+    t.tokens += tokens
     t.mask += [mask] * len(tokens)
     t.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+    t.steps[-1].end = len(t.tokens)
+
+
+def _say(t: Trajectory, messages: list[Message]) -> None:
+    """Messages of the last step."""
+    t.messages += messages
+    t.steps[-1].messages += len(messages)
+
+
+def _fault(t: Trajectory, status: Status, text: str) -> EnvironmentFault:
+    text = text.encode(errors="backslashreplace").decode()[:LONGEST_ERROR]
+    return EnvironmentFault(status, f"environment {t.prompt.env_class}: {text}")
 
 
 def _fail(t: Trajectory, fault: EnvironmentFault) -> None:
     t.status, t.reward, t.metadata = fault.status, 0.0, {"error": str(fault)}
+    _warn(t, fault)
+
+
+def _warn(t: Trajectory, fault: EnvironmentFault) -> None:
     log.warning("prompt %s, sample %s: %s", t.prompt.uid, t.sample, fault)
 
 

@@ -1,9 +1,14 @@
 """Between messages and tokens: the chat template is applied to the first messages once, and afterwards only to what
-is new."""
+is new.
+
+A message is text. Where it spells a token that the tokenizer holds special (`<|im_end|>` in a page that was found), it
+gets the tokens of those characters: only the template makes turns.
+"""
 
 from __future__ import annotations
 
 import json
+import re
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,6 +17,12 @@ from skyrl_mega.config.errors import UserError
 
 MARK = "0assistant0turn0"
 """Stands for the policy's words while a template is rendered; plain, so that no template changes it."""
+BREAK = "\ufdd0"
+"""Where a rendered text is cut before it is tokenised. Unicode keeps this code point free of any character."""
+
+
+class Refused(UserError):
+    """The chat template refuses messages, such as two of one role in a row."""
 
 
 class Chat:
@@ -35,16 +46,22 @@ class Chat:
             raise UserError(f"model.path={path}: the tokenizer has no chat template; add chat_template.jinja there")
         self.path = path
         self.stop_tokens = stop_tokens(path, self.tokenizer)
+        self.control = control_tokens(self.tokenizer, self.stop_tokens)
+        spelled = "|".join(re.escape(text) for text in self.control.values()) or "(?!)"
+        self._spelled = re.compile(f"(?=(?:{spelled})).", re.DOTALL)
         self._first = lru_cache(maxsize=4096)(self._opening)
         self._continue = lru_cache(maxsize=4096)(self._continuation)
 
     def first(self, messages: list[dict[str, str]]) -> list[int]:
-        """Tokens of the first messages, up to where the policy begins to speak."""
+        """Tokens of a conversation's first messages, up to where the policy begins to speak.
+
+        Raises:
+            Refused: By the template.
+        """
         return list(self._first(json.dumps(messages)))
 
     def _opening(self, messages: str) -> list[int]:
-        text = self.tokenizer.apply_chat_template(json.loads(messages), tokenize=False, add_generation_prompt=True)
-        return self.encode(text)
+        return self._encode(self._render(json.loads(messages)))
 
     def following(self, last: int, observations: list[dict[str, str]]) -> list[int]:
         """Tokens that stand between the policy's last token and its next turn.
@@ -55,26 +72,54 @@ class Chat:
         Args:
             last: The policy's last token. An end-of-turn token that it produced itself is not repeated.
             observations: The environment's messages.
+
+        Raises:
+            Refused: By the template.
         """
         text = self._continue(json.dumps(observations))
         if last in self.stop_tokens:
             text = text.removeprefix(self.tokenizer.decode([last], skip_special_tokens=False))
-        return self.encode(text)
+        return self._encode(text)
 
     def _continuation(self, observations: str) -> str:
-        messages = [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}, *json.loads(observations)]
-        text = self.tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        text = self._render(
+            [{"role": "user", "content": "."}, {"role": "assistant", "content": MARK}, *json.loads(observations)]
+        )
         if MARK not in text:
             raise UserError(f"model.path={self.path}: the chat template leaves out what the assistant said before")
         return text[text.index(MARK) + len(MARK) :]
 
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        """The template's text, with a BREAK in every special token that a message spells."""
+        from jinja2 import TemplateError
+
+        plain = [{**message, "content": self._broken(message["content"])} for message in messages]
+        try:
+            text: str = self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise Refused(f"model.path={self.path}: the chat template refuses messages of {roles}: {error}") from error
+        return text
+
+    def _broken(self, content: str) -> str:
+        """A BREAK behind the first character of every special token; one of a single character is left out."""
+        singles = self.control.values()
+        return self._spelled.sub(lambda found: BREAK if found[0] in singles else found[0] + BREAK, content)
+
+    def _encode(self, rendered: str) -> list[int]:
+        """Tokens of a rendered text. Parts between BREAKs are tokenised each by itself, so that none spans one."""
+        return [token for part in rendered.split(BREAK) for token in self.encode(part)]
+
     def text(self, tokens: list[int]) -> str:
         """What the policy said, without the token that ended it."""
-        return self.tokenizer.decode(tokens[:-1] if tokens and tokens[-1] in self.stop_tokens else tokens)
+        own = tokens[:-1] if tokens and tokens[-1] in self.stop_tokens else tokens
+        text: str = self.tokenizer.decode(own, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text that has its special tokens written out."""
-        return self.tokenizer.encode(text, add_special_tokens=False)
+        tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        return tokens
 
 
 def stop_tokens(path: str, tokenizer: Any) -> tuple[int, ...]:
@@ -85,3 +130,14 @@ def stop_tokens(path: str, tokenizer: Any) -> tuple[int, ...]:
         ids = json.loads(file.read_text()).get("eos_token_id")
         found |= set(ids) if isinstance(ids, list) else {ids}
     return tuple(sorted(token for token in found if token is not None))
+
+
+def control_tokens(tokenizer: Any, stop: tuple[int, ...]) -> dict[int, str]:
+    """Id → text of the tokens that only a template may write: those that are marked special, and those that end a
+    turn."""
+    added = {
+        token: added.content
+        for token, added in tokenizer.added_tokens_decoder.items()
+        if added.special or token in stop
+    }
+    return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.5
 """How often a call under way looks whether vLLM's process is still there."""
+ABORT_AGAIN_S = 1.0
 COALESCE_S = 0.004
 """Completions that end within so many seconds travel in one message."""
 
@@ -46,6 +47,8 @@ class Request:
     max_tokens: int
     seed: int
     """Seeds this request's own generator, so that its draws do not depend on its neighbours in a batch."""
+    seconds: float | None = None
+    """Time that it has; past it, it ends with the tokens that there are, of which there may be none. None: no end."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class Completion:
     logprobs: list[float]
     """Natural log-prob of each token under the distribution it was drawn from: after temperature, top-k and top-p."""
     finish: str
-    """`stop` (a stop token or string) or `length`."""
+    """`stop` (a stop token or string), `length`, or `timeout` (of its own `seconds`)."""
     versions: tuple[tuple[int, int], ...]
     """(weight version, index of its first token): more than one where a sync came in between."""
 
@@ -216,6 +219,7 @@ class Engine:
         from vllm.inputs.engine import tokens_input
 
         output = None
+        alarm = None if request.seconds is None else asyncio.create_task(self._abort(request.id, request.seconds))
         try:
             async with asyncio.timeout(timeout_s):
                 stream = self.llm.generate(tokens_input(request.tokens), self.parameters(request, sampling), request.id)
@@ -227,6 +231,9 @@ class Engine:
         except Exception as error:  # handed to the caller, who raises it
             done.put_nowait(EngineDied(f"vLLM's process died: {error}") if self.llm.errored else error)
             return
+        finally:
+            if alarm is not None:
+                alarm.cancel()
         assert output is not None
         result = output.outputs[0]
         done.put_nowait(
@@ -234,10 +241,17 @@ class Engine:
                 request.id,
                 list(result.token_ids),
                 list(result.logprobs.logprobs),
-                str(result.finish_reason),
+                "timeout" if result.finish_reason == "abort" else str(result.finish_reason),
                 tuple((int(span.version), span.start) for span in result.weight_versions or []),
             )
         )
+
+    async def _abort(self, request: str, seconds: float) -> None:
+        """Ends a request once its time is over; its last output has the tokens so far."""
+        await asyncio.sleep(seconds)
+        while True:  # until it has ended: the first call may find it not yet known
+            await self.llm.abort(request)
+            await asyncio.sleep(ABORT_AGAIN_S)
 
     def parameters(self, request: Request, sampling: Sampling) -> SamplingParams:
         """vLLM's sampling parameters for a request."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 from skyrl_mega.cluster.fleet import Fleet, NobodyServes
@@ -14,6 +13,7 @@ from skyrl_mega.rollout.agent import Agent, Limits, Opened
 from skyrl_mega.rollout.chat import Chat
 from skyrl_mega.rollout.engine import Sampling
 from skyrl_mega.rollout.router import Progress, Router
+from skyrl_mega.rollout.threads import Threads
 from skyrl_mega.rollout.trajectory import Trajectory
 
 THREADS = 64
@@ -66,17 +66,14 @@ class Generator:
             ActorFailed: An engine refused a request, or none is left and none comes back; the first cause.
         """
         while True:
-            threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
             try:
                 # Cached prefixes of an earlier phase would change the shapes of the computation, and so the last bits.
                 self.fleet.ask("forget", timeout=self.rollout.request_timeout_s)
-                return asyncio.run(self._generate(prompts, samples, sampling, seed, progress, threads))
+                return asyncio.run(self._generate(prompts, samples, sampling, seed, progress))
             except NobodyServes:
                 if self.refill is None:
                     raise
                 self.refill()
-            finally:
-                threads.shutdown(wait=False, cancel_futures=True)
 
     async def _generate(
         self,
@@ -85,14 +82,13 @@ class Generator:
         sampling: SamplingConfig,
         seed: str,
         progress: Progress | None,
-        threads: ThreadPoolExecutor,
     ) -> list[Trajectory]:
         drawn = Sampling(
             sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop), self.chat.stop_tokens
         )
         router = Router(self.fleet, drawn, self.rollout.concurrency, self.rollout.request_timeout_s)
         limits = replace(Limits.of(self.rollout), turn=sampling.max_tokens)
-        agent = Agent(router, self.chat, self.environments, limits, threads)
+        agent = Agent(router, self.chat, self.environments, limits, Threads(THREADS))
         done = 0
         total = len(prompts) * samples
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -19,10 +19,16 @@ IN_FLIGHT = 4
 is first."""
 
 
-@dataclass
+@dataclass(eq=False)
 class _Waiting:
     request: Request
     answer: asyncio.Future[Completion]
+    until: float | None = None
+    """The loop's time at which its seconds are over."""
+
+    def at(self, now: float) -> Request:
+        """The request with the seconds that are left."""
+        return self.request if self.until is None else replace(self.request, seconds=max(0.0, self.until - now))
 
 
 class Router:
@@ -59,8 +65,12 @@ class Router:
         if request.id in self.names:
             raise ValueError(f"two requests of one phase are called {request.id}")
         self.names.add(request.id)
-        waiting = _Waiting(request, asyncio.get_running_loop().create_future())
+        loop = asyncio.get_running_loop()
+        waiting = _Waiting(request, loop.create_future())
         self.queue.append(waiting)
+        if request.seconds is not None:
+            waiting.until = loop.time() + request.seconds
+            loop.call_at(waiting.until, self._expire, waiting)
         self._schedule()
         return await waiting.answer
 
@@ -68,6 +78,13 @@ class Router:
         if not self.scheduled:
             self.scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)
+
+    def _expire(self, waiting: _Waiting) -> None:
+        """The time of a request is over. An engine that has it ends it; one that still waits ends here."""
+        if waiting in self.queue:
+            self.queue.remove(waiting)
+            if not waiting.answer.done():
+                waiting.answer.set_result(Completion(waiting.request.id, [], [], "timeout", ()))
 
     def _dispatch(self) -> None:
         """Hands out what fits."""
@@ -96,9 +113,10 @@ class Router:
 
         # The engine bounds each request; the margin is for a process that does not answer at all.
         silence = self.timeout_s + 30.0
+        now = asyncio.get_running_loop().time()
         try:
             method = self.fleet.group.actors[engine].generate_many.options(num_returns="streaming")
-            stream = method.remote([w.request for w in part.values()], self.sampling, self.timeout_s)
+            stream = method.remote([w.at(now) for w in part.values()], self.sampling, self.timeout_s)
             # Read to its end: an engine is through with a wave only when the wave's generator is.
             async for reference in _bounded(stream, silence):
                 for completion in await asyncio.wait_for(reference, silence):

@@ -63,7 +63,8 @@ class Step:
     generate_s: float = 0.0
     """Seconds until the response was there, waiting for an engine included."""
     env_s: float = 0.0
-    """Seconds in the environment: `init` of the first prompt; the `step` that judged a response."""
+    """Seconds in the environment: in `init` for the first prompt, in `step` for a response. The last step's also in
+    `close`."""
     messages: int = 0
     """How many of `Trajectory.messages` are this step's; the steps' follow one another."""
     reward: float | None = None
@@ -108,6 +109,12 @@ class Trajectory:
     """Time in `generate` and `env`."""
     steps: list[Step] = field(default_factory=list)
     """What happened when."""
+
+    @property
+    def context(self) -> list[int]:
+        """What the policy sees, a list of its own: all from the last prompt on."""
+        start = next((step.start for step in reversed(self.steps) if step.kind is Kind.PROMPT), 0)
+        return self.tokens[start:]
 
     @property
     def response_length(self) -> int:

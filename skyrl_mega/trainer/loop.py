@@ -29,7 +29,7 @@ def train(run: Run) -> None:
 def learn(run: Run, step: Step, groups: list[list[Trajectory]]) -> None:
     """Advantages, log-probs under the weights that sampled, and the optimizer steps on them."""
     algorithm = run.config.algorithm
-    batch = batch_of(groups, algorithm, run.response_limit)
+    batch = batch_of(groups, algorithm, run.response_limit, run.config.rollout.step_wise)
 
     with step.phase("logprobs"):
         old, _ = run.policy.logprobs(batch, temperature=run.temperature)
@@ -41,6 +41,6 @@ def learn(run: Run, step: Step, groups: list[list[Trajectory]]) -> None:
 
     with step.phase("train"):
         prompts = run.config.data.mini_batch_prompts or len(groups)
-        minis = mini_batches(batch, [len(group) for group in groups], prompts, algorithm.loss_mean)
+        minis = mini_batches(batch, prompts, algorithm.loss_mean)
         updates = [run.policy.train(mini, temperature=run.temperature) for mini in minis]
     step.record({f"policy/{name}": sum(u[name] for u in updates) / len(updates) for name in updates[0]})

@@ -15,7 +15,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.policy.policy import Policy
 from skyrl_mega.rollout import store
-from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.telemetry.console import Console, Phase
 from skyrl_mega.telemetry.metrics import MetricsWriter
 from skyrl_mega.trainer.checkpoints import Checkpoints, NoRoom
@@ -191,6 +191,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         "rollout/tokens": float(sum(sum(t.mask) for t in trajectories)),
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/truncated_fraction": float(np.mean([t.status.truncated for t in trajectories])),
+        "rollout/timed_out_fraction": float(np.mean([t.status is Status.TRUNCATED_TIME for t in trajectories])),
         "rollout/failed_fraction": float(np.mean([t.status.failed for t in trajectories])),
         "rollout/turns_mean": float(np.mean([t.turns for t in trajectories])),
     }

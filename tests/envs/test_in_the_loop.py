@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -13,36 +11,9 @@ from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.agent import Agent, Limits
 from skyrl_mega.rollout.chat import Chat
-from skyrl_mega.rollout.engine import Completion, Request
-from skyrl_mega.rollout.trajectory import Status, Trajectory
-
-
-class Scripted:
-    """A policy that says what it was given, turn by turn: no model would do harm on demand."""
-
-    def __init__(self, chat: Chat, lines: list[str]) -> None:
-        self.chat, self.lines = chat, iter(lines)
-
-    async def generate(self, request: Request) -> Completion:
-        tokens = self.chat.encode(next(self.lines))
-        return Completion(request.id, tokens, [-1.0] * len(tokens), "stop", ((0, 0),))
-
-
-def play(chat: Chat, config: EnvironmentConfig, scripts: list[tuple[Prompt, list[str]]]) -> list[Trajectory]:
-    """All scripts at once, a policy each."""
-    limits = Limits(turn=4000, response=20_000, length=30_000, turns=4, env_timeout_s=60)
-
-    async def one(prompt: Prompt, lines: list[str], threads: ThreadPoolExecutor) -> Trajectory:
-        agent = Agent(Scripted(chat, lines), chat, config, limits, threads)  # type: ignore[arg-type]
-        return await agent.play(await agent.open(prompt, 0), f"{prompt.uid}")
-
-    async def everything() -> list[Trajectory]:
-        with ThreadPoolExecutor(4) as threads:
-            return await asyncio.gather(*(one(prompt, lines, threads) for prompt, lines in scripts))
-
-    return asyncio.run(everything())
+from skyrl_mega.rollout.trajectory import Status
+from tests.support.scripted import Scripted, play
 
 
 HARMFUL_SQL = (
@@ -80,7 +51,8 @@ def test_harm_ends_nothing_but_its_own_turn(smollm2: Path, tmp_path: Path) -> No
     config = EnvironmentConfig(options=options)
     files = [tmp_path / "sql" / "train.parquet", tmp_path / "python" / "train.parquet"]
     chat = Chat(str(smollm2))
-    played = play(chat, config, list(scripts_of(load_prompts(files, config))))
+    scripts = [(prompt, Scripted(chat, lines)) for prompt, lines in scripts_of(load_prompts(files, config))]
+    played = play(chat, config, scripts)
     assert len(played) == 8
     for trajectory in played:
         assert (trajectory.status, trajectory.reward, trajectory.turns) == (Status.COMPLETED, 1.0, 2), (

@@ -275,6 +275,7 @@ def test_following_turns_of_a_template_with_its_own_turn_ends(chat: Chat) -> Non
     try:
         chatml = object.__new__(Chat)
         chatml.tokenizer, chatml.path, chatml.stop_tokens = tokenizer, "", (END,)
+        chatml.control, chatml._spelled = chat.control, chat._spelled
         chatml._continue = chatml._continuation  # type: ignore[assignment]
         new = [{"role": "user", "content": "go on"}]
         letter = chat.encode("a")[0]

@@ -62,7 +62,7 @@ def test_soft_overlong_punishment_lowers_the_reward() -> None:
 def test_mini_batches_hold_whole_groups_and_weights_that_sum_to_one(mode: str) -> None:
     groups = [[trajectory(g, 1 + g + s) for s in range(2)] for g in range(5)]
     batch = batch_of(groups, AlgorithmConfig(), 10)
-    parts = mini_batches(batch, [2] * 5, 2, mode)
+    parts = mini_batches(batch, 2, mode)
     assert [len(p) for p in parts] == [4, 4, 2]
     np.testing.assert_array_equal(np.concatenate([p.tokens for p in parts]), batch.tokens)
     for part in parts:

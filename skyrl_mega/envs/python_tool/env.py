@@ -59,7 +59,8 @@ class PythonToolEnv(BaseTextEnv):
             return _say("Give a program inside <python>…</python>, or the answer inside <answer>…</answer>.", {})
         outcome = self.box.run(python(), files={"main.py": _plain(tag.group(2))})
         text = report(outcome, int(self.options["shown_characters"]))
-        return _say(text, {"status": outcome.status, "seconds": outcome.seconds})
+        calls = [{"name": "python", "arguments": {"program": _plain(tag.group(2))}}]
+        return _say(text, {"status": outcome.status, "seconds": outcome.seconds, "tool_calls": calls})
 
 
 def _say(text: str, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:

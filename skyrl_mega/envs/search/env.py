@@ -84,7 +84,8 @@ class SearchEnv(BaseTextEnv):
         if self.turns >= self.max_turns:  # nobody would read what a search finds
             return self._output([], 0.0, True, {})
         observation = self._search(text) if kind == "search" else INVALID
-        return self._output([{"role": "user", "content": observation}], 0.0, False, {})
+        calls = {"tool_calls": [{"name": "search", "arguments": {"query": text}}]} if kind == "search" else {}
+        return self._output([{"role": "user", "content": observation}], 0.0, False, calls)
 
     def _search(self, query: str) -> str:
         settings = self.retriever

@@ -87,6 +87,7 @@ class SweEnv(BaseTextEnv):
         if command is not None:
             ran = self.session.run(command, float(self.options["command_timeout_s"]))
             text, metadata["status"] = _report(ran, int(self.options["shown_characters"])), ran.status
+            metadata["tool_calls"] = [{"name": "bash", "arguments": {"command": command}}]
         if (tag is not None and command is None) or self.turns >= self.max_turns:
             return self._judge(metadata)
         return BaseTextEnvStepOutput(

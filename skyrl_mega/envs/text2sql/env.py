@@ -76,7 +76,8 @@ class Text2SqlEnv(BaseTextEnv):
             return self._answer(INVALID, {"sql": None})
         table = self.database.query(match.group(1), float(self.options["query_timeout_s"]))
         text = table.text(int(self.options["shown_characters"]))
-        return self._answer(text, {"sql": match.group(1), "error": table.error})
+        calls = [{"name": "sql", "arguments": {"query": match.group(1)}}]
+        return self._answer(text, {"sql": match.group(1), "error": table.error, "tool_calls": calls})
 
     def _answer(self, text: str, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
         message = {"role": "user", "content": observation(text, self.max_turns - self.turns)}

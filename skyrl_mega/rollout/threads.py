@@ -1,0 +1,124 @@
+"""Threads for environments: code that may block, and may never come back, beside an event loop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+log = logging.getLogger(__name__)
+
+
+class Call:
+    """A function to be run in a thread.
+
+    Args:
+        function: What is run.
+        args: Its arguments.
+        late: Run in the same thread where the function comes back after it was given up.
+    """
+
+    def __init__(self, function: Callable[..., Any], *args: Any, late: Callable[[], Any] | None = None) -> None:
+        self.function, self.args, self.late = function, args, late
+        self.start: float | None = None
+        self.end: float | None = None
+        self._given_up = False
+        self._lock = threading.Lock()
+
+    def run(self) -> tuple[Any, BaseException | None]:
+        """The function's value, or what it raised, whatever it is: `sys.exit` must end one call, not the program."""
+        value, error = None, None
+        self.start = time.perf_counter()
+        try:
+            value = self.function(*self.args)
+        except BaseException as raised:
+            error = raised
+        with self._lock:
+            self.end = time.perf_counter()
+        if self._given_up and self.late is not None:
+            try:
+                self.late()
+            except Exception as raised:
+                log.warning("an environment that came back late: %s", type(raised).__name__)
+        return value, error
+
+    def give_up(self) -> bool:
+        """Nobody waits for the function any more; False where it has ended already."""
+        with self._lock:
+            self._given_up = self.end is None
+        return self._given_up
+
+    def seconds(self) -> float:
+        """For how long it has been running; 0 before it has begun."""
+        if self.start is None:
+            return 0.0
+        return (self.end or time.perf_counter()) - self.start
+
+
+class Threads:
+    """Runs calls, each in a thread of its own, so many at once.
+
+    A call that is given up leaves its place to another and its thread behind: neither the next calls nor the end of
+    the program wait for it.
+
+    Args:
+        most: Calls at once.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._places = asyncio.Semaphore(most)
+
+    async def run(self, call: Call, limit_s: float) -> Any:
+        """The function's value.
+
+        Args:
+            call: Run once.
+            limit_s: Seconds that it may take; those before a place is free, or the machine has time, are not counted.
+
+        Raises:
+            GivenUp: It took longer.
+            Raised: It raised.
+        """
+        async with self._places:
+            loop = asyncio.get_running_loop()
+            answer: asyncio.Future[tuple[Any, BaseException | None]] = loop.create_future()
+
+            def work() -> None:
+                outcome = call.run()
+                try:
+                    loop.call_soon_threadsafe(_tell, answer, outcome)
+                except RuntimeError:  # the loop has ended meanwhile: nobody waits
+                    return
+
+            threading.Thread(target=work, name="environment", daemon=True).start()
+            try:
+                while not (await asyncio.wait([answer], timeout=limit_s))[0]:
+                    if call.seconds() > limit_s and call.give_up():
+                        raise GivenUp
+            except asyncio.CancelledError:
+                call.give_up()
+                raise
+        value, error = answer.result()
+        if error is not None:
+            raise Raised(error) from error
+        return value
+
+
+class GivenUp(Exception):
+    """A call took longer than its limit."""
+
+
+class Raised(Exception):
+    """A call raised: anything, also what would mean something else to the loop that hears of it."""
+
+    def __init__(self, error: BaseException) -> None:
+        self.error = error
+        super().__init__(type(error).__name__)
+
+
+def _tell(answer: asyncio.Future[Any], outcome: tuple[Any, BaseException | None]) -> None:
+    if not answer.done():
+        answer.set_result(outcome)

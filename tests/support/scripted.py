@@ -1,0 +1,57 @@
+"""A policy that says what it was given, turn by turn: no model says what a test needs on demand."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from skyrl_mega.config.schema import EnvironmentConfig
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.agent import Agent, Limits
+from skyrl_mega.rollout.chat import Chat
+from skyrl_mega.rollout.engine import Completion, Request
+from skyrl_mega.rollout.threads import Threads
+from skyrl_mega.rollout.trajectory import Trajectory
+
+
+class Scripted:
+    """Stands for the router. `requests` are those that it was asked, in order.
+
+    Args:
+        chat: Whose tokens it speaks.
+        lines: What it says; an end-of-sequence token is written out.
+        finish: What ends each turn.
+    """
+
+    def __init__(self, chat: Chat, lines: Sequence[str], finish: str = "stop") -> None:
+        self.chat, self.lines, self.finish = chat, iter(lines), finish
+        self.requests: list[Request] = []
+
+    async def generate(self, request: Request) -> Completion:
+        """The next line, token i with the log-prob -1 - i / 8."""
+        self.requests.append(request)
+        tokens = self.chat.encode(next(self.lines))
+        return Completion(request.id, tokens, [-1 - i / 8 for i in range(len(tokens))], self.finish, ((0, 0),))
+
+
+def play(
+    chat: Chat,
+    config: EnvironmentConfig,
+    scripts: Sequence[tuple[Prompt, Scripted]],
+    threads: int = 4,
+    **limits: Any,
+) -> list[Trajectory]:
+    """All scripts at once, a policy each."""
+    given = Limits(**{**dict(turn=4000, response=20_000, length=30_000, turns=4, env_timeout_s=60.0), **limits})
+
+    async def everything() -> list[Trajectory]:
+        rooms = Threads(threads)
+
+        async def one(prompt: Prompt, policy: Scripted) -> Trajectory:
+            agent = Agent(policy, chat, config, given, rooms)  # type: ignore[arg-type]
+            return await agent.play(await agent.open(prompt, 0), f"{prompt.uid}")
+
+        return await asyncio.gather(*(one(prompt, policy) for prompt, policy in scripts))
+
+    return asyncio.run(everything())
