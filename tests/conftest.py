@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
+
+if TYPE_CHECKING:
+    from skyrl_mega.rollout.chat import Chat
 
 ROOT = Path(__file__).parents[1]
 
@@ -24,6 +29,25 @@ def stories(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from tests.support.stories import write
 
     return write(shared / "data" / "stories260k", tmp_path_factory.mktemp("stories"))
+
+
+@pytest.fixture(scope="session")
+def characters_chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    """The `characters` tokenizer with its own template."""
+    from tests.support.chats import characters
+
+    return characters(tmp_path_factory.mktemp("chats") / "characters")
+
+
+@pytest.fixture(scope="session")
+def qwen_chat(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Chat:
+    """Qwen3's tokenizer and template."""
+    from skyrl_mega.rollout.chat import Chat
+    from tests.support.chats import qwen
+
+    path = qwen(shared, tmp_path_factory.mktemp("chats") / "qwen")
+    shutil.copy(shared / "data" / "qwen_tokenizer" / "qwen3_4b_config.json", path / "config.json")
+    return Chat(str(path))
 
 
 @pytest.fixture(scope="session")

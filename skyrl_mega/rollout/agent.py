@@ -239,7 +239,7 @@ class Agent:
             raise _fault(t, Status.ERROR_ENV_TIMEOUT, text) from None
         except Raised as raised:
             error = raised.error
-            text = str(error) if isinstance(error, checked.BadOutput) else f"{what} raised {error!r}"
+            text = str(error) if isinstance(error, checked.BadOutput) else f"{what} raised {_shown(error)}"
             raise _fault(t, Status.ERROR_ENV, text) from error
         finally:
             t.seconds["env"] += call.seconds()
@@ -278,6 +278,13 @@ def _fault(t: Trajectory, status: Status, text: str) -> EnvironmentFault:
 def _fail(t: Trajectory, fault: EnvironmentFault) -> None:
     t.status, t.reward, t.metadata = fault.status, 0.0, {"error": str(fault)}
     _warn(t, fault)
+
+
+def _shown(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception:  # its own words failed it
+        return type(error).__name__
 
 
 def _warn(t: Trajectory, fault: EnvironmentFault) -> None:

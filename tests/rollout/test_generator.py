@@ -262,24 +262,3 @@ def test_what_a_dead_engine_had_is_answered_by_the_others(engines: ActorGroup, m
     finally:
         fleet.close()
         pair.shutdown()
-
-
-def test_following_turns_of_a_template_with_its_own_turn_ends(chat: Chat) -> None:
-    """ChatML: the end-of-turn token belongs to the policy, the newline after it to the template."""
-    tokenizer = chat.tokenizer
-    before = tokenizer.chat_template
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ '<' + m['role'] + '>' + m['content'] + '" + EOS + "\n' }}{% endfor %}"
-        "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
-    )
-    try:
-        chatml = object.__new__(Chat)
-        chatml.tokenizer, chatml.path, chatml.stop_tokens = tokenizer, "", (END,)
-        chatml.control, chatml._spelled = chat.control, chat._spelled
-        chatml._continue = chatml._continuation  # type: ignore[assignment]
-        new = [{"role": "user", "content": "go on"}]
-        letter = chat.encode("a")[0]
-        assert tokenizer.decode(chatml.following(END, new)) == f"\n<user>go on{EOS}\n<assistant>"
-        assert tokenizer.decode(chatml.following(letter, new)) == f"{EOS}\n<user>go on{EOS}\n<assistant>"
-    finally:
-        tokenizer.chat_template = before

@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import sys
+import threading
 import time
+from typing import Any, ClassVar
 
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
+
+TALK: Message = {"role": "user", "content": "go on"}
 
 
 class Talk(BaseTextEnv):
@@ -37,3 +43,119 @@ class Faulty(BaseTextEnv):
     def close(self) -> None:
         if self.fault == "close":
             raise OSError("already closed")
+
+
+class Shy:
+    """Cannot even be shown."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no words")
+
+
+class ShyError(Exception):
+    """Neither."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no words")
+
+
+def _raise(error: BaseException) -> Any:
+    raise error
+
+
+GARBAGE: dict[str, Any] = {
+    "none": lambda: None,
+    "list": lambda: [1],
+    "no reward": lambda: {"observations": [], "done": True, "metadata": {}},
+    "no observations": lambda: {"reward": 1.0, "done": True},
+    "nan": lambda: good(reward=float("nan")),
+    "infinite": lambda: good(reward=float("inf")),
+    "text reward": lambda: good(reward="1"),
+    "text done": lambda: good(done="False"),
+    "observations": lambda: good(observations="go on"),
+    "message": lambda: good(observations=["go on"]),
+    "no content": lambda: good(observations=[{"role": "user"}]),
+    "number": lambda: good(observations=[{"role": "user", "content": 7}]),
+    "role": lambda: good(observations=[{"role": "referee", "content": "x"}]),
+    "surrogate": lambda: good(observations=[{"role": "user", "content": "\ud800"}]),
+    "metadata": lambda: good(metadata=[1]),
+    "keys": lambda: good(metadata={(1, 2): 3}),
+    "calls": lambda: good(metadata={"tool_calls": "search"}),
+    "key": lambda: good(postprocessed_action="what it should have said"),
+    "shy": lambda: good(reward=Shy()),
+    "rewritten": lambda: good(messages=[TALK], observations=[]),
+    "both": lambda: good(messages=[TALK], observations=[TALK]),
+    "exit": lambda: sys.exit(3),
+    "interrupt": lambda: _raise(KeyboardInterrupt()),
+    "stop": lambda: _raise(StopIteration()),
+    "cancelled": lambda: _raise(asyncio.CancelledError()),
+    "shy error": lambda: _raise(ShyError()),
+    "surrogate error": lambda: _raise(ValueError("\ud800")),
+}
+"""What a step may do that it should not."""
+
+
+def good(**changes: Any) -> Any:
+    """What a step may do, with these changes."""
+    return {"observations": [TALK], "reward": 1.0, "done": False, "metadata": {}, **changes}
+
+
+class Garbage(BaseTextEnv):
+    """Good in the first turn, then what `extra_info.fault` says; with none it ends after three."""
+
+    def init(self, prompt: list[Message]) -> Any:
+        if self.extras["extra_info"]["fault"] == "init":
+            return prompt
+        return (prompt, {}) if self.extras["extra_info"]["fault"] != "init empty" else ([], {})
+
+    def step(self, action: str) -> Any:
+        self.turns += 1
+        fault = self.extras["extra_info"]["fault"]
+        if self.turns == 2 and fault in GARBAGE:
+            return GARBAGE[fault]()
+        return good(done=self.turns == 3)
+
+
+class Stuck(BaseTextEnv):
+    """Hangs until `release`; `closed` tells which have been closed."""
+
+    release = threading.Event()
+    closed: ClassVar[list[str]] = []
+
+    def step(self, action: str) -> Any:
+        if self.extras["extra_info"]["fault"] == "hang":
+            self.release.wait(60)
+        return good(done=True)
+
+    def close(self) -> None:
+        self.closed.append(self.extras["extra_info"]["fault"])
+
+
+class Rewriting(BaseTextEnv):
+    """Puts a conversation of its own in the place of the old one in every turn but each third; done after six."""
+
+    rewrites_history: ClassVar[bool] = True
+
+    def step(self, action: str) -> Any:
+        self.turns += 1
+        if self.turns % 3 == 0:
+            return good(done=self.turns == 6, reward=0.25)
+        told = [{"role": "user", "content": f"so far: {action}"}, {"role": "assistant", "content": "yes"}, TALK]
+        return good(observations=[], messages=told, reward=0.5)
+
+
+class Slow(BaseTextEnv):
+    """Takes `extra_info.seconds` for a step and goes on for ever."""
+
+    def step(self, action: str) -> Any:
+        time.sleep(float(self.extras["extra_info"]["seconds"]))
+        return good(reward=0.5)
+
+
+class Calling(BaseTextEnv):
+    """Names a tool call and is done after two turns."""
+
+    def step(self, action: str) -> Any:
+        self.turns += 1
+        call = {"name": "look", "arguments": {"at": action, "turn": (1, self.turns)}}
+        return good(metadata={"tool_calls": [call]}, done=self.turns == 2, reward=self.turns)

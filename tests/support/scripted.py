@@ -16,7 +16,7 @@ from skyrl_mega.rollout.trajectory import Trajectory
 
 
 class Scripted:
-    """Stands for the router. `requests` are those that it was asked, in order.
+    """Stands for the router. `turns` has what it was asked and what it said, in order.
 
     Args:
         chat: Whose tokens it speaks.
@@ -26,13 +26,16 @@ class Scripted:
 
     def __init__(self, chat: Chat, lines: Sequence[str], finish: str = "stop") -> None:
         self.chat, self.lines, self.finish = chat, iter(lines), finish
-        self.requests: list[Request] = []
+        self.turns: list[tuple[Request, Completion]] = []
 
     async def generate(self, request: Request) -> Completion:
         """The next line, token i with the log-prob -1 - i / 8."""
-        self.requests.append(request)
-        tokens = self.chat.encode(next(self.lines))
-        return Completion(request.id, tokens, [-1 - i / 8 for i in range(len(tokens))], self.finish, ((0, 0),))
+        line = self.chat.encode(next(self.lines))
+        tokens = line[: request.max_tokens]
+        finish = self.finish if tokens == line else "length"
+        said = Completion(request.id, tokens, [-1 - i / 8 for i in range(len(tokens))], finish, ((0, 0),))
+        self.turns.append((request, said))
+        return said
 
 
 def play(

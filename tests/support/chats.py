@@ -1,0 +1,40 @@
+"""Tokenizers and chat templates without a model."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from skyrl_mega.models.characters import EOS, write_tokenizer
+from skyrl_mega.rollout.chat import Chat
+
+CHATML = (
+    "{% for m in messages %}{{ '<' + m['role'] + '>\n' + m['content'] + '" + EOS + "\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>\n' }}{% endif %}"
+)
+"""Every turn is closed, and the newline behind the end token is the template's."""
+
+
+def characters(path: Path, template: str | None = None) -> Chat:
+    """The `characters` tokenizer, with the template of its own or another."""
+    path.mkdir(parents=True)
+    write_tokenizer(path)
+    (path / "config.json").write_text('{"model_type": "llama"}')
+    chat = Chat(str(path))
+    if template is not None:
+        chat.tokenizer.chat_template = template
+    return chat
+
+
+def qwen(shared: Path, path: Path) -> Path:
+    """Qwen3's tokenizer, template and end tokens as files of a folder."""
+    source = shared / "data" / "qwen_tokenizer"
+    path.mkdir(parents=True, exist_ok=True)
+    for name, file in (
+        ("vocab.json", "vocab.json"),
+        ("merges.txt", "merges.txt"),
+        ("qwen3_tokenizer_config.json", "tokenizer_config.json"),
+        ("qwen3_generation_config.json", "generation_config.json"),
+    ):
+        shutil.copy(source / name, path / file)
+    return path

@@ -1,0 +1,215 @@
+"""However trajectories are cut into samples, the gradient is that of every turn, added up by hand in float64."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from skyrl_mega.algorithms.losses import policy_loss
+from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, OverlongConfig
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.models.characters import EOS, VOCABULARY
+from skyrl_mega.policy.sequences import Sequences
+from skyrl_mega.rollout.chat import Chat
+from skyrl_mega.rollout.engine import Completion, Request
+from skyrl_mega.rollout.trajectory import Kind, Status, Trajectory
+from skyrl_mega.trainer.batch import Batch, batch_of, mini_batches, samples_of
+from tests.support.scripted import Scripted, play
+
+USER = EnvironmentConfig(
+    classes={name: f"tests.rollout.user_envs:{name.capitalize()}" for name in ("talk", "rewriting")}
+)
+TURNS = 5
+GROUPS, SAMPLES = 3, 4
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """Tiny products: threads only wait for one another."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@dataclass
+class Played:
+    """Trajectories by group, and each one's turns as the policy saw them."""
+
+    groups: list[list[Trajectory]]
+    turns: list[list[tuple[Request, Completion]]]
+
+
+def played(chat: Chat, env: str) -> Played:
+    """Random lines and rewards; one trajectory cut off, one failed."""
+    rng = random.Random(env)
+    letters = [c for c in VOCABULARY if len(c) == 1 and c.isascii()]
+    policies, scripts = [], []
+    for place in range(GROUPS * SAMPLES):
+        lines = ["".join(rng.choices(letters, k=rng.randint(1, 9))) + EOS for _ in range(TURNS)]
+        policies.append(Scripted(chat, lines))
+        prompt = Prompt(place // SAMPLES, [{"role": "user", "content": "hello"}], env, {"extra_info": {}})
+        scripts.append((prompt, policies[-1]))
+    # Half of them have fewer turns.
+    whole = play(chat, USER, scripts[::2], turns=TURNS, rewrites=True)
+    short = play(chat, USER, scripts[1::2], turns=2, rewrites=True)
+    trajectories = [t for pair in zip(whole, short, strict=True) for t in pair]
+    for t in trajectories:
+        t.status, t.reward = Status.COMPLETED, rng.choice([0.0, 0.25, 1.0, 3.0])
+    trajectories[5].status, trajectories[8].status = Status.TRUNCATED_TIME, Status.ERROR_ENV
+    groups = [trajectories[g * SAMPLES : (g + 1) * SAMPLES] for g in range(GROUPS)]
+    return Played(groups, [policy.turns for policy in policies])
+
+
+def small_model(seed: int) -> LlamaForCausalLM:
+    """Float64, random."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=16,
+        intermediate_size=24,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        initializer_range=0.4,
+        use_cache=False,
+    )
+    return LlamaForCausalLM(config).double()
+
+
+def token_logprobs(model: LlamaForCausalLM, tokens: list[int]) -> torch.Tensor:
+    """[T]: of each token after those before it; 0 for the first."""
+    given = torch.tensor([tokens])
+    logits = model(given).logits[0, :-1].log_softmax(-1)
+    return torch.cat([torch.zeros(1).double(), logits.gather(1, given[0, 1:, None])[:, 0]])
+
+
+def gradient_of(model: LlamaForCausalLM, loss: torch.Tensor) -> torch.Tensor:
+    gradients = torch.autograd.grad(loss, list(model.parameters()))
+    return torch.cat([g.flatten() for g in gradients])
+
+
+def by_hand(
+    play: Played, model: LlamaForCausalLM, old: LlamaForCausalLM, algorithm: AlgorithmConfig
+) -> tuple[float, torch.Tensor]:
+    """Turn after turn, from what the policy was asked and what it said; GRPO, clip and cap as the papers have them."""
+    flat = [t for group in play.groups for t in group]
+    advantage = {}
+    for group in play.groups:
+        judged = [t for t in group if t.status is not Status.ERROR_ENV]
+        rewards = torch.tensor([t.reward for t in judged]).double()
+        for t in judged:
+            spread = rewards.std() + 1e-6 if rewards.std() > 0 else 1.0
+            advantage[id(t)] = float((t.reward - rewards.mean()) / spread)
+    counts = [t.status is Status.COMPLETED for t in flat]
+    tokens = [sum(len(said.tokens) for _, said in turns) for turns in play.turns]
+    loss = torch.zeros(()).double()
+    for t, turns, counted, own in zip(flat, play.turns, counts, tokens, strict=True):
+        if not counted:
+            continue
+        weight = 1 / (sum(counts) * own)
+        if algorithm.loss_mean == "tokens":
+            weight = 1 / sum(n for n, c in zip(tokens, counts, strict=True) if c)
+        for request, said in turns:
+            whole = request.tokens + said.tokens
+            now = token_logprobs(model, whole)[len(request.tokens) :]
+            before = token_logprobs(old, whole)[len(request.tokens) :].detach()
+            ratio = (now - before).exp()
+            gain = torch.minimum(ratio * advantage[id(t)], ratio.clamp(0.8, 1.2) * advantage[id(t)])
+            cap = (before - torch.tensor(said.logprobs).double()).exp().clamp(max=2.0)
+            loss = loss - weight * (cap * gain).sum()
+    return loss.item(), gradient_of(model, loss)
+
+
+def by_batch(
+    mini: Sequences, model: LlamaForCausalLM, old: LlamaForCausalLM, algorithm: AlgorithmConfig, micros: int
+) -> tuple[float, torch.Tensor]:
+    """The project's loss over so many micro-batches of the mini-batch's samples, added up."""
+    rows = np.random.default_rng(micros).permutation(len(mini))
+    total, gradient = 0.0, torch.zeros(())
+    for part in np.array_split(rows, micros):
+        micro = torch.zeros(()).double()
+        for row in part:
+            one = mini.take([row])
+            fields = {name: torch.from_numpy(values).double() for name, values in one.fields.items()}
+            loss, _ = policy_loss(
+                token_logprobs(model, one.tokens.tolist()),
+                old_logprobs_T=token_logprobs(old, one.tokens.tolist()).detach(),
+                advantages_T=fields["advantages"],
+                weights_T=fields["weights"],
+                algorithm=algorithm,
+                rollout_logprobs_T=fields["rollout_logprobs"],
+            )
+            micro = micro + loss
+        total += micro.item()
+        gradient = gradient + gradient_of(model, micro)
+    return total, gradient
+
+
+@pytest.mark.parametrize("loss_mean", ["tokens", "sequences"])
+@pytest.mark.parametrize("env, cuts", [("talk", ["off", "turns", "merged"]), ("rewriting", ["turns", "merged"])])
+def test_the_gradient_is_that_of_every_turn(characters_chat: Chat, env: str, cuts: list[str], loss_mean: str) -> None:
+    """Trajectories that only grow may be cut or not; rewritten ones are cut. Tokens' mean, and trajectories' mean."""
+    run = played(characters_chat, env)
+    model = small_model(1)
+    old = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in old.parameters():
+            parameter += 0.02 * torch.randn_like(parameter)
+    algorithm = AlgorithmConfig(loss_mean=loss_mean, importance_cap=2.0, overlong=OverlongConfig(filter=True))
+    loss, gradient = by_hand(run, model, old, algorithm)
+    assert gradient.norm() > 1e-3
+    for cut in cuts:
+        batch = batch_of(run.groups, algorithm, 1000, cut)
+        (mini,) = mini_batches(batch, GROUPS, loss_mean)
+        for micros in (1, 4):
+            found, its_gradient = by_batch(mini, model, old, algorithm, micros)
+            # Weights and advantages are float32: 1e-6 is theirs.
+            assert found == pytest.approx(loss, rel=1e-6, abs=1e-9), (cut, micros)
+            assert (its_gradient - gradient).norm() < 1e-6 * gradient.norm(), (cut, micros)
+
+
+def test_a_sample_is_what_the_policy_saw_and_said(characters_chat: Chat) -> None:
+    for env in ("talk", "rewriting"):
+        run = played(characters_chat, env)
+        for t, turns in zip([t for group in run.groups for t in group], run.turns, strict=True):
+            cut = samples_of(t, "turns")
+            assert [(s.tokens, s.mask) for s in cut] == [
+                (request.tokens + said.tokens, [0] * len(request.tokens) + [1] * len(said.tokens))
+                for request, said in turns
+            ]
+            for sample, (_, said) in zip(cut, turns, strict=True):
+                assert sample.logprobs[-len(said.tokens) :] == said.logprobs
+            merged = samples_of(t, "merged")
+            assert sum(sum(s.mask) for s in merged) == sum(t.mask)
+            assert len(merged) == sum(step.kind is Kind.PROMPT for step in t.steps)
+
+
+def test_mini_batches_are_of_whole_trajectories_whatever_their_samples(characters_chat: Chat) -> None:
+    run = played(characters_chat, "talk")
+    batch = batch_of(run.groups, AlgorithmConfig(), 1000, "turns")
+    assert isinstance(batch, Batch) and len(batch) == sum(t.turns for group in run.groups for t in group)
+    parts = mini_batches(batch, 2, "sequences")
+    np.testing.assert_array_equal(np.concatenate([p.tokens for p in parts]), batch.tokens)
+    for part, groups in zip(parts, (run.groups[:2], run.groups[2:]), strict=True):
+        assert part.fields["weights"].sum() == pytest.approx(1, abs=1e-6)
+        learned = [t for group in groups for t in group if not t.status.failed]
+        row = 0
+        for t in (t for group in groups for t in group):
+            weight = sum(part.take([row + i]).fields["weights"].sum() for i in range(t.turns))
+            assert weight == pytest.approx(0 if t.status.failed else 1 / len(learned), rel=1e-5)
+            row += t.turns
+
+
+def test_a_trajectory_without_a_response_is_one_sample_that_counts_for_nothing(characters_chat: Chat) -> None:
+    prompt = Prompt(0, [{"role": "user", "content": "hello"}], "talk", {"extra_info": {}})
+    (empty,) = play(characters_chat, USER, [(prompt, Scripted(characters_chat, [""], finish="timeout"))])
+    (sample,) = samples_of(empty, "turns")
+    assert sample.tokens == empty.tokens and not any(sample.mask)
