@@ -91,6 +91,7 @@ def _run(args: argparse.Namespace) -> int:
 
         from skyrl_mega import trainer
         from skyrl_mega.cluster.errors import ActorFailed, ClusterError
+        from skyrl_mega.report.overview import at_the_end
 
         try:
             trainer.run(config, folder, console)
@@ -99,9 +100,11 @@ def _run(args: argparse.Namespace) -> int:
                 _keep_traceback(folder)
             console.say(f"fault: {error}")
             console.say(f"  logs  {folder / 'logs'}; the same command goes on from the newest checkpoint")
+            at_the_end(folder, console.say)  # once more, or first: it names the fault
             return FAULT
         except Exception:
             _keep_traceback(folder)
+            at_the_end(folder, console.say)
             raise
     return DONE
 

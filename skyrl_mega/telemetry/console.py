@@ -31,6 +31,7 @@ WORTH_A_LINE_S = 5.0
 """A phase of at least so many seconds leaves a plain line at its end."""
 
 PLACES = (
+    ("report", "report.html"),
     ("config", "config.yaml"),
     ("metrics", "metrics.jsonl"),
     ("tensorboard", "tensorboard"),

@@ -46,10 +46,12 @@ def run(config: Config, folder: Path, console: Console) -> None:
 
 def finish(run: Run) -> None:
     """All steps that are left, and what comes after them."""
+    from skyrl_mega.report.overview import at_the_end
     from skyrl_mega.trainer.loop import train
 
     train(run)
     if run.config.checkpoint.export:
         with run.console.phase("export"):
             run.policy.export(run.folder / "model", Path(run.config.model.path).absolute())
+    at_the_end(run.folder, run.console.say)
     run.console.summary(run.folder, run.first_evaluation, run.last_evaluation)

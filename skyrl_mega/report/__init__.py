@@ -1,0 +1,1 @@
+"""Pages and text about runs, for people: what the policy did, and how a run went."""

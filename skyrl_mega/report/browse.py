@@ -1,0 +1,169 @@
+"""The page in which a person reads trajectories: a list with filters at left, one trajectory at right.
+
+Texts and tokens lie in blocks of `BLOCK` trajectories that the page unpacks when it needs them, so that a page of some
+thousand opens at once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skyrl_mega.report.decode import Decoder, decoder_of
+from skyrl_mega.report.document import document
+from skyrl_mega.report.records import Part, Record, Tokens, tokens_of
+
+BLOCK = 64
+"""Trajectories of one block."""
+SNIPPET = 140
+"""Characters of a trajectory that the list shows."""
+
+BODY = """<noscript><p>This page shows its trajectories with JavaScript, which is off. Nothing comes from elsewhere.</p>
+</noscript><div id="app"></div>
+"""
+
+
+def page(records: Sequence[Record], progress: Callable[[int], None] = lambda _: None) -> str:
+    """The HTML of some trajectories, in the order given."""
+    decoders = _decoders(records)
+    pieces = Pieces()
+    blocks: dict[str, Any] = {}
+    sums: list[dict[str, Any]] = []
+    tokens = tokens_of(records)
+    for number, start in enumerate(range(0, len(records), BLOCK)):
+        part = records[start : start + BLOCK]
+        views = []
+        for record, t in zip(part, islice(tokens, len(part)), strict=True):
+            views.append(_tokens(record, t, decoders.get(record.run), pieces))
+            sums.append({"wrote": int(t.mask.sum()), "logprob": _mean(t.logprobs[t.mask == 1])})
+        blocks[f"text-{number}"] = [_text(record) for record in part]
+        blocks[f"tokens-{number}"] = views
+        progress(start + len(part))
+    blocks["pieces"] = pieces.table
+    blocks["index"] = _index(records, sums)
+    runs = list(dict.fromkeys(record.run for record in records))
+    title = f"{', '.join(runs[:3])}{' …' if len(runs) > 3 else ''} · trajectories"
+    return document(title, BODY, styles=["browse.css"], programs=["list.js", "views.js", "browse.js"], blocks=blocks)
+
+
+class Pieces:
+    """The page's table of [token id, text], in which a token view names its tokens by place; text None is unknown."""
+
+    def __init__(self) -> None:
+        self.table: list[tuple[int, str | None]] = []
+        self._places: dict[tuple[int, str | None], int] = {}
+
+    def place(self, id: int, text: str | None) -> int:
+        """Where in the table a token stands; it is added where it is new."""
+        key = (id, text)
+        if key not in self._places:
+            self._places[key] = len(self.table)
+            self.table.append(key)
+        return self._places[key]
+
+
+def _decoders(records: Sequence[Record]) -> dict[str, Decoder]:
+    folders: Mapping[str, Path] = {r.run: r.file.absolute().parent.parent for r in records}
+    found = {run: decoder_of(folder) for run, folder in folders.items()}
+    return {run: decoder for run, decoder in found.items() if decoder}
+
+
+def _index(records: Sequence[Record], sums: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """What the list shows, column by column."""
+    names = ("run", "step", "uid", "sample", "status", "reward", "turns", "prompt_length", "response_length")
+    columns: dict[str, list[Any]] = {name: [getattr(r, name) for r in records] for name in names}
+    columns["reward"] = list(map(_rounded, columns["reward"]))
+    return {
+        **columns,
+        "env_class": [r.env_class for r in records],
+        "generate": [_rounded(r.seconds.get("generate")) for r in records],
+        "env": [_rounded(r.seconds.get("env")) for r in records],
+        "weights": [r.weights for r in records],
+        "snippet": [_snippet(r) for r in records],
+        "wrote": [s["wrote"] for s in sums],
+        "logprob": [s["logprob"] for s in sums],
+        "block": BLOCK,
+    }
+
+
+def _text(record: Record) -> dict[str, Any]:
+    """What the conversation view shows."""
+    return {
+        "parts": [_part(part) for part in record.parts],
+        "versions": record.versions,
+        "judged": _pairs(record.metadata),
+        "extras": _pairs(record.extras),
+        "file": f"{record.file.name}, row {record.row}",
+    }
+
+
+def _part(part: Part) -> dict[str, Any]:
+    """What is known of a part; what is not is left out."""
+    figures = {
+        "start": part.start,
+        "end": part.end,
+        "at": _rounded(part.at_s),
+        "generate": _rounded(part.generate_s),
+        "env": _rounded(part.env_s),
+        "reward": _rounded(part.reward),
+        "finish": part.finish,
+        "calls": [_call(call) for call in part.tool_calls] or None,
+    }
+    messages = [[m["role"], m["content"]] for m in part.messages]
+    return {"kind": part.kind, "messages": messages, **{k: v for k, v in figures.items() if v is not None}}
+
+
+def _call(call: Any) -> tuple[str, str]:
+    """A tool call's name, and its arguments as text."""
+    if isinstance(call, dict) and isinstance(call.get("name"), str):
+        rest = call.get("arguments", {k: v for k, v in call.items() if k != "name"})
+        return call["name"], rest if isinstance(rest, str) else json.dumps(rest, ensure_ascii=False)
+    return "", call if isinstance(call, str) else json.dumps(call, ensure_ascii=False)
+
+
+def _tokens(record: Record, t: Tokens, decoder: Decoder | None, pieces: Pieces) -> dict[str, Any]:
+    """What the token view shows: places in the table, stretches, and the policy's log-probs in -1e-3 nats."""
+    ids = t.ids.tolist()
+    texts: Sequence[str | None] = decoder.texts(ids) if decoder else [None] * len(ids)
+    logprobs = np.nan_to_num(t.logprobs[t.mask == 1], nan=-99.0, neginf=-99.0)
+    return {
+        "places": [pieces.place(id, text) for id, text in zip(ids, texts, strict=True)],
+        "stretches": _stretches(record, t),
+        "logprobs": np.rint(-1000 * logprobs).astype(int).tolist(),
+    }
+
+
+def _stretches(record: Record, t: Tokens) -> list[tuple[str, int, int]]:
+    """(kind, start, end) of all parts that have tokens; by the mask where the file has no steps."""
+    stored = [(p.kind, p.start, p.end) for p in record.parts if p.start is not None and p.end is not None]
+    if stored:
+        return [(kind, start, end) for kind, start, end in stored if start < end]
+    edges = [0, *(edge for span in t.spans for edge in span), len(t.ids)]
+    kinds = ("response" if i % 2 else "observation" if i else "prompt" for i in range(len(edges)))
+    return [(kind, a, b) for kind, a, b in zip(kinds, edges, edges[1:], strict=False) if a < b]
+
+
+def _snippet(record: Record) -> str:
+    """The first words of the first response; of the first message where there is none."""
+    parts = [part for part in record.parts if part.by_policy] or record.parts
+    text = parts[0].messages[0]["content"] if parts and parts[0].messages else ""
+    return " ".join(text[: 4 * SNIPPET].split())[:SNIPPET]
+
+
+def _mean(values: np.ndarray) -> float | None:
+    return _rounded(float(values.mean())) if len(values) else None
+
+
+def _rounded(value: float | None) -> float | None:
+    return None if value is None or not math.isfinite(value) else round(value, 4)
+
+
+def _pairs(values: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Names and values as text; JSON where a value is not text."""
+    return [(k, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False, indent=1)) for k, v in values.items()]

@@ -1,0 +1,340 @@
+"""The page of a run, or of several: what it learned, where the time went, how it was set, and where everything is."""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.config.keys import keys
+from skyrl_mega.report import plots
+from skyrl_mega.report.document import document, save
+from skyrl_mega.report.run_data import RunData, read
+from skyrl_mega.telemetry.table import duration, number
+
+FILE = "report.html"
+"""In a run's folder."""
+
+
+@dataclass(frozen=True)
+class Plot:
+    """One plot: the metrics it shows (`*` stands for anything), as lines."""
+
+    title: str
+    metrics: tuple[str, ...]
+    about: str = ""
+    log: bool = False
+
+
+SECTIONS: tuple[tuple[str, tuple[Plot, ...]], ...] = (
+    (
+        "What it learned",
+        (
+            Plot("reward", ("reward/mean",), "mean of the step's trajectories"),
+            Plot("evaluation", ("eval/*/mean",), "mean on held-out prompts"),
+            Plot("solved at least once", ("reward/pass_at_n", "eval/*/pass_at_*"), "share of prompts"),
+        ),
+    ),
+    (
+        "Optimisation",
+        (
+            Plot("loss", ("policy/loss",)),
+            Plot("entropy", ("policy/entropy",), "nats"),
+            Plot("KL", ("policy/kl", "policy/kl_old"), "nats"),
+            Plot("gradient norm", ("policy/grad_norm",), "before clipping"),
+            Plot("clipped tokens", ("policy/clip_fraction", "policy/dual_clip_fraction"), "share"),
+            Plot("learning rate", ("policy/lr",)),
+        ),
+    ),
+    (
+        "Engine against policy",
+        (
+            Plot(
+                "log-prob mismatch", ("mismatch/logprob_abs_mean", "mismatch/logprob_abs_max"), "nats: mean, max", True
+            ),
+            Plot("mismatch KL", ("mismatch/kl",), "engine ‖ policy", True),
+            Plot("importance weight", ("policy/importance_weight",), "mean; 1 is no mismatch"),
+        ),
+    ),
+    (
+        "Trajectories",
+        (
+            Plot("response length", ("rollout/response_length_mean",), "tokens"),
+            Plot("cut short or failed", ("rollout/truncated_fraction", "rollout/failed_fraction"), "share"),
+            Plot("turns", ("rollout/turns_mean",)),
+            Plot("tokens written", ("rollout/tokens",), "a step"),
+            Plot("dynamic sampling", ("rollout/groups_left_out", "rollout/groups_missing"), "groups"),
+        ),
+    ),
+    (
+        "Speed",
+        (
+            Plot("tokens per second", ("perf/tokens_per_s",)),
+            Plot("weight sync", ("time/sync", "time/sync/transfer", "time/sync/pause"), "seconds"),
+            Plot(
+                "bytes of a sync",
+                ("sync/bytes_in_max", "sync/bytes_in_ideal"),
+                "into the busiest worker; the least possible",
+            ),
+            Plot("memory", ("memory/*",)),
+        ),
+    ),
+)
+PHASES = ("generate", "logprobs", "train", "sync", "eval", "checkpoint", "other")
+"""Of a step's time, from the bottom of the stack; others that a run has follow."""
+
+
+def write(folders: Sequence[Path], file: Path | None = None) -> Path:
+    """Writes the page of one run or several, and returns where it is: `report.html` of the first without a `file`.
+
+    Raises:
+        UserError: A folder is no run's, or the file cannot be written.
+    """
+    runs = [read(folder) for folder in folders]
+    file = file or folders[0] / FILE
+    save(file, page(runs))
+    return file
+
+
+def at_the_end(folder: Path, say: Callable[[str], None]) -> None:
+    """Writes a run's page when it ends. Whatever is wrong with a page is said; a run is not lost over it."""
+    try:
+        write([folder])
+    except Exception as error:
+        say(f"{FILE} was not written: {error!r}")
+
+
+def page(runs: Sequence[RunData]) -> str:
+    """The HTML."""
+    names = _names(runs)
+    points: dict[str, Any] = {}
+    body = [f"<header><h1>{escape(' · '.join(names))}</h1></header>"]
+    body += [_legend(names)] if len(runs) > 1 else []
+    body += [_fault(run, name, several=len(runs) > 1) for run, name in zip(runs, names, strict=True)]
+    body.append(_tiles(runs[0]) if len(runs) == 1 else _comparison(runs, names))
+    for title, section in SECTIONS:
+        figures = [_figure(plot, runs, names, points) for plot in section]
+        if title == "Speed":
+            figures = [
+                *(_time(run, name if len(runs) > 1 else "", points) for run, name in zip(runs, names, strict=True)),
+                *figures,
+            ]
+        if any(figures):
+            body.append(f"<section><h2>{title}</h2><div class='plots'>{''.join(figures)}</div></section>")
+    body.append(_settings(runs, names))
+    body += [_places(run, name if len(runs) > 1 else "") for run, name in zip(runs, names, strict=True)]
+    main = f'<main class="report">{"".join(body)}</main>'
+    return document(" · ".join(names), main, styles=["run.css"], programs=["run.js"], blocks={"points": points})
+
+
+def _names(runs: Sequence[RunData]) -> list[str]:
+    """The folders' names, or their paths where two are the same."""
+    names = [run.name for run in runs]
+    return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
+
+
+def _legend(names: Sequence[str]) -> str:
+    keys = "".join(
+        f'<span><i class="key s{i % plots.COLOURS}"></i>{escape(name)}</span>' for i, name in enumerate(names)
+    )
+    return f'<p class="legend">{keys}</p>'
+
+
+def _figure(plot: Plot, runs: Sequence[RunData], names: Sequence[str], points: dict[str, Any]) -> str:
+    """One plot with its title, its legend and its last values; empty where no run has its metrics."""
+    several = len(runs) > 1
+    lines, labels = [], []
+    metrics = list(dict.fromkeys(m for run in runs for m in _matching(run, plot.metrics)))
+    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
+        for k, metric in enumerate(metrics):
+            xs, ys = run.series(metric)
+            if xs:
+                label = f"{name}: {metric}" if several and len(metrics) > 1 else name if several else metric
+                lines.append(plots.Series(label, xs, ys, colour=i if several else k, dash=k if several else 0))
+                if not several:
+                    labels.append(
+                        f'<span><i class="key s{k % plots.COLOURS}"></i>{escape(metric)}</span> <b>{number(ys[-1])}</b>'
+                    )
+    if not lines:
+        return ""
+    if several and len(metrics) > 1:
+        labels = [f'<span><i class="key d{min(2, k)}"></i>{escape(metric)}</span>' for k, metric in enumerate(metrics)]
+    return _card(plot.title, plot.about, plots.lines(lines, plot.log), labels, lines, points)
+
+
+def _time(run: RunData, name: str, points: dict[str, Any]) -> str:
+    """Seconds of each phase of a step, stacked."""
+    found = [
+        m.removeprefix("time/") for m in run.names if m.startswith("time/") and m.count("/") == 1 and m != "time/step"
+    ]
+    phases = [*(p for p in PHASES if p in found), *(p for p in found if p not in PHASES)]
+    rows = [row for row in run.rows if "time/step" in row]
+    if not rows or not phases:
+        return ""
+    xs = [row["step"] or 0.0 for row in rows]
+    layers = [[max(0.0, row.get(f"time/{phase}") or 0.0) for row in rows] for phase in phases]
+    total = sum(map(sum, layers)) or 1.0
+    labels = [
+        f'<span><i class="key s{k % plots.COLOURS}"></i>{escape(phase)}</span> <b>{sum(layer) / total:.0%}</b>'
+        for k, (phase, layer) in enumerate(zip(phases, layers, strict=True))
+    ]
+    series = [plots.Series(phase, xs, layer, k) for k, (phase, layer) in enumerate(zip(phases, layers, strict=True))]
+    title = f"where a step's time goes{f': {name}' if name else ''}"
+    return _card(title, "seconds", plots.stacked(phases, xs, layers), labels, series, points)
+
+
+def _card(
+    title: str,
+    about: str,
+    drawing: plots.Drawing,
+    labels: Sequence[str],
+    series: Sequence[plots.Series],
+    points: dict[str, Any],
+) -> str:
+    """A plot in its frame. Its points go to the page's program, which tells them at the mouse."""
+    key = f"plot-{len(points)}"
+    points[key] = {
+        "low": drawing.low,
+        "high": drawing.high,
+        "series": [
+            {"name": s.name, "colour": s.colour % plots.COLOURS, "xs": s.xs, "ys": [_plain(y) for y in s.ys]}
+            for s in series
+        ],
+    }
+    note = f' <small class="soft">{escape(about)}</small>' if about else ""
+    legend = f'<p class="labels num">{"".join(f"<span>{label}</span>" for label in labels)}</p>' if labels else ""
+    return f'<figure id="{key}"><figcaption>{escape(title)}{note}</figcaption>{drawing.svg}{legend}</figure>'
+
+
+def _tiles(run: RunData) -> str:
+    """The figures that somebody looks for first."""
+    of = f" of {run.planned}" if run.planned else ""
+    tiles = [("steps", f"{run.steps}{of}", "")]
+    for metric in _matching(run, ("reward/mean", "eval/*/mean")):
+        ys = [y for y in run.series(metric)[1] if y is not None]
+        if ys:
+            tiles.append((metric, f"{number(ys[0])} → {number(ys[-1])}", f"best {number(max(ys))}"))
+    seconds = [y for y in run.series("time/step")[1] if y is not None]
+    tokens = [y for y in run.series("rollout/tokens")[1] if y is not None]
+    if seconds:
+        tiles.append(("time of all steps", duration(sum(seconds)), f"{duration(sum(seconds) / len(seconds))} a step"))
+    if seconds and tokens:
+        tiles.append(("tokens per second", number(sum(tokens) / sum(seconds)), f"{sum(tokens):,.0f} written"))
+    if run.checkpoints:
+        tiles.append(
+            ("newest checkpoint", run.checkpoints[-1][0].name.removeprefix("step_").lstrip("0") or "0", "step")
+        )
+    cells = "".join(
+        f"<div class='tile'><span class='soft'>{escape(name)}</span><b class='num'>{escape(value)}</b>"
+        f"<small class='soft num'>{escape(note)}</small></div>"
+        for name, value, note in tiles
+    )
+    return f"<div class='tiles'>{cells}</div>"
+
+
+def _comparison(runs: Sequence[RunData], names: Sequence[str]) -> str:
+    """First → last of what matters, a row for each run."""
+    metrics = list(dict.fromkeys(m for run in runs for m in _matching(run, ("reward/mean", "eval/*/mean"))))
+    titles = ["run", "steps", *metrics, "seconds a step", "tokens per second", "state"]
+    rows = []
+    for i, (run, name) in enumerate(zip(runs, names, strict=True)):
+        cells = [f'<i class="key s{i % plots.COLOURS}"></i>{escape(name)}', str(run.steps)]
+        for metric in metrics:
+            ys = [y for y in run.series(metric)[1] if y is not None]
+            cells.append(f"{number(ys[0])} → {number(ys[-1])}" if ys else "·")
+        for metric in ("time/step", "perf/tokens_per_s"):
+            ys = [y for y in run.series(metric)[1] if y is not None]
+            cells.append(number(sum(ys) / len(ys)) if ys else "·")
+        cells.append("ended by a fault" if run.fault and run.fault.last else "")
+        rows.append("".join(f"<td>{cell}</td>" for cell in cells))
+    head = "".join(f"<th>{escape(title)}</th>" for title in titles)
+    body = "".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<div class='wide'><table class='num'><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
+
+
+def _fault(run: RunData, name: str, several: bool) -> str:
+    """The fault that ended a run stands above all else; one that it has gone on from is only told."""
+    parts = []
+    if fault := run.fault:
+        when = f" at {escape(fault.when)}" if fault.when else ""
+        what = "The run ended by a fault" if fault.last else "A fault ended the run, which has gone on since"
+        kind = "bad" if fault.last else "warn"
+        parts.append(f"<div class='fault {kind}'><b>{what}{when}</b><pre>{escape(fault.text)}</pre></div>")
+    if run.survived:
+        lines = "\n".join(f"{when}  {text}" for when, text in run.survived[-20:])
+        parts.append(
+            f"<details class='fault warn'><summary>made good on the way: {len(run.survived)}</summary>"
+            f"<pre>{escape(lines)}</pre></details>"
+        )
+    title = f"<h3>{escape(name)}</h3>" if several and parts else ""
+    return title + "".join(parts)
+
+
+def _settings(runs: Sequence[RunData], names: Sequence[str]) -> str:
+    """Settings that are not the defaults; with several runs, those in which they differ come first."""
+    known = keys()
+    changed = sorted(
+        {key for run in runs for key in run.changed}, key=lambda k: (list(known).index(k) if k in known else 1e9, k)
+    )
+
+    def differs(key: str) -> bool:
+        return len({json.dumps(_value(run, key), default=str, sort_keys=True) for run in runs}) > 1
+
+    rows = []
+    for key in sorted(changed, key=lambda k: not differs(k)):
+        default = _code(known[key].default) if key in known else "<span class='soft'>unknown key</span>"
+        cells = "".join(f"<td>{_code(_value(run, key))}</td>" for run in runs)
+        rows.append(
+            f"<tr{' class=differs' if differs(key) else ''}><th>{escape(key)}</th>{cells}"
+            f"<td class='soft'>{default}</td></tr>"
+        )
+    heads = "".join(f"<th>{escape(name)}</th>" for name in (names if len(runs) > 1 else ["value"]))
+    about = "not the defaults" if len(runs) == 1 else "not the defaults in some run; where the runs differ, marked"
+    return (
+        f"<section><h2>Settings <small class='soft'>{about}</small></h2><div class='wide'><table class='settings'>"
+        f"<thead><tr><th>key</th>{heads}<th>default</th></tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
+    )
+
+
+def _places(run: RunData, name: str) -> str:
+    """Where everything is, and the command for the trajectories."""
+    rows = [(what, str(place), "") for what, place in run.places if what != "report"]
+    rows += [("checkpoint", str(folder), f"{size / 1e6:,.1f} MB") for folder, size in run.checkpoints]
+    cells = "".join(
+        f"<tr><th>{escape(what)}</th><td><code>{escape(place)}</code></td><td class='num soft'>{escape(size)}</td></tr>"
+        for what, place, size in rows
+    )
+    title = f"Where everything is{f': {escape(name)}' if name else ''}"
+    command = f"python -m skyrl_mega.report trajectories {run.folder} --html trajectories.html"
+    return (
+        f"<section><h2>{title}</h2><div class='wide'><table class='settings'><tbody>{cells}</tbody></table></div>"
+        f"<p class='soft'>What the policy wrote: <code>{escape(command)}</code></p></section>"
+    )
+
+
+def _matching(run: RunData, patterns: Sequence[str]) -> list[str]:
+    """A run's metrics that the patterns name; `*` does not stand for a `/`."""
+    return [
+        name
+        for pattern in patterns
+        for name in run.names
+        if fnmatch.fnmatchcase(name, pattern) and name.count("/") == pattern.count("/")
+    ]
+
+
+def _value(run: RunData, key: str) -> Any:
+    known = keys()
+    return run.settings.get(key, known[key].default if key in known else None)
+
+
+def _code(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+    return f"<code>{escape(text)}</code>" if text else "<span class='soft'>(empty)</span>"
+
+
+def _plain(value: float | None) -> float | None:
+    return None if value is None else float(f"{value:.6g}")

@@ -1,0 +1,159 @@
+"""A run's folder as its page reads it: rows of metrics, settings, checkpoints, and the fault that ended it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.keys import keys
+from skyrl_mega.telemetry import metrics
+from skyrl_mega.telemetry.console import PLACES
+
+STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  ")
+"""How an entry of `logs/run.log` begins; lines without it belong to the entry before."""
+
+
+TRACEBACK = "Traceback (most recent call last)"
+STEP = re.compile(r" *\d+  ")
+"""A row of the table of steps."""
+SURVIVED = re.compile(r" is out of service: |^retriever: ended ")
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What ended a run."""
+
+    when: str
+    """As the log has it; empty for a traceback, which has no time of its own."""
+    text: str
+    last: bool
+    """Whether nothing came after it: the run has not gone on."""
+
+
+@dataclass(frozen=True)
+class RunData:
+    """One run."""
+
+    folder: Path
+    rows: list[dict[str, float | None]]
+    """Of metrics.jsonl, in order; the row of step 0 is the evaluation before the first step."""
+    settings: dict[str, Any]
+    """Every key of config.yaml, dotted."""
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.absolute().name
+
+    @cached_property
+    def names(self) -> list[str]:
+        """Metrics that some row has, in the order in which they first come."""
+        return list(dict.fromkeys(name for row in self.rows for name in row if name != "step"))
+
+    @property
+    def steps(self) -> int:
+        """RL steps done."""
+        return int(self.rows[-1]["step"] or 0) if self.rows else 0
+
+    @property
+    def planned(self) -> int | None:
+        """RL steps at most; None where only the prompts are a limit."""
+        return self.settings.get("run.steps")
+
+    def series(self, name: str) -> tuple[list[float], list[float | None]]:
+        """Steps and values of a metric, over the rows that have it; None where it was not finite."""
+        having = [row for row in self.rows if name in row]
+        return [row["step"] or 0.0 for row in having], [row[name] for row in having]
+
+    @cached_property
+    def changed(self) -> dict[str, Any]:
+        """Settings that are not the defaults. Keys that this version does not know are among them."""
+        known = keys()
+        return {key: value for key, value in self.settings.items() if key not in known or known[key].default != value}
+
+    @property
+    def places(self) -> list[tuple[str, Path]]:
+        """What the folder holds, by name."""
+        return [(name, self.folder / file) for name, file in PLACES if (self.folder / file).exists()]
+
+    @property
+    def checkpoints(self) -> list[tuple[Path, int]]:
+        """Whole checkpoints and their bytes."""
+        whole = sorted(state.parent for state in self.folder.glob("checkpoints/step_*/state.json"))
+        return [
+            (folder, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
+            for folder in whole
+            if not folder.name.endswith(".partial")
+        ]
+
+    @cached_property
+    def log(self) -> list[tuple[str, str]]:
+        """Time and text of each entry of `logs/run.log`; a traceback has no time of its own."""
+        file = self.folder / "logs" / "run.log"
+        return list(_entries(file.read_text(errors="replace"))) if file.is_file() else []
+
+    @property
+    def fault(self) -> Fault | None:
+        """The last fault that ended the run."""
+        found = [i for i, (_, text) in enumerate(self.log) if text.startswith(("fault:", TRACEBACK))]
+        if not found:
+            return None
+        when, text = self.log[found[-1]]
+        went_on = any(STEP.match(later) for _, later in self.log[found[-1] + 1 :])
+        return Fault(when, text.removeprefix("fault: "), not went_on)
+
+    @property
+    def survived(self) -> list[tuple[str, str]]:
+        """What failed on the way and was made good: engines, the retrieval service."""
+        return [entry for entry in self.log if SURVIVED.search(entry[1])]
+
+
+def read(folder: Path) -> RunData:
+    """A run's folder.
+
+    Raises:
+        UserError: It is none.
+    """
+    if not (folder / "config.yaml").is_file():
+        what = "no config.yaml there" if folder.is_dir() else "no such folder"
+        raise UserError(f"{folder}: {what}; allowed: a run's folder, such as runs/<name>")
+    try:
+        tree = yaml.safe_load((folder / "config.yaml").read_text()) or {}
+        settings = dict(_leaves(tree, "")) if isinstance(tree, dict) else {}
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{folder / 'config.yaml'}: it is not YAML: {' '.join(str(error).split())}") from error
+    file = folder / "metrics.jsonl"
+    return RunData(folder, metrics.read(file) if file.is_file() else [], settings)
+
+
+def _leaves(tree: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values; a mapping that is one setting (`rollout.options`) stays whole."""
+    known = keys()
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and not (key in known and known[key].type is dict):
+            yield from _leaves(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _entries(log: str) -> Iterator[tuple[str, str]]:
+    """Time and text of each entry; a traceback is an entry without time."""
+    when, lines = "", list[str]()
+    for line in log.splitlines():
+        stamp = STAMP.match(line)
+        if stamp or line.startswith(TRACEBACK):
+            if lines:
+                yield when, "\n".join(lines)
+            when, lines = (stamp[1], [line[stamp.end() :]]) if stamp else ("", [line])
+        else:
+            lines.append(line)
+    if lines:
+        yield when, "\n".join(lines)

@@ -1,0 +1,169 @@
+"""Trajectories as text: a line of figures, then who said what.
+
+The policy's turns stand behind a thick bar, everything else behind a thin one: they are told apart without colour too,
+which there is only on a terminal.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from rich.console import Console
+from rich.style import Style
+from rich.text import Text
+
+from skyrl_mega.report.records import Part, Record
+from skyrl_mega.telemetry.table import duration
+
+WIDEST = 120
+"""Columns of a line at most; longer ones tire the eye."""
+MARGIN = 10
+"""Columns of who speaks."""
+ROLES = {"system": "magenta", "user": "blue", "tool": "yellow"}
+POLICY, JUDGED = "green", "bright_black"
+
+
+@dataclass(frozen=True)
+class Column:
+    """One figure of a trajectory's line."""
+
+    title: str
+    show: Callable[[Record], str]
+    left: bool = False
+
+
+COLUMNS = (
+    Column("run", lambda r: r.run, left=True),
+    Column("step", lambda r: "–" if r.step is None else str(r.step)),
+    Column("prompt", lambda r: str(r.uid)),
+    Column("sample", lambda r: str(r.sample)),
+    Column("reward", lambda r: f"{r.reward:.3f}"),
+    Column("status", lambda r: r.status, left=True),
+    Column("turns", lambda r: str(r.turns)),
+    Column("tokens", lambda r: f"{r.prompt_length} + {r.response_length}"),
+    Column("generate", lambda r: _seconds(r, "generate")),
+    Column("env", lambda r: _seconds(r, "env")),
+    Column("weights", lambda r: r.weights, left=True),
+)
+
+
+class View:
+    """Prints trajectories whose columns line up.
+
+    Args:
+        console: Where to.
+        records: All that will be printed: they give the columns their widths.
+    """
+
+    def __init__(self, console: Console, records: Sequence[Record]) -> None:
+        self._console = console
+        self._width = min(console.width, WIDEST)
+        several = len({r.run for r in records}) > 1
+        self._columns = [column for column in COLUMNS if several or column.title != "run"]
+        self._widths = [max([len(column.title), *(len(column.show(r)) for r in records)]) for column in self._columns]
+
+    def titles(self) -> None:
+        """The names of the columns."""
+        self._line(self._row([column.title for column in self._columns]), "bright_black")
+
+    def figures(self, record: Record) -> None:
+        """The line of a trajectory."""
+        text = Text()
+        for i, (column, cell) in enumerate(zip(self._columns, self._cells(record), strict=True)):
+            text.append("  " if i else "")
+            text.append(cell, Style.parse(_colour(column.title, record) or "bold"))
+        self._print(text)
+
+    def whole(self, record: Record) -> None:
+        """A trajectory: its figures, the conversation, and what the environment said of it."""
+        self._line("─" * self._width, "bright_black")
+        self.titles()
+        self.figures(record)
+        for speaker, content, style, bar, note in self._speeches(record):
+            self._line("")
+            for i, line in enumerate(self._wrapped(content)):
+                label = speaker[: MARGIN - 1] if i == 0 else ""
+                self._print(Text.assemble((label.ljust(MARGIN), style), (f"{bar} ", style), line))
+            if note:
+                self._line(" " * (MARGIN + 2) + note, "bright_black")
+        self._line("")
+
+    def _speeches(self, record: Record) -> Iterator[tuple[str, str, str, str, str]]:
+        """Speaker, text, style, bar and note of each message."""
+        turn = 0
+        for part in record.parts:
+            turn += part.by_policy
+            for message in part.messages:
+                if part.by_policy:
+                    yield f"policy {turn}", message["content"], POLICY, "┃", _note(part)
+                else:
+                    yield _plain(message["role"]), message["content"], ROLES.get(message["role"], "cyan"), "│", ""
+        if record.metadata:
+            yield "judged", json.dumps(record.metadata, ensure_ascii=False), JUDGED, "·", ""
+
+    def _wrapped(self, content: str) -> list[Text]:
+        """Lines that fit."""
+        lines: list[Text] = []
+        for line in content.strip("\n").split("\n"):
+            lines += Text(_plain(line.expandtabs(4))).wrap(self._console, self._width - MARGIN - 2) or [Text()]
+        return lines
+
+    def _cells(self, record: Record) -> list[str]:
+        return self._aligned([column.show(record) for column in self._columns])
+
+    def _row(self, cells: list[str]) -> str:
+        return "  ".join(self._aligned(cells)).rstrip()
+
+    def _aligned(self, cells: list[str]) -> list[str]:
+        return [
+            cell.ljust(width) if column.left else cell.rjust(width)
+            for column, cell, width in zip(self._columns, cells, self._widths, strict=True)
+        ]
+
+    def _line(self, text: str, style: str = "") -> None:
+        self._print(Text(text, style))
+
+    def _print(self, text: Text) -> None:
+        text.rstrip()
+        self._console.print(text, soft_wrap=True)
+
+
+def _note(part: Part) -> str:
+    """What is known of a response, in one line."""
+    notes = []
+    if part.start is not None and part.end is not None:
+        notes.append(f"{part.end - part.start} tokens")
+    if part.finish not in (None, "stop"):
+        notes.append(f"ended by {part.finish}")
+    if part.reward is not None:
+        notes.append(f"reward {part.reward:g}")
+    if part.generate_s is not None:
+        notes.append(f"generate {_time(part.generate_s)}")
+    if part.env_s is not None:
+        notes.append(f"env {_time(part.env_s)}")
+    for call in part.tool_calls:
+        notes.append(f"call {_plain(call if isinstance(call, str) else json.dumps(call, ensure_ascii=False))}")
+    return " · ".join(notes)
+
+
+def _plain(text: str) -> str:
+    """Control characters are written out, so that nothing steers the terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
+def _seconds(record: Record, phase: str) -> str:
+    return _time(record.seconds[phase]) if phase in record.seconds else "–"
+
+
+def _time(seconds: float) -> str:
+    return duration(seconds) if seconds >= 0.1 else f"{1000 * seconds:.1f} ms"
+
+
+def _colour(title: str, record: Record) -> str | None:
+    if title == "reward":
+        return "bold green" if record.reward > 0 else "bold red" if record.reward < 0 else "bold"
+    if title == "status" and record.status != "completed":
+        return "bold yellow" if record.truncated else "bold red"
+    return None

@@ -1,0 +1,163 @@
+"""A real browser for the tests of pages: Chromium without a window, spoken to over two pipes (no port is opened)."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import fcntl
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+NAMES = ("chromium", "chromium-browser", "google-chrome")
+FLAGS = (
+    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars"),
+)
+PATIENCE_S = 60.0
+
+
+def program() -> str | None:
+    """Where Chromium is, if it is here."""
+    return next((found for name in NAMES if (found := shutil.which(name))), None)
+
+
+class Browser:
+    """One page.
+
+    `errors` are what its program and its content security policy complained of, `requests` the addresses it asked for.
+    """
+
+    def __init__(self, write: int, read: int) -> None:
+        self._write, self._read = write, read
+        self._number, self._rest, self._session = 0, b"", ""
+        self.errors: list[str] = []
+        self.requests: list[str] = []
+        self._arrived: list[str] = []
+        target = self._call("Target.createTarget", url="about:blank")["targetId"]
+        self._session = self._call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            self._call(f"{domain}.enable")
+
+    def open(self, file: Path, fragment: str = "", width: int = 1400, height: int = 900, dark: bool = False) -> None:
+        """Loads a page and waits until it stands."""
+        self._call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[scheme])
+        # From a blank page: from another place in the same one it would only scroll.
+        for url in ("about:blank", f"{file.absolute().as_uri()}{fragment}"):
+            self._arrived.clear()
+            self._call("Page.navigate", url=url)
+            deadline = time.monotonic() + PATIENCE_S
+            while "Page.loadEventFired" not in self._arrived:
+                self._message(deadline)
+
+    def value(self, expression: str) -> Any:
+        """What an expression is in the page; a promise is waited for."""
+        answer = self._call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
+        if "exceptionDetails" in answer:
+            raise AssertionError(answer["exceptionDetails"])
+        return answer["result"].get("value")
+
+    def until(self, expression: str) -> None:
+        """Waits until an expression is true in the page."""
+        deadline = time.monotonic() + PATIENCE_S
+        while not self.value(f"!!({expression})"):
+            assert time.monotonic() < deadline, f"still not: {expression}; {self.errors}"
+            time.sleep(0.05)
+
+    def key(self, key: str) -> None:
+        """Presses a key."""
+        text = {"text": key} if len(key) == 1 else {}
+        self._call("Input.dispatchKeyEvent", type="keyDown", key=key, **text)
+        self._call("Input.dispatchKeyEvent", type="keyUp", key=key)
+
+    def point(self, x: float, y: float) -> None:
+        """Moves the mouse."""
+        self._call("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    def picture(self, file: Path, whole: bool = False) -> None:
+        """Writes what is seen as PNG."""
+        shot = self._call("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        file.write_bytes(base64.b64decode(shot["data"]))
+
+    def close(self) -> None:
+        """Asks the browser to end, its own processes first."""
+        self._session = ""
+        self._call("Browser.close")
+
+    def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        os.write(self._write, json.dumps(message).encode() + b"\0")
+        deadline = time.monotonic() + PATIENCE_S
+        while True:
+            answer = self._message(deadline)
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return dict(answer["result"])
+
+    def _message(self, deadline: float) -> dict[str, Any]:
+        while b"\0" not in self._rest:
+            ready, _, _ = select.select([self._read], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"Chromium has not answered within {PATIENCE_S:g} s"
+            chunk = os.read(self._read, 1 << 20)
+            assert chunk, "Chromium has ended"
+            self._rest += chunk
+        line, _, self._rest = self._rest.partition(b"\0")
+        message: dict[str, Any] = json.loads(line)
+        method, parameters = message.get("method", ""), message.get("params", {})
+        self._arrived.append(method)
+        if method == "Log.entryAdded":
+            self.errors.append(str(parameters["entry"].get("text")))
+        elif method == "Runtime.exceptionThrown":
+            self.errors.append(str(parameters["exceptionDetails"]))
+        elif method == "Network.requestWillBeSent":
+            self.requests.append(parameters["request"]["url"])
+        return message
+
+
+@contextlib.contextmanager
+def browser(profile: Path) -> Iterator[Browser]:
+    """A browser with a profile folder of its own; it ends with the context."""
+    found = program()
+    assert found
+    theirs_in, ours_out = os.pipe()
+    ours_in, theirs_out = os.pipe()
+    high = [fcntl.fcntl(end, fcntl.F_DUPFD, 10) for end in (theirs_in, theirs_out)]
+
+    def fixed() -> None:  # Chromium listens on 3 and speaks on 4
+        os.dup2(high[0], 3)
+        os.dup2(high[1], 4)
+
+    process = subprocess.Popen(
+        [found, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}"],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        pass_fds=(3, 4),
+        preexec_fn=fixed,
+        start_new_session=True,
+    )
+    for end in (theirs_in, theirs_out, *high):
+        os.close(end)
+    try:
+        page = Browser(ours_out, ours_in)
+        yield page
+        page.close()
+        process.wait(PATIENCE_S)
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(30)
+        os.close(ours_out)
+        os.close(ours_in)

@@ -1,0 +1,130 @@
+"""Runs and trajectories for the tests of this room, made by hand."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import yaml
+
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout import store
+from skyrl_mega.rollout.trajectory import Status, Trajectory
+
+EVIL = "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 2'> \u202eevil \x1b[2J <!-- &lt;"
+"""What a policy may write."""
+
+STEPS = pa.list_(
+    pa.struct(
+        [
+            *(("kind", pa.string()), ("start", pa.int32()), ("end", pa.int32()), ("at_s", pa.float64())),
+            *(("generate_s", pa.float64()), ("env_s", pa.float64()), ("messages", pa.int32())),
+            *(("reward", pa.float64()), ("finish", pa.string()), ("tool_calls", pa.list_(pa.string()))),
+        ]
+    )
+)
+"""The column `steps` of files that say what happened when."""
+
+
+def single(uid: int = 7, sample: int = 0, reward: float = 1.0, text: str = "6", **other: Any) -> Trajectory:
+    """One question, one answer: four tokens, of which the policy wrote the last two."""
+    question = [{"role": "user", "content": "2*3 = ü?"}]
+    t = Trajectory(
+        Prompt(uid, question, "multiply", {"reward_spec": {"ground_truth": "6"}}),
+        sample=sample,
+        tokens=[5, 9, 11, 3],
+        mask=[0, 0, 1, 1],
+        logprobs=[0.0, 0.0, -0.25, -1.5],
+        prompt_length=2,
+        reward=reward,
+        status=Status.COMPLETED,
+        turns=1,
+        versions=[(12, 2)],
+        messages=[*question, {"role": "assistant", "content": text}],
+        metadata={"parsed": 6},
+        seconds={"generate": 0.5, "env": 0.0025},
+    )
+    return replace(t, **other)
+
+
+def double() -> Trajectory:
+    """A worked example, a question, and two turns with an observation between them, the second under newer weights."""
+    prompt = [
+        {"role": "user", "content": "example question"},
+        {"role": "assistant", "content": "example answer"},
+        {"role": "user", "content": "the question"},
+    ]
+    return Trajectory(
+        Prompt(8, prompt, "search", {}),
+        sample=1,
+        tokens=list(range(20, 32)),
+        mask=[0, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1],
+        logprobs=[0.0] * 4 + [-0.1, -2.0, -0.2] + [0.0] * 2 + [-0.05, -0.5, -5.0],
+        prompt_length=4,
+        reward=0.5,
+        status=Status.TRUNCATED_TURNS,
+        turns=2,
+        versions=[(3, 4), (4, 9)],
+        messages=[
+            *prompt,
+            {"role": "assistant", "content": "<search>first</search>"},
+            {"role": "tool", "content": "found nothing"},
+            {"role": "assistant", "content": "second"},
+        ],
+        metadata={"why": ["a", "b"], "score": float("nan")},
+        seconds={"generate": 75.0, "env": 1.25},
+    )
+
+
+def steps_of_double() -> list[dict[str, Any]]:
+    """What happened when in `double`, as the store writes it."""
+    none = dict(at_s=0.0, generate_s=0.0, env_s=0.0, reward=None, finish=None, tool_calls=[])
+    call = json.dumps({"name": "search", "arguments": {"query": "ü"}})
+    return [
+        {**none, "kind": "prompt", "start": 0, "end": 4, "messages": 3},
+        {
+            **none,
+            **dict(kind="response", start=4, end=7, messages=1, at_s=0.5, generate_s=40.0, env_s=1.0),
+            **dict(reward=0.25, finish="stop", tool_calls=[call, json.dumps("plain words")]),
+        },
+        {**none, "kind": "observation", "start": 7, "end": 9, "messages": 1, "at_s": 41.5},
+        {
+            **none,
+            **dict(kind="response", start=9, end=12, messages=1, at_s=42.0, generate_s=35.0, env_s=0.25),
+            **dict(reward=0.25, finish="length"),
+        },
+    ]
+
+
+def with_steps(file: Path, steps: Sequence[list[dict[str, Any]]]) -> None:
+    """Gives a trajectory file the column `steps`, one list a row."""
+    table = pq.read_table(file)
+    if "steps" in table.column_names:
+        table = table.drop_columns(["steps"])
+    pq.write_table(table.append_column("steps", pa.array(steps, STEPS)), file)
+
+
+def run_folder(folder: Path, files: dict[int, list[Trajectory]] | None = None, model: str = "") -> Path:
+    """A run's folder with settings and trajectories."""
+    folder.mkdir(parents=True)
+    settings = {"run": {"name": folder.name, "steps": 4}, "model": {"path": model}, "rollout": {"options": {"seed": 1}}}
+    (folder / "config.yaml").write_text(yaml.safe_dump(settings))
+    for step, trajectories in (files or {}).items():
+        store.write(folder / "trajectories" / f"step_{step:06d}.parquet", trajectories)
+    return folder
+
+
+def metrics(folder: Path, rows: Sequence[dict[str, float | None]]) -> None:
+    """Writes a run's metrics."""
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def log(folder: Path, text: str) -> None:
+    """Writes a run's log."""
+    (folder / "logs").mkdir(exist_ok=True)
+    (folder / "logs" / "run.log").write_text(text)

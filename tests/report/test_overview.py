@@ -1,0 +1,157 @@
+"""A run's page."""
+
+from __future__ import annotations
+
+import re
+import time
+from html import unescape
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.cluster.errors import ClusterError
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.launch.cli import FAULT
+from skyrl_mega.launch.cli import main as launch
+from skyrl_mega.report import overview, run_data
+from tests.report.cases import log, metrics, run_folder
+
+ROW = "2026-01-01 00:00:{:02d}       {}   0.012       ·    -0.003\n"
+
+
+def text_of(page: str) -> str:
+    """What a reader sees, without the program and the data."""
+    return unescape(re.sub(r"<(style|script)\b.*?</\1>|<[^>]*>", "\n", page, flags=re.DOTALL))
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = run_folder(tmp_path / "mine")
+    rows: list[dict[str, float | None]] = [{"step": 0, "eval/a/mean": 0.5}]
+    for step in (1, 2, 3):
+        rows.append({"step": step, "reward/mean": step / 4, "time/step": 10.0, "time/generate": 6.0, "time/train": 4.0})
+    rows[-1] |= {"eval/a/mean": 0.75, "policy/loss": None, "rollout/tokens": 600.0}
+    metrics(folder, rows)
+    (folder / "checkpoints" / "step_000003").mkdir(parents=True)
+    (folder / "checkpoints" / "step_000003" / "state.json").write_text("{}" + " " * 1_999_998)
+    (folder / "checkpoints" / "step_000004.partial").mkdir()
+    (folder / "checkpoints" / "step_000004.partial" / "state.json").write_text("{}")
+    return folder
+
+
+def test_a_run_at_a_glance(run: Path) -> None:
+    assert overview.write([run]) == run / "report.html"
+    text = text_of((run / "report.html").read_text())
+    for expected in ("3 of 4", "0.250 → 0.750", "0.500 → 0.750", "30.0 s", "10.0 s a step", "step_000003", "2.0 MB"):
+        assert expected in text, expected
+    assert re.search(r"generate\s+60%", text) and re.search(r"train\s+40%", text)
+    assert "step_000004" not in text
+    assert "gradient norm" not in text, "what was not measured has no plot"
+
+
+def test_settings_that_are_not_the_defaults(run: Path) -> None:
+    assert run_data.read(run).changed == {"run.name": "mine", "run.steps": 4, "rollout.options": {"seed": 1}}
+    with (run / "config.yaml").open("a") as file:
+        file.write("future: {key: 1}\n")
+    assert run_data.read(run).changed["future.key"] == 1, "a key that this version does not know is shown"
+    assert "unknown key" in overview.write([run]).read_text()
+
+
+def test_several_runs(run: Path, tmp_path: Path) -> None:
+    other = run_folder(tmp_path / "other")
+    metrics(other, [{"step": 1, "reward/mean": 0.9, "time/step": 1.0, "time/new": 1.0}])
+    page = overview.write([run, other], tmp_path / "both.html").read_text()
+    assert re.findall(r"<tr class=differs><th>([^<]*)", page) == ["run.name"]
+    assert text_of(page).count("where a step's time goes") == 2
+    assert not (run / "report.html").exists()
+
+
+def test_a_fault_stands_above_all_else(run: Path) -> None:
+    log(
+        run,
+        ROW.format(1, 1)
+        + "2026-01-01 00:00:02  fault: policy-0 failed in train: a\nb\n2026-01-01 00:00:02    logs  x\n",
+    )
+    fault = run_data.read(run).fault
+    assert fault == run_data.Fault("2026-01-01 00:00:02", "policy-0 failed in train: a\nb", last=True)
+    text = text_of(overview.write([run]).read_text())
+    assert "The run ended by a fault at 2026-01-01 00:00:02" in text and "policy-0 failed in train: a" in text
+
+
+def test_a_run_that_went_on_says_so(run: Path) -> None:
+    log(run, "2026-01-01 00:00:02  fault: first\n2026-01-01 00:00:03  fault: second\n" + ROW.format(9, 12))
+    assert run_data.read(run).fault == run_data.Fault("2026-01-01 00:00:03", "second", last=False)
+    assert "which has gone on since" in overview.write([run]).read_text()
+
+
+def test_a_traceback_is_a_fault(run: Path) -> None:
+    trace = "Traceback (most recent call last):\n  File x\nValueError: no"
+    log(run, ROW.format(1, 1) + trace + "\n")
+    assert run_data.read(run).fault == run_data.Fault("", trace, last=True)
+
+
+def test_what_was_made_good(run: Path) -> None:
+    line = "engine-1 is out of service: it died; it is started again (9 restarts are left)"
+    log(run, f"2026-01-01 00:00:02  {line}\n" + ROW.format(3, 1))
+    data = run_data.read(run)
+    assert data.fault is None and data.survived == [("2026-01-01 00:00:02", line)]
+    assert line in text_of(overview.write([run]).read_text())
+
+
+def test_a_run_that_has_just_begun(tmp_path: Path) -> None:
+    assert "0 of 4" in text_of(overview.write([run_folder(tmp_path / "r")]).read_text())
+
+
+@pytest.mark.parametrize("content, part", [(None, "no config.yaml there"), ("a: [", "it is not YAML")])
+def test_no_run(tmp_path: Path, content: str | None, part: str) -> None:
+    if content is not None:
+        (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(UserError, match=part) as caught:
+        overview.write([tmp_path])
+    assert "\n" not in str(caught.value)
+
+
+def test_a_long_run_is_quick_and_small(run: Path) -> None:
+    names = [f"{group}/x{i}" for group in ("policy", "sync") for i in range(20)]
+    names += [
+        metric for _, plots in overview.SECTIONS for plot in plots for metric in plot.metrics if "*" not in metric
+    ]
+    metrics(run, [{"step": s, **dict.fromkeys(names, 1.0 + s % 7)} for s in range(2000)])
+    start = time.process_time()
+    file = overview.write([run])
+    assert time.process_time() - start < 5, "it is written at the end of every run"
+    assert file.stat().st_size < 3_000_000
+
+
+def test_a_page_that_cannot_be_written_is_said_and_ends_nothing(tmp_path: Path) -> None:
+    said: list[str] = []
+    overview.at_the_end(tmp_path / "absent", said.append)
+    assert len(said) == 1 and said[0].startswith("report.html was not written: UserError(")
+
+
+@pytest.mark.parametrize("error", [ClusterError("Ray is gone"), ZeroDivisionError("in the loop")])
+def test_a_run_that_fails_leaves_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    from skyrl_mega import trainer
+    from skyrl_mega.launch import inputs
+
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr(trainer, "run", fail)
+    monkeypatch.setattr(inputs, "check_inputs", lambda config: {})
+    monkeypatch.setattr(inputs, "prepare", lambda config, console: config)
+    (tmp_path / "c.yaml").write_text(f"run: {{name: r, directory: {tmp_path}}}\ncluster: {{device: cpu}}\n")
+    arguments = [
+        "--config",
+        str(tmp_path / "c.yaml"),
+        "data.prompts_per_step=4",
+        "model.path=m",
+        "data.train=[t.parquet]",
+    ]
+    if isinstance(error, ClusterError):
+        assert launch(arguments) == FAULT
+    else:
+        with pytest.raises(ZeroDivisionError):
+            launch(arguments)
+    text = text_of((tmp_path / "r" / "report.html").read_text())
+    assert "The run ended by a fault" in text and str(error) in text
