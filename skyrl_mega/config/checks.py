@@ -58,6 +58,25 @@ def check(config: Config) -> None:
     _cluster(config)
 
 
+def check_evaluation(config: Config, engines: bool = True) -> None:
+    """Refuses what an evaluation cannot be run with; what only a training needs is not looked at.
+
+    Args:
+        config: The settings.
+        engines: Whether engines of its own are started, or an endpoint is asked.
+
+    Raises:
+        UserError: key, value, what is allowed, the mend.
+    """
+    check_values(config)
+    _name(config)
+    _rollout(config)
+    if engines:
+        _model(config)
+        check_topology(config)
+        _engines(config)
+
+
 def check_values(config: Config) -> None:
     """Every single value against the `allowed`, `low` and `high` of its key."""
     for name, value in _values(config, ""):
@@ -82,10 +101,23 @@ def _values(settings: Any, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _run(c: Config) -> None:
+    _name(c)
+    _model(c)
+    if c.warmup.steps and not c.warmup.files:
+        raise UserError(
+            f"warmup.steps = {c.warmup.steps}: it needs warmup.files, parquet files with extra_info.demonstration; "
+            "give some, or warmup.steps=0"
+        )
+
+
+def _name(c: Config) -> None:
     if not re.fullmatch(r"[\w.+-]+", c.run.name) or not c.run.name.strip("."):
         raise UserError(
             f"run.name = {c.run.name}: allowed are letters, digits and . _ + -; use run.directory for folders"
         )
+
+
+def _model(c: Config) -> None:
     if not c.model.path:
         raise UserError(
             "model.path is not set: allowed is a Hugging Face directory (with model.build it is made there)"
@@ -99,11 +131,6 @@ def _run(c: Config) -> None:
                 f"model.build.experts_per_token = {b.experts_per_token}: allowed is at most model.build.experts = "
                 f"{b.experts}"
             )
-    if c.warmup.steps and not c.warmup.files:
-        raise UserError(
-            f"warmup.steps = {c.warmup.steps}: it needs warmup.files, parquet files with extra_info.demonstration; "
-            "give some, or warmup.steps=0"
-        )
 
 
 def _optimizer(o: OptimizerConfig) -> None:
@@ -222,23 +249,36 @@ def check_topology(c: Config) -> None:
 
 def _cluster(c: Config) -> None:
     check_topology(c)
-    only_planned = "not yet available in a run; python -m skyrl_mega.weights plan knows it"
-    if (data := engine_data(c.rollout)) > 1:
-        raise UserError(f"rollout.options.data_parallel_size = {data}: {only_planned}; give 1")
-    if c.cluster.device == "cpu" and c.rollout.options.get("enable_expert_parallel"):
-        raise UserError("rollout.options.enable_expert_parallel: vLLM has no expert parallelism on a CPU; leave it out")
+    _engines(c)
     if c.cluster.device == "cuda":
         check_gpus(c)
 
 
-def check_gpus(c: Config) -> None:
-    """Policy, reference and engines each have GPUs of their own, or engines have those of policy ranks; an engine lies
-    within a node."""
+def _engines(c: Config) -> None:
+    if (data := engine_data(c.rollout)) > 1:
+        raise UserError(
+            f"rollout.options.data_parallel_size = {data}: not yet available in a run; "
+            "python -m skyrl_mega.weights plan knows it; give 1"
+        )
+    if c.cluster.device == "cpu" and c.rollout.options.get("enable_expert_parallel"):
+        raise UserError("rollout.options.enable_expert_parallel: vLLM has no expert parallelism on a CPU; leave it out")
+
+
+def check_gpus(c: Config, training: bool = True) -> None:
+    """Policy and reference (both only in training) have GPUs of their own, and so have engines, or those of policy
+    ranks; an engine lies within a node."""
     node, total = c.cluster.gpus_per_node, c.cluster.nodes * c.cluster.gpus_per_node
     if c.rollout.tensor > node:
         raise UserError(f"rollout.tensor = {c.rollout.tensor}: allowed is at most cluster.gpus_per_node = {node}")
-    policy, reference = policy_ranks(c), reference_ranks(c)
     engines = c.rollout.engines * c.rollout.tensor
+    if not training:
+        if engines > total:
+            raise UserError(
+                f"rollout.engines = {c.rollout.engines}: with rollout.tensor = {c.rollout.tensor} they need {engines} "
+                f"GPUs, more than cluster.nodes · gpus_per_node = {total}; give fewer"
+            )
+        return
+    policy, reference = policy_ranks(c), reference_ranks(c)
     if c.cluster.shared:
         _check_shared(c, engines, policy)
         engines = 0

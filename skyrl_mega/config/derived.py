@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from skyrl_mega.config.schema import Config, RolloutConfig
+from dataclasses import replace
+
+from skyrl_mega.config.schema import Config, RolloutConfig, SamplingConfig
 
 
 def policy_ranks(config: Config) -> int:
@@ -44,3 +46,13 @@ def response_limit(rollout: RolloutConfig) -> int:
 def length_limit(rollout: RolloutConfig) -> int:
     """Tokens of a whole sequence at most."""
     return rollout.max_length or rollout.max_prompt_tokens + response_limit(rollout)
+
+
+def evaluation_sampling(config: Config) -> SamplingConfig:
+    """How evaluation samples are drawn: as training samples, but for what `evaluation` sets."""
+    sampling, own = config.rollout.sampling, config.evaluation
+    return replace(
+        sampling,
+        temperature=sampling.temperature if own.temperature is None else own.temperature,
+        top_p=sampling.top_p if own.top_p is None else own.top_p,
+    )

@@ -40,6 +40,9 @@ class BaseTextEnv:
 
     rewrites_history: ClassVar[bool] = False
     """Whether `step` may give `messages`, a conversation that is not the old one with more behind it."""
+    metrics: ClassVar[tuple[str, ...]] = ()
+    """Entries of the last step's metadata that are scores between 0 and 1, for `skyrl_mega.evaluate`; the first one is
+    the accuracy. Without any, a sample is right when its reward is at least 1."""
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
         """Keeps what the row says.

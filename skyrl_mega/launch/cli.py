@@ -10,7 +10,7 @@ import json
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -22,15 +22,18 @@ DONE, FAULT, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 """Exit codes. STOPPED (EX_TEMPFAIL): ended early by a signal; the same command goes on from the newest checkpoint."""
 
 
-class Stopped(BaseException):
-    """SIGTERM or SIGINT; everything is taken down on its way up."""
+class Stopped(KeyboardInterrupt):
+    """SIGTERM or SIGINT; everything is taken down on its way up.
+
+    It is a KeyboardInterrupt because an event loop swallows whatever else is raised in one of its callbacks.
+    """
 
 
 class Parser(argparse.ArgumentParser):
     """Its complaints are one line."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m skyrl_mega.launch --help")
+        raise UserError(f"{message}; see {self.prog} --help")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -51,17 +54,29 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns the exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
+    goes_on = "the same command goes on from the newest checkpoint"
+    return guarded(lambda: _run(parser().parse_intermixed_args(argv)), "--json" in argv, goes_on)
+
+
+def guarded(run: Callable[[], int], as_json: bool, goes_on: str) -> int:
+    """Runs a command under the exit codes that all long commands have.
+
+    Args:
+        run: The command; a `UserError` that it raises is one line and WRONG_INPUT.
+        as_json: The line is on standard output too, as JSON.
+        goes_on: What a person is told when a signal has ended it.
+    """
     for name in (signal.SIGTERM, signal.SIGINT):
         signal.signal(name, _stop)
     try:
-        return _run(parser().parse_intermixed_args(argv))
+        return run()
     except UserError as error:
-        if "--json" in argv:
+        if as_json:
             print(json.dumps({"error": str(error)}))
         print(f"error: {error}", file=sys.stderr)
         return WRONG_INPUT
     except Stopped as stopped:
-        print(f"stopped by {stopped}; the same command goes on from the newest checkpoint", file=sys.stderr)
+        print(f"stopped by {stopped}; {goes_on}", file=sys.stderr)
         return STOPPED
 
 

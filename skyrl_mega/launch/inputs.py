@@ -56,17 +56,27 @@ def prepare(config: Config, console: Console) -> Config:
 
         with console.phase("build model"):
             build(config.model.build, path, config.run.seed)
-    absent = [file for file in _files(config) if not Path(file).exists()]
-    if config.data.prepare and absent:
-        from skyrl_mega.data.prepare import prepare as prepare_data
-
-        with console.phase("prepare data"):
-            try:
-                prepare_data(config.data.prepare)
-            except UserError as error:
-                raise UserError(f"data.prepare: {error}") from error
+    if make_data(config, _files(config), console):
         _check_data(config, missing_ok=False)
     return with_device(config)
+
+
+def make_data(config: Config, files: list[str], console: Console) -> bool:
+    """Runs `data.prepare` where one of the files is absent; whether it did.
+
+    Raises:
+        UserError: one line.
+    """
+    if not config.data.prepare or all(Path(file).exists() for file in files):
+        return False
+    from skyrl_mega.data.prepare import prepare as prepare_data
+
+    with console.phase("prepare data"):
+        try:
+            prepare_data(config.data.prepare)
+        except UserError as error:
+            raise UserError(f"data.prepare: {error}") from error
+    return True
 
 
 def model_config(config: Config) -> Mapping[str, Any]:
@@ -95,12 +105,18 @@ def check_rewriting(config: Config) -> None:
 
 def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
     """The policy's, the reference's and the engines' cuts of the model."""
+    check_engine(config, hf)
     kind = architecture(hf)
     ranks = policy_ranks(config)
     kind.check_layout(hf, Parallel.from_config(config.policy.layout, ranks))
     if config.reference.layout:
         reference = Parallel.from_config(config.reference.layout, reference_ranks(config), key="reference.layout")
         kind.check_layout(hf, reference, "reference.layout")
+
+
+def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
+    """An engine's cut of the model, and its longest sequence."""
+    kind = architecture(hf)
     kind.check_engine(hf, config.rollout.tensor, bool(config.rollout.options.get("enable_expert_parallel")))
     decoder = kind.describe(hf)
     if config.cluster.device == "cpu" and decoder.experts:
@@ -118,8 +134,8 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
         )
 
 
-def with_device(config: Config) -> Config:
-    """Decides `cluster.device = auto`; UserError where `cuda` is asked for and there is none."""
+def with_device(config: Config, training: bool = True) -> Config:
+    """Decides `cluster.device = auto`; UserError where `cuda` is asked for and there is none, or too few GPUs."""
     import torch
 
     found = torch.cuda.is_available()
@@ -128,7 +144,7 @@ def with_device(config: Config) -> Config:
     device = "cuda" if found and config.cluster.device != "cpu" else "cpu"
     decided = replace(config, cluster=replace(config.cluster, device=device))
     if device == "cuda":
-        check_gpus(decided)
+        check_gpus(decided, training)
     return decided
 
 

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from skyrl_mega.config.derived import length_limit, response_limit
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig
@@ -15,7 +15,7 @@ from skyrl_mega.envs import checked, registry
 from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.chat import Chat, Refused
-from skyrl_mega.rollout.engine import Completion, Request
+from skyrl_mega.rollout.engine import Request
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.threads import Call, GivenUp, Raised, Threads
 from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
@@ -58,6 +58,10 @@ class Limits:
             rewrites=rollout.step_wise != "off",
         )
 
+    def room(self, t: Trajectory) -> int:
+        """Tokens that the next turn may have."""
+        return min(self.turn, self.response - t.response_length, self.length - len(t.context))
+
 
 class EnvironmentFault(Exception):
     """An environment raised, took too long or gave what it may not. Ends its own trajectory only."""
@@ -90,8 +94,19 @@ class Opened:
         return None if self.until is None else self.until - time.perf_counter()
 
 
+class Said(NamedTuple):
+    """One turn of the policy."""
+
+    text: str
+    tokens: int
+    finish: str
+    """What ended it: `stop`, `length` or `timeout`."""
+
+
 class Agent:
     """Plays trajectories. Stateless between them.
+
+    `begin`, `speak` and `hear` are all that knows of tokens; a subclass that overrides them speaks another way.
 
     Args:
         router: Where tokens come from.
@@ -116,13 +131,13 @@ class Agent:
         t.steps = [Step(Kind.PROMPT, 0, 0)]
         try:
             opened.env, messages = await self._env(t, "init", Call(self._make, prompt))
-            tokens = self._tokens(t, "init: messages", self.chat.first, messages)
+            tokens = self._tokens(t, "init: messages", self.first, messages)
         except EnvironmentFault as fault:
             _fail(t, fault)
-            messages, tokens = prompt.messages, self.chat.first(prompt.messages)
+            messages, tokens = prompt.messages, self.first(prompt.messages)
             if opened.env is not None:
                 await self._close(opened)
-        _append(t, tokens, 0)
+        append(t, tokens, 0)
         _say(t, messages)
         t.prompt_length = len(t.tokens)
         return opened
@@ -155,27 +170,28 @@ class Agent:
     async def _turn(self, opened: Opened, name: str) -> bool:
         """One turn; True when the trajectory has ended, with its status set."""
         t = opened.trajectory
-        room = min(self.limits.turn, self.limits.response - t.response_length, self.limits.length - len(t.context))
+        room = self.limits.room(t)
         if room < 1:
             t.status = Status.TRUNCATED_TOKENS
             return True
-        completion = await self._generate(opened, f"{name}/{t.turns}", room)
-        if not completion.tokens:  # the time was over before the first one
-            t.status = CUT[completion.finish]
+        start = opened.seconds
+        said = await self.speak(opened, f"{name}/{t.turns}", room)
+        t.seconds["generate"] += opened.seconds - start
+        cut = CUT.get(said.finish)
+        if cut and not said.tokens:  # it was over before the first one
+            t.status = cut
             return True
         t.turns += 1
-        action = self.chat.text(completion.tokens)
-        _say(t, [{"role": "assistant", "content": action}])
+        _say(t, [{"role": "assistant", "content": said.text}])
 
         step = t.steps[-1]
-        answer = await self._env(t, "step", Call(checked.step, opened.env, action, late=opened.env.close))
+        answer = await self._env(t, "step", Call(checked.step, opened.env, said.text, late=opened.env.close))
         step.reward, step.tool_calls = answer.reward, answer.tool_calls
         t.reward += answer.reward
         t.metadata = answer.metadata
 
         t.steps.append(Step(Kind.OBSERVATION, step.end, step.end, at_s=opened.seconds))
         _say(t, answer.messages or answer.observations)
-        cut = CUT.get(completion.finish)
         if answer.done or cut:
             t.status = cut or Status.COMPLETED
         elif t.turns == self.limits.turns:
@@ -186,36 +202,48 @@ class Agent:
             return self._goes_on(t, answer)
         return True
 
-    async def _generate(self, opened: Opened, name: str, room: int) -> Completion:
-        """The policy's next words, and the step that tells of them."""
+    async def speak(self, opened: Opened, name: str, room: int) -> Said:
+        """Has the policy speak, and puts what it said into the tokens, with the step that tells of it.
+
+        Args:
+            opened: The trajectory so far.
+            name: Names this turn and its random stream; no other has it.
+            room: Tokens at most.
+        """
         t, start = opened.trajectory, opened.seconds
-        request = Request(name, t.context, room, stream_seed(name), opened.left)
-        completion = await self.router.generate(request)
-        seconds = opened.seconds - start
+        completion = await self.router.generate(Request(name, t.context, room, stream_seed(name), opened.left))
         end = len(t.tokens)
-        t.steps.append(Step(Kind.RESPONSE, end, end, at_s=start, generate_s=seconds, finish=completion.finish))
-        t.seconds["generate"] += seconds
+        spent = opened.seconds - start
+        t.steps.append(Step(Kind.RESPONSE, end, end, at_s=start, generate_s=spent, finish=completion.finish))
         t.versions += [(version, end + first) for version, first in completion.versions]
-        _append(t, completion.tokens, 1, completion.logprobs)
-        return completion
+        append(t, completion.tokens, 1, completion.logprobs)
+        return Said(self.chat.text(completion.tokens), len(completion.tokens), completion.finish)
+
+    def first(self, messages: list[Message]) -> list[int]:
+        """Tokens of a conversation's opening, up to where the policy speaks."""
+        return self.chat.first(messages)
+
+    def following(self, t: Trajectory, observations: list[Message]) -> list[int]:
+        """Tokens from the end of the policy's words up to where it speaks again."""
+        return self.chat.following(t.tokens[-1], observations)
 
     def _goes_on(self, t: Trajectory, answer: checked.StepOutput) -> bool:
         """Adds the tokens of what the environment said; True where they leave no room for a turn, and are left out."""
         if answer.messages is None:
-            new = self._tokens(t, "step: observations", self.chat.following, t.tokens[-1], answer.observations)
+            new = self._tokens(t, "step: observations", self.following, t, answer.observations)
             response, length = t.response_length + len(new), len(t.context) + len(new)
         else:
             if not self.limits.rewrites:
                 text = "step: messages is a new conversation; that needs rollout.step_wise, turns or merged"
                 raise _fault(t, Status.ERROR_ENV, text)
-            new = self._tokens(t, "step: messages", self.chat.first, answer.messages)
+            new = self._tokens(t, "step: messages", self.first, answer.messages)
             response, length = t.response_length, len(new)
         if response >= self.limits.response or length >= self.limits.length:
             t.status = Status.TRUNCATED_TOKENS
             return True
         if answer.messages is not None:
             t.steps[-1].kind = Kind.PROMPT
-        _append(t, new, 0)
+        append(t, new, 0)
         return False
 
     def _tokens(self, t: Trajectory, what: str, render: Callable[..., list[int]], *args: Any) -> list[int]:
@@ -256,7 +284,7 @@ class Agent:
             _warn(t, fault)
 
 
-def _append(t: Trajectory, tokens: list[int], mask: int, logprobs: list[float] | None = None) -> None:
+def append(t: Trajectory, tokens: list[int], mask: int, logprobs: list[float] | None = None) -> None:
     """Tokens of the last step."""
     t.tokens += tokens
     t.mask += [mask] * len(tokens)

@@ -75,6 +75,15 @@ class Generator:
                     raise
                 self.refill()
 
+    def agent(self, sampling: SamplingConfig) -> Agent:
+        """An agent on these engines, for one event loop."""
+        drawn = Sampling(
+            sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop), self.chat.stop_tokens
+        )
+        router = Router(self.fleet, drawn, self.rollout.concurrency, self.rollout.request_timeout_s)
+        limits = replace(Limits.of(self.rollout), turn=sampling.max_tokens)
+        return Agent(router, self.chat, self.environments, limits, Threads(THREADS))
+
     async def _generate(
         self,
         prompts: list[Prompt],
@@ -83,12 +92,7 @@ class Generator:
         seed: str,
         progress: Progress | None,
     ) -> list[Trajectory]:
-        drawn = Sampling(
-            sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop), self.chat.stop_tokens
-        )
-        router = Router(self.fleet, drawn, self.rollout.concurrency, self.rollout.request_timeout_s)
-        limits = replace(Limits.of(self.rollout), turn=sampling.max_tokens)
-        agent = Agent(router, self.chat, self.environments, limits, Threads(THREADS))
+        agent = self.agent(sampling)
         done = 0
         total = len(prompts) * samples
 

@@ -78,18 +78,18 @@ def read(path: Path) -> list[Trajectory]:
 
 
 def _row(t: Trajectory) -> dict[str, Any]:
-    first = next((i for i, m in enumerate(t.messages) if m["role"] == "assistant"), len(t.messages))
+    prompt, response = texts(t)
     return {
         "uid": t.prompt.uid,
         "sample": t.sample,
         "status": t.status.value,
         "reward": t.reward,
-        "prompt": _text(t.messages[:first]),
-        "response": _text(t.messages[first:]),
+        "prompt": prompt,
+        "response": response,
         "turns": t.turns,
         "response_length": t.response_length,
         "env_class": t.prompt.env_class,
-        "metadata": _json(t.metadata),
+        "metadata": plain_json(t.metadata),
         "messages": t.messages,
         "steps": [_step_row(step) for step in t.steps],
         "versions": [{"version": version, "start": start} for version, start in t.versions],
@@ -97,9 +97,9 @@ def _row(t: Trajectory) -> dict[str, Any]:
         "tokens": t.tokens,
         "mask": t.mask,
         "logprobs": t.logprobs,
-        "seconds": _json(t.seconds),
+        "seconds": plain_json(t.seconds),
         "prompt_messages": t.prompt.messages,
-        "extras": _json(t.prompt.extras),
+        "extras": plain_json(t.prompt.extras),
     }
 
 
@@ -124,11 +124,17 @@ def _trajectory(row: dict[str, Any]) -> Trajectory:
 
 
 def _step_row(step: Step) -> dict[str, Any]:
-    return {**vars(step), "kind": step.kind.value, "tool_calls": [_json(call) for call in step.tool_calls]}
+    return {**vars(step), "kind": step.kind.value, "tool_calls": [plain_json(call) for call in step.tool_calls]}
 
 
 def _step(row: dict[str, Any]) -> Step:
     return Step(**{**row, "kind": Kind(row["kind"]), "tool_calls": [json.loads(call) for call in row["tool_calls"]]})
+
+
+def texts(t: Trajectory) -> tuple[str, str]:
+    """What stood before the policy first spoke, and all from there on."""
+    first = next((i for i, m in enumerate(t.messages) if m["role"] == "assistant"), len(t.messages))
+    return _text(t.messages[:first]), _text(t.messages[first:])
 
 
 def _text(messages: list[dict[str, str]]) -> str:
@@ -138,5 +144,6 @@ def _text(messages: list[dict[str, str]]) -> str:
     return "\n".join(f"[{m['role']}] {m['content']}" for m in messages)
 
 
-def _json(value: Any) -> str:
+def plain_json(value: Any) -> str:
+    """JSON that a person reads; what it does not have is written as text."""
     return json.dumps(value, default=str, ensure_ascii=False)

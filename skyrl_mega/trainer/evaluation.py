@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from dataclasses import replace
 
 import numpy as np
 
+from skyrl_mega.config.derived import evaluation_sampling
 from skyrl_mega.config.schema import Config
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.generator import Generator
@@ -31,15 +31,10 @@ class Evaluator:
         if not self.prompts:
             return {}
         settings = self.config.evaluation
-        sampling = self.config.rollout.sampling
-        if settings.temperature is not None:
-            sampling = replace(sampling, temperature=settings.temperature)
-        if settings.top_p is not None:
-            sampling = replace(sampling, top_p=settings.top_p)
         trajectories = self.generator.generate(
             self.prompts,
             samples=settings.samples,
-            sampling=sampling,
+            sampling=evaluation_sampling(self.config),
             seed=f"{self.config.run.seed}/{step}/evaluation",
             progress=lambda done, _: progress.update(done),
         )

@@ -232,14 +232,19 @@ def start_engines(
     stack: ExitStack,
     say: Callable[[str], None],
     placement: Placement | None = None,
+    weights: str = "dummy",
 ) -> Fleet:
-    """vLLM engines with dummy weights: the first sync brings the policy's. Without a placement they reserve GPUs."""
+    """vLLM engines. With dummy weights the first sync brings the policy's; with `auto` they are the directory's.
+
+    Without a placement they reserve GPUs.
+    """
     spec = EngineSpec(
         path=str(model),
         dtype=config.model.dtype,
         device=device,
         rollout=config.rollout,
         max_length=length_limit(config.rollout),
+        weights=weights,
         seed=config.run.seed,
     )
     timeout = config.cluster.start_timeout_s

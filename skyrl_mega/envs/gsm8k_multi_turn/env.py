@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.gsm8k.env import strict_answer
 
@@ -12,6 +14,8 @@ FORMAT_REWARD = 0.2
 class Gsm8kMultiTurnEnv(BaseTextEnv):
     """SkyRL's rewards, turn by turn: 1 for the right answer, which ends it; 0.2 / max_turns for a wrong one in the
     format `#### number`; 0 for no answer."""
+
+    metrics: ClassVar[tuple[str, ...]] = ("correct",)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Judges one attempt."""

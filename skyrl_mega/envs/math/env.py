@@ -19,6 +19,7 @@ class MathEnv(BaseTextEnv):
     is right when it is the same number, or the same expression by algebra.
     """
 
+    metrics: ClassVar[tuple[str, ...]] = ("correct",)
     NAME: ClassVar[str] = "math"
     DEFAULTS: ClassVar[Mapping[str, Any]] = {
         "right": 1.0,

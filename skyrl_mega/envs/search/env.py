@@ -33,6 +33,7 @@ SCORES = {"exact_match": exact_match, "f1": f1}
 class SearchEnv(BaseTextEnv):
     """One question. Options: `reward` (`exact_match` or `f1`), `wrong_answer` (reward of an answer that is wrong)."""
 
+    metrics: ClassVar[tuple[str, ...]] = ("exact_match", "f1")
     needs_retriever: ClassVar[bool] = True
     """`env_config["retriever"]` is the configuration's `environment.retriever`."""
 
