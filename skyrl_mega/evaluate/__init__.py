@@ -1,0 +1,1 @@
+"""Scores of a model on several sets, beside published ones: `python -m skyrl_mega.evaluate`."""

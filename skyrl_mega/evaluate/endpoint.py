@@ -1,0 +1,293 @@
+"""An OpenAI-compatible endpoint in place of engines: the conversation goes to it as messages, `/chat/completions`.
+
+Messages are what every such endpoint takes, whoever serves it. It renders them with a template of its own, and says how
+many tokens that was but not which: in a trajectory's tokens they are UNKNOWN, so that budgets count the same way.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import random
+from collections.abc import AsyncIterator, Mapping, Sequence
+from concurrent.futures import Executor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import httpx
+
+from skyrl_mega.config.derived import evaluation_sampling
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config, SamplingConfig
+from skyrl_mega.rollout.agent import Agent, Limits, Said, stream_seed
+from skyrl_mega.rollout.trajectory import Trajectory
+
+UNKNOWN = -1
+"""A token that is counted and not known."""
+ATTEMPTS = 8
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 60.0
+"""Pauses between attempts grow twofold from the one to the other; each is drawn between half and all of that."""
+WORTH_A_RETRY = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
+TOO_LONG = ("context_length_exceeded", "context length", "maximum model length", "max_model_len")
+"""How endpoints say that a conversation does not fit."""
+
+
+class EndpointFailed(RuntimeError):
+    """The endpoint gave no answer in all attempts, or one of another form. Names its URL and the last cause."""
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Whom to ask."""
+
+    url: str
+    """Up to and without `/chat/completions`."""
+    model: str
+    """The name that it serves the model under."""
+    key: str | None = field(default=None, repr=False)
+    """Sent as a bearer token."""
+    key_variable: str = "OPENAI_API_KEY"
+    """Where the key came from, for errors."""
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    """More fields of every request; null takes a field out."""
+
+    @classmethod
+    def of(cls, url: str, model: str | None, key_variable: str, key: str | None, extra: str) -> Endpoint:
+        """From the command line.
+
+        Raises:
+            UserError: An address that is none, no model's name, or fields that are no JSON object.
+        """
+        try:
+            parsed = httpx.URL(url)
+        except httpx.InvalidURL as error:
+            raise UserError(f"--endpoint {url}: {error}; allowed is http://host:port/v1") from error
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise UserError(f"--endpoint {url}: allowed is http://host:port/v1 or https://…")
+        if not model:
+            raise UserError(f"--endpoint {url}: it needs --served-model, the name that it serves the model under")
+        try:
+            fields = json.loads(extra)
+        except ValueError as error:
+            raise UserError(f"--request {extra}: {error}; allowed is a JSON object") from error
+        if not isinstance(fields, dict):
+            raise UserError(
+                f"--request {extra}: allowed is a JSON object, such as '{{\"max_completion_tokens\": 500}}'"
+            )
+        base = url.rstrip("/").removesuffix("/chat/completions")
+        if parsed.path in ("", "/"):
+            base += "/v1"
+        return cls(base, model, key, key_variable, fields)
+
+    @property
+    def near(self) -> bool:
+        """Whether it is on this machine; then no proxy is asked."""
+        host = httpx.URL(self.url).host
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return host == "localhost"
+
+
+class Reply(NamedTuple):
+    """What the endpoint said."""
+
+    text: str
+    """With the stop string that ended it, where there was one."""
+    cut: bool
+    prompt_tokens: int
+    """Tokens of the conversation before it."""
+    tokens: int
+
+
+class Client:
+    """Asks an endpoint, with bounded retries. Lives in one event loop.
+
+    Args:
+        endpoint: Whom to ask.
+        sampling: How all replies are drawn.
+        timeout_s: Seconds for one attempt.
+        http: A client of its own; `connected` makes one.
+    """
+
+    def __init__(self, endpoint: Endpoint, sampling: SamplingConfig, timeout_s: float, http: httpx.AsyncClient) -> None:
+        self.endpoint, self.sampling, self.timeout_s, self.http = endpoint, sampling, timeout_s, http
+
+    async def reply(self, messages: Sequence[Mapping[str, str]], max_tokens: int, seed: int) -> Reply | None:
+        """The next message; None where the conversation is longer than the endpoint's context.
+
+        Raises:
+            UserError: It refused the request, the key or the model's name.
+            EndpointFailed: No answer in ATTEMPTS attempts, or one of another form.
+        """
+        sampling = self.sampling
+        body: dict[str, Any] = {
+            "model": self.endpoint.model,
+            "messages": list(messages),
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "max_tokens": max_tokens,
+            "seed": seed,
+        }
+        if sampling.stop:
+            body["stop"] = list(sampling.stop)
+        if sampling.top_k != -1:
+            body["top_k"] = sampling.top_k
+        body = {name: value for name, value in {**body, **self.endpoint.extra}.items() if value is not None}
+        answer = await self._ask(body)
+        if answer is None:
+            return None
+        try:
+            choice, usage = answer["choices"][0], answer["usage"]
+            cut = choice["finish_reason"] == "length"
+            text = restored(choice["message"].get("content") or "", choice, sampling.stop)
+            return Reply(text, cut, int(usage["prompt_tokens"]), int(usage["completion_tokens"]))
+        except (KeyError, TypeError, IndexError, AttributeError) as error:
+            raise EndpointFailed(f"{self.endpoint.url} answered in another form: {error!r} is missing") from error
+
+    async def _ask(self, body: dict[str, Any]) -> Any:
+        url, cause, pause = f"{self.endpoint.url}/chat/completions", "", FIRST_PAUSE_S
+        for attempt in range(1, ATTEMPTS + 1):
+            wanted = 0.0
+            try:
+                async with asyncio.timeout(self.timeout_s):
+                    response = await self.http.post(url, json=body)
+            except TimeoutError:
+                cause = f"no answer within rollout.request_timeout_s = {self.timeout_s:g}"
+            except httpx.TransportError as error:
+                cause = f"{type(error).__name__}: {error}".rstrip(": ")
+            else:
+                if response.is_success:
+                    return self._json(response)
+                said = _message(response)
+                if response.status_code == 400 and any(words in said for words in TOO_LONG):
+                    return None
+                cause = f"HTTP {response.status_code}: {said}"
+                if response.status_code not in WORTH_A_RETRY:
+                    raise UserError(f"--endpoint {url} refused, {cause}; {self._mend(response.status_code)}")
+                wanted = _retry_after(response)
+            if attempt < ATTEMPTS:
+                # Drawn, so that many do not come back at once.
+                await asyncio.sleep(max(min(wanted, LONGEST_PAUSE_S), pause * random.uniform(0.5, 1.0)))
+                pause = min(2 * pause, LONGEST_PAUSE_S)
+        raise EndpointFailed(f"{url} gave no answer in {ATTEMPTS} attempts; the last: {cause}")
+
+    def _json(self, response: httpx.Response) -> Any:
+        try:
+            return response.json()
+        except ValueError as error:
+            raise EndpointFailed(f"{self.endpoint.url} answered in another form: no JSON") from error
+
+    def _mend(self, status: int) -> str:
+        if status in (401, 403):
+            state = "holds another key" if self.endpoint.key else "is not set"
+            return f"the environment variable {self.endpoint.key_variable} {state}"
+        if status == 404:
+            return f"mend --endpoint, or --served-model {self.endpoint.model}"
+        return "mend the setting it names; --request '{\"field\": null}' takes a field out of the requests"
+
+
+class MessageAgent(Agent):
+    """Plays trajectories with an endpoint.
+
+    Args:
+        client: Where replies come from.
+        config: Environments and budgets.
+        threads: Runs environments.
+    """
+
+    def __init__(self, client: Client, config: Config, threads: Executor) -> None:
+        self.client, self.limits = client, Limits.of(config.rollout)
+        self.environments, self.threads = config.environment, threads
+
+    def begin(self, t: Trajectory) -> None:
+        """Nothing: the first reply says how long the prompt was."""
+
+    async def speak(self, t: Trajectory, turn: str, room: int) -> Said:
+        """The endpoint's reply; an empty one, cut off, where the conversation does not fit into its context."""
+        reply = await self.client.reply(t.messages, room, stream_seed(turn) >> 32)  # 31 bits: what all of them take
+        if reply is None:
+            return Said("", True)
+        _count(t, max(0, reply.prompt_tokens - len(t.tokens)), 0)
+        if t.turns == 0:
+            t.prompt_length = len(t.tokens)
+        _count(t, reply.tokens, 1)
+        return Said(reply.text, reply.cut)
+
+    def hear(self, t: Trajectory, observations: list[dict[str, str]]) -> bool:
+        """The next reply counts what was heard; here only what is known already may have used up the room."""
+        return self.limits.room(t) >= 1
+
+
+@dataclass(frozen=True)
+class EndpointSource:
+    """Agents that ask an endpoint."""
+
+    endpoint: Endpoint
+    config: Config
+
+    @property
+    def at_once(self) -> int:
+        """Conversations, and so requests, at once."""
+        return self.config.rollout.concurrency
+
+    @asynccontextmanager
+    async def agent(self, threads: Executor) -> AsyncIterator[Agent]:
+        """An agent for one event loop."""
+        timeout = self.config.rollout.request_timeout_s
+        async with httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {self.endpoint.key}"} if self.endpoint.key else {},
+            limits=httpx.Limits(max_connections=self.at_once, max_keepalive_connections=self.at_once),
+            timeout=timeout,
+            trust_env=not self.endpoint.near,
+        ) as http:
+            yield MessageAgent(
+                Client(self.endpoint, evaluation_sampling(self.config), timeout, http), self.config, threads
+            )
+
+    def refill(self) -> None:
+        """There is nobody to start again."""
+
+
+def restored(text: str, choice: Mapping[str, Any], stops: Sequence[str]) -> str:
+    """A reply with the stop string that ended it; endpoints leave it out.
+
+    vLLM (`stop_reason`) and SGLang (`matched_stop`) say which it was. Of others, a reply that stopped while a tag was
+    open gets back the stop string that closes this tag.
+    """
+    if choice.get("finish_reason") != "stop":
+        return text
+    for name in ("stop_reason", "matched_stop"):
+        if name in choice:
+            ended = choice[name]
+            return text + ended if ended in stops and not text.endswith(ended) else text
+    opened = {stop: text.rfind(f"<{stop[2:]}") for stop in stops if stop.startswith("</") and stop.endswith(">")}
+    last = max(opened, key=opened.__getitem__, default="")
+    return text + last if last and opened[last] > text.rfind(last) else text
+
+
+def _count(t: Trajectory, tokens: int, mask: int) -> None:
+    t.tokens = t.tokens + [UNKNOWN] * tokens
+    t.mask += [mask] * tokens
+    t.logprobs += [0.0] * tokens
+
+
+def _message(response: httpx.Response) -> str:
+    """What the endpoint said of an error, on one line."""
+    try:
+        said = response.json()
+        error = said.get("error", said)
+        text = f"{error.get('message', error)} {error.get('code') or ''}" if isinstance(error, dict) else str(error)
+    except (ValueError, AttributeError):
+        text = response.text or response.reason_phrase
+    return " ".join(text.split())[:300]
+
+
+def _retry_after(response: httpx.Response) -> float:
+    """Seconds that the endpoint asks for; 0 when it does not say (or says a date)."""
+    try:
+        return float(response.headers.get("Retry-After", "0"))
+    except ValueError:
+        return 0.0

@@ -1,0 +1,60 @@
+"""The project's own engines, with the weights of a Hugging Face directory."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Executor
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_mega.cluster.local import session
+from skyrl_mega.config.derived import evaluation_sampling
+from skyrl_mega.config.schema import Config
+from skyrl_mega.rollout.agent import Agent
+from skyrl_mega.rollout.chat import Chat
+from skyrl_mega.rollout.generator import Generator
+from skyrl_mega.telemetry.console import Console
+from skyrl_mega.trainer.setup import start_engines
+
+AHEAD = 2
+"""Trajectories under way, as a multiple of the sequences that the engines run at once: some are in their
+environments."""
+
+
+@dataclass(frozen=True)
+class EngineSource:
+    """Agents on engines."""
+
+    generator: Generator
+    config: Config
+
+    @property
+    def at_once(self) -> int:
+        """Trajectories at once."""
+        return AHEAD * self.config.rollout.engines * self.config.rollout.concurrency
+
+    @asynccontextmanager
+    async def agent(self, threads: Executor) -> AsyncIterator[Agent]:
+        """An agent for one event loop."""
+        yield self.generator.agent(evaluation_sampling(self.config), threads)
+
+    def refill(self) -> None:
+        """Waits for an engine that is up again; it has its weights from the directory."""
+        fleet = self.generator.fleet
+        fleet.serve(fleet.present())
+
+
+@contextmanager
+def own_engines(config: Config, chat: Chat, folder: Path, console: Console) -> Iterator[EngineSource]:
+    """Engines that serve `model.path`; they end with this block."""
+    device, workers = config.cluster.device, config.rollout.engines * config.rollout.tensor
+    say: Callable[[str], None] = console.say
+    with ExitStack() as stack:
+        with console.phase("start ray"):
+            stack.enter_context(session(actors=workers, gpus=workers if device == "cuda" else 0))
+        with console.phase("start engines"):
+            model = Path(config.model.path).absolute()
+            fleet = start_engines(config, model, device, folder, stack, say, weights="auto")
+        fleet.serve(fleet.present())
+        yield EngineSource(Generator(fleet, chat, config.rollout, config.environment), config)

@@ -1,0 +1,91 @@
+"""The samples that are missing, drawn."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterable
+from concurrent.futures import Executor, ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
+from typing import Protocol
+
+from skyrl_mega.cluster.fleet import NobodyServes
+from skyrl_mega.evaluate.results import Results, row_of
+from skyrl_mega.evaluate.sets import Draw
+from skyrl_mega.rollout.agent import Agent
+from skyrl_mega.rollout.generator import THREADS
+from skyrl_mega.rollout.trajectory import Trajectory
+
+
+class Source(Protocol):
+    """Where a policy's words come from: `engines.EngineSource`, `endpoint.EndpointSource`."""
+
+    @property
+    def at_once(self) -> int:
+        """Trajectories under way at once."""
+
+    def agent(self, threads: Executor) -> AbstractAsyncContextManager[Agent]:
+        """An agent for one event loop."""
+
+    def refill(self) -> None:
+        """Waits until somebody serves again, after NobodyServes."""
+
+
+def draw_missing(
+    source: Source,
+    draws: list[Draw],
+    results: Results,
+    metrics: Callable[[str], tuple[str, ...]],
+    progress: Callable[[int], None],
+) -> None:
+    """Draws samples and keeps each as it ends. Where all engines have died, goes on with the rest when one is back.
+
+    Args:
+        source: Who is asked.
+        draws: What is asked.
+        results: Takes them.
+        metrics: Those that an environment declares, by its name.
+        progress: Called with the number of samples done.
+
+    Raises:
+        ActorFailed, EndpointFailed: Nobody answers; the first cause. What has ended is kept.
+        UserError: The endpoint refused.
+    """
+    done = 0
+
+    def ended(draw: Draw, trajectory: Trajectory) -> None:
+        nonlocal done
+        results.add(draw.set, row_of(trajectory, metrics(draw.prompt.env_class)))
+        done += 1
+        progress(done)
+
+    left = draws
+    while left:
+        threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
+        try:
+            asyncio.run(_play(source, left, ended, threads))
+        except NobodyServes:
+            source.refill()
+        finally:
+            threads.shutdown(wait=False, cancel_futures=True)
+        left = results.missing(iter(left))
+
+
+async def _play(
+    source: Source, draws: Iterable[Draw], ended: Callable[[Draw, Trajectory], None], threads: Executor
+) -> None:
+    """So many trajectories at once, each opened when it begins: environments hold files, processes, memory."""
+    left = iter(draws)
+    async with source.agent(threads) as agent:
+
+        async def worker() -> None:
+            for draw in left:
+                opened = await agent.open(draw.prompt, draw.sample)
+                ended(draw, await agent.play(opened, draw.name))
+
+        tasks = [asyncio.create_task(worker()) for _ in range(source.at_once)]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)

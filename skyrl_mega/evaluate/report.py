@@ -1,0 +1,171 @@
+"""Tables that a person reads, in Markdown that lines up, and the same figures for programs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from skyrl_mega.evaluate.published import PUBLISHED, Column, Row, Table, plain
+from skyrl_mega.evaluate.scores import Score, SetScores, mean_over_examples, mean_over_sets
+
+ABSENT = "–"
+SETS, EXAMPLES, AVERAGE = "mean over sets", "mean over examples", "average, as published"
+
+
+def report(sets: Sequence[SetScores], published: Sequence[str], about: str) -> str:
+    """All tables as Markdown.
+
+    Args:
+        sets: In the order of their rows.
+        published: Names in PUBLISHED, of tables to stand below.
+        about: A line that says what was evaluated, and how.
+    """
+    parts = [about, own_table(sets)]
+    for name in published:
+        parts += [f"## {table.title}\n\n{beside(table, sets)}" for table in PUBLISHED[name]]
+    return "\n\n".join(parts) + "\n"
+
+
+def own_table(sets: Sequence[SetScores]) -> str:
+    """A row for each set, then the two means, and what is to be known of them."""
+    further = sorted({name for s in sets for name in s.scores} - {"reward", "accuracy", "pass"})
+    names = ["reward", "accuracy", "pass", *further]
+    n = max(s.samples for s in sets)
+    titles = [f"{'reward mean' if m == 'reward' else 'accuracy mean' if m == 'accuracy' else m}@{n}" for m in names]
+    rows = [
+        [
+            s.name,
+            str(s.prompts),
+            *(_score(s.scores.get(m)) for m in names),
+            f"{s.truncated:.3f}",
+            f"{s.failed:.3f}",
+            f"{s.tokens:.1f}",
+        ]
+        for s in sets
+    ]
+    total = sum(s.prompts for s in sets)
+    for title, mean in ((SETS, mean_over_sets), (EXAMPLES, mean_over_examples)):
+        rows.append([title, str(total), *(_score(mean(sets, m)) for m in names), "", "", ""])
+    lines = [grid(["set", "examples", *titles, "truncated", "failed", "tokens"], rows)]
+    lines += [
+        f"{SETS}: every set counts the same. {EXAMPLES}: every example counts the same. ±: standard error over "
+        f"examples. pass@{n}: an example with at least one right sample of {n}. tokens: that the policy wrote, mean of "
+        "a sample."
+    ]
+    if any(s.failed for s in sets):
+        lines.append("failed: samples whose environment failed; they count with a reward of 0.")
+    for s in sets:
+        if s.left_out:
+            lines.append(f"{s.name}: {s.left_out} prompts longer than rollout.max_prompt_tokens are left out.")
+    return "\n\n".join(lines)
+
+
+def beside(table: Table, sets: Sequence[SetScores]) -> str:
+    """A published table, row for row, with our column first; sets that were not run are dashes.
+
+    The means are over the rows that were run (over all of them, when none was), in every column, so that they can be
+    compared. In published columns the mean over examples weighs by the full sets' sizes, in ours by what was run.
+    """
+    run = _run(table, sets)
+    counted = [i for i, row in enumerate(table.rows) if row in run] or list(range(len(table.rows)))
+    n = max((s.samples for s in run.values()), default=1)
+    rows = []
+    for i, row in enumerate(table.rows):
+        ours = _score(run[row].scores[table.score]) if row in run else ABSENT
+        rows.append([row.title, ours, *(_figure(c.values[i]) for c in table.columns)])
+    some = f" (the {len(run)} run)" if 0 < len(run) < len(table.rows) else ""
+    mine = list(run.values())
+    sizes = [table.rows[i].size for i in counted]
+    rows.append(
+        [
+            SETS + some,
+            _score(mean_over_sets(mine, table.score)),
+            *(_figure(_weighted(c, counted, [1] * len(counted))) for c in table.columns),
+        ]
+    )
+    rows.append(
+        [
+            EXAMPLES + some,
+            _score(mean_over_examples(mine, table.score)),
+            *(_figure(_weighted(c, counted, sizes)) for c in table.columns),
+        ]
+    )
+    if any(c.average is not None for c in table.columns):
+        rows.append([AVERAGE, ABSENT, *(_figure(c.average) for c in table.columns)])
+    what = {"reward": "reward mean", "accuracy": "accuracy mean", "pass": "pass"}[table.score]
+    text = grid(["set", f"this run, {what}@{n}", *(c.title for c in table.columns)], rows)
+    return f"{text}\n\n{table.note}" if table.note else text
+
+
+def values(sets: Sequence[SetScores], published: Sequence[str]) -> dict[str, Any]:
+    """The same figures, for JSON."""
+    metrics = list(dict.fromkeys(m for s in sets for m in s.scores))
+    return {
+        "sets": [asdict(s) for s in sets],
+        SETS: {m: _values(mean_over_sets(sets, m)) for m in metrics},
+        EXAMPLES: {m: _values(mean_over_examples(sets, m)) for m in metrics},
+        "published": {name: [_published(table, sets) for table in PUBLISHED[name]] for name in published},
+    }
+
+
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table whose columns line up: the first to the left, figures to the right."""
+    widths = [max(len(line[i]) for line in [head, *rows]) for i in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [cells[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(cells[1:], widths[1:], strict=True))]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = "|" + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths)) + "|"
+    return "\n".join([line(head), rule, *map(line, rows)])
+
+
+def _run(table: Table, sets: Sequence[SetScores]) -> dict[Row, SetScores]:
+    return {row: s for row in table.rows for s in sets if plain(s.name) in row.names}
+
+
+def _published(table: Table, sets: Sequence[SetScores]) -> dict[str, Any]:
+    run = _run(table, sets)
+    every = list(range(len(table.rows)))
+    return {
+        "title": table.title,
+        "score": table.score,
+        "rows": {
+            row.title: {
+                "this run": _values(run[row].scores[table.score]) if row in run else None,
+                **{f"{j}: {c.title}": c.values[i] for j, c in enumerate(table.columns, start=1)},
+            }
+            for i, row in enumerate(table.rows)
+        },
+        "means over all rows": {
+            f"{j}: {c.title}": {
+                SETS: _weighted(c, every, [1] * len(every)),
+                EXAMPLES: _weighted(c, every, [row.size for row in table.rows]),
+                AVERAGE: c.average,
+            }
+            for j, c in enumerate(table.columns, start=1)
+        },
+    }
+
+
+def _weighted(column: Column, rows: Sequence[int], weights: Sequence[int]) -> float | None:
+    """The mean of a column's rows; None where one of them was not published."""
+    given = [column.values[i] for i in rows]
+    if any(value is None for value in given):
+        return None
+    return sum(w * (v or 0.0) for w, v in zip(weights, given, strict=True)) / sum(weights)
+
+
+def _figure(value: float | None) -> str:
+    return ABSENT if value is None else f"{value:.3f}"
+
+
+def _score(score: Score | None) -> str:
+    if score is None:
+        return ABSENT
+    return f"{score.value:.3f}" if score.error is None else f"{score.value:.3f} ± {score.error:.3f}"
+
+
+def _values(score: Score | None) -> Mapping[str, Any] | None:
+    return None if score is None else asdict(score)

@@ -1,0 +1,107 @@
+"""Scores of sets of samples, each with its standard error, and the two means over sets.
+
+The n samples of a prompt are not independent, so a prompt is the unit: a score is the mean over prompts of the mean
+over a prompt's samples, and its standard error is that of P independent prompts, s / √P. That is what a bootstrap over
+prompts tends to, and with one sample and 0/1 scores the binomial one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from skyrl_mega.evaluate.results import Key, Sample
+
+
+@dataclass(frozen=True)
+class Score:
+    """A figure and how far it may be off."""
+
+    value: float
+    error: float | None
+    """Standard error; None for a single prompt."""
+
+
+@dataclass(frozen=True)
+class SetScores:
+    """What a set came to."""
+
+    name: str
+    prompts: int
+    samples: int
+    """Of each prompt."""
+    scores: dict[str, Score]
+    """`reward`, `accuracy` and `pass` (a prompt with a right sample), then what the environment reports further."""
+    truncated: float
+    """Share of samples that a budget ended."""
+    failed: float
+    """Share of samples whose environment failed; they count with a reward of 0."""
+    tokens: float
+    """Mean number of tokens that the policy wrote."""
+    left_out: int = 0
+    """Prompts that were too long to be asked."""
+
+
+def set_scores(name: str, samples: Mapping[Key, Sample], left_out: int = 0) -> SetScores:
+    """Scores of one set; every prompt has equally many samples.
+
+    Args:
+        name: The set's.
+        samples: By prompt and number of the sample.
+        left_out: Prompts that were not asked.
+    """
+    by_prompt: dict[int, list[Sample]] = {}
+    for (uid, _), sample in sorted(samples.items(), key=lambda item: item[0]):
+        by_prompt.setdefault(uid, []).append(sample)
+    groups = list(by_prompt.values())
+    every = [sample for group in groups for sample in group]
+    further = sorted({metric for sample in every for metric in list(sample.metrics)[1:]})
+    per_prompt: dict[str, list[float]] = {
+        "reward": [_mean([s.reward for s in group]) for group in groups],
+        "accuracy": [_mean([s.accuracy for s in group]) for group in groups],
+        "pass": [float(any(s.accuracy >= 1 for s in group)) for group in groups],
+        **{m: [_mean([s.metrics.get(m, 0.0) for s in group]) for group in groups] for m in further},
+    }
+    return SetScores(
+        name,
+        prompts=len(groups),
+        samples=max(map(len, groups)),
+        scores={metric: _score(values) for metric, values in per_prompt.items()},
+        truncated=_mean([s.status.truncated for s in every]),
+        failed=_mean([s.status.failed for s in every]),
+        tokens=_mean([s.tokens for s in every]),
+        left_out=left_out,
+    )
+
+
+def mean_over_sets(sets: Sequence[SetScores], metric: str) -> Score | None:
+    """Every set counts the same; of the sets that have this score, None without any."""
+    return _combined([(1.0, s.scores[metric]) for s in sets if metric in s.scores])
+
+
+def mean_over_examples(sets: Sequence[SetScores], metric: str) -> Score | None:
+    """Every prompt counts the same: sets are weighted by their size."""
+    return _combined([(float(s.prompts), s.scores[metric]) for s in sets if metric in s.scores])
+
+
+def _combined(parts: Sequence[tuple[float, Score]]) -> Score | None:
+    total = sum(weight for weight, _ in parts)
+    if not parts:
+        return None
+    value = sum(weight * score.value for weight, score in parts) / total
+    errors = [(weight, score.error) for weight, score in parts]
+    if any(error is None for _, error in errors):
+        return Score(value, None)
+    return Score(value, math.sqrt(sum((weight * (error or 0.0)) ** 2 for weight, error in errors)) / total)
+
+
+def _score(values: Sequence[float]) -> Score:
+    error = float(np.std(values, ddof=1)) / math.sqrt(len(values)) if len(values) > 1 else None
+    return Score(_mean(values), error)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))

@@ -1,0 +1,110 @@
+"""What is asked: named sets of prompts, and the samples of each."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.data.rows import load_prompts
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.chat import Chat
+
+NAME = re.compile(r"[\w+-][\w.+-]*")
+
+
+@dataclass(frozen=True)
+class PromptSet:
+    """Prompts that are scored together."""
+
+    name: str
+    """Also the name of its files."""
+    prompts: list[Prompt]
+    left_out: int = 0
+    """Prompts that were longer than `rollout.max_prompt_tokens`."""
+
+
+@dataclass(frozen=True)
+class Draw:
+    """One sample that is to be drawn."""
+
+    set: str
+    prompt: Prompt
+    sample: int
+    name: str
+    """Decides its random stream: run seed, set, row and sample, so that nothing depends on what was drawn before."""
+
+
+def load_sets(config: Config, given: Sequence[str]) -> list[PromptSet]:
+    """The sets of an evaluation, each cut to `evaluation.limit` prompts.
+
+    Args:
+        config: The settings.
+        given: `NAME=file.parquet`: all rows of the file are the set NAME. Or `file.parquet`: its rows are parted into
+            sets by their `data_source`. Without any, `data.eval` is parted that way.
+
+    Raises:
+        UserError: No set, a name that cannot be, a name twice, or a row that is wrong.
+    """
+    if not given and not config.data.eval:
+        raise UserError("data.eval is empty: allowed is a list of parquet files; or give --set NAME=file.parquet")
+    sets: dict[str, list[Prompt]] = {}
+    sources: list[tuple[str, list[str], str]] = [_parse(text) for text in given] or [
+        ("", config.data.eval, "data.eval")
+    ]
+    for name, files, key in sources:
+        prompts = load_prompts(files, config.environment, key=key)
+        for found, part in ({name: prompts} if name else _by_source(prompts)).items():
+            if found in sets:
+                raise UserError(f"{key}: the set {found} is there twice; name one of them: --set NAME={files[0]}")
+            sets[found] = part
+    return [PromptSet(name, prompts[: config.evaluation.limit]) for name, prompts in sets.items()]
+
+
+def that_fit(sets: Sequence[PromptSet], chat: Chat, longest: int) -> list[PromptSet]:
+    """The sets without prompts of more than `longest` tokens, which are counted.
+
+    Raises:
+        UserError: Nothing of a set is left.
+    """
+    kept = []
+    for s in sets:
+        prompts = [p for p in s.prompts if len(chat.first(p.messages)) <= longest]
+        if not prompts:
+            raise UserError(
+                f"rollout.max_prompt_tokens = {longest}: all {len(s.prompts)} prompts of the set {s.name} are longer; "
+                "give more"
+            )
+        kept.append(replace(s, prompts=prompts, left_out=len(s.prompts) - len(prompts)))
+    return kept
+
+
+def draws(sets: Sequence[PromptSet], samples: int, seed: int) -> Iterator[Draw]:
+    """Every sample of every prompt; those of one prompt follow each other, as engines keep its prefix."""
+    for s in sets:
+        for prompt in s.prompts:
+            for sample in range(samples):
+                yield Draw(s.name, prompt, sample, f"{seed}/evaluate/{s.name}/{prompt.uid}/{sample}")
+
+
+def _parse(text: str) -> tuple[str, list[str], str]:
+    name, sign, file = text.partition("=")
+    if not sign:
+        name, file = "", text
+    elif not NAME.fullmatch(name):
+        raise UserError(f"--set {text}: allowed is NAME=file.parquet, NAME of letters, digits and . _ + -")
+    if not Path(file).is_file():
+        raise UserError(f"--set {text}: {file} does not exist; allowed is a parquet file")
+    return name, [file], f"--set {text}"
+
+
+def _by_source(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    parts: dict[str, list[Prompt]] = defaultdict(list)
+    for prompt in prompts:
+        source = re.sub(r"[^\w.+-]+", "_", str(prompt.extras.get("data_source") or "data"))
+        parts[source.lstrip(".") or "data"].append(prompt)
+    return dict(parts)
