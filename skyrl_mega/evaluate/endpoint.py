@@ -11,7 +11,6 @@ import ipaddress
 import json
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
-from concurrent.futures import Executor
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,8 +20,11 @@ import httpx
 from skyrl_mega.config.derived import evaluation_sampling
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, SamplingConfig
-from skyrl_mega.rollout.agent import Agent, Limits, Said, stream_seed
-from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.envs.base import Message
+from skyrl_mega.rollout.agent import Agent, Limits, Opened, Said, append, stream_seed
+from skyrl_mega.rollout.generator import THREADS
+from skyrl_mega.rollout.threads import Threads
+from skyrl_mega.rollout.trajectory import Kind, Step, Trajectory
 
 UNKNOWN = -1
 """A token that is counted and not known."""
@@ -195,30 +197,34 @@ class MessageAgent(Agent):
     Args:
         client: Where replies come from.
         config: Environments and budgets.
-        threads: Runs environments.
     """
 
-    def __init__(self, client: Client, config: Config, threads: Executor) -> None:
+    def __init__(self, client: Client, config: Config) -> None:
         self.client, self.limits = client, Limits.of(config.rollout)
-        self.environments, self.threads = config.environment, threads
+        self.environments, self.threads = config.environment, Threads(THREADS)
 
-    def begin(self, t: Trajectory) -> None:
-        """Nothing: the first reply says how long the prompt was."""
+    def first(self, messages: list[Message]) -> list[int]:
+        """None: the next reply says how many they were."""
+        return []
 
-    async def speak(self, t: Trajectory, turn: str, room: int) -> Said:
-        """The endpoint's reply; an empty one, cut off, where the conversation does not fit into its context."""
-        reply = await self.client.reply(t.messages, room, stream_seed(turn) >> 32)  # 31 bits: what all of them take
+    def following(self, t: Trajectory, observations: list[Message]) -> list[int]:
+        """None: the next reply says how many they were."""
+        return []
+
+    async def speak(self, opened: Opened, name: str, room: int) -> Said:
+        """The endpoint's reply; none, cut off, where the conversation does not fit into its context."""
+        t, start = opened.trajectory, opened.seconds
+        reply = await self.client.reply(_conversation(t), room, stream_seed(name) >> 32)  # 31 bits: what all take
         if reply is None:
-            return Said("", True)
-        _count(t, max(0, reply.prompt_tokens - len(t.tokens)), 0)
+            return Said("", 0, "length")
+        append(t, [UNKNOWN] * max(0, reply.prompt_tokens - len(t.context)), 0)
         if t.turns == 0:
             t.prompt_length = len(t.tokens)
-        _count(t, reply.tokens, 1)
-        return Said(reply.text, reply.cut)
-
-    def hear(self, t: Trajectory, observations: list[dict[str, str]]) -> bool:
-        """The next reply counts what was heard; here only what is known already may have used up the room."""
-        return self.limits.room(t) >= 1
+        end, finish = len(t.tokens), "length" if reply.cut else "stop"
+        spent = opened.seconds - start
+        t.steps.append(Step(Kind.RESPONSE, end, end, at_s=start, generate_s=spent, finish=finish))
+        append(t, [UNKNOWN] * reply.tokens, 1)
+        return Said(reply.text, reply.tokens, finish)
 
 
 @dataclass(frozen=True)
@@ -234,7 +240,7 @@ class EndpointSource:
         return self.config.rollout.concurrency
 
     @asynccontextmanager
-    async def agent(self, threads: Executor) -> AsyncIterator[Agent]:
+    async def agent(self) -> AsyncIterator[Agent]:
         """An agent for one event loop."""
         timeout = self.config.rollout.request_timeout_s
         async with httpx.AsyncClient(
@@ -243,9 +249,7 @@ class EndpointSource:
             timeout=timeout,
             trust_env=not self.endpoint.near,
         ) as http:
-            yield MessageAgent(
-                Client(self.endpoint, evaluation_sampling(self.config), timeout, http), self.config, threads
-            )
+            yield MessageAgent(Client(self.endpoint, evaluation_sampling(self.config), timeout, http), self.config)
 
     def refill(self) -> None:
         """There is nobody to start again."""
@@ -268,10 +272,10 @@ def restored(text: str, choice: Mapping[str, Any], stops: Sequence[str]) -> str:
     return text + last if last and opened[last] > text.rfind(last) else text
 
 
-def _count(t: Trajectory, tokens: int, mask: int) -> None:
-    t.tokens = t.tokens + [UNKNOWN] * tokens
-    t.mask += [mask] * tokens
-    t.logprobs += [0.0] * tokens
+def _conversation(t: Trajectory) -> list[dict[str, str]]:
+    """Messages from the last prompt on: an environment may have put a new conversation in the place of the old."""
+    last = max(i for i, step in enumerate(t.steps) if step.kind is Kind.PROMPT)
+    return t.messages[sum(step.messages for step in t.steps[:last]) :]
 
 
 def _message(response: httpx.Response) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import Executor
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +34,9 @@ class EngineSource:
         return AHEAD * self.config.rollout.engines * self.config.rollout.concurrency
 
     @asynccontextmanager
-    async def agent(self, threads: Executor) -> AsyncIterator[Agent]:
+    async def agent(self) -> AsyncIterator[Agent]:
         """An agent for one event loop."""
-        yield self.generator.agent(evaluation_sampling(self.config), threads)
+        yield self.generator.agent(evaluation_sampling(self.config))
 
     def refill(self) -> None:
         """Waits for an engine that is up again; it has its weights from the directory."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
@@ -12,7 +11,6 @@ from skyrl_mega.cluster.fleet import NobodyServes
 from skyrl_mega.evaluate.results import Results, row_of
 from skyrl_mega.evaluate.sets import Draw
 from skyrl_mega.rollout.agent import Agent
-from skyrl_mega.rollout.generator import THREADS
 from skyrl_mega.rollout.trajectory import Trajectory
 
 
@@ -23,7 +21,7 @@ class Source(Protocol):
     def at_once(self) -> int:
         """Trajectories under way at once."""
 
-    def agent(self, threads: Executor) -> AbstractAsyncContextManager[Agent]:
+    def agent(self) -> AbstractAsyncContextManager[Agent]:
         """An agent for one event loop."""
 
     def refill(self) -> None:
@@ -60,22 +58,17 @@ def draw_missing(
 
     left = draws
     while left:
-        threads = ThreadPoolExecutor(THREADS, thread_name_prefix="environment")
         try:
-            asyncio.run(_play(source, left, ended, threads))
+            asyncio.run(_play(source, left, ended))
         except NobodyServes:
             source.refill()
-        finally:
-            threads.shutdown(wait=False, cancel_futures=True)
         left = results.missing(iter(left))
 
 
-async def _play(
-    source: Source, draws: Iterable[Draw], ended: Callable[[Draw, Trajectory], None], threads: Executor
-) -> None:
+async def _play(source: Source, draws: Iterable[Draw], ended: Callable[[Draw, Trajectory], None]) -> None:
     """So many trajectories at once, each opened when it begins: environments hold files, processes, memory."""
     left = iter(draws)
-    async with source.agent(threads) as agent:
+    async with source.agent() as agent:
 
         async def worker() -> None:
             for draw in left:

@@ -174,9 +174,8 @@ class Agent:
         if room < 1:
             t.status = Status.TRUNCATED_TOKENS
             return True
-        start = opened.seconds
         said = await self.speak(opened, f"{name}/{t.turns}", room)
-        t.seconds["generate"] += opened.seconds - start
+        t.seconds["generate"] += t.steps[-1].generate_s
         cut = CUT.get(said.finish)
         if cut and not said.tokens:  # it was over before the first one
             t.status = cut

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -36,15 +35,14 @@ def talk(fake: Fake, prompts: int = 1, env: str = "gsm8k", key: str | None = Non
     source = EndpointSource(Endpoint.of(fake.url, "m", "KEY", key, "{}"), config)
 
     async def play() -> list[Trajectory]:
-        with ThreadPoolExecutor(4) as threads:
-            async with source.agent(threads) as agent:
+        async with source.agent() as agent:
 
-                async def one(n: int) -> Trajectory:
-                    question = [{"role": "user", "content": f"{n} times 7"}]
-                    prompt = Prompt(n, question, env, {"reward_spec": {"ground_truth": str(7 * n)}})
-                    return await agent.play(await agent.open(prompt, 0), f"t/{n}")
+            async def one(n: int) -> Trajectory:
+                question = [{"role": "user", "content": f"{n} times 7"}]
+                prompt = Prompt(n, question, env, {"reward_spec": {"ground_truth": str(7 * n)}})
+                return await agent.play(await agent.open(prompt, 0), f"t/{n}")
 
-                return await asyncio.gather(*map(one, range(prompts)))
+            return await asyncio.gather(*map(one, range(prompts)))
 
     return asyncio.run(play())
 
@@ -174,9 +172,8 @@ def test_requests_carry_the_sampling_and_what_is_added(fake: Fake) -> None:
     source = EndpointSource(Endpoint.of(f"{fake.url}/v1/chat/completions", "m", "KEY", None, extra), config)
 
     async def ask() -> None:
-        with ThreadPoolExecutor(1) as threads:
-            async with source.agent(threads) as agent:
-                await agent.client.reply([{"role": "user", "content": "2 times 3"}], 9, 1)  # type: ignore[attr-defined]
+        async with source.agent() as agent:
+            await agent.client.reply([{"role": "user", "content": "2 times 3"}], 9, 1)  # type: ignore[attr-defined]
 
     asyncio.run(ask())
     [body] = fake.bodies
