@@ -17,6 +17,7 @@ from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.policy import build, cpu, objectives
 from skyrl_mega.policy.rank import PolicyRank
 from skyrl_mega.policy.sequences import Sequences
+from tests.support.ranks import run_ranks
 
 CPU = torch.device("cpu")
 
@@ -60,6 +61,16 @@ def logprobs(rank: int, address: str, path: Path, parallel: Parallel, policy: Po
     answer = opened.logprobs(micros)
     at = parallel.coordinates(rank)
     return None if answer is None or at.tp or at.cp else list(zip(rows, answer, strict=True))
+
+
+def policy_logprobs(path: Path, batch: Sequences, ranks: int = 1, **sizes: int) -> np.ndarray:
+    """[T] of the batch, by real ranks in the layout of these sizes."""
+    answers = run_ranks(ranks, logprobs, path, layout(ranks, **sizes), policy_config(micro_tokens=400), batch)
+    found = np.full(len(batch.tokens), np.nan)
+    for answer in answers:
+        for rows, (values, _) in answer or []:
+            found[batch.index(rows)] = values
+    return found
 
 
 def some_batch(vocab: int, count: int = 13, longest: int = 40, seed: int = 0) -> Sequences:

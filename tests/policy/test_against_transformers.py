@@ -13,7 +13,7 @@ from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.models.tiny import build
 from skyrl_mega.policy.sequences import Sequences
 from tests.policy import layouts
-from tests.support.ranks import run_ranks
+from tests.policy.layouts import policy_logprobs
 
 
 def expected_logprobs(path: Path, batch: Sequences) -> np.ndarray:
@@ -25,17 +25,6 @@ def expected_logprobs(path: Path, batch: Sequences) -> np.ndarray:
             logp = torch.log_softmax(model(tokens[None]).logits[0].float(), -1)
             out += [0.0, *logp[:-1].gather(1, tokens[1:, None])[:, 0].tolist()]
     return np.array(out)
-
-
-def policy_logprobs(path: Path, batch: Sequences, ranks: int = 1, **sizes: int) -> np.ndarray:
-    answers = run_ranks(
-        ranks, layouts.logprobs, path, layouts.layout(ranks, **sizes), layouts.policy_config(micro_tokens=400), batch
-    )
-    found = np.full(len(batch.tokens), np.nan)
-    for answer in answers:
-        for rows, (values, _) in answer or []:
-            found[batch.index(rows)] = values
-    return found
 
 
 @pytest.mark.parametrize("tied", [False, True])

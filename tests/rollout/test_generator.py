@@ -176,6 +176,37 @@ def test_budgets_end_a_conversation_by_name(engines: ActorGroup, chat: Chat) -> 
         assert t.mask[-1] == 1
 
 
+def test_time_ends_a_trajectory_with_the_tokens_that_it_has(engines: ActorGroup, chat: Chat, model: Path) -> None:
+    """Budgets are tried until one falls into a response: how fast the engine is, nobody knows."""
+    limit, cut = 0.02, []
+    while not cut and limit < 20:
+        limit *= 1.5
+        played = play(
+            engines, chat, products(16), 2, trajectory_timeout_s=limit, sampling=SamplingConfig(max_tokens=110)
+        )
+        timed = [t for t in played if t.status is Status.TRUNCATED_TIME]
+        assert all(t.steps[1].finish == "timeout" and t.turns == (sum(t.mask) > 0) for t in timed)
+        cut = [t for t in timed if sum(t.mask) > 1]
+    for t in cut[:3]:
+        request = Request("", t.tokens[: t.prompt_length], 12, 0)
+        response = Completion("", t.tokens[t.prompt_length :], t.logprobs[t.prompt_length :], "", 0)
+        assert len(response.tokens) < 110
+        assert difference_from_transformers(model, request, response) < 1e-4
+    assert cut
+
+
+def test_time_is_over_for_those_who_wait_too(engines: ActorGroup, chat: Chat) -> None:
+    """One at a time is computed, and most never come to it."""
+    start = time.perf_counter()
+    played = play(engines, chat, products(200), 4, concurrency=1, trajectory_timeout_s=0.05)
+    assert time.perf_counter() - start < 60
+    waited = [t for t in played if t.status is Status.TRUNCATED_TIME and not sum(t.mask)]
+    assert waited
+    assert all((t.turns, t.reward, len(t.tokens)) == (0, 0.0, t.prompt_length) for t in waited)
+    # The engine is none the worse for it.
+    assert not any(t.status is Status.TRUNCATED_TIME for t in play(engines, chat, products(4), 2))
+
+
 def test_one_bad_environment_ends_one_trajectory(
     engines: ActorGroup, chat: Chat, caplog: pytest.LogCaptureFixture
 ) -> None:

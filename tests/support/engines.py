@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.config.schema import BuildConfig, RolloutConfig
 from skyrl_mega.models import tiny
+from skyrl_mega.models.registry import architecture
 from skyrl_mega.rollout.engine import Completion, Engine, EngineSpec, Request, Sampling, environment
 
 LOADING = threading.Lock()
@@ -35,9 +38,51 @@ def build_model(path: Path, architecture: str, seed: int, **sizes: Any) -> Path:
     return path
 
 
-def start_engine(name: str, spec: EngineSpec, logs: Path, engines: int = 1) -> ActorGroup:
+def build_model_of(path: Path, hf: dict[str, Any], seed: int) -> Path:
+    """Such a model for a config.json of another's, in a folder that may hold a tokenizer already."""
+    generator = torch.Generator().manual_seed(seed)
+    weights = {
+        name: 1 + 0.3 * torch.randn(shape, generator=generator)
+        if len(shape) == 1
+        else 0.16 * torch.randn(shape, generator=generator)
+        for name, shape in architecture(hf).tensors(hf).items()
+    }
+    (path / "config.json").write_text(json.dumps(hf))
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+class Recorder(Engine):
+    """An engine that keeps what vLLM was given and what it produced, as vLLM itself has it."""
+
+    async def start(self) -> dict[str, Any]:
+        """Also listens at vLLM's own door."""
+        facts = await super().start()
+        self.seen: dict[str, dict[str, Any]] = {}
+        generate = self.llm.generate
+
+        async def listen(prompt: Any, parameters: Any, request: str) -> AsyncIterator[Any]:
+            async for output in generate(prompt, parameters, request):
+                result = output.outputs[0]
+                self.seen[request] = {
+                    "given": list(output.prompt_token_ids),
+                    "produced": list(result.token_ids),
+                    "logprobs": list(result.logprobs.logprobs),
+                    "finish": str(result.finish_reason),
+                }
+                yield output
+
+        self.llm.generate = listen
+        return facts
+
+    async def recording(self) -> dict[str, dict[str, Any]]:
+        """By request id: tokens given, tokens produced, their log-probs, what ended them."""
+        return self.seen
+
+
+def start_engine(name: str, spec: EngineSpec, logs: Path, engines: int = 1, kind: type[Engine] = Engine) -> ActorGroup:
     """Engine actors that have been started."""
-    group = ActorGroup.spawn(name, Engine, [{"spec": spec}] * engines, timeout=120, env=environment(spec), logs=logs)
+    group = ActorGroup.spawn(name, kind, [{"spec": spec}] * engines, timeout=120, env=environment(spec), logs=logs)
     group.call_all("start", timeout=240)
     return group
 
