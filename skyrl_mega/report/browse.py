@@ -21,6 +21,8 @@ from skyrl_mega.report.records import Part, Record, Tokens, tokens_of
 
 BLOCK = 64
 """Trajectories of one block."""
+LONG = 100
+"""Characters of JSON on one line."""
 SNIPPET = 140
 """Characters of a trajectory that the list shows."""
 
@@ -165,5 +167,10 @@ def _rounded(value: float | None) -> float | None:
 
 
 def _pairs(values: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Names and values as text; JSON where a value is not text."""
-    return [(k, v if isinstance(v, str) else json.dumps(v, ensure_ascii=False, indent=1)) for k, v in values.items()]
+    """Names and values as text; JSON where a value is not text, over several lines where it is long."""
+    pairs = []
+    for name, value in values.items():
+        text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+        long = text is not value and len(text) > LONG
+        pairs.append((name, json.dumps(value, ensure_ascii=False, indent=1) if long else text))
+    return pairs

@@ -86,8 +86,8 @@ class View:
             for i, line in enumerate(self._wrapped(content)):
                 label = speaker[: MARGIN - 1] if i == 0 else ""
                 self._print(Text.assemble((label.ljust(MARGIN), style), (f"{bar} ", style), line))
-            if note:
-                self._line(" " * (MARGIN + 2) + note, "bright_black")
+            for line in self._wrapped(note) if note else ():
+                self._line(" " * (MARGIN + 2) + line.plain, "bright_black")
         self._line("")
 
     def _speeches(self, record: Record) -> Iterator[tuple[str, str, str, str, str]]:
@@ -131,7 +131,7 @@ class View:
 
 
 def _note(part: Part) -> str:
-    """What is known of a response, in one line."""
+    """What is known of a response, and on lines of their own its tool calls."""
     notes = []
     if part.start is not None and part.end is not None:
         notes.append(f"{part.end - part.start} tokens")
@@ -143,9 +143,8 @@ def _note(part: Part) -> str:
         notes.append(f"generate {_time(part.generate_s)}")
     if part.env_s is not None:
         notes.append(f"env {_time(part.env_s)}")
-    for call in part.tool_calls:
-        notes.append(f"call {_plain(call if isinstance(call, str) else json.dumps(call, ensure_ascii=False))}")
-    return " · ".join(notes)
+    calls = [call if isinstance(call, str) else json.dumps(call, ensure_ascii=False) for call in part.tool_calls]
+    return "\n".join([" · ".join(notes), *(f"call {call}" for call in calls)])
 
 
 def _plain(text: str) -> str:

@@ -112,7 +112,7 @@ def test_the_page_holds_tokens_masks_and_logprobs(tmp_path: Path) -> None:
     assert blocks["index"]["wrote"] == [2, 6]
     assert np.allclose(blocks["index"]["logprob"], [-0.875, -7.85 / 6], atol=1e-4)
     assert blocks["index"]["step"] == [3, 3] and blocks["index"]["weights"] == ["12", "3, 4"]
-    assert dict(blocks["text-0"][1]["judged"]) == {"why": '[\n "a",\n "b"\n]', "score": "NaN"}
+    assert dict(blocks["text-0"][1]["judged"]) == {"why": '["a", "b"]', "score": "NaN"}
 
 
 def test_what_happened_when_is_in_the_page(tmp_path: Path) -> None:

@@ -58,9 +58,12 @@ def test_what_is_known_of_a_turn_stands_under_it(tmp_path: Path) -> None:
     run = run_folder(tmp_path / "mine", {1: [double()]})
     with_steps(run / "trajectories" / "step_000001.parquet", [steps_of_double()])
     lines = shown(records.load(records.files_of([run]), Query()), width=120)
-    known = lines[lines.index("policy 1  ┃ <search>first</search>") + 1].strip()
-    assert known.startswith("3 tokens · reward 0.25 · generate 40.0 s · env 1.0 s · call {")
-    assert '"query": "ü"' in known and known.endswith("call plain words")
+    at = lines.index("policy 1  ┃ <search>first</search>") + 1
+    assert [line.strip() for line in lines[at : at + 3]] == [
+        "3 tokens · reward 0.25 · generate 40.0 s · env 1.0 s",
+        'call {"name": "search", "arguments": {"query": "ü"}}',
+        "call plain words",
+    ]
     assert lines[lines.index("policy 2  ┃ second") + 1].strip().startswith("3 tokens · ended by length · reward 0.25")
 
 
