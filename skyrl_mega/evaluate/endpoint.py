@@ -68,6 +68,10 @@ class Endpoint:
             raise UserError(f"--endpoint {url}: {error}; allowed is http://host:port/v1") from error
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise UserError(f"--endpoint {url}: allowed is http://host:port/v1 or https://…")
+        if parsed.userinfo:
+            raise UserError(
+                f"--endpoint: a key is not given in the address; set the environment variable {key_variable}"
+            )
         if not model:
             raise UserError(f"--endpoint {url}: it needs --served-model, the name that it serves the model under")
         try:

@@ -193,7 +193,7 @@ def _claim(folder: Path, identity: Mapping[str, Any]) -> None:
     if file.exists():
         before = json.loads(file.read_text())
         for key in [*identity, *before]:
-            old, new = (json.dumps(d[key]) if key in d else "nothing" for d in (before, identity))
+            old, new = (json.dumps(d[key], sort_keys=True) if key in d else "nothing" for d in (before, identity))
             if old != new:
                 raise UserError(
                     f"--output {folder}: it holds an evaluation with {key} = {old}, and this one has {new}; "

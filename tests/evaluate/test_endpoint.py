@@ -188,6 +188,7 @@ def test_requests_carry_the_sampling_and_what_is_added(fake: Fake) -> None:
     [
         ("localhost:8000", "m", "{}", "allowed is http://host:port/v1"),
         ("http://localhost:8000", None, "{}", "--served-model"),
+        ("http://me:s3cret@localhost:8000", "m", "{}", "a key is not given in the address; .* KEY"),
         ("http://localhost:8000", "m", "[1]", "JSON object"),
         ("http://localhost:8000", "m", "{", "JSON object"),
     ],
@@ -196,6 +197,7 @@ def test_a_wrong_address_is_one_line(url: str, model: str | None, extra: str, pa
     with pytest.raises(UserError, match=part) as error:
         Endpoint.of(url, model, "KEY", None, extra)
     assert "\n" not in str(error.value)
+    assert "s3cret" not in str(error.value)
 
 
 def test_addresses() -> None:

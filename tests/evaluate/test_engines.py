@@ -19,10 +19,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.models.characters import VOCABULARY
 from skyrl_mega.rollout.chat import Chat
-from tests.support.engines import LOADING, build_model
+from skyrl_mega.rollout.engine import environment
+from tests.support.engines import LOADING, build_model, spec_of
 from tests.support.ranks import free_port
 from tests.trainer.quickstart import left_over
 
@@ -143,8 +145,7 @@ def vllm_server(model: Path, log: Path) -> Iterator[str]:
     arguments = ["--model", str(model), "--served-model-name", "policy", "--dtype", "float32", "--port", str(port)]
     arguments += ["--host", "127.0.0.1", "--max-model-len", "128", "--max-num-seqs", "16", "--enforce-eager"]
     arguments += ["--kv-cache-memory-bytes", str(10**8), "--api-key", "k3y", "--generation-config", "vllm"]
-    env = os.environ | {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    env |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "TORCHDYNAMO_DISABLE": "1", "VLLM_HOST_IP": "127.0.0.1"}
+    env = os.environ | environment(spec_of(model, RolloutConfig()))
     with log.open("w") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
