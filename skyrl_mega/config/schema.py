@@ -116,6 +116,8 @@ class ModelConfig:
     """A Hugging Face directory: config.json, safetensors, tokenizer."""
     dtype: str = one_of("bfloat16", "float32")
     """Type of parameters and activations, in the policy and in the engines."""
+    max_length: Optional[int] = at_least(1, None)
+    """Longest sequence, where it is another than config.json's max_position_embeddings."""
     build: Optional[BuildConfig] = None
     """Builds the directory when it is not there (tests and the quickstart)."""
 
@@ -343,6 +345,8 @@ class AlgorithmConfig:
 class DataConfig:
     """Prompts."""
 
+    folder: Optional[str] = None
+    """Read by nothing: other settings name the recipe's files with `${data.folder}`, so that one key moves them all."""
     train: list[str] = field(default_factory=list)
     """Parquet files of training prompts."""
     eval: list[str] = field(default_factory=list)

@@ -74,12 +74,14 @@ def _run(args: argparse.Namespace) -> int:
 
     from skyrl_mega.launch import inputs, layout
 
-    hf = inputs.check_inputs(config)
+    hf = inputs.check_inputs(config, dry=args.dry_run)
     if args.dry_run:
         if args.json:
             print(json.dumps({"config": asdict(config), "policy": layout.seats(config, hf)}))
         else:
             print(f"{dump(config)}\n{layout.table(config, hf)}\nnothing was started (--dry-run)")
+            if absent := inputs.absent(config):
+                print(f"not on this machine, so not checked: {', '.join(absent)}")
         return DONE
 
     from skyrl_mega.telemetry.console import Console

@@ -14,6 +14,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.data.rows import check_files, load_demonstrations
 from skyrl_mega.envs import registry
 from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models.known import hub_name, known
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.weights import headers
@@ -22,8 +23,12 @@ CPU_EXPERT_COLUMNS = 32
 """vLLM's CPU kernels pad an expert's width per worker to this multiple, and a padded layer cannot be updated twice."""
 
 
-def check_inputs(config: Config) -> Mapping[str, Any]:
+def check_inputs(config: Config, *, dry: bool = False) -> Mapping[str, Any]:
     """Checks model, layouts, environments and the data files that exist already; builds nothing.
+
+    Args:
+        dry: Nothing will run. Where a model of known sizes is not on this machine, they stand for its config.json, and
+            its data may be absent too.
 
     Returns:
         The model's config.json.
@@ -32,12 +37,28 @@ def check_inputs(config: Config) -> Mapping[str, Any]:
         UserError: one line.
     """
     registry.check(config.environment)
-    hf = model_config(config)
+    hf = model_config(config, dry=dry)
     check_layouts(config, hf)
-    if config.reference.path:
+    if config.reference.path and not (dry and hub_name(config.reference.path)):
         headers.check_files(Path(config.reference.path))
-    _check_data(config, missing_ok=config.data.prepare is not None)
+    elsewhere = dry and _is_elsewhere(config)
+    _check_data(config, missing_ok=elsewhere or config.data.prepare is not None)
     return hf
+
+
+def _is_elsewhere(config: Config) -> bool:
+    """Whether the model is one whose sizes are known and that is not on this machine."""
+    return not config.model.build and not Path(config.model.path).exists() and hub_name(config.model.path) is not None
+
+
+def absent(config: Config) -> list[str]:
+    """Files and folders of a run that are not on this machine, and that nothing here makes: a dry run did not see them."""
+    given = [] if config.model.build else [config.model.path]
+    if config.reference.path:
+        given.append(config.reference.path)
+    if not config.data.prepare:
+        given += _files(config)
+    return [path for path in given if not Path(path).exists()]
 
 
 def prepare(config: Config, console: Console) -> Config:
@@ -68,9 +89,16 @@ def prepare(config: Config, console: Console) -> Config:
     return with_device(config)
 
 
-def model_config(config: Config) -> Mapping[str, Any]:
-    """The config.json of `model.path`, or the one that `model.build` will write there."""
+def model_config(config: Config, *, dry: bool = False) -> Mapping[str, Any]:
+    """The config.json of `model.path`, or the one that `model.build` will write there.
+
+    In a dry run a model that is absent may be one of those whose sizes are known.
+    """
     path = Path(config.model.path)
+    if _is_elsewhere(config):
+        if dry:
+            return known(path)
+        raise UserError(f"model.path: {path} is not there; `hf download {hub_name(path)} --local-dir {path}` fetches it")
     if path.exists() or config.model.build is None:
         hf: Mapping[str, Any] = headers.read_config(path)
         headers.check_files(path, hf)
@@ -97,11 +125,12 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
                 f"rollout.tensor = {config.rollout.tensor}: leaves {width} columns of an expert to a worker; vLLM on a "
                 f"CPU needs a multiple of {CPU_EXPERT_COLUMNS}; choose another rollout.tensor or model"
             )
-    if length_limit(config.rollout) > decoder.max_length:
+    longest = config.model.max_length or decoder.max_length
+    if length_limit(config.rollout) > longest:
+        of = "model.max_length" if config.model.max_length else "max_position_embeddings"
         raise UserError(
             f"rollout.max_length: sequences of up to {length_limit(config.rollout)} tokens; the model is made for "
-            f"{decoder.max_length} (max_position_embeddings); lower rollout.max_prompt_tokens or "
-            "rollout.sampling.max_tokens"
+            f"{longest} ({of}); lower rollout.max_prompt_tokens or rollout.sampling.max_tokens"
         )
 
 

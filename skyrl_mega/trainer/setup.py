@@ -198,6 +198,7 @@ def start_engines(
         rollout=config.rollout,
         max_length=length_limit(config.rollout),
         seed=config.run.seed,
+        extra={"hf_overrides": {"max_position_embeddings": longest}} if (longest := config.model.max_length) else {},
     )
     timeout = config.cluster.start_timeout_s
     group = ActorGroup.spawn(
