@@ -14,7 +14,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.data.rows import check_files, load_demonstrations
 from skyrl_mega.envs import registry
 from skyrl_mega.layout.parallel import Parallel
-from skyrl_mega.models.known import hub_name, known
+from skyrl_mega.models.known import how_to_get, hub_name, known
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.weights import headers
@@ -52,7 +52,7 @@ def _is_elsewhere(config: Config) -> bool:
 
 
 def absent(config: Config) -> list[str]:
-    """Files and folders of a run that are not on this machine, and that nothing here makes: a dry run did not see them."""
+    """Files and folders of a run that are not on this machine and that no setting makes; a dry run cannot see them."""
     given = [] if config.model.build else [config.model.path]
     if config.reference.path:
         given.append(config.reference.path)
@@ -98,7 +98,7 @@ def model_config(config: Config, *, dry: bool = False) -> Mapping[str, Any]:
     if _is_elsewhere(config):
         if dry:
             return known(path)
-        raise UserError(f"model.path: {path} is not there; `hf download {hub_name(path)} --local-dir {path}` fetches it")
+        raise UserError(f"model.path: {path} is not there; {how_to_get(path)}")
     if path.exists() or config.model.build is None:
         hf: Mapping[str, Any] = headers.read_config(path)
         headers.check_files(path, hf)

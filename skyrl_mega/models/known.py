@@ -54,6 +54,20 @@ _3_4B = _QWEN3 | _sizes(36, 2560, 9728, 32, 8) | {"tie_word_embeddings": True}
 _3_30B = _QWEN3_MOE | _sizes(48, 2048, 6144, 32, 4) | {"moe_intermediate_size": 768}
 _3_235B = _QWEN3_MOE | _sizes(94, 4096, 12288, 64, 4) | {"moe_intermediate_size": 1536}
 
+_SMOLLM2 = _sizes(30, 576, 1536, 9, 3) | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+
 _LONGER = {"max_position_embeddings": 40960}
 """Qwen3 after its post-training."""
 _BASE = {"eos_token_id": 151643}
@@ -71,17 +85,28 @@ KNOWN: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-30B-A3B": _3_30B | _LONGER,
     "Qwen/Qwen3-30B-A3B-Base": _3_30B | _BASE,
     "Qwen/Qwen3-235B-A22B": _3_235B | _LONGER,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2,
 }
 """Name on the Hugging Face hub → config.json."""
 
+MADE_HERE = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+"""Folder of the CPU recipes' model, which `skyrl_mega.models.smollm2` makes → its name on the hub."""
+
 
 def hub_name(path: str | PurePath) -> str | None:
-    """The hub's name of a known model whose name, or whose last part, `path` ends in; None for any other.
+    """The hub's name of the known model that `path` is named after; None for any other.
 
     `models/Qwen3-30B-A3B` is `Qwen/Qwen3-30B-A3B`.
     """
     last = PurePath(path).name
-    return next((name for name in KNOWN if name.partition("/")[2] == last), None)
+    return next((name for name in KNOWN if name.partition("/")[2] == last), MADE_HERE.get(last))
+
+
+def how_to_get(path: str | PurePath) -> str:
+    """The command that brings the known model that `path` is named after to that path."""
+    if PurePath(path).name in MADE_HERE:
+        return f"`python -m skyrl_mega.models.smollm2 --output {path}` makes it"
+    return f"`hf download {hub_name(path)} --local-dir {path}` fetches it"
 
 
 def known(name: str | PurePath) -> dict[str, Any]:

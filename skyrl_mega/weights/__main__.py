@@ -97,7 +97,9 @@ def _parser(command: str, about: str) -> Parser:
     """What every subcommand takes: the settings of a run."""
     p = Parser(prog=f"python -m skyrl_mega.weights {command}", description=about, allow_abbrev=False)
     p.add_argument("--config", metavar="FILE", help="a .yaml file of a run; without one the defaults hold")
-    p.add_argument("--model", metavar="PATH", help="config.json, its directory, or a known model such as Qwen/Qwen3-30B-A3B")
+    p.add_argument(
+        "--model", metavar="PATH", help="config.json, its directory, or a known model such as Qwen/Qwen3-30B-A3B"
+    )
     p.add_argument("--json", action="store_true", help="everything as one JSON object on standard output")
     p.add_argument(
         "overrides",

@@ -25,6 +25,7 @@ PARAMETERS = {
     "Qwen3-30B-A3B": 30_532_122_624,
     "Qwen3-30B-A3B-Base": 30_532_122_624,
     "Qwen3-235B-A22B": 235_093_634_560,
+    "SmolLM2-135M-Instruct": 134_515_008,
 }
 """As the Hugging Face hub counts each checkpoint's parameters."""
 
@@ -48,6 +49,12 @@ def test_every_key_is_that_of_the_published_file(name: str, shared: Path) -> Non
     hf = known(name)
     assert {key: published.get(key) for key in hf} == hf
     assert architecture(published).describe(published) == architecture(hf).describe(hf)
+
+
+@pytest.mark.slow
+def test_the_model_that_is_made_here_is_the_one_known(smollm2: Path) -> None:
+    made = json.loads((smollm2 / "config.json").read_text())
+    assert architecture(made).describe(made) == architecture(known("smollm2-135m")).describe(known("smollm2-135m"))
 
 
 def test_a_path_names_a_known_model_by_its_last_part() -> None:

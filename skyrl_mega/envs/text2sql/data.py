@@ -47,7 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--limit", type=int, help="rows of each split at most, drawn at random")
     parser.add_argument("--turns", type=int, default=6, help="turns that the prompt promises (default: 6)")
     parser.add_argument("--schema", type=int, default=6000, help="characters of a schema that is shown (default: 6000)")
-    parser.add_argument("--longest", type=int, help="characters of a schema; questions to larger databases are left out")
+    parser.add_argument(
+        "--longest", type=int, help="characters of a schema; questions to larger databases are left out"
+    )
     parser.add_argument(
         "--shots",
         type=int,
