@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.checks import check_gpus
-from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks
+from skyrl_mega.config.derived import engine_data, expert_parallel, length_limit, policy_ranks, reference_ranks
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.rows import check_files, load_demonstrations
 from skyrl_mega.envs import registry
 from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models.known import KNOWN, hub_name, known
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.weights import headers
@@ -38,6 +39,49 @@ def check_inputs(config: Config) -> Mapping[str, Any]:
         headers.check_files(Path(config.reference.path))
     _check_data(config, missing_ok=config.data.prepare is not None)
     return hf
+
+
+def planned_inputs(config: Config) -> tuple[Mapping[str, Any], list[str]]:
+    """What a dry run is given: the files that are here are checked, and those that are not are named.
+
+    Returns:
+        The model's config.json, or a known model's where `model.path` is absent; and what was not checked, a line each.
+
+    Raises:
+        UserError: one line.
+    """
+    registry.check(config.environment)
+    absent: list[str] = []
+    path = Path(config.model.path)
+    if path.exists() and not any(path.glob("*.safetensors")):
+        hf = headers.read_config(path)
+        absent.append(f"model.path: {path} holds no weights; its config.json was read")
+    elif path.exists() or config.model.build:
+        hf = model_config(config)
+    else:
+        hf = _known(path)
+        absent.append(f"model.path: {path} is not here; its sizes are those of {hub_name(path)}")
+    if config.reference.path:
+        reference = Path(config.reference.path)
+        if reference.exists():
+            headers.check_files(reference)
+        else:
+            absent.append(f"reference.path: {reference} is not here and was not checked")
+    files = [file for file in _files(config) if not Path(file).exists()]
+    absent += [f"{file} is not here and was not checked" for file in files if not config.data.prepare]
+    _check_data(config, missing_ok=True)
+    return hf, absent
+
+
+def _known(path: Path) -> Mapping[str, Any]:
+    """The sizes of a published model that is not on this machine."""
+    if hub_name(path) is None:
+        raise UserError(
+            f"model.path = {path}: it is not here, and its name ends in none of the models that a dry run knows: "
+            f"{', '.join(name.partition('/')[2] for name in KNOWN)}; give a Hugging Face directory (config.json is "
+            "enough for a dry run) or one of these"
+        )
+    return known(path)
 
 
 def prepare(config: Config, console: Console) -> Config:
@@ -84,12 +128,18 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
     """The policy's, the reference's and the engines' cuts of the model."""
     kind = architecture(hf)
     ranks = policy_ranks(config)
-    kind.check_layout(hf, Parallel.from_config(config.policy.layout, ranks))
+    layout = Parallel.from_config(config.policy.layout, ranks)
+    kind.check_layout(hf, layout)
     if config.reference.layout:
         reference = Parallel.from_config(config.reference.layout, reference_ranks(config), key="reference.layout")
         kind.check_layout(hf, reference, "reference.layout")
-    kind.check_engine(hf, config.rollout.tensor, bool(config.rollout.options.get("enable_expert_parallel")))
+    kind.check_engine(hf, config.rollout.tensor, expert_parallel(config.rollout), data=engine_data(config.rollout))
     decoder = kind.describe(hf)
+    if config.cluster.device == "cpu" and layout.expert > 1 and layout.expert_tensor > 1:
+        raise UserError(
+            f"policy.layout.expert_tensor = {layout.expert_tensor}: with policy.layout.expert = {layout.expert} it "
+            "gathers uneven parts, which Gloo cannot; give one of the two as 1, or run on GPUs"
+        )
     if config.cluster.device == "cpu" and decoder.experts:
         width = decoder.experts.width // config.rollout.tensor
         if width % CPU_EXPERT_COLUMNS:
@@ -106,7 +156,7 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def with_device(config: Config) -> Config:
-    """Decides `cluster.device = auto`; UserError where `cuda` is asked for and there is none."""
+    """Decides `cluster.device = auto`, and a GPU's memory; UserError where `cuda` is asked for and there is none."""
     import torch
 
     found = torch.cuda.is_available()
@@ -115,6 +165,9 @@ def with_device(config: Config) -> Config:
     device = "cuda" if found and config.cluster.device != "cpu" else "cpu"
     decided = replace(config, cluster=replace(config.cluster, device=device))
     if device == "cuda":
+        if decided.cluster.gpu_memory_gib is None:
+            size = torch.cuda.get_device_properties(0).total_memory / 2**30
+            decided = replace(decided, cluster=replace(decided.cluster, gpu_memory_gib=size))
         check_gpus(decided)
     return decided
 

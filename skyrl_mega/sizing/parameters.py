@@ -46,7 +46,8 @@ class Parameters:
         return Parameters(self.numel[chosen], self.expert[chosen], self.router[chosen], self.shared[chosen])
 
 
-def stage(d: Decoder, parallel: Parallel, pp: int) -> list[Parameters]:
+@lru_cache(maxsize=4096)
+def stage(d: Decoder, parallel: Parallel, pp: int) -> tuple[Parameters, ...]:
     """The model chunks (one, or one per virtual stage) of a rank on pipeline stage `pp`.
 
     Ranks that differ in anything but `pp` hold tensors of the same shapes.
@@ -65,7 +66,7 @@ def stage(d: Decoder, parallel: Parallel, pp: int) -> list[Parameters]:
         if last and not (d.tied and first):
             parts.append(_plain(head, shared=twice))
         chunks.append(_joined(parts))
-    return chunks
+    return tuple(chunks)
 
 
 def _plain(numel: int, shared: bool = False) -> Parameters:
