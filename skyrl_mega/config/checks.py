@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from skyrl_mega.config.derived import engine_data, length_limit, policy_ranks, reference_ranks, response_limit
+from skyrl_mega.config.derived import engine_data, engine_ranks, length_limit, policy_ranks, reference_ranks, response_limit
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.schema import Config, OptimizerConfig
@@ -36,8 +36,9 @@ ENGINE_ARGUMENTS = {
 """vLLM's arguments that the run decides itself, and the setting to use instead (None: there is none)."""
 
 
-def check(config: Config) -> None:
-    """Refuses the first setting that is impossible.
+def check(config: Config, *, planned: bool = False) -> None:
+    """Refuses the first setting that is impossible. `planned`: nothing will be started, so what can only be planned
+    passes, and `cluster.device = auto` means GPUs.
 
     Raises:
         UserError: key, value, what is allowed, the mend.
@@ -48,7 +49,7 @@ def check(config: Config) -> None:
     _data(config)
     _algorithm(config)
     _rollout(config)
-    _cluster(config)
+    _cluster(config, planned)
 
 
 def check_values(config: Config) -> None:
@@ -213,26 +214,41 @@ def check_topology(c: Config) -> None:
         raise UserError(f"rollout.options.data_parallel_size = {data}: allowed is a whole number of at least 1")
 
 
-def _cluster(c: Config) -> None:
+def _cluster(c: Config, planned: bool) -> None:
     check_topology(c)
-    only_planned = "not yet available in a run; python -m skyrl_mega.weights plan knows it"
+    if not planned:
+        _only_planned(c)
+    if c.cluster.device == "cpu" and c.rollout.options.get("enable_expert_parallel"):
+        raise UserError("rollout.options.enable_expert_parallel: vLLM has no expert parallelism on a CPU; leave it out")
+    if c.cluster.device == "cuda" or (planned and c.cluster.device == "auto"):
+        check_gpus(c)
+
+
+def _only_planned(c: Config) -> None:
+    """What a dry run can compute and a run cannot do."""
+    only_planned = "not yet available in a run; --dry-run and python -m skyrl_mega.weights plan know it"
     if c.cluster.shared and c.cluster.device != "cpu":
         raise UserError(f"cluster.shared = true: on GPUs {only_planned}; give false, or cluster.device=cpu")
     if (data := engine_data(c.rollout)) > 1:
         raise UserError(f"rollout.options.data_parallel_size = {data}: {only_planned}; give 1")
-    if c.cluster.device == "cpu" and c.rollout.options.get("enable_expert_parallel"):
-        raise UserError("rollout.options.enable_expert_parallel: vLLM has no expert parallelism on a CPU; leave it out")
-    if c.cluster.device == "cuda":
-        check_gpus(c)
 
 
 def check_gpus(c: Config) -> None:
-    """Policy, reference and engines each have GPUs of their own, and an engine lies within a node."""
+    """Policy, reference and engines each have GPUs of their own (policy and engines the same ones, where they share
+    them), and an engine lies within a node."""
     node, total = c.cluster.gpus_per_node, c.cluster.nodes * c.cluster.gpus_per_node
     if c.rollout.tensor > node:
         raise UserError(f"rollout.tensor = {c.rollout.tensor}: allowed is at most cluster.gpus_per_node = {node}")
     policy, reference = policy_ranks(c), reference_ranks(c)
-    engines = c.rollout.engines * c.rollout.tensor
+    engines = c.rollout.engines * engine_ranks(c.rollout)
+    if c.cluster.shared:
+        if max(policy, engines) + reference > total:
+            raise UserError(
+                f"cluster.nodes = {c.cluster.nodes}: the larger of policy {policy} and engines {engines}"
+                f"{f', + reference {reference},' if reference else ''} is more than cluster.nodes · gpus_per_node = "
+                f"{total}; lower policy.ranks or rollout.engines, or give more nodes"
+            )
+        return
     if policy + reference + engines > total:
         parts = f"policy {policy}" + (f" + reference {reference}" if reference else "") + f" + engines {engines}"
         room = total - reference - engines

@@ -57,6 +57,26 @@ class TopologyConfig:
 
 
 @dataclass
+class RatesConfig:
+    """How fast a GPU is, and how long texts become: what a dry run estimates times from. The defaults are an H100 SXM's."""
+
+    tflops: float = at_least(0.001, 989.0)
+    """Dense bfloat16 TFLOP/s of one GPU (NVIDIA's data sheet)."""
+    tflops_share: float = between(0.01, 1, 0.2)
+    """Share of `tflops` that a layer's matrix products reach, communication not counted."""
+    memory_gb_s: float = at_least(0.001, 3350.0)
+    """GB/s of one GPU's memory (NVIDIA's data sheet)."""
+    memory_share: float = between(0.01, 1, 0.4)
+    """Share of `memory_gb_s` that decoding reaches."""
+    host_gb_s: float = at_least(0.001, 50.0)
+    """GB/s from host memory to one GPU."""
+    layer_us: float = at_least(0, 100.0)
+    """Microseconds of launches and small collectives in one layer of one forward pass."""
+    length_share: float = between(0.01, 1, 0.5)
+    """Mean length of prompts and responses over their limits."""
+
+
+@dataclass
 class ClusterConfig:
     """What the run may use."""
 
@@ -68,8 +88,16 @@ class ClusterConfig:
     """GPUs of one node (ignored on CPU)."""
     shared: bool = False
     """Policy and engines share the GPUs instead of having some each."""
+    gpu_memory_gib: Optional[float] = at_least(1, None)
+    """Memory of one GPU; None asks the GPU in a run, and is 80 in a dry run."""
+    gpu_reserve_gib: float = at_least(0, 3.0)
+    """What CUDA, NCCL, libraries and gaps between tensors take of it in a policy process; half in an engine worker."""
+    host_memory_gib: Optional[float] = at_least(1, None)
+    """Memory of one node; None does not check it."""
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     """Links between GPUs and nodes."""
+    rates: RatesConfig = field(default_factory=RatesConfig)
+    """What a dry run's times are estimated from."""
     start_timeout_s: float = at_least(1, 600.0)
     """Seconds for all actors to be up; past it the run ends and names who did not answer."""
     call_timeout_s: float = at_least(1, 3600.0)
