@@ -187,6 +187,12 @@ def start_reference(
     return reference.logprobs
 
 
+def longer(config: Config) -> dict[str, Any]:
+    """vLLM's arguments for a model whose sequences may be longer than its config.json says (`model.max_length`)."""
+    longest = config.model.max_length
+    return {"hf_overrides": {"max_position_embeddings": longest}} if longest else {}
+
+
 def start_engines(
     config: Config, model: Path, device: str, folder: Path, stack: ExitStack, say: Callable[[str], None]
 ) -> Fleet:
@@ -198,7 +204,7 @@ def start_engines(
         rollout=config.rollout,
         max_length=length_limit(config.rollout),
         seed=config.run.seed,
-        extra={"hf_overrides": {"max_position_embeddings": longest}} if (longest := config.model.max_length) else {},
+        extra=longer(config),
     )
     timeout = config.cluster.start_timeout_s
     group = ActorGroup.spawn(
