@@ -7,8 +7,12 @@ READY := .venv/.ready
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-# Where GSM8K's questions come from: a folder with train.jsonl and test.jsonl; empty is the Hugging Face hub.
+# Real data for the *-cpu recipes, a folder each. GSM8K: train.jsonl and test.jsonl; empty is the Hugging Face hub.
 GSM8K ?= $(wildcard ../shared/data/gsm8k)
+# HotpotQA's and 2Wiki's questions with a corpus; Spider; MATH's and AIME 2024's problems. Empty: what the project makes itself.
+SEARCH ?= $(wildcard ../shared/data/search)
+SPIDER ?= $(wildcard ../shared/data/spider)
+MATH ?= $(wildcard ../shared/data/math)
 
 .PHONY: help quickstart gsm8k-cpu searchr1-cpu sql-cpu dapo-cpu test check lock clean
 
@@ -28,17 +32,32 @@ runs/models/smollm2-135m: | $(READY)
 runs/data/gsm8k/train.parquet: | $(READY)
 	$(PY) -m skyrl_mega.data gsm8k --output $(@D) --shots 2 $(if $(GSM8K),--source "$(GSM8K)")
 
-gsm8k-cpu: $(READY) runs/models/smollm2-135m runs/data/gsm8k/train.parquet  ## RL on GSM8K with SmolLM2-135M, on this machine's CPU (GSM8K=FOLDER has the data)
-	$(PY) -m skyrl_mega.launch --config configs/gsm8k_cpu.yaml $(ARGS)
+runs/data/hotpotqa/train.parquet: | $(READY)
+	$(PY) -m skyrl_mega.data search --output $(@D) --source "$(SEARCH)/hotpotqa_train_500_with_context.jsonl" \
+		--held-out "$(SEARCH)/2wiki_dev_354_gold.jsonl" --corpus "$(SEARCH)/corpus.jsonl" --limit 200 --passages 1500 --shots 2
 
-searchr1-cpu: $(READY) runs/models/smollm2-135m  ## RL on questions that need a search, with a retrieval service of the run; SmolLM2-135M, on this machine's CPU
-	$(PY) -m skyrl_mega.launch --config configs/searchr1_cpu.yaml $(ARGS)
+runs/data/spider/train.parquet: | $(READY)
+	$(PY) -m skyrl_mega.data text2sql --output $(@D) --source "$(SPIDER)" --longest 500 --turns 3 --shots 1
 
-sql-cpu: $(READY) runs/models/smollm2-135m  ## RL on questions to SQLite databases; SmolLM2-135M, on this machine's CPU
-	$(PY) -m skyrl_mega.launch --config configs/sql_cpu.yaml $(ARGS)
+runs/data/math/train.parquet: | $(READY)
+	$(PY) -m skyrl_mega.data math --output $(@D) --env aime --train-file "$(MATH)/rllm_train_math.json" \
+		--test-file "$(MATH)/aime24.json" --longest 300 --shots 2
 
-dapo-cpu: $(READY) runs/models/smollm2-135m  ## RL on mathematics, with DAPO; SmolLM2-135M, on this machine's CPU
-	$(PY) -m skyrl_mega.launch --config configs/dapo_cpu.yaml $(ARGS)
+CPU := $(READY) runs/models/smollm2-135m
+RUN := $(PY) -m skyrl_mega.launch --config
+
+gsm8k-cpu: $(CPU) runs/data/gsm8k/train.parquet  ## RL on GSM8K with SmolLM2-135M, on this machine's CPU (GSM8K=FOLDER has the data)
+	$(RUN) configs/gsm8k_cpu.yaml $(ARGS)
+
+searchr1-cpu: $(CPU) $(if $(SEARCH),runs/data/hotpotqa/train.parquet)  ## RL on two-hop questions with a search service of the run (SEARCH=FOLDER: HotpotQA, 2Wiki)
+	$(RUN) configs/searchr1_cpu.yaml $(if $(SEARCH),data.folder=runs/data/hotpotqa) $(ARGS)
+
+sql-cpu: $(CPU) $(if $(SPIDER),runs/data/spider/train.parquet)  ## RL on questions to SQLite databases (SPIDER=FOLDER: Spider's)
+	$(RUN) configs/sql_cpu.yaml $(if $(SPIDER),data.folder=runs/data/spider \
+		environment.options.text2sql.db_path="$(SPIDER)/database") $(ARGS)
+
+dapo-cpu: $(CPU) $(if $(MATH),runs/data/math/train.parquet)  ## RL on mathematics, with DAPO (MATH=FOLDER: MATH, evaluated on AIME 2024)
+	$(RUN) configs/dapo_cpu.yaml $(if $(MATH),data.folder=runs/data/math) $(ARGS)
 
 test: $(READY)  ## every test, at most 25 minutes on 2 cores (ARGS="tests/config" picks)
 	$(PY) -m pytest $(ARGS)

@@ -14,6 +14,7 @@ from typing import Any
 
 from skyrl_mega.config.derived import (
     engine_data,
+    engine_ranks,
     gpus_needed,
     length_limit,
     policy_ranks,
@@ -43,8 +44,9 @@ ENGINE_ARGUMENTS = {
 """vLLM's arguments that the run decides itself, and the setting to use instead (None: there is none)."""
 
 
-def check(config: Config) -> None:
-    """Refuses the first setting that is impossible.
+def check(config: Config, *, planned: bool = False) -> None:
+    """Refuses the first setting that is impossible. `planned`: nothing will be started, so what can only be planned
+    passes, and `cluster.device = auto` means GPUs.
 
     Raises:
         UserError: key, value, what is allowed, the mend.
@@ -55,7 +57,7 @@ def check(config: Config) -> None:
     _data(config)
     _algorithm(config)
     _rollout(config)
-    _cluster(config)
+    _cluster(config, planned)
 
 
 def check_evaluation(config: Config, engines: bool = True) -> None:
@@ -247,18 +249,18 @@ def check_topology(c: Config) -> None:
         raise UserError(f"rollout.options.data_parallel_size = {data}: allowed is a whole number of at least 1")
 
 
-def _cluster(c: Config) -> None:
+def _cluster(c: Config, planned: bool) -> None:
     check_topology(c)
-    _engines(c)
-    if c.cluster.device == "cuda":
+    _engines(c, planned)
+    if c.cluster.device == "cuda" or (planned and c.cluster.device == "auto"):
         check_gpus(c)
 
 
-def _engines(c: Config) -> None:
-    if (data := engine_data(c.rollout)) > 1:
+def _engines(c: Config, planned: bool = False) -> None:
+    if (data := engine_data(c.rollout)) > 1 and not planned:
         raise UserError(
-            f"rollout.options.data_parallel_size = {data}: not yet available in a run; "
-            "python -m skyrl_mega.weights plan knows it; give 1"
+            f"rollout.options.data_parallel_size = {data}: not yet available in a run; --dry-run and "
+            "python -m skyrl_mega.weights plan know it; give 1"
         )
     if c.cluster.device == "cpu" and c.rollout.options.get("enable_expert_parallel"):
         raise UserError("rollout.options.enable_expert_parallel: vLLM has no expert parallelism on a CPU; leave it out")
@@ -270,7 +272,7 @@ def check_gpus(c: Config, training: bool = True) -> None:
     node, total = c.cluster.gpus_per_node, c.cluster.nodes * c.cluster.gpus_per_node
     if c.rollout.tensor > node:
         raise UserError(f"rollout.tensor = {c.rollout.tensor}: allowed is at most cluster.gpus_per_node = {node}")
-    engines = c.rollout.engines * c.rollout.tensor
+    engines = c.rollout.engines * engine_ranks(c.rollout)
     if not training:
         if engines > total:
             raise UserError(
@@ -298,8 +300,8 @@ def _check_shared(c: Config, engines: int, policy: int) -> None:
     if engines > policy:
         raise UserError(
             f"rollout.engines = {c.rollout.engines}: with cluster.shared the workers of all engines have GPUs of "
-            f"policy ranks, and rollout.engines · rollout.tensor = {engines} are more than policy.ranks = {policy}; "
-            f"allowed is at most {policy // c.rollout.tensor}, or cluster.shared=false"
+            f"policy ranks, and these are {engines} workers, more than policy.ranks = {policy}; allowed is at most "
+            f"{policy // engine_ranks(c.rollout)} engines, or cluster.shared=false"
         )
     if c.cluster.gpus_per_node % c.rollout.tensor:
         raise UserError(

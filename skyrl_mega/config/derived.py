@@ -19,7 +19,7 @@ def reference_ranks(config: Config) -> int:
 
 def gpus_needed(config: Config) -> int:
     """GPUs of policy, reference and engines; shared ones count once."""
-    apart = 0 if config.cluster.shared else config.rollout.engines * config.rollout.tensor
+    apart = 0 if config.cluster.shared else config.rollout.engines * engine_ranks(config.rollout)
     return policy_ranks(config) + reference_ranks(config) + apart
 
 

@@ -60,6 +60,26 @@ class TopologyConfig:
 
 
 @dataclass
+class RatesConfig:
+    """How fast a GPU is, and how long texts become: what a dry run estimates times from. The defaults are an H100 SXM's."""
+
+    tflops: float = at_least(0.001, 989.0)
+    """Dense bfloat16 TFLOP/s of one GPU (NVIDIA's data sheet)."""
+    tflops_share: float = between(0.01, 1, 0.2)
+    """Share of `tflops` that a layer's matrix products reach, communication not counted."""
+    memory_gb_s: float = at_least(0.001, 3350.0)
+    """GB/s of one GPU's memory (NVIDIA's data sheet)."""
+    memory_share: float = between(0.01, 1, 0.4)
+    """Share of `memory_gb_s` that decoding reaches."""
+    host_gb_s: float = at_least(0.001, 50.0)
+    """GB/s from host memory to one GPU."""
+    layer_us: float = at_least(0, 100.0)
+    """Microseconds of launches and small collectives in one layer of one forward pass."""
+    length_share: float = between(0.01, 1, 0.5)
+    """Mean length of prompts and responses over their limits."""
+
+
+@dataclass
 class ClusterConfig:
     """What the run may use."""
 
@@ -72,8 +92,16 @@ class ClusterConfig:
     shared: bool = False
     """Policy and engines share the GPUs instead of having some each. Both stay in memory all the time: what
     `rollout.memory_fraction` leaves is the policy's."""
+    gpu_memory_gib: Optional[float] = at_least(1, None)
+    """Memory of one GPU; None asks the GPU in a run, and is 80 in a dry run."""
+    gpu_reserve_gib: float = at_least(0, 3.0)
+    """What CUDA, NCCL, libraries and gaps between tensors take of it in a policy process; half in an engine worker."""
+    host_memory_gib: Optional[float] = at_least(1, None)
+    """Memory of one node; None does not check it."""
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     """Links between GPUs and nodes."""
+    rates: RatesConfig = field(default_factory=RatesConfig)
+    """What a dry run's times are estimated from."""
     start_timeout_s: float = at_least(1, 600.0)
     """Seconds for all actors to be up; past it the run ends and names who did not answer."""
     call_timeout_s: float = at_least(1, 3600.0)
@@ -120,6 +148,8 @@ class ModelConfig:
     """A Hugging Face directory: config.json, safetensors, tokenizer."""
     dtype: str = one_of("bfloat16", "float32")
     """Type of parameters and activations, in the policy and in the engines."""
+    max_length: Optional[int] = at_least(1, None)
+    """Longest sequence, where it is another than config.json's max_position_embeddings."""
     build: Optional[BuildConfig] = None
     """Builds the directory when it is not there (tests and the quickstart)."""
 
@@ -353,6 +383,8 @@ class AlgorithmConfig:
 class DataConfig:
     """Prompts."""
 
+    folder: Optional[str] = None
+    """Read by nothing: other settings name the recipe's files with `${data.folder}`, so that one key moves them all."""
     train: list[str] = field(default_factory=list)
     """Parquet files of training prompts."""
     eval: list[str] = field(default_factory=list)

@@ -17,6 +17,7 @@ from types import FrameType
 from typing import NoReturn
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
 
 DONE, FAULT, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 """Exit codes. STOPPED (EX_TEMPFAIL): ended early by a signal; the same command goes on from the newest checkpoint."""
@@ -45,8 +46,19 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     p.add_argument("--config", required=True, metavar="FILE", help="a .yaml file, such as configs/quickstart.yaml")
-    p.add_argument("--dry-run", action="store_true", help="check, print settings and layout, and stop")
-    p.add_argument("--json", action="store_true", help="steps and summary as JSON lines on standard output")
+    p.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check, print settings, layout, memory, sync plan and estimated times, and stop; needs no GPU",
+    )
+    p.add_argument(
+        "--suggest",
+        nargs="?",
+        const="",
+        metavar="GPUS",
+        help="search layouts for so many GPUs (default: those of the settings), print those that fit, and stop",
+    )
+    p.add_argument("--json", action="store_true", help="steps and summary, or the plan, as JSON on standard output")
     p.add_argument("overrides", nargs="*", metavar="group.key=value", help="settings over the file's: run.seed=1")
     return p
 
@@ -82,20 +94,23 @@ def guarded(run: Callable[[], int], as_json: bool, goes_on: str) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     from skyrl_mega.config.checks import check
-    from skyrl_mega.config.compose import compose, dump
+    from skyrl_mega.config.compose import compose
 
+    if args.suggest and not args.suggest.isdigit():  # a setting that stands behind it
+        args.overrides, args.suggest = [args.suggest, *args.overrides], ""
     config = compose(args.config, args.overrides)
-    check(config)
-
-    from skyrl_mega.launch import inputs, layout
-
-    hf = inputs.check_inputs(config)
+    if args.suggest is not None:
+        return _suggest(config, args.suggest, as_json=args.json)
     if args.dry_run:
-        if args.json:
-            print(json.dumps({"config": asdict(config), "policy": layout.seats(config, hf)}))
-        else:
-            print(f"{dump(config)}\n{layout.table(config, hf)}\nnothing was started (--dry-run)")
-        return DONE
+        return _dry_run(config, as_json=args.json)
+
+    from skyrl_mega.launch import inputs, refusal
+
+    try:
+        check(config)
+        hf = inputs.check_inputs(config)
+    except UserError as error:
+        raise _mended(error, config) from error
 
     from skyrl_mega.telemetry.console import Console
     from skyrl_mega.telemetry.run_dir import run_folder
@@ -103,6 +118,8 @@ def _run(args: argparse.Namespace) -> int:
     with Console(as_json=args.json) as console, run_folder(config) as folder:
         console.log_to(folder / "logs" / "run.log")
         config = inputs.prepare(config, console)
+        if error := refusal.wrong(config, hf, planned=False):
+            raise refusal.with_mend(error, config, hf, planned=False)
 
         from skyrl_mega import trainer
         from skyrl_mega.cluster.errors import ActorFailed, ClusterError
@@ -122,6 +139,36 @@ def _run(args: argparse.Namespace) -> int:
             at_the_end(folder, console.say)
             raise
     return DONE
+
+
+def _dry_run(config: Config, *, as_json: bool) -> int:
+    from skyrl_mega.config.compose import dump
+    from skyrl_mega.launch import dry_run, dry_run_text
+
+    found = dry_run.values(config, *dry_run.checked(config))
+    print(json.dumps(found) if as_json else f"{dump(config)}\n{dry_run_text.text(found)}")
+    return DONE
+
+
+def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
+    from skyrl_mega.launch import inputs, suggest_text
+    from skyrl_mega.sizing import suggest
+
+    hf, _ = inputs.planned_inputs(config)
+    found = suggest.search(config, hf, int(gpus) if gpus else None)
+    print(json.dumps(suggest_text.values(found)) if as_json else suggest_text.text(found))
+    return DONE
+
+
+def _mended(error: UserError, config: Config) -> UserError:
+    """The refusal with what would work, where the model can be read."""
+    from skyrl_mega.launch import inputs, refusal
+
+    try:
+        hf = inputs.model_config(config)
+    except UserError:
+        return error
+    return refusal.with_mend(error, config, hf, planned=False)
 
 
 def _keep_traceback(folder: Path) -> None:

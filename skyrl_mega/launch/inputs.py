@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.checks import check_gpus
-from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks
+from skyrl_mega.config.derived import engine_data, expert_parallel, length_limit, policy_ranks, reference_ranks
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.rows import check_files, load_demonstrations
 from skyrl_mega.envs import registry
 from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models.known import KNOWN, how_to_get, hub_name, known
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.weights import headers
@@ -39,6 +40,49 @@ def check_inputs(config: Config) -> Mapping[str, Any]:
         headers.check_files(Path(config.reference.path))
     _check_data(config, missing_ok=config.data.prepare is not None)
     return hf
+
+
+def planned_inputs(config: Config) -> tuple[Mapping[str, Any], list[str]]:
+    """What a dry run is given: the files that are here are checked, and those that are not are named.
+
+    Returns:
+        The model's config.json, or a known model's where `model.path` is absent; and what was not checked, a line each.
+
+    Raises:
+        UserError: one line.
+    """
+    registry.check(config.environment)
+    absent: list[str] = []
+    path = Path(config.model.path)
+    if path.exists() and not any(path.glob("*.safetensors")):
+        hf = headers.read_config(path)
+        absent.append(f"model.path: {path} holds no weights; its config.json was read")
+    elif path.exists() or config.model.build:
+        hf = model_config(config)
+    else:
+        hf = _known(path)
+        absent.append(f"model.path: {path} is not here; its sizes are those of {hub_name(path)}")
+    if config.reference.path:
+        reference = Path(config.reference.path)
+        if reference.exists():
+            headers.check_files(reference)
+        else:
+            absent.append(f"reference.path: {reference} is not here and was not checked")
+    files = [file for file in _files(config) if not Path(file).exists()]
+    absent += [f"{file} is not here and was not checked" for file in files if not config.data.prepare]
+    _check_data(config, missing_ok=True)
+    return hf, absent
+
+
+def _known(path: Path) -> Mapping[str, Any]:
+    """The sizes of a published model that is not on this machine."""
+    if hub_name(path) is None:
+        raise UserError(
+            f"model.path = {path}: it is not here, and its name ends in none of the models that a dry run knows: "
+            f"{', '.join(name.partition('/')[2] for name in KNOWN)}; give a Hugging Face directory (config.json is "
+            "enough for a dry run) or one of these"
+        )
+    return known(path)
 
 
 def prepare(config: Config, console: Console) -> Config:
@@ -83,6 +127,8 @@ def model_config(config: Config) -> Mapping[str, Any]:
     """The config.json of `model.path`, or the one that `model.build` will write there."""
     path = Path(config.model.path)
     if path.exists() or config.model.build is None:
+        if not path.exists() and hub_name(path):
+            raise UserError(f"model.path: {path} is not there; {how_to_get(path)}")
         hf: Mapping[str, Any] = headers.read_config(path)
         headers.check_files(path, hf)
         return hf
@@ -108,16 +154,22 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
     check_engine(config, hf)
     kind = architecture(hf)
     ranks = policy_ranks(config)
-    kind.check_layout(hf, Parallel.from_config(config.policy.layout, ranks))
+    layout = Parallel.from_config(config.policy.layout, ranks)
+    kind.check_layout(hf, layout)
     if config.reference.layout:
         reference = Parallel.from_config(config.reference.layout, reference_ranks(config), key="reference.layout")
         kind.check_layout(hf, reference, "reference.layout")
+    if config.cluster.device == "cpu" and layout.expert > 1 and layout.expert_tensor > 1:
+        raise UserError(
+            f"policy.layout.expert_tensor = {layout.expert_tensor}: with policy.layout.expert = {layout.expert} it "
+            "gathers uneven parts, which Gloo cannot; give one of the two as 1, or run on GPUs"
+        )
 
 
 def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
     """An engine's cut of the model, and its longest sequence."""
     kind = architecture(hf)
-    kind.check_engine(hf, config.rollout.tensor, bool(config.rollout.options.get("enable_expert_parallel")))
+    kind.check_engine(hf, config.rollout.tensor, expert_parallel(config.rollout), data=engine_data(config.rollout))
     decoder = kind.describe(hf)
     if config.cluster.device == "cpu" and decoder.experts:
         width = decoder.experts.width // config.rollout.tensor
@@ -126,16 +178,21 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
                 f"rollout.tensor = {config.rollout.tensor}: leaves {width} columns of an expert to a worker; vLLM on a "
                 f"CPU needs a multiple of {CPU_EXPERT_COLUMNS}; choose another rollout.tensor or model"
             )
-    if length_limit(config.rollout) > decoder.max_length:
+    longest = config.model.max_length or decoder.max_length
+    if length_limit(config.rollout) > longest:
+        of = "model.max_length" if config.model.max_length else "max_position_embeddings"
         raise UserError(
             f"rollout.max_length: sequences of up to {length_limit(config.rollout)} tokens; the model is made for "
-            f"{decoder.max_length} (max_position_embeddings); lower rollout.max_prompt_tokens or "
-            "rollout.sampling.max_tokens"
+            f"{longest} ({of}); lower rollout.max_prompt_tokens or rollout.sampling.max_tokens"
         )
 
 
 def with_device(config: Config, training: bool = True) -> Config:
-    """Decides `cluster.device = auto`; UserError where `cuda` is asked for and there is none, or too few GPUs."""
+    """Decides `cluster.device = auto`, and a GPU's memory.
+
+    Raises:
+        UserError: `cuda` is asked for and there is none, or too few GPUs.
+    """
     import torch
 
     found = torch.cuda.is_available()
@@ -144,6 +201,9 @@ def with_device(config: Config, training: bool = True) -> Config:
     device = "cuda" if found and config.cluster.device != "cpu" else "cpu"
     decided = replace(config, cluster=replace(config.cluster, device=device))
     if device == "cuda":
+        if decided.cluster.gpu_memory_gib is None:
+            size = torch.cuda.get_device_properties(0).total_memory / 2**30
+            decided = replace(decided, cluster=replace(decided.cluster, gpu_memory_gib=size))
         check_gpus(decided, training)
     return decided
 

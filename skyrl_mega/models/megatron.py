@@ -152,7 +152,7 @@ def _check_stages(d: Decoder, parallel: Parallel, key: str) -> None:
 def shard(
     d: Decoder, parallel: Parallel, rank: int, spec: Spec, tensors: dict[str, tuple[int, ...]] | None = None
 ) -> Shard:
-    """The parameters of `rank`, as `"<chunk>.<name in GPTModel.named_parameters()>"`.
+    """The parameters of `rank`, as `"<chunk>.<name in GPTModel.named_parameters()>"` and in that order.
 
     Ranks that differ in dp, cp or edp only hold the same. `tensors` is `huggingface.tensors(d)`, for who has it.
     """
@@ -191,8 +191,13 @@ def _vocabulary(b: ShardBuilder, d: Decoder, param: str, tensor: str, size: int,
 
 def _attention(b: ShardBuilder, d: Decoder, here: str, there: str, size: int, tp: int, spec: Spec) -> None:
     """Rows of linear_qkv are interleaved by query group: a group's query heads, its key head, its value head."""
-    norm = "self_attention.linear_qkv.layer_norm_weight" if spec == "te" else "input_layernorm.weight"
-    b.whole(f"{here}.{norm}", f"{there}.input_layernorm.weight")
+    columns = d.heads * d.head_dim // size
+    if spec == "local":
+        b.whole(f"{here}.input_layernorm.weight", f"{there}.input_layernorm.weight")
+    param = b.param(f"{here}.self_attention.linear_proj.weight", d.hidden, columns)
+    b.columns(param, f"{there}.self_attn.o_proj.weight", tp * columns, columns)
+    if spec == "te":
+        b.whole(f"{here}.self_attention.linear_qkv.layer_norm_weight", f"{there}.input_layernorm.weight")
     groups, width = d.kv_heads // size, d.heads // d.kv_heads * d.head_dim
     rows = groups * (width + 2 * d.head_dim)
     kinds = [("weight", (rows, d.hidden))] + ([("bias", (rows,))] if d.qkv_bias else [])
@@ -206,9 +211,6 @@ def _attention(b: ShardBuilder, d: Decoder, here: str, there: str, size: int, tp
     if d.qk_norm:
         b.whole(f"{here}.self_attention.q_layernorm.weight", f"{there}.self_attn.q_norm.weight")
         b.whole(f"{here}.self_attention.k_layernorm.weight", f"{there}.self_attn.k_norm.weight")
-    columns = d.heads * d.head_dim // size
-    param = b.param(f"{here}.self_attention.linear_proj.weight", d.hidden, columns)
-    b.columns(param, f"{there}.self_attn.o_proj.weight", tp * columns, columns)
 
 
 def _dense(b: ShardBuilder, d: Decoder, here: str, there: str, size: int, tp: int, spec: Spec) -> None:

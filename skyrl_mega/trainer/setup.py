@@ -224,6 +224,12 @@ def start_reference(
     return reference.logprobs
 
 
+def longer(config: Config) -> dict[str, Any]:
+    """vLLM's arguments for a model whose sequences may be longer than its config.json says (`model.max_length`)."""
+    longest = config.model.max_length
+    return {"hf_overrides": {"max_position_embeddings": longest}} if longest else {}
+
+
 def start_engines(
     config: Config,
     model: Path,
@@ -246,6 +252,7 @@ def start_engines(
         max_length=length_limit(config.rollout),
         weights=weights,
         seed=config.run.seed,
+        extra=longer(config),
     )
     timeout = config.cluster.start_timeout_s
     if placement is None and device == "cuda":

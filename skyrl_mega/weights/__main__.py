@@ -97,7 +97,9 @@ def _parser(command: str, about: str) -> Parser:
     """What every subcommand takes: the settings of a run."""
     p = Parser(prog=f"python -m skyrl_mega.weights {command}", description=about, allow_abbrev=False)
     p.add_argument("--config", metavar="FILE", help="a .yaml file of a run; without one the defaults hold")
-    p.add_argument("--model", metavar="PATH", help="config.json or its directory; short for model.path=PATH")
+    p.add_argument(
+        "--model", metavar="PATH", help="config.json, its directory, or a known model such as Qwen/Qwen3-30B-A3B"
+    )
     p.add_argument("--json", action="store_true", help="everything as one JSON object on standard output")
     p.add_argument(
         "overrides",
@@ -123,8 +125,11 @@ def _settings(args: argparse.Namespace) -> tuple[Config, Mapping[str, Any]]:
         from skyrl_mega.models.tiny import hf_config
 
         return config, hf_config(config.model.build)
+    from skyrl_mega.models.known import hub_name, known
     from skyrl_mega.weights.headers import read_config
 
+    if not path.exists() and hub_name(path):
+        return config, known(path)
     return config, read_config(path.parent if path.name == "config.json" else path)
 
 

@@ -24,11 +24,6 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return file
 
 
-@pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
-def test_every_recipe_passes(file: Path) -> None:
-    check(compose(file))
-
-
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -55,7 +50,7 @@ WRONG = [
     (
         "cluster.device=cuda cluster.shared=true policy.ranks=8 rollout.engines=9",
         "rollout.engines = 9: with cluster.shared the workers of all engines have GPUs of policy ranks, and "
-        "rollout.engines · rollout.tensor = 9 are more than policy.ranks = 8; allowed is at most 8",
+        "these are 9 workers, more than policy.ranks = 8; allowed is at most 8 engines",
     ),
     (
         "cluster.device=cuda cluster.shared=true cluster.gpus_per_node=4 cluster.nodes=3 rollout.tensor=3",

@@ -94,6 +94,15 @@ def test_search_r1_s_own_schema(tmp_path: Path) -> None:
     assert [p["title"] for p in read(tmp_path / "out", "corpus")] == ["A", "Oslo", "Norway"]
 
 
+def test_shots_before_questions_of_a_file_are_facts(tmp_path: Path) -> None:
+    (tmp_path / "train.jsonl").write_text(json.dumps({"question": "Who wrote it?", "answer": "x"}))
+    prepare(f"search --source {tmp_path / 'train.jsonl'} --output {tmp_path} --shots 2 --seed 3")
+    (row,) = read(tmp_path, "train")
+    prepare(f"search --output {tmp_path / 'facts'} --shots 2 --seed 3")
+    assert row["prompt"][:-1] == read(tmp_path / "facts", "train")[0]["prompt"][:-1]
+    assert row["prompt"][-1] == {"role": "user", "content": "Who wrote it?"}
+
+
 def test_test_questions_that_training_knows_are_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     train = [{"question": "Who wrote it?", "answer": "x", "supporting_facts": [["T", 0]]}]
     test = [
@@ -128,7 +137,7 @@ def test_real_questions_over_the_real_corpus(shared: Path, tmp_path: Path) -> No
         ("--shots 99", "--shots 99: allowed: at most"),
         ("--source absent", "--source absent: allowed: a file, or a folder with train and test"),
         ("--source {bad}", "row 0: it has no answer; allowed is one of the columns golden_answers"),
-        ("--source {bad} --shots 1", "--shots 1: only the project's own facts"),
+        ("--source {bad} --shots 99", "--shots 99: allowed: at most"),
         ("--source {bad} --passages 0", "--passages 0: allowed: at least 1"),
         ("--source {bad} --held-out absent.jsonl", "absent.jsonl: no such file"),
     ],

@@ -34,6 +34,10 @@ def test_what_is_right_passes(inputs: Path) -> None:
     assert hf["model_type"] == "qwen3_moe"
 
 
+def test_sequences_may_be_longer_than_config_json_says(inputs: Path) -> None:
+    check_inputs(compose(inputs / "config.yaml", ["rollout.max_prompt_tokens=60", "model.max_length=68"]))
+
+
 @pytest.mark.parametrize(
     "arguments, parts",
     [
@@ -53,6 +57,7 @@ def test_what_is_right_passes(inputs: Path) -> None:
         ("rollout.tensor=3", ["rollout.tensor", "3", "2 key/value heads"]),
         ("rollout.tensor=4", ["rollout.tensor", "4", "multiple of 32"]),
         ("rollout.max_prompt_tokens=60", ["68 tokens", "64 (max_position_embeddings)"]),
+        ("rollout.max_prompt_tokens=60 model.max_length=67", ["68 tokens", "67 (model.max_length)"]),
         ("environment.default=addtion", ["'addtion'", "did you mean 'addition'"]),
         ("environment.classes.mine=nowhere.at_all:Env", ["environment.classes.mine", "nowhere.at_all"]),
         ("environment.options.adition={}", ["environment.options.adition"]),

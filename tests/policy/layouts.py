@@ -22,8 +22,10 @@ from tests.support.ranks import run_ranks
 CPU = torch.device("cpu")
 
 
-def open_rank(rank: int, address: str, path: Path, parallel: Parallel, policy: PolicyConfig) -> PolicyRank:
-    """A loaded float32 rank on gloo."""
+def open_rank(
+    rank: int, address: str, path: Path, parallel: Parallel, policy: PolicyConfig, dtype: torch.dtype = torch.float32
+) -> PolicyRank:
+    """A loaded rank on gloo."""
     torch.set_num_threads(1)
     cpu.stand_in()
     cpu.CudaAsCpu().__enter__()
@@ -31,7 +33,7 @@ def open_rank(rank: int, address: str, path: Path, parallel: Parallel, policy: P
     store = dist.TCPStore(host, int(port), parallel.ranks, is_master=rank == 0, timeout=timedelta(seconds=60))
     build.join(rank, parallel, store, CPU, 120)
     hf = json.loads((path / "config.json").read_text())
-    opened = PolicyRank(hf, policy, parallel, dtype=torch.float32, device=CPU)
+    opened = PolicyRank(hf, policy, parallel, dtype=dtype, device=CPU)
     opened.load(path)
     return opened
 

@@ -1,9 +1,10 @@
-"""A grader with a signal from the first step: what GSM8K's strict one gives a small model is mostly 0."""
+"""Graders with a signal from the first step: what the strict ones give a small model is mostly 0."""
 
 from __future__ import annotations
 
 from skyrl_mega.envs.base import BaseTextEnvStepOutput
 from skyrl_mega.envs.gsm8k.env import Gsm8kEnv
+from skyrl_mega.envs.search.env import SearchEnv
 
 
 class Partial(Gsm8kEnv):
@@ -13,4 +14,14 @@ class Partial(Gsm8kEnv):
         """Judges the solution."""
         output = super().step(action)
         output["reward"] += 0.1 * sum(c.isdigit() for c in action) / max(len(action), 1)
+        return output
+
+
+class Searching(SearchEnv):
+    """The score of the answer, and up to 0.1 a turn for its length."""
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Searches, or judges the answer."""
+        output = super().step(action)
+        output["reward"] += 0.1 * len(action) / (len(action) + 100)
         return output

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -80,16 +81,22 @@ def asked(problem: str) -> list[Message]:
 
 
 def _problems(file: Path) -> list[Problem]:
-    return [_problem(record, file, index) for index, record in enumerate(_records(file))]
+    """Those that have an answer. Published files have a few rows whose answer was lost."""
+    found = [_problem(record, file, index) for index, record in enumerate(_records(file))]
+    kept = [(messages, answer) for messages, answer in found if answer]
+    if len(kept) < len(found):
+        lost = len(found) - len(kept)
+        print(f"{file}: {lost} of {len(found)} problems have an empty answer and are left out", file=sys.stderr)
+    return kept
 
 
 def _problem(record: Any, file: Path, index: int) -> Problem:
+    """A row's problem, with "" for an answer that is there and empty."""
     given = record if isinstance(record, dict) else {}
     spec = given.get("reward_model") or given.get("reward_spec") or {}
-    answer = next(
-        (a for a in (given.get("answer"), given.get("label"), spec.get("ground_truth")) if a is not None), None
-    )
-    if not isinstance(answer, str | int) or not str(answer).strip():
+    said = [place[key] for place, key in ((given, "answer"), (given, "label"), (spec, "ground_truth")) if key in place]
+    answer = next((a for a in said if a is not None), "")
+    if not said or not isinstance(answer, str | int):
         raise UserError(
             f"{file}, row {index}: it has no answer; allowed: answer, label or reward_model.ground_truth, a string"
         )

@@ -50,7 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=int, help="rows of each split at most")
     parser.add_argument(
-        "--shots", type=int, default=0, help="worked examples before each question; facts only (default: 0)"
+        "--shots",
+        type=int,
+        default=0,
+        help="worked examples from the project's own facts before each question (default: 0)",
     )
 
 
@@ -61,8 +64,6 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
             if getattr(args, option) is not None:
                 raise UserError(f"--{option.replace('_', '-')}: it needs --source")
         return _from_facts(args.seed, args.shots, args.limit)
-    if args.shots:
-        raise UserError(f"--shots {args.shots}: only the project's own facts have worked examples; leave out --source")
     return _from_files(args)
 
 
@@ -70,15 +71,8 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
 
 
 def _from_facts(seed: int, shots: int, limit: int | None) -> dict[str, Iterator[dict[str, Any]]]:
-    countries = facts.countries()
-    order = [countries[i] for i in np.random.default_rng(seed).permutation(len(countries))]
-    held = len(order) // TEST_SHARE
-    if shots > len(order) - held - 1:
-        raise UserError(f"--shots {shots}: allowed: at most {len(order) - held - 1}")
-    test, shown, train = order[:held], order[held : held + shots], order[held + shots :]
-    # Kinds of question in turn, so that one example is not like the next.
-    examples = [found[i % len(found)] for i, c in enumerate(shown) for found in [list(facts.questions([c]))[::-1]]]
-    earlier = [message for example in examples for message in _worked(example)]
+    test, shown, train = _countries(seed, shots)
+    earlier = _examples(shown)
     return {
         "train.parquet": _fact_rows(train, "train", earlier, limit),
         "test.parquet": _fact_rows(test, "test", earlier, limit),
@@ -86,6 +80,22 @@ def _from_facts(seed: int, shots: int, limit: int | None) -> dict[str, Iterator[
             {"id": str(i), "title": title, "text": text} for i, (title, text) in enumerate(facts.passages().items())
         ),
     }
+
+
+def _countries(seed: int, shots: int) -> tuple[list[facts.Country], ...]:
+    """Held out, shown, and for training."""
+    countries = facts.countries()
+    order = [countries[i] for i in np.random.default_rng(seed).permutation(len(countries))]
+    held = len(order) // TEST_SHARE
+    if shots > len(order) - held - 1:
+        raise UserError(f"--shots {shots}: allowed: at most {len(order) - held - 1}")
+    return order[:held], order[held : held + shots], order[held + shots :]
+
+
+def _examples(shown: list[facts.Country]) -> list[Message]:
+    """A worked question about each; kinds of question in turn, so that one is not like the next."""
+    chosen = [found[i % len(found)] for i, c in enumerate(shown) for found in [list(facts.questions([c]))[::-1]]]
+    return [message for question in chosen for message in _worked(question)]
 
 
 def _fact_rows(
@@ -113,6 +123,7 @@ def _worked(question: facts.Question) -> Iterator[Message]:
 
 def _from_files(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     source: Path = args.source
+    earlier = _examples(_countries(args.seed, args.shots)[1])
     files = {"train": source if source.is_file() else _find(source, "train")}
     files["test"] = args.held_out or (None if source.is_file() else _find(source, "test"))
     corpus = args.corpus or (None if source.is_file() else _find(source, "corpus"))
@@ -125,7 +136,7 @@ def _from_files(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]
     written: dict[str, Iterator[dict[str, Any]]] = {
         f"{split}.parquet": iter(
             [
-                _row(q["data_source"], q["question"], q["answers"], split, i, q["titles"], [])
+                _row(q["data_source"], q["question"], q["answers"], split, i, q["titles"], earlier)
                 for i, q in enumerate(found)
             ]
         )

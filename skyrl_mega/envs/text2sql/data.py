@@ -46,7 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", type=int, help="rows of each split at most, drawn at random")
     parser.add_argument("--turns", type=int, default=6, help="turns that the prompt promises (default: 6)")
-    parser.add_argument("--schema", type=int, default=6000, help="characters of a schema at most (default: 6000)")
+    parser.add_argument("--schema", type=int, default=6000, help="characters of a schema that is shown (default: 6000)")
+    parser.add_argument(
+        "--longest", type=int, help="characters of a schema; questions to larger databases are left out"
+    )
     parser.add_argument(
         "--shots",
         type=int,
@@ -73,6 +76,8 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
         tested = {record["db_id"] for record in splits.get("test", [])}
         if "train" in splits:
             splits["train"] = [record for record in splits["train"] if record["db_id"] not in tested]
+    if args.longest is not None:
+        splits = {split: _about_small(records, folder, args.longest) for split, records in splits.items()}
     rng = np.random.default_rng(args.seed)
     shots = _draw(splits.get("train", []), args.shots, rng)
     if len(shots) < args.shots:
@@ -122,6 +127,13 @@ def _record(record: Any, file: Path, index: int) -> dict[str, Any]:
         if not isinstance(value, str) or not value:
             raise UserError(f"{file}, row {index}, column {column}: allowed: a string that is not empty")
     return {**found, "evidence": given.get("evidence") or ""}
+
+
+def _about_small(records: list[dict[str, Any]], folder: Path, longest: int) -> list[dict[str, Any]]:
+    """The questions to databases that are there, with a schema of at most `longest` characters."""
+    files = {name: folder / name / f"{name}.sqlite" for name in {record["db_id"] for record in records}}
+    small = {name for name, file in files.items() if file.is_file() and len(schema(file, longest + 1)) <= longest}
+    return [record for record in records if record["db_id"] in small]
 
 
 def _draw(records: list[dict[str, Any]], limit: int | None, rng: np.random.Generator) -> list[dict[str, Any]]:

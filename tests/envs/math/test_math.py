@@ -221,6 +221,15 @@ def test_shots_are_shown_and_not_asked(tmp_path: Path) -> None:
     assert all(p.messages[:4] == shown and p.messages[4] not in shown and len(p.messages) == 5 for p in prompts)
 
 
+def test_problems_whose_answer_is_empty_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [("one", "1"), ("two", None), ("three", " "), ("four", 4)]
+    (tmp_path / "p.json").write_text(json.dumps([{"problem": p, "answer": a} for p, a in rows]))
+    prepare(f"math --output {tmp_path} --train-file {tmp_path / 'p.json'}")
+    found = pq.read_table(tmp_path / "train.parquet").to_pylist()
+    assert [row["reward_spec"]["ground_truth"] for row in found] == ["1", "4"]
+    assert "p.json: 2 of 4 problems have an empty answer and are left out" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "record, said",
     [({"problem": "x"}, "row 0: it has no answer"), ({"answer": "x"}, "row 0: it has no problem"), (3, "no answer")],

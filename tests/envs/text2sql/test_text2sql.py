@@ -18,6 +18,7 @@ from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs import BaseTextEnv, make
+from skyrl_mega.envs.text2sql.database import schema
 from skyrl_mega.envs.text2sql.env import find
 from skyrl_mega.envs.text2sql.reward import solution
 from skyrl_mega.envs.text2sql.small import THEMES
@@ -262,6 +263,17 @@ def test_folders_as_spiders_and_birds(databases: Path, tmp_path: Path) -> None:
     (tmp_path / "dev.json").write_text(json.dumps([{"db_id": "pets", "question": "", "query": "x"}]))
     with pytest.raises(UserError, match=r"dev\.json, row 0, column question"):
         prepare(f"text2sql --output {tmp_path / 'out'} --source {tmp_path}")
+
+
+def test_questions_to_large_databases_are_left_out(tmp_path: Path) -> None:
+    prepare(f"text2sql --output {tmp_path}")
+    made = {file.stem: len(schema(file, 10_000)) for file in tmp_path.glob("database/*/*.sqlite")}
+    longest = sorted(made.values())[len(made) // 2]
+    questions = [{"db_id": name, "question": "?", "query": "SELECT 1"} for name in (*made, "absent")]
+    (tmp_path / "train.json").write_text(json.dumps(questions))
+    prepare(f"text2sql --output {tmp_path / 'out'} --source {tmp_path} --longest {longest}")
+    left = {row["db_id"] for row in pq.read_table(tmp_path / "out" / "train.parquet").to_pylist()}
+    assert left == {name for name, size in made.items() if size <= longest} and 0 < len(left) < len(made)
 
 
 def test_real_spider_rows(shared: Path, tmp_path: Path) -> None:

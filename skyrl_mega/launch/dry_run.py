@@ -1,0 +1,204 @@
+"""`--dry-run`: all that follows from the settings and the model's sizes, as plain values. Starts nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from math import prod
+from typing import Any
+
+from skyrl_mega.config.checks import check
+from skyrl_mega.config.derived import engine_ranks, length_limit
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.launch import inputs, layout
+from skyrl_mega.launch.refusal import with_mend
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models import huggingface
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.sizing import fit
+from skyrl_mega.sizing.batch import batch
+from skyrl_mega.sizing.host import disk, host_memory
+from skyrl_mega.sizing.memory import (
+    MARGIN,
+    PolicyMemory,
+    engine_memory,
+    gpu_bytes,
+    itemsize,
+    on_cpu,
+    policy_memory,
+    reference_memory,
+)
+from skyrl_mega.sizing.placement import nodes
+from skyrl_mega.sizing.times import flops, step_time
+from skyrl_mega.weights import report
+from skyrl_mega.weights.cost import cost
+from skyrl_mega.weights.layouts import ends
+from skyrl_mega.weights.plan import plan
+
+COUNTED = ("weights", "gradients", "optimizer", "reference", "sync")
+"""Kinds of memory that are counted from tensors' shapes; the others are estimated."""
+
+
+def checked(config: Config) -> tuple[Mapping[str, Any], list[str]]:
+    """The model's config.json, and what could not be looked at.
+
+    Raises:
+        UserError: one line, with the nearest settings that work where there are any.
+    """
+    if not config.model.path:
+        check(config, planned=True)
+    hf, absent = inputs.planned_inputs(config)
+    try:
+        check(config, planned=True)
+        inputs.check_layouts(config, hf)
+        fit.check(config, hf)
+    except UserError as error:
+        raise with_mend(error, config, hf, planned=True) from error
+    return hf, absent
+
+
+def values(config: Config, hf: Mapping[str, Any], absent: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything that the tables are made from. Bytes and seconds."""
+    d = architecture(hf).describe(hf)
+    parallel, reference = fit.parallel_of(config)
+    sync = None if on_cpu(config) else _sync(config, hf)
+    if sync:
+        fit.check_sync(config, sync["predicted_seconds"])
+    made = batch(config, parallel)
+    placed = nodes(config)
+    return {
+        "config": asdict(config),
+        "model": _model(config, d),
+        "policy": _ranks(config, d, parallel, policy_memory),
+        "reference": _ranks(config, d, reference, reference_memory) if reference else [],
+        "engines": _engines(config, d),
+        "nodes": [
+            {
+                **asdict(node),
+                "host_memory": asdict(memory := host_memory(config, d, parallel, reference, node, first=i == 0)),
+                "host_memory_total": memory.total,
+            }
+            for i, node in enumerate(placed)
+        ],
+        "batch": {**asdict(made), "sequences": made.sequences, "oversize": made.oversize},
+        "gpu_memory": None if on_cpu(config) else gpu_bytes(config),
+        "margin": MARGIN,
+        "counted": COUNTED,
+        "disk": asdict(disk(config, d)),
+        "sync": sync,
+        "seconds": None if on_cpu(config) else _seconds(config, d, parallel, sync),
+        "notes": [*absent, *_notes(config, d, parallel)],
+    }
+
+
+def _model(config: Config, d: Decoder) -> dict[str, Any]:
+    return {
+        "path": config.model.path,
+        "dtype": config.model.dtype,
+        "parameters": sum(map(prod, huggingface.tensors(d).values())),
+        "active": int(flops(d).matrices / 2),
+        "layers": d.layers,
+        "heads": d.heads,
+        "kv_heads": d.kv_heads,
+        "experts": d.experts.count if d.experts else 0,
+        "experts_per_token": d.experts.per_token if d.experts else 0,
+        "bytes": sum(map(prod, huggingface.tensors(d).values())) * itemsize(config),
+    }
+
+
+def _ranks(config: Config, d: Decoder, parallel: Parallel, measure: Any) -> list[dict[str, Any]]:
+    """Every rank: where it sits, what it holds, what it needs."""
+    return [
+        {**seat, "memory": _kinds(measure(config, d, parallel, seat["rank"]))} for seat in layout.seats(parallel, d)
+    ]
+
+
+def _kinds(memory: PolicyMemory) -> dict[str, Any]:
+    return {
+        "weights": memory.held.weights,
+        "gradients": memory.held.gradients,
+        "optimizer": memory.held.optimizer,
+        "activations": memory.at.train,
+        "logits": memory.at.train_logits,
+        "forward": memory.at.forward + memory.at.forward_logits,
+        "reference": memory.reference,
+        "sync": memory.sync,
+        "checkpoint": memory.checkpoint,
+        "reserve": memory.reserve,
+        "phase": memory.busiest,
+        "peak": memory.peak,
+        "least": memory.least,
+    }
+
+
+def _engines(config: Config, d: Decoder) -> dict[str, Any]:
+    """One engine; all are alike."""
+    rows = []
+    for row in layout.workers(config, d):
+        m = engine_memory(config, d, row["worker"])
+        kinds = {**asdict(m), "kv": m.kv, "tokens": m.tokens, "peak": m.peak}
+        rows.append({**row, "memory": {name: kinds[name] for name in kinds if name != "given"}})
+    tokens = min(row["memory"]["tokens"] for row in rows)
+    return {
+        "count": config.rollout.engines,
+        "tensor": config.rollout.tensor,
+        "workers": rows,
+        "concurrency": config.rollout.concurrency,
+        "at_once": min(config.rollout.concurrency, tokens // length_limit(config.rollout)),
+    }
+
+
+def _sync(config: Config, hf: Mapping[str, Any]) -> dict[str, Any]:
+    """The transfer plan and what it costs."""
+    start = time.perf_counter()
+    both = ends(config, hf)
+    made = plan(both.policy, both.engines, both.topology, itemsize=itemsize(config))
+    return report.values(made, cost(made), time.perf_counter() - start)
+
+
+def _seconds(config: Config, d: Decoder, parallel: Parallel, sync: dict[str, Any] | None) -> dict[str, float]:
+    found = step_time(config, d, parallel, sync["predicted_seconds"] if sync else None)
+    made = batch(config, parallel)
+    gpus = parallel.ranks + (0 if config.cluster.shared else config.rollout.engines * engine_ranks(config.rollout))
+    return {
+        **asdict(found),
+        "step": found.step,
+        "tokens_per_second_per_gpu": made.sequences * made.mean / found.step / gpus,
+    }
+
+
+def _notes(config: Config, d: Decoder, parallel: Parallel) -> list[str]:
+    """What one should know though it is not wrong."""
+    notes = []
+    made = batch(config, parallel)
+    if config.cluster.device == "auto":
+        notes.append("cluster.device=auto is planned as cuda")
+    if config.cluster.shared and not on_cpu(config):
+        notes.append("cluster.shared=true: a run on GPUs refuses it for now; it is only planned")
+    if made.oversize:
+        notes.append(
+            f"a sequence of up to {made.longest:,} tokens is above policy.micro_tokens × context = {made.budget:,}: it "
+            "has a micro-batch of its own, and that sets the memory"
+        )
+    if made.trajectories < made.data * made.most:
+        notes.append(
+            f"an optimizer step has {made.trajectories} trajectories for {made.data} data-parallel ranks × {made.most} "
+            "micro-batches: some have nothing to do"
+        )
+    if parallel.tensor > config.cluster.gpus_per_node and not on_cpu(config):
+        notes.append(
+            f"policy.layout.tensor={parallel.tensor} is above cluster.gpus_per_node={config.cluster.gpus_per_node}: "
+            "tensor parallel groups cross nodes, which is slow"
+        )
+    if not on_cpu(config):
+        gpu = gpu_bytes(config)
+        tight = [pp for pp, rank in fit.stages(parallel).items() if policy_memory(config, d, parallel, rank).peak > gpu]
+        if tight:
+            notes.append(
+                f"tight: by the estimates stage {', '.join(map(str, tight))} of the policy is over a GPU's memory, though "
+                "within their margin; lower policy.micro_tokens or give policy.recompute=true"
+            )
+    return notes

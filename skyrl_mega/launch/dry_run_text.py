@@ -1,0 +1,189 @@
+"""A dry run as tables that a person reads: ranks that are alike in one line, GiB with two decimals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from skyrl_mega.sizing.placement import runs
+
+GIB = 2**30
+SHOWN = 32
+"""Lines of one table; --json has all."""
+COLUMNS = {
+    "weights": "weights",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ",
+    "logits": "logits",
+    "forward": "forward",
+    "reference": "refer",
+    "sync": "sync",
+    "checkpoint": "ckpt",
+    "reserve": "reserve",
+    "peak": "peak",
+}
+Values = Mapping[str, Any]
+
+
+def text(v: Values) -> str:
+    """All sections."""
+    sections = [_model(v), *_policy("policy", v["policy"], v), *_policy("reference", v["reference"], v)]
+    sections += [*_engines(v), _nodes(v), _batch(v)]
+    sections += [_sync(v), _seconds(v)] if v["sync"] else []
+    sections.append(_notes(v))
+    return "\n\n".join(sections)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Columns as wide as their longest cell; the first `left` of them begin at the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = (
+        "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    )
+    return [f"  {line.rstrip()}" for line in lines]
+
+
+def _model(v: Values) -> str:
+    m = v["model"]
+    experts = f", {m['experts']} experts ({m['experts_per_token']} for a token)" if m["experts"] else ""
+    active = f" ({m['active'] / 1e9:.2f} · 10⁹ for a token)" if m["experts"] else ""
+    return (
+        f"model\n  {m['path']}: {m['parameters'] / 1e9:.2f} · 10⁹ parameters{active}, {m['layers']} layers{experts}, "
+        f"{m['dtype']} {_gib(m['bytes'])} GiB"
+    )
+
+
+def _policy(name: str, ranks: Sequence[Values], v: Values) -> list[str]:
+    """What the ranks hold, and what they need."""
+    if not ranks:
+        return []
+    where = ("tp", "pp", "ep", "etp") if "experts" in ranks[0] else ("tp", "pp")
+    what = ("layers", "heads", "kv", *(("experts", "columns") if "experts" in ranks[0] else ()))
+    holding = _grouped(ranks, lambda rank: tuple(str(rank[key]) for key in (*where, *what)))
+    rows = [("ranks", *where, *what), *((runs(members), *cells) for cells, members in holding)]
+    shape = {key: 1 + max(rank[key] for rank in ranks) for key in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
+    sizes = " ".join(f"{key.upper()}{size}" for key, size in shape.items() if size > 1) or "alone"
+    lines = [f"{name}: {len(ranks)} ranks, {sizes}", *_cut(aligned(rows))]
+
+    cpu = v["gpu_memory"] is None
+    keys = [key for key in COLUMNS if key == "peak" or any(rank["memory"][key] for rank in ranks)]
+    needs = _grouped(ranks, lambda rank: (*(_gib(rank["memory"][key]) for key in keys), rank["memory"]["phase"]))
+    rows = [("ranks", *(COLUMNS[key] for key in keys), "in"), *((runs(members), *cells) for cells, members in needs)]
+    counted = ", ".join(COLUMNS[key] for key in keys if key in v["counted"])
+    room = "of host memory" if cpu else f"of a GPU's {_gib(v['gpu_memory'])}"
+    lines = [
+        "\n".join(lines),
+        f"memory of {name} ranks, GiB {room}\n"
+        + "\n".join(_cut(aligned(rows)))
+        + f"\n  counted: {counted}; the others are estimates, ±{100 * v['margin']:.0f} %",
+    ]
+    return lines
+
+
+def _engines(v: Values) -> list[str]:
+    e = v["engines"]
+    workers = e["workers"]
+    what = ("layers", "heads", "kv", *(("experts", "columns") if "experts" in workers[0] else ()))
+    keys = ("weights", "working", "reserve", "sync", "kv", "budget")
+    names = ("weights", "working", "reserve", "sync", "KV cache", "budget", "KV tokens")
+
+    def cells(worker: Values) -> tuple[str, ...]:
+        m = worker["memory"]
+        return (*(str(worker[key]) for key in what), *(_gib(m[key]) for key in keys), f"{m['tokens']:,}")
+
+    groups = _grouped(workers, cells, "worker")
+    rows = [("workers", *what, *names), *((runs(members), *c) for c, members in groups)]
+    lines = [
+        f"engines: {e['count']} × {len(workers)} workers, tensor parallel {e['tensor']}; GiB of one worker",
+        *_cut(aligned(rows)),
+        f"  {e['at_once']} sequences of the longest at once, of {e['concurrency']} (rollout.concurrency)",
+    ]
+    return ["\n".join(lines)]
+
+
+def _nodes(v: Values) -> str:
+    placed = list(enumerate(v["nodes"]))
+    kinds = [k for k in placed[0][1]["host_memory"] if any(n["host_memory"][k] for _, n in placed)]
+    head = ("node", "policy", "reference", "engines", *kinds, "total")
+
+    def row(number: int, node: Values) -> tuple[str, ...]:
+        engines = runs([int(e) for e in node["engines"]])
+        host = node["host_memory"]
+        memory = (*(f"{host[k] / GIB:.1f}" for k in kinds), f"{node['host_memory_total'] / GIB:.1f}")
+        return (str(number), runs(node["policy"]), runs(node["reference"]), engines, *memory)
+
+    rows = [head, *(row(number, node) for number, node in placed)]
+    shown = [i for i in range(len(head)) if i != 2 or v["reference"]]
+    rows = [tuple(r[i] for i in shown) for r in rows]
+    disk = v["disk"]
+    files = f"{_gib(disk['checkpoint'])} GiB a checkpoint, {_gib(disk['kept'])} with those kept and one being written"
+    if disk["export"]:
+        files += f", {_gib(disk['export'])} the export"
+    return "\n".join(["nodes, and estimated GiB of host memory", *_cut(aligned(rows)), f"  disk: {files}"])
+
+
+def _batch(v: Values) -> str:
+    b = v["batch"]
+    row = b["row"]
+    return "\n".join(
+        [
+            "batch",
+            f"  {b['prompts']:,} prompts × {b['samples']} samples = {b['sequences']:,} trajectories in "
+            f"{b['mini_batches']} optimizer steps of {b['trajectories']:,}",
+            f"  on {b['data']} data-parallel ranks: {b['usual']} micro-batches each at the mean of {b['mean']:,.0f} "
+            f"tokens a trajectory, {b['most']} at the limit of {b['longest']:,}",
+            f"  a micro-batch has up to {b['budget']:,} tokens, {row['tokens']:,} on one rank",
+        ]
+    )
+
+
+def _sync(v: Values) -> str:
+    s = v["sync"]
+    slowest = max(s["seconds"], key=lambda kind: s["seconds"][kind])
+    return "\n".join(
+        [
+            "weight sync",
+            f"  {s['bytes']['network'] / 1e9:.2f} GB between nodes, {s['bytes']['fabric'] / 1e9:.2f} within nodes, "
+            f"{s['bytes']['local'] / 1e9:.2f} within GPUs; {s['parts']:,} parts on {s['routes']:,} routes",
+            f"  predicted {s['predicted_seconds']:.3f} s ({slowest.replace('_', ' ')}), no plan can beat "
+            f"{s['bound_seconds']:.3f} s; planned in {s['planning_seconds']:.1f} s",
+        ]
+    )
+
+
+def _seconds(v: Values) -> str:
+    t = v["seconds"]
+    rows = [("generate", "logprobs", "train", "sync", "step", "tokens/s/GPU")]
+    phases = tuple(f"{t[key]:.1f}" for key in ("generate", "logprobs", "train", "sync", "step"))
+    rows.append((*phases, f"{t['tokens_per_second_per_gpu']:,.0f}"))
+    return "\n".join(
+        [
+            "seconds of an RL step: an estimate from cluster.rates, without the environment's own time",
+            *aligned(rows, left=0),
+        ]
+    )
+
+
+def _notes(v: Values) -> str:
+    return "\n".join([*(f"note: {note}" for note in v["notes"]), "nothing was started (--dry-run)"])
+
+
+def _grouped(rows: Sequence[Values], cells: Any, key: str = "rank") -> list[tuple[tuple[str, ...], list[int]]]:
+    """Cells → the ranks that have them."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for row in rows:
+        found.setdefault(cells(row), []).append(row[key])
+    return list(found.items())
+
+
+def _cut(lines: list[str]) -> list[str]:
+    """The first lines, and how many more there are."""
+    if len(lines) <= SHOWN + 1:
+        return lines
+    return [*lines[: SHOWN + 1], f"  … and {len(lines) - SHOWN - 1} more lines (--json has all)"]
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.2f}"

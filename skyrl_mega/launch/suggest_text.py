@@ -1,0 +1,70 @@
+"""Suggested layouts as a table, and the settings to paste."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyrl_mega.launch.dry_run_text import aligned
+from skyrl_mega.sizing.memory import GIB
+from skyrl_mega.sizing.suggest import Search, Suggestion
+
+SHOWN = 10
+"""Layouts in the table."""
+PASTED = 3
+"""Layouts whose settings are written out."""
+HEAD = ("", "policy", "layout", "micro tokens", "recompute", "engines", "peak GiB", "KV tokens", "s a step")
+
+
+def text(search: Search) -> str:
+    """What a person reads."""
+    if not search.found:
+        return (
+            f"none of {search.tried:,} layouts fits {search.gpus} GPUs; give more GPUs, shorter sequences, or a smaller "
+            "rollout.memory_fraction where GPUs are shared"
+        )
+    rows = [HEAD, *(_row(i + 1, s) for i, s in enumerate(search.found[:SHOWN]))]
+    cut = "" if search.complete else "; the search was cut short"
+    lines = [
+        f"{len(search.found):,} layouts fit {search.gpus} GPUs, of {search.tried:,} settings tried{cut}; the fastest by "
+        "estimated times:",
+        *aligned(rows, left=3),
+        "",
+        "settings to paste:",
+        *(f"  {i + 1}  {s.overrides}" for i, s in enumerate(search.found[:PASTED])),
+    ]
+    return "\n".join(lines)
+
+
+def values(search: Search) -> dict[str, Any]:
+    """Everything found, as plain values. Bytes and seconds."""
+    return {
+        "gpus": search.gpus,
+        "tried": search.tried,
+        "complete": search.complete,
+        "found": [
+            {"overrides": s.overrides.split(), "peak": s.peak, "kv_tokens": s.kv_tokens, "seconds": s.seconds}
+            for s in search.found
+        ],
+    }
+
+
+def _row(number: int, s: Suggestion) -> tuple[str, ...]:
+    policy, rollout = s.config.policy, s.config.rollout
+    return (
+        str(number),
+        str(policy.ranks),
+        _layout(s),
+        str(policy.micro_tokens),
+        "yes" if policy.recompute else "no",
+        f"{rollout.engines} × TP{rollout.tensor}",
+        f"{s.peak / GIB:.1f}",
+        f"{s.kv_tokens:,}",
+        f"{s.seconds:.1f}",
+    )
+
+
+def _layout(s: Suggestion) -> str:
+    p = s.parallel
+    sizes = {"TP": p.tensor, "PP": p.pipeline, "VPP": p.virtual_pipeline, "CP": p.context, "EP": p.expert}
+    sizes |= {"ETP": p.expert_tensor, "DP": p.data}
+    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "alone"

@@ -1,0 +1,121 @@
+"""The sizes of published models: what a dry run needs of a checkpoint that is not on this machine.
+
+The numbers are those of each model's config.json on the Hugging Face hub. What a run loads is checked against the
+config.json beside its weights; this is read only where there is none.
+"""
+
+from __future__ import annotations
+
+from pathlib import PurePath
+from typing import Any
+
+from skyrl_mega.config.errors import UserError
+
+_QWEN = {
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1000000.0,
+    "vocab_size": 151936,
+    "max_position_embeddings": 32768,
+    "tie_word_embeddings": False,
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+    "torch_dtype": "bfloat16",
+}
+_QWEN2 = _QWEN | {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+_QWEN3 = _QWEN | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128}
+_QWEN3_MOE = _QWEN | {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "model_type": "qwen3_moe",
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def _sizes(layers: int, hidden: int, ffn: int, heads: int, kv_heads: int) -> dict[str, int]:
+    return {
+        "num_hidden_layers": layers,
+        "hidden_size": hidden,
+        "intermediate_size": ffn,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+    }
+
+
+_2_5_1B = _QWEN2 | _sizes(28, 1536, 8960, 12, 2) | {"tie_word_embeddings": True}
+_2_5_3B = _QWEN2 | _sizes(36, 2048, 11008, 16, 2) | {"tie_word_embeddings": True}
+_2_5_7B = _QWEN2 | _sizes(28, 3584, 18944, 28, 4) | {"vocab_size": 152064}
+_3_1B = _QWEN3 | _sizes(28, 2048, 6144, 16, 8) | {"tie_word_embeddings": True}
+_3_4B = _QWEN3 | _sizes(36, 2560, 9728, 32, 8) | {"tie_word_embeddings": True}
+_3_30B = _QWEN3_MOE | _sizes(48, 2048, 6144, 32, 4) | {"moe_intermediate_size": 768}
+_3_235B = _QWEN3_MOE | _sizes(94, 4096, 12288, 64, 4) | {"moe_intermediate_size": 1536}
+
+_SMOLLM2 = _sizes(30, 576, 1536, 9, 3) | {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "vocab_size": 49152,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "torch_dtype": "bfloat16",
+}
+
+_LONGER = {"max_position_embeddings": 40960}
+"""Qwen3 after its post-training."""
+_BASE = {"eos_token_id": 151643}
+
+KNOWN: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-1.5B-Instruct": _2_5_1B,
+    "Qwen/Qwen2.5-3B-Instruct": _2_5_3B,
+    "Qwen/Qwen2.5-7B-Instruct": _2_5_7B,
+    "Qwen/Qwen2.5-Coder-7B-Instruct": _2_5_7B,
+    "Qwen/Qwen2.5-Math-7B": _2_5_7B | _BASE | {"max_position_embeddings": 4096, "rope_theta": 10000.0},
+    "Qwen/Qwen3-1.7B": _3_1B | _LONGER,
+    "Qwen/Qwen3-1.7B-Base": _3_1B | _BASE,
+    "Qwen/Qwen3-4B": _3_4B | _LONGER,
+    "Qwen/Qwen3-4B-Base": _3_4B | _BASE,
+    "Qwen/Qwen3-30B-A3B": _3_30B | _LONGER,
+    "Qwen/Qwen3-30B-A3B-Base": _3_30B | _BASE,
+    "Qwen/Qwen3-235B-A22B": _3_235B | _LONGER,
+    "HuggingFaceTB/SmolLM2-135M-Instruct": _SMOLLM2,
+}
+"""Name on the Hugging Face hub → config.json."""
+
+MADE_HERE = {"smollm2-135m": "HuggingFaceTB/SmolLM2-135M-Instruct"}
+"""Folder of the CPU recipes' model, which `skyrl_mega.models.smollm2` makes → its name on the hub."""
+
+
+def hub_name(path: str | PurePath) -> str | None:
+    """The hub's name of the known model that `path` is named after; None for any other.
+
+    `models/Qwen3-30B-A3B` is `Qwen/Qwen3-30B-A3B`.
+    """
+    last = PurePath(path).name
+    return next((name for name in KNOWN if name.partition("/")[2] == last), MADE_HERE.get(last))
+
+
+def how_to_get(path: str | PurePath) -> str:
+    """The command that brings the known model that `path` is named after to that path."""
+    if PurePath(path).name in MADE_HERE:
+        return f"`python -m skyrl_mega.models.smollm2 --output {path}` makes it"
+    return f"`hf download {hub_name(path)} --local-dir {path}` fetches it"
+
+
+def known(name: str | PurePath) -> dict[str, Any]:
+    """The config.json of a model by the hub's name, or by a path that ends in it.
+
+    Raises:
+        UserError: the model is not one of those known.
+    """
+    found = hub_name(name)
+    if found is None:
+        raise UserError(f"{name}: no known model; known are {', '.join(KNOWN)}")
+    return dict(KNOWN[found])

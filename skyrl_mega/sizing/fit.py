@@ -1,0 +1,146 @@
+"""What does not fit: every check of memory and time limits that needs the model's sizes.
+
+Each refusal names the number that breaks. An estimated number breaks only where it does with the whole margin in its
+favour (`memory.MARGIN`), so that what is refused could not have run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.sizing.host import host_memory
+from skyrl_mega.sizing.memory import (
+    GIB,
+    PolicyMemory,
+    engine_memory,
+    gpu_bytes,
+    itemsize,
+    on_cpu,
+    policy_memory,
+    reference_memory,
+)
+from skyrl_mega.sizing.placement import nodes
+
+
+def parallel_of(config: Config) -> tuple[Parallel, Parallel | None]:
+    """The policy's grid, and that of a reference with a layout of its own."""
+    policy = Parallel.from_config(config.policy.layout, policy_ranks(config))
+    if config.reference.layout is None:
+        return policy, None
+    return policy, Parallel.from_config(config.reference.layout, reference_ranks(config), key="reference.layout")
+
+
+def check(config: Config, hf: Mapping[str, Any]) -> None:
+    """Refuses the first thing that cannot fit. The layouts have been checked (`launch.inputs.check_layouts`).
+
+    Raises:
+        UserError: one line: key, value, the number that breaks.
+    """
+    d = architecture(hf).describe(hf)
+    parallel, reference = parallel_of(config)
+    for what in _problems(config, d, parallel, reference):
+        raise UserError(what)
+
+
+def stages(parallel: Parallel) -> dict[int, int]:
+    """Pipeline stage → its first rank, which holds no less than the others of the stage."""
+    return {parallel.coordinates(rank).pp: rank for rank in range(parallel.ranks - 1, -1, -1)}
+
+
+def _problems(config: Config, d: Decoder, parallel: Parallel, reference: Parallel | None) -> Iterator[str]:
+    if not on_cpu(config):
+        yield from _gpu(config, d, parallel, reference)
+        yield from _requests(config, d)
+    yield from _host(config, d, parallel, reference)
+
+
+def _gpu(config: Config, d: Decoder, parallel: Parallel, reference: Parallel | None) -> Iterator[str]:
+    gpu = gpu_bytes(config)
+    grids = [("policy", parallel, policy_memory)] + ([("reference", reference, reference_memory)] if reference else [])
+    worst = 0
+    for name, grid, measure in grids:
+        for rank in stages(grid).values():
+            memory = measure(config, d, grid, rank)
+            if memory.least > gpu:
+                yield _too_large(name, rank, memory, config)
+            worst = max(worst, memory.least if name == "policy" else 0)
+    engine = engine_memory(config, d)
+    fraction = f"rollout.memory_fraction = {config.rollout.memory_fraction:g}"
+    if engine.most_tokens < length_limit(config.rollout):
+        yield (
+            f"{fraction}: an engine worker may take {_gib(engine.budget)} GiB; the weights of rollout.tensor "
+            f"{config.rollout.tensor} take {_gib(engine.weights)}, its work about {_gib(engine.working)} and the "
+            f"reserve {_gib(engine.reserve)}, which leaves a KV cache of {max(0, engine.tokens):,} tokens; one sequence "
+            f"has up to {length_limit(config.rollout):,}"
+        )
+    if config.cluster.shared and worst + engine.budget > gpu:
+        yield (
+            f"{fraction}: on shared GPUs an engine worker's {_gib(engine.budget)} GiB and a policy rank's "
+            f"{_gib(worst)} at least are more than the {_gib(gpu)} GiB of a GPU"
+        )
+
+
+def _too_large(name: str, rank: int, memory: PolicyMemory, config: Config) -> str:
+    counted, guess = memory.phases[memory.busiest]
+    parts = [f"weights {_gib(memory.held.weights)}"]
+    if memory.held.gradients:
+        parts += [f"gradients {_gib(memory.held.gradients)}", f"optimizer {_gib(memory.held.optimizer)}"]
+    if memory.busiest == "train":
+        parts += [f"activations {_gib(memory.at.train)}", f"logits {_gib(memory.at.train_logits)}"]
+    else:
+        parts.append(f"{memory.busiest} {_gib(counted + guess)}")
+    parts.append(f"reserve {_gib(memory.reserve)}")
+    return (
+        f"{name}: rank {rank} needs about {_gib(memory.peak)} GiB ({', '.join(parts)}), at least {_gib(memory.least)}; "
+        f"a GPU has {_gib(gpu_bytes(config))} (cluster.gpu_memory_gib)"
+    )
+
+
+def _requests(config: Config, d: Decoder) -> Iterator[str]:
+    """A turn at its limit needs the weights to be read once for each of its tokens, at the very least."""
+    rollout, rates = config.rollout, config.cluster.rates
+    weights = engine_memory(config, d).weights
+    if d.experts:  # a single sequence meets few of them
+        dense = 3 * d.hidden * d.experts.width * len(d.experts.layers) * itemsize(config) / rollout.tensor
+        weights = int(weights - dense * (d.experts.count - d.experts.per_token))
+    least = rollout.sampling.max_tokens * max(0, weights) / (rates.memory_gb_s * 1e9)
+    if least > rollout.request_timeout_s:
+        yield (
+            f"rollout.request_timeout_s = {rollout.request_timeout_s:g}: a turn of rollout.sampling.max_tokens = "
+            f"{rollout.sampling.max_tokens} takes {least:.0f} s at least, to read an engine's weights so many times at "
+            f"{rates.memory_gb_s:g} GB/s (cluster.rates.memory_gb_s)"
+        )
+
+
+def _host(config: Config, d: Decoder, parallel: Parallel, reference: Parallel | None) -> Iterator[str]:
+    room = config.cluster.host_memory_gib
+    if room is None:
+        return
+    for number, node in enumerate(nodes(config)):
+        memory = host_memory(config, d, parallel, reference, node, first=number == 0)
+        if memory.total > room * GIB:
+            parts = ", ".join(f"{name} {_gib(size)}" for name, size in vars(memory).items() if size >= GIB / 10)
+            yield (
+                f"cluster.host_memory_gib = {room:g}: node {number} needs about {_gib(memory.total)} GiB of host "
+                f"memory ({parts})"
+            )
+
+
+def check_sync(config: Config, seconds: float) -> None:
+    """Refuses a time limit that the planned sync cannot keep even at the links' full rate."""
+    if seconds > config.weights.timeout_s:
+        raise UserError(
+            f"weights.timeout_s = {config.weights.timeout_s:g}: the planned sync takes {seconds:.3g} s at least over "
+            f"links of cluster.topology; give {2 * seconds:.2g} or more"
+        )
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}"

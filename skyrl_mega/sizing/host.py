@@ -1,0 +1,101 @@
+"""Memory of a node beside its GPUs, and what lies on disk. Estimated, but for the copies of weights."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+
+from skyrl_mega.config.derived import engine_ranks
+from skyrl_mega.config.schema import Config
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models import huggingface
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.sizing.activations import BATCH_BYTES
+from skyrl_mega.sizing.batch import batch
+from skyrl_mega.sizing.memory import GIB, engine_memory, itemsize, on_cpu, policy_memory, reference_memory
+from skyrl_mega.sizing.parameters import stage
+from skyrl_mega.sizing.placement import Node
+
+PROCESS = {"cuda": 4 * GIB, "cpu": 1 * GIB}
+"""Python with torch and Megatron or vLLM in it, before any weight."""
+DRIVER = 4 * GIB
+"""The driver with its tokenizer, and Ray's own processes."""
+QUEUE = 10 * 16 * 2**20
+"""vLLM's queue in /dev/shm between an engine and its workers, one each way and worker: 10 messages of 16 MiB."""
+NCCL = 64 * 2**20
+"""What NCCL puts into /dev/shm for one process."""
+MOMENTS = 12
+"""Bytes of a parameter in a checkpoint beside its weight: master weight and two moments in float32."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """One node. Bytes."""
+
+    processes: int
+    """Interpreters and libraries."""
+    device: int
+    """On a CPU, what would lie on GPUs."""
+    reference: int
+    """Frozen weights that wait in host memory. Counted."""
+    checkpoint: int
+    """The optimizer's state while a checkpoint is written: every rank holds that of its whole shard."""
+    batch: int
+    """Tokens and fields of one RL step in Ray's object store."""
+    shm: int
+    """/dev/shm without the object store."""
+
+    @property
+    def total(self) -> int:
+        """All of it at once."""
+        return self.processes + self.device + self.reference + self.checkpoint + self.batch + self.shm
+
+
+def host_memory(
+    config: Config, d: Decoder, parallel: Parallel, reference: Parallel | None, node: Node, first: bool
+) -> HostMemory:
+    """What a node needs; `first`: the driver runs there."""
+    cpu, size = on_cpu(config), itemsize(config)
+    copied = bool(config.algorithm.kl.coefficient) and config.reference.layout is None
+    kept = written = device = 0
+    for rank in node.policy:
+        trained = sum(chunk.total for chunk in stage(d, parallel, parallel.coordinates(rank).pp))
+        kept += trained * size if copied else 0
+        # All ranks gather all of it (`policy.checkpoint`); of one kind of state they hold what has come twice more.
+        written += trained * (MOMENTS + 8 + size) if config.checkpoint.every else 0
+        device += policy_memory(config, d, parallel, rank).peak if cpu else 0
+    if cpu and reference:
+        device += sum(reference_memory(config, d, reference, rank).peak for rank in node.reference)
+    if cpu:
+        device += sum(engine_memory(config, d, w).peak for workers in node.engines.values() for w in workers)
+    tokens = batch(config, parallel)
+    processes = len(node.policy) + len(node.reference) + node.workers + len(node.engines)
+    multi = engine_ranks(config.rollout) > 1 or not cpu
+    return HostMemory(
+        processes=processes * PROCESS["cpu" if cpu else "cuda"] + (DRIVER if first else 0),
+        device=device,
+        reference=kept,
+        checkpoint=written,
+        batch=int(tokens.sequences * tokens.longest * BATCH_BYTES) if first else 0,
+        shm=(node.workers + len(node.engines)) * QUEUE * multi + (0 if cpu else processes * NCCL),
+    )
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes of files."""
+
+    checkpoint: int
+    """One checkpoint of the policy."""
+    kept: int
+    """All that exist at once: those kept, and the one being written."""
+    export: int
+    """The Hugging Face directory at the end; 0 without `checkpoint.export`."""
+
+
+def disk(config: Config, d: Decoder) -> Disk:
+    """What a run's folder takes."""
+    elements = sum(map(prod, huggingface.tensors(d).values()))
+    one = elements * (itemsize(config) + MOMENTS) if config.checkpoint.every else 0
+    export = elements * itemsize(config) if config.checkpoint.export else 0
+    return Disk(one, one * (config.checkpoint.keep + 1), export)

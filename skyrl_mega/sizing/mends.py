@@ -1,0 +1,185 @@
+"""The nearest settings that work: a search of the neighbours of settings that do not.
+
+What is offered has passed every check itself, so that it can be pasted.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from itertools import combinations, islice
+from math import log
+from typing import Any
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+
+Verdict = Callable[[Config], UserError | None]
+"""What is wrong with settings, or None."""
+Change = tuple[tuple[str, Any], ...]
+"""Keys with their new values."""
+
+OFFERED = 3
+"""Mends that are shown at most."""
+SECONDS = 5.0
+"""Processor time of a search at most."""
+SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 128)
+PAIRED = (
+    "policy.recompute",
+    "policy.micro_tokens",
+    "policy.layout.tensor",
+    "policy.layout.expert",
+    "policy.layout.pipeline",
+    "policy.layout.context",
+    "policy.ranks",
+    "cluster.nodes",
+    "rollout.tensor",
+    "rollout.engines",
+    "rollout.memory_fraction",
+    "rollout.sampling.max_tokens",
+    "rollout.max_response_tokens",
+)
+"""Keys of which two are changed together where one does not help."""
+
+
+def _sizes(value: Any) -> Iterable[Any]:
+    """Sizes near the value, the nearest first."""
+    return sorted((n for n in SIZES if n != value), key=lambda n: (abs(log(n / (value or 1))), n))
+
+
+def _counts(value: Any) -> Iterable[Any]:
+    """Counts near the value: a few more or fewer, halves and doubles."""
+    value = value or 8
+    near = (
+        {value + k for k in range(-8, 9)} | {value * 2**k for k in range(1, 6)} | {value // 2**k for k in range(1, 6)}
+    )
+    near |= {-(-value // unit) * unit + unit * k for unit in (8, 12, 16) for k in range(-2, 3)}
+    return sorted((n for n in near if n > 0 and n != value), key=lambda n: (abs(log(n / value)), n))
+
+
+def _lower(value: Any) -> Iterable[Any]:
+    """Halves, and halves of those."""
+    return [] if value is None else [type(value)(value / 2**k) for k in range(1, 9) if value / 2**k >= 1]
+
+
+def _higher(value: Any) -> Iterable[Any]:
+    return [value * 2**k for k in range(1, 9)]
+
+
+def _fractions(value: Any) -> Iterable[Any]:
+    steps = (round(0.05 * k, 2) for k in range(1, 20))
+    return sorted((f for f in steps if f != value), key=lambda f: abs(f - value))
+
+
+NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
+    "policy.recompute": lambda value: [] if value else [True],
+    "policy.micro_tokens": _lower,
+    "policy.logit_chunk": _lower,
+    "weights.bucket_mib": _lower,
+    **{f"policy.layout.{name}": _sizes for name in ("tensor", "expert", "pipeline", "virtual_pipeline", "context")},
+    "policy.layout.expert_tensor": lambda value: [None, *_sizes(value)],
+    "policy.layout.first_stage_layers": lambda value: [] if value is None else [None, *_counts(value)],
+    "policy.layout.last_stage_layers": lambda value: [] if value is None else [None, *_counts(value)],
+    "policy.ranks": _counts,
+    "rollout.memory_fraction": _fractions,
+    "rollout.tensor": _sizes,
+    "rollout.engines": _counts,
+    "cluster.nodes": _higher,
+    "reference.ranks": lambda value: [] if value is None else _counts(value),
+    **{f"reference.layout.{name}": _sizes for name in ("tensor", "expert", "pipeline", "virtual_pipeline", "context")},
+    "data.mini_batch_prompts": _counts,
+    "data.samples_per_prompt": lambda value: [n for n in range(2, 9) if n > value],
+    "rollout.max_prompt_tokens": _lower,
+    "rollout.sampling.max_tokens": _lower,
+    "rollout.max_response_tokens": _lower,
+    "rollout.max_length": lambda value: [] if value is None else [None, *_higher(value)],
+    "rollout.concurrency": _lower,
+    "rollout.request_timeout_s": _higher,
+    "rollout.env_timeout_s": _higher,
+    "weights.timeout_s": _higher,
+}
+"""Key → values near one, the nearest first."""
+
+
+def mended(error: UserError, config: Config, verdict: Verdict) -> UserError:
+    """The refusal with the nearest settings that work at its end, where there are any."""
+    found = nearest(config, verdict, str(error))
+    if not found:
+        return error
+    return UserError(f"{error}; nearest that work: {'; or '.join(map(text, found))}")
+
+
+def nearest(config: Config, verdict: Verdict, message: str = "") -> list[Change]:
+    """Changes of one key, else of two, after which nothing is wrong; keys that the message names come first."""
+    end = time.process_time() + SECONDS
+    named = [key for key in NEAR if _names(message, key)]
+    found: list[Change] = []
+    for key in [*named, *(key for key in NEAR if key not in named)]:
+        wanted = 2 if key in named[:1] else 1
+        found += islice(_passing(config, (key,), verdict, end), wanted)
+        if len(found) >= OFFERED:
+            return found[:OFFERED]
+    for pair in () if found else combinations(PAIRED, 2):
+        found += islice(_passing(config, pair, verdict, end), 1)
+        if len(found) >= OFFERED:
+            break
+    return found
+
+
+def _passing(config: Config, keys: tuple[str, ...], verdict: Verdict, end: float) -> Iterator[Change]:
+    """The neighbours in these keys that work, as far as the time goes."""
+    for change in _changes(config, keys):
+        if time.process_time() > end:
+            return
+        if verdict(changed(config, change)) is None:
+            yield change
+
+
+def changed(config: Config, change: Change) -> Config:
+    """A copy with other values."""
+    copy = deepcopy(config)
+    for key, value in change:
+        *groups, name = key.split(".")
+        holder: Any = copy
+        for group in groups:
+            holder = getattr(holder, group)
+        setattr(holder, name, value)
+    return copy
+
+
+def text(change: Change) -> str:
+    """As it is written on the command line."""
+    return " ".join(f"{key}={_written(value)}" for key, value in change)
+
+
+def _changes(config: Config, keys: tuple[str, ...]) -> Iterator[Change]:
+    """All neighbours in these keys; of two keys, the first few values of each."""
+    options = []
+    for key in keys:
+        holder: Any = config
+        *groups, name = key.split(".")
+        for group in groups:
+            holder = getattr(holder, group)
+            if holder is None:
+                return
+        values = list(NEAR[key](getattr(holder, name)))
+        options.append([(key, value) for value in (values if len(keys) == 1 else values[:6])])
+    if len(keys) == 1:
+        yield from ((one,) for one in options[0])
+        return
+    yield from sorted(
+        ((a, b) for a in options[0] for b in options[1]), key=lambda c: options[0].index(c[0]) + options[1].index(c[1])
+    )
+
+
+def _names(message: str, key: str) -> bool:
+    """Whether a message names the key, or its group with the key's own name (`policy.layout: tensor 2 × …`)."""
+    group, _, name = key.rpartition(".")
+    return f"{key} " in message or f"{key}:" in message or (f"{group}: " in message and f" {name} " in message)
+
+
+def _written(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -1,0 +1,110 @@
+"""What a policy rank holds, parameter by parameter, in megatron-core's order.
+
+The sizes are those of the boxes in `models.megatron`, which also move the weights. All layers of a kind are alike, so a
+model of one layer says them, however many there are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models import megatron
+from skyrl_mega.models.decoder import Decoder
+
+Ints = NDArray[np.int64]
+Bools = NDArray[np.bool_]
+
+ROUTER = "mlp.router.weight"
+EXPERTS = ".mlp.experts."
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters in the order of `named_parameters()` [n]."""
+
+    numel: Ints
+    expert: Bools
+    """Of an expert."""
+    router: Bools
+    """Of a router, which may be frozen."""
+    shared: Bools
+    """An embedding that is also the head, and lies on two pipeline stages."""
+
+    @property
+    def total(self) -> int:
+        """Elements of all of them."""
+        return int(self.numel.sum())
+
+    def where(self, chosen: Bools) -> Parameters:
+        """Some of them."""
+        return Parameters(self.numel[chosen], self.expert[chosen], self.router[chosen], self.shared[chosen])
+
+
+@lru_cache(maxsize=4096)
+def stage(d: Decoder, parallel: Parallel, pp: int) -> tuple[Parameters, ...]:
+    """The model chunks (one, or one per virtual stage) of a rank on pipeline stage `pp`.
+
+    Ranks that differ in anything but `pp` hold tensors of the same shapes.
+    """
+    cut = (parallel.tensor, parallel.expert, parallel.expert_tensor)
+    chunks = []
+    for chunk in range(parallel.virtual_pipeline):
+        first, last = parallel.holds_embedding(pp, chunk), parallel.holds_head(pp, chunk)
+        parts = [_layer(d, d.is_moe(i), *cut) for i in parallel.stage_layers(d.layers, pp, chunk)]
+        embedding, norm, head = _ends(d, *cut)
+        twice = d.tied and parallel.pipeline > 1
+        if first:
+            parts.insert(0, _plain(embedding, shared=twice))
+        if last:
+            parts.append(_plain(norm))
+        if last and not (d.tied and first):
+            parts.append(_plain(head, shared=twice))
+        chunks.append(_joined(parts))
+    return tuple(chunks)
+
+
+def _plain(numel: int, shared: bool = False) -> Parameters:
+    false = np.zeros(1, bool)
+    return Parameters(np.array([numel]), false, false, np.array([shared]))
+
+
+def _joined(parts: list[Parameters]) -> Parameters:
+    return Parameters(
+        *(np.concatenate([getattr(p, name) for p in parts]) for name in ("numel", "expert", "router", "shared"))
+    )
+
+
+@lru_cache(maxsize=512)
+def _layer(d: Decoder, moe: bool, tensor: int, expert: int, expert_tensor: int) -> Parameters:
+    """One layer's parameters on one rank."""
+    found = {name: n for name, n in _small(d, moe, tensor, expert, expert_tensor).items() if ".layers.0." in name}
+    return Parameters(
+        np.array(list(found.values()), np.int64),
+        np.array([EXPERTS in name for name in found], bool),
+        np.array([name.endswith(ROUTER) for name in found], bool),
+        np.zeros(len(found), bool),
+    )
+
+
+@lru_cache(maxsize=512)
+def _ends(d: Decoder, tensor: int, expert: int, expert_tensor: int) -> tuple[int, int, int]:
+    """Elements of the embedding, the last norm and the head on one rank."""
+    found = _small(d, d.experts is not None, tensor, expert, expert_tensor)
+    embedding = found["0.embedding.word_embeddings.weight"]
+    return embedding, found["0.decoder.final_layernorm.weight"], found.get("0.output_layer.weight", embedding)
+
+
+def _small(d: Decoder, moe: bool, tensor: int, expert: int, expert_tensor: int) -> dict[str, int]:
+    """Parameter → elements on rank 0 of a model of one layer, cut this way."""
+    experts = replace(d.experts, layers=frozenset({0})) if d.experts and moe else None
+    sizes = Parallel(
+        ranks=np.lcm(tensor, expert * expert_tensor).item(), tensor=tensor, expert=expert, expert_tensor=expert_tensor
+    )
+    shard = megatron.shard(replace(d, layers=1, experts=experts), sizes, 0, "local")
+    return {name: prod(shape) for name, shape in shard.params.items()}

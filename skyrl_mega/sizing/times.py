@@ -1,0 +1,194 @@
+"""Seconds of one RL step, estimated from stated rates (`cluster.rates`, `cluster.topology`).
+
+Matrix products go at a share of the peak, what must be read at a share of the memory's rate, messages at the full rate of
+their link, nothing overlaps; sequences have `length_share` of their limits. The environment's own time is not known.
+Good for comparing layouts, not for promising a throughput.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from math import prod
+
+from skyrl_mega.config.derived import engine_ranks, expert_parallel
+from skyrl_mega.config.schema import Config
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models import huggingface
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.sizing.batch import Batch, batch
+from skyrl_mega.sizing.memory import engine_memory, engine_parameters, itemsize
+from skyrl_mega.sizing.parameters import stage
+from skyrl_mega.weights.topology import Links
+
+TAIL = 10
+"""While the longest responses end, one sequence in so many still runs."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds."""
+
+    generate: float
+    logprobs: float
+    """Of the policy, and of a reference where there is one."""
+    train: float
+    sync: float
+
+    @property
+    def step(self) -> float:
+        """All phases, one after the other."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating point operations of one token in one forward pass."""
+
+    layers: float
+    """Two for every element of a layer's matrix that the token meets."""
+    head: float
+    """The same of the output projection."""
+    attention: float
+    """Of a token that has one token before it; grows with how many there are."""
+
+    @property
+    def matrices(self) -> float:
+        """Of layers and head."""
+        return self.layers + self.head
+
+
+@lru_cache(maxsize=16)
+def flops(d: Decoder) -> Flops:
+    """What the model's shapes make of it."""
+    attention = d.hidden * d.head_dim * 2 * (d.heads + d.kv_heads)
+    total = 0.0
+    for i in range(d.layers):
+        total += attention
+        if d.experts and d.is_moe(i):
+            total += 3 * d.hidden * d.experts.width * d.experts.per_token + d.hidden * d.experts.count
+        else:
+            total += 3 * d.hidden * d.ffn
+    return Flops(2 * total, 2 * d.vocab * d.hidden, 4 * d.layers * d.heads * d.head_dim)
+
+
+@lru_cache(maxsize=16)
+def elements(d: Decoder) -> int:
+    """Of the whole model."""
+    return sum(map(prod, huggingface.tensors(d).values()))
+
+
+def step_time(config: Config, d: Decoder, parallel: Parallel, sync: float | None = None) -> StepTime:
+    """One RL step. `sync`: seconds of the planned sync; None takes one copy of the model into a node."""
+    made = batch(config, parallel)
+    train, forward = policy_times(config, d, parallel, made)
+    links = Links.from_config(config.cluster)
+    if sync is None:
+        sync = elements(d) * itemsize(config) / (links.nics_per_node * links.nic_gb_s * 1e9)
+    return StepTime(generate_time(config, d, made), forward, train, sync)
+
+
+def generate_time(config: Config, d: Decoder, made: Batch) -> float:
+    """Until the last response has ended: a full batch, then a tail of the longest ones."""
+    rollout, rates = config.rollout, config.cluster.rates
+    memory, size = engine_memory(config, d), itemsize(config)
+    workers = engine_ranks(rollout)
+    each = -(-made.sequences // rollout.engines)
+    full = max(1, min(rollout.concurrency, each, int(memory.tokens / made.mean)))
+    work, speed = flops(d), rates.tflops * 1e12 * rates.tflops_share
+    bandwidth = rates.memory_gb_s * 1e9 * rates.memory_share
+    routed = 0.0
+    if d.experts:
+        held = d.experts.count / workers if expert_parallel(rollout) else d.experts.count
+        width = d.experts.width if expert_parallel(rollout) else d.experts.width / workers
+        routed = 3 * d.hidden * width * held * len(d.experts.layers)
+    plain = engine_parameters(d, rollout.tensor, workers // rollout.tensor, expert_parallel(rollout), 0) - routed
+
+    def decode(running: float) -> float:
+        """One token of each of so many sequences."""
+        read = plain * size + running / (workers / rollout.tensor) * made.mean * memory.per_token
+        if d.experts:
+            read += routed * size * (1 - (1 - d.experts.per_token / d.experts.count) ** running)
+        compute = running * (work.matrices + work.attention * made.mean) / workers / speed
+        return max(read / bandwidth, compute) + d.layers * rates.layer_us * 1e-6
+
+    prompt = max(0.0, made.mean - made.generated)
+    prefill = each * prompt * (work.matrices + work.attention * prompt / 2) / workers / speed
+    longest = made.generated / rates.length_share
+    return prefill + each * made.generated / full * decode(full) + (longest - made.generated) * decode(full / TAIL)
+
+
+def policy_times(config: Config, d: Decoder, parallel: Parallel, made: Batch) -> tuple[float, float]:
+    """Seconds of all optimizer steps, and of all log-probs."""
+    rates, size = config.cluster.rates, itemsize(config)
+    speed = rates.tflops * 1e12 * rates.tflops_share
+    work = flops(d)
+    tokens = made.sequences * made.mean
+    count = made.usual * made.mini_batches
+    per_rank = tokens / (parallel.data * parallel.context)
+    # All stages wait for the one that takes longest, which the head makes the last one, of equal ones.
+    body = work.layers + work.attention * made.mean / 2
+    head = work.head * made.generated / made.mean  # only for tokens that the loss asks for
+    sizes = parallel.stage_sizes(d.layers)
+    slowest = max(body * n / d.layers + (head if s == parallel.pipeline - 1 else 0) for s, n in enumerate(sizes))
+    compute = per_rank * slowest / parallel.tensor / speed
+    layers = max(sizes)
+    messages = per_rank * layers * _exchange(d, parallel, Links.from_config(config.cluster), size)
+    launches = count * layers * rates.layer_us * 1e-6
+    bubble = 1 + (parallel.pipeline - 1) / (made.usual * parallel.virtual_pipeline)
+    forward = (compute + messages + launches) * bubble
+    # Backward: two products for each of the forward pass, its messages once more; recomputing is a forward pass.
+    passes = (4, 3, 3) if config.policy.recompute else (3, 2, 2)
+    train = bubble * (passes[0] * compute + passes[1] * messages + passes[2] * launches)
+    train += made.mini_batches * _update(config, d, parallel)
+    logprobs = forward
+    if config.algorithm.kl.coefficient:
+        own = config.reference.layout is not None
+        weights = 0 if own else sum(chunk.total for chunk in stage(d, parallel, 0)) * size
+        logprobs += forward + weights / (rates.host_gb_s * 1e9)
+    return train, logprobs
+
+
+def _exchange(d: Decoder, parallel: Parallel, links: Links, size: int) -> float:
+    """Seconds of one token's messages in one layer's forward pass: tensor, context and expert parallel."""
+    t, c, e = parallel.tensor, parallel.context, parallel.expert
+    seconds = 0.0
+    blocks = 1 if d.experts else 2
+    if t > 1:
+        # A gather and a reduce-scatter around each block of linear layers.
+        seconds += 2 * blocks * d.hidden * size * (t - 1) / t / _rate(links, t, t)
+    if c > 1:
+        seconds += 2 * d.kv_heads * d.head_dim / t * size * (c - 1) / _rate(links, t * c, c)
+    if d.experts and e > 1:
+        out = d.experts.per_token / t * d.hidden * size * (e - 1) / e
+        seconds += 2 * out / _rate(links, e * parallel.expert_tensor, e)
+    if d.experts and parallel.expert_tensor > 1:
+        seconds += (
+            2 * d.experts.per_token * d.hidden * size / _rate(links, parallel.expert_tensor, parallel.expert_tensor)
+        )
+    return seconds
+
+
+def _rate(links: Links, span: int, size: int) -> float:
+    """Bytes a second of one GPU in a group of `size` ranks that spans `span` neighbouring ones."""
+    nic = links.nic_gb_s * links.nics_per_node / links.gpus_per_node
+    if span <= links.gpus_per_node:
+        return links.fabric_gb_s * 1e9
+    near = max(1, size * links.gpus_per_node // span)
+    outside = (size - near) / max(1, size - 1)
+    return 1e9 / max(outside / nic, (1 - outside) / links.fabric_gb_s)
+
+
+def _update(config: Config, d: Decoder, parallel: Parallel) -> float:
+    """One optimizer step: gradients summed, moments and weights read and written, weights gathered."""
+    links, size = Links.from_config(config.cluster), itemsize(config)
+    seconds = 0.0
+    chunks = stage(d, parallel, 0)
+    whole = sum(chunk.total for chunk in chunks)
+    experts = sum(int(chunk.numel[chunk.expert].sum()) for chunk in chunks) if parallel.expert > 1 else 0
+    for count, ranks in ((whole - experts, parallel.data * parallel.context), (experts, parallel.expert_data)):
+        stride = parallel.ranks // parallel.pipeline
+        if ranks > 1:
+            seconds += count * (4 + size) * (ranks - 1) / ranks / _rate(links, stride, ranks)
+        seconds += count / ranks * 30 / (config.cluster.rates.memory_gb_s * 1e9)
+    return seconds

@@ -1,0 +1,69 @@
+"""The known models against their published parameter counts, and against config.json files where there are some."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.models.known import KNOWN, hub_name, known
+from skyrl_mega.models.registry import architecture
+
+PARAMETERS = {
+    "Qwen2.5-1.5B-Instruct": 1_543_714_304,
+    "Qwen2.5-3B-Instruct": 3_085_938_688,
+    "Qwen2.5-7B-Instruct": 7_615_616_512,
+    "Qwen2.5-Coder-7B-Instruct": 7_615_616_512,
+    "Qwen2.5-Math-7B": 7_615_616_512,
+    "Qwen3-1.7B": 2_031_739_904 - 151936 * 2048,  # the file holds the tied head a second time
+    "Qwen3-1.7B-Base": 2_031_739_904 - 151936 * 2048,
+    "Qwen3-4B": 4_022_468_096,
+    "Qwen3-4B-Base": 4_022_468_096,
+    "Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen3-30B-A3B-Base": 30_532_122_624,
+    "Qwen3-235B-A22B": 235_093_634_560,
+    "SmolLM2-135M-Instruct": 134_515_008,
+}
+"""As the Hugging Face hub counts each checkpoint's parameters."""
+
+FILES = {
+    "Qwen3-30B-A3B": "qwen3_30b_a3b/config.json",
+    "Qwen3-4B": "qwen_tokenizer/qwen3_4b_config.json",
+    "Qwen2.5-7B-Instruct": "qwen_tokenizer/qwen2.5_7b_config.json",
+}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+def test_the_sizes_make_the_published_number_of_parameters(name: str) -> None:
+    hf = known(name)
+    shapes = architecture(hf).tensors(hf).values()
+    assert sum(map(math.prod, shapes)) == PARAMETERS[name.partition("/")[2]]
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_key_is_that_of_the_published_file(name: str, shared: Path) -> None:
+    published = json.loads((shared / "data" / FILES[name]).read_text())
+    hf = known(name)
+    assert {key: published.get(key) for key in hf} == hf
+    assert architecture(published).describe(published) == architecture(hf).describe(hf)
+
+
+@pytest.mark.slow
+def test_the_model_that_is_made_here_is_the_one_known(smollm2: Path) -> None:
+    made = json.loads((smollm2 / "config.json").read_text())
+    assert architecture(made).describe(made) == architecture(known("smollm2-135m")).describe(known("smollm2-135m"))
+
+
+def test_a_path_names_a_known_model_by_its_last_part() -> None:
+    assert hub_name("/data/models/Qwen3-30B-A3B") == hub_name("Qwen/Qwen3-30B-A3B") == "Qwen/Qwen3-30B-A3B"
+    assert hub_name("runs/models/mine") is None
+    with pytest.raises(UserError, match=r"^runs/mine: no known model; known are Qwen/Qwen2\.5-1\.5B-Instruct, "):
+        known("runs/mine")
+
+
+def test_what_is_given_may_be_changed() -> None:
+    known("Qwen3-4B")["num_hidden_layers"] = 1
+    assert known("Qwen3-4B")["num_hidden_layers"] == 36

@@ -1,0 +1,104 @@
+"""Every file of `configs/` composes, passes every check and is planned, also where neither model nor data are there."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_mega.config.checks import check
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.launch.cli import main
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+FILES = sorted(CONFIGS.glob("*.yaml"))
+SECONDS = 10.0
+"""Of this process's CPU time, for one dry run."""
+
+
+def own_gpus(file: Path) -> list[str]:
+    """Settings that give policy and engines GPUs of their own: as many nodes again."""
+    cluster = compose(file).cluster
+    if not cluster.shared:
+        return []
+    ranks = cluster.nodes * cluster.gpus_per_node
+    return ["cluster.shared=false", f"cluster.nodes={2 * cluster.nodes}", f"policy.ranks={ranks}"]
+
+
+def dry_run(file: Path, settings: list[str], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    """What `--dry-run --json` prints."""
+    start = time.process_time()
+    code = main(["--config", str(file), *settings, "--dry-run", "--json"])
+    assert time.process_time() - start < SECONDS
+    out, err = capsys.readouterr()
+    assert (code, err) == (0, ""), err
+    return dict(json.loads(out))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_a_dry_run_needs_no_model_no_data_and_no_gpu(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = own_gpus(file)
+    check(compose(file, settings))
+    found = dry_run(file, settings, capsys)
+    assert found["config"]["run"]["name"].startswith(file.stem)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("file", [f for f in FILES if compose(f).cluster.shared], ids=lambda file: file.stem)
+def test_shared_gpus_are_planned(file: Path) -> None:
+    check(compose(file), planned=True)
+
+
+def test_a_dry_run_says_what_it_has_not_seen(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = CONFIGS / "skyrl_sql_7b.yaml"
+    assert main(["--config", str(file), *own_gpus(file), "--dry-run"]) == 0
+    said = capsys.readouterr().out
+    for path in (
+        "models/Qwen2.5-Coder-7B-Instruct",
+        "data/skyrl_sql/train.parquet",
+        "data/skyrl_sql/validation.parquet",
+    ):
+        assert f"{path} is not here" in said
+
+
+@pytest.mark.parametrize(
+    "name, line",
+    [
+        (
+            "dapo",
+            "model.path: models/Qwen3-30B-A3B-Base is not there; "
+            "`hf download Qwen/Qwen3-30B-A3B-Base --local-dir models/Qwen3-30B-A3B-Base` fetches it",
+        ),
+        (
+            "sql_cpu",
+            "model.path: runs/models/smollm2-135m is not there; "
+            "`python -m skyrl_mega.models.smollm2 --output runs/models/smollm2-135m` makes it",
+        ),
+    ],
+)
+def test_a_run_says_how_to_get_the_model(
+    name: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    file = CONFIGS / f"{name}.yaml"
+    assert main(["--config", str(file), *own_gpus(file)]) == 2
+    assert capsys.readouterr().err == f"error: {line}\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_groups_are_exchanged_on_the_command_line() -> None:
+    config = compose(CONFIGS / "dapo.yaml", ["model=qwen3_4b_base", "cluster=h100_1x8", "algorithm=grpo"])
+    assert config.model.path == "models/Qwen3-4B-Base"
+    assert (config.cluster.nodes, config.algorithm.dual_clip, config.algorithm.clip_high) == (1, None, 0.2)
+    with pytest.raises(UserError, match=r"task/chess is not in .*; allowed is dapo_math, gsm8k, searchr1, skyrl_sql$"):
+        compose(CONFIGS / "dapo.yaml", ["task=chess"])
