@@ -12,7 +12,14 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from skyrl_mega.config.derived import engine_data, engine_ranks, length_limit, policy_ranks, reference_ranks, response_limit
+from skyrl_mega.config.derived import (
+    engine_data,
+    engine_ranks,
+    length_limit,
+    policy_ranks,
+    reference_ranks,
+    response_limit,
+)
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.schema import Config, OptimizerConfig

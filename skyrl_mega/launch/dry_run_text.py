@@ -48,10 +48,10 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 def _model(v: Values) -> str:
     m = v["model"]
     experts = f", {m['experts']} experts ({m['experts_per_token']} for a token)" if m["experts"] else ""
-    active = f" ({m['active'] / 1e9:.2f} · 10⁹ for a token)" if m["experts"] else ""
+    active = f" ({_count(m['active'])} for a token)" if m["experts"] else ""
     return (
-        f"model\n  {m['path']}: {m['parameters'] / 1e9:.2f} · 10⁹ parameters{active}, {m['layers']} layers{experts}, "
-        f"{m['dtype']} {_gib(m['bytes'])} GiB"
+        f"model\n  {m['path']}\n  {_count(m['parameters'])} parameters{active}, {m['layers']} layers{experts}, "
+        f"{m['dtype']}: {_gib(m['bytes'])} GiB"
     )
 
 
@@ -69,9 +69,7 @@ def _policy(name: str, ranks: Sequence[Values], v: Values) -> list[str]:
 
     cpu = v["gpu_memory"] is None
     keys = [key for key in COLUMNS if key == "peak" or any(rank["memory"][key] for rank in ranks)]
-    needs = _grouped(
-        ranks, lambda rank: (*(_gib(rank["memory"][key]) for key in keys), rank["memory"]["phase"])
-    )
+    needs = _grouped(ranks, lambda rank: (*(_gib(rank["memory"][key]) for key in keys), rank["memory"]["phase"]))
     rows = [("ranks", *(COLUMNS[key] for key in keys), "in"), *((runs(members), *cells) for cells, members in needs)]
     counted = ", ".join(COLUMNS[key] for key in keys if key in v["counted"])
     room = "of host memory" if cpu else f"of a GPU's {_gib(v['gpu_memory'])}"
@@ -157,9 +155,9 @@ def _sync(v: Values) -> str:
 
 def _seconds(v: Values) -> str:
     t = v["seconds"]
-    rows = [("generate", "logprobs", "train", "sync", "step", "tokens/s/GPU")]
-    phases = tuple(f"{t[key]:.1f}" for key in ("generate", "logprobs", "train", "sync", "step"))
-    rows.append((*phases, f"{t['tokens_per_second_per_gpu']:,.0f}"))
+    phases = ("generate", "logprobs", "train", "sync", "step")
+    rows: list[tuple[str, ...]] = [(*phases, "tokens/s/GPU")]
+    rows.append((*(f"{t[key]:.1f}" for key in phases), f"{t['tokens_per_second_per_gpu']:,.0f}"))
     return "\n".join(
         [
             "seconds of an RL step: an estimate from cluster.rates, without the environment's own time",
@@ -169,7 +167,10 @@ def _seconds(v: Values) -> str:
 
 
 def _notes(v: Values) -> str:
-    return "\n".join([*(f"note: {note}" for note in v["notes"]), "nothing was started (--dry-run)"])
+    lines = [*(f"note: {note}" for note in v["notes"]), "nothing was started (--dry-run)"]
+    if v["absent"]:
+        lines.append(f"not on this machine, so not checked: {', '.join(v['absent'])}")
+    return "\n".join(lines)
 
 
 def _grouped(rows: Sequence[Values], cells: Any, key: str = "rank") -> list[tuple[tuple[str, ...], list[int]]]:
@@ -188,4 +189,10 @@ def _cut(lines: list[str]) -> list[str]:
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:.2f}"
+    """Two decimals, more for less than a hundredth."""
+    return f"{size / GIB:.2f}" if size == 0 or size >= GIB / 100 else f"{size / GIB:.1g}"
+
+
+def _count(number: int) -> str:
+    """With its power of ten."""
+    return f"{number / 1e9:.2f} · 10⁹" if number >= 1e8 else f"{number / 1e6:.2f} · 10⁶"

@@ -19,14 +19,13 @@ def text(search: Search) -> str:
     """What a person reads."""
     if not search.found:
         return (
-            f"none of {search.tried:,} layouts fits {search.gpus} GPUs; give more GPUs, shorter sequences, or a smaller "
-            "rollout.memory_fraction where GPUs are shared"
+            f"nothing fits {search.gpus} GPUs, of {search.tried:,} settings tried; give more GPUs or shorter sequences"
         )
     rows = [HEAD, *(_row(i + 1, s) for i, s in enumerate(search.found[:SHOWN]))]
     cut = "" if search.complete else "; the search was cut short"
     lines = [
-        f"{len(search.found):,} layouts fit {search.gpus} GPUs, of {search.tried:,} settings tried{cut}; the fastest by "
-        "estimated times:",
+        f"{len(search.found):,} layouts fit {search.gpus} GPUs, of {search.tried:,} settings tried{cut}; the fastest "
+        "by estimated times:",
         *aligned(rows, left=3),
         "",
         "settings to paste:",

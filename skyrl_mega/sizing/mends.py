@@ -37,8 +37,6 @@ PAIRED = (
     "rollout.tensor",
     "rollout.engines",
     "rollout.memory_fraction",
-    "rollout.sampling.max_tokens",
-    "rollout.max_response_tokens",
 )
 """Keys of which two are changed together where one does not help."""
 
@@ -51,7 +49,9 @@ def _sizes(value: Any) -> Iterable[Any]:
 def _counts(value: Any) -> Iterable[Any]:
     """Counts near the value: a few more or fewer, halves and doubles."""
     value = value or 8
-    near = {value + k for k in range(-8, 9)} | {value * 2**k for k in range(1, 6)} | {value // 2**k for k in range(1, 6)}
+    near = (
+        {value + k for k in range(-8, 9)} | {value * 2**k for k in range(1, 6)} | {value // 2**k for k in range(1, 6)}
+    )
     near |= {-(-value // unit) * unit + unit * k for unit in (8, 12, 16) for k in range(-2, 3)}
     return sorted((n for n in near if n > 0 and n != value), key=lambda n: (abs(log(n / value)), n))
 
@@ -69,6 +69,9 @@ def _fractions(value: Any) -> Iterable[Any]:
     steps = (round(0.05 * k, 2) for k in range(1, 20))
     return sorted((f for f in steps if f != value), key=lambda f: abs(f - value))
 
+
+ONLY_NAMED = ("data.", "rollout.max_", "rollout.sampling.", "reference.", "policy.layout.expert_tensor", "rollout.conc")
+"""Beginnings of keys that are changed only where a refusal names them: they change what is learned, or are odd."""
 
 NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     "policy.recompute": lambda value: [] if value else [True],
@@ -96,6 +99,7 @@ NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     "rollout.request_timeout_s": _higher,
     "rollout.env_timeout_s": _higher,
     "weights.timeout_s": _higher,
+    "cluster.host_memory_gib": lambda value: [],  # it is what it is; other keys are searched for it
 }
 """Key → values near one, the nearest first."""
 
@@ -113,7 +117,7 @@ def nearest(config: Config, verdict: Verdict, message: str = "") -> list[Change]
     end = time.process_time() + SECONDS
     named = [key for key in NEAR if _names(message, key)]
     found: list[Change] = []
-    for key in [*named, *(key for key in NEAR if key not in named)]:
+    for key in [*named, *(key for key in NEAR if key not in named and not key.startswith(ONLY_NAMED))]:
         wanted = 2 if key in named[:1] else 1
         found += islice(_passing(config, (key,), verdict, end), wanted)
         if len(found) >= OFFERED:

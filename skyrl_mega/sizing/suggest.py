@@ -158,9 +158,7 @@ def _engines(config: Config, d: Decoder, workers: int) -> Iterator[tuple[float, 
         except UserError:
             continue
         for fraction in (config.rollout.memory_fraction, *FRACTIONS[config.cluster.shared]):
-            rollout = replace(
-                config.rollout, tensor=tensor, engines=workers // tensor, memory_fraction=fraction
-            )
+            rollout = replace(config.rollout, tensor=tensor, engines=workers // tensor, memory_fraction=fraction)
             made = replace(config, rollout=rollout)
             if engine_memory(made, d).tokens >= length_limit(rollout):
                 yield generate_time(made, d, batch(made, Parallel())), made

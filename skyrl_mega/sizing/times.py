@@ -1,8 +1,8 @@
 """Seconds of one RL step, estimated from stated rates (`cluster.rates`, `cluster.topology`).
 
-Matrix products go at a share of the peak, what must be read at a share of the memory's rate, messages at the full rate of
-their link, nothing overlaps; sequences have `length_share` of their limits. The environment's own time is not known.
-Good for comparing layouts, not for promising a throughput.
+Matrix products go at a share of the peak, what must be read at a share of the memory's rate, messages at the full rate
+of their link, and nothing overlaps; sequences have `length_share` of their limits. The environment's own time is not
+known. Good for comparing layouts, not for promising a throughput.
 """
 
 from __future__ import annotations
@@ -163,7 +163,9 @@ def _exchange(d: Decoder, parallel: Parallel, links: Links, size: int) -> float:
         out = d.experts.per_token / t * d.hidden * size * (e - 1) / e
         seconds += 2 * out / _rate(links, e * parallel.expert_tensor, e)
     if d.experts and parallel.expert_tensor > 1:
-        seconds += 2 * d.experts.per_token * d.hidden * size / _rate(links, parallel.expert_tensor, parallel.expert_tensor)
+        seconds += (
+            2 * d.experts.per_token * d.hidden * size / _rate(links, parallel.expert_tensor, parallel.expert_tensor)
+        )
     return seconds
 
 
