@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from skyrl_mega.sizing.placement import runs
@@ -108,13 +109,17 @@ def _nodes(v: Values) -> str:
     kinds = [k for k in placed[0][1]["host_memory"] if any(n["host_memory"][k] for _, n in placed)]
     head = ("node", "policy", "reference", "engines", *kinds, "total")
 
-    def row(number: int, node: Values) -> tuple[str, ...]:
-        engines = runs([int(e) for e in node["engines"]])
+    def alike(node: Values) -> tuple[str, ...]:
         host = node["host_memory"]
-        memory = (*(f"{host[k] / GIB:.1f}" for k in kinds), f"{node['host_memory_total'] / GIB:.1f}")
-        return (str(number), runs(node["policy"]), runs(node["reference"]), engines, *memory)
+        return (*(f"{host[k] / GIB:.1f}" for k in kinds), f"{node['host_memory_total'] / GIB:.1f}")
 
-    rows = [head, *(row(number, node) for number, node in placed)]
+    rows = [head]
+    counts = [(len(n["policy"]), len(n["reference"]), len(n["engines"])) for _, n in placed]
+    for _, same in groupby(placed, lambda entry: (counts[entry[0]], alike(entry[1]))):
+        group = list(same)
+        ranks = (runs([r for _, n in group for r in n[kind]]) for kind in ("policy", "reference"))
+        engines = runs(sorted({int(e) for _, n in group for e in n["engines"]}))
+        rows.append((runs([number for number, _ in group]), *ranks, engines, *alike(group[0][1])))
     shown = [i for i in range(len(head)) if i != 2 or v["reference"]]
     rows = [tuple(r[i] for i in shown) for r in rows]
     disk = v["disk"]

@@ -10,6 +10,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.launch.inputs import check_layouts
 from skyrl_mega.sizing import fit, mends
+from skyrl_mega.sizing.memory import on_cpu
 
 
 def wrong(config: Config, hf: Mapping[str, Any], *, planned: bool, strict: bool = False) -> UserError | None:
@@ -34,4 +35,8 @@ def with_mend(error: UserError, config: Config, hf: Mapping[str, Any], *, planne
     about_settings = any(key in str(error) or key.rpartition(".")[0] + ":" in str(error) for key in mends.NEAR)
     if not about_settings or wrong(config, hf, planned=planned) is None:
         return error
-    return mends.mended(error, config, lambda other: wrong(other, hf, planned=planned, strict=True))
+    found = mends.nearest(config, lambda other: wrong(other, hf, planned=planned, strict=True), str(error))
+    if found:
+        return UserError(f"{error}; nearest that work: {'; or '.join(map(mends.text, found))}")
+    more = "" if on_cpu(config) else "; --suggest searches further"
+    return UserError(f"{error}; no change of one or two settings mends it{more}")
