@@ -61,7 +61,7 @@ class TopologyConfig:
 
 @dataclass
 class RatesConfig:
-    """How fast a GPU is, and how long texts become: what a dry run estimates times from. The defaults are an H100 SXM's."""
+    """How fast a GPU is, and how long texts become: what a dry run estimates times from. Defaults: an H100 SXM."""
 
     tflops: float = at_least(0.001, 989.0)
     """Dense bfloat16 TFLOP/s of one GPU (NVIDIA's data sheet)."""

@@ -11,7 +11,6 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -118,8 +117,8 @@ def _run(args: argparse.Namespace) -> int:
     with Console(as_json=args.json) as console, run_folder(config) as folder:
         console.log_to(folder / "logs" / "run.log")
         config = inputs.prepare(config, console)
-        if error := refusal.wrong(config, hf, planned=False):
-            raise refusal.with_mend(error, config, hf, planned=False)
+        if misfit := refusal.wrong(config, hf, planned=False):
+            raise refusal.with_mend(misfit, config, hf, planned=False)
 
         from skyrl_mega import trainer
         from skyrl_mega.cluster.errors import ActorFailed, ClusterError

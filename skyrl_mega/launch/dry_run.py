@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import prod
+from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.checks import check
@@ -17,6 +18,7 @@ from skyrl_mega.launch.refusal import with_mend
 from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.known import hub_name
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.sizing import fit
 from skyrl_mega.sizing.batch import batch
@@ -90,7 +92,8 @@ def values(config: Config, hf: Mapping[str, Any], absent: Sequence[str] = ()) ->
         "disk": asdict(disk(config, d)),
         "sync": sync,
         "seconds": None if on_cpu(config) else _seconds(config, d, parallel, sync),
-        "notes": [*absent, *_notes(config, d, parallel)],
+        "notes": _notes(config, d, parallel),
+        "absent": list(absent),
     }
 
 
@@ -153,10 +156,10 @@ def _engines(config: Config, d: Decoder) -> dict[str, Any]:
 
 def _sync(config: Config, hf: Mapping[str, Any]) -> dict[str, Any]:
     """The transfer plan and what it costs."""
-    start = time.perf_counter()
+    start = time.process_time()
     both = ends(config, hf)
     made = plan(both.policy, both.engines, both.topology, itemsize=itemsize(config))
-    return report.values(made, cost(made), time.perf_counter() - start)
+    return report.values(made, cost(made), time.process_time() - start)
 
 
 def _seconds(config: Config, d: Decoder, parallel: Parallel, sync: dict[str, Any] | None) -> dict[str, float]:
@@ -174,6 +177,8 @@ def _notes(config: Config, d: Decoder, parallel: Parallel) -> list[str]:
     """What one should know though it is not wrong."""
     notes = []
     made = batch(config, parallel)
+    if not Path(config.model.path).exists() and (name := hub_name(config.model.path)):
+        notes.append(f"the sizes are those of {name}")
     if config.cluster.device == "auto":
         notes.append("cluster.device=auto is planned as cuda")
     if config.cluster.shared and not on_cpu(config):
@@ -198,7 +203,7 @@ def _notes(config: Config, d: Decoder, parallel: Parallel) -> list[str]:
         tight = [pp for pp, rank in fit.stages(parallel).items() if policy_memory(config, d, parallel, rank).peak > gpu]
         if tight:
             notes.append(
-                f"tight: by the estimates stage {', '.join(map(str, tight))} of the policy is over a GPU's memory, though "
-                "within their margin; lower policy.micro_tokens or give policy.recompute=true"
+                f"tight: by the estimates stage {', '.join(map(str, tight))} of the policy is over a GPU's memory, "
+                "though within their margin; lower policy.micro_tokens or give policy.recompute=true"
             )
     return notes

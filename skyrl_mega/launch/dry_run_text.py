@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from skyrl_mega.sizing.placement import runs
@@ -48,10 +49,10 @@ def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
 def _model(v: Values) -> str:
     m = v["model"]
     experts = f", {m['experts']} experts ({m['experts_per_token']} for a token)" if m["experts"] else ""
-    active = f" ({m['active'] / 1e9:.2f} · 10⁹ for a token)" if m["experts"] else ""
+    active = f" ({_count(m['active'])} for a token)" if m["experts"] else ""
     return (
-        f"model\n  {m['path']}: {m['parameters'] / 1e9:.2f} · 10⁹ parameters{active}, {m['layers']} layers{experts}, "
-        f"{m['dtype']} {_gib(m['bytes'])} GiB"
+        f"model\n  {m['path']}\n  {_count(m['parameters'])} parameters{active}, {m['layers']} layers{experts}, "
+        f"{m['dtype']}: {_gib(m['bytes'])} GiB"
     )
 
 
@@ -108,13 +109,17 @@ def _nodes(v: Values) -> str:
     kinds = [k for k in placed[0][1]["host_memory"] if any(n["host_memory"][k] for _, n in placed)]
     head = ("node", "policy", "reference", "engines", *kinds, "total")
 
-    def row(number: int, node: Values) -> tuple[str, ...]:
-        engines = runs([int(e) for e in node["engines"]])
+    def alike(node: Values) -> tuple[str, ...]:
         host = node["host_memory"]
-        memory = (*(f"{host[k] / GIB:.1f}" for k in kinds), f"{node['host_memory_total'] / GIB:.1f}")
-        return (str(number), runs(node["policy"]), runs(node["reference"]), engines, *memory)
+        return (*(f"{host[k] / GIB:.1f}" for k in kinds), f"{node['host_memory_total'] / GIB:.1f}")
 
-    rows = [head, *(row(number, node) for number, node in placed)]
+    rows = [head]
+    counts = [(len(n["policy"]), len(n["reference"]), len(n["engines"])) for _, n in placed]
+    for _, same in groupby(placed, lambda entry: (counts[entry[0]], alike(entry[1]))):
+        group = list(same)
+        ranks = (runs([r for _, n in group for r in n[kind]]) for kind in ("policy", "reference"))
+        engines = runs(sorted({int(e) for _, n in group for e in n["engines"]}))
+        rows.append((runs([number for number, _ in group]), *ranks, engines, *alike(group[0][1])))
     shown = [i for i in range(len(head)) if i != 2 or v["reference"]]
     rows = [tuple(r[i] for i in shown) for r in rows]
     disk = v["disk"]
@@ -155,9 +160,9 @@ def _sync(v: Values) -> str:
 
 def _seconds(v: Values) -> str:
     t = v["seconds"]
-    rows = [("generate", "logprobs", "train", "sync", "step", "tokens/s/GPU")]
-    phases = tuple(f"{t[key]:.1f}" for key in ("generate", "logprobs", "train", "sync", "step"))
-    rows.append((*phases, f"{t['tokens_per_second_per_gpu']:,.0f}"))
+    phases = ("generate", "logprobs", "train", "sync", "step")
+    rows: list[tuple[str, ...]] = [(*phases, "tokens/s/GPU")]
+    rows.append((*(f"{t[key]:.1f}" for key in phases), f"{t['tokens_per_second_per_gpu']:,.0f}"))
     return "\n".join(
         [
             "seconds of an RL step: an estimate from cluster.rates, without the environment's own time",
@@ -167,7 +172,10 @@ def _seconds(v: Values) -> str:
 
 
 def _notes(v: Values) -> str:
-    return "\n".join([*(f"note: {note}" for note in v["notes"]), "nothing was started (--dry-run)"])
+    lines = [*(f"note: {note}" for note in v["notes"]), "nothing was started (--dry-run)"]
+    if v["absent"]:
+        lines.append(f"not on this machine, so not checked: {', '.join(v['absent'])}")
+    return "\n".join(lines)
 
 
 def _grouped(rows: Sequence[Values], cells: Any, key: str = "rank") -> list[tuple[tuple[str, ...], list[int]]]:
@@ -186,4 +194,10 @@ def _cut(lines: list[str]) -> list[str]:
 
 
 def _gib(size: float) -> str:
-    return f"{size / GIB:.2f}"
+    """Two decimals, more for less than a hundredth."""
+    return f"{size / GIB:.2f}" if size == 0 or size >= GIB / 100 else f"{size / GIB:.1g}"
+
+
+def _count(number: int) -> str:
+    """With its power of ten."""
+    return f"{number / 1e9:.2f} · 10⁹" if number >= 1e8 else f"{number / 1e6:.2f} · 10⁶"

@@ -46,7 +46,7 @@ def planned_inputs(config: Config) -> tuple[Mapping[str, Any], list[str]]:
     """What a dry run is given: the files that are here are checked, and those that are not are named.
 
     Returns:
-        The model's config.json, or a known model's where `model.path` is absent; and what was not checked, a line each.
+        The model's config.json, or a known model's where `model.path` is absent; and the paths that are not here.
 
     Raises:
         UserError: one line.
@@ -55,21 +55,21 @@ def planned_inputs(config: Config) -> tuple[Mapping[str, Any], list[str]]:
     absent: list[str] = []
     path = Path(config.model.path)
     if path.exists() and not any(path.glob("*.safetensors")):
-        hf = headers.read_config(path)
-        absent.append(f"model.path: {path} holds no weights; its config.json was read")
+        hf: Mapping[str, Any] = headers.read_config(path)
+        absent.append(f"{path}/*.safetensors")
     elif path.exists() or config.model.build:
         hf = model_config(config)
     else:
         hf = _known(path)
-        absent.append(f"model.path: {path} is not here; its sizes are those of {hub_name(path)}")
+        absent.append(str(path))
     if config.reference.path:
         reference = Path(config.reference.path)
         if reference.exists():
             headers.check_files(reference)
         else:
-            absent.append(f"reference.path: {reference} is not here and was not checked")
-    files = [file for file in _files(config) if not Path(file).exists()]
-    absent += [f"{file} is not here and was not checked" for file in files if not config.data.prepare]
+            absent.append(str(reference))
+    if not config.data.prepare:
+        absent += [file for file in _files(config) if not Path(file).exists()]
     _check_data(config, missing_ok=True)
     return hf, absent
 

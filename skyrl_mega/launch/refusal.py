@@ -10,25 +10,33 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.launch.inputs import check_layouts
 from skyrl_mega.sizing import fit, mends
+from skyrl_mega.sizing.memory import on_cpu
 
 
-def wrong(config: Config, hf: Mapping[str, Any], *, planned: bool) -> UserError | None:
-    """What is wrong with settings for a model, files not looked at; None where nothing is."""
+def wrong(config: Config, hf: Mapping[str, Any], *, planned: bool, strict: bool = False) -> UserError | None:
+    """What is wrong with settings for a model, files not looked at; None where nothing is.
+
+    `planned` is `config.checks.check`'s, `strict` is `sizing.fit.check`'s.
+    """
     try:
         check(config, planned=planned)
         check_layouts(config, hf)
-        fit.check(config, hf)
+        fit.check(config, hf, strict=strict)
     except UserError as error:
         return error
     return None
 
 
 def with_mend(error: UserError, config: Config, hf: Mapping[str, Any], *, planned: bool) -> UserError:
-    """The refusal, and the nearest settings that pass every check of `wrong`.
+    """The refusal, and the nearest settings that pass every check of `wrong`, by estimates without a margin.
 
     A refusal that names none of the settings that are searched, or that is about a file, stays as it is.
     """
     about_settings = any(key in str(error) or key.rpartition(".")[0] + ":" in str(error) for key in mends.NEAR)
     if not about_settings or wrong(config, hf, planned=planned) is None:
         return error
-    return mends.mended(error, config, lambda other: wrong(other, hf, planned=planned))
+    found = mends.nearest(config, lambda other: wrong(other, hf, planned=planned, strict=True), str(error))
+    if found:
+        return UserError(f"{error}; nearest that work: {'; or '.join(map(mends.text, found))}")
+    more = "" if on_cpu(config) else "; --suggest searches further"
+    return UserError(f"{error}; no change of one or two settings mends it{more}")

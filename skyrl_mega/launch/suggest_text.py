@@ -18,15 +18,13 @@ HEAD = ("", "policy", "layout", "micro tokens", "recompute", "engines", "peak Gi
 def text(search: Search) -> str:
     """What a person reads."""
     if not search.found:
-        return (
-            f"none of {search.tried:,} layouts fits {search.gpus} GPUs; give more GPUs, shorter sequences, or a smaller "
-            "rollout.memory_fraction where GPUs are shared"
-        )
+        enough = f"{search.enough} GPUs are enough" if search.enough else "give more GPUs or shorter sequences"
+        return f"nothing fits {search.gpus} GPUs, of {search.tried:,} settings tried; {enough}"
     rows = [HEAD, *(_row(i + 1, s) for i, s in enumerate(search.found[:SHOWN]))]
     cut = "" if search.complete else "; the search was cut short"
     lines = [
-        f"{len(search.found):,} layouts fit {search.gpus} GPUs, of {search.tried:,} settings tried{cut}; the fastest by "
-        "estimated times:",
+        f"{len(search.found):,} layouts fit {search.gpus} GPUs, of {search.tried:,} settings tried{cut}; the fastest "
+        "by estimated times:",
         *aligned(rows, left=3),
         "",
         "settings to paste:",
@@ -41,6 +39,7 @@ def values(search: Search) -> dict[str, Any]:
         "gpus": search.gpus,
         "tried": search.tried,
         "complete": search.complete,
+        "enough": search.enough,
         "found": [
             {"overrides": s.overrides.split(), "peak": s.peak, "kv_tokens": s.kv_tokens, "seconds": s.seconds}
             for s in search.found

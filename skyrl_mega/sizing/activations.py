@@ -51,13 +51,10 @@ def activations(
     """At the peak, on a rank of pipeline stage `pp`."""
     layers = parallel.stage_sizes(d.layers)[pp]
     moe = sum(d.is_moe(i) for chunk in _chunks(d, parallel, pp) for i in chunk)
-    cost = {
-        kind: layer(d, parallel, row.tokens, itemsize, moe=kind)
-        for kind in (False, True)
-        if kind in (moe > 0,) or (not kind and moe < layers)
-    }
+    count = {True: moe, False: layers - moe}
+    cost = {kind: layer(d, parallel, row.tokens, itemsize, moe=kind) for kind in count if count[kind]}
     largest = max(cost.values())
-    mean = (cost.get(True, 0) * moe + cost.get(False, 0) * (layers - moe)) / layers
+    mean = sum(cost[kind] * count[kind] for kind in cost) / layers
     boundary = row.tokens // parallel.tensor * d.hidden * itemsize
     kept = boundary if recompute else mean
     flight = in_flight(parallel, pp, row.count)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from math import lcm
 
 import numpy as np
@@ -102,4 +103,4 @@ def _bucket(numel: Ints, ranks: int) -> Bucket:
 def _runs(alone: Bools) -> list[slice]:
     """Neighbours that share a bucket: an entry that stands alone has its own."""
     cuts = sorted({0, len(alone), *(i + k for i in np.flatnonzero(alone).tolist() for k in (0, 1))})
-    return [slice(a, b) for a, b in zip(cuts, cuts[1:], strict=False)]
+    return [slice(a, b) for a, b in pairwise(cuts)]

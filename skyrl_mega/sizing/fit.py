@@ -37,15 +37,18 @@ def parallel_of(config: Config) -> tuple[Parallel, Parallel | None]:
     return policy, Parallel.from_config(config.reference.layout, reference_ranks(config), key="reference.layout")
 
 
-def check(config: Config, hf: Mapping[str, Any]) -> None:
+def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> None:
     """Refuses the first thing that cannot fit. The layouts have been checked (`launch.inputs.check_layouts`).
+
+    Args:
+        strict: Also refuses what the estimates say does not fit, without the margin.
 
     Raises:
         UserError: one line: key, value, the number that breaks.
     """
     d = architecture(hf).describe(hf)
     parallel, reference = parallel_of(config)
-    for what in _problems(config, d, parallel, reference):
+    for what in _problems(config, d, parallel, reference, strict):
         raise UserError(what)
 
 
@@ -54,36 +57,39 @@ def stages(parallel: Parallel) -> dict[int, int]:
     return {parallel.coordinates(rank).pp: rank for rank in range(parallel.ranks - 1, -1, -1)}
 
 
-def _problems(config: Config, d: Decoder, parallel: Parallel, reference: Parallel | None) -> Iterator[str]:
+def _problems(
+    config: Config, d: Decoder, parallel: Parallel, reference: Parallel | None, strict: bool
+) -> Iterator[str]:
     if not on_cpu(config):
-        yield from _gpu(config, d, parallel, reference)
+        yield from _gpu(config, d, parallel, reference, strict)
         yield from _requests(config, d)
     yield from _host(config, d, parallel, reference)
 
 
-def _gpu(config: Config, d: Decoder, parallel: Parallel, reference: Parallel | None) -> Iterator[str]:
+def _gpu(config: Config, d: Decoder, parallel: Parallel, reference: Parallel | None, strict: bool) -> Iterator[str]:
     gpu = gpu_bytes(config)
     grids = [("policy", parallel, policy_memory)] + ([("reference", reference, reference_memory)] if reference else [])
     worst = 0
     for name, grid, measure in grids:
         for rank in stages(grid).values():
             memory = measure(config, d, grid, rank)
-            if memory.least > gpu:
+            needed = memory.peak if strict else memory.least
+            if needed > gpu:
                 yield _too_large(name, rank, memory, config)
-            worst = max(worst, memory.least if name == "policy" else 0)
+            worst = max(worst, needed if name == "policy" else 0)
     engine = engine_memory(config, d)
     fraction = f"rollout.memory_fraction = {config.rollout.memory_fraction:g}"
-    if engine.most_tokens < length_limit(config.rollout):
+    if (engine.tokens if strict else engine.most_tokens) < length_limit(config.rollout):
         yield (
             f"{fraction}: an engine worker may take {_gib(engine.budget)} GiB; the weights of rollout.tensor "
             f"{config.rollout.tensor} take {_gib(engine.weights)}, its work about {_gib(engine.working)} and the "
-            f"reserve {_gib(engine.reserve)}, which leaves a KV cache of {max(0, engine.tokens):,} tokens; one sequence "
-            f"has up to {length_limit(config.rollout):,}"
+            f"reserve {_gib(engine.reserve)}, which leaves a KV cache of {engine.tokens:,} tokens; one sequence has up "
+            f"to {length_limit(config.rollout):,}"
         )
     if config.cluster.shared and worst + engine.budget > gpu:
         yield (
             f"{fraction}: on shared GPUs an engine worker's {_gib(engine.budget)} GiB and a policy rank's "
-            f"{_gib(worst)} at least are more than the {_gib(gpu)} GiB of a GPU"
+            f"{_gib(worst)} at least are more than the {_gib(gpu)} GiB of a GPU: both stay there all the time"
         )
 
 

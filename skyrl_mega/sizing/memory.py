@@ -1,7 +1,8 @@
 """Bytes of every process by kind: policy ranks, ranks of a reference of its own, engine workers.
 
 Weights, gradients, optimizer state and buckets of the sync are counted from the tensors' shapes. Activations, logits,
-what a checkpoint takes, an engine's working memory and the reserve are estimated: `MARGIN` says how far off they may be.
+what a checkpoint takes, an engine's working memory and the reserve are estimated: `MARGIN` says how far off they may
+be.
 """
 
 from __future__ import annotations

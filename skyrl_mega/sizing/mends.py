@@ -5,6 +5,7 @@ What is offered has passed every check itself, so that it can be pasted.
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
@@ -37,8 +38,10 @@ PAIRED = (
     "rollout.tensor",
     "rollout.engines",
     "rollout.memory_fraction",
-    "rollout.sampling.max_tokens",
-    "rollout.max_response_tokens",
+    "reference.ranks",
+    "reference.layout.expert",
+    "reference.layout.pipeline",
+    "reference.layout.tensor",
 )
 """Keys of which two are changed together where one does not help."""
 
@@ -72,6 +75,9 @@ def _fractions(value: Any) -> Iterable[Any]:
     return sorted((f for f in steps if f != value), key=lambda f: abs(f - value))
 
 
+ONLY_NAMED = ("data.", "rollout.max_", "rollout.sampling.", "reference.", "policy.layout.expert_tensor", "rollout.conc")
+"""Beginnings of keys that are changed only where a refusal names them: they change what is learned, or are odd."""
+
 NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     "policy.recompute": lambda value: [] if value else [True],
     "policy.micro_tokens": _lower,
@@ -98,16 +104,9 @@ NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     "rollout.request_timeout_s": _higher,
     "rollout.env_timeout_s": _higher,
     "weights.timeout_s": _higher,
+    "cluster.host_memory_gib": lambda value: [],  # it is what it is; other keys are searched for it
 }
 """Key → values near one, the nearest first."""
-
-
-def mended(error: UserError, config: Config, verdict: Verdict) -> UserError:
-    """The refusal with the nearest settings that work at its end, where there are any."""
-    found = nearest(config, verdict, str(error))
-    if not found:
-        return error
-    return UserError(f"{error}; nearest that work: {'; or '.join(map(text, found))}")
 
 
 def nearest(config: Config, verdict: Verdict, message: str = "") -> list[Change]:
@@ -115,12 +114,14 @@ def nearest(config: Config, verdict: Verdict, message: str = "") -> list[Change]
     end = time.process_time() + SECONDS
     named = [key for key in NEAR if _names(message, key)]
     found: list[Change] = []
-    for key in [*named, *(key for key in NEAR if key not in named)]:
+    for key in [*named, *(key for key in NEAR if key not in named and not key.startswith(ONLY_NAMED))]:
         wanted = 2 if key in named[:1] else 1
         found += islice(_passing(config, (key,), verdict, end), wanted)
         if len(found) >= OFFERED:
             return found[:OFFERED]
-    for pair in () if found else combinations(PAIRED, 2):
+    about = re.split(r"[.: ]", message)[0]
+    pairs = sorted(combinations(PAIRED, 2), key=lambda pair: -sum(key.startswith(about) for key in pair))
+    for pair in () if found else pairs:
         found += islice(_passing(config, pair, verdict, end), 1)
         if len(found) >= OFFERED:
             break
@@ -154,7 +155,7 @@ def text(change: Change) -> str:
 
 
 def _changes(config: Config, keys: tuple[str, ...]) -> Iterator[Change]:
-    """All neighbours in these keys; of two keys, the first few values of each."""
+    """All neighbours in these keys; of two keys, whole numbers only doubled or halved."""
     options = []
     for key in keys:
         holder: Any = config
@@ -164,13 +165,23 @@ def _changes(config: Config, keys: tuple[str, ...]) -> Iterator[Change]:
             if holder is None:
                 return
         values = list(NEAR[key](getattr(holder, name)))
-        options.append([(key, value) for value in (values if len(keys) == 1 else values[:6])])
+        if len(keys) > 1:
+            values = [v for v in values if _doubled(v, getattr(holder, name))]
+        options.append([(key, value) for value in values])
     if len(keys) == 1:
         yield from ((one,) for one in options[0])
         return
     yield from sorted(
         ((a, b) for a in options[0] for b in options[1]), key=lambda c: options[0].index(c[0]) + options[1].index(c[1])
     )
+
+
+def _doubled(value: Any, was: Any) -> bool:
+    """Whether a whole number is another, so many times doubled or halved; true of everything else."""
+    if not isinstance(value, int) or not isinstance(was, int) or isinstance(value, bool):
+        return True
+    more, rest = divmod(max(value, was), min(value, was))
+    return rest == 0 and more & (more - 1) == 0
 
 
 def _names(message: str, key: str) -> bool:

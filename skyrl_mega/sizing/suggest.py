@@ -34,6 +34,8 @@ EIGHTHS = range(1, 8)
 """Shares of the GPUs that the policy may have beside the engines."""
 FRACTIONS = {False: (0.9,), True: (0.3, 0.4, 0.5, 0.6, 0.7)}
 """By whether GPUs are shared, what is tried for `rollout.memory_fraction` beside the setting itself."""
+MORE = (5, 6, 8, 12, 16, 24, 32)
+"""Quarters of the GPUs that are tried where nothing fits them."""
 ALIKE = 0.03
 """Estimates that differ by less do not tell which layout is faster: the simpler one comes first."""
 
@@ -87,6 +89,8 @@ class Search:
     """One for each layout, the fastest first."""
     complete: bool
     """Whether the time was enough for all of them."""
+    enough: int | None = None
+    """Where nothing was found, more GPUs that something fits."""
 
 
 def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Search:
@@ -105,26 +109,30 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
             f"--suggest {gpus}: nodes have {node} GPUs (cluster.gpus_per_node); nearest that work: {low}, {low + node}"
         )
     d = architecture(hf).describe(hf)
-    config = replace(config, cluster=replace(config.cluster, nodes=-(-gpus // node)))
     end = time.process_time() + SECONDS
-    tried, found, complete = 0, [], True
+    tried, best = 0, dict[Parallel, Suggestion]()
+    for made in _tries(config, d, gpus, end):
+        tried += 1
+        if made and (made.parallel not in best or made.seconds < best[made.parallel].seconds):
+            best[made.parallel] = made
+    complete = time.process_time() < end
+    larger = [-(-gpus * quarters // (4 * node)) * node for quarters in MORE] if not best else []
+    enough = next((n for n in larger if any(_tries(config, d, n, end))), None)
+    return Search(gpus, tried, tuple(sorted(best.values(), key=lambda s: s.order)), complete, enough)
+
+
+def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[Suggestion | None]:
+    """Everything that is tried, until the time is up; None for what does not fit."""
+    config = replace(config, cluster=replace(config.cluster, nodes=-(-gpus // config.cluster.gpus_per_node)))
     for ranks, workers in _splits(config, gpus - reference_ranks(config)):
         engines = sorted(_engines(config, d, workers), key=lambda made: made[0])
         # On GPUs of their own the fastest engines are the best; on shared ones they must leave room for the policy.
-        for parallel, layout in _layouts(config, d, ranks):
-            best: Suggestion | None = None
-            for _, chosen in engines if config.cluster.shared else engines[:1]:
+        for _, chosen in engines if config.cluster.shared else engines[:1]:
+            for parallel, layout in _layouts(config, d, ranks):
                 for made in _policies(replace(config, rollout=chosen.rollout), ranks, layout):
                     if time.process_time() > end:
-                        complete = False
-                        break
-                    tried += 1
-                    fits = _measure(made, d, parallel)
-                    if fits and (best is None or fits.seconds < best.seconds):
-                        best = fits
-            found += [best] if best else []
-    found.sort(key=lambda s: s.order)
-    return Search(gpus, tried, tuple(found), complete)
+                        return
+                    yield _measure(made, d, parallel)
 
 
 def _measure(config: Config, d: Decoder, parallel: Parallel) -> Suggestion | None:

@@ -1,8 +1,8 @@
 """Seconds of one RL step, estimated from stated rates (`cluster.rates`, `cluster.topology`).
 
-Matrix products go at a share of the peak, what must be read at a share of the memory's rate, messages at the full rate of
-their link, nothing overlaps; sequences have `length_share` of their limits. The environment's own time is not known.
-Good for comparing layouts, not for promising a throughput.
+Matrix products go at a share of the peak, what must be read at a share of the memory's rate, messages at the full rate
+of their link, and nothing overlaps; sequences have `length_share` of their limits. The environment's own time is not
+known. Good for comparing layouts, not for promising a throughput.
 """
 
 from __future__ import annotations

@@ -63,10 +63,10 @@ def test_a_dry_run_prints_settings_and_seats_and_starts_nothing(inputs: Path) ->
     arguments = ["--config", str(inputs / "config.yaml"), "--dry-run", "policy.layout.tensor=2", "run.seed=7"]
     ended = launch(*arguments)
     assert ended.returncode == 0, ended.stderr
-    settings, _, seats = ended.stdout.partition("\npolicy\n")
+    settings, _, tables = ended.stdout.partition("\nmodel\n")
     assert yaml.safe_load(settings)["run"]["seed"] == 7
-    assert seats.splitlines()[0].split() == ["rank", "tp", "cp", "dp", "pp", "ep", "etp", "edp", "layers"]
-    assert len(seats.splitlines()) == 1 + 4 + 2
+    assert "policy: 4 ranks, TP2 DP2 EP2 EDP2" in tables
+    assert tables.endswith("nothing was started (--dry-run)\n")
     ended = launch(*arguments, "--json")
     plan = json.loads(ended.stdout)
     assert plan["config"]["policy"]["layout"]["tensor"] == 2
@@ -76,7 +76,7 @@ def test_a_dry_run_prints_settings_and_seats_and_starts_nothing(inputs: Path) ->
 
 def test_options_may_stand_between_settings(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run.seed=3", "--config", str(inputs / "config.yaml"), "run.steps=4", "--dry-run", "run.name=q"]) == 0
-    run = yaml.safe_load(capsys.readouterr().out.partition("\npolicy\n")[0])["run"]
+    run = yaml.safe_load(capsys.readouterr().out.partition("\nmodel\n")[0])["run"]
     assert (run["seed"], run["steps"], run["name"]) == (3, 4, "q")
 
 

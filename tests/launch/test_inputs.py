@@ -15,7 +15,9 @@ from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.launch.inputs import check_inputs, prepare
-from skyrl_mega.launch.layout import seats, table
+from skyrl_mega.launch.layout import seats
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.sizing.fit import parallel_of
 from skyrl_mega.telemetry.console import Console
 
 
@@ -159,13 +161,15 @@ def test_absent_model_and_data_are_made(inputs: Path, tmp_path: Path) -> None:
         prepare(wrong, console)
 
 
-def test_the_layout_table(inputs: Path) -> None:
+def test_the_seats(inputs: Path) -> None:
     config = compose(
         inputs / "config.yaml",
         ["policy.ranks=8", "policy.layout={tensor: 2, pipeline: 2, virtual_pipeline: 2, expert: 2}"],
     )
-    rows = seats(config, check_inputs(config))
+    hf = check_inputs(config)
+    rows = seats(parallel_of(config)[0], architecture(hf).describe(hf))
     assert [row["rank"] for row in rows] == list(range(8))
     assert [row["layers"] for row in rows] == ["0-0 2-2"] * 4 + ["1-1 3-3"] * 4
     assert [row["tp"] for row in rows] == [0, 1] * 4
-    assert len(table(config, check_inputs(config)).splitlines()) == 2 + 8 + 1
+    assert [row["heads"] for row in rows[:2]] == ["0-1", "2-3"] and [row["kv"] for row in rows[:2]] == ["0", "1"]
+    assert [row["experts"] for row in rows[:4]] == ["0-3", "4-7"] * 2

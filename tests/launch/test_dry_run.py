@@ -1,0 +1,145 @@
+"""What a dry run says of full-sized runs, where neither model nor data nor a GPU is there."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_mega.launch.cli import main
+from tests.launch import large
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return large.write(tmp_path_factory.mktemp("large"))
+
+
+def run(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Standard output of a dry run, which takes at most 10 s of one core."""
+    start = time.process_time()
+    assert main(["--config", str(file), *arguments]) == 0
+    assert time.process_time() - start <= 10
+    return capsys.readouterr().out
+
+
+def values(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(file, capsys, "--dry-run", "--json", *arguments))
+    return found
+
+
+def test_30b_on_64_gpus(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    v = values(file, capsys)
+    assert v["model"]["parameters"] == 30_532_122_624
+    assert len(v["policy"]) == 32
+    # 18 bytes for a parameter, of which 16 experts and half of the rest lie on a rank: those are 3.62 and 0.78 · 10⁹.
+    memory = v["policy"][0]["memory"]
+    assert memory["weights"] == pytest.approx(2 * 4.4008e9, rel=1e-3)
+    assert memory["gradients"] == 2 * memory["weights"]
+    assert memory["optimizer"] == pytest.approx(12 * (3.624e9 / 4 + 0.7769e9 / 16), rel=1e-3)
+    assert v["policy"][9]["experts"] == "16-31" and v["policy"][9]["heads"] == "16-31"
+    assert [sorted(node["engines"]) for node in v["nodes"]] == [[]] * 4 + [["0"], ["1"], ["2"], ["3"]]
+    assert v["nodes"][1]["policy"] == list(range(8, 16))
+    worker = v["engines"]["workers"][7]
+    assert worker["memory"]["kv"] + sum(worker["memory"][k] for k in ("weights", "working", "reserve")) == 48 * GIB
+    assert worker["kv"] == "3"  # 4 key/value heads on 8 workers
+    assert v["batch"]["sequences"] == 2560 and v["batch"]["mini_batches"] == 2
+    assert v["sync"]["predicted_seconds"] == pytest.approx(61.06e9 / 8 / 50e9, rel=0.01)
+    assert v["seconds"]["step"] == pytest.approx(
+        sum(v["seconds"][k] for k in ("generate", "logprobs", "train", "sync"))
+    )
+    assert v["disk"]["checkpoint"] == 30_532_122_624 * 14
+    assert v["absent"] == ["models/Qwen3-30B-A3B", "train.parquet"]
+
+
+def test_tables_line_up_and_are_compact(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(file, capsys, "--dry-run")
+    text = out[out.index("\nmodel\n") :]
+    assert max(map(len, text.splitlines())) <= 120
+    lines = text.splitlines()
+    start = lines.index("policy: 32 ranks, TP2 DP16 EP8 EDP4")
+    assert len(lines[start + 1 : lines.index("", start)]) == 1 + 8, "ranks that hold the same are one line"
+    memory = [line for line in lines if re.match(r"  0-31 +\d", line)]
+    assert len(memory) == 1, "ranks that need the same are one line"
+    sections = ("memory of policy", "engines: 4", "nodes", "batch", "weight sync", "seconds of an RL step")
+    assert [part for part in sections if f"\n{part}" not in text] == []
+    assert lines[-2:] == [
+        "nothing was started (--dry-run)",
+        "not on this machine, so not checked: models/Qwen3-30B-A3B, train.parquet",
+    ]
+
+
+def test_235b_on_512_gpus(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    v = values(file, capsys, *large.HUGE)
+    assert v["policy"][255]["layers"] == "83-93"
+    assert len(v["nodes"]) == 64
+
+
+def test_shared_gpus_hold_both(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    v = values(file, capsys, "cluster.shared=true", "cluster.nodes=4", "rollout.memory_fraction=0.15")
+    assert [len(node["policy"]) for node in v["nodes"]] == [8] * 4
+    assert [list(node["engines"]) for node in v["nodes"]] == [["0"], ["1"], ["2"], ["3"]]
+    assert any("cluster.shared=true" in note for note in v["notes"])
+
+
+def test_a_reference_of_its_own_has_nodes_of_its_own(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["cluster.nodes=9", "reference.layout={tensor: 2, expert: 8}", "reference.ranks=8"]
+    v = values(file, capsys, *settings)
+    assert v["nodes"][8]["reference"] == list(range(8))
+    memory = v["reference"][0]["memory"]
+    assert (memory["gradients"], memory["optimizer"], memory["activations"]) == (0, 0, 0)
+    assert v["policy"][0]["memory"]["reference"] == 0 and v["nodes"][0]["host_memory"]["reference"] == 0
+    assert "memory of reference ranks" in run(file, capsys, "--dry-run", *settings)
+
+
+def test_long_sequences_set_the_memory(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    short = values(file, capsys)["policy"][0]["memory"]["activations"]
+    v = values(file, capsys, "rollout.max_response_tokens=28672")
+    assert v["batch"]["oversize"] and v["batch"]["row"]["tokens"] == 32768
+    assert v["policy"][0]["memory"]["activations"] > 3 * short
+    assert any("a micro-batch of its own" in note for note in v["notes"])
+
+
+def test_a_run_on_a_cpu_is_planned_in_host_memory(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    v = values(inputs / "config.yaml", capsys)
+    assert v["gpu_memory"] is None and v["sync"] is None and v["seconds"] is None
+    assert len(v["nodes"]) == 1 and v["nodes"][0]["host_memory"]["device"] > 0
+    assert v["policy"][0]["memory"]["reserve"] == 0
+    assert "of host memory" in run(inputs / "config.yaml", capsys, "--dry-run")
+
+
+@pytest.mark.parametrize(("gpus", "model"), [(64, []), (512, large.HUGE)], ids=["30B", "235B"])
+def test_what_is_suggested_passes(file: Path, gpus: int, model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run(file, capsys, *model, "--suggest", str(gpus), "--json"))
+    assert found["complete"] and len(found["found"]) > 20
+    assert all(s["peak"] <= 80 * GIB for s in found["found"])
+    first = values(file, capsys, *model, *found["found"][0]["overrides"])
+    assert first["policy"][0]["memory"]["peak"] <= found["found"][0]["peak"]
+    assert sum(len(n["policy"]) + sum(map(len, n["engines"].values())) for n in first["nodes"]) <= gpus
+    assert first["seconds"]["step"] == pytest.approx(found["found"][0]["seconds"], rel=0.02)
+
+
+def test_suggestions_for_people(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(file, capsys, "--suggest", "cluster.nodes=8")
+    table, _, paste = out.partition("\nsettings to paste:\n")
+    assert len(table.rstrip().splitlines()) == 2 + 10
+    assert max(map(len, table.splitlines())) <= 120
+    assert len(paste.splitlines()) == 3 and "policy.layout.expert=" in paste
+    assert run(file, capsys, "--suggest", "8").endswith(" GPUs are enough\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--suggest", "12"], "nearest that work: 8, 16"), (["--suggest", "cluster.device=cpu"], "cluster.device = cpu")],
+)
+def test_a_number_that_no_nodes_make(
+    file: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(file), *arguments]) == 2
+    assert says in capsys.readouterr().err
