@@ -15,7 +15,11 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 # reads them. A layout with expert parallelism chains two optimizers where one without has a single one; hence no
 # prefix by optimizer, and nothing of the optimizer but tensors: its settings come from the configuration, its step
 # count is the schedule's.
-_METADATA = {"distrib_optim_sharding_type": "fully_reshardable", "chained_optim_avoid_prefix": True}
+_METADATA = {
+    "distrib_optim_sharding_type": "fully_reshardable",
+    "distrib_optim_fully_reshardable_mem_efficient": True,
+    "chained_optim_avoid_prefix": True,
+}
 
 
 def save(folder: Path, chunks: list[Any], optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler) -> None:
