@@ -106,9 +106,14 @@ class List {
 
   async search(among, wanted, asked) {
     const found = [];
+    let number = -1, texts = [];
     for (const i of among) {
-      if (asked !== this.asked) return found;
-      const text = (await block(`text-${Math.floor(i / this.index.block)}`))[i % this.index.block];
+      if (Math.floor(i / this.index.block) !== number) {
+        number = Math.floor(i / this.index.block);
+        texts = await block(`text-${number}`);
+        if (asked !== this.asked) return found;
+      }
+      const text = texts[i % this.index.block];
       text.folded ??= [...text.parts.flatMap((part) => part.messages.map((m) => m[1])), ...text.judged.map((pair) => pair.join(" "))].join("\n").toLowerCase();
       if (text.folded.includes(wanted)) found.push(i);
     }
