@@ -14,7 +14,7 @@ SEARCH ?= $(wildcard ../shared/data/search)
 SPIDER ?= $(wildcard ../shared/data/spider)
 MATH ?= $(wildcard ../shared/data/math)
 
-.PHONY: help quickstart gsm8k-cpu searchr1-cpu sql-cpu dapo-cpu test check lock clean
+.PHONY: help quickstart multiply-cpu gsm8k-cpu searchr1-cpu sql-cpu dapo-cpu test check lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -25,6 +25,9 @@ $(READY): requirements/cpu.lock requirements/install.sh requirements/verify.py p
 
 quickstart: $(READY)  ## trains a small mixture-of-experts policy with RL, on this machine's CPU (ARGS="run.seed=1" adds settings)
 	$(PY) -m skyrl_mega.launch --config configs/quickstart.yaml $(ARGS)
+
+multiply-cpu: $(READY)  ## RL over several turns: a small policy learns not to forget carries, on this machine's CPU
+	$(PY) -m skyrl_mega.launch --config configs/multiply_cpu.yaml $(ARGS)
 
 runs/models/smollm2-135m: | $(READY)
 	$(PY) -m skyrl_mega.models.smollm2 --output $@

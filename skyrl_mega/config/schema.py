@@ -476,7 +476,7 @@ class WarmupConfig:
     steps: int = at_least(0, 0)
     """Optimizer steps; 0 has no warm-up."""
     files: list[str] = field(default_factory=list)
-    """Parquet files whose `extra_info.demonstration` is the response to learn."""
+    """Parquet files whose `extra_info.demonstration` is the response to learn, or a conversation after the prompt."""
     batch: int = at_least(1, 256)
     """Demonstrations per step."""
     lr: float = at_least(0, 1e-3)

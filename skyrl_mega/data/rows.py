@@ -25,13 +25,17 @@ ROWS_AT_ONCE = 65_536
 
 SCHEMA = "allowed: list<struct<role: string, content: string>>"
 
+CONVERSATION = "an assistant's message, then those that follow, and an assistant's at the end"
+
 
 @dataclass(frozen=True)
 class Demonstration:
-    """A prompt with the response to learn from it."""
+    """A prompt with what to learn from it."""
 
     messages: list[Message]
-    response: str
+    """The prompt."""
+    turns: list[Message]
+    """What follows: the assistant's messages are learned, the environment's between them are only read."""
 
 
 def load_prompts(
@@ -69,33 +73,34 @@ def check_files(files: Sequence[str | Path], config: EnvironmentConfig, *, key: 
 
 
 def load_demonstrations(files: Sequence[str | Path], *, key: str = "warmup.files") -> list[Demonstration]:
-    """Reads prompts with the response of `extra_info.demonstration`.
+    """Reads prompts with the response, or the whole conversation, of `extra_info.demonstration`.
 
     Raises:
-        UserError: As `load_prompts`, and for a row without a demonstration.
+        UserError: As `load_prompts`, and for a row without a demonstration or with one that the assistant does not
+            begin and end.
     """
+    column = "extra_info.demonstration"
     demonstrations = []
     for file in files:
         for batch, first in _batches(file, key):
-            _check_messages(batch, first, file, key)
-            responses = _field(batch, "extra_info", "demonstration")
-            _refuse(
-                pc.invert(_filled(responses)),
-                first,
-                f"{key}: {file}",
-                "extra_info.demonstration",
-                "it is missing; allowed: a string that is not empty",
-            )
-            demonstrations += [
-                Demonstration(_messages(prompt), response)
-                for prompt, response in zip(batch["prompt"].to_pylist(), responses.to_pylist(), strict=True)
-            ]
+            where, shown = f"{key}: {file}", _field(batch, "extra_info", "demonstration")
+            _check_messages(batch["prompt"], first, where, "prompt")
+            if _is_conversation(shown.type):
+                _check_messages(shown, first, where, column)
+                turns = [_messages(conversation) for conversation in shown.to_pylist()]
+                unanswered = [t[0]["role"] != "assistant" or t[-1]["role"] != "assistant" for t in turns]
+                _refuse(pa.array(unanswered), first, where, column, f"allowed: {CONVERSATION}")
+            else:
+                _refuse(pc.invert(_filled(shown)), first, where, column, "it is missing; allowed: text, or messages")
+                turns = [[{"role": "assistant", "content": response}] for response in shown.to_pylist()]
+            prompts = map(_messages, batch["prompt"].to_pylist())
+            demonstrations += [Demonstration(*both) for both in zip(prompts, turns, strict=True)]
     return demonstrations
 
 
 def _checked_batches(file: str | Path, config: EnvironmentConfig, key: str) -> Iterator[tuple[pa.RecordBatch, int]]:
     for batch, first in _batches(file, key):
-        _check_messages(batch, first, file, key)
+        _check_messages(batch["prompt"], first, f"{key}: {file}", "prompt")
         _check_environments(batch, first, file, key, config)
         yield batch, first
 
@@ -123,8 +128,7 @@ def _check_columns(schema: pa.Schema, file: str | Path, key: str) -> None:
     if "prompt" not in schema.names:
         raise UserError(f"{key}: {file} has no column prompt (it has {', '.join(schema.names)}); {SCHEMA}")
     kind = schema.field("prompt").type
-    fields = {f.name: f.type for f in kind.value_type} if _is_list(kind) and pa.types.is_struct(kind.value_type) else {}
-    if not (_is_string(fields.get("role")) and _is_string(fields.get("content"))):
+    if not _is_conversation(kind):
         raise UserError(f"{key}: {file}, column prompt: its type is {kind}; {SCHEMA}")
     if "env_class" in schema.names and not _is_string(schema.field("env_class").type):
         raise UserError(
@@ -132,11 +136,11 @@ def _check_columns(schema: pa.Schema, file: str | Path, key: str) -> None:
         )
 
 
-def _check_messages(batch: pa.RecordBatch, first: int, file: str | Path, key: str) -> None:
-    where, prompt = f"{key}: {file}", batch["prompt"]
-    empty = pc.equal(pc.fill_null(pc.list_value_length(prompt), 0), 0)
-    _refuse(empty, first, where, "prompt", f"it is empty; {SCHEMA}")
-    row_of, messages = pc.list_parent_indices(prompt), pc.list_flatten(prompt)
+def _check_messages(conversations: pa.Array, first: int, where: str, column: str) -> None:
+    """Every message of a column has a role and content."""
+    empty = pc.equal(pc.fill_null(pc.list_value_length(conversations), 0), 0)
+    _refuse(empty, first, where, column, f"it is empty; {SCHEMA}")
+    row_of, messages = pc.list_parent_indices(conversations), pc.list_flatten(conversations)
     role, content = pc.struct_field(messages, "role"), pc.struct_field(messages, "content")
     for name, values, bad, allowed in (
         ("role", role, pc.invert(pc.is_in(_plain(role), pa.array(ROLES))), ", ".join(ROLES)),
@@ -145,7 +149,9 @@ def _check_messages(batch: pa.RecordBatch, first: int, file: str | Path, key: st
         at = pc.index(bad, True).as_py()
         if at >= 0:
             row = first + row_of[at].as_py()
-            raise UserError(f"{where}, row {row}, column prompt: {name} is {values[at].as_py()!r}; allowed: {allowed}")
+            raise UserError(
+                f"{where}, row {row}, column {column}: {name} is {values[at].as_py()!r}; allowed: {allowed}"
+            )
 
 
 def _check_environments(
@@ -222,6 +228,14 @@ def _plain(strings: pa.Array) -> pa.Array:
 
 def _is_list(kind: pa.DataType) -> bool:
     return pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind)
+
+
+def _is_conversation(kind: pa.DataType) -> bool:
+    """Whether it is a list of structs with the strings `role` and `content`."""
+    if not (_is_list(kind) and pa.types.is_struct(kind.value_type)):
+        return False
+    fields = {f.name: f.type for f in kind.value_type}
+    return _is_string(fields.get("role")) and _is_string(fields.get("content"))
 
 
 def _is_string(kind: pa.DataType | None) -> bool:

@@ -10,8 +10,10 @@ ENUMERATE_UP_TO = 3
 """Digits up to which every pair is listed (405,450 unordered pairs); with more, pairs are drawn and repeats dropped."""
 
 
-def disjoint_pairs(digits: int, train: int, test: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
-    """Draws distinct pairs of numbers of `digits` digits for training and testing.
+def disjoint_pairs(
+    digits: int, train: int, test: int, rng: np.random.Generator, second: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draws distinct pairs of numbers for training and testing.
 
     A pair and its mirror image (27, 58 and 58, 27) are always on the same side, so that a test problem is new in
     earnest.
@@ -21,6 +23,7 @@ def disjoint_pairs(digits: int, train: int, test: int, rng: np.random.Generator)
         train: Training pairs.
         test: Test pairs.
         rng: Decides which.
+        second: Digits of the second number; None are as many as of the first.
 
     Returns:
         int64 [train, 2] and [test, 2], in random order.
@@ -28,15 +31,31 @@ def disjoint_pairs(digits: int, train: int, test: int, rng: np.random.Generator)
     Raises:
         UserError: There are not so many pairs.
     """
-    unordered = _unordered_pairs(digits, train + test, rng)
-    cut = -(-test // 2) if digits > ENUMERATE_UP_TO else _first_with(unordered, test)
-    test_pairs, train_pairs = _both_orders(unordered[:cut], rng), _both_orders(unordered[cut:], rng)
+    second = second or digits
+    if second == digits:
+        unordered = _unordered_pairs(digits, train + test, rng)
+        cut = -(-test // 2) if digits > ENUMERATE_UP_TO else _first_with(unordered, test)
+        test_pairs, train_pairs = _both_orders(unordered[:cut], rng), _both_orders(unordered[cut:], rng)
+    else:
+        pairs = _ordered_pairs(digits, second, train + test, rng)
+        test_pairs, train_pairs = pairs[:test], pairs[test:]
     if len(train_pairs) < train or len(test_pairs) < test:
+        numbers = f"--digits {digits}" if second == digits else f"--digits {digits} and --second {second}"
         raise UserError(
-            f"--train {train} --test {test}: numbers of --digits {digits} form {(9 * 10 ** (digits - 1)) ** 2} pairs, "
-            f"of which {len(train_pairs)} remain for training; ask for fewer or for more digits"
+            f"--train {train} --test {test}: numbers of {numbers} form {81 * 10 ** (digits + second - 2)} pairs, of "
+            f"which {len(train_pairs)} remain for training; ask for fewer or for more digits"
         )
     return train_pairs[:train], test_pairs[:test]
+
+
+def _ordered_pairs(first: int, second: int, wanted: int, rng: np.random.Generator) -> np.ndarray:
+    """Pairs of a number of `first` digits and one of `second`: none is another's mirror image."""
+    lows = np.array([10 ** (first - 1), 10 ** (second - 1)])
+    if first + second <= 2 * ENUMERATE_UP_TO:
+        numbers = [np.arange(low, 10 * low) for low in lows]
+        return rng.permutation(np.stack(np.meshgrid(*numbers), axis=-1).reshape(-1, 2))
+    drawn = rng.integers(lows, 10 * lows, size=(wanted + wanted // 4 + 16, 2))
+    return rng.permutation(np.unique(drawn, axis=0))
 
 
 def _unordered_pairs(digits: int, wanted: int, rng: np.random.Generator) -> np.ndarray:

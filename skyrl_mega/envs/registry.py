@@ -10,6 +10,7 @@ import hashlib
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
@@ -36,6 +37,9 @@ BUILT_IN: Mapping[str, str] = {
     "text2sql": "skyrl_mega.envs.text2sql.env:Text2SqlEnv",
 }
 """Name → import path of the environments that come with the project."""
+
+CONTRACT = ("BaseTextEnv", "BaseTextEnvStepOutput")
+"""What a pasted class takes from this package."""
 
 
 def names(config: EnvironmentConfig) -> list[str]:
@@ -127,14 +131,17 @@ def _load(path: str, key: str) -> type[BaseTextEnv]:
     module = _module_of_file(source, key) if source.endswith(".py") else _module_of_name(source, path, key)
     cls = getattr(module, attribute, None)
     if cls is None:
-        near = get_close_matches(attribute, [n for n, v in vars(module).items() if isinstance(v, type)], n=1)
-        hint = f"; did you mean {near[0]}?" if near else ""
-        raise UserError(f"{key}={path}: {source} has no class {attribute}{hint}")
+        own = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
+        near = get_close_matches(attribute, own, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(own) or 'no class'}"
+        raise UserError(f"{key}={path}: {source} has no class {attribute}; {hint}")
     if not isinstance(cls, type) or not all(callable(getattr(cls, m, None)) for m in ("init", "step", "close")):
         raise UserError(
             f"{key}={path}: {attribute} is no environment; allowed: a class with init, step and close, "
             "as skyrl_mega.envs.BaseTextEnv has them"
         )
+    if issubclass(cls, BaseTextEnv) and cls.step is BaseTextEnv.step:
+        raise UserError(f"{key}={path}: {attribute} has no step; write `def step(self, action)`, which judges a turn")
     return cls
 
 
@@ -152,9 +159,9 @@ def _module_of_file(source: str, key: str) -> ModuleType:
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # whatever a user's file does when it is read
         del sys.modules[name]
-        raise UserError(f"{key}: {file} cannot be imported: {_one_line(error)}") from error
+        raise UserError(f"{key}: {file}{_line_of(error, file)} cannot be imported: {_one_line(error)}") from error
     return module
 
 
@@ -163,12 +170,25 @@ def _module_of_name(source: str, path: str, key: str) -> ModuleType:
         sys.path.append(str(Path.cwd()))  # as `python -m` has it; a Ray worker starts without
     try:
         return importlib.import_module(source)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(
             f"{key}={path}: {source} cannot be imported: {_one_line(error)}; "
             "allowed: a module that Python finds from the working directory, or path/to/file.py:Class"
         ) from error
 
 
-def _one_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())}"
+def _line_of(error: BaseException, file: Path) -> str:
+    """`, line 3` where the error's way led through that line of the file; the last such line."""
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        return f", line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    return f", line {lines[-1]}" if lines else ""
+
+
+def _one_line(error: BaseException) -> str:
+    """Type and message; where a name of the contract is missing, the line that brings it."""
+    said = error.msg if isinstance(error, SyntaxError) else str(error)
+    text = f"{type(error).__name__}: {' '.join(said.split())}"
+    if isinstance(error, NameError) and error.name in CONTRACT:
+        text += f"; add `from skyrl_mega.envs import {', '.join(CONTRACT)}`"
+    return text

@@ -13,6 +13,7 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.telemetry.console import Phase
+from skyrl_mega.trainer.broken import refuse_broken
 
 
 class Evaluator:
@@ -38,6 +39,7 @@ class Evaluator:
             seed=f"{self.config.run.seed}/{step}/evaluation",
             progress=lambda done, _: progress.update(done),
         )
+        refuse_broken(trajectories)
         return scores(trajectories)
 
 

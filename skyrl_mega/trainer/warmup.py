@@ -13,19 +13,39 @@ import torch
 from skyrl_mega.algorithms.losses import token_weights
 from skyrl_mega.config.schema import Config, OptimizerConfig
 from skyrl_mega.data.rows import Demonstration
+from skyrl_mega.envs.base import Message
 from skyrl_mega.policy.policy import Policy
 from skyrl_mega.policy.sequences import Sequences
 from skyrl_mega.rollout.chat import Chat
 
 
 def encode(demonstrations: list[Demonstration], chat: Chat) -> Sequences:
-    """Prompt, response and end token of each demonstration; field `mask` covers response and end token."""
-    prompts = [chat.first(d.messages) for d in demonstrations]
-    responses = [[*chat.encode(d.response), chat.tokenizer.eos_token_id] for d in demonstrations]
-    batch = Sequences.of([p + r for p, r in zip(prompts, responses, strict=True)])
-    inside = np.arange(len(batch.tokens)) - batch.per_token(batch.starts)
-    batch.fields["mask"] = (inside >= batch.per_token(np.array([len(p) for p in prompts]))).astype(np.float32)
+    """The demonstrations as a rollout would have them, token by token.
+
+    Field `mask` is 1 on what is learned: the assistant's messages, each with its end token. Prompts and what an
+    environment says between turns are 0.
+    """
+    encoded = [_encode(d, chat) for d in demonstrations]
+    batch = Sequences.of([tokens for tokens, _ in encoded])
+    batch.fields["mask"] = np.concatenate([mask for _, mask in encoded])
     return batch
+
+
+def _encode(demonstration: Demonstration, chat: Chat) -> tuple[list[int], np.ndarray]:
+    """Tokens, and which of them are learned (float32)."""
+    end = chat.tokenizer.eos_token_id
+    parts = [(chat.first(demonstration.messages), 0)]
+    observations: list[Message] = []
+    for message in demonstration.turns:
+        if message["role"] != "assistant":
+            observations.append(message)
+            continue
+        if len(parts) > 1:
+            parts.append((chat.following(end, observations), 0))
+            observations = []
+        parts.append(([*chat.encode(message["content"]), end], 1))
+    tokens = [token for part, _ in parts for token in part]
+    return tokens, np.repeat(np.array([learned for _, learned in parts], np.float32), [len(part) for part, _ in parts])
 
 
 def warm_up(policy: Policy, demonstrations: Sequences, config: Config, progress: Callable[[int], None]) -> float:

@@ -22,6 +22,7 @@ from skyrl_mega.data.prepare import prepare
 from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.data.write import write_rows
 from skyrl_mega.envs import make
+from skyrl_mega.envs.multiply.schoolbook import worked
 from skyrl_mega.envs.pairs import disjoint_pairs
 
 ROOT = Path(__file__).parents[2]
@@ -71,6 +72,59 @@ def test_multiply(tmp_path: Path, digits: int) -> None:
         env = make(prompt.env_class, prompt.extras, EnvironmentConfig())
         assert len(str(a)) == len(str(b)) == digits
         assert env.step(f"\\boxed{{{a * b}}}")["reward"] == 1.0
+
+
+def test_multiplication_on_paper() -> None:
+    """Place i holds what the digits up to it amount to, without those that are already written down."""
+    for a, b in [(n, d) for n in (1, 27, 345, 708, 999, 86421) for d in range(1, 10)]:
+        places = [a % 10 ** (i + 1) * b // 10**i for i in range(len(str(a)))]
+        assert worked(a, b) == f"{','.join(map(str, places))}\\boxed{{{a * b}}}"
+        for slip in range(1, len(str(a))):
+            assert f"{{{a * b}}}" not in worked(a, b, slip)
+    assert worked(345, 7, slip=1) == "35,28,23\\boxed{2385}"  # 3 of 35 is forgotten
+    assert worked(12, 3, slip=1) == "6,4\\boxed{46}"  # nothing is carried, and 1 is added
+
+
+def test_demonstrations_of_multiplication(tmp_path: Path) -> None:
+    size = "--digits 3 --second 1 --train 300 --test 40"
+    prepare(f"multiply --output {tmp_path} {size} --plain --demonstrations 4000 --wrong 0.6 --turns 3")
+    train, test = ({operands(r, "*") for r in read(tmp_path, n)} for n in ("train", "test"))
+    assert (len(train), len(test), len(train & test)) == (300, 40, 0)
+    attempts = wrong = 0
+    for row in read(tmp_path, "demonstrations"):
+        a, b = operands(row, "*")
+        assert (a, b) in train and len(str(a)) == 3 and len(str(b)) == 1 and len(row["prompt"]) == 1
+        turns = row["extra_info"]["demonstration"]
+        right = [f"{{{a * b}}}" in message["content"] for message in turns[::2]]
+        assert right[:-1] == [False] * (len(right) - 1) and (right[-1] or len(right) == 3)
+        # What stands between the attempts is what the environment says to them.
+        env = make("multiply", row, EnvironmentConfig(), max_turns=3)
+        replayed = [m for said in turns[::2] for m in (said, *env.step(said["content"])["observations"])]
+        assert turns == replayed
+        attempts, wrong = attempts + len(right), wrong + right.count(False)
+    assert abs(wrong / attempts - 0.6) < 4 * (0.6 * 0.4 / attempts) ** 0.5
+
+
+@pytest.mark.parametrize("options", ["", "--second 2", "--second 1 --digits 1"])
+def test_demonstrations_need_one_digit_to_multiply_by(tmp_path: Path, options: str) -> None:
+    with pytest.raises(UserError, match=r"--demonstrations 5: .*give --digits 2 or more, and --second 1"):
+        prepare(f"multiply --output {tmp_path} --demonstrations 5 {options}")
+    assert list(tmp_path.iterdir()) == []
+
+
+@given(
+    digits=st.tuples(st.integers(1, 5), st.integers(1, 5)).filter(lambda d: d[0] != d[1]),
+    train=st.integers(1, 60),
+    test=st.integers(0, 20),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=30, deadline=None)
+def test_pairs_of_different_lengths(digits: tuple[int, int], train: int, test: int, seed: int) -> None:
+    train_pairs, test_pairs = disjoint_pairs(digits[0], train, test, np.random.default_rng(seed), digits[1])
+    assert (len(train_pairs), len(test_pairs)) == (train, test)
+    both = np.concatenate([train_pairs, test_pairs]).tolist()
+    assert len({tuple(pair) for pair in both}) == train + test
+    assert {(len(str(a)), len(str(b))) for a, b in both} == {digits}
 
 
 @given(digits=st.integers(1, 6), train=st.integers(1, 60), test=st.integers(0, 20), seed=st.integers(0, 99))

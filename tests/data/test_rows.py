@@ -136,7 +136,8 @@ def test_files_that_are_no_data(tmp_path: Path) -> None:
 
 def test_an_environment_may_need_no_ground_truth(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
-        "from skyrl_mega.envs import BaseTextEnv\nclass Free(BaseTextEnv):\n    requires_ground_truth = False\n",
+        "from skyrl_mega.envs import BaseTextEnv\n"
+        "class Free(BaseTextEnv):\n    requires_ground_truth = False\n    def step(self, action): ...\n",
         encoding="utf-8",
     )
     config = EnvironmentConfig(classes={"free": f"{tmp_path / 'mine.py'}:Free"})
@@ -147,13 +148,41 @@ def test_an_environment_may_need_no_ground_truth(tmp_path: Path) -> None:
 def test_demonstrations(tmp_path: Path) -> None:
     shown = {**GOOD, "extra_info": {"demonstration": "6"}}
     (one,) = load_demonstrations([write(tmp_path / "a.parquet", [shown])])
-    assert (one.messages, one.response) == (USER, "6")
+    assert (one.messages, one.turns) == (USER, [{"role": "assistant", "content": "6"}])
     for extra_info in ({"demonstration": None}, {"demonstration": ""}, None):
         file = write(tmp_path / "b.parquet", [shown, {**GOOD, "extra_info": extra_info}])
         with pytest.raises(UserError, match=r"warmup.files: .*row 1, column extra_info.demonstration"):
             load_demonstrations([file])
     with pytest.raises(UserError, match=r"row 0, column extra_info\.demonstration"):
         load_demonstrations([write(tmp_path / "c.parquet", [GOOD])])
+
+
+SAID = {"role": "assistant", "content": "6"}
+TOLD = {"role": "user", "content": "Wrong."}
+
+
+def test_demonstrations_of_several_turns(tmp_path: Path) -> None:
+    shown = [[SAID, TOLD, SAID], [SAID], [SAID, TOLD, {**TOLD, "name": "Ann"}, SAID]]
+    rows = [{**GOOD, "extra_info": {"demonstration": turns}} for turns in shown]
+    assert [d.turns for d in load_demonstrations([write(tmp_path / "a.parquet", rows)])] == shown
+
+
+@pytest.mark.parametrize(
+    "turns, said",
+    [
+        (None, "it is empty; allowed: list<struct"),
+        ([], "it is empty"),
+        ([TOLD, SAID], "allowed: an assistant's message, then"),
+        ([SAID, TOLD], "and an assistant's at the end"),
+        ([SAID, {**TOLD, "role": "usr"}, SAID], "role is 'usr'; allowed: system,"),
+        ([SAID, {**TOLD, "content": None}, SAID], "content is None"),
+    ],
+)
+def test_a_demonstration_that_is_no_conversation(tmp_path: Path, turns: Any, said: str) -> None:
+    rows = [{**GOOD, "extra_info": {"demonstration": t}} for t in ([SAID, TOLD, SAID], turns)]
+    with pytest.raises(UserError, match=r"row 1, column extra_info\.demonstration: ") as caught:
+        load_demonstrations([write(tmp_path / "a.parquet", rows)])
+    assert said in str(caught.value) and "\n" not in str(caught.value)
 
 
 def test_100k_rows_are_checked_in_no_time(tmp_path: Path) -> None:

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import BaseTextEnv, make
+from skyrl_mega.envs.registry import check_ready
 
 
 def example_of_the_documents(shared: Path) -> str:
@@ -98,3 +100,15 @@ def test_multiply_ends_with_a_right_answer() -> None:
         "done": True,
         "metadata": {"parsed_answer": "6"},
     }
+
+
+def test_multiply_may_make_later_answers_worth_less() -> None:
+    config = EnvironmentConfig(options={"multiply": {"discount": 0.5}})
+    env = make("multiply", {"reward_spec": {"ground_truth": "6"}}, config, max_turns=3)
+    assert [env.step(rf"\boxed{{{answer}}}")["reward"] for answer in (5, 7, 6)] == [0.0, 0.0, 0.25]
+
+
+@pytest.mark.parametrize("options", [{"discount": 0}, {"discount": 1.1}, {"discount": "half"}, {"discount": True}])
+def test_a_discount_that_is_none(options: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=r"environment\.options\.multiply\.discount=.*allowed: a number above 0"):
+        check_ready("multiply", EnvironmentConfig(options={"multiply": options}))

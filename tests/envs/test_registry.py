@@ -25,6 +25,9 @@ class Echo(BaseTextEnv):
 class Bare:
     pass
 
+class Silent(BaseTextEnv):
+    pass
+
 number = 3
 """
 
@@ -36,6 +39,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "own_package" / "__init__.py").write_text("", encoding="utf-8")
     (tmp_path / "own_package" / "grader.py").write_text(OWN, encoding="utf-8")
     (tmp_path / "broken.py").write_text("import nothing_of_that_name\n", encoding="utf-8")
+    (tmp_path / "pasted.py").write_text("import re\n\nclass Mine(BaseTextEnv):\n    pass\n", encoding="utf-8")
+    (tmp_path / "unfinished.py").write_text("x = 1\ndef step(self:\n", encoding="utf-8")
+    (tmp_path / "script.py").write_text("import sys\nsys.exit(3)\n", encoding="utf-8")
+    (tmp_path / "empty.py").write_text("", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
@@ -90,9 +97,18 @@ def test_built_in_names_lead_somewhere(name: str) -> None:
         ("own_file.py", "allowed: package.module:Class or path/to/file.py:Class"),
         ("absent.py:Echo", "does not exist"),
         ("own_file.py:Eho", "did you mean Echo"),
+        ("own_file.py:Judge", "own_file.py has no class Judge; it has Echo, Bare, Silent"),
+        ("empty.py:Judge", "empty.py has no class Judge; it has no class"),
+        ("own_file.py:Silent", "Silent has no step; write `def step(self, action)`"),
         ("own_file.py:Bare", "init, step and close"),
         ("own_file.py:number", "init, step and close"),
-        ("broken.py:Echo", "ModuleNotFoundError: No module named 'nothing_of_that_name'"),
+        (
+            "broken.py:Echo",
+            "broken.py, line 1 cannot be imported: ModuleNotFoundError: No module named 'nothing_of_that",
+        ),
+        ("pasted.py:Mine", "line 3 cannot be imported: NameError: name 'BaseTextEnv' is not defined; add `from skyrl_"),
+        ("unfinished.py:Mine", "unfinished.py, line 2 cannot be imported: SyntaxError: '(' was never closed"),
+        ("script.py:Mine", "script.py, line 2 cannot be imported: SystemExit: 3"),
         ("no_such_package.grader:Echo", "no_such_package"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Rows for multiplication: training and test problems that share no pair."""
+"""Rows for multiplication: training and test problems that share no pair, and conversations with slips in them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.envs.base import Message
+from skyrl_mega.envs.multiply.env import MultiplyEnv
+from skyrl_mega.envs.multiply.schoolbook import worked
 from skyrl_mega.envs.pairs import disjoint_pairs
 from skyrl_mega.envs.row import row
 
@@ -19,22 +23,66 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train", type=int, default=10000, help="training problems")
     parser.add_argument("--test", type=int, default=200, help="held-out problems")
     parser.add_argument("--digits", type=int, default=4, choices=range(1, 10), help="digits of each number")
+    parser.add_argument("--second", type=int, choices=range(1, 10), help="digits of the second number, if others")
+    parser.add_argument("--plain", action="store_true", help="leave the system message out")
+    parser.add_argument(
+        "--demonstrations",
+        type=int,
+        default=0,
+        help="conversations for the warm-up; needs --digits 2 or more, --second 1",
+    )
+    parser.add_argument("--wrong", type=float, default=0.5, help="how likely each attempt of a demonstration is wrong")
+    parser.add_argument("--turns", type=int, default=3, help="attempts of a demonstration at most")
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
-    """File name → rows. Deterministic in `args.seed`."""
-    train, test = disjoint_pairs(args.digits, args.train, args.test, np.random.default_rng(args.seed))
-    return {
-        "train.parquet": (_row(a, b, args.digits, "train") for a, b in train.tolist()),
-        "test.parquet": (_row(a, b, args.digits, "test") for a, b in test.tolist()),
+    """File name → rows. Deterministic in `args.seed`.
+
+    A demonstration is a conversation with the environment about a training problem, drawn with repetition: attempts
+    with their work shown, until one is right or `args.turns` are used. A model that has learned them slips as often,
+    and RL has honest work to do.
+    """
+    if args.demonstrations and (args.digits < 2 or args.second != 1):
+        raise UserError(
+            f"--demonstrations {args.demonstrations}: they show how a number of several digits is multiplied by one "
+            "digit; give --digits 2 or more, and --second 1"
+        )
+    if args.turns < 1:
+        raise UserError(f"--turns {args.turns}: allowed: at least 1")
+    rng = np.random.default_rng(args.seed)
+    train, test = disjoint_pairs(args.digits, args.train, args.test, rng, args.second)
+    tables: dict[str, Iterator[dict[str, Any]]] = {
+        "train.parquet": (_row(a, b, args, "train") for a, b in train.tolist()),
+        "test.parquet": (_row(a, b, args, "test") for a, b in test.tolist()),
     }
+    if args.demonstrations:
+        shown = train[rng.integers(len(train), size=args.demonstrations)]
+        tables["demonstrations.parquet"] = (
+            _row(a, b, args, "demonstrations", demonstration=_conversation(a, b, args, rng)) for a, b in shown.tolist()
+        )
+    return tables
 
 
-def _row(a: int, b: int, digits: int, split: str) -> dict[str, Any]:
+def _conversation(a: int, b: int, args: argparse.Namespace, rng: np.random.Generator) -> list[Message]:
+    """Attempts at `a * b`, and what the environment says between them."""
+    env = MultiplyEnv(extras={"reward_spec": {"ground_truth": str(a * b)}, "max_turns": args.turns})
+    messages: list[Message] = []
+    done = False
+    while not done:
+        slip = int(rng.integers(1, args.digits)) if rng.random() < args.wrong else None
+        attempt = worked(a, b, slip)
+        output = env.step(attempt)
+        messages += [{"role": "assistant", "content": attempt}, *output["observations"]]
+        done = output["done"]
+    return messages
+
+
+def _row(a: int, b: int, args: argparse.Namespace, split: str, **more: Any) -> dict[str, Any]:
+    system = [] if args.plain else [{"role": "system", "content": SYSTEM}]
     return row(
         data_source="synthetic_multiply",
-        prompt=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{a} * {b}"}],
+        prompt=[*system, {"role": "user", "content": f"{a} * {b}"}],
         env_class="multiply",
         ground_truth=str(a * b),
-        extra_info={"num_digits": digits, "split": split},
+        extra_info={"num_digits": args.digits, "split": split, **more},
     )
