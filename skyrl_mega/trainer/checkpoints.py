@@ -21,10 +21,14 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int) -> None:
         self.folder, self.keep = folder, keep
 
+    def whole(self) -> list[Path]:
+        """The whole checkpoints, the newest last."""
+        found = [p.parent for p in self.folder.glob(f"step_*/{_STATE}") if not p.parent.name.endswith(".partial")]
+        return sorted(found)
+
     def newest(self) -> Path | None:
         """The newest whole checkpoint."""
-        whole = [p.parent for p in self.folder.glob(f"step_*/{_STATE}") if not p.parent.name.endswith(".partial")]
-        return max(whole, default=None)
+        return max(self.whole(), default=None)
 
     def state(self, checkpoint: Path) -> dict[str, Any]:
         """The driver's state in a checkpoint."""
@@ -43,7 +47,6 @@ class Checkpoints:
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)
-        whole = sorted(p.parent for p in self.folder.glob(f"step_*/{_STATE}"))
-        for old in whole[: -self.keep]:
+        for old in self.whole()[: -self.keep]:
             shutil.rmtree(old)
         return final
