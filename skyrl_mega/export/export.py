@@ -17,9 +17,9 @@ import torch
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.export.job import Job, Origin, plan_job
+from skyrl_mega.export.metadata import read_metadata
 from skyrl_mega.export.pool import run
 from skyrl_mega.export.progress import Progress
-from skyrl_mega.export.records import read_metadata
 from skyrl_mega.export.source import Source
 from skyrl_mega.weights.files import write_beside
 

@@ -1,8 +1,7 @@
-"""The files of a distributed checkpoint (torch.distributed.checkpoint's), read without a process group.
+"""The records of a distributed checkpoint: boxes of its tensors, each as `torch.save` writes a tensor.
 
-`.metadata` says which box of which tensor lies in which bytes of which file. Such a *record* is what `torch.save`
-writes, a zip archive without compression, so any rows of it are one read. Nothing that a checkpoint brings along is
-executed: both pickles in it are read with the few names that they need.
+That is a zip archive without compression, so any run of elements is one read. The archive's pickle is read with the
+few names that it needs, so that nothing in it is executed.
 """
 
 from __future__ import annotations
@@ -20,36 +19,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.layout.box import Box
 
-METADATA = ".metadata"
-COMPLETE = "metadata.json"
-"""megatron-core writes it last."""
-
-_PACKAGE = "torch.distributed.checkpoint."
-_NAMES = {
-    (_PACKAGE + "metadata", "Metadata"),
-    (_PACKAGE + "metadata", "TensorStorageMetadata"),
-    (_PACKAGE + "metadata", "BytesStorageMetadata"),
-    (_PACKAGE + "metadata", "ChunkStorageMetadata"),
-    (_PACKAGE + "metadata", "TensorProperties"),
-    (_PACKAGE + "metadata", "_MEM_FORMAT_ENCODING"),
-    (_PACKAGE + "metadata", "MetadataIndex"),
-    (_PACKAGE + "metadata", "StorageMeta"),
-    (_PACKAGE + "planner", "SavePlan"),
-    (_PACKAGE + "planner", "WriteItem"),
-    (_PACKAGE + "planner", "WriteItemType"),
-    (_PACKAGE + "planner", "TensorWriteData"),
-    (_PACKAGE + "planner", "BytesIOWriteData"),
-    (_PACKAGE + "filesystem", "_StorageInfo"),
-    ("torch.serialization", "_get_layout"),
-    ("torch", "Size"),
-    ("collections", "OrderedDict"),
-}
-"""What `.metadata` may name, besides torch's types of numbers."""
 _STORAGES = {"FloatStorage": torch.float32, "BFloat16Storage": torch.bfloat16, "HalfStorage": torch.float16}
 """What `torch.save` calls the types of a weight."""
 
@@ -89,59 +62,6 @@ class StoredTensor:
     records: tuple[Record, ...]
 
 
-def read_metadata(folder: Path) -> dict[str, StoredTensor]:
-    """The tensors of a distributed checkpoint, by key.
-
-    Raises:
-        UserError: it is not whole: the file that is missing or cut off is named.
-    """
-    for name in (METADATA, COMPLETE):
-        if not (folder / name).is_file():
-            raise UserError(f"{folder}: has no {name}; it is no distributed checkpoint, or its save was interrupted")
-    file = folder / METADATA
-    try:
-        with file.open("rb") as opened:
-            found = _Metadata(opened).load()
-        if not isinstance(found, Metadata):
-            raise pickle.UnpicklingError(f"it holds a {type(found).__name__}")
-        tensors = {
-            key: _tensor(folder, found, key, value)
-            for key, value in found.state_dict_metadata.items()
-            if isinstance(value, TensorStorageMetadata)
-        }
-    except (OSError, EOFError, ValueError, KeyError, AttributeError, TypeError, pickle.UnpicklingError) as error:
-        raise UserError(f"{file}: cannot be read ({error}); take another checkpoint") from error
-    _check_sizes(tensors)
-    return tensors
-
-
-def _tensor(folder: Path, metadata: Metadata, key: str, value: TensorStorageMetadata) -> StoredTensor:
-    records = []
-    for chunk in value.chunks:
-        info = metadata.storage_data[MetadataIndex(key, chunk.offsets)]
-        if Path(info.relative_path).name != info.relative_path or info.transform_descriptors:
-            raise ValueError(f"{key} lies in {info.relative_path!r}, which is no plain file of the folder")
-        box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
-        file = folder / info.relative_path
-        records.append(Record(key, box, value.properties.dtype, file, info.offset, info.length))
-    return StoredTensor(tuple(value.size), value.properties.dtype, tuple(records))
-
-
-def _check_sizes(tensors: dict[str, StoredTensor]) -> None:
-    """Every file is as long as its records need."""
-    needed: dict[Path, int] = {}
-    for tensor in tensors.values():
-        for record in tensor.records:
-            needed[record.file] = max(needed.get(record.file, 0), record.offset + record.length)
-    for file, size in sorted(needed.items()):
-        if not file.is_file():
-            raise UserError(f"{file}: is missing; the checkpoint is not whole, take another one")
-        if (there := file.stat().st_size) < size:
-            raise UserError(
-                f"{file}: {there} bytes, .metadata asks for {size}; the file is cut off, take another checkpoint"
-            )
-
-
 def locate(record: Record) -> tuple[int, int]:
     """First byte in the file of the record's elements, and their CRC-32.
 
@@ -159,7 +79,7 @@ def locate(record: Record) -> tuple[int, int]:
             entry = entries[f"data/{shape.storage}"]
             view.seek(entry.header_offset + 26)
             lengths = view.read(4)
-    except (OSError, EOFError, ValueError, KeyError, TypeError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
+    except (OSError, EOFError, ValueError, LookupError, TypeError, pickle.PickleError, zipfile.BadZipFile) as error:
         raise UserError(f"{record}: is damaged ({error}); take another checkpoint") from error
     expected = _Saved(shape.storage, record.dtype, 0, record.box.shape, _c_order(record.box.shape))
     if (
@@ -223,15 +143,6 @@ class _View(io.RawIOBase):
         got = os.preadv(self._file.fileno(), [into], self._start + self._at) if len(into) else 0
         self._at += got
         return got
-
-
-class _Metadata(pickle.Unpickler):
-    """Reads `.metadata`."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _NAMES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
 
 @dataclass(frozen=True)

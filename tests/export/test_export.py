@@ -23,9 +23,9 @@ import yaml
 from skyrl_mega.export import job
 from skyrl_mega.export.cli import main
 from skyrl_mega.export.export import export
+from skyrl_mega.export.metadata import read_metadata
 from skyrl_mega.export.pool import WorkerDied
 from skyrl_mega.export.progress import Phase, Progress
-from skyrl_mega.export.records import read_metadata
 from skyrl_mega.export.source import find
 from skyrl_mega.export.work import Worker
 from tests.export import saved
