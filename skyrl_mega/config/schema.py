@@ -106,6 +106,10 @@ class ClusterConfig:
     """Seconds for all actors to be up; past it the run ends and names who did not answer."""
     call_timeout_s: float = at_least(1, 3600.0)
     """Seconds that one call of an actor may take."""
+    preflight: str = one_of("auto", "always", "never")
+    """Looks at every node before the run, and ends it where one is not fit; auto does so on CUDA."""
+    preflight_timeout_s: float = at_least(1, 60.0)
+    """Seconds that one question of the preflight to a node may take."""
 
 
 @dataclass

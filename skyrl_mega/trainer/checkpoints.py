@@ -33,6 +33,10 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None] = print) -> None:
         self.folder, self.keep, self.say = folder, keep, say
 
+    def whole(self) -> list[Path]:
+        """The whole checkpoints, the newest last."""
+        return [checkpoint for checkpoint in self._all() if _damage(checkpoint) is None]
+
     def newest(self) -> Path | None:
         """The newest whole checkpoint; says which newer ones are damaged, and how.
 

@@ -28,6 +28,7 @@ from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.policy.actor import PolicyActor
 from skyrl_mega.policy.policy import Policy
+from skyrl_mega.preflight import preflight
 from skyrl_mega.retriever.session import service_of
 from skyrl_mega.rollout.chat import Chat
 from skyrl_mega.rollout.engine import Engine, EngineSpec, environment
@@ -57,6 +58,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         with console.phase("start ray"):
             actors = policy_ranks(config) + config.rollout.engines * config.rollout.tensor
             stack.enter_context(session(actors=actors, gpus=gpus_needed(config) if device == "cuda" else 0))
+        preflight.before_run(config, model, folder, console)
         with console.phase("start engines and policy"):
             policy, reference, fleet = start_actors(config, hf, model, device, folder, stack, console.say)
 

@@ -92,7 +92,7 @@ def save(
     here = Topology.shared(transport.size, transport.size, Links(gpus_per_node=transport.size, nics_per_node=1))
     files = list(split(layout.tensors, first.dtype.itemsize, file_bytes))
     count = len(files)
-    names = [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+    names = file_names(count)
     for start in range(0, count, len(writers)):
         batch = dict(zip(writers, range(start, count), strict=False))
         held = [_whole(layout, files[batch[r]]) if r in batch else Shard({}, ()) for r in range(transport.size)]
@@ -138,6 +138,30 @@ def split(tensors: Mapping[str, tuple[int, ...]], itemsize: int, file_bytes: int
     yield names
 
 
+def file_names(count: int) -> list[str]:
+    """What the safetensors files of a directory are called."""
+    return [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def write_beside(folder: Path, source: Path, files: Mapping[str, Sequence[str]], nbytes: int) -> None:
+    """Writes the index, and copies configuration and tokenizer from `source`.
+
+    Args:
+        folder: a directory with the safetensors files.
+        source: a Hugging Face directory.
+        files: file → its tensors; a single file needs no index.
+        nbytes: of all tensors.
+    """
+    if len(files) > 1:
+        weight_map = {tensor: file for file, names in files.items() for tensor in names}
+        index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=1))
+    for pattern in BESIDE:
+        for file in source.glob(pattern):
+            if file.is_file() and file.name != INDEX:
+                shutil.copy2(file, folder / file.name)
+
+
 def _whole(layout: Layout, names: Sequence[str]) -> Shard:
     """A shard that holds each of `names` in full, under its own name."""
     shapes = {name: layout.tensors[name] for name in names}
@@ -155,15 +179,7 @@ def _finish(
     path: Path, partial: Path, source: Path, files: Mapping[str, Sequence[str]], layout: Layout, itemsize: int
 ) -> None:
     """Index, configuration and tokenizer; then the directory takes its name."""
-    if len(files) > 1:
-        total = sum(prod(shape) for shape in layout.tensors.values()) * itemsize
-        weight_map = {tensor: file for file, names in files.items() for tensor in names}
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        (partial / INDEX).write_text(json.dumps(index, indent=1))
-    for pattern in BESIDE:
-        for file in source.glob(pattern):
-            if file.is_file() and file.name != INDEX:
-                shutil.copy2(file, partial / file.name)
+    write_beside(partial, source, files, sum(prod(shape) for shape in layout.tensors.values()) * itemsize)
     replaced = path.with_name(f".{path.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if path.exists():

@@ -1,0 +1,214 @@
+"""How fast an export is, as a share of what the disk copies, and how much memory a worker needs.
+
+    python benchmarks/export.py [--folder DIR] [--layers 4] [--workers 1,2] [--repeat 3] [--output FILE.json]
+
+Writes a checkpoint of a Qwen3-MoE's shape as eight ranks (TP2, EP4) would leave it, bfloat16 weights without an
+optimizer, 3.7 GB with four layers. Each round copies its files, exports them, and exports them once more with
+--verify; everything is read from the disk (its pages are dropped from the cache before) and is on the disk at the end
+(fsync). A copy and an export of a round stand next to each other in time, so the share is taken within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pickle
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.distributed.checkpoint.filesystem import _StorageInfo
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from skyrl_mega.export.export import export
+from skyrl_mega.export.source import Source
+from skyrl_mega.models.registry import architecture
+
+TENSOR, EXPERT = 2, 4
+BLOCK = 16 << 20
+
+
+def config(layers: int) -> dict[str, Any]:
+    """Qwen3-30B-A3B's config.json with fewer layers and half of its experts."""
+    return {
+        "model_type": "qwen3_moe", "vocab_size": 151936, "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": layers, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "hidden_act": "silu", "max_position_embeddings": 40960, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
+        "tie_word_embeddings": False, "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 768,
+        "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [], "torch_dtype": "bfloat16",
+    }  # fmt: skip
+
+
+def boxes(key: str, shape: tuple[int, ...]) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
+    """Which rank writes which box of a stored tensor."""
+    if "norm" in key or "router" in key:
+        return [(0, (0,) * len(shape), shape)]
+    if ".experts." in key:
+        experts, rows, columns = shape
+        halves = (0, rows // 2) if "fc1" in key else (0,)
+        size = (1, rows // len(halves), columns)
+        return [
+            (e * EXPERT // experts * TENSOR + e % TENSOR, (e, row, 0), size)
+            for e, row in product(range(experts), halves)
+        ]
+    cut = 1 if "linear_proj" in key else 0
+    size = tuple(n // TENSOR if d == cut else n for d, n in enumerate(shape))
+    return [(r, tuple(r * n if d == cut else 0 for d, n in enumerate(size)), size) for r in range(TENSOR)]
+
+
+def write_checkpoint(folder: Path, hf: dict[str, Any]) -> int:
+    """Random weights; bytes written."""
+    folder.mkdir()
+    names = _Any()
+    shard = architecture(hf).stored_shard(hf, names)
+    files = [(folder / f"__{rank}_0.distcp").open("wb") for rank in range(TENSOR * EXPERT)]
+    random = torch.randn(151936 * 1024, dtype=torch.bfloat16)
+    state: dict[str, Any] = {}
+    where: dict[Any, Any] = {}
+    for key, shape in shard.params.items():
+        chunks = []
+        for rank, start, size in boxes(key, shape):
+            count = torch.Size(size).numel()
+            shift = int(torch.randint(len(random) - count + 1, ()))
+            at = files[rank].tell()
+            torch.save(random[shift : shift + count].view(size).clone(), files[rank])
+            chunks.append(ChunkStorageMetadata(torch.Size(start), torch.Size(size)))
+            where[MetadataIndex(key, torch.Size(start))] = _StorageInfo(
+                files[rank].name.rpartition("/")[2], at, files[rank].tell() - at
+            )
+        state[key] = TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size(shape), chunks)
+    total = 0
+    for file in files:
+        file.flush()
+        os.fsync(file.fileno())
+        total += file.tell()
+        file.close()
+    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(state, None, where)))
+    (folder / "metadata.json").write_text("{}")
+    return total
+
+
+class _Any(frozenset[str]):
+    """The keys that Transformer Engine's spec stores: one for each layer, where layers have experts."""
+
+    def __contains__(self, key: object) -> bool:
+        return "decoder.layers." not in str(key) or str(key).split(".")[2].isdigit()
+
+
+def forget(folder: Path) -> None:
+    """Drops a folder's files from the page cache."""
+    for file in folder.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as opened:
+                os.fsync(opened.fileno())
+                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def copy(source: Path, target: Path, workers: int) -> float:
+    """Seconds to copy the files and bring them to the disk, some at once, by plain reads and writes."""
+    target.mkdir()
+
+    def one(file: Path) -> None:
+        with file.open("rb", buffering=0) as reading, (target / file.name).open("wb", buffering=0) as writing:
+            while block := reading.read(BLOCK):
+                writing.write(block)
+            os.fsync(writing.fileno())
+
+    start = time.perf_counter()
+    with ThreadPoolExecutor(workers) as pool:
+        list(pool.map(one, source.glob("*.distcp")))
+    return time.perf_counter() - start
+
+
+class Memory:
+    """The largest private memory (USS) of any process of this one's family, itself left out, in MB."""
+
+    def __enter__(self) -> Memory:
+        self.peak, self._stop = 0.0, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.05):
+            for process in psutil.Process().children(recursive=True):
+                try:
+                    self.peak = max(self.peak, process.memory_full_info().uss / 1e6)
+                except psutil.Error:
+                    continue
+
+
+def measure(source: Source, folder: Path, workers: int) -> dict[str, float]:
+    """One round."""
+    row: dict[str, float] = {}
+    size = sum(file.stat().st_size for file in source.folder.glob("*.distcp"))
+    forget(source.folder)
+    row["copy_mb_s"] = size / 1e6 / copy(source.folder, folder / "copy", workers)
+    shutil.rmtree(folder / "copy")
+    for name, verify in (("export", False), ("verified", True)):
+        forget(source.folder)
+        start = time.perf_counter()
+        with Memory() as memory:
+            done = export(source, folder / "out", workers=workers, verify=verify)
+        row[f"{name}_mb_s"] = done.nbytes / 1e6 / (time.perf_counter() - start)
+        row[f"{name}_worker_mb"] = memory.peak
+        shutil.rmtree(folder / "out")
+    row["share"] = row["export_mb_s"] / row["copy_mb_s"]
+    return row
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--folder", type=Path, help="where there is room for three times the checkpoint")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--workers", default="1,2", help="numbers of workers, with commas (default: %(default)s)")
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as temporary:
+        folder, hf = Path(temporary), config(args.layers)
+        (folder / "model").mkdir()
+        (folder / "model" / "config.json").write_text(json.dumps(hf))
+        size = write_checkpoint(folder / "checkpoint", hf)
+        print(f"checkpoint: {size / 1e9:.2f} GB in {TENSOR * EXPERT} files", flush=True)
+        source = Source(folder / "checkpoint", folder / "model", hf)
+        found = []
+        columns = ("workers", "copy MB/s", "export MB/s", "share", "with --verify", "worker MB")
+        print("".join(c.rjust(15) for c in columns))
+        for workers in (int(n) for n in args.workers.split(",")):
+            rows = [measure(source, folder, workers) for _ in range(args.repeat)]
+            middle = {key: round(statistics.median(row[key] for row in rows), 2) for key in rows[0]}
+            found.append({"workers": workers, **middle, "rounds": rows})
+            print(
+                f"{workers:15d}{middle['copy_mb_s']:15.0f}{middle['export_mb_s']:15.0f}{middle['share']:15.2f}"
+                f"{middle['verified_mb_s']:15.0f}{max(r['export_worker_mb'] for r in rows):15.0f}",
+                flush=True,
+            )
+    if args.output:
+        about = {"bytes": size, "files": TENSOR * EXPERT, "command": " ".join(["python", *sys.argv])}
+        args.output.write_text(json.dumps({**about, "medians": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,128 @@
+"""The command line of an export, and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from types import FrameType
+from typing import NoReturn
+
+from skyrl_mega.config.errors import UserError
+
+DONE, FAULT, WRONG_INPUT = 0, 1, 2
+DTYPES = ("as-trained", "bfloat16", "float32")
+
+
+class Stopped(BaseException):
+    """SIGTERM or SIGINT; what was written so far is removed on its way up."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Its complaints are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see python -m skyrl_mega.export --help")
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `python -m skyrl_mega.export`."""
+    p = Parser(
+        prog="python -m skyrl_mega.export",
+        description="Writes a run's checkpoint as a Hugging Face directory, without a GPU. Exit codes: 0 done, 2 the "
+        "input is wrong, 1 a fault.",
+        allow_abbrev=False,
+    )
+    p.add_argument("source", type=Path, metavar="RUN", help="a run's folder, or one checkpoint of it")
+    p.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new or an empty directory")
+    p.add_argument("--step", type=int, metavar="N", help="which checkpoint of the run (default: the newest)")
+    p.add_argument("--model", type=Path, metavar="DIR", help="configuration and tokenizer (default: the run's model)")
+    p.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the files (default: %(default)s)")
+    p.add_argument(
+        "--from",
+        dest="origin",
+        choices=("weights", "master"),
+        default="weights",
+        help="what the model computes with, or the optimizer's float32 copies (default: %(default)s)",
+    )
+    p.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core, 16 at most)")
+    p.add_argument("--shard-gib", type=float, default=5.0, metavar="GIB", help="size of a file (default: %(default)s)")
+    p.add_argument("--verify", action="store_true", help="read every tensor back and compare it with the checkpoint")
+    p.add_argument("--json", action="store_true", help="what was done as one JSON object on standard output")
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns the exit code."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    before = {name: signal.signal(name, _stop) for name in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        return _run(parser().parse_args(argv))
+    except UserError as error:
+        if "--json" in argv:
+            print(json.dumps({"error": str(error)}))
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_INPUT
+    except Stopped as stopped:
+        print(f"stopped by {stopped}; nothing is left of it", file=sys.stderr)
+        return FAULT
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
+
+
+def _run(args: argparse.Namespace) -> int:
+    workers = args.workers if args.workers is not None else min(16, len(os.sched_getaffinity(0)))
+    if workers < 1:
+        raise UserError(f"--workers {workers}: allowed is 1 or more")
+    if not args.shard_gib > 0:
+        raise UserError(f"--shard-gib {args.shard_gib}: allowed is a size above 0")
+
+    # torch comes in only now: complaints about the above are at once.
+    from skyrl_mega.export.export import check_output, export
+    from skyrl_mega.export.job import DTYPES as TYPES
+    from skyrl_mega.export.pool import WorkerDied
+    from skyrl_mega.export.progress import Progress, size
+    from skyrl_mega.export.source import find
+    from skyrl_mega.export.work import Different
+
+    check_output(args.output)
+    source = find(args.source, args.step, args.model)
+    people = sys.stderr if args.json else sys.stdout
+    print(f"{source.folder} → {args.output}, {workers} {'worker' if workers == 1 else 'workers'}", file=people)
+    try:
+        done = export(
+            source,
+            args.output,
+            dtype=TYPES.get(args.dtype),
+            origin=args.origin,
+            workers=workers,
+            file_bytes=int(args.shard_gib * 2**30),
+            verify=args.verify,
+            progress=Progress(people),
+        )
+    except (Different, WorkerDied, OSError) as error:
+        print(f"fault: {error}", file=sys.stderr)
+        return FAULT
+    if done.without_master:
+        keys = ", ".join(done.without_master[:3]) + (" …" if len(done.without_master) > 3 else "")
+        print(f"{len(done.without_master)} tensors are not trained, their weights are exported: {keys}", file=people)
+    if args.json:
+        print(json.dumps(asdict(done)))
+        return DONE
+    proof = "read back and equal, bit by bit" if done.verified else "not read back (--verify does)"
+    rate = f"{size(done.nbytes / done.seconds)}/s"
+    print(
+        f"{done.output}: {done.tensors} tensors, {done.files} {'file' if done.files == 1 else 'files'}, {done.dtype}, "
+    )
+    print(f"{size(done.nbytes)} in {done.seconds:.1f} s, {rate}; {proof}")
+    return DONE
+
+
+def _stop(number: int, _: FrameType | None) -> NoReturn:
+    raise Stopped(signal.Signals(number).name)

@@ -1,0 +1,186 @@
+"""An export from beginning to end: look, plan, write, prove, and only then give the directory its name."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.export.job import Job, Origin, plan_job
+from skyrl_mega.export.metadata import read_metadata
+from skyrl_mega.export.pool import run
+from skyrl_mega.export.progress import Progress
+from skyrl_mega.export.source import Source
+from skyrl_mega.weights.files import write_beside
+
+_LOCK = ".lock"
+_SPARE_BYTES = 64 << 20
+"""What index, tokenizer and file system need besides the weights."""
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was done."""
+
+    output: str
+    checkpoint: str
+    dtype: str
+    tensors: int
+    files: int
+    nbytes: int
+    """Of all tensors."""
+    seconds: float
+    """From the first look to the name; verification is not counted."""
+    verified: bool
+    """Whether every tensor was read back and compared."""
+    without_master: tuple[str, ...]
+    """Keys whose weights were taken, because the optimizer holds no copy of them."""
+
+
+def export(
+    source: Source,
+    output: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    origin: Origin = "weights",
+    workers: int = 1,
+    file_bytes: int = 5 << 30,
+    verify: bool = False,
+    progress: Progress | None = None,
+) -> Exported:
+    """Writes a checkpoint as a Hugging Face directory. It appears whole, or not at all.
+
+    Args:
+        source: the checkpoint.
+        output: a new or an empty directory.
+        dtype: of the files; None is that of what is exported.
+        origin: what is exported.
+        workers: processes; each needs two buffers of `job.SLAB_BYTES`, or of one row where that is more.
+        file_bytes: size of one file at most (one tensor at least).
+        verify: read every tensor back and compare it with the checkpoint, bit by bit, and the checkpoint with its own
+            check sums.
+        progress: who is told how far it is.
+
+    Raises:
+        UserError: the checkpoint is not whole, of another model or of another type; the output is there already or
+            does not fit on the disk. Nothing has been written then.
+        WorkerDied: a worker was killed.
+        Different: what was written is not what the checkpoint holds.
+        OSError: the file system failed.
+    """
+    progress = progress or Progress(None)
+    start = time.perf_counter()
+    check_output(output)
+    job = plan_job(source.hf, read_metadata(source.folder), dtype=dtype, origin=origin, file_bytes=file_bytes)
+    _check_room(output, job)
+    job = _located(job, output, workers, progress)
+    proving = 0.0
+    with _partial(output) as partial:
+        for file in job.files:
+            with (partial / file.name).open("wb") as opened:
+                opened.write(file.header)
+                opened.truncate(file.nbytes)
+        with progress.phase("write", job.nbytes) as phase:
+            for _, size in run(job, partial, "write", range(len(job.batches)), workers):
+                phase.advance(size)
+            for _ in run(job, partial, "flush", range(len(job.files)), workers):
+                pass
+        write_beside(partial, source.model, {f.name: list(f.offsets) for f in job.files}, job.nbytes)
+        _say_dtype(partial / "config.json", job.dtype)
+        if verify:
+            proving = time.perf_counter()
+            _prove(job, partial, workers, progress)
+            proving = time.perf_counter() - proving
+        (partial / _LOCK).unlink()
+        os.rename(partial, output)
+    return Exported(
+        output=str(output),
+        checkpoint=str(source.folder),
+        dtype=str(job.dtype).removeprefix("torch."),
+        tensors=len(job.shapes),
+        files=len(job.files),
+        nbytes=job.nbytes,
+        seconds=time.perf_counter() - start - proving,
+        verified=verify,
+        without_master=job.without_master,
+    )
+
+
+def check_output(output: Path) -> None:
+    """Refuses a place that holds something already, or that cannot be written to."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output {output}: it holds something already; allowed is a new or an empty directory")
+    parent = next(p for p in output.absolute().parents if p.exists())
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"--output {output}: {parent} may not be written to; choose another place")
+
+
+def _check_room(output: Path, job: Job) -> None:
+    parent = next(p for p in output.absolute().parents if p.exists())
+    needed, free = job.nbytes + _SPARE_BYTES, shutil.disk_usage(parent).free
+    if needed > free:
+        raise UserError(
+            f"--output {output}: {needed / 1e9:.1f} GB are needed, {parent} has {free / 1e9:.1f} GB; choose another "
+            "place"
+        )
+
+
+def _located(job: Job, folder: Path, workers: int, progress: Progress) -> Job:
+    """The job with the place of every record's elements. Reads the head and the tail of each record."""
+    records = list(job.records)
+    with progress.phase("check", len(records), unit="records") as phase:
+        for index, (data, crc) in run(job, folder, "locate", range(len(records)), workers):
+            records[index] = replace(records[index], data=data, crc=crc)
+            phase.advance(1)
+    return replace(job, records=tuple(records))
+
+
+def _prove(job: Job, partial: Path, workers: int, progress: Progress) -> None:
+    compared = 0
+    with progress.phase("verify", job.nbytes) as phase:
+        for _, elements in run(job, partial, "compare", range(len(job.records)), workers):
+            compared += elements
+            phase.advance(elements * job.dtype.itemsize)
+    if compared * job.dtype.itemsize != job.nbytes:
+        raise AssertionError(f"{compared} elements compared, {job.nbytes // job.dtype.itemsize} written")
+
+
+@contextmanager
+def _partial(output: Path) -> Iterator[Path]:
+    """A hidden folder beside the output, ours alone; gone at the end, unless it has been renamed.
+
+    What an export that was killed has left there is removed.
+    """
+    partial = output.with_name(f".{output.name}.partial")
+    partial.mkdir(parents=True, exist_ok=True)
+    with (partial / _LOCK).open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"--output {output}: another export writes it now; wait for it, or end it") from None
+        try:
+            for left in partial.iterdir():
+                if left.name != _LOCK:
+                    left.unlink()
+            yield partial
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+
+
+def _say_dtype(file: Path, dtype: torch.dtype) -> None:
+    """config.json names the type of the files, which who loads them goes by."""
+    hf: dict[str, Any] = json.loads(file.read_text())
+    name = str(dtype).removeprefix("torch.")
+    keys = [key for key in ("dtype", "torch_dtype") if key in hf] or ["torch_dtype"]
+    if any(hf.get(key) != name for key in keys):
+        file.write_text(json.dumps({**hf, **dict.fromkeys(keys, name)}, indent=2) + "\n")

@@ -1,0 +1,88 @@
+"""Workers as processes: the same method on many items, each process with a `Worker` of its own."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_mega.export.job import Job
+from skyrl_mega.export.work import Worker
+
+AHEAD = 4
+"""Items that wait at each worker."""
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["skyrl_mega.export.work"])
+_worker: Worker | None = None
+
+
+class WorkerDied(RuntimeError):
+    """A worker ended without an answer."""
+
+
+def run(job: Job, folder: Path, method: str, items: Sequence[int], workers: int) -> Iterator[tuple[int, Any]]:
+    """`Worker(job, folder).method(item)` for all items, as (item, answer) in the order in which they come.
+
+    Args:
+        job: the plan that every worker gets.
+        folder: the files that are written.
+        method: of `Worker`.
+        items: its arguments.
+        workers: processes; 1 works in this one.
+
+    Raises:
+        WorkerDied: a process ended by itself or was killed.
+        Exception: the first that a worker raised.
+    """
+    if workers == 1 or len(items) == 1:
+        alone = Worker(job, folder)
+        yield from ((item, getattr(alone, method)(item)) for item in items)
+        return
+    count = min(workers, len(items))
+    pool = ProcessPoolExecutor(count, mp_context=_context, initializer=_begin, initargs=(job, folder))
+    try:
+        waiting: dict[Future[Any], int] = {}
+        rest = iter(items)
+        while True:
+            while len(waiting) < count * AHEAD and (item := next(rest, None)) is not None:
+                waiting[pool.submit(_call, method, item)] = item
+            if not waiting:
+                return
+            for done in wait(waiting, return_when=FIRST_COMPLETED).done:
+                yield waiting.pop(done), done.result()
+    except BrokenProcessPool as error:
+        raise WorkerDied(
+            f"a worker ended in the middle of {method}; where the kernel killed it for want of memory, give fewer "
+            "--workers"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _begin(job: Job, folder: Path) -> None:
+    """A worker's start. It takes no interrupt of its own and does not outlive who started it."""
+    global _worker
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    torch.set_num_threads(1)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    _worker = Worker(job, folder)
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os._exit(1)
+
+
+def _call(method: str, item: int) -> Any:
+    return getattr(_worker, method)(item)

@@ -1,0 +1,79 @@
+"""How far an export is: a live line on a terminal, a plain line from time to time elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TextIO
+
+import rich.console
+import rich.progress as bars
+
+QUIET_S = 10.0
+"""Seconds between plain lines."""
+
+
+@dataclass
+class Phase:
+    """A part of the work under way."""
+
+    name: str
+    total: int
+    unit: str
+    console: rich.console.Console | None
+    bar: bars.Progress | None = None
+    done: int = 0
+    start: float = field(default_factory=time.monotonic)
+    said: float = field(default_factory=time.monotonic)
+
+    def advance(self, amount: int) -> None:
+        """So much more is done."""
+        self.done += amount
+        if self.bar:
+            self.bar.update(self.bar.task_ids[0], completed=self.done)
+        elif self.console and time.monotonic() - self.said >= QUIET_S:
+            self.said = time.monotonic()
+            self.console.print(self.line())
+
+    def line(self) -> str:
+        """Done of all, and the mean rate."""
+        seconds = max(time.monotonic() - self.start, 1e-6)
+        if self.unit == "bytes":
+            return f"{self.name}: {size(self.done)} of {size(self.total)}, {size(self.done / seconds)}/s"
+        return f"{self.name}: {self.done} of {self.total} {self.unit}"
+
+
+class Progress:
+    """Tells a person; None tells nobody."""
+
+    def __init__(self, out: TextIO | None) -> None:
+        self._console = rich.console.Console(file=out, highlight=False, markup=False, soft_wrap=True) if out else None
+
+    @contextmanager
+    def phase(self, name: str, total: int, unit: str = "bytes") -> Iterator[Phase]:
+        """A part of the work; a line with its amount and rate stands at its end."""
+        phase = Phase(name, total, unit, self._console)
+        if self._console and self._console.is_terminal:
+            columns = [bars.TextColumn("{task.description}"), bars.BarColumn(bar_width=30)]
+            if unit == "bytes":
+                columns += [bars.DownloadColumn(), bars.TransferSpeedColumn(), bars.TimeRemainingColumn()]
+            else:
+                columns += [bars.MofNCompleteColumn()]
+            with bars.Progress(*columns, console=self._console, transient=True) as phase.bar:
+                phase.bar.add_task(name, total=total)
+                yield phase
+        else:
+            yield phase
+        if self._console:
+            self._console.print(phase.line())
+
+
+def size(count: float) -> str:
+    """Bytes for a person; a GB is 10⁹ of them."""
+    for unit in ("B", "kB", "MB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.1f} GB"

@@ -1,0 +1,97 @@
+"""Which checkpoint is meant, and which model it is of."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.trainer.checkpoints import Checkpoints
+from skyrl_mega.weights.headers import read_config
+
+
+@dataclass(frozen=True)
+class Source:
+    """A checkpoint that is to be exported."""
+
+    folder: Path
+    """The distributed checkpoint."""
+    model: Path
+    """The Hugging Face directory whose configuration and tokenizer go with it."""
+    hf: dict[str, Any]
+    """Its config.json."""
+
+
+def find(path: Path, step: int | None, model: Path | None) -> Source:
+    """The checkpoint that a command line means.
+
+    Args:
+        path: a run's folder, one of its checkpoints, or a distributed checkpoint.
+        step: of a run; None is the newest.
+        model: a Hugging Face directory; None is the run's `model.path`.
+
+    Raises:
+        UserError: there is none, or it is not whole, or its model is not there.
+    """
+    if not path.is_dir():
+        raise UserError(f"{path}: no such folder; give a run's folder or one of its checkpoints")
+    run: Path | None = None
+    if _is_run(path):
+        run, folder = path, _of_run(path, step)
+    elif step is not None:
+        raise UserError(f"--step {step}: {path} is no run's folder; leave --step out, or give the run's folder")
+    elif re.fullmatch(r"step_\d+(\.partial)?", path.resolve().name):
+        run, folder = path.resolve().parents[1], _whole(path)
+    else:
+        folder = path
+        if path.resolve().name == "policy":
+            run = path.resolve().parents[2]
+    found = model or _model_of(run, path)
+    return Source(folder, found, read_config(found))
+
+
+def _is_run(path: Path) -> bool:
+    return (path / "checkpoints").is_dir() or (path / "config.yaml").is_file()
+
+
+def _of_run(run: Path, step: int | None) -> Path:
+    whole = {int(p.name.removeprefix("step_")): p for p in Checkpoints(run / "checkpoints", keep=1).whole()}
+    if not whole:
+        raise UserError(f"{run}: has no whole checkpoint; a run saves one every checkpoint.every steps")
+    if step is not None and step not in whole:
+        raise UserError(f"--step {step}: {run} has no checkpoint of that step; allowed are {_listed(whole)}")
+    return whole[max(whole) if step is None else step] / "policy"
+
+
+def _listed(steps: Any) -> str:
+    return ", ".join(str(step) for step in sorted(steps))
+
+
+def _whole(step: Path) -> Path:
+    if step.resolve().name.endswith(".partial") or not (step / "state.json").is_file():
+        raise UserError(f"{step}: its save was interrupted; take another checkpoint")
+    return step / "policy"
+
+
+def _model_of(run: Path | None, path: Path) -> Path:
+    """`model.path` of the run; a relative one is seen from where the run was started."""
+    if run is None or not (run / "config.yaml").is_file():
+        raise UserError(
+            f"--model is missing: {path} has no config.yaml of a run beside it; give a Hugging Face directory"
+        )
+    try:
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        named, directory = Path(config["model"]["path"]), Path(config["run"]["directory"])
+    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+        raise UserError(f"{run / 'config.yaml'}: has no model.path ({error}); give --model") from error
+    places = [named]
+    if not named.is_absolute() and not directory.is_absolute():
+        places.insert(0, run.resolve().parents[len(directory.parts)] / named)
+    for place in places:
+        if place.is_dir():
+            return place
+    raise UserError(f"model.path: {named} of {run / 'config.yaml'} is not there any more; give --model")

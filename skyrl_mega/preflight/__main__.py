@@ -1,0 +1,8 @@
+"""`python -m skyrl_mega.preflight --config FILE [group.key=value …] [--json]`."""
+
+import sys
+
+from skyrl_mega.preflight.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

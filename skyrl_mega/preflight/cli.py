@@ -1,0 +1,98 @@
+"""The command line of a preflight, and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from skyrl_mega.config.errors import UserError
+
+DONE, FAULT, WRONG_INPUT = 0, 1, 2
+
+
+class Parser(argparse.ArgumentParser):
+    """Its complaints are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see python -m skyrl_mega.preflight --help")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns the exit code."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    p = Parser(
+        prog="python -m skyrl_mega.preflight",
+        description="Looks at every node of the cluster that RAY_ADDRESS names (without it, at this machine) before a "
+        "run. Exit codes: 0 all are fit, 1 some are not and are named, 2 the input is wrong.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--config", required=True, metavar="FILE", help="a .yaml file of a run")
+    p.add_argument("--json", action="store_true", help="the report as one JSON object on standard output")
+    p.add_argument("overrides", nargs="*", metavar="group.key=value", help="settings over the file's")
+    try:
+        return _run(p.parse_intermixed_args(argv))
+    except UserError as error:
+        if "--json" in argv:
+            print(json.dumps({"error": str(error)}))
+        print(f"error: {error}", file=sys.stderr)
+        return WRONG_INPUT
+
+
+def _run(args: argparse.Namespace) -> int:
+    from skyrl_mega.config.checks import check
+    from skyrl_mega.config.compose import compose
+
+    config = compose(args.config, args.overrides)
+    check(config)
+
+    from skyrl_mega.cluster.errors import ClusterError
+    from skyrl_mega.cluster.local import session
+    from skyrl_mega.preflight.preflight import preflight
+    from skyrl_mega.weights.headers import read_config
+
+    model = Path(config.model.path)
+    read_config(model)
+    try:
+        with _folder(Path(config.run.directory) / config.run.name) as folder, session(actors=1):
+            report = preflight(config, model, folder, _device(config.cluster.device))
+    except ClusterError as error:
+        print(f"fault: {error}", file=sys.stderr)
+        return FAULT
+    if args.json:
+        print(json.dumps(report.values()))
+    else:
+        print(f"{report.table()}\n\n{report.summary()}")
+    return FAULT if report.bad else DONE
+
+
+def _device(wanted: str) -> str:
+    """What the run will compute on: CUDA where a node of the cluster, or this machine, has it."""
+    if wanted != "auto":
+        return wanted
+    import ray
+    import torch
+
+    return "cuda" if torch.cuda.is_available() or ray.cluster_resources().get("GPU") else "cpu"
+
+
+@contextlib.contextmanager
+def _folder(run: Path) -> Iterator[Path]:
+    """The run's folder; one that is made for the preflight goes again."""
+    made = [p for p in (run, *run.parents) if not p.exists()]
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"run.directory: {run} cannot be made: {error.strerror}; allowed is a folder that you may write to"
+        ) from error
+    try:
+        yield run
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):  # a run has begun in it meanwhile
+                folder.rmdir()

@@ -1,0 +1,50 @@
+"""One end of an exchange between two nodes: `…preflight.exchange FD HOST PORT DEVICE MIB SECONDS`.
+
+A process of its own, because a collective that hangs can only be killed.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from datetime import timedelta
+
+ROUNDS = 5
+
+
+def main(fd: int, host: str, port: int, device: str, mib: int, timeout_s: float) -> None:
+    """Prints {"gb_s": …}: bytes that each end sends, per second. `fd` is rank 0's listening socket, -1 is rank 1."""
+    import torch
+    import torch.distributed as dist
+
+    rank, limit = int(fd < 0), timedelta(seconds=timeout_s)
+    store = dist.TCPStore(host, port, 2, is_master=rank == 0, timeout=limit, master_listen_fd=fd if rank == 0 else None)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=2,
+        timeout=limit,
+    )
+    own = torch.full((mib << 20,), rank, dtype=torch.uint8, device=device)
+    other = torch.empty_like(own)
+    operations = [dist.P2POp(dist.isend, own, 1 - rank), dist.P2POp(dist.irecv, other, 1 - rank)]
+    seconds = []
+    for _ in range(ROUNDS + 1):
+        dist.barrier()
+        start = time.perf_counter()
+        for request in dist.batch_isend_irecv(operations):
+            request.wait()
+        if device == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - start)
+    if not bool((other == 1 - rank).all()):
+        raise RuntimeError("what arrived is not what was sent")
+    dist.barrier()
+    print(json.dumps({"gb_s": (mib << 20) / min(seconds[1:]) / 1e9}))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], int(sys.argv[3]), sys.argv[4], int(sys.argv[5]), float(sys.argv[6]))

@@ -1,0 +1,217 @@
+"""GPUs: as many as wanted, healthy and empty, by NVML and the kernel's log.
+
+Of the Xid errors (docs.nvidia.com/deploy/xid-errors) only those count that a device or its link causes; the others tell
+of a program that did something wrong.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_mega.preflight.finding import Finding, gib, usual
+
+XIDS = {
+    48: "double-bit ECC error",
+    62: "internal micro-controller halt",
+    64: "row remapping failed",
+    74: "NVLink error",
+    79: "fallen off the bus",
+    92: "high rate of single-bit errors",
+    94: "contained ECC error",
+    95: "uncontained ECC error",
+    119: "GSP does not answer",
+    120: "GSP error",
+    140: "unrecovered ECC error",
+}
+"""Xid → what it means, for those that a device causes."""
+RECENT_S = 24 * 3600.0
+"""Seconds for which an Xid counts; the node has been looked at or started again since older ones."""
+IDLE_BYTES = 1 << 30
+"""Memory that may be in use on an empty GPU: the driver's own."""
+HELD_BACK = {0x8: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake"}
+"""Reasons for lower clocks that are faults; NVML's bits. Idle, power cap and application clocks are not."""
+
+_LINE = re.compile(r"NVRM: Xid \((?P<where>[^)]*)\): (?P<xid>\d+)")
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """One GPU. None where the device does not tell."""
+
+    index: int
+    name: str
+    bus: str
+    """PCI bus id."""
+    memory_bytes: int
+    used_bytes: int
+    processes: tuple[int, ...]
+    """Process ids that compute on it."""
+    ecc_errors: int | None
+    """Uncorrected ones since the driver was loaded."""
+    remap_pending: bool | None
+    """Rows wait for a reset to be remapped."""
+    remap_failed: bool | None
+    held_back: tuple[str, ...]
+    """Why its clocks are lower than they could be."""
+
+
+@dataclass(frozen=True)
+class GpuFacts:
+    """What a node says of its GPUs."""
+
+    driver: str | None
+    gpus: tuple[Gpu, ...]
+    lost: tuple[str, ...] = ()
+    """GPUs that NVML counts but that do not answer."""
+    xids: tuple[tuple[str, int], ...] | None = ()
+    """Recent (bus id, Xid) of the kernel's log; None where it may not be read."""
+    error: str | None = None
+    """Why there is nothing of NVML."""
+
+
+def gather(nvml: Any = None) -> GpuFacts:
+    """Asks this node's NVML.
+
+    Args:
+        nvml: nvidia-ml-py's module `pynvml`; None imports it.
+    """
+    if nvml is None:
+        try:
+            nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return GpuFacts(None, (), error="nvidia-ml-py is not installed; pip install nvidia-ml-py")
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return GpuFacts(None, (), error=f"NVML does not start: {error}")
+    try:
+        driver = str(nvml.nvmlSystemGetDriverVersion())
+        found, lost = [], []
+        for index in range(nvml.nvmlDeviceGetCount()):
+            try:
+                found.append(_gpu(nvml, index))
+            except nvml.NVMLError as error:
+                lost.append(f"GPU {index}: {error}")
+        return GpuFacts(driver, tuple(found), tuple(lost), recent_xids())
+    except nvml.NVMLError as error:
+        return GpuFacts(None, (), error=f"NVML does not answer: {error}")
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _gpu(nvml: Any, index: int) -> Gpu:
+    handle = nvml.nvmlDeviceGetHandleByIndex(index)
+
+    def told(function: str, *arguments: Any) -> Any:
+        """None where the device or an older driver does not tell."""
+        try:
+            return getattr(nvml, function)(handle, *arguments)
+        except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission):
+            return None
+
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    remapped = told("nvmlDeviceGetRemappedRows")
+    reasons = told("nvmlDeviceGetCurrentClocksEventReasons") or 0
+    return Gpu(
+        index=index,
+        name=str(nvml.nvmlDeviceGetName(handle)),
+        bus=str(nvml.nvmlDeviceGetPciInfo(handle).busId),
+        memory_bytes=memory.total,
+        used_bytes=memory.used,
+        processes=tuple(p.pid for p in told("nvmlDeviceGetComputeRunningProcesses") or ()),
+        ecc_errors=told("nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
+        remap_pending=None if remapped is None else bool(remapped[2]),
+        remap_failed=None if remapped is None else bool(remapped[3]),
+        held_back=tuple(text for bit, text in HELD_BACK.items() if reasons & bit),
+    )
+
+
+def recent_xids() -> tuple[tuple[str, int], ...] | None:
+    """(bus id, Xid) of the kernel's log of the last `RECENT_S`; None where it may not be read."""
+    try:
+        log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    lines: list[str] = []
+    try:
+        while True:
+            try:
+                lines.append(os.read(log, 8192).decode(errors="replace"))
+            except BlockingIOError:
+                break
+            except BrokenPipeError:  # lines were overwritten while we read; the next ones are there
+                continue
+    except OSError:
+        return None
+    finally:
+        os.close(log)
+    with open("/proc/uptime") as uptime:
+        return parse_xids(lines, float(uptime.read().split()[0]))
+
+
+def parse_xids(lines: Iterable[str], uptime_s: float) -> tuple[tuple[str, int], ...]:
+    """(bus id, Xid) of /dev/kmsg's records, `<level>,<number>,<microseconds since boot>,…;<text>`."""
+    found = []
+    for line in lines:
+        head, _, text = line.partition(";")
+        fields = head.split(",")
+        hit = _LINE.search(text)
+        if hit and len(fields) > 2 and fields[2].isdigit() and uptime_s - int(fields[2]) / 1e6 <= RECENT_S:
+            found.append((hit["where"].removeprefix("PCI:"), int(hit["xid"])))
+    return tuple(found)
+
+
+def check(facts: Mapping[str, GpuFacts], wanted: int) -> list[Finding]:
+    """What is wrong with the nodes' GPUs.
+
+    Args:
+        facts: by node.
+        wanted: GPUs that each must have.
+    """
+    found = []
+    names = {node: gpu.name for node, f in facts.items() for gpu in f.gpus[:1]}
+    for node, f in facts.items():
+
+        def bad(text: str, status: Any = "bad", node: str = node) -> None:
+            found.append(Finding(node, "gpus", status, text))
+
+        if f.error:
+            bad(f.error)
+            continue
+        for text in f.lost:
+            bad(f"{text}; drain the node")
+        if len(f.gpus) < wanted:
+            bad(f"{len(f.gpus)} GPUs answer, {wanted} are wanted (cluster.gpus_per_node)")
+        for gpu in f.gpus:
+            for text in _health(gpu):
+                bad(f"GPU {gpu.index}: {text}")
+            if gpu.name != usual(names):
+                bad(f"GPU {gpu.index}: is a {gpu.name}, other nodes have {usual(names)}", "warn")
+        if f.xids is None:
+            bad("the kernel's log may not be read: nothing is known of Xid errors", "warn")
+        for where, xid in sorted(set(f.xids or ())):
+            if xid in XIDS:
+                bad(f"Xid {xid} ({XIDS[xid]}) of {where} in the last {RECENT_S / 3600:g} h; reset or drain the node")
+    return found
+
+
+def _health(gpu: Gpu) -> list[str]:
+    wrong = []
+    if gpu.ecc_errors:
+        wrong.append(f"{gpu.ecc_errors} uncorrected ECC errors; reset it or drain the node")
+    if gpu.remap_failed:
+        wrong.append("row remapping failed; drain the node")
+    if gpu.remap_pending:
+        wrong.append("rows wait to be remapped; reset it")
+    if gpu.held_back:
+        wrong.append(f"clocks are held back: {', '.join(gpu.held_back)}")
+    if gpu.processes:
+        wrong.append(f"processes {', '.join(map(str, gpu.processes))} compute on it; end them")
+    elif gpu.used_bytes > IDLE_BYTES:
+        wrong.append(f"{gib(gpu.used_bytes)} of its memory are in use; an earlier job may have left something")
+    return wrong

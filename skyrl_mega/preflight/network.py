@@ -1,0 +1,204 @@
+"""The network: every node reaches every other, and neighbours exchange data fast, by NCCL or gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from skyrl_mega.preflight.finding import Finding, main_group
+
+CONNECT_S = 5.0
+"""Seconds that a connection may take."""
+SLOW = 0.5
+"""A link below this share of the median is bad; below this share of `cluster.topology.nic_gb_s`, worth a word."""
+PROBES = 64
+"""Connections that a node makes at once."""
+
+
+@dataclass(frozen=True)
+class Bell:
+    """Where a node's door is, and what it answers."""
+
+    address: str
+    port: int
+    word: str
+
+
+class Door:
+    """A TCP port of this node that answers every caller with a word, until it is closed."""
+
+    def __init__(self, address: str) -> None:
+        self._socket = socket.create_server((address, 0), backlog=1024, family=_family(address))
+        self.bell = Bell(address, self._socket.getsockname()[1], secrets.token_hex(8))
+        threading.Thread(target=self._serve, daemon=True).start()
+
+    def close(self) -> None:
+        """Nobody is answered any more."""
+        self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, whose accept would keep the port open
+        self._socket.close()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                caller, _ = self._socket.accept()
+                with caller:
+                    caller.sendall(self.bell.word.encode())
+            except OSError:
+                if self._socket.fileno() < 0:
+                    return
+
+
+def knock(bells: Mapping[str, Bell], timeout_s: float = CONNECT_S) -> dict[str, str]:
+    """Node → why its door cannot be reached, for those of `bells` whose cannot."""
+
+    def one(bell: Bell) -> str | None:
+        try:
+            with socket.create_connection((bell.address, bell.port), timeout=timeout_s) as door:
+                answer = door.makefile("rb").read(len(bell.word))
+            return None if answer == bell.word.encode() else "somebody else answers at its address"
+        except OSError as error:
+            return error.strerror or str(error)
+
+    with ThreadPoolExecutor(PROBES) as pool:
+        return {node: why for node, why in zip(bells, pool.map(one, bells.values()), strict=True) if why}
+
+
+def check_reach(nodes: Sequence[str], unreached: Mapping[str, Mapping[str, str]]) -> list[Finding]:
+    """Names the nodes that are apart from the others; where all hang together, both ends of what fails.
+
+    Args:
+        nodes: all of them.
+        unreached: node → (other → why it did not reach it).
+    """
+    together = main_group(nodes, lambda a, b: b not in unreached.get(a, {}))
+    apart = [node for node in nodes if node not in together]
+    found: dict[str, list[str]] = {}
+    for node, failed in unreached.items():
+        for other, why in failed.items():
+            blamed = [n for n in (node, other) if n in apart] or [node, other]
+            for name in blamed:
+                found.setdefault(name, []).append(f"{node} does not reach {other}: {why}")
+    return [
+        Finding(node, "network", "bad", texts[0] + (f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""))
+        for node, texts in found.items()
+    ]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Two nodes that exchange data."""
+
+    first: str
+    second: str
+    gb_s: float | None
+    """10⁹ bytes per second, each way; None where the exchange failed."""
+    error: str = ""
+
+
+def pairs(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
+    """Rounds of pairs: every node with the next one, the last with the first; within a round a node is in one pair."""
+    count = len(nodes)
+    if count < 2:
+        return []
+    ring = [(nodes[i], nodes[(i + 1) % count]) for i in range(count if count > 2 else 1)]
+    even, odd = ring[0 : len(ring) - len(ring) % 2 : 2], ring[1::2]
+    rest = [ring[-1]] if len(ring) % 2 and len(ring) > 1 else []
+    return [part for part in ((even or ring), odd, rest) if part]
+
+
+def listen(address: str) -> socket.socket:
+    """A listening socket for the exchange that rank 0 leads. It is held from here on, so nobody can take its port."""
+    return socket.create_server((address, 0), family=_family(address))
+
+
+def exchange(
+    place: tuple[str, int], own: str, device: str, mib: int, timeout_s: float, listening: socket.socket | None
+) -> float:
+    """GB/s each way of one pair, seen from one of its nodes, in a process of its own that ends within `timeout_s`.
+
+    Args:
+        place: where rank 0 listens.
+        own: this node's address.
+        device: `cuda` (NCCL over the first GPU) or `cpu` (gloo).
+        mib: size of one message.
+        timeout_s: seconds for all of it.
+        listening: rank 0's socket, which is closed at the end; None is rank 1.
+
+    Raises:
+        RuntimeError: it failed; the last line of what it said.
+    """
+    env = dict(os.environ)
+    if name := interface(own):
+        env["GLOO_SOCKET_IFNAME"] = name
+    if device == "cuda" and not env.get("CUDA_VISIBLE_DEVICES"):
+        env["CUDA_VISIBLE_DEVICES"] = "0"  # Ray hides the devices from who has claimed none
+    fd = -1 if listening is None else listening.fileno()
+    command = [sys.executable, "-m", "skyrl_mega.preflight.exchange", *map(str, (fd, *place, device, mib, timeout_s))]
+    try:
+        done = subprocess.run(
+            command,
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=timeout_s,
+            check=False,
+            pass_fds=() if listening is None else (fd,),
+        )
+    except subprocess.TimeoutExpired:
+        raise TimeoutError(f"no answer within {timeout_s:g} s") from None
+    finally:
+        if listening is not None:
+            listening.close()
+    if done.returncode:
+        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise RuntimeError(said[-1][:300])
+    return float(json.loads(done.stdout.splitlines()[-1])["gb_s"])
+
+
+def interface(address: str) -> str | None:
+    """The network interface that has an address."""
+    import psutil
+
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(a.address == address for a in addresses):
+            return str(name)
+    return None
+
+
+def check_rates(found: Sequence[Pair], expected_gb_s: float | None) -> list[Finding]:
+    """Names the nodes all of whose links are slow or broken; where only one link is, both its ends.
+
+    Args:
+        found: the pairs.
+        expected_gb_s: of one network card; None where nothing is known.
+    """
+    rates = [p.gb_s for p in found if p.gb_s is not None]
+    middle = statistics.median(rates) if rates else 0.0
+    bad = [p for p in found if p.gb_s is None or p.gb_s < SLOW * middle]
+    of: dict[str, list[Pair]] = {}
+    for pair in found:
+        for node in (pair.first, pair.second):
+            of.setdefault(node, []).append(pair)
+    guilty = [node for node, own in of.items() if len(own) > 1 and all(p in bad for p in own)]
+    findings: dict[str, Finding] = {}
+    for pair in bad:
+        rate = pair.error if pair.gb_s is None else f"{pair.gb_s:.2f} GB/s, the median is {middle:.2f}"
+        for node in [n for n in (pair.first, pair.second) if n in guilty] or (pair.first, pair.second):
+            findings.setdefault(node, Finding(node, "network", "bad", f"{pair.first} ⇄ {pair.second}: {rate}"))
+    if expected_gb_s and not bad and middle < SLOW * expected_gb_s:
+        text = f"{middle:.1f} GB/s between nodes, cluster.topology.nic_gb_s is {expected_gb_s:g}"
+        findings |= {node: Finding(node, "network", "warn", text) for node in of}
+    return list(findings.values())
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET

@@ -1,0 +1,226 @@
+"""A preflight from beginning to end, on the Ray cluster that this process is connected to."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.cluster.errors import ClusterError
+from skyrl_mega.cluster.group import describe
+from skyrl_mega.config.schema import Config
+from skyrl_mega.preflight import gpus, model, network, paths, versions
+from skyrl_mega.preflight.finding import Finding
+from skyrl_mega.preflight.probe import Ask, Probe
+from skyrl_mega.preflight.report import COLUMNS, Report
+from skyrl_mega.telemetry.console import Console
+from skyrl_mega.weights.headers import expected
+
+MESSAGE_MIB = {"cuda": 256, "cpu": 16}
+"""What neighbours exchange."""
+STATE_BYTES = {"bfloat16": 14, "float32": 16}
+"""Of one parameter in a checkpoint: weight, float32 copy, two moments."""
+START_S = 60.0
+"""What Ray may take to start an actor's process on a node."""
+SLACK_S = 10.0
+"""What a call may take beyond the process that it bounds."""
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster."""
+
+    id: str
+    """Ray's."""
+    name: str
+    """Its address; with a number where several nodes have one (tests)."""
+    address: str
+
+
+def before_run(config: Config, path: Path, folder: Path, console: Console) -> None:
+    """The preflight of a run, where `cluster.preflight` asks for one; its report is `preflight.json`.
+
+    Args:
+        config: with `cluster.device` decided.
+        path: the model.
+        folder: the run's.
+        console: tells what was found.
+
+    Raises:
+        ClusterError: names the nodes that are not fit.
+    """
+    wanted = config.cluster.preflight
+    if wanted == "never" or (wanted == "auto" and config.cluster.device != "cuda"):
+        return
+    with console.phase("preflight"):
+        report = preflight(config, path, folder, config.cluster.device)
+    (folder / "preflight.json").write_text(json.dumps(report.values(), indent=1) + "\n")
+    if report.findings:
+        console.say(report.table())
+    console.say(report.summary())
+    if report.bad:
+        worst = next(f for f in report.findings if f.status == "bad")
+        raise ClusterError(f"{report.summary()}: {worst.node}: {worst.text}")
+
+
+def preflight(config: Config, path: Path, folder: Path, device: str) -> Report:
+    """Looks at every node at once. Ends within a few times `cluster.preflight_timeout_s`, whatever hangs.
+
+    Args:
+        config: the run's settings.
+        path: the model, as every node should see it.
+        folder: the run's, which exists here.
+        device: `cpu` or `cuda`.
+    """
+    start = time.perf_counter()
+    timeout = config.cluster.preflight_timeout_s
+    nodes = present()
+    names = tuple(node.name for node in nodes)
+    ask = Ask(folder.absolute(), path.absolute(), secrets.token_hex(6), device, timeout)
+    probes = _Probes(nodes, ask)
+    rates: list[network.Pair] = []
+    try:
+        looked, errors = probes.call("look", dict.fromkeys(names, ()), timeout + START_S)
+        findings = [Finding(n, "answers", "bad", _text(errors[n])) for n in names if n in errors]
+        if len(nodes) < config.cluster.nodes:
+            text = f"{len(nodes)} nodes are there, cluster.nodes wants {config.cluster.nodes}"
+            findings.insert(0, Finding("cluster", "answers", "bad", text))
+        facts = _by_kind(looked, findings)
+        findings += versions.check(facts["versions"])
+        findings += model.check(facts["model"], ask.model)
+        if device == "cuda":
+            findings += gpus.check(facts["gpus"], config.cluster.gpus_per_node)
+            drivers = {node: {"driver": f.driver} for node, f in facts["gpus"].items() if f.driver}
+            findings += versions.check(drivers)
+        wrote = [node for node, f in facts["paths"].items() if not f.errors]
+        blind, _ = probes.call("unseen", dict.fromkeys(wrote, (wrote,)), timeout)
+        findings += paths.check_shared(facts["paths"], blind, ask.run)
+        findings += paths.check_room(facts["paths"], ask.run, room(config, path))
+        reach, rates = _network(probes, list(looked), device, timeout)
+        findings += reach
+        if not reach:
+            findings += network.check_rates(rates, config.cluster.topology.nic_gb_s if device == "cuda" else None)
+    finally:
+        probes.end()
+        paths.remove(ask.run, ask.token)
+    checks = tuple(c for c in COLUMNS if (c != "gpus" or device == "cuda") and (c != "network" or len(nodes) > 1))
+    speeds = tuple(pair.gb_s for pair in rates if pair.gb_s is not None)
+    return Report(names, checks, tuple(findings), time.perf_counter() - start, speeds)
+
+
+def present() -> list[Node]:
+    """The nodes that can hold actors, in the order of their addresses: a head that only manages has no CPU to give."""
+    import ray
+
+    alive = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU")]
+    alive.sort(key=lambda n: ([int(p) if p.isdigit() else 0 for p in n["NodeManagerAddress"].split(".")], n["NodeID"]))
+    addresses = [n["NodeManagerAddress"] for n in alive]
+    several = Counter(addresses)
+    return [
+        Node(n["NodeID"], a if several[a] == 1 else f"{a}#{addresses[:i].count(a)}", a)
+        for i, (n, a) in enumerate(zip(alive, addresses, strict=True))
+    ]
+
+
+def room(config: Config, path: Path) -> int:
+    """Bytes that the run's checkpoints take at most: those that are kept, and the one that is being written."""
+    if not config.checkpoint.every:
+        return 0
+    parameters = sum(prod(shape) for shape in expected(path).values())
+    return parameters * STATE_BYTES[config.model.dtype] * (config.checkpoint.keep + 1)
+
+
+class _Probes:
+    """An actor on every node."""
+
+    def __init__(self, nodes: Sequence[Node], ask: Ask) -> None:
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        remote = ray.remote(Probe)
+        self.addresses = {node.name: node.address for node in nodes}
+        self._actors = {
+            node.name: remote.options(
+                num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)
+            ).remote(ask, node.name, node.address)
+            for node in nodes
+        }
+
+    def call(
+        self, method: str, arguments: Mapping[str, tuple[Any, ...]], timeout_s: float
+    ) -> tuple[dict[str, Any], dict[str, Exception]]:
+        """A method of some nodes' probes at once: answers, and errors of those that failed or were late."""
+        import ray
+
+        refs = {getattr(self._actors[node], method).remote(*given): node for node, given in arguments.items()}
+        ready, late = ray.wait(list(refs), num_returns=len(refs), timeout=timeout_s) if refs else ([], [])
+        answers: dict[str, Any] = {}
+        errors: dict[str, Exception] = {refs[r]: TimeoutError(f"no answer within {timeout_s:g} s") for r in late}
+        for ref in ready:
+            try:
+                answers[refs[ref]] = ray.get(ref)
+            except Exception as error:  # whatever a node may raise is a finding about that node
+                errors[refs[ref]] = error
+        return {node: answers[node] for node in arguments if node in answers}, errors
+
+    def end(self) -> None:
+        """Ends the actors."""
+        import ray
+
+        for actor in self._actors.values():
+            ray.kill(actor)
+
+
+def _by_kind(looked: Mapping[str, Mapping[str, Any]], findings: list[Finding]) -> dict[str, dict[str, Any]]:
+    """kind → node → facts; a kind that a node could not find out is a finding."""
+    facts: dict[str, dict[str, Any]] = {"versions": {}, "model": {}, "paths": {}, "gpus": {}}
+    for node, kinds in looked.items():
+        for kind, fact in kinds.items():
+            if isinstance(fact, Exception):
+                findings.append(Finding(node, kind, "bad", _text(fact)))
+            else:
+                facts[kind][node] = fact
+    return facts
+
+
+def _network(
+    probes: _Probes, names: list[str], device: str, timeout_s: float
+) -> tuple[list[Finding], list[network.Pair]]:
+    """Who reaches whom; and where all do, how fast neighbours exchange data."""
+    if len(names) < 2:
+        return [], []
+    bells, errors = probes.call("open_door", dict.fromkeys(names, ()), timeout_s)
+    unreached, late = probes.call("knock", {n: ({o: b for o, b in bells.items() if o != n},) for n in bells}, timeout_s)
+    found = [Finding(n, "network", "bad", _text(e)) for n, e in (errors | late).items()]
+    found += network.check_reach(list(bells), unreached)
+    if found:
+        return found, []
+    pairs: list[network.Pair] = []
+    for round_of in network.pairs(names):
+        ports, errors = probes.call("listen", {first: () for first, _ in round_of}, timeout_s)
+        arguments: dict[str, tuple[Any, ...]] = {}
+        for first, second in round_of:
+            if first in ports:
+                place = (probes.addresses[first], ports[first])
+                arguments |= {n: (n == first, place, MESSAGE_MIB[device], timeout_s) for n in (first, second)}
+        rates, failed = probes.call("exchange", arguments, timeout_s + SLACK_S)
+        for first, second in round_of:
+            causes = [e for n in (first, second) if (e := failed.get(n) or errors.get(n))]
+            # The end that waited says less than the one that broke.
+            causes.sort(key=lambda e: "no answer within" in str(e))
+            if causes:
+                pairs.append(network.Pair(first, second, None, _text(causes[0])))
+            else:
+                pairs.append(network.Pair(first, second, min(rates[first], rates[second])))
+    return [], pairs
+
+
+def _text(error: Exception) -> str:
+    """One line: ours as it is, others with their type."""
+    return str(error) if isinstance(error, TimeoutError) else describe(error)

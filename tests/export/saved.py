@@ -1,0 +1,62 @@
+"""Checkpoints of real policy ranks, in the folder of a run, and what the ranks themselves say of their weights."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import yaml
+
+from skyrl_mega.config.schema import MoeConfig
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.policy import build, cpu, objectives
+from skyrl_mega.policy.rank import PolicyRank
+from tests.policy import layouts
+from tests.support.ranks import run_ranks
+
+BATCH = layouts.some_batch(100, count=6, longest=24)
+
+
+def save(rank: int, address: str, run: Path, parallel: Parallel, dtype: torch.dtype, steps: int) -> Any:
+    """Trains, saves step `steps`, exports in the run's own way; this rank's log-probs, where it has some."""
+    torch.set_num_threads(1)
+    cpu.stand_in()
+    cpu.CudaAsCpu().__enter__()
+    host, port = address.split(":")
+    store = dist.TCPStore(host, int(port), parallel.ranks, is_master=rank == 0, timeout=timedelta(seconds=60))
+    build.join(rank, parallel, store, layouts.CPU, 120)
+    hf = json.loads((run / "model" / "config.json").read_text())
+    frozen = dtype == torch.bfloat16
+    policy = layouts.policy_config(micro_tokens=400, moe=MoeConfig(freeze_router=frozen))
+    opened = PolicyRank(hf, policy, parallel, dtype=dtype, device=layouts.CPU)
+    opened.load(run / "model")
+    rows, micros = layouts.deal(BATCH, opened)
+    for _ in range(steps):
+        opened.train(micros, objectives.supervised)
+    opened.save(run / "checkpoints" / f"step_{steps:06d}" / "policy")
+    opened.export(run / "in_run", run / "model")
+    answer = opened.logprobs(micros) if steps else None
+    at = parallel.coordinates(rank)
+    return None if answer is None or at.tp or at.cp else list(zip(rows, answer, strict=True))
+
+
+def make_run(run: Path, ranks: int, sizes: dict[str, Any], *, dtype: torch.dtype, steps: int) -> np.ndarray | None:
+    """The folder of a run whose model stands in `run/model`; the policy's log-probs of `BATCH` after `steps` steps."""
+    folder = run / "checkpoints" / f"step_{steps:06d}"
+    (folder / "policy").mkdir(parents=True)
+    (folder / "state.json").write_text(json.dumps({"step": steps}))
+    config = {"run": {"directory": str(run.parent), "name": run.name}, "model": {"path": str(run / "model")}}
+    (run / "config.yaml").write_text(yaml.safe_dump(config))
+    answers = run_ranks(ranks, save, run, layouts.layout(ranks, **sizes), dtype, steps)
+    if not steps:
+        return None
+    found = np.full(len(BATCH.tokens), np.nan)
+    for answer in answers:
+        for rows, (values, _) in answer or []:
+            found[BATCH.index(rows)] = values
+    return found

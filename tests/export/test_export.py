@@ -1,0 +1,298 @@
+"""The command: what it refuses, before it writes anything; what it leaves behind; what it says."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pickle
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+
+from skyrl_mega.export import job
+from skyrl_mega.export.cli import main
+from skyrl_mega.export.export import export
+from skyrl_mega.export.metadata import read_metadata
+from skyrl_mega.export.pool import WorkerDied
+from skyrl_mega.export.progress import Phase, Progress
+from skyrl_mega.export.source import find
+from skyrl_mega.export.work import Worker
+from tests.export import saved
+from tests.export.test_layouts import same, tensors_of
+from tests.support.engines import build_model
+
+
+@pytest.fixture(scope="session")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with checkpoints of steps 0 and 4, which are alike; nobody writes into it."""
+    folder = tmp_path_factory.mktemp("runs") / "r"
+    build_model(folder / "model", "qwen3_moe", seed=1, layers=1)
+    saved.make_run(folder, 1, {}, dtype=torch.float32, steps=0)
+    shutil.copytree(folder / "checkpoints" / "step_000000", folder / "checkpoints" / "step_000004")
+    return folder
+
+
+@pytest.fixture
+def own(run: Path, tmp_path: Path) -> Path:
+    """A copy of the run that a test may spoil."""
+    copied: Path = shutil.copytree(run, tmp_path / "own")
+    return copied
+
+
+def command(capsys: pytest.CaptureFixture[str], *arguments: Any) -> tuple[int, str, str]:
+    code = main([*map(str, arguments), "--workers", "1"])
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def policy(run: Path) -> Path:
+    return run / "checkpoints" / "step_000004" / "policy"
+
+
+@pytest.mark.parametrize("place", [".", "checkpoints/step_000004", "checkpoints/step_000000/policy"])
+def test_a_run_or_one_of_its_checkpoints(
+    run: Path, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, out, _ = command(capsys, run / place, "--output", tmp_path / "new" / "out")
+    assert code == 0 and "not read back" in out
+    assert same(tensors_of(tmp_path / "new" / "out"), tensors_of(run / "model"))
+    assert [p.name for p in (tmp_path / "new").iterdir()] == ["out"]
+
+
+def test_json_and_an_empty_directory(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "out").mkdir()
+    code, out, err = command(capsys, run, "--output", tmp_path / "out", "--json", "--verify", "--step", 0)
+    assert code == 0 and "verify" in err
+    done = json.loads(out)
+    assert done["verified"] and done["dtype"] == "float32" and "step_000000" in done["checkpoint"]
+    assert done["nbytes"] == sum(t.nbytes for t in tensors_of(tmp_path / "out").values())
+
+
+def spoil(run: Path, how: str) -> list[str]:
+    """Spoils a run; further arguments."""
+    folder = policy(run)
+    largest = max(folder.glob("*.distcp"), key=lambda f: f.stat().st_size)
+    match how:
+        case "no such run":
+            shutil.rmtree(run)
+        case "no step of that number":
+            return ["--step", "3"]
+        case "no checkpoint":
+            shutil.rmtree(run / "checkpoints")
+        case "only broken saves":
+            shutil.rmtree(run / "checkpoints" / "step_000000")
+            (run / "checkpoints" / "step_000004").rename(run / "checkpoints" / "step_000004.partial")
+        case "cut off":
+            largest.write_bytes(largest.read_bytes()[:-1])
+        case "a file is missing":
+            largest.unlink()
+        case "no metadata":
+            (folder / ".metadata").unlink()
+        case "not complete":
+            (folder / "metadata.json").unlink()
+        case "metadata cut off":
+            (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:5000])
+        case "metadata that acts":
+            (folder / ".metadata").write_bytes(pickle.dumps(Acting()))
+        case "damaged record":
+            largest.write_bytes(b"\0" * largest.stat().st_size)
+        case "model is gone":
+            shutil.rmtree(run / "model")
+            config = yaml.safe_load((run / "config.yaml").read_text())
+            config["model"]["path"] = str(run / "model")
+            (run / "config.yaml").write_text(yaml.safe_dump(config))
+        case "another model":
+            hf = json.loads((run / "model" / "config.json").read_text())
+            (run / "model" / "config.json").write_text(json.dumps({**hf, "hidden_size": 32}))
+            return ["--model", str(run / "model")]
+        case "no run beside it":
+            (run / "config.yaml").unlink()
+        case "a file is there":
+            (run / "out").write_text("mine")
+        case "the directory is full":
+            (run / "out").mkdir()
+            (run / "out" / "mine").write_text("mine")
+        case "a type it cannot do":
+            return ["--dtype", "float16"]
+        case "no worker":
+            return ["--workers", "0"]
+        case "no size":
+            return ["--shard-gib", "0"]
+    return []
+
+
+class Acting:
+    """What a pickle from a stranger may do."""
+
+    def __reduce__(self) -> Any:
+        return (os.mkdir, ("acted",))
+
+
+@pytest.mark.parametrize(
+    "how, words",
+    [
+        ("no such run", ["own", "no such folder"]),
+        ("no step of that number", ["--step 3", "allowed are 0, 4"]),
+        ("no checkpoint", ["no whole checkpoint"]),
+        ("only broken saves", ["no whole checkpoint"]),
+        ("cut off", [".distcp", "bytes", "cut off"]),
+        ("a file is missing", [".distcp", "is missing"]),
+        ("no metadata", [".metadata", "interrupted"]),
+        ("not complete", ["metadata.json", "interrupted"]),
+        ("metadata cut off", [".metadata", "cannot be read"]),
+        ("metadata that acts", [".metadata", "mkdir", "which no checkpoint needs"]),
+        ("damaged record", [".distcp at byte", "damaged"]),
+        ("model is gone", ["model.path", "--model"]),
+        ("another model", ["config.json", "the checkpoint"]),
+        ("no run beside it", ["--model is missing"]),
+        ("a file is there", ["--output", "empty directory"]),
+        ("the directory is full", ["--output", "empty directory"]),
+        ("a type it cannot do", ["--dtype", "float16", "as-trained"]),
+        ("no worker", ["--workers 0", "1 or more"]),
+        ("no size", ["--shard-gib 0", "above 0"]),
+    ],
+)
+def test_refusals(
+    own: Path, how: str, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One line, exit code 2, and nothing is written."""
+    more = spoil(own, how)
+    monkeypatch.chdir(own.parent)
+    before = sorted(own.parent.rglob("*"))
+    code = main(
+        [str(own), "--output", str(own / "out"), *(["--workers", "1"] if "--workers" not in more else []), *more]
+    )
+    err = capsys.readouterr().err
+    assert code == 2
+    assert len(err.splitlines()) == 1
+    for word in words:
+        assert word in err
+    assert sorted(own.parent.rglob("*")) == before
+
+
+def test_no_room_on_the_disk(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
+    code, _, err = command(capsys, run, "--output", tmp_path / "out")
+    assert code == 2 and "0.1 GB are needed" in err and "has 0.0 GB" in err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_element_is_found_by_verify(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing but the CRC-32 that stands beside it can know."""
+    source = find(own, None, None)
+    planned = job.plan_job(source.hf, read_metadata(source.folder), dtype=None, origin="weights", file_bytes=1 << 30)
+    index = next(i for i, record in enumerate(planned.records) if "linear_proj" in record.key)
+    data, _ = Worker(planned, tmp_path).locate(index)
+    file = planned.records[index].file
+    content = bytearray(file.read_bytes())
+    content[data] ^= 1
+    file.write_bytes(content)
+    code, _, err = command(capsys, own, "--output", tmp_path / "out", "--verify")
+    assert code == 2 and "linear_proj" in err and "CRC-32" in err
+    assert not (tmp_path / "out").exists() and not (tmp_path / ".out.partial").exists()
+    assert command(capsys, own, "--output", tmp_path / "out")[0] == 0  # without a look it cannot be seen
+
+
+def test_a_disk_that_fails_leaves_nothing(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Worker, "flush", full)
+    code, _, err = command(capsys, run, "--output", tmp_path / "out")
+    assert code == 1 and err == "fault: [Errno 28] No space left on device\n"
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_export_left_is_cleared_and_a_running_one_is_left_alone(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    partial = tmp_path / ".out.partial"
+    partial.mkdir()
+    (partial / "model-00001-of-00009.safetensors").write_text("half")
+    with (partial / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        code, _, err = command(capsys, run, "--output", tmp_path / "out")
+        assert code == 2 and "another export writes it now" in err
+        assert (partial / "model-00001-of-00009.safetensors").exists()
+    assert command(capsys, run, "--output", tmp_path / "out")[0] == 0
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert same(tensors_of(tmp_path / "out"), tensors_of(run / "model"))
+
+
+class Killing(Progress):
+    """Kills the workers once the first has answered."""
+
+    @contextmanager
+    def phase(self, name: str, total: int, unit: str = "bytes") -> Iterator[Phase]:
+        yield KillingPhase(name, total, unit, None)
+
+
+class KillingPhase(Phase):
+    def advance(self, amount: int) -> None:
+        if self.name == "write":
+            for process in psutil.Process().children(recursive=True):
+                with suppress(psutil.Error):  # some are gone already
+                    if "forkserver" in " ".join(process.cmdline()) and process.ppid() != os.getpid():
+                        process.kill()
+
+
+def test_several_processes_and_one_that_is_killed(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(job, "SLAB_BYTES", 3000)
+    source = find(run, None, None)
+    done = export(source, tmp_path / "out", workers=2, file_bytes=50_000, verify=True)
+    assert done.files > 2 and same(tensors_of(tmp_path / "out"), tensors_of(run / "model"))
+    monkeypatch.setattr(job, "SLAB_BYTES", 100)
+    with pytest.raises(WorkerDied, match="fewer --workers"):
+        export(source, tmp_path / "killed", workers=2, progress=Killing(None))
+    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+
+
+PAUSED = """
+import sys, time
+from skyrl_mega.export import cli, job, progress
+
+def pause(phase, amount):
+    if phase.name == "write":
+        print("writing", flush=True)
+        time.sleep(100)
+
+job.SLAB_BYTES = 3000
+progress.Phase.advance = pause
+sys.exit(cli.main(sys.argv[1:]))
+"""
+"""The command, which waits for ever once something is written."""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_as_a_process_that_is_stopped(run: Path, tmp_path: Path, number: signal.Signals) -> None:
+    """No process is left, and no file where there was time to remove them."""
+    started = subprocess.Popen(
+        [sys.executable, "-c", PAUSED, str(run), "--output", str(tmp_path / "out"), "--workers", "2"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert started.stdout is not None
+    while started.stdout.readline() not in ("writing\n", ""):
+        pass
+    family = psutil.Process(started.pid).children(recursive=True)
+    assert len(family) >= 3  # the fork server and two workers
+    started.send_signal(number)
+    _, err = started.communicate(timeout=60)
+    if number == signal.SIGTERM:
+        assert (started.returncode, err) == (1, "stopped by SIGTERM; nothing is left of it\n")
+        assert list(tmp_path.iterdir()) == []
+    assert psutil.wait_procs(family, timeout=30)[1] == []

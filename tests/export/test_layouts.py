@@ -1,0 +1,113 @@
+"""Checkpoints of real ranks in many layouts, exported: against transformers, the policy's own answers, and the ranks'
+own export."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from skyrl_mega.export import job
+from skyrl_mega.export.export import Exported, export
+from skyrl_mega.export.source import find
+from tests.export import saved
+from tests.policy.test_against_transformers import expected_logprobs
+from tests.support.engines import LOADING, build_model
+
+LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {
+    "MoE, TP2": ("qwen3_moe", 2, {"tensor": 2}, {}),
+    "MoE, PP2 VPP2 EP2": ("qwen3_moe", 4, {"pipeline": 2, "virtual_pipeline": 2, "expert": 2}, {"layers": 4}),
+    "tied MoE, TP2 EP2": ("qwen3_moe", 2, {"tensor": 2, "expert": 2}, {"tied": True}),
+    "dense, TP2 PP2": ("qwen3", 4, {"tensor": 2, "pipeline": 2}, {}),
+    "tied dense with biases, PP2": ("qwen2", 2, {"pipeline": 2}, {"tied": True, "head_dim": 16}),
+    "llama, DP2": ("llama", 2, {}, {}),
+}
+
+
+def tensors_of(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a Hugging Face directory, by safetensors' own reader."""
+    return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return set(a) == set(b) and all(a[n].dtype == b[n].dtype and torch.equal(a[n], b[n]) for n in a)
+
+
+def shorten_vocabulary(model: Path) -> None:
+    """103 tokens, which two tensor-parallel ranks pad to 104."""
+    hf = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**hf, "vocab_size": hf["vocab_size"] - 1}))
+    tensors = tensors_of(model)
+    for name in {"model.embed_tokens.weight", "lm_head.weight"} & set(tensors):
+        tensors[name] = tensors[name][:-1].clone()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+
+
+def exported(run: Path, output: Path, **changes: Any) -> Exported:
+    return export(find(run, None, None), output, **changes)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_exported_weights_are_the_policys(layout: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After two steps: transformers answers as the policy does, and every bit is that of the ranks' own export."""
+    name, ranks, sizes, model = LAYOUTS[layout]
+    shorten_vocabulary(build_model(tmp_path / "run" / "model", name, seed=3, **model))
+    policy = saved.make_run(tmp_path / "run", ranks, sizes, dtype=torch.float32, steps=2)
+    monkeypatch.setattr(job, "SLAB_BYTES", 5000)  # less than most tensors, and no multiple of their rows
+    done = exported(tmp_path / "run", tmp_path / "out", file_bytes=100_000, verify=True)
+    assert done.verified and done.files > 1
+    assert done.nbytes == sum(t.nbytes for t in tensors_of(tmp_path / "out").values())
+    assert same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "run" / "in_run"))
+    with LOADING:
+        np.testing.assert_allclose(policy, expected_logprobs(tmp_path / "out", saved.BATCH), atol=1e-4)
+    before = {f.name for f in (tmp_path / "run" / "model").iterdir()} - {"model.safetensors"}
+    assert before < {f.name for f in (tmp_path / "out").iterdir()}
+
+
+def test_experts_cut_both_ways_are_the_model_that_was_loaded(tmp_path: Path) -> None:
+    """TP2 EP2 ETP2. Gloo cannot gather the uneven shares of such a layout, so the ranks only load and save."""
+    build_model(tmp_path / "run" / "model", "qwen3_moe", seed=3)
+    saved.make_run(tmp_path / "run", 4, {"tensor": 2, "expert": 2, "expert_tensor": 2}, dtype=torch.float32, steps=0)
+    exported(tmp_path / "run", tmp_path / "out", verify=True)
+    assert same(tensors_of(tmp_path / "out"), tensors_of(tmp_path / "run" / "model"))
+
+
+def test_bfloat16_weights_and_their_float32_masters(tmp_path: Path) -> None:
+    """Against the ranks' export, and torch's own reader of distributed checkpoints. The router is frozen: no master."""
+    build_model(tmp_path / "run" / "model", "qwen3_moe", seed=3)
+    saved.make_run(tmp_path / "run", 2, {"tensor": 2, "expert": 2}, dtype=torch.bfloat16, steps=1)
+    run, policy = tmp_path / "run", tmp_path / "run" / "checkpoints" / "step_000001" / "policy"
+
+    done = exported(run, tmp_path / "weights", verify=True)
+    weights = tensors_of(tmp_path / "weights")
+    assert done.dtype == "bfloat16" and same(weights, tensors_of(run / "in_run"))
+    assert '"torch_dtype": "bfloat16"' in (tmp_path / "weights" / "config.json").read_text()
+
+    done = exported(run, tmp_path / "master", origin="master", verify=True)
+    masters = tensors_of(tmp_path / "master")
+    routers = {f"decoder.layers.{i}.mlp.router.weight" for i in range(2)}
+    assert done.dtype == "float32" and set(done.without_master) == routers
+    assert same({name: tensor.to(torch.bfloat16) for name, tensor in masters.items()}, weights)
+    gates = {f"model.layers.{i}.mlp.gate.weight" for i in range(2)}
+    for name, tensor in masters.items():
+        assert torch.equal(tensor, weights[name].float()) == (name in gates), name
+    for name, key, shape in [
+        ("model.norm.weight", "decoder.final_layernorm.weight", (64,)),
+        ("model.layers.1.self_attn.o_proj.weight", "decoder.layers.1.self_attention.linear_proj.weight", (64, 128)),
+        ("lm_head.weight", "output_layer.weight", (104, 64)),
+    ]:
+        state = {f"optimizer.state.param.{key}": torch.zeros(shape)}
+        dcp.load(state, checkpoint_id=policy, no_dist=True)
+        assert torch.equal(masters[name], state[f"optimizer.state.param.{key}"])
+
+    exported(run, tmp_path / "wide", dtype=torch.float32)
+    assert same(tensors_of(tmp_path / "wide"), {name: tensor.float() for name, tensor in weights.items()})
+    exported(run, tmp_path / "narrow", dtype=torch.bfloat16, origin="master", verify=True)
+    assert same(tensors_of(tmp_path / "narrow"), weights)

@@ -1,0 +1,206 @@
+"""Versions, folders, model files, network and the report: on facts, real folders and real sockets."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import socket
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.models.tiny import build
+from skyrl_mega.preflight import model, network, paths, versions
+from skyrl_mega.preflight.cli import main
+from skyrl_mega.preflight.finding import Finding, main_group, usual
+from skyrl_mega.preflight.network import Door, Pair
+from skyrl_mega.preflight.probe import bounded
+from skyrl_mega.preflight.report import Report
+
+
+def texts(found: list[Finding]) -> list[tuple[str, str]]:
+    return [(f.node, f.text) for f in found]
+
+
+def test_versions_of_this_environment_and_of_odd_ones() -> None:
+    import torch
+
+    here = versions.gather()
+    assert here["torch"] == torch.__version__ and here["transformer-engine"] is None
+    assert versions.check({"a": here, "b": dict(here)}) == []
+    odd = {**here, "torch": "2.12.0", "ray": None}
+    assert texts(versions.check({"a": odd, "b": here, "c": here})) == [
+        ("a", f"torch 2.12.0, 2 of 3 nodes have {torch.__version__}; install the same"),
+        ("a", f"ray is absent, 2 of 3 nodes have {here['ray']}; install the same"),
+    ]
+    assert usual({"a": 1, "b": 2}) == 1  # of two, the first
+
+
+def test_a_folder_that_all_share_and_one_that_one_node_has_for_itself(tmp_path: Path) -> None:
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    shared.mkdir()
+    own.mkdir()
+    places = {"a": shared, "b": own, "c": shared}
+    facts = {name: paths.gather(place, "t", name) for name, place in places.items()}
+    blind = {name: paths.unseen(place, "t", list(places), wait_s=0) for name, place in places.items()}
+    assert blind == {"a": ["b"], "b": ["a", "c"], "c": ["b"]}
+    assert texts(paths.check_shared(facts, blind, shared)) == [
+        ("b", f"{shared} is another folder than on a, c; mount the same one on all nodes")
+    ]
+    paths.remove(shared, "t")
+    assert list(shared.iterdir()) == []
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    facts = {"a": paths.gather(tmp_path, "t", "a"), "b": paths.gather(tmp_path / "no", "t", "b")}
+    assert texts(paths.check_shared(facts, {"a": []}, tmp_path)) == [
+        ("b", f"{tmp_path / 'no'}: No such file or directory")
+    ]
+
+
+def test_room_on_the_disks() -> None:
+    facts = paths.PathFacts((), 3 << 30, {"/tmp": 1 << 30, "/dev/shm": 2 << 30})
+    assert [(f.status, f.text) for f in paths.check_room({"a": facts}, Path("/r"), 4 << 30)] == [
+        ("bad", "/r has 3.0 GiB, checkpoints need about 4.0 GiB; make room, or lower checkpoint.keep"),
+        ("warn", "/tmp has 1.0 GiB, 5.0 GiB are advised"),
+    ]
+
+
+def test_model_files(tmp_path: Path) -> None:
+    build(BuildConfig(), tmp_path / "a")
+    for name in ("b", "cut", "other"):
+        shutil.copytree(tmp_path / "a", tmp_path / name)
+    file = tmp_path / "cut" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+    (tmp_path / "other" / "generation_config.json").write_text("{}")
+    facts = {name: model.gather(tmp_path / name) for name in ("a", "b", "cut", "other")}
+    found = model.check(facts, Path("/m"))
+    assert [f.node for f in found] == ["cut", "other"]
+    assert "model.safetensors" in found[0].text and "cut off" in found[0].text
+    assert "not the names, sizes or configuration of 2 of 3 nodes" in found[1].text
+
+
+def test_doors() -> None:
+    door, deaf = Door("127.0.0.1"), Door("127.0.0.1")
+    stranger = network.Bell("127.0.0.1", door.bell.port, "0" * 16)
+    deaf.close()
+    answers = network.knock({"a": door.bell, "b": deaf.bell, "c": stranger}, timeout_s=2)
+    door.close()
+    assert answers == {"b": "Connection refused", "c": "somebody else answers at its address"}
+    assert network.interface("127.0.0.1") == "lo"
+
+
+def test_who_is_apart_is_named_and_not_the_others() -> None:
+    refused = "Connection refused"
+    assert network.check_reach(["a", "b"], {"a": {}, "b": {}}) == []
+    found = network.check_reach(list("abc"), {"a": {"b": refused}, "b": {}, "c": {"b": refused}})
+    assert texts(found) == [("b", "a does not reach b: Connection refused (and 1 more)")]
+    found = network.check_reach(list("abc"), {"a": {"b": refused}, "b": {"a": refused}, "c": {}})
+    assert [f.node for f in found] == ["a", "b"]  # both are reached by c
+
+
+@given(st.integers(0, 17))
+def test_pairs_are_a_ring_in_at_most_three_rounds(count: int) -> None:
+    nodes = [str(i) for i in range(count)]
+    rounds = network.pairs(nodes)
+    for part in rounds:
+        busy = [node for pair in part for node in pair]
+        assert len(busy) == len(set(busy))
+    ring = {frozenset(p) for p in [*pairwise(nodes), *([(nodes[-1], nodes[0])] if count > 1 else [])]}
+    found = [frozenset(pair) for part in rounds for pair in part]
+    assert set(found) == ring and len(found) == len(ring)
+    assert len(rounds) <= 3
+
+
+def test_slow_and_broken_links() -> None:
+    def ring(*rates: float | None) -> list[Pair]:
+        names = "abcdef"[: len(rates)]
+        return [
+            Pair(n, names[(i + 1) % len(rates)], rate, "no answer")
+            for i, (n, rate) in enumerate(zip(names, rates, strict=True))
+        ]
+
+    assert network.check_rates(ring(40, 41, 39, 40), 50.0) == []
+    assert texts(network.check_rates(ring(40, 5, 6, 40, 40), None)) == [("c", "b ⇄ c: 5.00 GB/s, the median is 40.00")]
+    assert texts(network.check_rates(ring(40, None, None, 40), None)) == [("c", "b ⇄ c: no answer")]
+    assert [f.node for f in network.check_rates(ring(40, 40, 5, 40), None)] == ["c", "d"]  # the link, then
+    assert {f.status for f in network.check_rates(ring(20, 20, 20), 50.0)} == {"warn"}
+    assert [f.node for f in network.check_rates([Pair("a", "b", None, "NCCL error")], None)] == ["a", "b"]
+
+
+def test_the_largest_group() -> None:
+    links = {frozenset(p) for p in ("ab", "cd", "de")}
+    assert main_group("abcde", lambda a, b: frozenset((a, b)) in links) == {"c", "d", "e"}
+    assert main_group("ab", lambda a, b: False) == {"a"}
+
+
+def test_one_question_that_hangs_does_not_hide_the_others() -> None:
+    hung = socket.socketpair()
+
+    def broken() -> None:
+        raise OSError(116, "Stale file handle")
+
+    answers = bounded({"quick": lambda: 1, "hangs": lambda: hung[0].recv(1), "fails": broken}, 0.5)
+    assert answers["quick"] == 1
+    assert isinstance(answers["hangs"], TimeoutError) and "0.5 s" in str(answers["hangs"])
+    assert isinstance(answers["fails"], OSError)
+    hung[1].close()
+
+
+def test_the_report() -> None:
+    findings = (
+        Finding("10.0.0.1", "disk", "warn", "/tmp is small"),
+        Finding("10.0.0.12", "gpus", "bad", "GPU 3: 1 uncorrected ECC errors"),
+        Finding("10.0.0.13", "answers", "bad", "no answer within 60 s"),
+    )
+    report = Report(("10.0.0.1", "10.0.0.12", "10.0.0.13"), ("answers", "gpus", "disk"), findings, 1.25, (39.0, 41.0))
+    assert report.table() == (
+        "node       answers   gpus      disk\n"
+        "10.0.0.1   ok        ok        warn\n"
+        "10.0.0.12  ok        BAD       ok\n"
+        "10.0.0.13  BAD       –         –\n"
+        "\n"
+        "bad: 10.0.0.12: GPU 3: 1 uncorrected ECC errors\n"
+        "bad: 10.0.0.13: no answer within 60 s\n"
+        "warn: 10.0.0.1: /tmp is small"
+    )
+    assert report.summary() == (
+        "preflight of 3 nodes: not fit: 10.0.0.12, 10.0.0.13, 39.00 to 41.00 GB/s between them; 1.2 s"
+    )
+    values: Any = json.loads(json.dumps(report.values()))
+    assert values["bad"] == ["10.0.0.12", "10.0.0.13"] and not values["fit"]
+    assert values["nodes"]["10.0.0.12"] == {"answers": "ok", "gpus": "bad", "disk": "ok"}
+
+
+@pytest.mark.parametrize(
+    "arguments, part",
+    [
+        (["--config", "no.yaml"], "no.yaml"),
+        ([], "--config"),
+        (["--config", "CONFIG", "cluster.preflight=x"], "auto, always"),
+    ],
+)
+def test_wrong_input(arguments: list[str], part: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "c.yaml").write_text("run: {name: r}\n")
+    assert main([str(tmp_path / "c.yaml") if a == "CONFIG" else a for a in arguments]) == 2
+    err = capsys.readouterr().err
+    assert len(err.splitlines()) == 1 and part in err
+
+
+def test_an_exchange_and_one_that_nobody_answers() -> None:
+    """Two processes on loopback; then a leader whose partner does not come."""
+    listening = network.listen("127.0.0.1")
+    place = ("127.0.0.1", int(listening.getsockname()[1]))
+    with ThreadPoolExecutor(2) as pool:
+        ends = [pool.submit(network.exchange, place, "127.0.0.1", "cpu", 1, 100.0, end) for end in (listening, None)]
+        assert all(0 < end.result() < 1000 for end in ends)
+    alone = network.listen("127.0.0.1")
+    with pytest.raises(TimeoutError, match="no answer within 1 s"):
+        network.exchange(("127.0.0.1", 1), "127.0.0.1", "cpu", 1, 1.0, alone)
+    assert alone.fileno() == -1
