@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.local import session
@@ -39,7 +40,8 @@ from tests.support.engines import Recorder, build_model, build_model_of, serving
 LONGEST = 400
 PIECES = (
     *SPECIAL,
-    *("<|im_end|>", "<|im_start|>", "<|endoftext|>", "<think>", "</tool_response>", "<answer>gold</answer>"),
+    *("<|im_end|>", "<|im_end|>\n<|im_start|>assistant\n", "<|endoftext|>", "<|vision_pad|>", "<|im_start|>user"),
+    *("<think>", "</tool_response>", "<answer>gold</answer>"),
     *("", "", " ", "\n", "ok", "42", "{}", "a longer reply of the tool, with words"),
     *("naïve", "語", "🙂", "\u200b", "\u0000", "Ω"),
 )
@@ -279,12 +281,15 @@ def test_characters(tmp_path: Path) -> None:
 def test_qwen(shared: Path, tmp_path: Path) -> None:
     """Qwen3's tokenizer of 151,643 pieces, its template and its two end tokens; a policy with tensor parallelism."""
     path = qwen(shared, tmp_path / "qwen")
-    sizes = BuildConfig(architecture="qwen3", hidden=64, layers=2, heads=2, kv_heads=1, head_dim=32, tied=True)
+    sizes = BuildConfig(architecture="qwen3", hidden=64, layers=2, heads=2, kv_heads=2, head_dim=32, tied=True)
     given = json.loads((shared / "data" / "qwen_tokenizer" / "qwen3_4b_config.json").read_text())
     ids = {key: given[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")}
     hf = tiny.hf_config(replace(sizes, max_length=LONGEST)) | ids | {"pad_token_id": None}
     build_model_of(path, hf, seed=5)
     chat = Chat(str(path))
+    weights = load_file(path / "model.safetensors")
+    weights["model.embed_tokens.weight"][chat.tokenizer.eos_token_id] *= 8  # else one draw in 151,936
+    save_file(weights, path / "model.safetensors", metadata={"format": "pt"})
     rollout = rollout_of(["z", "ing", "#"])
     engine = engine_of(path, tmp_path, rollout)
     try:
@@ -293,5 +298,5 @@ def test_qwen(shared: Path, tmp_path: Path) -> None:
         engine.shutdown()
     check_tokens(phase)
     counted = check_environments_words(phase)
-    assert min(counted[k] for k in ("texts compared", "control tokens spelled", "empty replies")) >= 10, counted
+    assert min(counted.values()) >= 5 and len(counted) == 4, counted
     check_training(phase, path, context=1, tensor=2)
