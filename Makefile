@@ -44,7 +44,7 @@ runs/data/spider/train.parquet: | $(READY)
 
 runs/data/math/train.parquet: | $(READY)
 	$(PY) -m skyrl_mega.data math --output $(@D) --env aime --train-file "$(MATH)/rllm_train_math.json" \
-		--test-file "$(MATH)/aime24.json" --longest 300 --shots 2
+		--test-file "$(MATH)/aime24.json" --longest 60 --shots 2
 
 CPU := $(READY) runs/models/smollm2-135m
 RUN := $(PY) -m skyrl_mega.launch --config

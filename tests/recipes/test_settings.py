@@ -154,7 +154,11 @@ SIZE = {
             "skyrl_sql_7b",
             {"rollout.max_turns", *(f"environment.options.text2sql.{key}" for key in ("db_path", "shown_characters"))},
         ),
-        ("dapo_cpu", "dapo", {"algorithm.dynamic_sampling.enabled", *("algorithm.overlong.buffer",)}),
+        (
+            "dapo_cpu",
+            "dapo",
+            {"algorithm.dynamic_sampling.enabled", "algorithm.overlong.buffer", "rollout.sampling.temperature"},
+        ),
     ],
 )
 def test_a_small_recipe_differs_from_the_full_one_in_size_alone(small: str, full: str, own: set[str]) -> None:

@@ -35,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--train-file", type=Path, help=f"{form}; without it, small problems are made")
     parser.add_argument("--test-file", type=Path, help="such a file; its problems are left out of the training rows")
     parser.add_argument("--limit", type=int, help="rows of each split at most, drawn at random")
-    parser.add_argument("--longest", type=int, help="characters of a problem at most")
+    parser.add_argument("--longest", type=int, help="characters of a training problem at most")
     parser.add_argument(
         "--shots",
         type=int,
@@ -58,7 +58,7 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     known: set[str] = set()
     for split in ("test", "train"):
         if split in splits:
-            splits[split] = _once(splits[split], known, args.longest)
+            splits[split] = _once(splits[split], known, args.longest if split == "train" else None)
     shots = sorted(splits.get("train", []), key=lambda p: len(p[0][-1]["content"]))[: args.shots]
     if len(shots) < args.shots:
         raise UserError(
