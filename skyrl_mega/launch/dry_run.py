@@ -129,7 +129,6 @@ def _kinds(memory: PolicyMemory) -> dict[str, Any]:
         "forward": memory.at.forward + memory.at.forward_logits,
         "reference": memory.reference,
         "sync": memory.sync,
-        "checkpoint": memory.checkpoint,
         "reserve": memory.reserve,
         "phase": memory.busiest,
         "peak": memory.peak,
@@ -182,7 +181,7 @@ def _notes(config: Config, d: Decoder, parallel: Parallel) -> list[str]:
     if config.cluster.device == "auto":
         notes.append("cluster.device=auto is planned as cuda")
     if config.cluster.shared and not on_cpu(config):
-        notes.append("cluster.shared=true: a run on GPUs refuses it for now; it is only planned")
+        notes.append("cluster.shared=true: policy and engines both stay in a GPU's memory all the time")
     if made.oversize:
         notes.append(
             f"a sequence of up to {made.longest:,} tokens is above policy.micro_tokens × context = {made.budget:,}: it "

@@ -20,7 +20,6 @@ COLUMNS = {
     "forward": "forward",
     "reference": "refer",
     "sync": "sync",
-    "checkpoint": "ckpt",
     "reserve": "reserve",
     "peak": "peak",
 }

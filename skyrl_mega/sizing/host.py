@@ -39,7 +39,7 @@ class HostMemory:
     reference: int
     """Frozen weights that wait in host memory. Counted."""
     checkpoint: int
-    """The optimizer's state while a checkpoint is written: every rank holds that of its whole shard."""
+    """The optimizer's state while a checkpoint is written: the first rank of each data-parallel group gathers it."""
     batch: int
     """Tokens and fields of one RL step in Ray's object store."""
     shm: int
@@ -61,8 +61,7 @@ def host_memory(
     for rank in node.policy:
         trained = sum(chunk.total for chunk in stage(d, parallel, parallel.coordinates(rank).pp))
         kept += trained * size if copied else 0
-        # All ranks gather all of it (`policy.checkpoint`); of one kind of state they hold what has come twice more.
-        written += trained * (MOMENTS + 8 + size) if config.checkpoint.every else 0
+        written += _written(d, parallel, rank) + trained * size if config.checkpoint.every else 0
         device += policy_memory(config, d, parallel, rank).peak if cpu else 0
     if cpu and reference:
         device += sum(reference_memory(config, d, reference, rank).peak for rank in node.reference)
@@ -79,6 +78,23 @@ def host_memory(
         batch=int(tokens.sequences * tokens.longest * BATCH_BYTES) if first else 0,
         shm=(node.workers + len(node.engines)) * QUEUE * multi + (0 if cpu else processes * NCCL),
     )
+
+
+def _written(d: Decoder, parallel: Parallel, rank: int) -> int:
+    """Optimizer state in a rank's host memory while a checkpoint is written (`policy.checkpoint`).
+
+    Each rank copies its own; the first of a group gathers all of it, and of one kind of state holds what has come twice
+    more.
+    """
+    at, found = parallel.coordinates(rank), 0
+    for chunk in stage(d, parallel, at.pp):
+        experts = chunk.expert & (parallel.expert > 1)
+        dense = (~experts, parallel.data * parallel.context, at.dp == 0 and at.cp == 0)
+        for chosen, ranks, first in (dense, (experts, parallel.expert_data, at.edp == 0)):
+            elements = chunk.where(chosen).total
+            found += elements * (MOMENTS + 8) if first else 0
+            found += elements * MOMENTS // ranks
+    return found
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,7 @@
 """Bytes of every process by kind: policy ranks, ranks of a reference of its own, engine workers.
 
 Weights, gradients, optimizer state and buckets of the sync are counted from the tensors' shapes. Activations, logits,
-what a checkpoint takes, an engine's working memory and the reserve are estimated: `MARGIN` says how far off they may
-be.
+an engine's working memory and the reserve are estimated: `MARGIN` says how far off they may be.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from skyrl_mega.models import engine
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.sizing.activations import Activations, activations
 from skyrl_mega.sizing.batch import batch
-from skyrl_mega.sizing.buffers import Held, buckets, held
+from skyrl_mega.sizing.buffers import Held, held
 from skyrl_mega.sizing.parameters import Parameters, stage
 
 GIB = 2**30
@@ -46,8 +45,6 @@ class PolicyMemory:
     """The reference's weights, which come from host memory for its log-probs. Counted."""
     sync: int
     """Buckets. Counted."""
-    checkpoint: int
-    """What gathering the optimizer's state for a checkpoint takes. Estimated."""
     reserve: int
     """Estimated."""
 
@@ -58,7 +55,6 @@ class PolicyMemory:
             "train": (0, self.at.train + self.at.train_logits),
             "log-probs": (self.reference, self.at.forward + self.at.forward_logits),
             "sync": (self.sync, 0),
-            "checkpoint": (0, self.checkpoint),
         }
 
     @property
@@ -146,7 +142,6 @@ def policy_memory(config: Config, d: Decoder, parallel: Parallel, rank: int) -> 
         at=_activations(config, d, parallel, at.pp),
         reference=_plain(chunks) * size if copied else 0,
         sync=int(BUCKETS * config.weights.bucket_mib * 2**20),
-        checkpoint=_gathered(d, parallel, at.pp) if config.checkpoint.every and not on_cpu(config) else 0,
         reserve=0 if on_cpu(config) else int(config.cluster.gpu_reserve_gib * GIB),
     )
 
@@ -157,7 +152,7 @@ def reference_memory(config: Config, d: Decoder, parallel: Parallel, rank: int) 
     forward = replace(_activations(config, d, parallel, at.pp), train=0, train_logits=0)
     weights = _plain(stage(d, parallel, at.pp)) * itemsize(config)
     reserve = 0 if on_cpu(config) else int(config.cluster.gpu_reserve_gib * GIB)
-    return PolicyMemory(Held(weights, 0, 0), forward, 0, 0, 0, reserve)
+    return PolicyMemory(Held(weights, 0, 0), forward, 0, 0, reserve)
 
 
 def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
@@ -220,18 +215,3 @@ def _held(d: Decoder, parallel: Parallel, at: Coordinates, size: int, freeze_rou
 def _plain(chunks: Sequence[Parameters]) -> int:
     """Elements without buffers around them."""
     return sum(chunk.total for chunk in chunks)
-
-
-@lru_cache(maxsize=4096)
-def _gathered(d: Decoder, parallel: Parallel, pp: int) -> int:
-    """`checkpoint.save` gathers one kind of optimizer state at a time over the data-parallel ranks, in float32.
-
-    NCCL's gather of a list flattens it once more, and the part that is sent lies beside both.
-    """
-    largest = 0
-    for chunk in stage(d, parallel, pp):
-        experts = chunk.expert & (parallel.expert > 1)
-        for chosen, ranks in ((~experts, parallel.data * parallel.context), (experts, parallel.expert_data)):
-            for bucket in buckets(chunk.where(chosen), ranks):
-                largest = max(largest, bucket.numel * 8 + bucket.numel * 4 // ranks)
-    return largest
