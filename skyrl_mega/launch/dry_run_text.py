@@ -171,10 +171,8 @@ def _seconds(v: Values) -> str:
 
 
 def _notes(v: Values) -> str:
-    lines = [*(f"note: {note}" for note in v["notes"]), "nothing was started (--dry-run)"]
-    if v["absent"]:
-        lines.append(f"not on this machine, so not checked: {', '.join(v['absent'])}")
-    return "\n".join(lines)
+    notes = [*v["notes"], *(f"{path} is not here and was not checked" for path in v["absent"])]
+    return "\n".join([*(f"note: {note}" for note in notes), "nothing was started (--dry-run)"])
 
 
 def _grouped(rows: Sequence[Values], cells: Any, key: str = "rank") -> list[tuple[tuple[str, ...], list[int]]]:
