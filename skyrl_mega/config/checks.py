@@ -232,6 +232,12 @@ def check_gpus(c: Config) -> None:
     if c.rollout.tensor > node:
         raise UserError(f"rollout.tensor = {c.rollout.tensor}: allowed is at most cluster.gpus_per_node = {node}")
     policy, reference = policy_ranks(c), reference_ranks(c)
+    for key, layout, ranks in (("policy", c.policy.layout, policy), ("reference", c.reference.layout, reference)):
+        if layout is not None and ranks > node and node % layout.tensor:
+            raise UserError(
+                f"{key}.layout.tensor = {layout.tensor}: it does not divide cluster.gpus_per_node = {node}, so some "
+                "tensor parallel group would lie on two nodes; choose a divisor"
+            )
     engines = c.rollout.engines * c.rollout.tensor
     if policy + reference + engines > total:
         parts = f"policy {policy}" + (f" + reference {reference}" if reference else "") + f" + engines {engines}"

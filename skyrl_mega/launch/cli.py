@@ -17,13 +17,10 @@ from types import FrameType
 from typing import NoReturn
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.trainer.stop import Stopped
 
 DONE, FAULT, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 """Exit codes. STOPPED (EX_TEMPFAIL): ended early by a signal; the same command goes on from the newest checkpoint."""
-
-
-class Stopped(BaseException):
-    """SIGTERM or SIGINT; everything is taken down on its way up."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -51,7 +48,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns the exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    for name in (signal.SIGTERM, signal.SIGINT):
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(name, _stop)
     try:
         return _run(parser().parse_intermixed_args(argv))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -106,10 +107,13 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def with_device(config: Config) -> Config:
-    """Decides `cluster.device = auto`; UserError where `cuda` is asked for and there is none."""
+    """Decides `cluster.device = auto`; UserError where `cuda` is asked for and there is none.
+
+    The driver of a Ray cluster may stand on a node without a GPU: there `cuda` is taken at its word.
+    """
     import torch
 
-    found = torch.cuda.is_available()
+    found = torch.cuda.is_available() or (config.cluster.device == "cuda" and "RAY_ADDRESS" in os.environ)
     if config.cluster.device == "cuda" and not found:
         raise UserError("cluster.device = cuda: torch sees no CUDA device here; allowed is cpu or auto")
     device = "cuda" if found and config.cluster.device != "cpu" else "cpu"

@@ -17,11 +17,14 @@ def run(config: Config, folder: Path, console: Console) -> None:
     Raises:
         UserError: What only shows once the data and the model are read.
         ActorFailed: An actor died, raised or did not answer; names the first cause.
+        Stopped: SIGUSR1 came.
     """
     from skyrl_mega.trainer.loop import train
     from skyrl_mega.trainer.setup import open_run
+    from skyrl_mega.trainer.stop import Notice
 
-    with open_run(config, folder, console) as opened:
+    notice = Notice()
+    with notice.listening(), open_run(config, folder, console, notice) as opened:
         train(opened)
         if config.checkpoint.export:
             with console.phase("export"):

@@ -17,7 +17,7 @@ from typing import Any
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.local import session
-from skyrl_mega.cluster.placement import reserve
+from skyrl_mega.cluster.placement import Placement
 from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks, response_limit
 from skyrl_mega.config.schema import Config, LayoutConfig
 from skyrl_mega.data.order import PromptStream
@@ -38,12 +38,14 @@ from skyrl_mega.trainer.checkpoints import Checkpoints
 from skyrl_mega.trainer.evaluation import Evaluator
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.sampler import Sampler
+from skyrl_mega.trainer.seats import find_seats
+from skyrl_mega.trainer.stop import Notice
 from skyrl_mega.trainer.warmup import encode, warm_up
 from skyrl_mega.weights.sync import WeightSync
 
 
 @contextmanager
-def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
+def open_run(config: Config, folder: Path, console: Console, notice: Notice | None = None) -> Iterator[Run]:
     """A run that is ready for its first step: the engines hold the policy's weights. Leaves no process behind."""
     config = replace(config, environment=with_absolute_paths(config.environment))
     logs = folder / "logs"
@@ -57,12 +59,22 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         config = replace(config, environment=stack.enter_context(service_of(config.environment, logs, console.say)))
         with console.phase("start ray"):
             actors = ranks + config.rollout.engines * config.rollout.tensor
-            stack.enter_context(session(actors=actors, gpus=actors if device == "cuda" else 0))
+            stack.enter_context(
+                session(
+                    actors=actors,
+                    gpus=actors if device == "cuda" else 0,
+                    nodes=config.cluster.nodes,
+                    timeout_s=config.cluster.start_timeout_s,
+                    say=console.say,
+                )
+            )
+            seats = find_seats(config, device)
         with console.phase("start engines and policy"), ThreadPoolExecutor(1) as background:
-            booting = background.submit(start_engines, config, model, device, folder, stack, console.say)
-            policy = start_policy(config, hf, "policy", config.policy.layout, ranks, device, folder, stack)
+            booting = background.submit(start_engines, config, model, device, folder, stack, console.say, seats.engines)
+            layout = config.policy.layout
+            policy = start_policy(config, hf, "policy", layout, ranks, device, folder, stack, seats.policy)
             policy.load(model)
-            reference = start_reference(config, hf, policy, model, device, folder, stack)
+            reference = start_reference(config, hf, policy, model, device, folder, stack, seats.reference)
             fleet = booting.result()
 
         generator = Generator(fleet, chat, config.rollout, config.environment)
@@ -86,6 +98,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             stream=stream,
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep),
             response_limit=response_limit(config.rollout),
+            notice=notice or Notice(),
         )
         if not run.restore() and config.warmup.steps:
             learn_first(run, chat)
@@ -133,6 +146,7 @@ def start_policy(
     device: str,
     folder: Path,
     stack: ExitStack,
+    placement: Placement | None,
     trainable: bool = True,
 ) -> Policy:
     """Policy actors, joined and built, without weights."""
@@ -149,13 +163,12 @@ def start_policy(
         trainable=trainable,
     )
     timeout = config.cluster.start_timeout_s
-    gpus = config.cluster.gpus_per_node
     group = ActorGroup.spawn(
         name,
         PolicyActor,
         [{"rank": rank, **shared} for rank in range(ranks)],
         timeout=timeout,
-        placement=reserve(ranks, gpus=1, per_node=min(gpus, ranks)) if device == "cuda" else None,
+        placement=placement,
         env={"OMP_NUM_THREADS": str(config.policy.threads)} if device == "cpu" else None,
         logs=folder / "logs",
     )
@@ -167,7 +180,14 @@ def start_policy(
 
 
 def start_reference(
-    config: Config, hf: dict[str, Any], policy: Policy, model: Path, device: str, folder: Path, stack: ExitStack
+    config: Config,
+    hf: dict[str, Any],
+    policy: Policy,
+    model: Path,
+    device: str,
+    folder: Path,
+    stack: ExitStack,
+    placement: Placement | None,
 ) -> Callable[..., Any] | None:
     """Log-probs of the reference for KL.
 
@@ -181,14 +201,20 @@ def start_reference(
         return partial(policy.logprobs, reference=True)
     ranks = reference_ranks(config)
     reference = start_policy(
-        config, hf, "reference", config.reference.layout, ranks, device, folder, stack, trainable=False
+        config, hf, "reference", config.reference.layout, ranks, device, folder, stack, placement, trainable=False
     )
     reference.load(path)
     return reference.logprobs
 
 
 def start_engines(
-    config: Config, model: Path, device: str, folder: Path, stack: ExitStack, say: Callable[[str], None]
+    config: Config,
+    model: Path,
+    device: str,
+    folder: Path,
+    stack: ExitStack,
+    say: Callable[[str], None],
+    placement: Placement | None,
 ) -> Fleet:
     """vLLM engines with dummy weights: the first sync brings the policy's."""
     spec = EngineSpec(
@@ -205,7 +231,7 @@ def start_engines(
         Engine,
         [{"spec": spec}] * config.rollout.engines,
         timeout=timeout,
-        placement=reserve(config.rollout.engines, gpus=config.rollout.tensor) if device == "cuda" else None,
+        placement=placement,
         env=environment(spec),
         logs=folder / "logs",
     )
