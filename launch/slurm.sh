@@ -4,7 +4,7 @@
 #      (skyrl_mega/launch/slurm.py). They talk through a folder, runs/slurm/<job>-<start>/, where their logs are too.
 #   2. SIGUSR1 (#SBATCH --signal=B:USR1@600, or scancel --signal=USR1 --batch JOB): the launcher writes a checkpoint and
 #      exits with 75. The job is queued again, and goes on from there.
-#   3. A node that does not answer, or whose Ray has ended: the job is queued again, without that node.
+#   3. A node that does not answer, or whose Ray has ended, but not all of them: the job is queued again, without it.
 #   4. Any other end is the job's: 0 done, 2 the input is wrong, 1 a fault.
 #
 # Nothing here is to be edited. Partition, account, time and nodes are sbatch's arguments or its variables
@@ -59,7 +59,7 @@ run() {
         requeue
     elif ((code != 0 && code != 2)); then
         failed=$(failed_nodes "$folder")
-        if [[ $failed ]] && ((start < ${SKYRL_MEGA_REQUEUES:-5})); then
+        if [[ $failed && $(tr -cd , <<<"$failed" | wc -c) -lt $((nodes - 1)) ]] && ((start < ${SKYRL_MEGA_REQUEUES:-5})); then
             say "exit $code: $failed failed, the job goes on without"
             requeue "$failed"
         fi

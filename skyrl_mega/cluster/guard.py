@@ -80,6 +80,7 @@ def end_cluster(folder: str, driver: int) -> None:
 
 def main(what: str, *of: str) -> None:
     """Waits for the end of the guarded process."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to every process of a job that is cancelled
     if what == "group" and os.fork() > 0:
         os._exit(0)  # Ray's workers kill their children on exit: the guard must not be one
     while os.read(0, 64):  # nothing is ever written: this returns at end of file

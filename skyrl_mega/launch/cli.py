@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import traceback
@@ -39,6 +40,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     p.add_argument("--config", required=True, metavar="FILE", help="a .yaml file, such as configs/quickstart.yaml")
+    p.add_argument(
+        "--directory", metavar="DIR", help="where relative paths of the settings begin (default: the current directory)"
+    )
     p.add_argument("--dry-run", action="store_true", help="check, print settings and layout, and stop")
     p.add_argument("--json", action="store_true", help="steps and summary as JSON lines on standard output")
     p.add_argument("overrides", nargs="*", metavar="group.key=value", help="settings over the file's: run.seed=1")
@@ -66,7 +70,11 @@ def _run(args: argparse.Namespace) -> int:
     from skyrl_mega.config.checks import check
     from skyrl_mega.config.compose import compose, dump
 
-    config = compose(args.config, args.overrides)
+    file = args.config
+    if args.directory:
+        file = Path(file).absolute()
+        _enter(args.directory)
+    config = compose(file, args.overrides)
     check(config)
 
     from skyrl_mega.launch import inputs, layout
@@ -101,10 +109,21 @@ def _run(args: argparse.Namespace) -> int:
     return DONE
 
 
+def _enter(directory: str) -> None:
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise UserError(
+            f"--directory {directory}: {error.strerror}; give a folder that exists, seen by every node of a cluster"
+        ) from error
+
+
 def _keep_traceback(folder: Path) -> None:
     with (folder / "logs" / "run.log").open("a") as log:
         log.write(traceback.format_exc())
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    if number == signal.SIGTERM:  # it may come twice, from a scheduler and from our own parent: no reason to break off
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Stopped(signal.Signals(number).name)

@@ -24,8 +24,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -36,8 +35,10 @@ from skyrl_mega.cluster.local import ENVIRONMENT
 
 FAULT, CANCELLED = 1, 143
 LOOK_EVERY_S = 0.5
-TERMINATE_S = 15.0
-"""How long processes may take to end by themselves."""
+TRIES = 3
+"""How often a node tries to start Ray."""
+TERMINATE_S = 10.0
+"""How long processes may take to end by themselves: two of them one after the other, within Slurm's KillWait (30 s)."""
 
 ANY_PORT = [
     f"--{port}=0"
@@ -53,7 +54,7 @@ ANY_PORT = [
     )
 ]
 """The system picks every port when it is opened, so no other run on the node can have taken it."""
-HEAD = ["--head", "--port=0", "--include-dashboard=false"]
+HEAD = ["--head", "--port=0", "--include-dashboard=false", "--no-monitor"]
 
 
 class Ended(Exception):
@@ -136,16 +137,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def head(job: Job, launcher: Sequence[str]) -> int:
-    """Ray's head, all nodes waited for, the launcher once; returns its exit code."""
-    with ray_node(job, HEAD) as node:
+    """The settings checked, Ray's head, all nodes waited for, the launcher once; returns its exit code."""
+    given = [f"cluster.nodes={job.nodes}", *([f"cluster.gpus_per_node={job.gpus}"] if job.gpus else [])]
+    command = [sys.executable, "-m", "skyrl_mega.launch", *given, *launcher]
+    job.say(shlex.join(["python", *command[1:]]))
+    checked = subprocess.run([*command, "--dry-run"], stdout=subprocess.DEVNULL, env=_environment())
+    if checked.returncode:
+        raise Ended(checked.returncode, "the launcher refuses its arguments")
+    with RayNode(job, HEAD) as node:
         address = node.started()
         job.mark("address", address)
         job.mark(f"up/{job.node}")
         job.say(f"Ray listens at {address} ({job.node})")
         wait_for_all(job, node)
-        given = [f"cluster.nodes={job.nodes}", *([f"cluster.gpus_per_node={job.gpus}"] if job.gpus else [])]
-        command = [sys.executable, "-m", "skyrl_mega.launch", *given, *launcher]
-        job.say(shlex.join(["python", *command[1:]]))
         process = subprocess.Popen(command, env={**_environment(), "RAY_ADDRESS": address, "PYTHONUNBUFFERED": "1"})
         try:
             code = watch(job, node, process)
@@ -202,7 +206,7 @@ def worker(job: Job) -> int:
         if time.monotonic() - job.began > job.wait_s:
             raise Ended(FAULT, f"the head did not come up within {job.wait_s:g} s")
         time.sleep(LOOK_EVERY_S)
-    with ray_node(job, [f"--address={address.read_text()}"]) as node:
+    with RayNode(job, [f"--address={address.read_text()}"]) as node:
         node.started()
         job.mark(f"up/{job.node}")
         while not (job.folder / "code").exists():
@@ -211,20 +215,53 @@ def worker(job: Job) -> int:
     return 0
 
 
-@dataclass(frozen=True)
 class RayNode:
-    """`ray start --block` on this node."""
+    """`ray start --block` on this node, for the length of a `with` block.
 
-    job: Job
-    process: subprocess.Popen[bytes]
-    folder: Path
-    """Ray's own files."""
-    log: Path
+    Nothing of it is left afterwards, nor when this process dies.
+    """
+
+    def __init__(self, job: Job, options: Sequence[str]) -> None:
+        self.job, self.log = job, job.folder / f"{job.node}.log"
+        self.folder = Path("/tmp") / f"skyrl-{job.name}"
+        self.command = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+            *(f"--temp-dir={self.folder}", f"--num-cpus={job.cpus}", f"--num-gpus={job.gpus}"),
+            *(*ANY_PORT, "--include-log-monitor=false", *options),
+            *([f"--node-ip-address={address_of(job.interface)}"] if job.interface else []),
+            *os.environ.get("SKYRL_MEGA_RAY_OPTIONS", "").split(),
+        ]
+
+    def __enter__(self) -> RayNode:
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a power failure
+        self.folder.mkdir(mode=0o700)  # refuses another's
+        self._guard = start_guard("cluster", str(self.folder), str(os.getpid()))
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _end(self._process)
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._guard.wait()
+
+    def _start(self) -> None:
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(self.command, env=_environment(), stdout=output, stderr=output)
 
     def started(self) -> str:
-        """Waits until this node is part of the cluster; returns the cluster's address."""
+        """Waits until this node is part of the cluster; returns the cluster's address.
+
+        Raises:
+            Ended: It is not, in time or after so many tries: Ray itself gives a busy machine no more than 30 s.
+        """
         written = self.folder / "ray_current_cluster"  # Ray's last act in starting a node
+        tries = 1
         while not written.exists():
+            if self._process.poll() is not None and tries < TRIES:
+                tries += 1
+                self.job.say(f"{self.job.node}: Ray did not start; try {tries} of {TRIES}")
+                self._start()
             self.check()
             if time.monotonic() - self.job.began > self.job.wait_s:
                 self._failed(f"Ray did not start within {self.job.wait_s:g} s")
@@ -233,7 +270,7 @@ class RayNode:
 
     def check(self) -> None:
         """Raises Ended, and marks the node as failed, if Ray has ended here before the job has."""
-        if self.process.poll() is not None and not (self.job.folder / "code").exists():
+        if self._process.poll() is not None and not (self.job.folder / "code").exists():
             lines = self.log.read_text().strip().splitlines()
             self._failed(f"Ray ended ({lines[-1].strip() if lines else 'without a word'}); its log: {self.log}")
 
@@ -244,28 +281,13 @@ class RayNode:
         raise Ended(FAULT, why)
 
 
-@contextmanager
-def ray_node(job: Job, options: Sequence[str]) -> Iterator[RayNode]:
-    """Ray on this node for the length of the block; nothing of it is left afterwards, nor when this process dies."""
-    folder, log = Path("/tmp") / f"skyrl-{job.name}", job.folder / f"{job.node}.log"
-    shutil.rmtree(folder, ignore_errors=True)  # of a power failure
-    folder.mkdir(mode=0o700)  # refuses another's
-    command = [
-        *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
-        *(f"--temp-dir={folder}", f"--num-cpus={job.cpus}", f"--num-gpus={job.gpus}", *ANY_PORT, *options),
-        *([f"--node-ip-address={address_of(job.interface)}"] if job.interface else []),
-        *os.environ.get("SKYRL_MEGA_RAY_OPTIONS", "").split(),
-    ]
-    guard = start_guard("cluster", str(folder), str(os.getpid()))
-    with log.open("wb") as output:
-        process = subprocess.Popen(command, env=_environment(), stdout=output, stderr=output)
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
     try:
-        yield RayNode(job, process, folder, log)
-    finally:
-        _end(process)
-        assert guard.stdin is not None
-        guard.stdin.close()
-        guard.wait()
+        process.wait(TERMINATE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _environment() -> dict[str, str]:
@@ -278,15 +300,6 @@ def _environment() -> dict[str, str]:
 def without_client(parameters: Any, head: bool) -> None:
     """Ray calls this before it starts a node. Its client server has a fixed port, and there is no flag against it."""
     parameters.ray_client_server_port = None
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    process.terminate()
-    try:
-        process.wait(TERMINATE_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 def _cancelled(number: int, frame: FrameType | None) -> NoReturn:
