@@ -200,6 +200,7 @@ def cluster(folder: Path, *, nodes: int = 4, gpus: int = 8) -> Iterator[Slurm]:
     addresses = ["127.0.0.1 localhost", "10.77.0.254 controller"]
     addresses += [f"10.77.0.{n} node{n}" for n in range(1, nodes + 1)]
     (etc / "hosts").write_text("\n".join(addresses) + "\n")
+    (etc / "resolv.conf").write_text("options timeout:1 attempts:1\n")  # nobody answers for other names
 
     shared = {str(folder), str(ROOT), sys.prefix, sys.base_prefix}
     # Settings of Slurm, Ray or this project around the tests are none of the cluster's.

@@ -13,6 +13,7 @@ mkdir -p /run/munge /etc/slurm
 mount -t tmpfs -o mode=755 tmpfs /run/munge
 mount --bind "$FOLDER/etc" /etc/slurm
 mount --bind "$FOLDER/etc/hosts" /etc/hosts
+mount --bind "$FOLDER/etc/resolv.conf" /etc/resolv.conf
 munged --force --key-file="$FOLDER/etc/munge.key" --pid-file=/run/munge/munged.pid --log-file="$FOLDER/munge.log" \
     --seed-file="$FOLDER/munge.seed"
 slurmctld
