@@ -15,7 +15,7 @@
 #   SKYRL_MEGA_CONTAINER    an image: *.sif runs with apptainer, anything else with enroot through pyxis
 #   SKYRL_MEGA_MOUNTS       SOURCE:TARGET[,…] more that the container sees
 #   SKYRL_MEGA_SRUN         more arguments of the srun that starts the tasks
-#   SKYRL_MEGA_INTERFACE    network interface that Ray and gloo use
+#   SKYRL_MEGA_INTERFACE    network interface that Ray, gloo and NCCL use to meet
 #   SKYRL_MEGA_RAY_OPTIONS  more arguments of `ray start`, such as --object-store-memory=…
 #   SKYRL_MEGA_START_S      seconds for all nodes to be there (600)
 #   SKYRL_MEGA_REQUEUES     how often the job may be queued again because of failed nodes (5)
@@ -34,6 +34,7 @@ run() {
     # The cluster's token lives in this job's environment, which no other user can read.
     RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
     export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
+    [[ ${SKYRL_MEGA_INTERFACE:-} ]] && export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$SKYRL_MEGA_INTERFACE}
 
     local python=${SKYRL_MEGA_PYTHON:-} mounts=$PWD:$PWD${SKYRL_MEGA_MOUNTS:+,$SKYRL_MEGA_MOUNTS} flags=() inside=()
     case ${SKYRL_MEGA_CONTAINER:-} in

@@ -76,6 +76,9 @@ def open_run(config: Config, folder: Path, console: Console, notice: Notice | No
             policy.load(model)
             reference = start_reference(config, hf, policy, model, device, folder, stack, seats.reference)
             fleet = booting.result()
+        if seats.engines:  # there is more than one node, or a GPU for each
+            console.say(f"policy ranks sit on {policy.group.seating}")
+            console.say(f"engines sit on {fleet.group.seating}")
 
         generator = Generator(fleet, chat, config.rollout, config.environment)
         stream = PromptStream(
