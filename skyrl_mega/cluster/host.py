@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import fcntl
+import getpass
 import os
 import socket
 import struct
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,8 +79,8 @@ _guards: list[subprocess.Popen[bytes]] = []
 
 
 def settle_in(seat: Seat) -> None:
-    """Gives the process a group of its own with a guard, sends its output to its log file, and has gloo listen where
-    Ray does."""
+    """Gives the process a group and a temporary folder of its own, with a guard that removes both; sends its output to
+    its log file; has gloo listen where Ray does."""
     if seat.log is not None:
         log = Path(seat.log)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +92,10 @@ def settle_in(seat: Seat) -> None:
         os.close(fd)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-    _guards.append(start_guard("group", str(os.getpid())))
+    # vLLM leaves sockets behind when it is ended from outside; what torch compiles is kept where it always is.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="skyrl-actor-")
+    _guards.append(start_guard("group", str(os.getpid()), tempfile.tempdir))
     _guards[-1].wait()  # its first process; the guard itself is that one's child
     import ray
 

@@ -95,7 +95,9 @@ def open_run(config: Config, folder: Path, console: Console, notice: Notice | No
             metrics=stack.enter_context(MetricsWriter(folder, tensorboard=config.telemetry.tensorboard)),
             policy=policy,
             reference=reference,
-            sync=WeightSync(policy.group, fleet, hf, policy.parallel, config, device=device, plans=folder / "plans"),
+            sync=WeightSync(
+                policy.group, fleet, hf, policy.parallel, config, device=device, plans=folder.absolute() / "plans"
+            ),
             sampler=Sampler(config, train, stream, generator),
             evaluator=Evaluator(config, evaluation, generator),
             stream=stream,

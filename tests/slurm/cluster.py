@@ -202,6 +202,8 @@ def cluster(folder: Path, *, nodes: int = 4, gpus: int = 8) -> Iterator[Slurm]:
     (etc / "hosts").write_text("\n".join(addresses) + "\n")
     (etc / "resolv.conf").write_text("options timeout:1 attempts:1\n")  # nobody answers for other names
 
+    _container_plugin(etc)
+
     shared = {str(folder), str(ROOT), sys.prefix, sys.base_prefix}
     # Settings of Slurm, Ray or this project around the tests are none of the cluster's.
     environment = {k: v for k, v in os.environ.items() if not re.match("(SLURM|SBATCH|SRUN|RAY|SKYRL)_", k)}
@@ -230,6 +232,17 @@ def cluster(folder: Path, *, nodes: int = 4, gpus: int = 8) -> Iterator[Slurm]:
     finally:
         outer.send_signal(signal.SIGKILL)  # `--kill-child` takes process 1 along, and the kernel all the rest
         outer.wait()
+
+
+def _container_plugin(etc: Path) -> None:
+    """Compiles the stand-in for pyxis, where there is a compiler."""
+    if compiler := shutil.which("cc"):
+        version = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=True).stdout
+        major, minor, micro = map(int, re.findall(r"\d+", version)[:3])
+        number = (major << 16) + (minor << 8) + micro
+        source, plugin = HERE / "pyxis.c", etc / "pyxis.so"
+        subprocess.run([compiler, "-shared", "-fPIC", f"-DVERSION={number}", "-o", plugin, source], check=True)
+        (etc / "plugstack.conf").write_text("required /etc/slurm/pyxis.so\n")
 
 
 def _up(folder: Path, outer: subprocess.Popen[bytes], nodes: int, environment: Mapping[str, str]) -> Slurm:

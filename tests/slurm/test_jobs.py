@@ -118,6 +118,18 @@ def test_wrong_input_ends_the_job_before_ray_starts(slurm: Slurm, tiny: Tiny, en
     assert_released(slurm, ["node1", "node2"])
 
 
+def test_srun_takes_the_words_for_a_container(slurm: Slurm, tiny: Tiny, env: dict[str, str]) -> None:
+    """The stand-in for pyxis says what it was given; the command then runs without a container."""
+    if not (slurm.folder / "etc" / "plugstack.conf").exists():
+        pytest.skip("no C compiler for the plugin that stands in for pyxis")
+    image = {"SKYRL_MEGA_CONTAINER": "/images/skyrl.sqsh", "SKYRL_MEGA_MOUNTS": "/data:/data"}
+    arguments = ["slurm/run.sbatch", *tiny("contained"), "run.sed=1"]
+    job = slurm.submit("--nodes=2", f"--output={slurm.folder}/%j.out", *arguments, env=env | image)
+    assert slurm.wait(job, timeout=120)["ExitCode"] == "2:0"
+    line = f"pyxis: /images/skyrl.sqsh in {ROOT} with {ROOT}:{ROOT},/data:/data"
+    assert slurm.output(job).count(line) == 2
+
+
 def test_scripts_differ_only_in_what_they_ask_for() -> None:
     """All of them are a header and the same two lines."""
     scripts = sorted((ROOT / "slurm").glob("*.sbatch"))
