@@ -31,6 +31,8 @@ run() {
     rm -rf "$folder" && mkdir -p "$folder" || exit 2
     say "job $job, start $start, on $SLURM_JOB_NODELIST; its folder: $folder"
 
+    SKYRL_MEGA_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+    export SKYRL_MEGA_NODES
     # The cluster's token lives in this job's environment, which no other user can read.
     RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
     export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
@@ -72,7 +74,7 @@ run() {
 # Nodes of the allocation that say so themselves, or cannot run a command within 30 s; separated by commas.
 failed_nodes() {
     local node
-    for node in $(scontrol show hostnames "$SLURM_JOB_NODELIST"); do
+    for node in ${SKYRL_MEGA_NODES//,/ }; do
         { [[ -e $1/failed/$node ]] || ! timeout 30 srun --overlap --mem=0 -N1 -n1 -w "$node" true; } \
             >/dev/null 2>&1 && echo "$node" &
     done | sort | paste -sd,

@@ -65,6 +65,13 @@ class Ended(Exception):
         self.code = code
 
 
+class NodeFailed(Ended):
+    """It is over because of this node: the job may go on without."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(FAULT, why)
+
+
 @dataclass(frozen=True)
 class Job:
     """The allocation, as this node sees it."""
@@ -73,7 +80,8 @@ class Job:
     node: str
     rank: int
     """0 on the first node, which is the batch script's too."""
-    nodes: int
+    nodes: tuple[str, ...]
+    """All of them."""
     cpus: int
     """Of this node, and so are the GPUs."""
     gpus: int
@@ -92,7 +100,7 @@ class Job:
             folder=folder,
             node=env["SLURMD_NODENAME"],
             rank=int(env["SLURM_PROCID"]),
-            nodes=int(env["SLURM_NTASKS"]),
+            nodes=tuple(env["SKYRL_MEGA_NODES"].split(",")),
             cpus=int(env["SLURM_CPUS_ON_NODE"]),
             gpus=int(env.get("SLURM_GPUS_ON_NODE") or 0),
             name=f"{env['SLURM_JOB_ID']}-{env.get('SLURM_RESTART_COUNT') or 0}",
@@ -129,6 +137,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = head(job, launcher) if job.rank == 0 else worker(job)
     except Ended as ended:
         job.say(f"{job.node}: {ended}")
+        # What keeps the very first Ray process from starting is rather the installation's fault than the node's.
+        if isinstance(ended, NodeFailed) and (job.rank or job.names("up")):
+            job.mark(f"failed/{job.node}", str(ended))
         code = ended.code
     finally:
         if job.rank == 0:
@@ -138,7 +149,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def head(job: Job, launcher: Sequence[str]) -> int:
     """The settings checked, Ray's head, all nodes waited for, the launcher once; returns its exit code."""
-    given = [f"cluster.nodes={job.nodes}", *([f"cluster.gpus_per_node={job.gpus}"] if job.gpus else [])]
+    given = [f"cluster.nodes={len(job.nodes)}", *([f"cluster.gpus_per_node={job.gpus}"] if job.gpus else [])]
     command = [sys.executable, "-m", "skyrl_mega.launch", *given, *launcher]
     job.say(shlex.join(["python", *command[1:]]))
     checked = subprocess.run([*command, "--dry-run"], stdout=subprocess.DEVNULL, env=_environment())
@@ -163,20 +174,28 @@ def wait_for_all(job: Job, node: RayNode) -> None:
     """Returns when every node is up, and says meanwhile who is.
 
     Raises:
-        Ended: One failed, or some did not come in time; they are marked as failed.
+        Ended: One failed, or some did not come in time; names them.
     """
     told: list[str] = []
-    while len(up := job.names("up")) < job.nodes:
+    while True:
+        up = job.names("up")
         if up != told:
-            job.say(f"{len(up)} of {job.nodes} nodes are up: {', '.join(up)}")
+            job.say(f"{len(up)} of {len(job.nodes)} nodes are up: {', '.join(up)}")
             told = up
-        node.check()
-        if failed := job.names("failed"):
-            raise Ended(FAULT, "; ".join(f"{n}: {(job.folder / 'failed' / n).read_text()}" for n in failed))
+        if len(up) == len(job.nodes):
+            return
+        check_all(job, node)
         if time.monotonic() - job.began > job.wait_s:
-            raise Ended(FAULT, f"only {', '.join(up)} came up within {job.wait_s:g} s (SKYRL_MEGA_START_S)")
+            missing = ", ".join(sorted(set(job.nodes) - set(up)))
+            raise Ended(FAULT, f"{missing} did not come up within {job.wait_s:g} s (SKYRL_MEGA_START_S)")
         time.sleep(LOOK_EVERY_S)
-    job.say(f"{job.nodes} of {job.nodes} nodes are up: {', '.join(up)}")
+
+
+def check_all(job: Job, node: RayNode) -> None:
+    """Raises Ended where Ray has ended on this node or on another."""
+    node.check()
+    if failed := job.names("failed"):
+        raise Ended(FAULT, "; ".join(f"{name}: {(job.folder / 'failed' / name).read_text()}" for name in failed))
 
 
 def watch(job: Job, node: RayNode, launcher: subprocess.Popen[bytes]) -> int:
@@ -187,10 +206,8 @@ def watch(job: Job, node: RayNode, launcher: subprocess.Popen[bytes]) -> int:
     """
     told = False
     while (code := launcher.poll()) is None:
-        node.check()
-        if failed := job.names("failed"):
-            raise Ended(FAULT, "; ".join(f"{n}: {(job.folder / 'failed' / n).read_text()}" for n in failed))
-        if not told and (job.folder / "stop").exists():
+        check_all(job, node)
+        if not told and (job.folder / "stop").exists() and _catches(launcher.pid, signal.SIGUSR1):
             told = True
             job.say("asked to end: the launcher writes a checkpoint")
             launcher.send_signal(signal.SIGUSR1)
@@ -228,7 +245,7 @@ class RayNode:
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
             *(f"--temp-dir={self.folder}", f"--num-cpus={job.cpus}", f"--num-gpus={job.gpus}"),
             *(*ANY_PORT, "--include-log-monitor=false", *options),
-            *([f"--node-ip-address={address_of(job.interface)}"] if job.interface else []),
+            *([f"--node-ip-address={_address(job.interface)}"] if job.interface else []),
             *os.environ.get("SKYRL_MEGA_RAY_OPTIONS", "").split(),
         ]
 
@@ -253,7 +270,7 @@ class RayNode:
         """Waits until this node is part of the cluster; returns the cluster's address.
 
         Raises:
-            Ended: It is not, in time or after so many tries: Ray itself gives a busy machine no more than 30 s.
+            NodeFailed: It is not, in time or after so many tries: Ray itself gives a busy machine no more than 30 s.
         """
         written = self.folder / "ray_current_cluster"  # Ray's last act in starting a node
         tries = 1
@@ -264,21 +281,15 @@ class RayNode:
                 self._start()
             self.check()
             if time.monotonic() - self.job.began > self.job.wait_s:
-                self._failed(f"Ray did not start within {self.job.wait_s:g} s")
+                raise NodeFailed(f"Ray did not start within {self.job.wait_s:g} s; its log: {self.log}")
             time.sleep(LOOK_EVERY_S)
         return written.read_text().strip()
 
     def check(self) -> None:
-        """Raises Ended, and marks the node as failed, if Ray has ended here before the job has."""
+        """Raises NodeFailed if Ray has ended here before the job has."""
         if self._process.poll() is not None and not (self.job.folder / "code").exists():
             lines = self.log.read_text().strip().splitlines()
-            self._failed(f"Ray ended ({lines[-1].strip() if lines else 'without a word'}); its log: {self.log}")
-
-    def _failed(self, why: str) -> NoReturn:
-        # What keeps the very first Ray process from starting is rather the installation's fault than the node's.
-        if self.job.rank or self.job.names("up"):
-            self.job.mark(f"failed/{self.job.node}", why)
-        raise Ended(FAULT, why)
+            raise NodeFailed(f"Ray ended ({lines[-1].strip() if lines else 'without a word'}); its log: {self.log}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
@@ -300,6 +311,22 @@ def _environment() -> dict[str, str]:
 def without_client(parameters: Any, head: bool) -> None:
     """Ray calls this before it starts a node. Its client server has a fixed port, and there is no flag against it."""
     parameters.ray_client_server_port = None
+
+
+def _address(interface: str) -> str:
+    try:
+        address = address_of(interface)
+    except OSError as error:
+        raise NodeFailed(f"SKYRL_MEGA_INTERFACE={interface}: there is no such network interface") from error
+    if address is None:
+        raise NodeFailed(f"SKYRL_MEGA_INTERFACE={interface}: it has no IPv4 address")
+    return address
+
+
+def _catches(process: int, number: signal.Signals) -> bool:
+    """Whether a process has a handler for the signal yet; before that it would be lost."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
 
 
 def _cancelled(number: int, frame: FrameType | None) -> NoReturn:

@@ -30,7 +30,7 @@ def test_units_stay_whole_in_order_and_are_dealt_evenly(units: list[int], count:
     assert all(len(set(seat)) == 1 for seat in seats)
     order = [nodes.index(seat[0]) for seat in seats]
     assert order == sorted(order)
-    shares = Counter({node: 0 for node in range(count)}) + Counter(order)
+    shares = Counter(order)
     if len(units) >= count:
         assert len(shares) == count and max(shares.values()) - min(shares.values()) <= 1
     else:

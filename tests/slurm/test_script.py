@@ -14,7 +14,7 @@ from tests.slurm.cluster import ROOT
 SRUN = """
 for word in "$@"; do printf '%s\\n' "$word" >>"$CALLS/srun"; done
 [[ " $* " == *" true "* ]] && exec sh -c "[ ${*: -2:1} != ${DEAD:-none} ]"
-env | grep -E '^(RAY_AUTH|NCCL_SOCKET)' | sort >"$CALLS/env"
+env | grep -E '^(RAY_AUTH|NCCL_SOCKET|SKYRL_MEGA_NODES)' | sort >"$CALLS/env"
 for word in "$@"; do [[ $word == */runs/slurm/7-* ]] && echo -n "$CODE" >"$word/code"; done
 exit "$SRUN_CODE"
 """
@@ -81,14 +81,15 @@ def test_one_task_a_node_runs_the_environment_of_the_repository(batch: Batch) ->
     assert words[-7:] == [*command, "--config", "a b.yaml", "run.name='x y'"]
     assert folder.is_dir()
     assert not any("container" in word or "apptainer" in word for word in words)
-    assert batch.called("scontrol") == []
+    assert batch.called("scontrol") == ["show hostnames node[1-3]"]
+    assert "SKYRL_MEGA_NODES=node1,node2,node3" in batch.called("env")
 
 
 def test_every_job_has_a_token_of_its_own(batch: Batch) -> None:
     tokens = set()
     for _ in range(2):
         batch.run("--config=x", RAY_AUTH_TOKEN="a user's own")
-        mode, token = batch.called("env")
+        mode, token = (line for line in batch.called("env") if line.startswith("RAY_AUTH"))
         assert mode == "RAY_AUTH_MODE=token" and len(token) == len("RAY_AUTH_TOKEN=") + 64
         tokens.add(token)
     assert len(tokens) == 2
@@ -115,7 +116,7 @@ def test_a_sif_file_runs_with_apptainer(batch: Batch) -> None:
 @pytest.mark.parametrize("code", [0, 2])
 def test_an_end_that_is_final_is_the_jobs(batch: Batch, code: int) -> None:
     assert batch.run("--config=x", code=code)[0] == code
-    assert batch.called("scontrol") == []
+    assert batch.called("scontrol") == ["show hostnames node[1-3]"]
 
 
 def test_75_queues_the_job_again(batch: Batch) -> None:
