@@ -72,12 +72,13 @@ def session(
         if address:
             try:
                 ray.init(address=address, **common)
-            except ray.exceptions.AuthenticationError as error:
+            except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+                # Somebody listens there. Ray says no more than this of a token that is refused.
                 raise UserError(
-                    f"RAY_ADDRESS={address}: the cluster refuses us ({_first_line(error)}); "
-                    "give its token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+                    f"RAY_ADDRESS={address}: whoever answers there does not let us in ({_first_line(error)}); is it a "
+                    "Ray cluster? Give its token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
                 ) from error
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except (RuntimeError, ValueError) as error:
                 raise ClusterError(f"RAY_ADDRESS={address}: {_first_line(error)}") from error
             _wait_for_nodes(nodes, timeout_s, say)
         else:
