@@ -26,12 +26,12 @@ say() { printf '%s %s\n' "$(date +%T)" "$*"; }
 
 run() {
     cd "${SKYRL_MEGA_HOME:-$SLURM_SUBMIT_DIR}" || exit 2
-    local job=$SLURM_JOB_ID start=${SLURM_RESTART_COUNT:-0} nodes=$SLURM_JOB_NUM_NODES code=0 stopped='' ended='' failed=''
+    local job=$SLURM_JOB_ID start=${SLURM_RESTART_COUNT:-0} nodes=$SLURM_JOB_NUM_NODES code=0 ended='' failed=''
     local folder=$PWD/runs/slurm/$job-$start
     rm -rf "$folder" && mkdir -p "$folder" || exit 2
     say "job $job, start $start, on $SLURM_JOB_NODELIST; its folder: $folder"
 
-    SKYRL_MEGA_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | paste -sd,)
+    SKYRL_MEGA_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sort | paste -sd,)
     export SKYRL_MEGA_NODES
     # The cluster's token lives in this job's environment, which no other user can read.
     RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
@@ -45,11 +45,11 @@ run() {
         *) flags=(--container-image="$SKYRL_MEGA_CONTAINER" --container-mounts="$mounts" --container-workdir="$PWD") ;;
     esac
 
-    trap 'stopped=1; touch "$folder/stop"; say "asked to end"' USR1
+    trap 'touch "$folder/stop"; say "asked to end"' USR1
     trap 'ended=1' TERM # scancel or the time limit: the tasks have it too, and end by themselves
     # shellcheck disable=SC2086  # SKYRL_MEGA_SRUN is several words
     srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none \
-        --mem=0 --mpi=none --wait=60 --kill-on-bad-exit=0 "${flags[@]}" ${SKYRL_MEGA_SRUN:-} \
+        --mem=0 --mpi=none --export=ALL --wait=60 --kill-on-bad-exit=0 "${flags[@]}" ${SKYRL_MEGA_SRUN:-} \
         "${inside[@]}" "${python:-python3}" -m skyrl_mega.launch.slurm "$folder" "$@" &
     while kill -0 $! 2>/dev/null; do wait $! && code=0 || code=$?; done
     [[ -s $folder/code ]] && code=$(<"$folder/code")
@@ -62,7 +62,7 @@ run() {
         requeue
     elif ((code != 0 && code != 2)); then
         failed=$(failed_nodes "$folder")
-        if [[ $failed && $(tr -cd , <<<"$failed" | wc -c) -lt $((nodes - 1)) ]] && ((start < ${SKYRL_MEGA_REQUEUES:-5})); then
+        if [[ $failed && $failed != "$SKYRL_MEGA_NODES" ]] && ((start < ${SKYRL_MEGA_REQUEUES:-5})); then
             say "exit $code: $failed failed, the job goes on without"
             requeue "$failed"
         fi

@@ -13,7 +13,7 @@ from tests.slurm.cluster import ROOT
 
 SRUN = """
 for word in "$@"; do printf '%s\\n' "$word" >>"$CALLS/srun"; done
-[[ " $* " == *" true "* ]] && exec sh -c "[ ${*: -2:1} != ${DEAD:-none} ]"
+[[ " $* " == *" true "* ]] && { [[ ${*: -2:1} != ${DEAD:-none} ]]; exit; }
 env | grep -E '^(RAY_AUTH|NCCL_SOCKET|SKYRL_MEGA_NODES)' | sort >"$CALLS/env"
 for word in "$@"; do [[ $word == */runs/slurm/7-* ]] && echo -n "$CODE" >"$word/code"; done
 exit "$SRUN_CODE"
@@ -137,6 +137,11 @@ def test_a_node_that_does_not_answer_is_left_out(batch: Batch) -> None:
     code, out = batch.run("--config=x", code=1, DEAD="node2", EXCLUDED="node9")
     assert code == 1 and "node2 failed, the job goes on without" in out
     assert batch.called("scontrol")[-2:] == ["requeue 7", "update JobId=7 ExcNodeList=node9,node2"]
+
+
+def test_where_no_node_answers_the_fault_is_not_the_nodes(batch: Batch) -> None:
+    assert batch.run("--config=x", code=1, DEAD="node*")[0] == 1
+    assert not any(call.startswith("requeue") for call in batch.called("scontrol"))
 
 
 def test_failed_nodes_do_not_bring_a_job_back_for_ever(batch: Batch) -> None:
