@@ -96,6 +96,17 @@ class ActorGroup:
     def __len__(self) -> int:
         return len(self.actors)
 
+    @property
+    def seating(self) -> str:
+        """For people: which ranks sit on which node, `10.0.0.1: 0-7, 10.0.0.2: 8-15`."""
+        runs: list[tuple[str, int, int]] = []
+        for rank, where in enumerate(self.where):
+            if runs and runs[-1][0] == where.address:
+                runs[-1] = (where.address, runs[-1][1], rank)
+            else:
+                runs.append((where.address, rank, rank))
+        return ", ".join(f"{node}: {first}" + (f"-{last}" if last > first else "") for node, first, last in runs)
+
     def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Call:
         """Starts one call; `gather` waits for it."""
         ref = getattr(self.actors[rank], method).remote(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Ends what a process leaves behind when it dies, however it dies.
 
-    python -I -S guard.py group <process group>     for an actor: its children, such as vLLM's engine core and workers
-    python -I -S guard.py cluster <folder> <pid>    for the driver `pid`: the private Ray cluster that lives in the
-    folder
+    python -I -S guard.py group <process group> <folder>    for an actor: its children, such as vLLM's engine core and
+                                                            workers, and its temporary folder
+    python -I -S guard.py cluster <folder> <pid>            for the process `pid`: the Ray node that lives in the folder
 
 A process that is killed tells nobody, so the guarded one holds the write end of this guard's stdin: end of file means
 that it is gone. Standard library only: it starts in 20 ms.
@@ -80,12 +80,14 @@ def end_cluster(folder: str, driver: int) -> None:
 
 def main(what: str, *of: str) -> None:
     """Waits for the end of the guarded process."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to every process of a job that is cancelled
     if what == "group" and os.fork() > 0:
         os._exit(0)  # Ray's workers kill their children on exit: the guard must not be one
     while os.read(0, 64):  # nothing is ever written: this returns at end of file
         pass
     if what == "group":
         end_group(int(of[0]))
+        shutil.rmtree(of[1], ignore_errors=True)
     else:
         end_cluster(of[0], int(of[1]))
 

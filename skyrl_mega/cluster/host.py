@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import getpass
 import os
 import socket
+import struct
 import subprocess
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -50,12 +54,37 @@ def machine() -> str:
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {socket.gethostname()}"
 
 
+def address_of(interface: str) -> str | None:
+    """IPv4 address of a network interface of this machine; None where it has none.
+
+    Raises:
+        OSError: There is no such interface.
+    """
+    socket.if_nametoindex(interface)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, struct.pack("256s", interface.encode()))
+        except OSError:
+            return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has an IPv4 address; None where none has."""
+    names = (name for _, name in socket.if_nameindex())
+    return next((name for name in names if address_of(name) == address), None)
+
+
+_SIOCGIFADDR = 0x8915
+"""Linux's request for an interface's address."""
+
 _guards: list[subprocess.Popen[bytes]] = []
 """Held for the life of the process: a collected one would close its pipe."""
 
 
 def settle_in(seat: Seat) -> None:
-    """Gives the process a group of its own with a guard, and sends its output to its log file."""
+    """Gives the process a group and a temporary folder of its own, with a guard that removes both; sends its output to
+    its log file; has gloo listen where Ray does."""
     if seat.log is not None:
         log = Path(seat.log)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -67,8 +96,16 @@ def settle_in(seat: Seat) -> None:
         os.close(fd)
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
-    _guards.append(start_guard("group", str(os.getpid())))
+    # vLLM leaves sockets behind when it is ended from outside; what torch compiles is kept where it always is.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="skyrl-actor-")
+    _guards.append(start_guard("group", str(os.getpid()), tempfile.tempdir))
     _guards[-1].wait()  # its first process; the guard itself is that one's child
+    import ray
+
+    if interface := interface_of(ray.util.get_node_ip_address()):
+        # Gloo would take whatever address the host name resolves to, which may be a loopback address.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def start_guard(*arguments: str) -> subprocess.Popen[bytes]:

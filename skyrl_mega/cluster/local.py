@@ -7,45 +7,60 @@ import logging
 import os
 import socket
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 
 from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.cluster.host import start_guard
+from skyrl_mega.cluster.placement import worker_nodes
 from skyrl_mega.config.errors import UserError
 
 PREFIX = "skyrl-"
 OBJECT_STORE_BYTES = 256 * 2**20
 """Of a local cluster on CPU: tokens and metrics pass through it, never weights."""
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
+    # Ray would start bare workers ahead of time. Ours come with an environment of their own, so those would stay idle.
+    "RAY_prestart_worker_first_driver": "0",
+}
+"""Settings of Ray for its drivers and for every node that we start."""
 
 
 @contextlib.contextmanager
-def session(*, actors: int, gpus: int = 0, log_level: int = logging.ERROR) -> Iterator[None]:
+def session(
+    *,
+    actors: int,
+    gpus: int = 0,
+    nodes: int = 1,
+    timeout_s: float = 600.0,
+    say: Callable[[str], None] = print,
+    log_level: int = logging.ERROR,
+) -> Iterator[None]:
     """Connects to Ray for the length of a `with` block.
 
-    With RAY_ADDRESS in the environment that cluster is joined. Otherwise a private one starts on the loopback
-    interface, without dashboard, in a temporary folder of its own (its path is short: unix sockets allow 107 bytes),
-    and ends with the block. It dies with this process, whatever ends it.
+    With RAY_ADDRESS in the environment that cluster is joined, with its token where it wants one (RAY_AUTH_MODE=token
+    and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH). Otherwise a private one starts on the loopback interface, without
+    dashboard, in a temporary folder of its own (its path is short: unix sockets allow 107 bytes), and ends with the
+    block. It dies with this process, whatever ends it.
 
     Args:
         actors: How many actors the private cluster must hold. They share the cores, so it is no claim on hardware.
         gpus: GPUs of the private cluster.
+        nodes: A cluster that is joined is waited for until it has so many.
+        timeout_s: Seconds until it does.
+        say: Tells a person who is waited for.
         log_level: Of Ray's own messages on this terminal.
 
     Raises:
-        UserError: Nobody answers at RAY_ADDRESS.
-        ClusterError: Ray did not start or did not let us in.
+        UserError: Nobody answers at RAY_ADDRESS, or the cluster wants another token.
+        ClusterError: Ray did not start or did not let us in, or nodes are missing.
     """
     address = os.environ.get("RAY_ADDRESS")
     if address:
         _answering(address)
-    for key, value in {
-        "RAY_USAGE_STATS_ENABLED": "0",
-        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-        "RAY_DEDUP_LOGS": "0",
-        # Ray would start bare workers ahead of time. Ours come with an environment of their own, so those would stay
-        # idle.
-        "RAY_prestart_worker_first_driver": "0",
-    }.items():
+    for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     import ray
 
@@ -57,8 +72,15 @@ def session(*, actors: int, gpus: int = 0, log_level: int = logging.ERROR) -> It
         if address:
             try:
                 ray.init(address=address, **common)
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+                # Somebody listens there. Ray says no more than this of a token that is refused.
+                raise UserError(
+                    f"RAY_ADDRESS={address}: whoever answers there does not let us in ({_first_line(error)}); is it a "
+                    "Ray cluster? Give its token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+                ) from error
+            except (RuntimeError, ValueError) as error:
                 raise ClusterError(f"RAY_ADDRESS={address}: {_first_line(error)}") from error
+            _wait_for_nodes(nodes, timeout_s, say)
         else:
             folder = tempfile.mkdtemp(prefix=PREFIX, dir=_short_tmp())
             guard = start_guard("cluster", folder, str(os.getpid()))
@@ -98,6 +120,19 @@ def _answering(address: str) -> None:
             f"RAY_ADDRESS={address}: nobody answers there ({error.strerror or error}); "
             "give the host:port of a running Ray cluster, or unset it to run on this machine"
         ) from error
+
+
+def _wait_for_nodes(count: int, timeout_s: float, say: Callable[[str], None]) -> None:
+    """Returns when the cluster has so many nodes that can hold actors."""
+    told, deadline = None, time.monotonic() + timeout_s
+    while len(there := worker_nodes()) < count:
+        present = f"{len(there)} of {count} nodes of the Ray cluster are there: {', '.join(n.address for n in there)}"
+        if time.monotonic() > deadline:
+            raise ClusterError(f"{present.removesuffix(': ')}; the others did not come within {timeout_s:g} s")
+        if present != told:
+            told = present
+            say(f"{present.removesuffix(': ')}; waiting for the others")
+        time.sleep(0.5)
 
 
 def _short_tmp() -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from skyrl_mega.cluster.errors import ClusterError
@@ -15,65 +15,60 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Slot:
-    """A reserved place for one actor: bundle `index` of `group`, with these resources."""
+    """A place for one actor."""
 
-    group: PlacementGroup
-    index: int
+    strategy: Any
+    """Ray's scheduling strategy that leads there."""
     resources: dict[str, float]
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of this place."""
 
     def options(self) -> dict[str, Any]:
         """Ray's actor options for this place."""
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
         return {
             "num_cpus": self.resources.get("CPU", 0),
             "num_gpus": self.resources.get("GPU", 0),
-            "scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.index),
+            "scheduling_strategy": self.strategy,
         }
-
-    @property
-    def env(self) -> dict[str, str]:
-        """Environment variables of this place."""
-        return {}
-
-
-@dataclass(frozen=True)
-class Beside:
-    """A place for one actor on GPUs that other actors of a node have: nothing is reserved for it."""
-
-    node: str
-    """Ray's id of the node."""
-    gpus: tuple[str, ...]
-    """As CUDA_VISIBLE_DEVICES names them."""
-
-    def options(self) -> dict[str, Any]:
-        """Ray's actor options for this place."""
-        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-        return {
-            "num_cpus": 0,
-            "num_gpus": 0,
-            "scheduling_strategy": NodeAffinitySchedulingStrategy(self.node, soft=False),
-        }
-
-    @property
-    def env(self) -> dict[str, str]:
-        """Environment variables of this place. Ray would else hide every GPU from an actor that reserves none."""
-        return {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus), "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
 
 
 @dataclass(frozen=True)
 class Placement:
     """Slots by rank."""
 
-    slots: tuple[Slot | Beside, ...]
+    slots: tuple[Slot, ...]
+    groups: tuple[PlacementGroup, ...] = ()
+    """What is reserved for them."""
 
     def release(self) -> None:
         """Gives everything back; actors in it are killed by Ray."""
         from ray.util import remove_placement_group
 
-        for group in {slot.group.id: slot.group for slot in self.slots if isinstance(slot, Slot)}.values():
+        for group in self.groups:
             remove_placement_group(group)
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node that may hold actors."""
+
+    id: str
+    """Ray's."""
+    address: str
+
+
+def worker_nodes() -> list[Node]:
+    """Nodes of the cluster that are alive and have a CPU to give, by address: a head that only manages has none."""
+    import ray
+
+    alive = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU")]
+    return sorted((Node(n["NodeID"], n["NodeManagerAddress"]) for n in alive), key=lambda node: _order(node.address))
+
+
+def _order(address: str) -> tuple[int, ...] | tuple[str]:
+    """10.0.0.9 comes before 10.0.0.10."""
+    parts = address.split(".")
+    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else (address,)
 
 
 def reserve(actors: int, *, gpus: int = 0, per_node: int | None = None, timeout_s: float = 60.0) -> Placement:
@@ -90,14 +85,15 @@ def reserve(actors: int, *, gpus: int = 0, per_node: int | None = None, timeout_
     """
     import ray
     from ray.util import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     bundle: dict[str, float] = {"CPU": 1.0, "GPU": float(gpus)} if gpus else {"CPU": 1.0}
     size = per_node or actors
     counts = [min(size, actors - first) for first in range(0, actors, size)]
     groups = [placement_group([bundle] * n, strategy="STRICT_PACK" if per_node else "PACK") for n in counts]
-    placement = Placement(
-        tuple(Slot(group, i, bundle) for group, n in zip(groups, counts, strict=True) for i in range(n))
-    )
+    places = [(group, i) for group, n in zip(groups, counts, strict=True) for i in range(n)]
+    slots = (Slot(PlacementGroupSchedulingStrategy(group, i), bundle) for group, i in places)
+    placement = Placement(tuple(slots), tuple(groups))
     ready, waiting = ray.wait([g.ready() for g in groups], num_returns=len(groups), timeout=timeout_s)
     if waiting:
         placement.release()
@@ -121,6 +117,8 @@ def beside(where: Sequence[Whereabouts], actors: int, *, gpus: int) -> Placement
     Raises:
         ClusterError: The ranks of one actor lie in two nodes, or have no GPU each.
     """
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
     slots = []
     for first in range(0, actors * gpus, gpus):
         ranks = where[first : first + gpus]
@@ -130,8 +128,31 @@ def beside(where: Sequence[Whereabouts], actors: int, *, gpus: int) -> Placement
                 f"ranks {first} to {first + gpus - 1} were given {sum(len(rank.gpus) for rank in ranks)} GPUs in "
                 f"{len(nodes)} nodes; what shares their GPUs needs {gpus} in one node"
             )
-        slots.append(Beside(nodes.pop(), tuple(rank.gpus[0] for rank in ranks)))
+        # Ray would else hide every GPU from an actor that reserves none.
+        env = {
+            "CUDA_VISIBLE_DEVICES": ",".join(rank.gpus[0] for rank in ranks),
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+        }
+        slots.append(Slot(NodeAffinitySchedulingStrategy(nodes.pop(), soft=False), {}, env))
     return Placement(tuple(slots))
+
+
+def spread(units: Sequence[int], nodes: Sequence[Node]) -> list[Node]:
+    """The node of every actor, where nothing is reserved (on CPUs): an equal share of the units for each node, in
+    order.
+
+    Args:
+        units: Actors of each unit; those of one unit (a tensor parallel group) stay on one node.
+        nodes: From `worker_nodes`.
+    """
+    return [nodes[i * len(nodes) // max(len(units), len(nodes))] for i, n in enumerate(units) for _ in range(n)]
+
+
+def on_nodes(nodes: Sequence[Node]) -> Placement:
+    """One place on each of these; it claims nothing."""
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    return Placement(tuple(Slot(NodeAffinitySchedulingStrategy(node.id, soft=False), {}) for node in nodes))
 
 
 def _text(resources: dict[str, float]) -> str:

@@ -281,6 +281,12 @@ def check_gpus(c: Config, training: bool = True) -> None:
             )
         return
     policy, reference = policy_ranks(c), reference_ranks(c)
+    for key, layout, ranks in (("policy", c.policy.layout, policy), ("reference", c.reference.layout, reference)):
+        if layout is not None and ranks > node and node % layout.tensor:
+            raise UserError(
+                f"{key}.layout.tensor = {layout.tensor}: it does not divide cluster.gpus_per_node = {node}, so some "
+                "tensor parallel group would lie on two nodes; choose a divisor"
+            )
     if c.cluster.shared:
         _check_shared(c, engines, policy)
         engines = 0

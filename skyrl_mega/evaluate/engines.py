@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_mega.cluster.local import session
+from skyrl_mega.cluster.placement import reserve
 from skyrl_mega.config.derived import evaluation_sampling
 from skyrl_mega.config.schema import Config
 from skyrl_mega.rollout.agent import Agent
@@ -54,6 +55,8 @@ def own_engines(config: Config, chat: Chat, folder: Path, console: Console) -> I
             stack.enter_context(session(actors=workers, gpus=workers if device == "cuda" else 0))
         with console.phase("start engines"):
             model = Path(config.model.path).absolute()
-            fleet = start_engines(config, model, device, folder, stack, say, weights="auto")
+            rollout = config.rollout
+            places = reserve(rollout.engines, gpus=rollout.tensor) if device == "cuda" else None
+            fleet = start_engines(config, model, device, folder, stack, say, places, weights="auto")
         fleet.serve(fleet.present())
         yield EngineSource(Generator(fleet, chat, config.rollout, config.environment), config)

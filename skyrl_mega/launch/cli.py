@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import sys
 import traceback
@@ -17,16 +18,10 @@ from typing import NoReturn
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
+from skyrl_mega.trainer.stop import Stopped
 
 DONE, FAULT, WRONG_INPUT, STOPPED = 0, 1, 2, 75
 """Exit codes. STOPPED (EX_TEMPFAIL): ended early by a signal; the same command goes on from the newest checkpoint."""
-
-
-class Stopped(KeyboardInterrupt):
-    """SIGTERM or SIGINT; everything is taken down on its way up.
-
-    It is a KeyboardInterrupt because an event loop swallows whatever else is raised in one of its callbacks.
-    """
 
 
 class Parser(argparse.ArgumentParser):
@@ -45,6 +40,9 @@ def parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     p.add_argument("--config", required=True, metavar="FILE", help="a .yaml file, such as configs/quickstart.yaml")
+    p.add_argument(
+        "--directory", metavar="DIR", help="where relative paths of the settings begin (default: the current directory)"
+    )
     p.add_argument(
         "--dry-run",
         action="store_true",
@@ -77,7 +75,7 @@ def guarded(run: Callable[[], int], as_json: bool, goes_on: str) -> int:
         as_json: The line is on standard output too, as JSON.
         goes_on: What a person is told when a signal has ended it.
     """
-    for name in (signal.SIGTERM, signal.SIGINT):
+    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(name, _stop)
     try:
         return run()
@@ -97,7 +95,11 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.suggest and not args.suggest.isdigit():  # a setting that stands behind it
         args.overrides, args.suggest = [args.suggest, *args.overrides], ""
-    config = compose(args.config, args.overrides)
+    file = args.config
+    if args.directory:
+        file = Path(file).absolute()
+        _enter(args.directory)
+    config = compose(file, args.overrides)
     if args.suggest is not None:
         return _suggest(config, args.suggest, as_json=args.json)
     if args.dry_run:
@@ -170,10 +172,21 @@ def _mended(error: UserError, config: Config) -> UserError:
     return refusal.with_mend(error, config, hf, planned=False)
 
 
+def _enter(directory: str) -> None:
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise UserError(
+            f"--directory {directory}: {error.strerror}; give a folder that exists, seen by every node of a cluster"
+        ) from error
+
+
 def _keep_traceback(folder: Path) -> None:
     with (folder / "logs" / "run.log").open("a") as log:
         log.write(traceback.format_exc())
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:
+    if number == signal.SIGTERM:  # it may come twice, from a scheduler and from our own parent: no reason to break off
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     raise Stopped(signal.Signals(number).name)

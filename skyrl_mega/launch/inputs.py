@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -190,18 +191,20 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
 def with_device(config: Config, training: bool = True) -> Config:
     """Decides `cluster.device = auto`, and a GPU's memory.
 
+    The driver of a Ray cluster may stand on a node without a GPU: there `cuda` is taken at its word.
+
     Raises:
         UserError: `cuda` is asked for and there is none, or too few GPUs.
     """
     import torch
 
-    found = torch.cuda.is_available()
+    found = torch.cuda.is_available() or (config.cluster.device == "cuda" and "RAY_ADDRESS" in os.environ)
     if config.cluster.device == "cuda" and not found:
         raise UserError("cluster.device = cuda: torch sees no CUDA device here; allowed is cpu or auto")
     device = "cuda" if found and config.cluster.device != "cpu" else "cpu"
     decided = replace(config, cluster=replace(config.cluster, device=device))
     if device == "cuda":
-        if decided.cluster.gpu_memory_gib is None:
+        if decided.cluster.gpu_memory_gib is None and torch.cuda.is_available():
             size = torch.cuda.get_device_properties(0).total_memory / 2**30
             decided = replace(decided, cluster=replace(decided.cluster, gpu_memory_gib=size))
         check_gpus(decided, training)

@@ -16,18 +16,21 @@ from skyrl_mega.policy.sequences import Sequences
 
 
 class Policy:
-    """All ranks of a policy (or of a reference in a layout of its own)."""
+    """All ranks of a policy (or of a reference in a layout of its own).
+
+    Ranks may work in another folder than the driver, so paths travel whole.
+    """
 
     def __init__(self, group: ActorGroup, parallel: Parallel, config: PolicyConfig, timeout_s: float) -> None:
         self.group, self.parallel, self.config, self.timeout_s = group, parallel, config, timeout_s
 
     def load(self, path: Path) -> None:
         """Loads a Hugging Face directory into all ranks."""
-        self._call("load", str(path))
+        self._call("load", str(path.absolute()))
 
     def keep_reference(self, path: Path) -> None:
         """Keeps a frozen copy of these weights beside the policy's."""
-        self._call("keep_reference", str(path))
+        self._call("keep_reference", str(path.absolute()))
 
     def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
         """Starts the optimizer and its schedule afresh."""
@@ -61,15 +64,15 @@ class Policy:
 
     def save(self, folder: Path) -> None:
         """Writes a distributed checkpoint into an empty folder."""
-        self._call("save", str(folder))
+        self._call("save", str(folder.absolute()))
 
     def restore(self, folder: Path) -> None:
         """Reads a distributed checkpoint, saved in any layout."""
-        self._call("restore", str(folder))
+        self._call("restore", str(folder.absolute()))
 
     def export(self, path: Path, source: Path) -> None:
         """Writes a Hugging Face directory, with configuration and tokenizer from `source`."""
-        self._call("export", str(path), str(source))
+        self._call("export", str(path.absolute()), str(source.absolute()))
 
     def _call(self, method: str, *args: Any, per_rank: list[Any] | None = None) -> list[Any]:
         return self.group.call_all(method, *args, per_rank=per_rank, timeout=self.timeout_s)

@@ -21,27 +21,31 @@ def run(config: Config, folder: Path, console: Console) -> None:
     Raises:
         UserError: What only shows once the data and the model are read.
         ActorFailed, ClusterError: An actor died, raised or did not answer; names the first cause.
+        Stopped: SIGUSR1 came.
     """
     from skyrl_mega.cluster.errors import ActorFailed, ClusterError
     from skyrl_mega.trainer.setup import open_run
+    from skyrl_mega.trainer.stop import Notice
 
-    left = config.run.restarts
-    while True:
-        done = 0
-        try:
-            with open_run(config, folder, console) as opened:
-                before = opened.step
-                try:
-                    finish(opened)
-                finally:
-                    done = opened.step - before
-            return
-        except (ActorFailed, ClusterError) as error:
-            if not left or not done:
-                raise
-            left -= 1
-            console.say(f"fault: {error}")
-            console.say(f"the run starts again from its newest checkpoint ({left} restarts are left)")
+    notice = Notice()
+    with notice.listening():
+        left = config.run.restarts
+        while True:
+            done = 0
+            try:
+                with open_run(config, folder, console, notice) as opened:
+                    before = opened.step
+                    try:
+                        finish(opened)
+                    finally:
+                        done = opened.step - before
+                return
+            except (ActorFailed, ClusterError) as error:
+                if not left or not done:
+                    raise
+                left -= 1
+                console.say(f"fault: {error}")
+                console.say(f"the run starts again from its newest checkpoint ({left} restarts are left)")
 
 
 def finish(run: Run) -> None:

@@ -8,21 +8,37 @@ from skyrl_mega.algorithms.mismatch import mismatch
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.trainer.batch import batch_of, mini_batches
 from skyrl_mega.trainer.run import Run, Step
+from skyrl_mega.trainer.stop import Leaving
 
 
 def train(run: Run) -> None:
-    """Trains until the steps or the prompts are used up. The engines hold the policy's weights when this is called."""
+    """Trains until the steps or the prompts are used up. The engines hold the policy's weights when this is called.
+
+    Raises:
+        Leaving: SIGUSR1 came; the steps done are in a checkpoint.
+    """
     run.begin()
-    while not run.finished:
-        with run.next_step() as step:
-            groups = run.sampler.sample(step)
-            run.keep(step)
-            if groups:  # dynamic sampling may have found nothing to learn from
-                learn(run, step, groups)
-                with step.phase("sync"):
-                    step.record(run.sync.sync(step.number))
-            if run.due(run.config.evaluation.every, step.number):
-                run.evaluate(step)
+    try:
+        while not run.finished:
+            take_step(run)
+    except Leaving:
+        run.save_before_leaving()
+        raise
+
+
+def take_step(run: Run) -> None:
+    """One RL step. Until it touches the policy it can be abandoned."""
+    step = run.next_step()
+    groups = run.sampler.sample(step)
+    with run.notice.held():
+        run.keep(step)
+        if groups:  # dynamic sampling may have found nothing to learn from
+            learn(run, step, groups)
+            with step.phase("sync"):
+                step.record(run.sync.sync(step.number))
+        if run.due(run.config.evaluation.every, step.number):
+            run.evaluate(step)
+        run.complete(step)
         run.save_if_due()
 
 

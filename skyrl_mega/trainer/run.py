@@ -21,6 +21,7 @@ from skyrl_mega.telemetry.metrics import MetricsWriter
 from skyrl_mega.trainer.checkpoints import Checkpoints, NoRoom
 from skyrl_mega.trainer.evaluation import Evaluator
 from skyrl_mega.trainer.sampler import Sampler
+from skyrl_mega.trainer.stop import Notice
 from skyrl_mega.weights.sync import WeightSync
 
 
@@ -33,6 +34,7 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
     trajectories: list[Trajectory] = field(default_factory=list)
     """All that were drawn, also those that dynamic sampling left out."""
+    start: float = field(default_factory=time.perf_counter)
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
@@ -74,6 +76,10 @@ class Run:
     """`time/checkpoint` of the last one, for the next step's row."""
     save_owed: bool = False
     """A checkpoint was due and there was no room for it."""
+    notice: Notice = field(default_factory=Notice)
+    """Whether the run is to end soon."""
+    place: dict[str, Any] = field(default_factory=dict)
+    """The stream's state after the steps done."""
 
     @property
     def temperature(self) -> float:
@@ -90,14 +96,15 @@ class Run:
         """Whether something that happens every `every` steps, and at the end, happens after step `step`."""
         return every > 0 and (step % every == 0 or step == self.config.run.steps)
 
-    @contextmanager
-    def next_step(self) -> Iterator[Step]:
-        """The next step; its metrics are written once it is complete."""
-        step = Step(self.step + 1, self.console, self.saving)
+    def next_step(self) -> Step:
+        """The step after those done."""
+        self.place = self.stream.state()
+        return Step(self.step + 1, self.console, dict(self.saving))
+
+    def complete(self, step: Step) -> None:
+        """The step is done: its metrics are written."""
         self.saving = {}
-        start = time.perf_counter()
-        yield step
-        seconds = time.perf_counter() - start
+        seconds = time.perf_counter() - step.start
         phases = {k: v for k, v in step.metrics.items() if k.startswith("time/") and k.count("/") == 1}
         known = sum(phases.values()) - phases.get("time/checkpoint", 0.0)
         tokens = step.metrics.get("rollout/tokens", 0.0)
@@ -110,7 +117,7 @@ class Run:
                 "perf/tokens_per_s_per_rank": tokens / seconds / ranks,
             }
         )
-        self.step = step.number
+        self.step, self.place = step.number, self.stream.state()
         self.metrics.write(step.number, step.metrics)
         self.console.step(step.number, step.metrics)
 
@@ -160,9 +167,17 @@ class Run:
 
     def save(self) -> None:
         """Writes a checkpoint from which the run goes on after the steps done."""
-        state = {"step": self.step, "stream": self.stream.state(), "first_evaluation": self.first_evaluation}
+        stream = self.place or self.stream.state()
+        state = {"step": self.step, "stream": stream, "first_evaluation": self.first_evaluation}
         with self.console.phase("checkpoint"):
             self.checkpoints.save(self.step, state, self.policy.save)
+
+    def save_before_leaving(self) -> None:
+        """Writes a checkpoint of the steps done, unless the newest one is just that."""
+        newest = self.checkpoints.newest()
+        if newest is None or self.checkpoints.state(newest)["step"] != self.step:
+            with self.notice.finishing():
+                self.save()
 
     def restore(self) -> bool:
         """Goes on from the newest whole checkpoint, if there is one."""

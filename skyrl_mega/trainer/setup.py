@@ -17,7 +17,7 @@ from typing import Any
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.local import session
-from skyrl_mega.cluster.placement import Placement, beside, reserve
+from skyrl_mega.cluster.placement import Placement, beside
 from skyrl_mega.config.derived import gpus_needed, length_limit, policy_ranks, reference_ranks, response_limit
 from skyrl_mega.config.schema import Config, LayoutConfig
 from skyrl_mega.data.order import PromptStream
@@ -39,12 +39,14 @@ from skyrl_mega.trainer.checkpoints import Checkpoints
 from skyrl_mega.trainer.evaluation import Evaluator
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.sampler import Sampler
+from skyrl_mega.trainer.seats import Seats, find_seats
+from skyrl_mega.trainer.stop import Notice
 from skyrl_mega.trainer.warmup import encode, warm_up
 from skyrl_mega.weights.sync import WeightSync
 
 
 @contextmanager
-def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
+def open_run(config: Config, folder: Path, console: Console, notice: Notice | None = None) -> Iterator[Run]:
     """A run that is ready for its first step: the engines hold the policy's weights. Leaves no process behind."""
     config = replace(config, environment=with_absolute_paths(config.environment))
     logs = folder / "logs"
@@ -57,10 +59,22 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         config = replace(config, environment=stack.enter_context(service_of(config.environment, logs, console.say)))
         with console.phase("start ray"):
             actors = policy_ranks(config) + config.rollout.engines * config.rollout.tensor
-            stack.enter_context(session(actors=actors, gpus=gpus_needed(config) if device == "cuda" else 0))
+            stack.enter_context(
+                session(
+                    actors=actors,
+                    gpus=gpus_needed(config) if device == "cuda" else 0,
+                    nodes=config.cluster.nodes,
+                    timeout_s=config.cluster.start_timeout_s,
+                    say=console.say,
+                )
+            )
         preflight.before_run(config, model, folder, console)
         with console.phase("start engines and policy"):
-            policy, reference, fleet = start_actors(config, hf, model, device, folder, stack, console.say)
+            seats = find_seats(config, device)
+            policy, reference, fleet = start_actors(config, hf, model, device, folder, stack, console.say, seats)
+        if seats.policy:  # there is more than one node, or a GPU for each
+            console.say(f"policy ranks sit on {policy.group.seating}")
+            console.say(f"engines sit on {fleet.group.seating}")
 
         generator = Generator(fleet, chat, config.rollout, config.environment)
         stream = PromptStream(
@@ -77,12 +91,15 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             metrics=stack.enter_context(MetricsWriter(folder, tensorboard=config.telemetry.tensorboard)),
             policy=policy,
             reference=reference,
-            sync=WeightSync(policy.group, fleet, hf, policy.parallel, config, device=device, plans=folder / "plans"),
+            sync=WeightSync(
+                policy.group, fleet, hf, policy.parallel, config, device=device, plans=folder.absolute() / "plans"
+            ),
             sampler=Sampler(config, train, stream, generator),
             evaluator=Evaluator(config, evaluation, generator),
             stream=stream,
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, console.say),
             response_limit=response_limit(config.rollout),
+            notice=notice or Notice(),
         )
         if not run.restore() and config.warmup.steps:
             learn_first(run, chat)
@@ -129,26 +146,27 @@ def start_actors(
     folder: Path,
     stack: ExitStack,
     say: Callable[[str], None],
+    seats: Seats,
 ) -> tuple[Policy, Callable[..., Any] | None, Fleet]:
     """Policy and reference with their weights, and engines, side by side.
 
     On GPUs that they share the engines come up first: vLLM measures what is free of the memory, and nobody else may
     be taking some of it meanwhile.
     """
-    ranks = policy_ranks(config)
-    spawn = partial(spawn_policy, config, hf, "policy", config.policy.layout, ranks, device, folder, stack)
+    ranks, layout, rollout = policy_ranks(config), config.policy.layout, config.rollout
+    spawn = partial(spawn_policy, config, hf, "policy", layout, ranks, device, folder, stack, seats.policy)
     boot = partial(start_engines, config, model, device, folder, stack, say)
     with ThreadPoolExecutor(1) as background:
         if config.cluster.shared and device == "cuda":
             group = spawn()
-            booting = background.submit(boot, beside(group.where, config.rollout.engines, gpus=config.rollout.tensor))
+            booting = background.submit(boot, beside(group.where, rollout.engines, gpus=rollout.tensor))
             booting.result()
         else:
-            booting = background.submit(boot)
+            booting = background.submit(boot, seats.engines)
             group = spawn()
-        policy = build_policy(config, group, "policy", config.policy.layout)
+        policy = build_policy(config, group, "policy", layout)
         policy.load(model)
-        reference = start_reference(config, hf, policy, model, device, folder, stack)
+        reference = start_reference(config, hf, policy, model, device, folder, stack, seats.reference)
         return policy, reference, booting.result()
 
 
@@ -161,6 +179,7 @@ def spawn_policy(
     device: str,
     folder: Path,
     stack: ExitStack,
+    placement: Placement | None,
     trainable: bool = True,
 ) -> ActorGroup:
     """Policy actors, each alone and without a model."""
@@ -176,13 +195,12 @@ def spawn_policy(
         trainable=trainable,
     )
     timeout = config.cluster.start_timeout_s
-    gpus = config.cluster.gpus_per_node
     group = ActorGroup.spawn(
         name,
         PolicyActor,
         [{"rank": rank, **shared} for rank in range(ranks)],
         timeout=timeout,
-        placement=reserve(ranks, gpus=1, per_node=min(gpus, ranks)) if device == "cuda" else None,
+        placement=placement,
         env={"OMP_NUM_THREADS": str(config.policy.threads)} if device == "cpu" else None,
         logs=folder / "logs",
     )
@@ -205,7 +223,14 @@ def build_policy(config: Config, group: ActorGroup, name: str, layout: LayoutCon
 
 
 def start_reference(
-    config: Config, hf: dict[str, Any], policy: Policy, model: Path, device: str, folder: Path, stack: ExitStack
+    config: Config,
+    hf: dict[str, Any],
+    policy: Policy,
+    model: Path,
+    device: str,
+    folder: Path,
+    stack: ExitStack,
+    placement: Placement | None,
 ) -> Callable[..., Any] | None:
     """Log-probs of the reference for KL.
 
@@ -219,7 +244,7 @@ def start_reference(
         return partial(policy.logprobs, reference=True)
     layout = config.reference.layout
     group = spawn_policy(
-        config, hf, "reference", layout, reference_ranks(config), device, folder, stack, trainable=False
+        config, hf, "reference", layout, reference_ranks(config), device, folder, stack, placement, trainable=False
     )
     reference = build_policy(config, group, "reference", layout)
     reference.load(path)
@@ -239,13 +264,10 @@ def start_engines(
     folder: Path,
     stack: ExitStack,
     say: Callable[[str], None],
-    placement: Placement | None = None,
+    placement: Placement | None,
     weights: str = "dummy",
 ) -> Fleet:
-    """vLLM engines. With dummy weights the first sync brings the policy's; with `auto` they are the directory's.
-
-    Without a placement they reserve GPUs.
-    """
+    """vLLM engines. With dummy weights the first sync brings the policy's; with `auto` they are the directory's."""
     spec = EngineSpec(
         path=str(model),
         dtype=config.model.dtype,
@@ -257,8 +279,6 @@ def start_engines(
         extra=longer(config),
     )
     timeout = config.cluster.start_timeout_s
-    if placement is None and device == "cuda":
-        placement = reserve(config.rollout.engines, gpus=config.rollout.tensor)
     group = ActorGroup.spawn(
         "engine",
         Engine,

@@ -112,6 +112,10 @@ WRONG = [
         "cluster.device=cuda cluster.nodes=2 rollout.tensor=16",
         "rollout.tensor = 16: allowed is at most cluster.gpus_per_node = 8",
     ),
+    (
+        "cluster.device=cuda cluster.nodes=4 cluster.gpus_per_node=6 policy.ranks=12 policy.layout.tensor=4",
+        "policy.layout.tensor = 4: it does not divide cluster.gpus_per_node = 6, so some tensor parallel group would",
+    ),
 ]
 
 

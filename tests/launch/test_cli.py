@@ -80,7 +80,19 @@ def test_options_may_stand_between_settings(inputs: Path, capsys: pytest.Capture
     assert (run["seed"], run["steps"], run["name"]) == (3, 4, "q")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_relative_paths_may_begin_elsewhere(
+    inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(inputs)
+    arguments = ["--config=config.yaml", "--dry-run", "model.path=model"]
+    assert main([*arguments, "--directory=nowhere"]) == 2
+    assert "--directory nowhere: No such file or directory" in capsys.readouterr().err
+    assert main([*arguments, f"--directory={tmp_path}"]) == 2
+    assert "model.path" in capsys.readouterr().err
+    assert Path.cwd() == tmp_path
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
 def test_a_signal_ends_it_with_75_and_the_folder_is_free_again(inputs: Path, tmp_path: Path, number: int) -> None:
     process = subprocess.Popen(
         [

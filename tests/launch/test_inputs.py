@@ -14,7 +14,7 @@ import pytest
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.launch.inputs import check_inputs, prepare
+from skyrl_mega.launch.inputs import check_inputs, prepare, with_device
 from skyrl_mega.launch.layout import seats
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.sizing.fit import parallel_of
@@ -173,3 +173,15 @@ def test_the_seats(inputs: Path) -> None:
     assert [row["tp"] for row in rows] == [0, 1] * 4
     assert [row["heads"] for row in rows[:2]] == ["0-1", "2-3"] and [row["kv"] for row in rows[:2]] == ["0", "1"]
     assert [row["experts"] for row in rows[:4]] == ["0-3", "4-7"] * 2
+
+
+def test_a_driver_without_a_gpu_leaves_the_devices_to_its_ray_cluster(
+    inputs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    asked = compose(inputs / "config.yaml", ["cluster.device=cuda", "cluster.nodes=2", "policy.ranks=8"])
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with pytest.raises(UserError, match=r"cluster\.device = cuda: torch sees no CUDA device here"):
+        with_device(asked)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert with_device(asked).cluster.device == "cuda"

@@ -1,0 +1,91 @@
+# What every slurm/*.sbatch does, once it has said how much it wants: `run LAUNCHER-ARGUMENTS…` in an allocation.
+#
+#   1. One task on each node starts Ray there; the first node's waits for all and runs the launcher, once
+#      (skyrl_mega/launch/slurm.py). They talk through a folder, runs/slurm/<job>-<start>/, where their logs are too.
+#   2. SIGUSR1 (#SBATCH --signal=B:USR1@600, or scancel --signal=USR1 --batch JOB): the launcher writes a checkpoint and
+#      exits with 75. The job is queued again, and goes on from there.
+#   3. A node that does not answer, or whose Ray has ended, but not all of them: the job is queued again, without it.
+#   4. Any other end is the job's: 0 done, 2 the input is wrong, 1 a fault.
+#
+# Nothing here is to be edited. Partition, account, time and nodes are sbatch's arguments or its variables
+# (SBATCH_PARTITION, SBATCH_ACCOUNT, …); settings of the run are arguments after the script's name; the rest is:
+#
+#   SKYRL_MEGA_HOME         this repository, seen by every node (the directory that sbatch was called in)
+#   SKYRL_MEGA_PYTHON       an interpreter with the environment (.venv/bin/python; python3 in a container)
+#   SKYRL_MEGA_CONTAINER    an image: *.sif runs with apptainer, anything else with enroot through pyxis
+#   SKYRL_MEGA_MOUNTS       SOURCE:TARGET[,…] more that the container sees
+#   SKYRL_MEGA_SRUN         more arguments of the srun that starts the tasks
+#   SKYRL_MEGA_INTERFACE    network interface that Ray, gloo and NCCL use to meet
+#   SKYRL_MEGA_RAY_OPTIONS  more arguments of `ray start`, such as --object-store-memory=…
+#   SKYRL_MEGA_START_S      seconds for all nodes to be there (600)
+#   SKYRL_MEGA_REQUEUES     how often the job may be queued again because of failed nodes (5)
+
+set -u -o pipefail
+
+say() { printf '%s %s\n' "$(date +%T)" "$*"; }
+
+run() {
+    cd "${SKYRL_MEGA_HOME:-$SLURM_SUBMIT_DIR}" || exit 2
+    local job=$SLURM_JOB_ID start=${SLURM_RESTART_COUNT:-0} nodes=$SLURM_JOB_NUM_NODES code=0 ended='' failed=''
+    local folder=$PWD/runs/slurm/$job-$start
+    rm -rf "$folder" && mkdir -p "$folder" || exit 2
+    say "job $job, start $start, on $SLURM_JOB_NODELIST; its folder: $folder"
+
+    SKYRL_MEGA_NODES=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sort | paste -sd,)
+    export SKYRL_MEGA_NODES
+    # The cluster's token lives in this job's environment, which no other user can read.
+    RAY_AUTH_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')
+    export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
+    [[ ${SKYRL_MEGA_INTERFACE:-} ]] && export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-$SKYRL_MEGA_INTERFACE}
+
+    local python=${SKYRL_MEGA_PYTHON:-} mounts=$PWD:$PWD${SKYRL_MEGA_MOUNTS:+,$SKYRL_MEGA_MOUNTS} flags=() inside=()
+    case ${SKYRL_MEGA_CONTAINER:-} in
+        '') python=${python:-$PWD/.venv/bin/python} ;;
+        *.sif) inside=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$SKYRL_MEGA_CONTAINER") ;;
+        *) flags=(--container-image="$SKYRL_MEGA_CONTAINER" --container-mounts="$mounts" --container-workdir="$PWD") ;;
+    esac
+
+    trap 'touch "$folder/stop"; say "asked to end"' USR1
+    trap 'ended=1' TERM # scancel or the time limit: the tasks have it too, and end by themselves
+    # shellcheck disable=SC2086  # SKYRL_MEGA_SRUN is several words
+    srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none \
+        --mem=0 --mpi=none --export=ALL --wait=60 --kill-on-bad-exit=0 "${flags[@]}" ${SKYRL_MEGA_SRUN:-} \
+        "${inside[@]}" "${python:-python3}" -m skyrl_mega.launch.slurm "$folder" "$@" &
+    while kill -0 $! 2>/dev/null; do wait $! && code=0 || code=$?; done
+    [[ -s $folder/code ]] && code=$(<"$folder/code")
+
+    if [[ $ended ]]; then
+        say "ended from outside"
+        exit 143
+    elif ((code == 75)); then
+        say "exit 75: a checkpoint is there, the same job goes on from it"
+        requeue
+    elif ((code != 0 && code != 2)); then
+        failed=$(failed_nodes "$folder")
+        if [[ $failed && $failed != "$SKYRL_MEGA_NODES" ]] && ((start < ${SKYRL_MEGA_REQUEUES:-5})); then
+            say "exit $code: $failed failed, the job goes on without"
+            requeue "$failed"
+        fi
+    fi
+    say "exit $code"
+    exit "$code"
+}
+
+# Nodes of the allocation that say so themselves, or cannot run a command within 30 s; separated by commas.
+failed_nodes() {
+    local node
+    for node in ${SKYRL_MEGA_NODES//,/ }; do
+        { [[ -e $1/failed/$node ]] || ! timeout 30 srun --overlap --mem=0 -N1 -n1 -w "$node" true; } \
+            >/dev/null 2>&1 && echo "$node" &
+    done | sort | paste -sd,
+}
+
+# Queues the job again, without the nodes $1. Slurm then ends this script, after a while: the rest of it still runs.
+requeue() {
+    local without
+    without=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p')
+    [[ $without == '(null)' ]] && without=
+    trap '' TERM
+    scontrol requeue "$SLURM_JOB_ID" || return
+    [[ ${1:-} ]] && scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${without:+$without,}$1"
+}

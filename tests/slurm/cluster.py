@@ -1,0 +1,263 @@
+"""A real Slurm cluster on one machine: every node is a set of Linux namespaces, and nothing is a stand-in but the GPUs.
+
+    if reason := unavailable():
+        pytest.skip(reason)
+    with cluster(folder, nodes=4, gpus=8) as slurm:
+        job = slurm.submit("slurm/run.sbatch", "--config", "configs/quickstart.yaml")
+        slurm.wait(job, timeout=120)
+
+A node has a network address, host name, process ids, /tmp, /dev/shm and GPU device files of its own; the controller
+stands beside them. All of it hangs on one process, `controller.sh`: when that is killed, the kernel takes everything
+away.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TOOLS = {
+    "ip": "iproute2",
+    "unshare": "util-linux",
+    "nsenter": "util-linux",
+    "munged": "munge",
+    "slurmctld": "slurm-wlm",
+    "slurmd": "slurm-wlm",
+    "sbatch": "slurm-wlm",
+}
+"""Programs, and the Debian packages that have them."""
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
+BOOT_S = 60.0
+
+
+class ClusterFault(RuntimeError):
+    """The cluster did not start, or a job did not do what was waited for; the message has what the logs say."""
+
+
+def unavailable() -> str | None:
+    """Why no cluster can be made here, in one line for a test's skip; None where it can."""
+    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+    missing = sorted({package for tool, package in TOOLS.items() if shutil.which(tool, path=path) is None})
+    if missing:
+        return f"not installed: {', '.join(missing)} (Debian: apt-get install --no-install-recommends slurm-wlm munge)"
+    if os.geteuid() != 0:
+        return "a Slurm cluster of namespaces needs root"
+    tried = subprocess.run(
+        ["unshare", "--net", "--mount", "--pid", "--fork", "mount", "-t", "tmpfs", "tmpfs", "/mnt"],
+        capture_output=True,
+        text=True,
+    )
+    return f"namespaces are not allowed here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+@dataclass
+class Slurm:
+    """A cluster that is up. `folder` is shared by all nodes and holds its logs."""
+
+    folder: Path
+    controller: int
+    """Process 1 of the outer namespaces, as this machine counts."""
+    environment: Mapping[str, str]
+
+    def run(
+        self, *command: str, node: str | None = None, env: Mapping[str, str] | None = None, timeout: float = 60
+    ) -> str:
+        """Runs a command beside the controller, or on a node; returns its standard output.
+
+        Raises:
+            ClusterFault: It failed.
+        """
+        inside = ["nsenter", "-t", str(self.controller), "-n", "-m", "-u", "-i", "-p"]
+        if node is not None:
+            first = (self.folder / f"{node}.pid").read_text().strip()
+            inside += ["--", "nsenter", "-t", first, "-n", "-m", "-u", "-i", "-p"]
+        done = subprocess.run(
+            [*inside, f"--wd={ROOT}", *command],
+            env={**self.environment, **(env or {})},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+        if done.returncode:
+            raise ClusterFault(f"{' '.join(command)}: exit {done.returncode}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    def submit(self, *arguments: str, env: Mapping[str, str] | None = None) -> int:
+        """`sbatch`; returns the job's number."""
+        return int(self.run("sbatch", "--parsable", *arguments, env=env))
+
+    def job(self, job: int) -> dict[str, str]:
+        """What `scontrol show job` says, by its own names."""
+        return dict(re.findall(r"(\S+?)=(\S*)", self.run("scontrol", "--oneliner", "show", "job", str(job))))
+
+    def output(self, job: int) -> str:
+        """What the job has written so far."""
+        file = Path(self.job(job)["StdOut"])
+        return file.read_text() if file.exists() else ""
+
+    def wait(self, job: int, *, timeout: float) -> dict[str, str]:
+        """Waits until the job has ended and all its nodes are free; returns `job(…)`.
+
+        Raises:
+            ClusterFault: It did not end in time; with its output.
+        """
+
+        def ended() -> dict[str, str] | None:
+            facts = self.job(job)
+            return facts if facts["JobState"] in ENDED else None
+
+        return self.until(ended, job, timeout=timeout)
+
+    def wait_for(self, job: int, text: str, *, timeout: float) -> None:
+        """Waits until the job's output has `text`.
+
+        Raises:
+            ClusterFault: It ended without, or did not have it in time; with its output.
+        """
+
+        def there() -> bool:
+            found = text in self.output(job)
+            if not found and self.job(job)["JobState"] in ENDED:
+                raise ClusterFault(f"job {job} ended without {text!r}:\n{self.output(job)}")
+            return found
+
+        self.until(there, job, timeout=timeout)
+
+    def until(self, condition, job: int, *, timeout: float):  # type: ignore[no-untyped-def]
+        """Waits for a condition that becomes true, and returns its value."""
+        deadline = time.monotonic() + timeout
+        while time.monotonic() < deadline:
+            if value := condition():
+                return value
+            time.sleep(0.3)
+        raise ClusterFault(f"job {job} after {timeout:g} s: {self.job(job)}\n{self.output(job)}")
+
+    def power_off(self, node: str) -> None:
+        """The node's processes and its cable are gone at once, as with a power failure."""
+        first = (self.folder / f"{node}.pid").read_text().strip()
+        subprocess.run(["nsenter", "-t", str(self.controller), "-m", "-p", "kill", "-KILL", first], check=True)
+
+    def power_on(self, node: str) -> None:
+        """Boots it again; returns when Slurm has it back."""
+        self.run(str(HERE / "node_on.sh"), node.removeprefix("node"))
+        deadline = time.monotonic() + BOOT_S
+        while "idle" not in self.run("sinfo", "-h", "-n", node, "-o", "%T"):
+            if time.monotonic() > deadline:
+                raise ClusterFault(f"{node} does not come back: {self.run('sinfo')}")
+            time.sleep(0.3)
+
+    def processes(self, node: str) -> list[str]:
+        """Command lines on a node, without those that belong to the node itself."""
+        own = ("slurmd", "bash", "sleep 3600", "ps ")
+        listed = self.run("ps", "-eo", "args=", "ww", node=node).splitlines()
+        return [line for line in listed if not re.match(rf"(\S*/)?({'|'.join(own)})", line)]
+
+    def listening(self, node: str) -> list[int]:
+        """TCP ports that somebody listens on, on a node, without slurmd's own."""
+        text = self.run("cat", "/proc/net/tcp", "/proc/net/tcp6", node=node)
+        ports = {int(found, 16) for found in re.findall(r":\s\S+:([0-9A-F]{4}) \S+ 0A ", text)}
+        return sorted(ports - {6818})
+
+
+@contextmanager
+def cluster(folder: Path, *, nodes: int = 4, gpus: int = 8) -> Iterator[Slurm]:
+    """A cluster whose nodes are all idle; gone at the end of the block, whatever happens in it.
+
+    Args:
+        folder: Empty or absent; all nodes share it.
+        nodes: Called node1, node2, ….
+        gpus: Of each node: declared, with device files, but nothing behind them.
+
+    Raises:
+        ClusterFault: It did not come up.
+    """
+    etc = folder / "etc"
+    etc.mkdir(parents=True)
+    (folder / "state").mkdir()
+    for name, values in (
+        ("slurm.conf", {"FOLDER": str(folder), "NODES": str(nodes), "GPUS": str(gpus)}),
+        ("gres.conf", {"LAST": str(gpus - 1)}),
+    ):
+        text = (HERE / "etc" / name).read_text()
+        for key, value in values.items():
+            text = text.replace(f"@{key}@", value)
+        (etc / name).write_text(text)
+    key = etc / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(128))
+    addresses = ["127.0.0.1 localhost", "10.77.0.254 controller"]
+    addresses += [f"10.77.0.{n} node{n}" for n in range(1, nodes + 1)]
+    (etc / "hosts").write_text("\n".join(addresses) + "\n")
+    (etc / "resolv.conf").write_text("options timeout:1 attempts:1\n")  # nobody answers for other names
+
+    _container_plugin(etc)
+
+    shared = {str(folder), str(ROOT), sys.prefix, sys.base_prefix}
+    # Settings of Slurm, Ray or this project around the tests are none of the cluster's.
+    environment = {k: v for k, v in os.environ.items() if not re.match("(SLURM|SBATCH|SRUN|RAY|SKYRL)_", k)}
+    environment |= {
+        "PATH": f"{environment.get('PATH', '')}:/usr/sbin:/sbin",
+        "HERE": str(HERE),
+        "FOLDER": str(folder),
+        "NODES": str(nodes),
+        "GPUS": str(gpus),
+        "SHARED": ":".join(sorted(shared)),
+    }
+    with (folder / "boot.log").open("w") as log:
+        outer = subprocess.Popen(
+            [
+                *("unshare", "--net", "--mount", "--uts", "--pid", "--ipc", "--fork", "--kill-child=SIGKILL"),
+                *("--mount-proc", "--propagation", "private", str(HERE / "controller.sh")),
+            ],
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+    try:
+        yield _up(folder, outer, nodes, environment)
+    finally:
+        outer.send_signal(signal.SIGKILL)  # `--kill-child` takes process 1 along, and the kernel all the rest
+        outer.wait()
+
+
+def _container_plugin(etc: Path) -> None:
+    """Compiles the stand-in for pyxis, where there is a compiler."""
+    if compiler := shutil.which("cc"):
+        version = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=True).stdout
+        major, minor, micro = map(int, re.findall(r"\d+", version)[:3])
+        number = (major << 16) + (minor << 8) + micro
+        source, plugin = HERE / "pyxis.c", etc / "pyxis.so"
+        subprocess.run([compiler, "-shared", "-fPIC", f"-DVERSION={number}", "-o", plugin, source], check=True)
+        (etc / "plugstack.conf").write_text("required /etc/slurm/pyxis.so\n")
+
+
+def _up(folder: Path, outer: subprocess.Popen[bytes], nodes: int, environment: Mapping[str, str]) -> Slurm:
+    """Waits until all nodes are idle."""
+    deadline = time.monotonic() + BOOT_S
+    seen = ""
+    while time.monotonic() < deadline and outer.poll() is None:
+        children = Path(f"/proc/{outer.pid}/task/{outer.pid}/children").read_text().split()
+        if children:
+            slurm = Slurm(folder, int(children[0]), environment)
+            try:
+                seen = slurm.run("sinfo", "-h", "-N", "-o", "%N %T")
+            except (ClusterFault, subprocess.TimeoutExpired) as error:
+                seen = str(error)
+            if len(re.findall(r"^\S+ idle$", seen, re.MULTILINE)) == nodes:
+                return slurm
+        time.sleep(0.1)
+    raise ClusterFault(f"no cluster after {BOOT_S:g} s: {seen}\n{(folder / 'boot.log').read_text()}")

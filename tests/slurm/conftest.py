@@ -1,0 +1,149 @@
+"""One Slurm cluster for all tests of this folder, and a tiny run for it."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import ROOT, ClusterFault, Slurm, cluster, unavailable
+
+PROMPTS, SAMPLES = 8, 2
+"""Of a step of the tiny run."""
+
+
+@pytest.fixture(scope="session")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """5 nodes of 8 declared GPUs each: one to spare for jobs of 4."""
+    if reason := unavailable():
+        pytest.skip(reason)
+    with cluster(tmp_path_factory.mktemp("slurm") / "cluster", nodes=5, gpus=8) as up:
+        yield up
+
+
+@pytest.fixture(scope="session")
+def env() -> dict[str, str]:
+    """What a user of the cluster has in the environment."""
+    return {"SKYRL_MEGA_HOME": str(ROOT), "SKYRL_MEGA_PYTHON": sys.executable, "PYTHONPATH": str(ROOT)}
+
+
+@pytest.fixture(scope="session")
+def tiny(slurm: Slurm) -> Callable[..., list[str]]:
+    """Launcher arguments of a run on CPUs: 3 policy ranks and an engine, of which each finds a node of its own."""
+
+    def arguments(name: str, *settings: str) -> list[str]:
+        work, gate = slurm.folder / "work", slurm.folder / "gate"
+        work.mkdir(exist_ok=True)
+        gate.mkdir(exist_ok=True)
+        return [
+            "--config=configs/quickstart.yaml",
+            f"--directory={work}",
+            "cluster.device=cpu",
+            "policy.ranks=3",
+            "policy.layout.expert=1",
+            "model.build.hidden=64",
+            "model.build.expert_ffn=32",
+            "warmup.steps=0",
+            f"data.prompts_per_step={PROMPTS}",
+            f"data.samples_per_prompt={SAMPLES}",
+            "algorithm.dynamic_sampling.enabled=false",
+            "evaluation.before=false",
+            "evaluation.every=0",
+            "checkpoint.every=1",
+            "telemetry.tensorboard=false",
+            "rollout.env_timeout_s=600",
+            f"environment.classes.addition={ROOT}/tests/slurm/gate.py:GateEnv",
+            f"environment.options.addition.folder={gate}",
+            "data.prepare=addition --output data --train 400 --test 8 --demonstrations 8",
+            "data.train=[data/train.parquet]",
+            "data.eval=[]",
+            "run.directory=runs",
+            "model.path=model",
+            f"run.name={name}",
+            *settings,
+        ]
+
+    return arguments
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """A Ray cluster that was started by hand. Commands that use it need `env`."""
+
+    address: str
+    token: str
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
+
+
+@contextmanager
+def ray_cluster(slurm: Slurm, nodes: Sequence[str]) -> Iterator[RayCluster]:
+    """`ray start` on these nodes, with a token, the job server at port 8265 of the first; `ray stop` at the end."""
+    ray, log = f"{sys.prefix}/bin/ray", slurm.folder / "ray.log"
+    cluster = RayCluster("10.77.0.1:6379", secrets.token_hex(32))
+    head = "--head --port=6379 --dashboard-host=0.0.0.0"
+    memory = "--num-cpus=4 --object-store-memory=100000000"
+    try:
+        for node in nodes:
+            what = head if node == nodes[0] else f"--address={cluster.address}"
+            command = f"{ray} start {what} {memory} --disable-usage-stats >>{log} 2>&1 </dev/null"
+            for tried in range(3):
+                try:
+                    slurm.run("sh", "-c", command, node=node, env=cluster.env, timeout=120)
+                    break
+                except ClusterFault:  # Ray gives a node 30 s, which a busy machine may not have
+                    if tried == 2:
+                        raise
+        yield cluster
+    finally:
+        for node in nodes:
+            slurm.run("sh", "-c", f"{ray} stop --force >>{log} 2>&1", node=node, timeout=120)
+            slurm.run("rm", "-rf", "/tmp/ray", node=node)
+
+
+@dataclass(frozen=True)
+class Submitted:
+    """What became of the tiny run as a Ray job of 4 steps, which nothing disturbed."""
+
+    run: Path
+    output: str
+    driver: str
+    """Where the driver had its code from, and what was shipped."""
+    left: list[str]
+    """Processes of the run that were still there on some node when the job had ended."""
+
+
+@pytest.fixture(scope="session")
+def submitted(slurm: Slurm, tiny: Callable[..., list[str]]) -> Submitted:
+    """`launch/ray_job.sh`, from a machine that is no node of the cluster."""
+    nodes = ["node1", "node2", "node3", "node4"]
+    arguments = [argument for argument in tiny("job", "run.steps=4") if not argument.startswith("--directory")]
+    work = slurm.folder / "work"
+    with ray_cluster(slurm, nodes) as cluster:
+        output = slurm.run(
+            str(ROOT / "launch" / "ray_job.sh"),
+            *arguments,
+            "cluster.nodes=4",
+            env={
+                **cluster.env,
+                "PATH": f"{sys.prefix}/bin:{slurm.environment['PATH']}",
+                "RAY_API_SERVER_ADDRESS": "http://10.77.0.1:8265",
+                "SKYRL_MEGA_DIRECTORY": str(work),
+                "SKYRL_MEGA_PYTHON": sys.executable,
+                "SKYRL_MEGA_JOB": "tiny",
+                "SKYRL_MEGA_SHIP": "SKYRL_MEGA_TEST",
+                "SKYRL_MEGA_TEST": "shipped",
+            },
+            timeout=900,
+        )
+        running = [line for node in nodes for line in slurm.processes(node)]
+        left = [line for line in running if re.search("ray::(PolicyActor|Engine)|skyrl_mega|vllm|VLLM", line)]
+    return Submitted(work / "runs" / "job", output, (slurm.folder / "gate" / "driver").read_text(), left)

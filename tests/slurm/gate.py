@@ -1,0 +1,37 @@
+"""Addition that a test can hold up in the middle of an RL step."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from pathlib import Path
+
+import skyrl_mega
+from skyrl_mega.envs.addition.env import AdditionEnv
+from skyrl_mega.envs.base import BaseTextEnvStepOutput
+
+_answers = itertools.count()
+"""Answers judged in this process."""
+
+
+class GateEnv(AdditionEnv):
+    """Waits before the first answer after so many as the file `closed_after` says, until it says otherwise or is gone.
+
+    Options: `folder`, where that file is. While somebody waits, the folder has a file `waiting`. A file `driver` there
+    says where the code is and what was shipped.
+    """
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        folder, number = Path(self.env_config["folder"]), next(_answers)
+        (folder / "driver").write_text(f"{skyrl_mega.__file__} {os.environ.get('SKYRL_MEGA_TEST')}")
+        while self._closed(folder, number):
+            (folder / "waiting").touch()
+            time.sleep(0.1)
+        return super().step(action)
+
+    def _closed(self, folder: Path, number: int) -> bool:
+        try:
+            return number >= int((folder / "closed_after").read_text())
+        except FileNotFoundError:
+            return False

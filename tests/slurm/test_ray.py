@@ -1,0 +1,46 @@
+"""The launcher on a Ray cluster of several nodes that runs already, with a token."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+import pytest
+
+from skyrl_mega.telemetry.metrics import read
+from tests.slurm.cluster import ROOT, ClusterFault, Slurm
+from tests.slurm.conftest import Submitted, ray_cluster
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+Tiny = Callable[..., list[str]]
+
+
+def test_a_job_is_shipped_and_trains_on_four_nodes(submitted: Submitted) -> None:
+    assert [row["step"] for row in read(submitted.run / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert "Job 'tiny' succeeded" in submitted.output
+    assert "policy ranks sit on 10.77.0.1: 0, 10.77.0.2: 1, 10.77.0.3: 2" in submitted.output
+    assert "engines sit on 10.77.0.4: 0" in submitted.output
+    code, variable = submitted.driver.split()
+    assert "/working_dir_files/_ray_pkg_" in code and variable == "shipped"
+    assert submitted.left == []
+
+
+def test_who_is_refused_and_who_waits(slurm: Slurm, tiny: Tiny) -> None:
+    """One cluster of two nodes: another token, no token, and more nodes than there are."""
+    with ray_cluster(slurm, ["node1", "node2"]) as cluster:
+        arguments = tiny("refused", "cluster.start_timeout_s=3")
+
+        def launch(*settings: str, **env: str) -> str:
+            around = {"PYTHONPATH": str(ROOT), "RAY_ADDRESS": cluster.address, **env}
+            command = [sys.executable, "-m", "skyrl_mega.launch", *arguments, *settings]
+            with pytest.raises(ClusterFault) as caught:
+                slurm.run(*command, node="node2", env=around, timeout=200)
+            return str(caught.value)
+
+        other = launch(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)
+        assert "exit 2" in other and "does not let us in" in other and "RAY_AUTH_TOKEN_PATH" in other
+        none = launch(RAY_AUTH_MODE="disabled")
+        assert "exit 2" in none and "does not let us in" in none
+        missing = launch("cluster.nodes=3", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=cluster.token)
+        assert "exit 1" in missing and "2 of 3 nodes of the Ray cluster are there: 10.77.0.1, 10.77.0.2" in missing

@@ -1,0 +1,166 @@
+"""`launch/slurm.sh` by itself, with stand-ins for Slurm's commands and containers: what is called, with which words."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.slurm.cluster import ROOT
+
+SRUN = """
+for word in "$@"; do printf '%s\\n' "$word" >>"$CALLS/srun"; done
+[[ " $* " == *" true "* ]] && { [[ ${*: -2:1} != ${DEAD:-none} ]]; exit; }
+env | grep -E '^(RAY_AUTH|NCCL_SOCKET|SKYRL_MEGA_NODES)' | sort >"$CALLS/env"
+for word in "$@"; do [[ $word == */runs/slurm/7-* ]] && echo -n "$CODE" >"$word/code"; done
+exit "$SRUN_CODE"
+"""
+SCONTROL = """
+echo "$*" >>"$CALLS/scontrol"
+case "$*" in
+    "show hostnames"*) printf 'node1\\nnode2\\nnode3\\n' ;;
+    *"show job"*) echo "JobId=7 ExcNodeList=${EXCLUDED:-(null)} NodeList=node[1-3]" ;;
+esac
+"""
+
+
+class Batch:
+    """A batch script's surroundings."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.calls = folder, folder / "calls"
+        self.calls.mkdir()
+        for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+            file = folder / "bin" / name
+            file.parent.mkdir(exist_ok=True)
+            file.write_text(f"#!/bin/bash\n{text}")
+            file.chmod(file.stat().st_mode | stat.S_IXUSR)
+
+    def run(self, *arguments: str, code: int = 0, srun: int | None = None, **env: str) -> tuple[int, str]:
+        """Exit code and output of `run ARGUMENTS…` where the launcher ends with `code`, and srun with `srun`."""
+        around = {
+            "PATH": f"{self.folder}/bin:{os.environ['PATH']}",
+            "CALLS": str(self.calls),
+            "CODE": str(code),
+            "SRUN_CODE": str(code if srun is None else srun),
+            "SLURM_SUBMIT_DIR": str(self.folder),
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NUM_NODES": "3",
+            "SLURM_JOB_NODELIST": "node[1-3]",
+            "SLURM_CPUS_ON_NODE": "96",
+        }
+        done = subprocess.run(
+            ["bash", "-c", f'source {ROOT}/launch/slurm.sh; run "$@"', "batch", *arguments],
+            env=around | env,
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
+        return done.returncode, done.stdout + done.stderr
+
+    def called(self, program: str) -> list[str]:
+        file = self.calls / program
+        return file.read_text().splitlines() if file.exists() else []
+
+
+@pytest.fixture
+def batch(tmp_path: Path) -> Batch:
+    return Batch(tmp_path)
+
+
+def test_one_task_a_node_runs_the_environment_of_the_repository(batch: Batch) -> None:
+    code, _ = batch.run("--config", "a b.yaml", "run.name='x y'")
+    words = batch.called("srun")
+    assert code == 0
+    assert {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=96"} <= set(words)
+    folder = batch.folder / "runs" / "slurm" / "7-0"
+    command = [f"{batch.folder}/.venv/bin/python", "-m", "skyrl_mega.launch.slurm", str(folder)]
+    assert words[-7:] == [*command, "--config", "a b.yaml", "run.name='x y'"]
+    assert folder.is_dir()
+    assert not any("container" in word or "apptainer" in word for word in words)
+    assert batch.called("scontrol") == ["show hostnames node[1-3]"]
+    assert "SKYRL_MEGA_NODES=node1,node2,node3" in batch.called("env")
+
+
+def test_every_job_has_a_token_of_its_own(batch: Batch) -> None:
+    tokens = set()
+    for _ in range(2):
+        batch.run("--config=x", RAY_AUTH_TOKEN="a user's own")
+        mode, token = (line for line in batch.called("env") if line.startswith("RAY_AUTH"))
+        assert mode == "RAY_AUTH_MODE=token" and len(token) == len("RAY_AUTH_TOKEN=") + 64
+        tokens.add(token)
+    assert len(tokens) == 2
+
+
+def test_an_image_runs_with_enroot_through_pyxis(batch: Batch) -> None:
+    batch.run("--config=x", SKYRL_MEGA_CONTAINER="registry#team/skyrl:1", SKYRL_MEGA_MOUNTS="/data:/data,/scratch:/s")
+    words = batch.called("srun")
+    assert "--container-image=registry#team/skyrl:1" in words
+    assert f"--container-mounts={batch.folder}:{batch.folder},/data:/data,/scratch:/s" in words
+    assert f"--container-workdir={batch.folder}" in words
+    assert words[-5:-2] == ["python3", "-m", "skyrl_mega.launch.slurm"]
+
+
+def test_a_sif_file_runs_with_apptainer(batch: Batch) -> None:
+    batch.run("--config=x", SKYRL_MEGA_CONTAINER="/images/skyrl.sif", SKYRL_MEGA_PYTHON="/opt/venv/bin/python")
+    words = batch.called("srun")
+    start = words.index("apptainer")
+    bind = f"{batch.folder}:{batch.folder}"
+    inside = ["apptainer", "exec", "--nv", "--bind", bind, "--pwd", str(batch.folder), "/images/skyrl.sif"]
+    assert words[start : start + 11] == [*inside, "/opt/venv/bin/python", "-m", "skyrl_mega.launch.slurm"]
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_an_end_that_is_final_is_the_jobs(batch: Batch, code: int) -> None:
+    assert batch.run("--config=x", code=code)[0] == code
+    assert batch.called("scontrol") == ["show hostnames node[1-3]"]
+
+
+def test_75_queues_the_job_again(batch: Batch) -> None:
+    assert batch.run("--config=x", code=75)[0] == 75
+    assert batch.called("scontrol")[-1] == "requeue 7"
+
+
+def test_the_launchers_code_counts_and_not_that_of_a_worker_that_had_to_be_killed(batch: Batch) -> None:
+    assert batch.run("--config=x", code=0, srun=137)[0] == 0
+
+
+def test_a_fault_of_the_program_is_not_tried_again(batch: Batch) -> None:
+    assert batch.run("--config=x", code=1)[0] == 1
+    assert not any(call.startswith("requeue") for call in batch.called("scontrol"))
+
+
+def test_a_node_that_does_not_answer_is_left_out(batch: Batch) -> None:
+    code, out = batch.run("--config=x", code=1, DEAD="node2", EXCLUDED="node9")
+    assert code == 1 and "node2 failed, the job goes on without" in out
+    assert batch.called("scontrol")[-2:] == ["requeue 7", "update JobId=7 ExcNodeList=node9,node2"]
+
+
+def test_where_no_node_answers_the_fault_is_not_the_nodes(batch: Batch) -> None:
+    assert batch.run("--config=x", code=1, DEAD="node*")[0] == 1
+    assert not any(call.startswith("requeue") for call in batch.called("scontrol"))
+
+
+def test_failed_nodes_do_not_bring_a_job_back_for_ever(batch: Batch) -> None:
+    assert batch.run("--config=x", code=1, DEAD="node2", SLURM_RESTART_COUNT="5")[0] == 1
+    assert not any(call.startswith("requeue") for call in batch.called("scontrol"))
+
+
+def test_one_interface_for_all(batch: Batch) -> None:
+    batch.run("--config=x", SKYRL_MEGA_INTERFACE="ib0")
+    assert "NCCL_SOCKET_IFNAME=ib0" in batch.called("env")
+    batch.run("--config=x", SKYRL_MEGA_INTERFACE="ib0", NCCL_SOCKET_IFNAME="ib")
+    assert "NCCL_SOCKET_IFNAME=ib" in batch.called("env")
+
+
+def test_without_the_repository_it_says_where_it_looked() -> None:
+    done = subprocess.run(
+        ["bash", str(ROOT / "slurm" / "run.sbatch")],
+        env={"PATH": os.environ["PATH"], "SLURM_SUBMIT_DIR": "/nowhere"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 2 and "/nowhere/launch/slurm.sh" in done.stderr
