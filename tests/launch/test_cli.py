@@ -74,6 +74,12 @@ def test_a_dry_run_prints_settings_and_seats_and_starts_nothing(inputs: Path) ->
     assert not (inputs / "runs").exists()
 
 
+def test_a_run_too_asks_whether_it_fits(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", str(inputs / "config.yaml"), f"run.directory={tmp_path}", "cluster.host_memory_gib=1"]
+    assert main(arguments) == 2
+    assert "cluster.host_memory_gib = 1: node 0 needs about" in capsys.readouterr().err
+
+
 def test_options_may_stand_between_settings(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run.seed=3", "--config", str(inputs / "config.yaml"), "run.steps=4", "--dry-run", "run.name=q"]) == 0
     run = yaml.safe_load(capsys.readouterr().out.partition("\nmodel\n")[0])["run"]

@@ -56,6 +56,7 @@ def test_sequences_may_be_longer_than_config_json_says(inputs: Path) -> None:
             ["policy.layout.expert_tensor", "trains wrong", "expert_tensor 2"],
         ),
         ("algorithm.kl.coefficient=0.1 reference.layout.tensor=3 reference.ranks=3", ["reference.layout.tensor", "3"]),
+        ("policy.layout.tensor=2 policy.layout.expert_tensor=2", ["policy.layout.expert_tensor = 2", "Gloo cannot"]),
         ("rollout.tensor=3", ["rollout.tensor", "3", "2 key/value heads"]),
         ("rollout.tensor=4", ["rollout.tensor", "4", "multiple of 32"]),
         ("rollout.max_prompt_tokens=60", ["68 tokens", "64 (max_position_embeddings)"]),
