@@ -137,7 +137,10 @@ def copy(source: Path, target: Path, workers: int) -> float:
 
 
 class Memory:
-    """The largest private memory (USS) of any process of this one's family, itself left out, in MB."""
+    """The largest private memory (USS) of a worker, in MB: of this process's family, or of itself where it is alone."""
+
+    def __init__(self, workers: int) -> None:
+        self._others = workers > 1
 
     def __enter__(self) -> Memory:
         self.peak, self._stop = 0.0, threading.Event()
@@ -151,7 +154,8 @@ class Memory:
 
     def _watch(self) -> None:
         while not self._stop.wait(0.05):
-            for process in psutil.Process().children(recursive=True):
+            own = psutil.Process()
+            for process in own.children(recursive=True) if self._others else [own]:
                 try:
                     self.peak = max(self.peak, process.memory_full_info().uss / 1e6)
                 except psutil.Error:
@@ -168,7 +172,7 @@ def measure(source: Source, folder: Path, workers: int) -> dict[str, float]:
     for name, verify in (("export", False), ("verified", True)):
         forget(source.folder)
         start = time.perf_counter()
-        with Memory() as memory:
+        with Memory(workers) as memory:
             done = export(source, folder / "out", workers=workers, verify=verify)
         row[f"{name}_mb_s"] = done.nbytes / 1e6 / (time.perf_counter() - start)
         row[f"{name}_worker_mb"] = memory.peak

@@ -115,12 +115,11 @@ def _run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(asdict(done)))
         return DONE
-    proof = "read back and equal, bit by bit" if done.verified else "not read back (--verify does)"
+    files = "1 file" if done.files == 1 else f"{done.files} files"
     rate = f"{size(done.nbytes / done.seconds)}/s"
-    print(
-        f"{done.output}: {done.tensors} tensors, {done.files} {'file' if done.files == 1 else 'files'}, {done.dtype}, "
-    )
-    print(f"{size(done.nbytes)} in {done.seconds:.1f} s, {rate}; {proof}")
+    print(f"{done.output}: {done.tensors} tensors in {files}, {done.dtype}")
+    print(f"  {size(done.nbytes)} in {done.seconds:.1f} s, {rate}")
+    print(f"  {'read back and equal, bit by bit' if done.verified else 'not read back (--verify does)'}")
     return DONE
 
 

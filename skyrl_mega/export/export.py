@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import fcntl
 import json
 import os
@@ -89,7 +91,7 @@ def export(
         for file in job.files:
             with (partial / file.name).open("wb") as opened:
                 opened.write(file.header)
-                opened.truncate(file.nbytes)
+                _allocate(opened.fileno(), file.nbytes)
         with progress.phase("write", job.nbytes) as phase:
             for _, size in run(job, partial, "write", range(len(job.batches)), workers):
                 phase.advance(size)
@@ -175,6 +177,18 @@ def _partial(output: Path) -> Iterator[Path]:
             yield partial
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+
+def _allocate(file: int, size: int) -> None:
+    """Gives a file its size and, where the file system can, its place on the disk: later writes into it are faster, and
+    a disk that is too full says so now."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    # posix_fallocate would write to every block where the file system cannot do it.
+    if libc.fallocate(file, 0, ctypes.c_int64(0), ctypes.c_int64(size)):
+        error = ctypes.get_errno()
+        if error not in (errno.EOPNOTSUPP, errno.ENOSYS):
+            raise OSError(error, os.strerror(error))
+        os.ftruncate(file, size)
 
 
 def _say_dtype(file: Path, dtype: torch.dtype) -> None:

@@ -93,24 +93,24 @@ def locate(record: Record) -> tuple[int, int]:
     return record.offset + entry.header_offset + 30 + beside, entry.CRC
 
 
-def read(record: Record, first: int, count: int, scratch: Tensor) -> Tensor:
-    """Elements `first … first + count` of a located record, in C order; a view of `scratch` [count].
+def read(record: Record, first: int, count: int, buffer: Tensor) -> Tensor:
+    """Elements `first … first + count` of a located record, in C order; a view of `buffer` [count].
 
     Args:
         record: with `data`.
         first: element.
         count: how many.
-        scratch: uint8, at least as long as they are.
+        buffer: uint8, at least as long as they are; its start is overwritten.
     """
     size = count * record.dtype.itemsize
-    into = scratch.numpy().data[:size]
+    into = buffer.numpy().data[:size]
     at, done, file = record.data + first * record.dtype.itemsize, 0, _opened(record.file)
     while done < size:
         got = os.preadv(file.fileno(), [into[done:]], at + done)
         if not got:
             raise UserError(f"{record}: ends before its data; the checkpoint has changed while it was read")
         done += got
-    return scratch[:size].view(record.dtype)
+    return buffer[:size].view(record.dtype)
 
 
 @lru_cache(maxsize=256)

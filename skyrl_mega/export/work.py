@@ -50,8 +50,12 @@ class Worker:
             size = prod(shape) * job.dtype.itemsize
             rows = self._out[at : at + size].view(job.dtype).view(shape)
             for number, piece, box in within(job.pieces[slab.tensor], slab.first, slab.rows):
-                into = Box((box.start[0] - slab.first, *box.start[1:]), box.shape)
-                rows[into.slices()].copy_(self._source(job.records[number], piece, box))
+                record = job.records[number]
+                into = rows[Box((box.start[0] - slab.first, *box.start[1:]), box.shape).slices()]
+                if record.dtype == job.dtype and into.is_contiguous():  # most: nothing to convert or to scatter
+                    read(record, first_element(record, piece, box.start[0]), box.numel, into.view(-1).view(torch.uint8))
+                else:
+                    into.copy_(self._source(record, piece, box))
             at += size
         first = batch.slabs[0]
         width = prod(job.shapes[first.tensor][1:]) * job.dtype.itemsize
