@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import signal
 import socket
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -71,7 +73,8 @@ def session(
     try:
         if address:
             try:
-                ray.init(address=address, **common)
+                with _own_signals():
+                    ray.init(address=address, **common)
             except (ConnectionError, ray.exceptions.AuthenticationError) as error:
                 # Somebody listens there. Ray says no more than this of a token that is refused.
                 raise UserError(
@@ -85,16 +88,17 @@ def session(
             folder = tempfile.mkdtemp(prefix=PREFIX, dir=_short_tmp())
             guard = start_guard("cluster", folder, str(os.getpid()))
             try:
-                ray.init(
-                    address="local",
-                    num_cpus=actors,
-                    num_gpus=gpus,
-                    include_dashboard=False,
-                    object_store_memory=OBJECT_STORE_BYTES if gpus == 0 else None,
-                    _temp_dir=folder,
-                    _node_ip_address="127.0.0.1",
-                    **common,
-                )
+                with _own_signals():
+                    ray.init(
+                        address="local",
+                        num_cpus=actors,
+                        num_gpus=gpus,
+                        include_dashboard=False,
+                        object_store_memory=OBJECT_STORE_BYTES if gpus == 0 else None,
+                        _temp_dir=folder,
+                        _node_ip_address="127.0.0.1",
+                        **common,
+                    )
             except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
                 raise ClusterError(f"Ray did not start on this machine: {_first_line(error)}") from error
             if ray.util.get_node_ip_address() != "127.0.0.1":
@@ -106,6 +110,20 @@ def session(
             assert guard.stdin is not None
             guard.stdin.close()
             guard.wait()
+
+
+@contextlib.contextmanager
+def _own_signals() -> Iterator[None]:
+    """Ray puts its handlers over the program's: its own exit code, and a stack dump. Afterwards the program's are back."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    kept = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 def _answering(address: str) -> None:

@@ -231,3 +231,22 @@ def test_an_address_where_nobody_answers_is_refused_in_one_line(monkeypatch: pyt
     monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{port}")
     with pytest.raises(UserError, match=f"RAY_ADDRESS=127.0.0.1:{port}: nobody answers there"), session(actors=1):
         pass
+
+
+SIGNALLED = """
+    import os, signal, sys
+    from skyrl_mega.cluster.local import session
+
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(75))
+    with session(actors=1):
+        os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+def test_the_programs_own_signal_handlers_hold_while_ray_runs() -> None:
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SIGNALLED)], capture_output=True, text=True, cwd=root, timeout=120
+    )
+    assert ended.returncode == 75
+    assert "SIGTERM" not in ended.stderr
