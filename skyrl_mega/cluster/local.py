@@ -114,7 +114,7 @@ def session(
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray puts its handlers over the program's: its own exit code, and a stack dump. Afterwards the program's are back."""
+    """Ray puts its handlers over the program's: its own exit code, and a stack dump. Then the program's are back."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
