@@ -59,7 +59,8 @@ def _is_run(path: Path) -> bool:
 
 
 def _of_run(run: Path, step: int | None) -> Path:
-    whole = {int(p.name.removeprefix("step_")): p for p in Checkpoints(run / "checkpoints", keep=1).whole()}
+    completed = Checkpoints(run / "checkpoints", keep=1).completed()
+    whole = {int(p.name.removeprefix("step_")): p for p in completed}
     if not whole:
         raise UserError(f"{run}: has no whole checkpoint; a run saves one every checkpoint.every steps")
     if step is not None and step not in whole:

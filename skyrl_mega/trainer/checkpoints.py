@@ -33,9 +33,9 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None] = print) -> None:
         self.folder, self.keep, self.say = folder, keep, say
 
-    def whole(self) -> list[Path]:
-        """The whole checkpoints, the newest last."""
-        return [checkpoint for checkpoint in self._all() if _damage(checkpoint) is None]
+    def completed(self) -> list[Path]:
+        """Checkpoints that were written to their end once, the newest last. A disk may have damaged them since."""
+        return sorted(p for p in self.folder.glob("step_*") if p.suffix != ".partial")
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint; says which newer ones are damaged, and how.
@@ -44,7 +44,7 @@ class Checkpoints:
             UserError: There are some, and none is whole.
         """
         damaged = []
-        for checkpoint in reversed(self._all()):
+        for checkpoint in reversed(self.completed()):
             damage = _damage(checkpoint)
             if damage is None:
                 return checkpoint
@@ -80,16 +80,12 @@ class Checkpoints:
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)
-        for old in self._all()[: -self.keep]:
+        for old in self.completed()[: -self.keep]:
             shutil.rmtree(old)
         return final
 
-    def _all(self) -> list[Path]:
-        """Checkpoints that were completed once, oldest first."""
-        return sorted(p for p in self.folder.glob("step_*") if p.suffix != ".partial")
-
     def _check_room(self) -> None:
-        last = self._all()[-1:]
+        last = self.completed()[-1:]
         needed = sum(size for checkpoint in last for size in _sizes(checkpoint).values())
         free = shutil.disk_usage(self.folder).free
         if free < needed:

@@ -16,14 +16,15 @@ from skyrl_mega.config.schema import MoeConfig
 from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.policy import build, cpu, objectives
 from skyrl_mega.policy.rank import PolicyRank
+from skyrl_mega.trainer.checkpoints import Checkpoints
 from tests.policy import layouts
 from tests.support.ranks import run_ranks
 
 BATCH = layouts.some_batch(100, count=6, longest=24)
 
 
-def save(rank: int, address: str, run: Path, parallel: Parallel, dtype: torch.dtype, steps: int) -> Any:
-    """Trains, saves step `steps`, exports in the run's own way; this rank's log-probs, where it has some."""
+def save(rank: int, address: str, run: Path, folder: Path, parallel: Parallel, dtype: torch.dtype, steps: int) -> Any:
+    """Trains, saves to `folder`, exports in the run's own way; this rank's log-probs, where it has some."""
     torch.set_num_threads(1)
     cpu.stand_in()
     cpu.CudaAsCpu().__enter__()
@@ -38,7 +39,7 @@ def save(rank: int, address: str, run: Path, parallel: Parallel, dtype: torch.dt
     rows, micros = layouts.deal(BATCH, opened)
     for _ in range(steps):
         opened.train(micros, objectives.supervised)
-    opened.save(run / "checkpoints" / f"step_{steps:06d}" / "policy")
+    opened.save(folder)
     opened.export(run / "in_run", run / "model")
     answer = opened.logprobs(micros) if steps else None
     at = parallel.coordinates(rank)
@@ -47,12 +48,15 @@ def save(rank: int, address: str, run: Path, parallel: Parallel, dtype: torch.dt
 
 def make_run(run: Path, ranks: int, sizes: dict[str, Any], *, dtype: torch.dtype, steps: int) -> np.ndarray | None:
     """The folder of a run whose model stands in `run/model`; the policy's log-probs of `BATCH` after `steps` steps."""
-    folder = run / "checkpoints" / f"step_{steps:06d}"
-    (folder / "policy").mkdir(parents=True)
-    (folder / "state.json").write_text(json.dumps({"step": steps}))
     config = {"run": {"directory": str(run.parent), "name": run.name}, "model": {"path": str(run / "model")}}
     (run / "config.yaml").write_text(yaml.safe_dump(config))
-    answers = run_ranks(ranks, save, run, layouts.layout(ranks, **sizes), dtype, steps)
+    answers: list[Any] = []
+
+    def save_policy(folder: Path) -> None:
+        answers.extend(run_ranks(ranks, save, run, folder, layouts.layout(ranks, **sizes), dtype, steps))
+
+    (run / "checkpoints").mkdir(exist_ok=True)
+    Checkpoints(run / "checkpoints", keep=3).save(steps, {"step": steps}, save_policy)
     if not steps:
         return None
     found = np.full(len(BATCH.tokens), np.nan)
