@@ -37,7 +37,7 @@ runs/data/gsm8k/train.parquet: | $(READY)
 
 runs/data/hotpotqa/train.parquet: | $(READY)
 	$(PY) -m skyrl_mega.data search --output $(@D) --source "$(SEARCH)/hotpotqa_train_500_with_context.jsonl" \
-		--held-out "$(SEARCH)/2wiki_dev_354_gold.jsonl" --corpus "$(SEARCH)/corpus.jsonl" --limit 200 --passages 1500 --shots 2
+		--held-out "$(SEARCH)/2wiki_dev_354_gold.jsonl" --corpus "$(SEARCH)/corpus.jsonl" --limit 200 --passages 1000 --shots 2
 
 runs/data/spider/train.parquet: | $(READY)
 	$(PY) -m skyrl_mega.data text2sql --output $(@D) --source "$(SPIDER)" --longest 500 --turns 3 --shots 1

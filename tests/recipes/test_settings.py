@@ -146,7 +146,11 @@ SIZE = {
             "searchr1_cpu",
             "searchr1_30b",
             {
-                *("rollout.sampling.temperature", "environment.options.search.reward"),
+                *(
+                    "rollout.sampling.temperature",
+                    "environment.options.search.reward",
+                    "environment.options.search.wrong_answer",
+                ),
                 *(
                     f"environment.retriever.{key}"
                     for key in ("url", "index", "build", "serve", "topk", "passage_chars")
