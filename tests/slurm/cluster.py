@@ -8,7 +8,7 @@
 
 A node has a network address, host name, process ids, /tmp, /dev/shm and GPU device files of its own; the controller
 stands beside them. All of it hangs on one process, `controller.sh`: when that is killed, the kernel takes everything
-away.
+away. It is killed at the end of the block, and when the process of the tests dies.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 TOOLS = {
     "ip": "iproute2",
+    "setpriv": "util-linux",
     "unshare": "util-linux",
     "nsenter": "util-linux",
     "munged": "munge",
@@ -40,6 +41,8 @@ TOOLS = {
 """Programs, and the Debian packages that have them."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
 BOOT_S = 60.0
+SEARCHED = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
+"""Where programs are looked for: daemons are not on an ordinary user's path."""
 
 
 class ClusterFault(RuntimeError):
@@ -48,8 +51,7 @@ class ClusterFault(RuntimeError):
 
 def unavailable() -> str | None:
     """Why no cluster can be made here, in one line for a test's skip; None where it can."""
-    path = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
-    missing = sorted({package for tool, package in TOOLS.items() if shutil.which(tool, path=path) is None})
+    missing = sorted({package for tool, package in TOOLS.items() if shutil.which(tool, path=SEARCHED) is None})
     if missing:
         return f"not installed: {', '.join(missing)} (Debian: apt-get install --no-install-recommends slurm-wlm munge)"
     if os.geteuid() != 0:
@@ -160,9 +162,9 @@ class Slurm:
 
     def processes(self, node: str) -> list[str]:
         """Command lines on a node, without those that belong to the node itself."""
-        own = ("slurmd", "bash", "sleep 3600", "ps ")
+        own = r"(\S*/)?(slurmd -N|bash \S+/node\.sh|sleep 3600$|ps -eo)"
         listed = self.run("ps", "-eo", "args=", "ww", node=node).splitlines()
-        return [line for line in listed if not re.match(rf"(\S*/)?({'|'.join(own)})", line)]
+        return [line for line in listed if not re.match(own, line)]
 
     def listening(self, node: str) -> list[int]:
         """TCP ports that somebody listens on, on a node, without slurmd's own."""
@@ -208,7 +210,7 @@ def cluster(folder: Path, *, nodes: int = 4, gpus: int = 8) -> Iterator[Slurm]:
     # Settings of Slurm, Ray or this project around the tests are none of the cluster's.
     environment = {k: v for k, v in os.environ.items() if not re.match("(SLURM|SBATCH|SRUN|RAY|SKYRL)_", k)}
     environment |= {
-        "PATH": f"{environment.get('PATH', '')}:/usr/sbin:/sbin",
+        "PATH": SEARCHED,
         "HERE": str(HERE),
         "FOLDER": str(folder),
         "NODES": str(nodes),
@@ -218,6 +220,7 @@ def cluster(folder: Path, *, nodes: int = 4, gpus: int = 8) -> Iterator[Slurm]:
     with (folder / "boot.log").open("w") as log:
         outer = subprocess.Popen(
             [
+                *("setpriv", "--pdeathsig=KILL"),  # also where this process is killed
                 *("unshare", "--net", "--mount", "--uts", "--pid", "--ipc", "--fork", "--kill-child=SIGKILL"),
                 *("--mount-proc", "--propagation", "private", str(HERE / "controller.sh")),
             ],
@@ -237,7 +240,8 @@ def cluster(folder: Path, *, nodes: int = 4, gpus: int = 8) -> Iterator[Slurm]:
 def _container_plugin(etc: Path) -> None:
     """Compiles the stand-in for pyxis, where there is a compiler."""
     if compiler := shutil.which("cc"):
-        version = subprocess.run(["slurmctld", "-V"], capture_output=True, text=True, check=True).stdout
+        controller = shutil.which("slurmctld", path=SEARCHED) or ""
+        version = subprocess.run([controller, "-V"], capture_output=True, text=True, check=True).stdout
         major, minor, micro = map(int, re.findall(r"\d+", version)[:3])
         number = (major << 16) + (minor << 8) + micro
         source, plugin = HERE / "pyxis.c", etc / "pyxis.so"

@@ -53,6 +53,7 @@ def tiny(slurm: Slurm) -> Callable[..., list[str]]:
             f"data.prompts_per_step={PROMPTS}",
             f"data.samples_per_prompt={SAMPLES}",
             "algorithm.dynamic_sampling.enabled=false",
+            "algorithm.overlong.filter=false",
             "evaluation.before=false",
             "evaluation.every=0",
             "checkpoint.every=1",

@@ -28,7 +28,9 @@ class GateEnv(AdditionEnv):
         while self._closed(folder, number):
             (folder / "waiting").touch()
             time.sleep(0.1)
-        return super().step(action)
+        output = super().step(action)
+        output["reward"] = float(sum(map(ord, action)) % 2)  # untrained answers are all wrong: nothing to learn from
+        return output
 
     def _closed(self, folder: Path, number: int) -> bool:
         try:

@@ -17,7 +17,9 @@ Tiny = Callable[..., list[str]]
 
 
 def test_a_job_is_shipped_and_trains_on_four_nodes(submitted: Submitted) -> None:
-    assert [row["step"] for row in read(submitted.run / "metrics.jsonl")] == [1, 2, 3, 4]
+    rows = read(submitted.run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["policy/grad_norm"] > 0 for row in rows)
     assert "Job 'tiny' succeeded" in submitted.output
     assert "policy ranks sit on 10.77.0.1: 0, 10.77.0.2: 1, 10.77.0.3: 2" in submitted.output
     assert "engines sit on 10.77.0.4: 0" in submitted.output
@@ -27,7 +29,7 @@ def test_a_job_is_shipped_and_trains_on_four_nodes(submitted: Submitted) -> None
 
 
 def test_who_is_refused_and_who_waits(slurm: Slurm, tiny: Tiny) -> None:
-    """One cluster of two nodes: another token, no token, and more nodes than there are."""
+    """One cluster of two nodes: another token, and more nodes than there are."""
     with ray_cluster(slurm, ["node1", "node2"]) as cluster:
         arguments = tiny("refused", "cluster.start_timeout_s=3")
 
@@ -40,7 +42,5 @@ def test_who_is_refused_and_who_waits(slurm: Slurm, tiny: Tiny) -> None:
 
         other = launch(RAY_AUTH_MODE="token", RAY_AUTH_TOKEN="0" * 64)
         assert "exit 2" in other and "does not let us in" in other and "RAY_AUTH_TOKEN_PATH" in other
-        none = launch(RAY_AUTH_MODE="disabled")
-        assert "exit 2" in none and "does not let us in" in none
         missing = launch("cluster.nodes=3", RAY_AUTH_MODE="token", RAY_AUTH_TOKEN=cluster.token)
         assert "exit 1" in missing and "2 of 3 nodes of the Ray cluster are there: 10.77.0.1, 10.77.0.2" in missing
