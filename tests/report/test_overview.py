@@ -132,7 +132,7 @@ def test_a_page_that_cannot_be_written_is_said_and_ends_nothing(tmp_path: Path) 
 @pytest.mark.parametrize("error", [ClusterError("Ray is gone"), ZeroDivisionError("in the loop")])
 def test_a_run_that_fails_leaves_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     from skyrl_mega import trainer
-    from skyrl_mega.launch import inputs
+    from skyrl_mega.launch import inputs, refusal
 
     def fail(*_: object) -> None:
         raise error
@@ -140,6 +140,7 @@ def test_a_run_that_fails_leaves_its_page(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(trainer, "run", fail)
     monkeypatch.setattr(inputs, "check_inputs", lambda config: {})
     monkeypatch.setattr(inputs, "prepare", lambda config, console: config)
+    monkeypatch.setattr(refusal, "wrong", lambda config, hf, planned: None)
     (tmp_path / "c.yaml").write_text(f"run: {{name: r, directory: {tmp_path}}}\ncluster: {{device: cpu}}\n")
     arguments = [
         "--config",
