@@ -263,8 +263,10 @@ class RayNode:
         self._guard.wait()
 
     def _start(self) -> None:
+        # What a killed process of Ray leaves in its temporary folder goes with this one.
+        env = {**_environment(), "TMPDIR": str(self.folder)}
         with self.log.open("ab") as output:
-            self._process = subprocess.Popen(self.command, env=_environment(), stdout=output, stderr=output)
+            self._process = subprocess.Popen(self.command, env=env, stdout=output, stderr=output)
 
     def started(self) -> str:
         """Waits until this node is part of the cluster; returns the cluster's address.

@@ -146,5 +146,7 @@ def submitted(slurm: Slurm, tiny: Callable[..., list[str]]) -> Submitted:
             timeout=900,
         )
         running = [line for node in nodes for line in slurm.processes(node)]
-        left = [line for line in running if re.search("ray::(PolicyActor|Engine)|skyrl_mega|vllm|VLLM", line)]
+        left = [
+            line for line in running if re.search(r"ray::(PolicyActor|Engine)|-m skyrl_mega|guard\.py|vllm|VLLM", line)
+        ]
     return Submitted(work / "runs" / "job", output, (slurm.folder / "gate" / "driver").read_text(), left)
