@@ -107,7 +107,7 @@ def ray_cluster(slurm: Slurm, nodes: Sequence[str]) -> Iterator[RayCluster]:
     finally:
         for node in nodes:
             slurm.run("sh", "-c", f"{ray} stop --force >>{log} 2>&1", node=node, timeout=120)
-            slurm.run("rm", "-rf", "/tmp/ray", node=node)
+            slurm.run("sh", "-c", "rm -rf /tmp/ray /tmp/pymp-*", node=node)  # the latter of Ray's killed dashboard
 
 
 @dataclass(frozen=True)
