@@ -83,16 +83,18 @@ def _run(args: argparse.Namespace) -> int:
     if not args.shard_gib > 0:
         raise UserError(f"--shard-gib {args.shard_gib}: allowed is a size above 0")
 
-    # torch comes in only now: complaints about the above are at once.
-    from skyrl_mega.export.export import check_output, export
-    from skyrl_mega.export.job import DTYPES as TYPES
-    from skyrl_mega.export.pool import WorkerDied
-    from skyrl_mega.export.progress import Progress, size
-    from skyrl_mega.export.source import find
-    from skyrl_mega.export.work import Different
+    from skyrl_mega.export.source import check_output, find
 
     check_output(args.output)
     source = find(args.source, args.step, args.model)
+
+    # torch comes in only now: complaints about the above are at once.
+    from skyrl_mega.export.export import export
+    from skyrl_mega.export.job import DTYPES as TYPES
+    from skyrl_mega.export.pool import WorkerDied
+    from skyrl_mega.export.progress import Progress, size
+    from skyrl_mega.export.work import Different
+
     people = sys.stderr if args.json else sys.stdout
     print(f"{source.folder} → {args.output}, {workers} {'worker' if workers == 1 else 'workers'}", file=people)
     try:

@@ -22,7 +22,7 @@ from skyrl_mega.export.job import Job, Origin, plan_job
 from skyrl_mega.export.metadata import read_metadata
 from skyrl_mega.export.pool import run
 from skyrl_mega.export.progress import Progress
-from skyrl_mega.export.source import Source
+from skyrl_mega.export.source import Source, check_output
 from skyrl_mega.weights.files import write_beside
 
 _LOCK = ".lock"
@@ -116,15 +116,6 @@ def export(
         verified=verify,
         without_master=job.without_master,
     )
-
-
-def check_output(output: Path) -> None:
-    """Refuses a place that holds something already, or that cannot be written to."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"--output {output}: it holds something already; allowed is a new or an empty directory")
-    parent = next(p for p in output.absolute().parents if p.exists())
-    if not os.access(parent, os.W_OK):
-        raise UserError(f"--output {output}: {parent} may not be written to; choose another place")
 
 
 def _check_room(output: Path, job: Job) -> None:

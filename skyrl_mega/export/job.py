@@ -7,7 +7,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import accumulate, product
+from itertools import accumulate, product, zip_longest
 from math import prod
 from typing import Any, Literal
 
@@ -77,7 +77,7 @@ class Job:
     """Tensor → (index of a record, where it lies in both), by first row. `param` is the record's key."""
     files: tuple[OutputFile, ...]
     batches: tuple[Batch, ...]
-    """All of it, in the order of the files."""
+    """All of it, in the order in which it is written."""
     buffer_bytes: int
     """What the largest batch needs, before or after its conversion; a worker has two such buffers."""
     without_master: tuple[str, ...] = ()
@@ -130,7 +130,9 @@ def plan_job(
         raise UserError(f"--dtype: {dtype} from {found}; allowed are bfloat16 and float32, from either of them")
     files = _files(shapes, dtype, file_bytes)
     widest = max(dtype.itemsize, *(record.dtype.itemsize for record in records))
-    batches = tuple(Batch(i, slabs) for i, file in enumerate(files) for slabs in _batches(file, shapes, widest))
+    # All files go forward together: a file system lets one writer at a time into a file.
+    by_file = [[Batch(i, slabs) for slabs in _batches(file, shapes, widest)] for i, file in enumerate(files)]
+    batches = tuple(batch for row in zip_longest(*by_file) for batch in row if batch)
     largest = max(sum(slab.rows * prod(shapes[slab.tensor][1:]) for slab in batch.slabs) for batch in batches) * widest
     return Job(shapes, dtype, records, pieces, files, batches, largest, frozen)
 

@@ -1,7 +1,8 @@
-"""Which checkpoint is meant, and which model it is of."""
+"""Which checkpoint is meant, which model it is of, and whether the output may be written. Needs no torch."""
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,15 @@ def find(path: Path, step: int | None, model: Path | None) -> Source:
             run = path.resolve().parents[2]
     found = model or _model_of(run, path)
     return Source(folder, found, read_config(found))
+
+
+def check_output(output: Path) -> None:
+    """Refuses a place that holds something already, or that cannot be written to."""
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise UserError(f"--output {output}: it holds something already; allowed is a new or an empty directory")
+    parent = next(p for p in output.absolute().parents if p.exists())
+    if not os.access(parent, os.W_OK):
+        raise UserError(f"--output {output}: {parent} may not be written to; choose another place")
 
 
 def _is_run(path: Path) -> bool:

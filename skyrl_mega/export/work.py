@@ -88,14 +88,14 @@ class Worker:
         compared = 0
         for piece in self._pieces(index):
             where = self.folder / self._file(piece.tensor)
-            with safe_open(str(where), framework="pt") as opened:
-                found = opened.get_slice(piece.tensor)
-                width = prod(piece.box.shape[1:]) * max(record.dtype.itemsize, job.dtype.itemsize)
-                for first, rows in _runs(piece.box.shape[0], len(self._scratch) // width):
-                    box = Box((piece.box.start[0] + first, *piece.box.start[1:]), (rows, *piece.box.shape[1:]))
-                    if not _same(found[box.slices()], self._source(record, piece, box).to(job.dtype)):
-                        raise Different(f"{where}: {piece.tensor} differs from {record} in rows {box.start[0]} and on")
-                    compared += box.numel
+            width = prod(piece.box.shape[1:]) * max(record.dtype.itemsize, job.dtype.itemsize)
+            for first, rows in _runs(piece.box.shape[0], len(self._scratch) // width):
+                box = Box((piece.box.start[0] + first, *piece.box.start[1:]), (rows, *piece.box.shape[1:]))
+                with safe_open(str(where), framework="pt") as opened:  # anew, or it maps more and more of the file
+                    found = opened.get_slice(piece.tensor)[box.slices()]
+                if not _same(found, self._source(record, piece, box).to(job.dtype)):
+                    raise Different(f"{where}: {piece.tensor} differs from {record} in rows {box.start[0]} and on")
+                compared += box.numel
         return compared
 
     def _source(self, record: Record, piece: Piece, box: Box) -> Tensor:
