@@ -229,7 +229,7 @@ class Engine:
             done.put_nowait(TimeoutError(f"request {request.id}: no end within {timeout_s:g} s"))
             return
         except Exception as error:  # handed to the caller, who raises it
-            done.put_nowait(EngineDied(f"vLLM's process died: {error}") if self.llm.errored else error)
+            done.put_nowait(self._named(error))
             return
         finally:
             if alarm is not None:
@@ -342,7 +342,18 @@ class Engine:
             if self.llm.errored:
                 task.cancel()
                 raise EngineDied("vLLM's process died while a call was under way")
-        return task.result()
+        try:
+            return task.result()
+        except Exception as error:
+            raise self._named(error) from error
+
+    def _named(self, error: Exception) -> Exception:
+        """What vLLM raised; its many words for its own death are one here."""
+        from vllm.v1.engine.exceptions import EngineDeadError
+
+        if self.llm.errored or isinstance(error, EngineDeadError):
+            return EngineDied(f"vLLM's process died: {error}")
+        return error
 
     # ---- life ------------------------------------------------------------------------------------------------------
 

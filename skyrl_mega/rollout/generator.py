@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 
+from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NobodyServes
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.envs.prompt import Prompt
@@ -110,6 +111,9 @@ class Generator:
         tasks = [asyncio.create_task(play(o, place)) for place, o in enumerate(opened)]
         try:
             return await asyncio.gather(*tasks)
+        except ActorFailed as error:
+            # Raised in every task that waited: their frames would fill pages.
+            raise error.with_traceback(None) from error.__cause__
         finally:
             for task in tasks:
                 task.cancel()

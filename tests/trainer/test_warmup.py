@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from skyrl_mega.models.tiny import build
 from skyrl_mega.rollout.agent import Agent, Limits
 from skyrl_mega.rollout.chat import Chat
 from skyrl_mega.rollout.engine import Completion, Request
+from skyrl_mega.rollout.threads import Threads
 from skyrl_mega.trainer.warmup import encode
 from tests.support.engines import LOADING
 
@@ -87,13 +87,12 @@ def test_a_rollout_of_the_same_words_has_the_same_tokens(characters: Chat) -> No
             return Completion(request.id, tokens, [-1.0] * len(tokens), "stop", ((0, 0),))
 
     async def play() -> tuple[list[int], list[int]]:
-        with ThreadPoolExecutor(1) as threads:
-            limits = Limits(turn=100, response=500, length=1000, turns=3, env_timeout_s=60)
-            agent = Agent(Scripted(), characters, EnvironmentConfig(), limits, threads)  # type: ignore[arg-type]
-            prompt = Prompt(0, PROMPT, "multiply", {"reward_spec": {"ground_truth": "162"}})
-            t = await agent.play(await agent.open(prompt, 0), "0")
-            assert (t.turns, t.reward) == (3, 1.0)
-            return t.tokens, t.mask
+        limits = Limits(turn=100, response=500, length=1000, turns=3, env_timeout_s=60)
+        agent = Agent(Scripted(), characters, EnvironmentConfig(), limits, Threads(1))  # type: ignore[arg-type]
+        prompt = Prompt(0, PROMPT, "multiply", {"reward_spec": {"ground_truth": "162"}})
+        t = await agent.play(await agent.open(prompt, 0), "0")
+        assert (t.turns, t.reward) == (3, 1.0)
+        return t.tokens, t.mask
 
     tokens, mask = asyncio.run(play())
     env = MultiplyEnv(extras={"reward_spec": {"ground_truth": "162"}, "max_turns": 3})
