@@ -4,8 +4,8 @@
 
 A run of six steps is disturbed in its fourth. Told of each fault: what the run said, how it ended, the seconds that it
 cost against the undisturbed run, and whether the final weights are the undisturbed run's to the last bit. Exits with 1
-where a run did not end as it must, weights differ, or a process is left. Takes about ten minutes on 2 cores; the faults
-of a disk need root, for file systems of their own. Writes benchmarks/results/faults.json.
+where a run did not end as it must, weights differ, or a process is left. Takes about a quarter of an hour on 2 cores;
+the faults of a disk need root, for file systems of their own. Writes benchmarks/results/faults.json.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -60,10 +61,19 @@ class Trial:
     out: str = ""
     codes: list[int] = field(default_factory=list)
     process: subprocess.Popen[str] | None = None
+    began: float | None = None
+    ended: float = 0.0
 
-    def start(self, *settings: str) -> None:
+    @property
+    def seconds(self) -> float:
+        """From the first command's start to the last one's end."""
+        assert self.began is not None
+        return self.ended - self.began
+
+    def start(self, *settings: str, **variables: str) -> None:
         """Starts the run, or goes on with it."""
-        self.process = quickstart.start(self.folder, *SETTINGS, f"run.directory={self.runs}", *settings)
+        self.began = self.began or time.monotonic()
+        self.process = quickstart.start(self.folder, *SETTINGS, f"run.directory={self.runs}", *settings, **variables)
 
     def row(self, step: int) -> None:
         """Waits until a step is done."""
@@ -94,6 +104,7 @@ class Trial:
             self.process.kill()
             self.out += self.process.communicate()[0] + f"\nno end within {LIMIT_S:g} s"
         self.codes.append(self.process.returncode)
+        self.ended = time.monotonic()
         deadline = time.monotonic() + 30
         while quickstart.left_over(self.folder):
             if time.monotonic() > deadline:
@@ -196,6 +207,47 @@ def unreachable(t: Trial) -> None:
     t.end()
 
 
+def node(actor: str, number: int) -> Callable[[Trial], None]:
+    """All processes of a Ray node with such an actor, in the fourth step; another node comes, as where a cluster is
+    managed."""
+
+    def processes(name: str) -> list[int]:
+        return quickstart.marked("SKYRL_MEGA_NODE", name)
+
+    def happen(t: Trial) -> None:
+        from ray.cluster_utils import Cluster
+
+        cluster = Cluster(True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+        names = [f"{t.folder}/{letter}" for letter in "abc"]
+
+        def add(name: str) -> None:
+            cluster.add_node(num_cpus=4, env_vars={"SKYRL_MEGA_NODE": name, "OMP_NUM_THREADS": "1"})
+
+        try:
+            for name in names[:2]:
+                add(name)
+            t.start("cluster.nodes=2", RAY_ADDRESS=cluster.address)
+            t.row(3)
+            time.sleep(0.4)
+            title = f"ray::{actor}".encode()
+            (lost,) = (n for n in names if any(title in Path(f"/proc/{p}/cmdline").read_bytes() for p in processes(n)))
+            for pid in processes(lost):
+                os.kill(pid, number)
+            add(names[2])
+            t.end()
+            ours = (b"PolicyActor", b"Engine", b"guard.py")
+            for pid in (pid for name in names if name != lost for pid in processes(name)):
+                words = Path(f"/proc/{pid}/cmdline").read_bytes()
+                if any(word in words for word in ours):
+                    raise RuntimeError(f"left on a node: {words.decode()}")
+        finally:
+            for pid in (pid for name in names for pid in processes(name)):
+                os.kill(pid, signal.SIGKILL)
+            cluster.shutdown()
+
+    return happen
+
+
 @dataclass(frozen=True)
 class Fault:
     """Something that happens to a run, and how it must end."""
@@ -218,6 +270,9 @@ FAULTS = [
     Fault("driver SIGKILL", driver_killed, (-signal.SIGKILL, 0)),
     Fault("driver SIGTERM", driver_terminated, (75, 0)),
     Fault("driver SIGSTOP 10 s", driver_stopped),
+    Fault("policy's node SIGKILL", node("PolicyActor", signal.SIGKILL)),
+    Fault("policy's node SIGSTOP", node("PolicyActor", signal.SIGSTOP)),
+    Fault("engine's node SIGKILL", node("Engine", signal.SIGKILL)),
     Fault("checkpoint truncated", truncated, (-signal.SIGKILL, 0)),
     Fault("disk full", full_disk, disk=True),
     Fault("disk full at first", full_at_first, (1, 0), disk=True),
@@ -230,15 +285,14 @@ def weights(runs: Path) -> dict[str, torch.Tensor]:
     return load_file(runs / "run" / "model" / "model.safetensors")
 
 
-def attempt(fault: Fault, folder: Path) -> tuple[Trial, float]:
-    """Does it; returns the trial and its seconds."""
+def attempt(fault: Fault, folder: Path) -> Trial:
+    """Does it."""
     trial = Trial(folder, folder / "runs")
     trial.runs.mkdir(parents=True)
     if fault.disk:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "skyrl", str(trial.runs)], check=True)
-    start = time.monotonic()
     fault.happen(trial)
-    return trial, time.monotonic() - start
+    return trial
 
 
 def main() -> int:
@@ -253,16 +307,18 @@ def main() -> int:
         picked = [f for f in picked if not f.disk]
     results: list[dict[str, object]] = []
     with tempfile.TemporaryDirectory(prefix="faults-") as place:
-        whole, usual = attempt(Fault("undisturbed", undisturbed), Path(place) / "undisturbed")
+        whole = attempt(Fault("undisturbed", undisturbed), Path(place) / "undisturbed")
+        usual = whole.seconds
         if whole.codes != [0]:
             console.print(whole.out)
             return 1
         expected = weights(whole.runs)
         console.print(f"undisturbed: {usual:.0f} s")
         for fault in picked:
-            folder = Path(place) / fault.name.replace(" ", "-")
+            folder = Path(place) / re.sub(r"\W+", "-", fault.name)
             try:
-                trial, seconds = attempt(fault, folder)
+                trial = attempt(fault, folder)
+                seconds = trial.seconds
                 found = weights(trial.runs) if trial.codes == list(fault.codes) else {}
                 same = found.keys() == expected.keys() and all(torch.equal(found[n], t) for n, t in expected.items())
             finally:

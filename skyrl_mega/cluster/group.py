@@ -223,7 +223,8 @@ class Outcomes:
         if not self.failures:
             first = self.silent[0]
             raise ActorTimeout([(c.actor, c.rank) for c in self.silent], first.method, self.timeout)
-        died = [f for f in self.failures if isinstance(f[1], ray.exceptions.RayActorError)]
+        gone = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)
+        died = [f for f in self.failures if isinstance(f[1], gone)]
         call, error = (died or self.failures)[0]
         if isinstance(cause := cause_of(error), UserError):
             raise cause from None
@@ -291,6 +292,8 @@ def describe(error: BaseException) -> str:
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
         return f"{type(cause).__name__}: {_line(str(cause))}" if cause is not None else _line(str(error))
+    if isinstance(error, ray.exceptions.ActorUnschedulableError) or "node has died" in str(error):
+        return "its node died"
     if isinstance(error, ray.exceptions.RayActorError):
         return "its process died (killed, out of memory, or crashed)"
     return f"{type(error).__name__}: {_line(str(error))}"

@@ -42,7 +42,7 @@ class RunConfig:
     """Passes over the training prompts."""
     restarts: int = at_least(0, 3)
     """Times that a run in which a policy rank or a node failed starts again, from its newest checkpoint and in the same
-    allocation. One that failed before its first step ends at once."""
+    allocation. One that has not completed a step yet ends at once."""
 
 
 @dataclass

@@ -14,6 +14,7 @@ from typing import Any
 
 from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.cluster.group import describe
+from skyrl_mega.cluster.placement import worker_nodes
 from skyrl_mega.config.schema import Config
 from skyrl_mega.preflight import gpus, model, network, paths, versions
 from skyrl_mega.preflight.finding import Finding
@@ -115,16 +116,13 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Report:
 
 
 def present() -> list[Node]:
-    """The nodes that can hold actors, in the order of their addresses: a head that only manages has no CPU to give."""
-    import ray
-
-    alive = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU")]
-    alive.sort(key=lambda n: ([int(p) if p.isdigit() else 0 for p in n["NodeManagerAddress"].split(".")], n["NodeID"]))
-    addresses = [n["NodeManagerAddress"] for n in alive]
+    """The nodes that can hold actors, in the order of their addresses."""
+    nodes = worker_nodes()
+    addresses = [node.address for node in nodes]
     several = Counter(addresses)
     return [
-        Node(n["NodeID"], a if several[a] == 1 else f"{a}#{addresses[:i].count(a)}", a)
-        for i, (n, a) in enumerate(zip(alive, addresses, strict=True))
+        Node(node.id, a if several[a] == 1 else f"{a}#{addresses[:i].count(a)}", a)
+        for i, (node, a) in enumerate(zip(nodes, addresses, strict=True))
     ]
 
 

@@ -16,7 +16,8 @@ def run(config: Config, folder: Path, console: Console) -> None:
     """Trains as `config` says and leaves everything in `folder`. The inputs have been checked.
 
     What its engines survive it goes on through. After any other fault it is taken down and starts again from its
-    newest checkpoint, `run.restarts` times at most, and only after an attempt that has completed a step.
+    newest checkpoint, `run.restarts` times at most, and only once a step has been completed: what never worked is not
+    tried again.
 
     Raises:
         UserError: What only shows once the data and the model are read.
@@ -30,18 +31,18 @@ def run(config: Config, folder: Path, console: Console) -> None:
     notice = Notice()
     with notice.listening():
         left = config.run.restarts
+        worked = False
         while True:
-            done = 0
             try:
                 with open_run(config, folder, console, notice) as opened:
                     before = opened.step
                     try:
                         finish(opened)
                     finally:
-                        done = opened.step - before
+                        worked = worked or opened.step > before
                 return
             except (ActorFailed, ClusterError) as error:
-                if not left or not done:
+                if not left or not worked:
                     raise
                 left -= 1
                 console.say(f"fault: {error}")

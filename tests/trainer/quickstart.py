@@ -36,9 +36,9 @@ def command(folder: Path, *settings: str) -> list[str]:
     ]
 
 
-def start(folder: Path, *settings: str) -> subprocess.Popen[str]:
+def start(folder: Path, *settings: str, **variables: str) -> subprocess.Popen[str]:
     """Starts a run whose processes carry a mark in their environment, by which `left_over` finds them."""
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "SKYRL_MEGA_TEST": str(folder)}
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "SKYRL_MEGA_TEST": str(folder), **variables}
     return subprocess.Popen(
         command(folder, *settings), cwd=folder, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
@@ -61,7 +61,12 @@ def actors(folder: Path, kind: str) -> list[int]:
 
 def left_over(folder: Path) -> list[int]:
     """Processes of runs below `folder` that are still there."""
-    mark = f"SKYRL_MEGA_TEST={folder}".encode()
+    return marked("SKYRL_MEGA_TEST", str(folder))
+
+
+def marked(variable: str, value: str) -> list[int]:
+    """Processes that were started with this in their environment, but for this one."""
+    mark = f"{variable}={value}".encode()
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
