@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 LOOK_EVERY_S = 0.5
 """How often a call under way looks whether vLLM's process is still there."""
+ROUTER = r"re:.*\.mlp\.gate$"
+"""Stays as it is in an engine that quantises what it loads, as in FP8 checkpoints: rounded, it picks other experts."""
 ABORT_AGAIN_S = 1.0
 COALESCE_S = 0.004
 """Completions that end within so many seconds travel in one message."""
@@ -123,11 +125,20 @@ class Engine:
             raise UserError(f"model.path={spec.path}: there is no config.json; give a Hugging Face directory")
 
     async def start(self) -> dict[str, Any]:
-        """Loads the model and runs one token through it. Returns facts about the engine."""
+        """Loads the model and runs one token through it. Returns facts about the engine.
+
+        Raises:
+            UserError: vLLM refuses the settings.
+        """
+        from pydantic import ValidationError
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
-        self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self.arguments()))
+        try:
+            self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self.arguments()))
+        except ValidationError as error:  # which Ray could not carry
+            told = "; ".join(found["msg"] for found in error.errors(include_url=False, include_input=False))
+            raise UserError(f"rollout.options={self.spec.rollout.options}: vLLM refuses the settings: {told}") from None
         await self.llm.update_weight_version(str(self.version))
         async for _ in self.generate_many([Request("warm-up", [0], 2, 0)], Sampling(), 600.0):
             pass
@@ -167,6 +178,8 @@ class Engine:
         else:
             arguments["gpu_memory_utilization"] = rollout.memory_fraction
             arguments["distributed_executor_backend"] = "mp"
+        if str(rollout.options.get("quantization", "")).startswith("fp8_"):
+            arguments["quantization_config"] = {"ignore": [ROUTER]}
         return arguments | spec.extra | rollout.options
 
     # ---- generation ------------------------------------------------------------------------------------------------

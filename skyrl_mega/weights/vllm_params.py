@@ -5,6 +5,10 @@ parameter's load-time shape (`model_loader/reload`). An opened `LoadTimeParamete
 live ones where the kernel reads them as they were loaded, fresh ones elsewhere. A layer whose parameters are all
 written processes its fresh ones again, the result is copied into the live storage, whose addresses CUDA graphs hold,
 and the fresh ones are freed: no more than the layers that are being written is ever staged.
+
+A quantised layer is such a layer too. One that vLLM quantises itself when it loads (`quantization=fp8_per_block`) has
+plain weights at load time, so a wire of the model's type brings those and the layer quantises them again; one of an FP8
+checkpoint has numbers and scales, which an FP8 wire brings as they are.
 """
 
 from __future__ import annotations
@@ -15,9 +19,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
@@ -54,7 +59,7 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         dtype: Type of its parameters at load time.
 
     Raises:
-        NotImplementedError: A layer is quantised; its weights are no plain shard.
+        NotImplementedError: A quantised layer is neither linear nor one of experts.
     """
 
     def __init__(self, model: Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -74,9 +79,14 @@ class LoadTimeParameters(Mapping[str, Tensor]):
                     layer.names[f"{prefix}.{name}" if prefix else name] = name
             if all(parameter is None for parameter in module._parameters.values()):
                 continue
-            method = getattr(module, "quant_method", None)
-            if method is not None and not isinstance(method, SUPPORTED):
-                raise NotImplementedError(f"weights of {prefix} ({type(method).__name__}) cannot be synchronised")
+            if _quantised(module):
+                if not isinstance(module, LinearBase | RoutedExperts):
+                    method = type(module.quant_method).__name__
+                    raise NotImplementedError(f"weights of {prefix} ({method}) cannot be synchronised")
+                # Its parameters are other ones now; a bias is not among vLLM's metadata, and stays.
+                first = get_layerwise_info(module).restore_metadata[0]
+                own = [*first, *(name for name in layer.names.values() if name == "bias")]
+                layer.names = {f"{prefix}.{name}" if prefix else name: name for name in own}
             (self.layers if layer.names else self.followers).append(layer)
             self.layer_of |= dict.fromkeys(layer.names, layer)
 
@@ -102,12 +112,18 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         own = layer.names[name]
         if own in layer.aside:
             return layer.aside[own]
+        # vLLM keeps no metadata of a bias: it is never re-packed, but CPU kernels may turn it into float32.
+        meta = get_layerwise_info(layer.module).restore_metadata[0].get(own)
+        if meta is not None and _quantised(layer.module):
+            if not layer.live:
+                self._lay_out(layer)
+            fresh = layer.module._parameters[own]
+            assert fresh is not None
+            return fresh.data
         live = layer.module._parameters[own]
         assert live is not None
         if own in layer.live:
             return live.data
-        # vLLM keeps no metadata of a bias: it is never re-packed, but CPU kernels may turn it into float32.
-        meta = get_layerwise_info(layer.module).restore_metadata[0].get(own)
         if not _repacked(layer.module):
             if not self.checking and live.dtype == self.dtype and (meta is None or live.shape == meta.shape):
                 return live.data
@@ -117,12 +133,25 @@ class LoadTimeParameters(Mapping[str, Tensor]):
                     layer.aside[own].copy_(live)
                 return layer.aside[own]
         assert meta is not None
-        with self.device:
-            fresh = materialize_meta_tensor(restore_layer_refs(meta, layer.module))
-        fresh.data.zero_()
         layer.live[own] = live
-        layer.module._parameters[own] = fresh
+        layer.module._parameters[own] = fresh = self._fresh(meta, layer.module)
         return fresh.data
+
+    def _fresh(self, meta: Tensor, module: Module) -> Parameter:
+        with self.device:
+            fresh: Parameter = materialize_meta_tensor(restore_layer_refs(meta, module))
+        fresh.data.zero_()
+        return fresh
+
+    def _lay_out(self, layer: _Layer) -> None:
+        """Puts all load-time parameters of a quantised layer in the place of those that its kernel reads."""
+        metas, parameters = get_layerwise_info(layer.module).restore_metadata[0], layer.module._parameters
+        for own in [own for own in parameters if own != "bias"]:
+            live = parameters.pop(own)
+            if live is not None:
+                layer.live[own] = live
+        for own, meta in metas.items():
+            parameters[own] = self._fresh(meta, layer.module)
 
     def written(self, name: str) -> None:
         """All of this parameter is there. A layer of which that is true goes to work with it, and is closed."""
@@ -147,8 +176,15 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         for layer in self.layers:
             layer.aside.clear()
             layer.missing.clear()
-            layer.module._parameters.update(layer.live)
-            layer.live.clear()
+            self._put_back(layer)
+
+    def _put_back(self, layer: _Layer) -> None:
+        """What the kernel reads is in its place again."""
+        if layer.live and _quantised(layer.module):
+            for own in [own for own in layer.module._parameters if own != "bias"]:
+                del layer.module._parameters[own]
+        layer.module._parameters.update(layer.live)
+        layer.live.clear()
 
     @torch.no_grad()
     def _finish(self, layer: _Layer) -> None:
@@ -164,18 +200,27 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         if self.checking and not layer.live:
             return
         kernel = getattr(method, "moe_kernel", None), getattr(method, "moe_quant_config", None)
-        if method is not None:
+        if method is not None and (layer.live or not _quantised(layer.module)):
             _process(method, layer.module)
         for own, live in layer.live.items():
             processed = getattr(layer.module, own).data
             if not self.checking:
                 live.data.copy_(processed)
-            elif not torch.equal(live.data, processed):
-                self.different.append(full[own])
-            layer.module._parameters[own] = live
-        layer.live.clear()
-        if self.checking:  # the live weights' own kernel goes on
-            method.moe_kernel, method.moe_quant_config = kernel  # type: ignore[union-attr]
+            elif not _equal(live.data, processed):
+                self.different.append(full.get(own, f"{layer.prefix}.{own}"))
+        self._put_back(layer)
+        if self.checking and isinstance(method, FusedMoEMethodBase):  # the live weights' own kernel goes on
+            method.moe_kernel, method.moe_quant_config = kernel
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    """Bit for bit; torch compares no FP8."""
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if a.dtype.itemsize == 1 else torch.equal(a, b)
+
+
+def _quantised(module: Module) -> bool:
+    method = getattr(module, "quant_method", None)
+    return method is not None and not isinstance(method, SUPPORTED)
 
 
 def _repacked(module: Module) -> bool:
@@ -192,4 +237,5 @@ def _process(method: object, module: Module) -> None:
         # weights in the wrong order (log-probs off by 0.04 to 0.6). Without a kernel it takes the way of a first
         # load. No graph holds it on CPU.
         method.moe_kernel = None
+    vars(module).pop("_already_called_process_weights_after_loading", None)  # a quantised layer's, of its first load
     method.process_weights_after_loading(module)  # type: ignore[attr-defined]

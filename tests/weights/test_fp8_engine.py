@@ -1,0 +1,97 @@
+"""Engines that quantise what they load: after every sync they compute with the policy's weights, quantised."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from skyrl_mega.cluster.group import ActorGroup
+from skyrl_mega.cluster.local import session
+from skyrl_mega.config.schema import Config, ModelConfig, RolloutConfig, WeightsConfig
+from skyrl_mega.kernels.block_fp8 import block_amax_reference, dequantise_reference, quantise_reference, scales
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.rollout.engine import Engine, environment
+from skyrl_mega.weights.sync import WeightSync
+from skyrl_mega.weights.wire import quantised
+from tests.support.engines import build_model, complete, difference_from_transformers, serving, spec_of
+from tests.support.fp8_engines import plugin
+from tests.weights.test_vllm_engine import REQUESTS, holders
+
+pytestmark = pytest.mark.slow
+
+SIZES = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 128, "layers": 2}
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    with session(actors=6):
+        yield
+
+
+def rounded(path: Path) -> Path:
+    """The model with its linear weights rounded to block-scaled FP8, for transformers."""
+    folder = path.parent / f"{path.name}-rounded"
+    shutil.copytree(path, folder)
+    weights = load_file(path / "model.safetensors")
+    for name in quantised(weights):
+        by_block = scales(block_amax_reference(weights[name]))
+        numbers = quantise_reference(weights[name], by_block)
+        weights[name] = dequantise_reference(numbers, by_block, dtype=torch.float32)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def differences(engines: ActorGroup, path: Path) -> float:
+    completions = complete(engines, REQUESTS)
+    return max(difference_from_transformers(path, r, completions[r.id]) for r in REQUESTS)
+
+
+MOE, DENSE = {"experts": 4, "expert_ffn": 128}, {"ffn": 256}
+
+
+@pytest.mark.parametrize(
+    "kind, sizes, wire", [("qwen3_moe", MOE, "auto"), ("qwen3_moe", MOE, "fp8"), ("qwen2", DENSE, "auto")]
+)
+def test_what_arrives_is_quantised_in_the_engine(
+    ray: None, tmp_path: Path, kind: str, sizes: dict[str, int], wire: str
+) -> None:
+    """From a plain wire, and from one of FP8, whose numbers the second rounding leaves as they are."""
+    models = [build_model(tmp_path / f"model{seed}", kind, seed, **SIZES, **sizes) for seed in (0, 1)]
+    expected = [rounded(path) for path in models]
+    hf = json.loads((models[0] / "config.json").read_text())
+    rollout = RolloutConfig(kv_cache_gib=0.1, options={"quantization": "fp8_per_block"})
+    weights = WeightsConfig(wire=wire, bucket_mib=0.25, timeout_s=30)
+    config = Config(model=ModelConfig(dtype="float32"), rollout=rollout, weights=weights)
+    spec = spec_of(models[0], rollout)
+    engines = ActorGroup.spawn(
+        "engine",
+        Engine,
+        [{"spec": spec}],
+        timeout=120,
+        env=environment(spec) | plugin(tmp_path / "plugin"),
+        logs=tmp_path,
+    )
+    parallel = Parallel(ranks=2, expert=2 if kind == "qwen3_moe" else 1)
+    policy = holders(parallel, hf, tmp_path)
+    try:
+        engines.call_all("start", timeout=240)
+        sync = WeightSync(policy, serving(engines), hf, parallel, config, device="cpu", plans=tmp_path / "plans")
+        for version, model in enumerate((1, 0, 1), 1):
+            policy.call_all("load", models[model], timeout=30)
+            sync.sync(version)
+            assert differences(engines, expected[model]) < 1e-4
+            assert differences(engines, models[model]) > 1e-3
+            assert [c.different for c in sync.check()] == [[]]
+        policy.call_all("change", "self_attention.linear_qkv.weight", timeout=30)
+        (found,) = sync.check()  # and nothing is changed by it
+        assert found.different and all("qkv_proj" in name for name in found.different)
+        assert differences(engines, expected[1]) < 1e-4
+    finally:
+        policy.shutdown()
+        engines.shutdown()
