@@ -14,7 +14,7 @@ SEARCH ?= $(wildcard ../shared/data/search)
 SPIDER ?= $(wildcard ../shared/data/spider)
 MATH ?= $(wildcard ../shared/data/math)
 
-.PHONY: help quickstart multiply-cpu gsm8k-cpu searchr1-cpu sql-cpu dapo-cpu test check lock clean
+.PHONY: help quickstart multiply-cpu gsm8k-cpu searchr1-cpu sql-cpu dapo-cpu test test-all check lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -62,7 +62,10 @@ sql-cpu: $(CPU) $(if $(SPIDER),runs/data/spider/train.parquet)  ## RL on questio
 dapo-cpu: $(CPU) $(if $(MATH),runs/data/math/train.parquet)  ## RL on mathematics, with DAPO (MATH=FOLDER: MATH, evaluated on AIME 2024)
 	$(RUN) configs/dapo_cpu.yaml $(if $(MATH),data.folder=runs/data/math) $(ARGS)
 
-test: $(READY)  ## every test, at most 25 minutes on 2 cores (ARGS="tests/config" picks)
+test: $(READY)  ## every test that takes less than 20 seconds, at most 25 minutes on 2 cores (ARGS="tests/config" picks)
+	$(PY) -m pytest -m "not slow" $(ARGS)
+
+test-all: $(READY)  ## these and the slow ones: whole runs, faults, a Slurm cluster; about 45 minutes on 2 cores
 	$(PY) -m pytest $(ARGS)
 
 check: $(READY)  ## formatter, linter, type checker

@@ -105,14 +105,14 @@ class Channel:
 class ToGuest(Channel):
     """The host's end."""
 
-    def lend(self, buffers: Buffers, deadline: Deadline) -> None:
-        """Begins a run: lets the guest see its buffers."""
+    def lend(self, buffers: Buffers, what: str, deadline: Deadline) -> None:
+        """Begins a run: lets the guest see its buffers. `what`, for errors, is the first that it will find there."""
         self._read: set[int] = set()
         handle = buffers.handle()
         header = _BUFFERS.pack(buffers.flat.numel(), len(handle))
-        self._send(header, "its buffers", deadline, [] if handle else [buffers.descriptor])
+        self._send(header, what, deadline, [] if handle else [buffers.descriptor])
         if handle:
-            self._send(handle, "its buffers", deadline)
+            self._send(handle, what, deadline)
 
     def ready(self, bucket: int, at: int, what: str, deadline: Deadline) -> None:
         """Says that a bucket lies at byte `at` of the buffers."""
@@ -127,12 +127,12 @@ class ToGuest(Channel):
 class ToHost(Channel):
     """The guest's end."""
 
-    def borrow(self, deadline: Deadline) -> Tensor:
-        """The host's buffers of this run, uint8."""
-        data, descriptors = self._receive_with(_BUFFERS.size, 1, "its buffers", deadline)
+    def borrow(self, what: str, deadline: Deadline) -> Tensor:
+        """The host's buffers of this run, uint8; `what` as in `ToGuest.lend`."""
+        data, descriptors = self._receive_with(_BUFFERS.size, 1, what, deadline)
         size, handle = _BUFFERS.unpack(data)
         if handle:
-            fields = json.loads(self._receive(handle, "its buffers", deadline))
+            fields = json.loads(self._receive(handle, what, deadline))
             return _from_handle(fields, self._transport.device)
         (descriptor,) = descriptors
         try:

@@ -190,8 +190,9 @@ class Member:
     def go(self) -> None:
         """All steps."""
         self._free = list(range(self.buffers.count))
-        for guest in self.guests.values():
-            guest.lend(self.buffers, self.run.deadline)
+        for rank, guest in self.guests.items():
+            awaited = (cargo.what for step in self.steps for cargo in step.new if rank in cargo.guests)
+            guest.lend(self.buffers, next(awaited, "nothing"), self.run.deadline)
         for step in self.steps:
             while len(self._free) < len(step.new):
                 self._release()
@@ -310,7 +311,7 @@ class Member:
 def visit(run: Run, host: ToHost, cargos: Sequence[Cargo], host_rank: int) -> None:
     """A guest's run: it loads its host's buckets where they lie."""
     with run.report.timed("wire_s"):
-        buffers = host.borrow(run.deadline)
+        buffers = host.borrow(next((cargo.what for cargo in cargos), "nothing"), run.deadline)
     for cargo in cargos:
         with run.report.timed("wire_s"):
             at = host.wait_until_ready(cargo.number, cargo.what, run.deadline)
