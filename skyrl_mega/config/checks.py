@@ -264,6 +264,13 @@ def _engines(c: Config, planned: bool = False) -> None:
         )
     if c.cluster.device == "cpu" and c.rollout.options.get("enable_expert_parallel"):
         raise UserError("rollout.options.enable_expert_parallel: vLLM has no expert parallelism on a CPU; leave it out")
+    overrides = c.rollout.options.get("hf_overrides")
+    if isinstance(overrides, dict) and overrides.get("quantization_config") and c.weights.wire != "fp8":
+        raise UserError(
+            f"weights.wire = {c.weights.wire}: allowed is fp8 where rollout.options.hf_overrides.quantization_config "
+            "makes engines that take FP8 numbers and scales; or let them quantise what arrives, with "
+            "rollout.options.quantization=fp8_per_block"
+        )
 
 
 def check_gpus(c: Config, training: bool = True) -> None:

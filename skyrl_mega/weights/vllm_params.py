@@ -29,9 +29,13 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.platforms import current_platform
 
+from skyrl_mega.weights.wire import SUFFIX
+
 SUPPORTED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 """Kernels that read the experts in their load-time order."""
+BROUGHT = {name + suffix for name in ("weight", "w13_weight", "w2_weight") for suffix in ("", SUFFIX)}
+"""Load-time parameters of a quantised layer that a wire can bring."""
 
 
 @dataclass
@@ -59,7 +63,7 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         dtype: Type of its parameters at load time.
 
     Raises:
-        NotImplementedError: A quantised layer is neither linear nor one of experts.
+        NotImplementedError: A quantised layer is neither linear nor one of experts, or wants what no wire brings.
     """
 
     def __init__(self, model: Module, device: torch.device, dtype: torch.dtype) -> None:
@@ -80,11 +84,11 @@ class LoadTimeParameters(Mapping[str, Tensor]):
             if all(parameter is None for parameter in module._parameters.values()):
                 continue
             if _quantised(module):
-                if not isinstance(module, LinearBase | RoutedExperts):
-                    method = type(module.quant_method).__name__
+                first = get_layerwise_info(module).restore_metadata[0]
+                if not isinstance(module, LinearBase | RoutedExperts) or not first.keys() <= BROUGHT:
+                    method = f"{type(module.quant_method).__name__}: {', '.join(first)}"
                     raise NotImplementedError(f"weights of {prefix} ({method}) cannot be synchronised")
                 # Its parameters are other ones now; a bias is not among vLLM's metadata, and stays.
-                first = get_layerwise_info(module).restore_metadata[0]
                 own = [*first, *(name for name in layer.names.values() if name == "bias")]
                 layer.names = {f"{prefix}.{name}" if prefix else name: name for name in own}
             (self.layers if layer.names else self.followers).append(layer)
@@ -161,9 +165,17 @@ class LoadTimeParameters(Mapping[str, Tensor]):
             self._finish(layer)
 
     def close(self) -> list[str]:
-        """Ends the update. Returns, where it was a check, the parameters that differ from the live ones."""
+        """Ends the update. Returns, where it was a check, the parameters that differ from the live ones.
+
+        Raises:
+            RuntimeError: A quantised layer has not all that it needs.
+        """
         for layer in self.layers:
             if layer.missing:
+                if layer.live and _quantised(layer.module):
+                    raise RuntimeError(
+                        f"{', '.join(sorted(layer.missing))}: did not arrive; weights.wire=fp8 brings scales"
+                    )
                 layer.missing.clear()
                 self._finish(layer)
         if not self.checking:

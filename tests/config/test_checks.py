@@ -107,6 +107,10 @@ WRONG = [
     ),
     ("rollout.options.logprobs_mode=raw", "rollout.options.logprobs_mode: the run decides it; leave it out"),
     ("rollout.options.enable_expert_parallel=true", "vLLM has no expert parallelism on a CPU; leave it out"),
+    (
+        "rollout.options.hf_overrides.quantization_config.quant_method=fp8",
+        "weights.wire = auto: allowed is fp8 where rollout.options.hf_overrides.quantization_config makes engines",
+    ),
     ("cluster.device=cuda", "policy 8 + engines 1 GPUs are more than cluster.nodes · gpus_per_node = 8"),
     (
         "cluster.device=cuda cluster.nodes=2 rollout.tensor=16",

@@ -72,19 +72,23 @@ class ExpertsKernel:
 def register() -> None:
     """Puts these in vLLM's places, in this process."""
     from vllm.model_executor.layers.fused_moe.oracle import fp8 as oracle
+    from vllm.model_executor.layers.quantization import fp8 as checkpoint
     from vllm.model_executor.layers.quantization.online import base
     from vllm.model_executor.layers.quantization.online import fp8 as online
 
-    base.OnlineQuantizationConfig.get_supported_act_dtypes = classmethod(  # float32 shows more than bfloat16 would
-        lambda cls: [torch.bfloat16, torch.float32]
-    )
-    online.init_fp8_linear_kernel = LinearKernel
-    online.select_fp8_moe_backend = lambda **_: (None, SimpleNamespace(is_monolithic=lambda: False))
-    oracle.convert_to_fp8_moe_kernel_format = lambda *, w13, w2, w13_scale, w2_scale, **_: (
-        w13,
-        w2,
-        w13_scale,
-        w2_scale,
-    )
-    oracle.make_fp8_moe_quant_config = lambda **given: SimpleNamespace(**given)
-    oracle.make_fp8_moe_kernel = lambda *, moe_quant_config, **_: ExpertsKernel(moe_quant_config)
+    for config in (base.OnlineQuantizationConfig, checkpoint.Fp8Config):
+        config.get_supported_act_dtypes = classmethod(  # float32 shows more than bfloat16 would
+            lambda cls: [torch.bfloat16, torch.float32]
+        )
+    for module in (online, checkpoint):
+        module.init_fp8_linear_kernel = LinearKernel
+        module.select_fp8_moe_backend = lambda **_: (None, SimpleNamespace(is_monolithic=lambda: False))
+    for module in (oracle, checkpoint):
+        module.convert_to_fp8_moe_kernel_format = lambda *, w13, w2, w13_scale, w2_scale, **_: (
+            w13,
+            w2,
+            w13_scale,
+            w2_scale,
+        )
+        module.make_fp8_moe_quant_config = lambda **given: SimpleNamespace(**given)
+        module.make_fp8_moe_kernel = lambda *, moe_quant_config, **_: ExpertsKernel(moe_quant_config)

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -53,19 +54,38 @@ def differences(engines: ActorGroup, path: Path) -> float:
 
 
 MOE, DENSE = {"experts": 4, "expert_ffn": 128}, {"ffn": 256}
+ONLINE = {"quantization": "fp8_per_block"}
+CHECKPOINT = {
+    "hf_overrides": {
+        "quantization_config": {
+            "quant_method": "fp8",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": ["lm_head", *(f"model.layers.{i}.mlp.gate" for i in range(2))],
+        }
+    }
+}
 
 
 @pytest.mark.parametrize(
-    "kind, sizes, wire", [("qwen3_moe", MOE, "auto"), ("qwen3_moe", MOE, "fp8"), ("qwen2", DENSE, "auto")]
+    "kind, sizes, wire, options",
+    [
+        ("qwen3_moe", MOE, "auto", ONLINE),
+        ("qwen2", DENSE, "auto", ONLINE),
+        ("qwen3_moe", MOE, "fp8", ONLINE),
+        ("qwen3_moe", MOE, "fp8", CHECKPOINT),
+    ],
+    ids=["plain wire, MoE", "plain wire, dense", "FP8 wire", "FP8 wire, FP8 parameters"],
 )
-def test_what_arrives_is_quantised_in_the_engine(
-    ray: None, tmp_path: Path, kind: str, sizes: dict[str, int], wire: str
+def test_an_engine_computes_with_the_policys_weights_in_fp8(
+    ray: None, tmp_path: Path, kind: str, sizes: dict[str, int], wire: str, options: dict[str, Any]
 ) -> None:
-    """From a plain wire, and from one of FP8, whose numbers the second rounding leaves as they are."""
+    """Those of a plain wire are rounded in the engine; those of an FP8 wire were, and a second rounding changes
+    nothing; parameters of an FP8 checkpoint take numbers and scales as they come."""
     models = [build_model(tmp_path / f"model{seed}", kind, seed, **SIZES, **sizes) for seed in (0, 1)]
     expected = [rounded(path) for path in models]
     hf = json.loads((models[0] / "config.json").read_text())
-    rollout = RolloutConfig(kv_cache_gib=0.1, options={"quantization": "fp8_per_block"})
+    rollout = RolloutConfig(kv_cache_gib=0.1, options=options)
     weights = WeightsConfig(wire=wire, bucket_mib=0.25, timeout_s=30)
     config = Config(model=ModelConfig(dtype="float32"), rollout=rollout, weights=weights)
     spec = spec_of(models[0], rollout)
