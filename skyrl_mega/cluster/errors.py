@@ -16,6 +16,10 @@ class ActorFailed(RuntimeError):
         super().__init__(f"{actor} (rank {rank}) failed in {method}: {cause}{more}")
 
 
+class NodeGone(ActorFailed):
+    """The node that an actor was to be started on is not there any more."""
+
+
 class ActorTimeout(ActorFailed):
     """Actors did not answer in time. `silent` names all of them; actor and rank are the first one's."""
 

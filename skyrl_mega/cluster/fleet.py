@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from enum import Enum
 from typing import Any
 
-from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.errors import ActorFailed, NodeGone
 from skyrl_mega.cluster.group import ActorGroup, Call, describe, gather, settle
 
 
@@ -57,6 +57,7 @@ class Fleet:
 
         Raises:
             ActorFailed: None comes back; the first cause.
+            NodeGone: One cannot come back, as its node is gone.
         """
         while True:
             for rank, starting in list(self._starting.items()):
@@ -73,9 +74,9 @@ class Fleet:
         error = starting.exception()
         if error is None:
             self.say(f"{self.group.name}-{rank} is up again, and waits to be brought up to date")
-        elif isinstance(error, ActorFailed):
+        elif isinstance(error, ActorFailed) and not isinstance(error, NodeGone):
             self.retire(rank, str(error))
-        else:
+        else:  # it cannot be started again where it was; the run finds places anew
             raise error
 
     def serve(self, ranks: Collection[int]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from skyrl_mega.cluster import guard
-from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, ClusterError
+from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, ClusterError, NodeGone
 from skyrl_mega.cluster.host import Seat, Whereabouts, hosted, machine
 from skyrl_mega.cluster.placement import Placement
 from skyrl_mega.config.errors import UserError
@@ -229,7 +229,8 @@ class Outcomes:
         if isinstance(cause := cause_of(error), UserError):
             raise cause from None
         text = describe(error) + (f"; its log: {call.log}" if call.log else "")
-        raise ActorFailed(call.actor, call.rank, call.method, text, len(self.failures) - 1) from error
+        kind = NodeGone if isinstance(error, ray.exceptions.ActorUnschedulableError) else ActorFailed
+        raise kind(call.actor, call.rank, call.method, text, len(self.failures) - 1) from error
 
 
 def settle(

@@ -149,10 +149,10 @@ def spread(units: Sequence[int], nodes: Sequence[Node]) -> list[Node]:
 
 
 def on_nodes(nodes: Sequence[Node]) -> Placement:
-    """One place on each of these; it claims nothing. Where a node has died, what is started there goes elsewhere."""
+    """One place on each of these; it claims nothing."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return Placement(tuple(Slot(NodeAffinitySchedulingStrategy(node.id, soft=True), {}) for node in nodes))
+    return Placement(tuple(Slot(NodeAffinitySchedulingStrategy(node.id, soft=False), {}) for node in nodes))
 
 
 def _text(resources: dict[str, float]) -> str:
