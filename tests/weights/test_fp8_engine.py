@@ -26,7 +26,7 @@ from tests.weights.test_vllm_engine import REQUESTS, holders
 
 pytestmark = pytest.mark.slow
 
-SIZES = {"hidden": 256, "heads": 4, "kv_heads": 2, "head_dim": 128, "layers": 2}
+SIZES = {"hidden": 256, "heads": 4, "kv_heads": 2, "layers": 2}
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,7 @@ def differences(engines: ActorGroup, path: Path) -> float:
     return max(difference_from_transformers(path, r, completions[r.id]) for r in REQUESTS)
 
 
-MOE, DENSE = {"experts": 4, "expert_ffn": 128}, {"ffn": 256}
+MOE, DENSE = {"head_dim": 128, "experts": 4, "expert_ffn": 128}, {"head_dim": 64, "ffn": 256}
 ONLINE = {"quantization": "fp8_per_block"}
 CHECKPOINT = {
     "hf_overrides": {
