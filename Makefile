@@ -65,7 +65,7 @@ dapo-cpu: $(CPU) $(if $(MATH),runs/data/math/train.parquet)  ## RL on mathematic
 test: $(READY)  ## every test that takes less than 20 seconds, at most 25 minutes on 2 cores (ARGS="tests/config" picks)
 	$(PY) -m pytest -m "not slow" $(ARGS)
 
-test-all: $(READY)  ## these and the slow ones: whole runs, faults, a Slurm cluster; about 45 minutes on 2 cores
+test-all: $(READY)  ## these and the slow ones: whole runs, faults, a Slurm cluster; about 50 minutes on 2 cores
 	$(PY) -m pytest $(ARGS)
 
 check: $(READY)  ## formatter, linter, type checker
