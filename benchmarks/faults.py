@@ -43,6 +43,9 @@ SETTINGS = (
         "evaluation.every=0",
     ),
     *("evaluation.before=false", "telemetry.tensorboard=false", "telemetry.trajectories_every=0"),
+    # Every step trains: weights that nothing changes would be the same after any fault.
+    *("algorithm.dynamic_sampling.enabled=false", "algorithm.overlong.filter=false"),
+    f"environment.classes.addition={ROOT}/benchmarks/fault_env.py:ParityEnv",
     *("cluster.call_timeout_s=20", "rollout.request_timeout_s=10", "weights.timeout_s=10"),
 )
 LIMIT_S = 240.0
@@ -172,23 +175,27 @@ def truncated(t: Trial) -> None:
     t.end()
 
 
+def fill(folder: Path) -> Path:
+    """A file that leaves 200 kB of the folder's file system."""
+    ballast = folder / "ballast"
+    with ballast.open("wb") as file:
+        os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(folder).free - 200_000)
+    return ballast
+
+
 def full_disk(t: Trial) -> None:
     """No room when a checkpoint is due; some again a step later."""
-    with_room = t.runs / "ballast"
     t.start()
     t.row(3)
-    free = shutil.disk_usage(t.runs).free
-    os.posix_fallocate(os.open(with_room, os.O_CREAT | os.O_WRONLY), 0, free - 200_000)
+    ballast = fill(t.runs)
     t.row(5)
-    with_room.unlink()
+    ballast.unlink()
     t.end()
 
 
 def full_at_first(t: Trial) -> None:
     """No room for the first checkpoint; the same command again when there is."""
-    ballast = t.runs / "ballast"
-    free = shutil.disk_usage(t.runs).free
-    os.posix_fallocate(os.open(ballast, os.O_CREAT | os.O_WRONLY), 0, free - 200_000)
+    ballast = fill(t.runs)
     t.start()
     t.end()
     ballast.unlink()
@@ -309,6 +316,10 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="faults-") as place:
         whole = attempt(Fault("undisturbed", undisturbed), Path(place) / "undisturbed")
         usual = whole.seconds
+        trained = [row["step"] for row in read(whole.runs / "run" / "metrics.jsonl") if row.get("policy/grad_norm")]
+        if trained != [1, 2, 3, 4, 5, 6]:
+            console.print(f"only these steps of the undisturbed run trained: {trained}")
+            return 1
         if whole.codes != [0]:
             console.print(whole.out)
             return 1
