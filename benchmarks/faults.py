@@ -117,6 +117,7 @@ class Trial:
     def said(self) -> str:
         """What a person needs of the output."""
         lines = [line.strip() for line in self.out.splitlines() if any(mark in line for mark in TOLD)]
+        lines = [line.replace(f"{self.folder}/", "") for line in lines]
         return "\n".join(line if len(line) <= 150 else line[:149] + "…" for line in lines)
 
 

@@ -293,9 +293,11 @@ def describe(error: BaseException) -> str:
     if isinstance(error, ray.exceptions.RayTaskError):
         cause = error.cause
         return f"{type(cause).__name__}: {_line(str(cause))}" if cause is not None else _line(str(error))
-    if isinstance(error, ray.exceptions.ActorUnschedulableError) or "node has died" in str(error):
+    if isinstance(error, ray.exceptions.ActorUnschedulableError):
         return "its node died"
     if isinstance(error, ray.exceptions.RayActorError):
+        if "node has died" in str(error):  # Ray has no class for it
+            return "its node died"
         return "its process died (killed, out of memory, or crashed)"
     return f"{type(error).__name__}: {_line(str(error))}"
 

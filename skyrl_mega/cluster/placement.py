@@ -62,13 +62,12 @@ def worker_nodes() -> list[Node]:
     import ray
 
     alive = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU")]
-    return sorted((Node(n["NodeID"], n["NodeManagerAddress"]) for n in alive), key=lambda node: _order(node.address))
+    return sorted((Node(n["NodeID"], n["NodeManagerAddress"]) for n in alive), key=_order)
 
 
-def _order(address: str) -> tuple[int, ...] | tuple[str]:
-    """10.0.0.9 comes before 10.0.0.10."""
-    parts = address.split(".")
-    return tuple(map(int, parts)) if all(part.isdigit() for part in parts) else (address,)
+def _order(node: Node) -> tuple[list[int], str, str]:
+    """10.0.0.9 comes before 10.0.0.10; nodes of one address have an order too."""
+    return [int(part) for part in node.address.split(".") if part.isdigit()], node.address, node.id
 
 
 def reserve(actors: int, *, gpus: int = 0, per_node: int | None = None, timeout_s: float = 60.0) -> Placement:

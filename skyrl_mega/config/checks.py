@@ -57,6 +57,7 @@ def check(config: Config, *, planned: bool = False) -> None:
     _data(config)
     _algorithm(config)
     _rollout(config)
+    _wire(config)
     _cluster(config, planned)
 
 
@@ -264,6 +265,9 @@ def _engines(c: Config, planned: bool = False) -> None:
         )
     if c.cluster.device == "cpu" and c.rollout.options.get("enable_expert_parallel"):
         raise UserError("rollout.options.enable_expert_parallel: vLLM has no expert parallelism on a CPU; leave it out")
+
+
+def _wire(c: Config) -> None:
     overrides = c.rollout.options.get("hf_overrides")
     if isinstance(overrides, dict) and overrides.get("quantization_config") and c.weights.wire != "fp8":
         raise UserError(

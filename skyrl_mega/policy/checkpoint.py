@@ -6,10 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from megatron.core import dist_checkpointing
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from torch.distributed.checkpoint.api import CheckpointException
 
 # Adam's moments and master weights are stored by parameter and not by data-parallel bucket, so that another layout
 # reads them. A layout with expert parallelism chains two optimizers where one without has a single one; hence no
@@ -23,14 +25,24 @@ _METADATA = {
 
 
 def save(folder: Path, chunks: list[Any], optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler) -> None:
-    """Writes model, optimizer and schedule to `folder`, which must exist and be empty. A collective."""
+    """Writes model, optimizer and schedule to `folder`, which must exist and be empty. A collective.
+
+    Raises:
+        RuntimeError: A rank could not write; says which, and why.
+    """
     for part in _parts(optimizer):
         if not part.optimizer.state:  # before the first step
             _allocate(part)
             _set_step(part, 0)
     state = _state(chunks, optimizer, loading=False)
     state["schedule"] = schedule.state_dict()
-    dist_checkpointing.save(state, str(folder))
+    try:
+        dist_checkpointing.save(state, str(folder))
+    except CheckpointException as error:  # raised on every rank, and only one knows why
+        told = [f"rank {rank}: {type(cause).__name__}: {cause}" for rank, (cause, _) in error.failures.items()]
+        everybody: list[str] = [""] * dist.get_world_size()
+        dist.all_gather_object(everybody, "; ".join(told))
+        raise RuntimeError("; ".join(filter(None, everybody)) or "no rank says why") from error
 
 
 def load(folder: Path, chunks: list[Any], optimizer: MegatronOptimizer, schedule: OptimizerParamScheduler) -> None:

@@ -22,7 +22,7 @@ from skyrl_mega.weights.sync import WeightSync
 from skyrl_mega.weights.wire import quantised
 from tests.support.engines import build_model, complete, difference_from_transformers, serving, spec_of
 from tests.support.fp8_engines import plugin
-from tests.weights.test_vllm_engine import REQUESTS, holders
+from tests.support.shards import REQUESTS, holders
 
 pytestmark = pytest.mark.slow
 

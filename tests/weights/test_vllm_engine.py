@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.local import session
@@ -19,42 +18,11 @@ from skyrl_mega.config.schema import Config, ModelConfig, RolloutConfig, Weights
 from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.rollout.engine import Request
-from skyrl_mega.weights import files
-from skyrl_mega.weights.connection import Connection
-from skyrl_mega.weights.execute import Report
 from skyrl_mega.weights.sync import WeightSync
 from tests.support.engines import build_model, complete, difference_from_transformers, serving, spec_of, start_engine
+from tests.support.shards import REQUESTS, holders
 
 TOLERANCE = 1e-4
-REQUESTS = [Request(str(i), [5, 20 + i, 40 + 3 * i, 60, 7], 24, seed=i) for i in range(3)]
-
-
-class ShardHolder:
-    """What a policy rank has of a checkpoint, and the two methods that a sync asks of it; no Megatron is needed for
-    that."""
-
-    def __init__(self, rank: int, parallel: Parallel, hf: dict[str, Any]) -> None:
-        self.rank = rank
-        self.shard = architecture(hf).megatron_shard(hf, parallel, rank, "local")
-        self.params = {name: torch.full(shape, torch.nan) for name, shape in self.shard.params.items()}
-
-    def load(self, path: Path) -> None:
-        files.load(path, self.shard, self.params)
-
-    def change(self, part: str) -> None:
-        """Adds a little to the last element of every parameter with `part` in its name."""
-        for name, tensor in self.params.items():
-            if part in name:
-                tensor.view(-1)[-1] += 0.5
-
-    def connect_weights(self, info: dict[str, Any]) -> None:
-        self.exchange = Connection(**info).join(torch.device("cpu"), source=self.rank)
-
-    def disconnect_weights(self) -> None:
-        del self.exchange
-
-    def send_weights(self, checksums: bool) -> Report:
-        return self.exchange.run(source=self.params, checksums=checksums)
 
 
 @pytest.fixture(scope="module")
@@ -107,12 +75,6 @@ def compare(sync: WeightSync) -> None:
         assert experts <= {*worker.different}
     sync.sync(10)
     assert not any(c.different for c in sync.check())
-
-
-def holders(parallel: Parallel, hf: dict[str, Any], logs: Path) -> ActorGroup:
-    """A policy's ranks, without Megatron."""
-    arguments = [{"rank": rank, "parallel": parallel, "hf": hf} for rank in range(parallel.ranks)]
-    return ActorGroup.spawn("policy", ShardHolder, arguments, timeout=120, env={"OMP_NUM_THREADS": "1"}, logs=logs)
 
 
 CUTS = [

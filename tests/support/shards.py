@@ -1,0 +1,53 @@
+"""A policy's ranks that hold a checkpoint's shards and can be synchronised with engines, without Megatron."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from skyrl_mega.cluster.group import ActorGroup
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.rollout.engine import Request
+from skyrl_mega.weights import files
+from skyrl_mega.weights.connection import Connection
+from skyrl_mega.weights.execute import Report
+
+REQUESTS = [Request(str(i), [5, 20 + i, 40 + 3 * i, 60, 7], 24, seed=i) for i in range(3)]
+"""What engines are asked after a sync."""
+
+
+class ShardHolder:
+    """What a policy rank has of a checkpoint, and the two methods that a sync asks of it; no Megatron is needed for
+    that."""
+
+    def __init__(self, rank: int, parallel: Parallel, hf: dict[str, Any]) -> None:
+        self.rank = rank
+        self.shard = architecture(hf).megatron_shard(hf, parallel, rank, "local")
+        self.params = {name: torch.full(shape, torch.nan) for name, shape in self.shard.params.items()}
+
+    def load(self, path: Path) -> None:
+        files.load(path, self.shard, self.params)
+
+    def change(self, part: str) -> None:
+        """Adds a little to the last element of every parameter with `part` in its name."""
+        for name, tensor in self.params.items():
+            if part in name:
+                tensor.view(-1)[-1] += 0.5
+
+    def connect_weights(self, info: dict[str, Any]) -> None:
+        self.exchange = Connection(**info).join(torch.device("cpu"), source=self.rank)
+
+    def disconnect_weights(self) -> None:
+        del self.exchange
+
+    def send_weights(self, checksums: bool) -> Report:
+        return self.exchange.run(source=self.params, checksums=checksums)
+
+
+def holders(parallel: Parallel, hf: dict[str, Any], logs: Path) -> ActorGroup:
+    """A policy's ranks, without Megatron."""
+    arguments = [{"rank": rank, "parallel": parallel, "hf": hf} for rank in range(parallel.ranks)]
+    return ActorGroup.spawn("policy", ShardHolder, arguments, timeout=120, env={"OMP_NUM_THREADS": "1"}, logs=logs)
