@@ -4,13 +4,15 @@
 
 A run of six steps is disturbed in its fourth. Told of each fault: what the run said, how it ended, the seconds that it
 cost against the undisturbed run, and whether the final weights are the undisturbed run's to the last bit. Exits with 1
-where a run did not end as it must, weights differ, or a process is left. Takes about a quarter of an hour on 2 cores;
-the faults of a disk need root, for file systems of their own. benchmarks/results/faults.json keeps the last of each.
+where a run did not end as it must, weights differ, or a process, a port, a namespace, shared memory or a lock is left.
+Takes 25 minutes on 2 cores; the faults of a disk need root, for file systems of their own.
+benchmarks/results/faults.json keeps the last of each.
 """
 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import re
@@ -48,6 +50,8 @@ SETTINGS = (
     f"environment.classes.addition={ROOT}/benchmarks/fault_env.py:ParityEnv",
     *("cluster.call_timeout_s=20", "rollout.request_timeout_s=10", "weights.timeout_s=10"),
 )
+LISTENING = "0A"
+"""A socket's state in /proc/net/tcp."""
 LIMIT_S = 240.0
 """A run takes longer than this only where it hangs."""
 TOLD = ("fault:", "out of service", "starts again", "resuming", "no checkpoint", "left out", "stopped by", "error:")
@@ -205,12 +209,12 @@ def full_at_first(t: Trial) -> None:
 
 
 def unreachable(t: Trial) -> None:
-    """The run's folder cannot be written to any more; the same command again when it can."""
+    """The run's folder is gone from where it was; the same command again when it is back."""
     t.start()
     t.row(3)
-    subprocess.run(["mount", "-o", "remount,ro", str(t.runs)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "skyrl", str(t.runs)], check=True)
     t.end()
-    subprocess.run(["mount", "-o", "remount,rw", str(t.runs)], check=True)
+    subprocess.run(["umount", "-l", str(t.runs)], check=True)
     t.start()
     t.end()
 
@@ -293,13 +297,28 @@ def weights(runs: Path) -> dict[str, torch.Tensor]:
     return load_file(runs / "run" / "model" / "model.safetensors")
 
 
+def resources() -> set[str]:
+    """What this machine's processes hold or may leave behind: ports, shared memory, network namespaces."""
+    sockets = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
+    ports = {f"port {int(words[1].rpartition(':')[2], 16)}" for words in sockets if words[3] == LISTENING}
+    return ports | {str(path) for place in ("/dev/shm", "/run/netns") for path in Path(place).glob("*")}
+
+
 def attempt(fault: Fault, folder: Path) -> Trial:
-    """Does it."""
+    """Does it, and sees that nothing is left."""
     trial = Trial(folder, folder / "runs")
     trial.runs.mkdir(parents=True)
     if fault.disk:
         subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "skyrl", str(trial.runs)], check=True)
+    before = resources()
     fault.happen(trial)
+    deadline = time.monotonic() + 30
+    while left := resources() - before:
+        if time.monotonic() > deadline:
+            raise RuntimeError(f"left behind: {sorted(left)}")
+        time.sleep(0.2)
+    with (trial.runs / "run" / ".lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return trial
 
 

@@ -129,10 +129,10 @@ def _run(args: argparse.Namespace) -> int:
         try:
             trainer.run(config, folder, console)
         except (ActorFailed, ClusterError, OSError) as error:
-            if isinstance(error, OSError):  # a disk that is full or gone: where, only the traceback tells
-                _keep_traceback(folder)
             console.say(f"fault: {error}")
             console.say(f"  logs  {folder / 'logs'}; the same command goes on from the newest checkpoint")
+            if isinstance(error, OSError):  # a disk that is full or gone: where, only the traceback tells
+                _keep_traceback(folder)
             at_the_end(folder, console.say)  # once more, or first: it names the fault
             return FAULT
         except Exception:
@@ -182,8 +182,12 @@ def _enter(directory: str) -> None:
 
 
 def _keep_traceback(folder: Path) -> None:
-    with (folder / "logs" / "run.log").open("a") as log:
-        log.write(traceback.format_exc())
+    told = traceback.format_exc()
+    try:
+        with (folder / "logs" / "run.log").open("a") as log:
+            log.write(told)
+    except OSError:  # the log is on the disk that is full or gone
+        print(told, file=sys.stderr)
 
 
 def _stop(number: int, frame: FrameType | None) -> NoReturn:

@@ -7,7 +7,6 @@ import os
 import shlex
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -70,7 +69,7 @@ class OwnService:
     Args:
         index: Index folder.
         options: More arguments of `serve`.
-        log: File that takes what it writes.
+        log: File that takes what it writes; a `.json` of the same name says where it answers, while it does.
         token_variable: Where this process has the token, if there is one.
         say: Takes a line when it was started again.
     """
@@ -81,8 +80,7 @@ class OwnService:
         self.index, self.options, self.log, self.say = index, options, log, say
         self.env = {**os.environ, TOKEN_VARIABLE: os.environ.get(token_variable, "")}
         self.process: subprocess.Popen[bytes] | None = None
-        self._folder = tempfile.TemporaryDirectory(prefix="skyrl_mega_retriever_")
-        self._ready = Path(self._folder.name) / "ready.json"
+        self._ready = log.with_suffix(".json")
         self._ending = threading.Event()
         self._watch = threading.Thread(target=self._keep, name="retriever", daemon=True)
 
@@ -92,6 +90,7 @@ class OwnService:
         Raises:
             UserError: It ended instead, or took longer than 600 s.
         """
+        self._ready.unlink(missing_ok=True)  # of a service that was killed
         self._spawn(0)
         end = time.monotonic() + START_S
         while not self._ready.is_file():
@@ -120,7 +119,6 @@ class OwnService:
             except subprocess.TimeoutExpired:
                 self.process.kill()
                 self.process.wait()
-        self._folder.cleanup()
 
     def _spawn(self, port: int) -> None:
         command = [sys.executable, "-m", "skyrl_mega.retriever", "serve", "--index", str(self.index), *self.options]

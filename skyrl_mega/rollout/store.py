@@ -62,7 +62,7 @@ SCHEMA = pa.schema(
 
 def write(path: Path, trajectories: list[Trajectory]) -> None:
     """Writes trajectories to a parquet file, which appears whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(exist_ok=True)  # and none above it: where a run's folder is gone, its disk is
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         table = pa.Table.from_pylist([_row(t) for t in trajectories], schema=SCHEMA)

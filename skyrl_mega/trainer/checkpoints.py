@@ -73,6 +73,7 @@ class Checkpoints:
         partial = final.with_name(final.name + ".partial")
         for old in self.folder.glob("step_*.partial"):
             shutil.rmtree(old)
+        self.folder.mkdir(exist_ok=True)  # and not the run's folder: where that is gone, its disk is
         (partial / "policy").mkdir(parents=True)
         self._check_room()
         save_policy(partial / "policy")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -145,7 +147,8 @@ def vllm_server(model: Path, log: Path) -> Iterator[str]:
     arguments = ["--model", str(model), "--served-model-name", "policy", "--dtype", "float32", "--port", str(port)]
     arguments += ["--host", "127.0.0.1", "--max-model-len", "128", "--max-num-seqs", "16", "--enforce-eager"]
     arguments += ["--kv-cache-memory-bytes", str(10**8), "--api-key", "k3y", "--generation-config", "vllm"]
-    env = os.environ | environment(spec_of(model, RolloutConfig()))
+    folder = tempfile.mkdtemp()  # for its sockets, which it leaves behind
+    env = os.environ | environment(spec_of(model, RolloutConfig())) | {"TMPDIR": folder}
     with log.open("w") as out:
         process = subprocess.Popen(
             [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *arguments],
@@ -166,12 +169,13 @@ def vllm_server(model: Path, log: Path) -> Iterator[str]:
                 time.sleep(0.2)
         yield url
     finally:
-        os.killpg(process.pid, signal.SIGTERM)
+        process.terminate()
         try:
             process.wait(20)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+        shutil.rmtree(folder)
 
 
 @pytest.mark.slow

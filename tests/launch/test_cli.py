@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,7 +15,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from skyrl_mega import trainer
+from skyrl_mega.config.schema import Config
 from skyrl_mega.launch.cli import main
+from skyrl_mega.telemetry.console import Console
 
 LAUNCH = [sys.executable, "-m", "skyrl_mega.launch"]
 
@@ -127,3 +131,17 @@ def test_a_signal_ends_it_with_75_and_the_folder_is_free_again(inputs: Path, tmp
     assert "Traceback" not in errors
     with (tmp_path / "r" / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
+def test_a_run_whose_folder_is_gone_says_so_all_the_same(
+    inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def gone(config: Config, folder: Path, console: Console) -> None:
+        shutil.rmtree(folder)
+        (folder / "checkpoints").mkdir()
+
+    monkeypatch.setattr(trainer, "run", gone)
+    assert main(["--config", str(inputs / "config.yaml"), f"run.directory={tmp_path}"]) == 1
+    said = capsys.readouterr()
+    assert "fault: [Errno 2] No such file or directory" in said.out
+    assert "Traceback" in said.err  # where no log can take it

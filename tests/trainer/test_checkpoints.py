@@ -84,3 +84,10 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     checkpoints.save(1, {"step": 1, "try": 1}, write)
     again = checkpoints.save(1, {"step": 1, "try": 2}, write)
     assert checkpoints.state(again)["try"] == 2
+
+
+def test_a_runs_folder_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=2)
+    with pytest.raises(FileNotFoundError, match="run/checkpoints"):
+        checkpoints.save(1, {"step": 1}, write)
+    assert not (tmp_path / "run").exists()
