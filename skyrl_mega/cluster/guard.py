@@ -1,17 +1,20 @@
 """Ends what a process leaves behind when it dies, however it dies.
 
-    python -I -S guard.py group <process group> <folder>    for an actor: its children, such as vLLM's engine core and
-                                                            workers, and its temporary folder
-    python -I -S guard.py cluster <folder> <pid>            for the process `pid`: the Ray node that lives in the folder
+    python -I -S guard.py group <pid> <folder>      for an actor: the rest of the process group that it leads, such as
+                                                    vLLM's engine core and workers, and its temporary folder
+    python -I -S guard.py cluster <pid> <folder>    for a driver: the Ray node that lives in the folder
 
-A process that is killed tells nobody, so the guarded one holds the write end of this guard's stdin: end of file means
-that it is gone. Standard library only: it starts in 20 ms.
+A process that is killed tells nobody. The guarded one holds the write end of this guard's stdin, so that end of file
+means that it is gone or has no need of a guard any more; but what it forked may hold that end too (Megatron forks to
+write a checkpoint), and would outlive it, so the process itself is watched as well. Standard library only: it starts in
+20 ms.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import select
 import shutil
 import signal
 import sys
@@ -78,18 +81,18 @@ def end_cluster(folder: str, driver: int) -> None:
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def main(what: str, *of: str) -> None:
+def main(what: str, pid: str, folder: str) -> None:
     """Waits for the end of the guarded process."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to every process of a job that is cancelled
     if what == "group" and os.fork() > 0:
         os._exit(0)  # Ray's workers kill their children on exit: the guard must not be one
-    while os.read(0, 64):  # nothing is ever written: this returns at end of file
-        pass
+    with contextlib.suppress(ProcessLookupError):  # it is gone already
+        select.select([0, os.pidfd_open(int(pid))], [], [])  # nothing is ever written to 0: it is ready at end of file
     if what == "group":
-        end_group(int(of[0]))
-        shutil.rmtree(of[1], ignore_errors=True)
+        end_group(int(pid))
+        shutil.rmtree(folder, ignore_errors=True)
     else:
-        end_cluster(of[0], int(of[1]))
+        end_cluster(folder, int(pid))
 
 
 if __name__ == "__main__":

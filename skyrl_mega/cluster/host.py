@@ -99,7 +99,7 @@ def settle_in(seat: Seat) -> None:
     # vLLM leaves sockets behind when it is ended from outside; what torch compiles is kept where it always is.
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="skyrl-actor-")
-    _guards.append(start_guard("group", str(os.getpid()), tempfile.tempdir))
+    _guards.append(start_guard("group", tempfile.tempdir))
     _guards[-1].wait()  # its first process; the guard itself is that one's child
     import ray
 
@@ -108,14 +108,11 @@ def settle_in(seat: Seat) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
-def start_guard(*arguments: str) -> subprocess.Popen[bytes]:
-    """Starts a guard of this process; see `guard`. It wakes when the returned object's stdin is closed.
-
-    Only this process holds the pipe's write end (Python's pipes are not inherited), so the kernel closes it at this
-    process's death. The guard's output goes nowhere: a full or closed log must not stop it.
-    """
+def start_guard(what: str, folder: str) -> subprocess.Popen[bytes]:
+    """Starts a guard of this process; see `guard`. It wakes when this process ends or closes the returned object's
+    stdin. Its output goes nowhere: a full or closed log must not stop it."""
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", guard.__file__, *arguments],
+        [sys.executable, "-I", "-S", guard.__file__, what, str(os.getpid()), folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -86,7 +86,7 @@ def session(
             _wait_for_nodes(nodes, timeout_s, say)
         else:
             folder = tempfile.mkdtemp(prefix=PREFIX, dir=_short_tmp())
-            guard = start_guard("cluster", folder, str(os.getpid()))
+            guard = start_guard("cluster", folder)
             try:
                 with _own_signals():
                     ray.init(

@@ -252,7 +252,7 @@ class RayNode:
     def __enter__(self) -> RayNode:
         shutil.rmtree(self.folder, ignore_errors=True)  # of a power failure
         self.folder.mkdir(mode=0o700)  # refuses another's
-        self._guard = start_guard("cluster", str(self.folder), str(os.getpid()))
+        self._guard = start_guard("cluster", str(self.folder))
         self._start()
         return self
 

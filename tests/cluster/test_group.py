@@ -58,6 +58,11 @@ class Worker:
         child = subprocess.Popen(["sh", "-c", "sleep 300 & sleep 300"])
         return os.getpgrp(), child.pid
 
+    def fork(self) -> None:
+        """Makes a process that has all open that this one has, Ray's sockets too."""
+        if os.fork() == 0:
+            time.sleep(300)
+
 
 class Quick:
     """Concurrent methods."""
@@ -149,6 +154,21 @@ def test_children_of_a_killed_actor_do_not_outlive_it(ray: None) -> None:
         pgid, _ = group.call_one(0, "children", timeout=10)
         os.kill(group.where[0].pid, signal.SIGKILL)
         assert gone(pgid)
+    finally:
+        group.shutdown()
+
+
+def test_a_death_is_known_though_a_fork_holds_on_to_what_was_open(ray: None) -> None:
+    """So it is with a policy rank that dies while Megatron's forked writers write its checkpoint."""
+    group = spawn(1)
+    try:
+        group.call_one(0, "fork", timeout=10)
+        call = group.submit(0, "sleep", 300.0)
+        time.sleep(0.2)
+        os.kill(group.where[0].pid, signal.SIGKILL)
+        with pytest.raises(ActorFailed, match="its process died"):
+            gather([call], timeout=10)
+        assert gone(group.where[0].pid)
     finally:
         group.shutdown()
 
