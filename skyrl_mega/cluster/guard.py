@@ -1,7 +1,8 @@
 """Ends what a process leaves behind when it dies, however it dies.
 
     python -I -S guard.py group <pid> <folder>      for an actor: the rest of the process group that it leads, such as
-                                                    vLLM's engine core and workers, and its temporary folder
+                                                    vLLM's engine core and workers, their shared memory, which vLLM
+                                                    leaves behind when it is killed, and its temporary folder
     python -I -S guard.py cluster <pid> <folder>    for a driver: the Ray node that lives in the folder
 
 A process that is killed tells nobody. The guarded one holds the write end of this guard's stdin, so that end of file
@@ -22,7 +23,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-TRACKER = b"resource_tracker"
+SHARED = "/dev/shm/"
+LOOK_EVERY_S = 3.0
+"""How often a guard notes what its group has in shared memory: when the group ends, who had it mapped may be gone."""
 RAY = (b"ray::", b"/ray/core/", b"/ray/_private/", b"/ray/dashboard/")
 """What the command lines of Ray's processes begin with or contain."""
 GRACE_S = 3.0
@@ -48,18 +51,31 @@ def members(group: int) -> list[int]:
     return processes(belongs)
 
 
-def end_group(group: int) -> None:
-    """Kills the group. Python's resource trackers go last: they unlink the shared memory of the others."""
-    for pid in members(group):
+def shared_memory(pids: list[int]) -> set[str]:
+    """Names in /dev/shm of what these processes have mapped."""
+    found = set()
+    for pid in pids:
         with contextlib.suppress(OSError):
-            if TRACKER not in Path(f"/proc/{pid}/cmdline").read_bytes():
-                os.kill(pid, signal.SIGKILL)
+            words = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
+            found |= {w[5] for w in words if len(w) == 6 and w[5].startswith(SHARED)}
+    return found
+
+
+def end_group(group: int) -> None:
+    """Kills the group; returns when it is gone."""
     deadline = time.monotonic() + GRACE_S
-    while members(group) and time.monotonic() < deadline:
+    while (left := members(group)) and time.monotonic() < deadline:
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
-    for pid in members(group):
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+
+
+def unlink(names: set[str]) -> None:
+    """Removes shared memory that nobody has mapped any more."""
+    for name in names - shared_memory(processes(lambda entry: True)):
+        with contextlib.suppress(OSError):  # whoever made it removed it, or it never had a name for long
+            os.unlink(name)
 
 
 def end_cluster(folder: str, driver: int) -> None:
@@ -86,10 +102,15 @@ def main(what: str, pid: str, folder: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to every process of a job that is cancelled
     if what == "group" and os.fork() > 0:
         os._exit(0)  # Ray's workers kill their children on exit: the guard must not be one
+    group, segments = what == "group", set[str]()
     with contextlib.suppress(ProcessLookupError):  # it is gone already
-        select.select([0, os.pidfd_open(int(pid))], [], [])  # nothing is ever written to 0: it is ready at end of file
-    if what == "group":
+        ends = [0, os.pidfd_open(int(pid))]  # nothing is ever written to 0: it is ready at end of file
+        while not select.select(ends, [], [], LOOK_EVERY_S if group else None)[0]:
+            segments |= shared_memory(members(int(pid)))
+    if group:
+        segments |= shared_memory(members(int(pid)))
         end_group(int(pid))
+        unlink(segments)
         shutil.rmtree(folder, ignore_errors=True)
     else:
         end_cluster(folder, int(pid))

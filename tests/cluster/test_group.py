@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
 import os
 import signal
 import socket
@@ -21,6 +22,13 @@ from skyrl_mega.cluster.group import ActorGroup, gather
 from skyrl_mega.cluster.local import session
 from skyrl_mega.cluster.placement import beside, reserve
 from skyrl_mega.config.errors import UserError
+
+
+def mapped(name: str) -> mmap.mmap:
+    """A segment of shared memory, made where there is none, without the help of Python's resource tracker."""
+    with Path(guard.SHARED, name).open("ab+") as file:
+        file.truncate(64)
+        return mmap.mmap(file.fileno(), 64)
 
 
 class Worker:
@@ -57,6 +65,10 @@ class Worker:
         """Starts a child with a child of its own; returns this process's group and the child."""
         child = subprocess.Popen(["sh", "-c", "sleep 300 & sleep 300"])
         return os.getpgrp(), child.pid
+
+    def share(self, names: list[str]) -> None:
+        """Has these in shared memory."""
+        self.mapped = [mapped(name) for name in names]
 
     def fork(self) -> None:
         """Makes a process that has all open that this one has, Ray's sockets too."""
@@ -171,6 +183,25 @@ def test_a_death_is_known_though_a_fork_holds_on_to_what_was_open(ray: None) -> 
         assert gone(group.where[0].pid)
     finally:
         group.shutdown()
+
+
+def test_shared_memory_that_nobody_has_any_more_goes_with_its_actor(ray: None) -> None:
+    alone, ours = f"skyrl-alone-{os.getpid()}", f"skyrl-ours-{os.getpid()}"
+    group = spawn(1)
+    held = mapped(ours)
+    try:
+        group.call_one(0, "share", [alone, ours], timeout=10)
+        time.sleep(guard.LOOK_EVERY_S + 1)
+        os.kill(group.where[0].pid, signal.SIGKILL)
+        deadline = time.monotonic() + 10
+        while Path(guard.SHARED, alone).exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert Path(guard.SHARED, ours).exists()
+    finally:
+        group.shutdown()
+        held.close()
+        Path(guard.SHARED, ours).unlink()
 
 
 def test_async_actors_run_calls_at_the_same_time(ray: None) -> None:
