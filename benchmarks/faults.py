@@ -336,12 +336,12 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="faults-") as place:
         whole = attempt(Fault("undisturbed", undisturbed), Path(place) / "undisturbed")
         usual = whole.seconds
+        if whole.codes != [0]:
+            console.print(whole.out, markup=False)
+            return 1
         trained = [row["step"] for row in read(whole.runs / "run" / "metrics.jsonl") if row.get("policy/grad_norm")]
         if trained != [1, 2, 3, 4, 5, 6]:
             console.print(f"only these steps of the undisturbed run trained: {trained}")
-            return 1
-        if whole.codes != [0]:
-            console.print(whole.out)
             return 1
         expected = weights(whole.runs)
         console.print(f"undisturbed: {usual:.0f} s")

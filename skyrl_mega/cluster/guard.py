@@ -100,9 +100,10 @@ def end_cluster(folder: str, driver: int) -> None:
 def main(what: str, pid: str, folder: str) -> None:
     """Waits for the end of the guarded process."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to every process of a job that is cancelled
-    if what == "group" and os.fork() > 0:
+    group = what == "group"
+    if group and os.fork() > 0:
         os._exit(0)  # Ray's workers kill their children on exit: the guard must not be one
-    group, segments = what == "group", set[str]()
+    segments: set[str] = set()
     with contextlib.suppress(ProcessLookupError):  # it is gone already
         ends = [0, os.pidfd_open(int(pid))]  # nothing is ever written to 0: it is ready at end of file
         while not select.select(ends, [], [], LOOK_EVERY_S if group else None)[0]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +40,17 @@ def after(rank: int, address: str, path: Path, parallel: Parallel, batch: Sequen
     return [opened.train(micros, objectives.supervised) for _ in range(2)]
 
 
+def without_room(rank: int, address: str, path: Path, parallel: Parallel, folder: Path) -> str:
+    """What saving says where the last rank may write no file of more than 1000 bytes."""
+    opened = layouts.open_rank(rank, address, path, parallel, POLICY)
+    if rank == parallel.ranks - 1:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
+    with pytest.raises(RuntimeError) as caught:
+        opened.save(folder)
+    return str(caught.value)
+
+
 LAYOUTS = {
     "single": (1, {}),
     "EP2 PP2": (4, {"pipeline": 2, "expert": 2}),
@@ -71,3 +84,12 @@ def test_saved_in_one_layout_resumed_in_another(tmp_path: Path, saved: str, resu
     for step, (a, b) in enumerate(pairs):
         for name in ("loss", "grad_norm", "lr"):
             assert a[name] == pytest.approx(b[name], rel=1e-4), f"step {step}, {name}"
+
+
+def test_every_rank_says_which_one_could_not_write_and_why(tmp_path: Path) -> None:
+    build(BuildConfig(layers=4), tmp_path / "model", seed=1)
+    folder = tmp_path / "checkpoint"
+    folder.mkdir()
+    parallel = layouts.layout(2, tensor=2)
+    for said in run_ranks(2, without_room, tmp_path / "model", parallel, folder):
+        assert said.startswith("rank 1: RuntimeError: Worker failure") and "rank 0" not in said
