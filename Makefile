@@ -2,6 +2,9 @@
 PYTHON ?= python3
 PY := .venv/bin/python
 READY := .venv/.ready
+# … and PYTHON_CUDA .venv-cuda, for GPUs: Python 3.12, on the path or of pyenv.
+PYTHON_CUDA ?= $(firstword $(wildcard $(shell command -v pyenv >/dev/null && pyenv root)/versions/3.12*/bin/python3.12) python3.12)
+CUDA_READY := .venv-cuda/.ready
 
 # Where it is set, each of a run's many processes would compile thousands of modules again.
 unexport PYTHONDONTWRITEBYTECODE
@@ -14,7 +17,7 @@ SEARCH ?= $(wildcard ../shared/data/search)
 SPIDER ?= $(wildcard ../shared/data/spider)
 MATH ?= $(wildcard ../shared/data/math)
 
-.PHONY: help quickstart multiply-cpu gsm8k-cpu searchr1-cpu sql-cpu dapo-cpu test test-all check lock clean
+.PHONY: help quickstart multiply-cpu gsm8k-cpu searchr1-cpu sql-cpu dapo-cpu gpu test test-all check cuda cuda-check lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -62,6 +65,9 @@ sql-cpu: $(CPU) $(if $(SPIDER),runs/data/spider/train.parquet)  ## RL on questio
 dapo-cpu: $(CPU) $(if $(MATH),runs/data/math/train.parquet)  ## RL on mathematics, with DAPO (MATH=FOLDER: MATH, evaluated on AIME 2024)
 	$(RUN) configs/dapo_cpu.yaml $(if $(MATH),data.folder=runs/data/math) $(ARGS)
 
+gpu:  ## what one GPU can prove, kept in benchmarks/results/gpu.json; needs Python 3.12, torch, and megatron-core in WHEELS=FOLDER
+	$(PYTHON) -m benchmarks.gpu $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
+
 test: $(READY)  ## every test that takes less than 20 seconds, at most 25 minutes on 2 cores (ARGS="tests/config" picks)
 	$(PY) -m pytest -m "not slow" $(ARGS)
 
@@ -73,10 +79,19 @@ check: $(READY)  ## formatter, linter, type checker
 	$(PY) -m ruff check .
 	$(PY) -m mypy
 
+$(CUDA_READY): requirements/cuda.lock requirements/cuda.sh pyproject.toml
+	@requirements/cuda.sh $(PYTHON_CUDA) .venv-cuda
+	@touch $@
+
+cuda: $(CUDA_READY)  ## the environment for GPUs in .venv-cuda, on a machine with or without one (10 GB, 20 minutes on 2 cores)
+
+cuda-check: $(CUDA_READY)  ## its packages, and the models that Transformer Engine and vLLM build there against this project's
+	.venv-cuda/bin/python requirements/cuda_check.py
+
 lock:  ## requirements/*.lock from pyproject.toml
 	@test -x $(PY) || $(PYTHON) -m venv .venv
 	@command -v uv >/dev/null || test -x .venv/bin/uv || $(PY) -m pip install --quiet uv
 	@PATH="$$PATH:$(CURDIR)/.venv/bin" $(PY) requirements/lock.py
 
-clean:  ## removes .venv/ and caches, keeps runs/ and data/
-	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info
+clean:  ## removes .venv/, .venv-cuda/ and caches, keeps runs/ and data/
+	rm -rf .venv .venv-cuda .mypy_cache .ruff_cache .pytest_cache .hypothesis *.egg-info

@@ -1,6 +1,6 @@
 """How fast an export is, as a share of what the disk copies, and how much memory a worker needs.
 
-    python benchmarks/export.py [--folder DIR] [--layers 4] [--workers 1,2] [--repeat 3] [--output FILE.json]
+    python -m benchmarks.export [--folder DIR] [--layers 4] [--workers 1,2] [--repeat 3] [--output FILE.json]
 
 Writes a checkpoint of a Qwen3-MoE's shape as eight ranks (TP2, EP4) would leave it, bfloat16 weights without an
 optimizer, 3.8 GB with four layers. Each round copies its files, exports them, and exports them twice more with
@@ -14,33 +14,30 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import pickle
 import shutil
 import statistics
 import tempfile
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from itertools import product
+from functools import partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
 import psutil
 import torch
-from torch.distributed.checkpoint.filesystem import _StorageInfo
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
 
+from benchmarks.host import Memory, forget
 from skyrl_mega.export.export import export
 from skyrl_mega.export.source import Source
+from skyrl_mega.layout.flat import flat_pieces
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models import megatron, stored
 from skyrl_mega.models.registry import architecture
+from skyrl_mega.weights.box_files import WEIGHT, Part, file_name, write_boxes
+from skyrl_mega.weights.checkpoint_header import Header, write_header
 
-TENSOR, EXPERT = 2, 4
+RANKS, TENSOR, EXPERT = 8, 2, 4
 BLOCK = 16 << 20
 FILE_BYTES = 512 << 20
 """Several files, as a large model has at 5 GiB each."""
@@ -57,69 +54,23 @@ def config(layers: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def boxes(key: str, shape: tuple[int, ...]) -> list[tuple[int, tuple[int, ...], tuple[int, ...]]]:
-    """Which rank writes which box of a stored tensor."""
-    if "norm" in key or "router" in key:
-        return [(0, (0,) * len(shape), shape)]
-    if ".experts." in key:
-        experts, rows, columns = shape
-        halves = (0, rows // 2) if "fc1" in key else (0,)
-        size = (1, rows // len(halves), columns)
-        return [
-            (e * EXPERT // experts * TENSOR + e % TENSOR, (e, row, 0), size)
-            for e, row in product(range(experts), halves)
-        ]
-    cut = 1 if "linear_proj" in key else 0
-    size = tuple(n // TENSOR if d == cut else n for d, n in enumerate(shape))
-    return [(r, tuple(r * n if d == cut else 0 for d, n in enumerate(size)), size) for r in range(TENSOR)]
-
-
 def write_checkpoint(folder: Path, hf: dict[str, Any]) -> int:
     """Random weights; bytes written."""
     folder.mkdir()
-    names = _Any()
-    shard = architecture(hf).stored_shard(hf, names)
-    files = [(folder / f"__{rank}_0.distcp").open("wb") for rank in range(TENSOR * EXPERT)]
+    d, parallel = architecture(hf).describe(hf), Parallel(RANKS, tensor=TENSOR, expert=EXPERT)
     random = torch.randn(151936 * 1024, dtype=torch.bfloat16)
-    state: dict[str, Any] = {}
-    where: dict[Any, Any] = {}
-    for key, shape in shard.params.items():
-        chunks = []
-        for rank, start, size in boxes(key, shape):
-            count = torch.Size(size).numel()
-            shift = int(torch.randint(len(random) - count + 1, ()))
-            at = files[rank].tell()
-            torch.save(random[shift : shift + count].view(size).clone(), files[rank])
-            chunks.append(ChunkStorageMetadata(torch.Size(start), torch.Size(size)))
-            where[MetadataIndex(key, torch.Size(start))] = _StorageInfo(
-                files[rank].name.rpartition("/")[2], at, files[rank].tell() - at
-            )
-        state[key] = TensorStorageMetadata(TensorProperties(torch.bfloat16), torch.Size(shape), chunks)
-    total = 0
-    for file in files:
-        file.flush()
-        os.fsync(file.fileno())
-        total += file.tell()
-        file.close()
-    (folder / ".metadata").write_bytes(pickle.dumps(Metadata(state, None, where)))
-    (folder / "metadata.json").write_text("{}")
-    return total
-
-
-class _Any(frozenset[str]):
-    """The keys that Transformer Engine's spec stores: one for each layer, where layers have experts."""
-
-    def __contains__(self, key: object) -> bool:
-        return "decoder.layers." not in str(key) or str(key).split(".")[2].isdigit()
-
-
-def forget(folder: Path) -> None:
-    """Drops a folder's files from the page cache."""
-    for file in folder.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as opened:
-                os.fsync(opened.fileno())
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    files = {}
+    for rank in range(RANKS):
+        shard = megatron.shard(d, parallel, rank, "te")
+        everything = {param: (0, prod(shape)) for param, shape in shard.params.items()}
+        parts = []
+        for piece in flat_pieces(shard, stored.written(d, parallel, rank, shard, {}, everything)):
+            shift = int(torch.randint(len(random) - piece.box.numel + 1, ()))
+            values = random[shift : shift + piece.box.numel].view(piece.box.shape)
+            parts.append(Part(piece.tensor, piece.box, WEIGHT, values))
+        files[file_name(rank)] = write_boxes(folder / file_name(rank), parts)
+    write_header(folder, Header("bfloat16", 0, {}, {}, architecture(hf).tensors(hf), files))
+    return sum(files.values())
 
 
 def copy(source: Path, target: Path, workers: int) -> float:
@@ -134,40 +85,14 @@ def copy(source: Path, target: Path, workers: int) -> float:
 
     start = time.perf_counter()
     with ThreadPoolExecutor(workers) as pool:
-        list(pool.map(one, source.glob("*.distcp")))
+        list(pool.map(one, source.glob("*.safetensors")))
     return time.perf_counter() - start
-
-
-class Memory:
-    """The largest private memory (USS) of a worker, in MB: of this process's family, or of itself where it is alone."""
-
-    def __init__(self, workers: int) -> None:
-        self._others = workers > 1
-
-    def __enter__(self) -> Memory:
-        self.peak, self._stop = 0.0, threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.05):
-            own = psutil.Process()
-            for process in own.children(recursive=True) if self._others else [own]:
-                try:
-                    self.peak = max(self.peak, process.memory_full_info().uss / 1e6)
-                except psutil.Error:
-                    continue
 
 
 def measure(source: Source, folder: Path, workers: int) -> dict[str, float]:
     """One round."""
     row: dict[str, float] = {}
-    size = sum(file.stat().st_size for file in source.folder.glob("*.distcp"))
+    size = sum(file.stat().st_size for file in source.folder.glob("*.safetensors"))
     forget(source.folder)
     row["copy_mb_s"] = size / 1e6 / copy(source.folder, folder / "copy", workers)
     shutil.rmtree(folder / "copy")
@@ -177,7 +102,10 @@ def measure(source: Source, folder: Path, workers: int) -> dict[str, float]:
         done = export(source, folder / "out", workers=workers, verify=verify, file_bytes=FILE_BYTES)
         row[f"{name}_mb_s"] = done.nbytes / 1e6 / (time.perf_counter() - start)
         shutil.rmtree(folder / "out")
-    with Memory(workers) as memory:  # apart: to look at a process's memory stops it
+    own = psutil.Process()
+    with Memory(
+        partial(own.children, recursive=True) if workers > 1 else lambda: [own]
+    ) as memory:  # apart: to look at a process's memory stops it
         export(source, folder / "out", workers=workers, verify=True, file_bytes=FILE_BYTES)
     row["worker_mb"] = memory.peak
     shutil.rmtree(folder / "out")

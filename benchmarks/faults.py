@@ -174,7 +174,7 @@ def truncated(t: Trial) -> None:
     t.row(5)
     t.signal("driver", signal.SIGKILL)
     t.end()
-    victim = max((t.runs / "run" / "checkpoints" / "step_000004" / "policy").glob("*.distcp"))
+    victim = max((t.runs / "run" / "checkpoints" / "step_000004" / "policy").glob("*.safetensors"))
     os.truncate(victim, victim.stat().st_size // 2)
     t.start()
     t.end()

@@ -22,7 +22,7 @@ from rich.table import Table
 from torch import Tensor
 
 from skyrl_mega.kernels import block_fp8
-from skyrl_mega.kernels.boxes import Boxes, pack_reference, unpack_reference
+from skyrl_mega.kernels.boxes import Boxes, checksums_reference, pack_reference, regions, unpack_reference
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -79,9 +79,10 @@ def box_cases(device: str, boxes: int) -> list[Case]:
         title = f"{count} boxes of {size}"
         base = torch.randn(count, rows, columns, device=device).bfloat16()
         views = [matrix[:, width : 2 * width] for matrix in base]
-        made = Boxes(views)
+        where = regions(views, range(0, count * views[0].nbytes, views[0].nbytes))
+        made = Boxes(where, base.device)
         flat = torch.empty(made.nbytes, dtype=torch.uint8, device=device)
-        pack_reference(views, made.offsets, flat)
+        pack_reference(where, views, flat)
 
         def run(copy: Callable[..., None], *arguments: object, result: Tensor) -> Tensor:
             copy(*arguments)
@@ -90,15 +91,21 @@ def box_cases(device: str, boxes: int) -> list[Case]:
         found += [
             Case(
                 f"pack {title}",
-                lambda m=made, f=flat: run(m.pack, f, result=f),
-                lambda m=made, f=flat: run(pack_reference, m.views, m.offsets, f, result=f),
+                lambda m=made, v=views, f=flat: run(m.pack, v, f, result=f),
+                lambda r=where, v=views, f=flat: run(pack_reference, r, v, f, result=f),
                 2 * flat.nbytes,
             ),
             Case(
                 f"unpack {title}",
-                lambda m=made, f=flat, b=base: run(m.unpack, f, result=b),
-                lambda m=made, f=flat, b=base: run(unpack_reference, m.views, m.offsets, f, result=b),
+                lambda m=made, v=views, f=flat, b=base: run(m.unpack, v, f, result=b),
+                lambda r=where, v=views, f=flat, b=base: run(unpack_reference, r, v, f, result=b),
                 2 * flat.nbytes,
+            ),
+            Case(
+                f"checksums of {title}",
+                lambda m=made, v=views: m.checksums(v),
+                lambda r=where, v=views: checksums_reference(r, v),
+                flat.nbytes,
             ),
         ]
     return found

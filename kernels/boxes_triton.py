@@ -1,105 +1,199 @@
-"""The Triton kernel of `boxes`: a table of rows of bytes, cut into tiles of equal work; one program for each tile."""
+"""The Triton kernels of `boxes`: a table of rows of bytes, cut into tiles of equal work; one program for each tile."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+from numpy.typing import NDArray
 from torch import Tensor
 
+from skyrl_mega.kernels.boxes import Region, upload
+from skyrl_mega.kernels.checksum import PHI, WORD
+
 TILE = 2048
-"""Words that one program copies."""
+"""Words that one program copies or sums up."""
 WARPS = 4
 WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
-"""Bytes of a word → its type; a box is copied in the widest that its place, stride and row length allow."""
-_FIELDS = 5
+"""Bytes of a word → its type; a box is read in the widest that its place, stride and row length allow."""
+ADDRESSES = 4
+"""Sets of addresses that are kept on the device: a flat buffer that is summed up lies in one of a few slots."""
+_OWNER, _AT, _STEP, _ROWS, _ROW, _PLACE, _BOX, _INSIDE = range(8)
+
+Ints = NDArray[np.int64]
+
+
+class _Launch(NamedTuple):
+    """The boxes that are read in words of one width."""
+
+    kind: Any
+    tiles: int
+    rows: Tensor
+    """int64 [runs, 8]: owner, bytes from its first element, bytes from row to row, rows, bytes of a row, place in the
+    flat buffer, which box, bytes from the box's first one; bytes in words of this width, but for the last."""
+    of_tile: Tensor
+    """int32 [tiles, 2]: its run, and the first of its words there."""
 
 
 class Table:
     """The boxes on the device, once for all copies: for each width of a word, its boxes and the tiles they make.
 
+    Made with the first use, because it depends on how the tensors are aligned, and only then.
+
     Raises:
         ValueError: a box has 2³¹ words or more.
     """
 
-    def __init__(self, views: Sequence[Tensor], offsets: Sequence[int]) -> None:
-        # Pointer, bytes from row to row, rows, bytes of a row, place in the flat buffer.
-        runs = [run for view, offset in zip(views, offsets, strict=True) for run in _runs(view, offset)]
-        table = np.array(runs, dtype=np.int64).reshape(-1, _FIELDS)
-        aligned = np.bitwise_or.reduce(table[:, [0, 1, 3, 4]], axis=1)
-        widest = np.minimum(aligned & -aligned, 8)
-        self._launches: list[tuple[Any, int, Tensor, Tensor]] = []
-        for word, kind in WORDS.items():
-            boxes = table[widest == word]
-            if not len(boxes):
-                continue
-            boxes[:, [1, 3, 4]] //= word
-            if (boxes[:, 2] * boxes[:, 3]).max() > 2**31 - TILE:
-                raise ValueError(f"a box has more than {2**31 - TILE} words of {word} bytes; cut it")
-            tiles = -(-boxes[:, 2] * boxes[:, 3] // TILE)
-            of_box = np.repeat(np.arange(len(boxes)), tiles)
-            first = (np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * TILE
-            device = views[0].device
-            self._launches.append(
-                (
-                    kind,
-                    len(of_box),
-                    torch.from_numpy(boxes).to(device),
-                    torch.from_numpy(np.stack([of_box, first], axis=1)).to(device),
-                )
-            )
+    def __init__(self, regions: Sequence[Region], device: torch.device) -> None:
+        self._device, self._count = device, len(regions)
+        self._runs = _runs(regions)
+        self._aligned: tuple[int, ...] | None = None
+        self._launches: list[_Launch] = []
+        self._addresses: dict[tuple[int, ...], Tensor] = {}
 
-    def copy(self, flat: Tensor, *, pack: bool) -> None:
+    @property
+    def nbytes(self) -> int:
+        """Memory on the device."""
+        return sum(launch.rows.nbytes + launch.of_tile.nbytes for launch in self._launches)
+
+    def copy(self, owners: Sequence[Tensor], flat: Tensor, *, pack: bool) -> None:
         """All boxes into `flat`, or out of it.
 
         Raises:
             ValueError: the buffer does not begin at a multiple of 8 bytes.
         """
-        if flat.data_ptr() % 8:
+        if flat.data_ptr() % WORD:
             raise ValueError("the flat buffer must begin at a multiple of 8 bytes; do not slice it at an odd place")
-        for kind, count, boxes, tiles in self._launches:
-            _copy[(count,)](boxes, tiles, flat, PACK=pack, WORD=kind, TILE=TILE, num_warps=WARPS)
+        addresses = self._bind(owners)
+        for kind, tiles, rows, of_tile in self._launches:
+            _copy[(tiles,)](addresses, rows, of_tile, flat, PACK=pack, WORD=kind, TILE=TILE, num_warps=WARPS)
+
+    def checksums(self, owners: Sequence[Tensor]) -> Tensor:
+        """See `boxes.Boxes.checksums`."""
+        addresses = self._bind(owners)
+        sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
+        for kind, tiles, rows, of_tile in self._launches:
+            size = kind.primitive_bitwidth // 8
+            _sum[(tiles,)](addresses, rows, of_tile, sums, WORD=kind, SIZE=size, TILE=TILE, num_warps=WARPS)
+        return sums.mul_(PHI - (1 << 64))
+
+    def _bind(self, owners: Sequence[Tensor]) -> Tensor:
+        """The owners' addresses on the device, int64 [owners]."""
+        told = tuple([owner.data_ptr() for owner in owners])
+        known = self._addresses.get(told)
+        if known is not None:
+            return known
+        aligned = tuple([address % WORD for address in told])
+        if aligned != self._aligned:
+            self._lay_out(np.array(aligned, np.int64))
+            self._aligned = aligned
+            self._addresses.clear()
+        while len(self._addresses) >= ADDRESSES:
+            del self._addresses[next(iter(self._addresses))]
+        self._addresses[told] = known = upload(np.array(told, np.int64), self._device)
+        return known
+
+    def _lay_out(self, aligned: Ints) -> None:
+        """The tables, for tensors whose addresses have these remainders of 8."""
+        runs = self._runs
+        places = runs[:, [_AT, _STEP, _ROW, _PLACE, _INSIDE]]
+        together = np.bitwise_or.reduce(places, axis=1) | aligned[runs[:, _OWNER]]
+        widest = np.minimum(together & -together, WORD)
+        self._launches = []
+        for word, kind in WORDS.items():
+            mine = runs[widest == word]
+            if not len(mine):
+                continue
+            mine[:, [_AT, _STEP, _ROW, _PLACE]] //= word
+            words = mine[:, _ROWS] * mine[:, _ROW]
+            if words.max() > 2**31 - TILE:
+                raise ValueError(f"a box has more than {2**31 - TILE} words of {word} bytes; cut it")
+            tiles = -(-words // TILE)
+            run = np.repeat(np.arange(len(mine)), tiles)
+            first = (np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * TILE
+            of_tile = np.stack([run, first], axis=1).astype(np.int32)
+            self._launches.append(_Launch(kind, len(run), upload(mine, self._device), upload(of_tile, self._device)))
 
 
-def _runs(view: Tensor, offset: int) -> Iterator[tuple[int, int, int, int, int]]:
-    """A view as rows of contiguous bytes: (pointer, bytes from row to row, rows, bytes of a row, place)."""
-    size = view.element_size()
-    dims = [(n, stride * size) for n, stride in zip(view.shape, view.stride(), strict=True) if n != 1]
-    if not view.numel():
+def _runs(regions: Sequence[Region]) -> Ints:
+    """The regions as rows of contiguous bytes, [runs, 8]; see `_Launch.rows`."""
+    alike = [_rows(region.shape, region.stride, region.dtype.itemsize) for region in regions]
+    count = [len(rows) for rows in alike]
+    table = np.zeros((sum(count), 8), np.int64)
+    table[:, [_AT, _STEP, _ROWS, _ROW, _INSIDE]] = np.concatenate(alike)
+    box = np.repeat(np.arange(len(regions)), count)
+    each = np.array([(r.owner, r.at * r.dtype.itemsize, r.offset) for r in regions], np.int64)[box]
+    table[:, _OWNER], table[:, _BOX] = each[:, 0], box
+    table[:, _AT] += each[:, 1]
+    table[:, _PLACE] = each[:, 2] + table[:, _INSIDE]
+    return table
+
+
+@cache
+def _rows(shape: tuple[int, ...], stride: tuple[int, ...], itemsize: int) -> Ints:
+    """A box as rows: [runs, (bytes from its beginning, from row to row, rows, bytes of a row, packed before it)].
+
+    Thousands of boxes are alike, hence the cache.
+    """
+    return np.array(list(_walked(shape, stride, itemsize)), np.int64).reshape(-1, 5)
+
+
+def _walked(shape: tuple[int, ...], stride: tuple[int, ...], size: int) -> Iterator[tuple[int, int, int, int, int]]:
+    dims = [(n, step * size) for n, step in zip(shape, stride, strict=True) if n != 1]
+    if any(n == 0 for n, _ in dims):
         return
     row = size  # the trailing dimensions that lie one after the other are one row
     while dims and dims[-1][1] == row:
         row *= dims.pop()[0]
     merged: list[tuple[int, int]] = []  # and leading ones that step evenly are one dimension
-    for n, stride in dims:
-        if merged and merged[-1][1] == n * stride:
-            merged[-1] = (merged[-1][0] * n, stride)
+    for n, step in dims:
+        if merged and merged[-1][1] == n * step:
+            merged[-1] = (merged[-1][0] * n, step)
         else:
-            merged.append((n, stride))
+            merged.append((n, step))
     rows, step = merged.pop() if merged else (1, row)
     for place, index in enumerate(product(*(range(n) for n, _ in merged))):
         at = sum(i * stride for i, (_, stride) in zip(index, merged, strict=True))
-        yield view.data_ptr() + at, step, rows, row, offset + place * rows * row
+        yield at, step, rows, row, place * rows * row
 
 
 @triton.jit
-def _copy(boxes, tiles, flat, PACK: tl.constexpr, WORD: tl.constexpr, TILE: tl.constexpr):
-    tile = tiles + tl.program_id(0) * 2
-    box = boxes + tl.load(tile) * 5
-    step, rows, row, place = tl.load(box + 1), tl.load(box + 2), tl.load(box + 3), tl.load(box + 4)
-    # Within a box 32 bits are enough (`Table` refuses larger ones), and dividing 64 bits is slow.
-    word = tl.load(tile + 1).to(tl.int32) + tl.arange(0, TILE)
+def _tile(addresses, table, of_tile, WORD: tl.constexpr, TILE: tl.constexpr):
+    """This program's run in the table, its words' numbers there, which of them exist, and where they lie."""
+    tile = of_tile + tl.program_id(0) * 2
+    run = table + tl.load(tile).to(tl.int64) * 8
+    step, rows, row = tl.load(run + 2), tl.load(run + 3), tl.load(run + 4)
+    # Within a run 32 bits are enough (`Table` refuses larger ones), and dividing 64 bits is slow.
+    word = tl.load(tile + 1) + tl.arange(0, TILE)
     there = word < (rows * row).to(tl.int32)
     length = row.to(tl.int32)
     at_row = word // length
-    local = tl.load(box).to(tl.pointer_type(WORD)) + at_row * step + (word - at_row * length)
-    packed = flat.to(tl.pointer_type(WORD)) + place + word
+    owner = tl.load(addresses + tl.load(run)).to(tl.pointer_type(WORD))
+    return run, word, there, owner + tl.load(run + 1) + at_row * step + (word - at_row * length)
+
+
+@triton.jit
+def _copy(addresses, table, of_tile, flat, PACK: tl.constexpr, WORD: tl.constexpr, TILE: tl.constexpr):
+    run, word, there, local = _tile(addresses, table, of_tile, WORD, TILE)
+    packed = flat.to(tl.pointer_type(WORD)) + tl.load(run + 5) + word
     if PACK:
         tl.store(packed, tl.load(local, mask=there), mask=there)
     else:
         tl.store(local, tl.load(packed, mask=there), mask=there)
+
+
+@triton.jit
+def _sum(addresses, table, of_tile, sums, WORD: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr):
+    run, word, there, local = _tile(addresses, table, of_tile, WORD, TILE)
+    byte = tl.load(run + 7) + word.to(tl.int64) * SIZE  # from the box's first one
+    value = tl.load(local, mask=there, other=0).to(tl.int64)
+    if SIZE < 8:
+        value = (value & ((1 << SIZE * 8) - 1)) << (byte % 8 * 8)
+    total = tl.sum(value * (byte // 8 * 2 + 1), axis=0)
+    tl.atomic_add(sums + tl.load(run + 6), total)

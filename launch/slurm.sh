@@ -11,7 +11,8 @@
 # (SBATCH_PARTITION, SBATCH_ACCOUNT, …); settings of the run are arguments after the script's name; the rest is:
 #
 #   SKYRL_MEGA_HOME         this repository, seen by every node (the directory that sbatch was called in)
-#   SKYRL_MEGA_PYTHON       an interpreter with the environment (.venv/bin/python; python3 in a container)
+#   SKYRL_MEGA_VENV         the environment: a folder (.venv-cuda where the job has GPUs, else .venv); no container
+#   SKYRL_MEGA_PYTHON       an interpreter with the environment (bin/python of SKYRL_MEGA_VENV; python3 in a container)
 #   SKYRL_MEGA_CONTAINER    an image: *.sif runs with apptainer, anything else with enroot through pyxis
 #   SKYRL_MEGA_MOUNTS       SOURCE:TARGET[,…] more that the container sees
 #   SKYRL_MEGA_SRUN         more arguments of the srun that starts the tasks
@@ -40,7 +41,7 @@ run() {
 
     local python=${SKYRL_MEGA_PYTHON:-} mounts=$PWD:$PWD${SKYRL_MEGA_MOUNTS:+,$SKYRL_MEGA_MOUNTS} flags=() inside=()
     case ${SKYRL_MEGA_CONTAINER:-} in
-        '') python=${python:-$PWD/.venv/bin/python} ;;
+        '') python=${python:-$(environment)} || exit 2 ;;
         *.sif) inside=(apptainer exec --nv --bind "$mounts" --pwd "$PWD" "$SKYRL_MEGA_CONTAINER") ;;
         *) flags=(--container-image="$SKYRL_MEGA_CONTAINER" --container-mounts="$mounts" --container-workdir="$PWD") ;;
     esac
@@ -69,6 +70,26 @@ run() {
     fi
     say "exit $code"
     exit "$code"
+}
+
+# The interpreter of the environment in the repository: with GPUs that of `make cuda`, as torch for CPUs sees none.
+environment() {
+    local venv=${SKYRL_MEGA_VENV:-} gpus=${SLURM_GPUS_ON_NODE:-0}
+    if [[ ! $venv && $gpus != 0 ]]; then
+        venv=.venv-cuda
+        if [[ ! -x $venv/bin/python ]]; then
+            say "error: $PWD/$venv is not there, and this job has $gpus GPUs on a node: \`make cuda\` makes it;" \
+                "or give SKYRL_MEGA_VENV, SKYRL_MEGA_PYTHON or SKYRL_MEGA_CONTAINER" >&2
+            return 2
+        fi
+    fi
+    venv=${venv:-.venv}
+    if [[ ! -x $venv/bin/python ]]; then
+        say "error: $venv/bin/python is not there: \`make\` makes .venv, \`make cuda\` .venv-cuda; or give" \
+            "SKYRL_MEGA_VENV, SKYRL_MEGA_PYTHON or SKYRL_MEGA_CONTAINER" >&2
+        return 2
+    fi
+    realpath --no-symlinks "$venv/bin/python"
 }
 
 # Nodes of the allocation that say so themselves, or cannot run a command within 30 s; separated by commas.

@@ -32,6 +32,14 @@ fi
 
 stage "$(grep -c == "$lock") packages of $lock"
 "${pip[@]}" --no-deps -r "$lock"
+# Transformer Engine's Python, for tests/cuda. Beside the environment, not in it: without its compiled extension
+# megatron-core cannot be imported next to it. Where no index has it those tests skip, and say so.
+engine=$(grep '^transformer-engine==' requirements/cuda.lock)
+if [[ ! -d .venv/rehearsal/${engine/-engine==/_engine-}.dist-info ]]; then
+    stage "$engine, to rehearse CUDA with"
+    rm -rf .venv/rehearsal
+    "${pip[@]}" --no-deps --target .venv/rehearsal "$engine" || stage "$engine cannot be had: its tests skip"
+fi
 stage "skyrl_mega, editable"
 "${pip[@]}" --no-deps --no-build-isolation -e .
 stage "first import of everything"

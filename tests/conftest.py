@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+import skyrl_mega.cluster  # noqa: F401  (before any test's module imports Ray: it then listens on loopback alone)
+
 if TYPE_CHECKING:
     from skyrl_mega.rollout.chat import Chat
 

@@ -4,5 +4,5 @@ import os
 
 # A private cluster listens on the loopback interface alone. Ray replaces 127.0.0.1 by the host's address unless it is
 # told, before its import, that this machine is no part of a cluster.
-if "RAY_ADDRESS" not in os.environ:
+if not os.environ.get("RAY_ADDRESS"):
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")

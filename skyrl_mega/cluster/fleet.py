@@ -6,7 +6,7 @@ then STALE until somebody has brought it up to date. Nobody asks an actor that i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from enum import Enum
 from typing import Any
@@ -32,16 +32,27 @@ class Fleet:
     """Actors that do the same work, by rank. All of them have been started when it is made.
 
     Args:
-        group: Actors with `start()`, which returns when one is ready to be brought up to date.
+        group: Actors with `start(facts)`, which returns when one is ready to be brought up to date.
         restarts: How many may be started again, all in all.
         start_timeout_s: Seconds until one is up again.
         say: Tells a person what happens.
+        facts: By rank, what `start` returned; the one that comes into an actor's place is given it.
     """
 
     def __init__(
-        self, group: ActorGroup, *, restarts: int, start_timeout_s: float, say: Callable[[str], None] = print
+        self,
+        group: ActorGroup,
+        *,
+        restarts: int,
+        start_timeout_s: float,
+        say: Callable[[str], None] = print,
+        facts: Sequence[Any] | None = None,
     ) -> None:
         self.group, self.restarts, self.start_timeout_s, self.say = group, restarts, start_timeout_s, say
+        self.facts: list[Any] = [None] * len(group) if facts is None else list(facts)
+        self.make_room: Callable[[int], None] | None = None
+        """Called with the rank of an actor that is about to be started again: what else is on its devices gives back
+        memory that it does not need."""
         self.states = [State.STALE] * len(group)
         self._starting: dict[int, Future[None]] = {}
         self._threads = ThreadPoolExecutor(len(group), thread_name_prefix="restart")
@@ -106,7 +117,9 @@ class Fleet:
 
     def _restart(self, rank: int) -> None:
         self.group.replace(rank, self.start_timeout_s)
-        gather([self.group.submit(rank, "start")], self.start_timeout_s)
+        if self.make_room is not None:
+            self.make_room(rank)
+        gather([self.group.submit(rank, "start", self.facts[rank])], self.start_timeout_s)
 
     def submit(self, ranks: Collection[int], method: str, *args: Any) -> list[Call]:
         """Starts one call at each of these."""

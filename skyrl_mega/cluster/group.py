@@ -15,7 +15,7 @@ from typing import Any, NoReturn
 from skyrl_mega.cluster import guard
 from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, ClusterError, NodeGone
 from skyrl_mega.cluster.host import Seat, Whereabouts, hosted, machine
-from skyrl_mega.cluster.placement import Placement
+from skyrl_mega.cluster.placement import Placement, Slot, by_gpu
 from skyrl_mega.config.errors import UserError
 
 SETTLE_S = 2.0
@@ -44,6 +44,7 @@ class ActorGroup:
         self.logs: list[str | None] = [None] * len(actors)
         self.where: list[Whereabouts] = []
         self._start: Callable[[int], Any] | None = None
+        self._seats: list[tuple[Seat, dict[str, Any]]] = []
         self._ended = False
         self._lock = threading.Lock()
 
@@ -66,7 +67,8 @@ class ActorGroup:
             actor_class: A plain class; methods that are `async def` make its actors concurrent.
             arguments: Keyword arguments of each rank's constructor.
             timeout: Seconds until the last constructor has returned.
-            placement: Reserved slots by rank; the group releases them at its end. None leaves the choice to Ray.
+            placement: Reserved slots; the group releases them at its end. Ranks take them in order, and where Ray has
+                dealt out GPUs in the order of `placement.by_gpu`. None leaves the choice to Ray.
             env: Environment variables of every actor's process.
             logs: Folder of the log files; None keeps Ray's own.
 
@@ -80,17 +82,22 @@ class ActorGroup:
         remote = ray.remote(hosted(actor_class))
         files = [None if logs is None else str(logs.absolute() / f"{name}-{r}.log") for r in range(len(arguments))]
 
-        def start(rank: int) -> Any:
-            slot = None if placement is None else placement.slots[rank]
+        def start(slot: Slot | None) -> Any:
             options = {"num_cpus": 0} if slot is None else slot.options()
             variables = (env or {}) | (slot.env if slot else {})
-            runtime = {"env_vars": variables} if variables else None
-            seat = Seat(name, rank, files[rank])
-            return remote.options(**options, runtime_env=runtime).remote(seat, (), arguments[rank])
+            return remote.options(**options, runtime_env={"env_vars": variables} if variables else None).remote()
 
-        group = cls(name, [start(rank) for rank in range(len(arguments))], placement)
-        group.logs, group._start = files, start
-        group.where = group.call_all("seated", timeout=timeout)
+        until = time.monotonic() + timeout
+        slots: list[Slot | None] = [None] * len(arguments) if placement is None else [*placement.slots]
+        group = cls(name, [start(slot) for slot in slots], placement)
+        group.logs = files
+        where = group.call_all("whereabouts", timeout=timeout)
+        order = by_gpu(where)
+        slots, group.actors = [slots[i] for i in order], [group.actors[i] for i in order]
+        group.where = [where[i] for i in order]
+        group._start = lambda rank: start(slots[rank])
+        group._seats = [(Seat(name, rank, files[rank]), given) for rank, given in enumerate(arguments)]
+        group.call_all("seated", per_rank=group._seats, timeout=max(0.0, until - time.monotonic()))
         return group
 
     def __len__(self) -> int:
@@ -157,7 +164,9 @@ class ActorGroup:
             if self._ended:
                 raise ClusterError(f"{self.name}-{rank} is not started again: its group has been ended")
             self.actors[rank] = self._start(rank)
-        self.where[rank] = gather([self.submit(rank, "seated")], timeout)[0]
+        until = time.monotonic() + timeout
+        self.where[rank] = gather([self.submit(rank, "whereabouts")], timeout)[0]
+        gather([self.submit(rank, "seated", *self._seats[rank])], max(0.0, until - time.monotonic()))
 
     def shutdown(self) -> None:
         """Ends this group's actors and their child processes, and no others. Returns when they are gone."""

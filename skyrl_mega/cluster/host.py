@@ -9,12 +9,14 @@ import socket
 import struct
 import subprocess
 import sys
+import sysconfig
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.cluster import guard
+from skyrl_mega.cluster import guard, numa
 
 
 @dataclass(frozen=True)
@@ -82,9 +84,44 @@ _guards: list[subprocess.Popen[bytes]] = []
 """Held for the life of the process: a collected one would close its pipe."""
 
 
-def settle_in(seat: Seat) -> None:
-    """Gives the process a group and a temporary folder of its own, with a guard that removes both; sends its output to
-    its log file; has gloo listen where Ray does."""
+def settle_in() -> None:
+    """Gives the process a group and a temporary folder of its own, with a guard that removes both; tells the libraries
+    under torch what they do not find out by themselves."""
+    if os.getpgrp() != os.getpid():
+        os.setpgid(0, 0)
+    # vLLM leaves sockets behind when it is ended from outside; what torch compiles is kept where it always is.
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="skyrl-actor-")
+    _guards.append(start_guard("group", tempfile.tempdir))
+    _guards[-1].wait()  # its first process; the guard itself is that one's child
+    os.environ |= library_settings(os.environ)
+    import ray
+
+    if interface := interface_of(ray.util.get_node_ip_address()):
+        # Gloo would take whatever address the host name resolves to, which may be a loopback address.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+
+
+def library_settings(env: Mapping[str, str]) -> dict[str, str]:
+    """What CUDA, NCCL and Transformer Engine are told in every actor, where the user has not told them otherwise.
+
+    Args:
+        env: The process's environment.
+    """
+    # CUDA counts devices as NVML and Ray do, not by speed.
+    settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    if "NCCL_DEBUG" not in env:
+        # A few lines for each communicator. Without them nobody learns that NCCL fell back to TCP.
+        settings |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
+    cudnn = Path(sysconfig.get_path("purelib"), "nvidia", "cudnn")
+    if cudnn.is_dir():
+        # Transformer Engine would take the machine's, beside the one that torch has loaded.
+        settings["CUDNN_PATH"] = str(cudnn)
+    return {name: value for name, value in settings.items() if name not in env}
+
+
+def take(seat: Seat) -> None:
+    """Sends the process's output to its log file, and keeps it on the CPUs nearest to its GPUs."""
     if seat.log is not None:
         log = Path(seat.log)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -94,18 +131,9 @@ def settle_in(seat: Seat) -> None:
         os.dup2(fd, 1)
         os.dup2(fd, 2)
         os.close(fd)
-    if os.getpgrp() != os.getpid():
-        os.setpgid(0, 0)
-    # vLLM leaves sockets behind when it is ended from outside; what torch compiles is kept where it always is.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
-    os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="skyrl-actor-")
-    _guards.append(start_guard("group", tempfile.tempdir))
-    _guards[-1].wait()  # its first process; the guard itself is that one's child
-    import ray
-
-    if interface := interface_of(ray.util.get_node_ip_address()):
-        # Gloo would take whatever address the host name resolves to, which may be a loopback address.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    devices = numa.visible()
+    if cpus := numa.bind(devices):
+        print(f"{seat.name}: on CPUs {numa.text(cpus)}, nearest to GPU {','.join(devices)}", flush=True)
 
 
 def start_guard(what: str, folder: str) -> subprocess.Popen[bytes]:
@@ -121,27 +149,25 @@ def start_guard(what: str, folder: str) -> subprocess.Popen[bytes]:
 
 
 def hosted(cls: type) -> type:
-    """A subclass of `cls` that settles in first, keeps an error of the constructor for `seated`, and says where it
-    runs."""
+    """A subclass of `cls` whose process settles in first and becomes a `cls` only when it is told which.
+
+    So its rank may follow from where it runs.
+    """
 
     class Hosted(cls):
-        def __init__(self, seat: Seat, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            self._seat_error: Exception | None = None
-            settle_in(seat)
-            # Ray would tell of a failed constructor by its traceback's text only; `seated` raises the error itself.
-            try:
-                super().__init__(*args, **kwargs)
-            except Exception as error:
-                self._seat_error = error
+        def __init__(self) -> None:
+            settle_in()
 
-        def seated(self) -> Whereabouts:
-            if self._seat_error is not None:
-                raise self._seat_error
+        def whereabouts(self) -> Whereabouts:
             import ray
 
             context = ray.get_runtime_context()
             gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
             return Whereabouts(machine(), os.getpid(), ray.util.get_node_ip_address(), context.get_node_id(), gpus)
+
+        def seated(self, seat: Seat, kwargs: dict[str, Any]) -> None:
+            take(seat)
+            super().__init__(**kwargs)
 
         def free_port(self) -> int:
             """A TCP port that nobody listens on at this moment, on the actor's node."""

@@ -26,6 +26,10 @@ ENVIRONMENT = {
     "RAY_DEDUP_LOGS": "0",
     # Ray would start bare workers ahead of time. Ours come with an environment of their own, so those would stay idle.
     "RAY_prestart_worker_first_driver": "0",
+    # The thread that collects Ray's metrics of a worker has been seen to crash it (Ray 2.60, in OpenTelemetry's
+    # buildMetrics). The first of these alone would have OpenCensus collect them.
+    "RAY_enable_open_telemetry": "0",
+    "RAY_enable_metrics_collection": "0",
 }
 """Settings of Ray for its drivers and for every node that we start."""
 
@@ -110,6 +114,14 @@ def session(
             assert guard.stdin is not None
             guard.stdin.close()
             guard.wait()
+
+
+def gpus_joined(nodes: int, timeout_s: float) -> float:
+    """GPUs of the cluster that RAY_ADDRESS names. Raises, and waits for its nodes, as `session` does."""
+    with session(actors=0, nodes=nodes, timeout_s=timeout_s):
+        import ray
+
+        return float(ray.cluster_resources().get("GPU", 0))
 
 
 @contextlib.contextmanager

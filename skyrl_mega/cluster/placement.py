@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -34,7 +35,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Placement:
-    """Slots by rank."""
+    """Slots, in order."""
 
     slots: tuple[Slot, ...]
     groups: tuple[PlacementGroup, ...] = ()
@@ -62,12 +63,12 @@ def worker_nodes() -> list[Node]:
     import ray
 
     alive = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU")]
-    return sorted((Node(n["NodeID"], n["NodeManagerAddress"]) for n in alive), key=_order)
+    return sorted((Node(n["NodeID"], n["NodeManagerAddress"]) for n in alive), key=lambda n: _order(n.address, n.id))
 
 
-def _order(node: Node) -> tuple[list[int], str, str]:
+def _order(address: str, node: str) -> tuple[list[int], str, str]:
     """10.0.0.9 comes before 10.0.0.10; nodes of one address have an order too."""
-    return [int(part) for part in node.address.split(".") if part.isdigit()], node.address, node.id
+    return [int(part) for part in address.split(".") if part.isdigit()], address, node
 
 
 def reserve(actors: int, *, gpus: int = 0, per_node: int | None = None, timeout_s: float = 60.0) -> Placement:
@@ -103,6 +104,25 @@ def reserve(actors: int, *, gpus: int = 0, per_node: int | None = None, timeout_
             f"the cluster has {_text(total)} in all"
         )
     return placement
+
+
+def by_gpu(where: Sequence[Whereabouts]) -> list[int]:
+    """In which order actors take their ranks, where Ray has dealt GPUs to all of them: node by node, the nodes with
+    most of them first, then by address; within a node by GPU.
+
+    So rank r sits on GPU r mod 8 of its node everywhere, and what ranks of different nodes exchange stays between NICs
+    of one rail. Ray itself deals the GPUs of a node in any order.
+    """
+    if not where or not all(actor.gpus for actor in where):
+        return list(range(len(where)))
+    counts = Counter(actor.node for actor in where)
+
+    def key(index: int) -> tuple[Any, ...]:
+        actor = where[index]
+        gpus = [(0, int(gpu), "") if gpu.isdigit() else (1, 0, gpu) for gpu in actor.gpus]
+        return -counts[actor.node], *_order(actor.address, actor.node), gpus
+
+    return sorted(range(len(where)), key=key)
 
 
 def beside(where: Sequence[Whereabouts], actors: int, *, gpus: int) -> Placement:

@@ -6,7 +6,6 @@ checked by `skyrl_mega.launch.inputs`.
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
@@ -15,6 +14,7 @@ from typing import Any
 from skyrl_mega.config.derived import (
     engine_data,
     engine_ranks,
+    fp8_parameters,
     gpus_needed,
     length_limit,
     policy_ranks,
@@ -81,16 +81,9 @@ def check_evaluation(config: Config, engines: bool = True) -> None:
 
 
 def check_values(config: Config) -> None:
-    """Every single value against the `allowed`, `low` and `high` of its key."""
+    """Every single value against what its key allows."""
     for name, value in _values(config, ""):
-        key = keys()[name]
-        low, high = key.metadata.get("low"), key.metadata.get("high")
-        allowed = key.metadata.get("allowed")
-        wrong = allowed is not None and value not in allowed
-        if isinstance(value, float) or (low is not None and value is not None):
-            within = (low is None or value >= low) and (high is None or value <= high)
-            wrong = not (math.isfinite(value) and within)
-        if wrong:
+        if not (key := keys()[name]).allows(value):
             raise UserError(f"{name} = {value}: allowed is {key.allowed}")
 
 
@@ -253,6 +246,11 @@ def check_topology(c: Config) -> None:
 def _cluster(c: Config, planned: bool) -> None:
     check_topology(c)
     _engines(c, planned)
+    if c.policy.spec == "te" and c.cluster.device == "cpu":
+        raise UserError(
+            "policy.spec = te: Transformer Engine computes on CUDA alone, and cluster.device is cpu; allowed there is "
+            "local or auto"
+        )
     if c.cluster.device == "cuda" or (planned and c.cluster.device == "auto"):
         check_gpus(c)
 
@@ -268,8 +266,7 @@ def _engines(c: Config, planned: bool = False) -> None:
 
 
 def _wire(c: Config) -> None:
-    overrides = c.rollout.options.get("hf_overrides")
-    if isinstance(overrides, dict) and overrides.get("quantization_config") and c.weights.wire != "fp8":
+    if fp8_parameters(c.rollout) and c.weights.wire != "fp8":
         raise UserError(
             f"weights.wire = {c.weights.wire}: allowed is fp8 where rollout.options.hf_overrides.quantization_config "
             "makes engines that take FP8 numbers and scales; or let them quantise what arrives, with "

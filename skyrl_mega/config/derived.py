@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from skyrl_mega.config.schema import Config, RolloutConfig, SamplingConfig
+from skyrl_mega.config.schema import Config, PolicyConfig, RolloutConfig, SamplingConfig
+
+FILL = 2
+"""An engine is given no more requests at once than would fill its KV cache so many times, were all of them as long as
+they may become. vLLM takes in whatever fits at the moment; when running sequences then outgrow the cache, it drops some
+and computes them once more. At 2 that happens only where most become longer than half of what they may, all of them at
+the same time."""
 
 
 def policy_ranks(config: Config) -> int:
@@ -15,6 +21,11 @@ def policy_ranks(config: Config) -> int:
 def reference_ranks(config: Config) -> int:
     """Processes of a reference with a layout of its own; 0 without one."""
     return (config.reference.ranks or policy_ranks(config)) if config.reference.layout else 0
+
+
+def overlaps(policy: PolicyConfig, device: str) -> bool:
+    """Whether a policy on this device (`cpu` or `cuda`) communicates while it computes."""
+    return device == "cuda" if policy.overlap is None else policy.overlap
 
 
 def gpus_needed(config: Config) -> int:
@@ -36,6 +47,17 @@ def engine_data(rollout: RolloutConfig) -> int:
 def engine_ranks(rollout: RolloutConfig) -> int:
     """Workers of one engine."""
     return rollout.tensor * engine_data(rollout)
+
+
+def eager(rollout: RolloutConfig, device: str) -> bool:
+    """Whether engines run without compilation and CUDA graphs. `auto` is planned as CUDA."""
+    return device == "cpu" if rollout.eager is None else rollout.eager
+
+
+def fp8_parameters(rollout: RolloutConfig) -> bool:
+    """Whether engines have the parameters of an FP8 checkpoint: numbers, and a scale for every block of them."""
+    overrides = rollout.options.get("hf_overrides")
+    return isinstance(overrides, dict) and bool(overrides.get("quantization_config"))
 
 
 def response_limit(rollout: RolloutConfig) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import types
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -50,6 +51,13 @@ class Key:
             elif low is not None:
                 words += f" of at least {low:g}"
         return words + (" or null" if self.nullable else "")
+
+    def allows(self, value: Any) -> bool:
+        """Whether `value`, of the key's type, is within `allowed`, `low` and `high`; what follows from others aside."""
+        low, high = self.metadata.get("low"), self.metadata.get("high")
+        if isinstance(value, float) or (low is not None and value is not None):
+            return math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high)
+        return "allowed" not in self.metadata or value in self.metadata["allowed"]
 
 
 @cache

@@ -74,7 +74,8 @@ class RatesConfig:
     host_gb_s: float = at_least(0.001, 50.0)
     """GB/s from host memory to one GPU."""
     layer_us: float = at_least(0, 100.0)
-    """Microseconds of launches and small collectives in one layer of one forward pass."""
+    """Microseconds of launches and small collectives in one layer of one forward pass, of the policy and of engines
+    with CUDA graphs; an eager engine takes at least 400."""
     length_share: float = between(0.01, 1, 0.5)
     """Mean length of prompts and responses over their limits."""
 
@@ -93,9 +94,10 @@ class ClusterConfig:
     """Policy and engines share the GPUs instead of having some each. Both stay in memory all the time: what
     `rollout.memory_fraction` leaves is the policy's."""
     gpu_memory_gib: Optional[float] = at_least(1, None)
-    """Memory of one GPU; None asks the GPU in a run, and is 80 in a dry run."""
+    """Memory of one GPU; None asks the GPU in a run, and is 79.1 in a dry run, what an H100 of 80 GB has."""
     gpu_reserve_gib: float = at_least(0, 3.0)
-    """What CUDA, NCCL, libraries and gaps between tensors take of it in a policy process; half in an engine worker."""
+    """What CUDA, NCCL and libraries take of it in a policy process. What its allocator cannot use, and what an engine
+    worker takes beside its share, are counted apart (docs/dry-run.md)."""
     host_memory_gib: Optional[float] = at_least(1, None)
     """Memory of one node; None does not check it."""
     topology: TopologyConfig = field(default_factory=TopologyConfig)
@@ -228,6 +230,12 @@ class PolicyConfig:
     """AdamW and its schedule."""
     moe: MoeConfig = field(default_factory=MoeConfig)
     """Router settings."""
+    spec: str = one_of("auto", "te", "local")
+    """Modules of a layer. te: Transformer Engine's, which compute on CUDA alone. local: megatron-core's own, with this
+    project's attention and norm. auto: te on CUDA, local on a CPU."""
+    overlap: Optional[bool] = None
+    """Sums gradients over the data-parallel ranks while the backward pass computes, and gathers the parameters that an
+    optimizer step changed while the next forward pass does; None does so on CUDA."""
     micro_tokens: int = at_least(1, 8192)
     """Token budget of one packed micro-batch on one rank (a longer sequence has one of its own)."""
     logit_chunk: int = at_least(1, 1024)
@@ -287,25 +295,32 @@ class RolloutConfig:
     max_turns: int = at_least(1, 1)
     """Turns of one trajectory at most."""
     concurrency: int = at_least(1, 256)
-    """Sequences that one engine runs at once."""
+    """Sequences that one engine runs at once at most. It is given no more requests than fill its KV cache twice, were
+    all as long as they may become."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How training samples are drawn."""
     env_timeout_s: float = at_least(0.1, 60.0)
     """Seconds for one environment step."""
     trajectory_timeout_s: Optional[float] = at_least(0.1, None)
-    """Seconds for one trajectory, from its first request on, waiting for an engine included. Past it the trajectory is
-    truncated: what was generated until then is kept and judged. None has no end; another machine, another end."""
+    """Seconds for one trajectory, from its first request on, waiting for an engine included: below the seconds that the
+    whole generation takes, it truncates the trajectories that come last. Past it the trajectory is truncated: what was
+    generated until then is kept and judged. None has no end; another machine, another end."""
     step_wise: str = one_of("off", "turns", "merged")
     """What one training sample is. off: a trajectory. turns: a turn, with all that the policy saw before it; for
     environments that rewrite the conversation. merged: the same, with turns that only continue one another in one."""
     request_timeout_s: float = at_least(1, 600.0)
-    """Seconds for one generation request."""
+    """Seconds that an engine may leave all of its requests without a new token; past it, it is started again and others
+    take them. A request has no limit but `sampling.max_tokens`: however long it waits, and however slow its tokens are.
+    Of an endpoint that is evaluated: seconds for one attempt."""
     restarts: int = at_least(0, 10)
     """Engines that are started again after a fault, in one run; past it the run ends and names the first cause."""
     threads: int = at_least(1, 1)
     """CPU threads of one engine worker (CPU only)."""
-    eager: bool = True
-    """Runs the engine without graph capture or compilation."""
+    eager: Optional[bool] = None
+    """Runs the engine without compilation and CUDA graphs: every token then pays for thousands of launches from Python,
+    an estimated two to four times as slow on an H100. None does so on a CPU only. SkyRL's script for DAPO is eager, for
+    an instability of the vLLM of its day; weights are updated in place here, so graphs keep reading them. Give true to
+    rule graphs out where `mismatch` figures or a loss look wrong."""
     options: dict[str, Any] = field(default_factory=dict)
     """More vLLM engine arguments, by their own names."""
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+# Loaded here, not where it is first named: while its extension modules load, a signal's exception is lost in them.
+from numpy.random import Generator
+
 from skyrl_mega.config.errors import UserError
 
 ENUMERATE_UP_TO = 3
@@ -11,7 +14,7 @@ ENUMERATE_UP_TO = 3
 
 
 def disjoint_pairs(
-    digits: int, train: int, test: int, rng: np.random.Generator, second: int | None = None
+    digits: int, train: int, test: int, rng: Generator, second: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draws distinct pairs of numbers for training and testing.
 
@@ -48,7 +51,7 @@ def disjoint_pairs(
     return train_pairs[:train], test_pairs[:test]
 
 
-def _ordered_pairs(first: int, second: int, wanted: int, rng: np.random.Generator) -> np.ndarray:
+def _ordered_pairs(first: int, second: int, wanted: int, rng: Generator) -> np.ndarray:
     """Pairs of a number of `first` digits and one of `second`: none is another's mirror image."""
     lows = np.array([10 ** (first - 1), 10 ** (second - 1)])
     if first + second <= 2 * ENUMERATE_UP_TO:
@@ -58,7 +61,7 @@ def _ordered_pairs(first: int, second: int, wanted: int, rng: np.random.Generato
     return rng.permutation(np.unique(drawn, axis=0))
 
 
-def _unordered_pairs(digits: int, wanted: int, rng: np.random.Generator) -> np.ndarray:
+def _unordered_pairs(digits: int, wanted: int, rng: Generator) -> np.ndarray:
     low, high = 10 ** (digits - 1), 10**digits
     if digits <= ENUMERATE_UP_TO:
         a, b = np.triu_indices(high - low)
@@ -73,6 +76,6 @@ def _first_with(unordered: np.ndarray, count: int) -> int:
     return int(np.searchsorted(ordered, count)) + 1 if count else 0
 
 
-def _both_orders(unordered: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _both_orders(unordered: np.ndarray, rng: Generator) -> np.ndarray:
     mirrored = unordered[unordered[:, 0] != unordered[:, 1]][:, ::-1]
     return rng.permutation(np.concatenate([unordered, mirrored]))

@@ -191,8 +191,8 @@ class Client:
             state = "holds another key" if self.endpoint.key else "is not set"
             return f"the environment variable {self.endpoint.key_variable} {state}"
         if status == 404:
-            return f"mend --endpoint, or --served-model {self.endpoint.model}"
-        return "mend the setting it names; --request '{\"field\": null}' takes a field out of the requests"
+            return f"fix --endpoint, or --served-model {self.endpoint.model}"
+        return "fix the setting it names; --request '{\"field\": null}' takes a field out of the requests"
 
 
 class MessageAgent(Agent):

@@ -11,7 +11,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,11 @@ import torch
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.export.job import Job, Origin, plan_job
-from skyrl_mega.export.metadata import read_metadata
 from skyrl_mega.export.pool import run
 from skyrl_mega.export.progress import Progress
 from skyrl_mega.export.source import Source, check_output
+from skyrl_mega.weights.box_files import read_entries
+from skyrl_mega.weights.checkpoint_header import read_header
 from skyrl_mega.weights.files import write_beside
 
 _LOCK = ".lock"
@@ -46,7 +47,7 @@ class Exported:
     verified: bool
     """Whether every tensor was read back and compared."""
     without_master: tuple[str, ...]
-    """Keys whose weights were taken, because the optimizer holds no copy of them."""
+    """Tensors whose weights were taken, because the optimizer holds no copy of them."""
 
 
 def export(
@@ -83,9 +84,10 @@ def export(
     progress = progress or Progress(None)
     start = time.perf_counter()
     check_output(output)
-    job = plan_job(source.hf, read_metadata(source.folder), dtype=dtype, origin=origin, file_bytes=file_bytes)
+    header = read_header(source.folder)
+    entries = read_entries(source.folder, header, header.tensors)
+    job = plan_job(source.hf, header, entries, dtype=dtype, origin=origin, file_bytes=file_bytes)
     _check_room(output, job)
-    job = _located(job, output, workers, progress)
     proving = 0.0
     with _partial(output) as partial:
         for file in job.files:
@@ -128,20 +130,10 @@ def _check_room(output: Path, job: Job) -> None:
         )
 
 
-def _located(job: Job, folder: Path, workers: int, progress: Progress) -> Job:
-    """The job with the place of every record's elements. Reads the head and the tail of each record."""
-    records = list(job.records)
-    with progress.phase("check", len(records), unit="records") as phase:
-        for index, (data, crc) in run(job, folder, "locate", range(len(records)), workers):
-            records[index] = replace(records[index], data=data, crc=crc)
-            phase.advance(1)
-    return replace(job, records=tuple(records))
-
-
 def _prove(job: Job, partial: Path, workers: int, progress: Progress) -> None:
     compared = 0
     with progress.phase("verify", job.nbytes) as phase:
-        for _, elements in run(job, partial, "compare", range(len(job.records)), workers):
+        for _, elements in run(job, partial, "compare", range(len(job.entries)), workers):
             compared += elements
             phase.advance(elements * job.dtype.itemsize)
     if compared * job.dtype.itemsize != job.nbytes:

@@ -12,6 +12,7 @@ import yaml
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.trainer.checkpoints import Checkpoints
+from skyrl_mega.weights.checkpoint_header import refuse_old
 from skyrl_mega.weights.headers import read_config
 
 
@@ -20,7 +21,7 @@ class Source:
     """A checkpoint that is to be exported."""
 
     folder: Path
-    """The distributed checkpoint."""
+    """The policy's files."""
     model: Path
     """The Hugging Face directory whose configuration and tokenizer go with it."""
     hf: dict[str, Any]
@@ -31,7 +32,7 @@ def find(path: Path, step: int | None, model: Path | None) -> Source:
     """The checkpoint that a command line means.
 
     Args:
-        path: a run's folder, one of its checkpoints, or a distributed checkpoint.
+        path: a run's folder, one of its checkpoints, or the policy's folder in one.
         step: of a run; None is the newest.
         model: a Hugging Face directory; None is the run's `model.path`.
 
@@ -51,6 +52,7 @@ def find(path: Path, step: int | None, model: Path | None) -> Source:
         folder = path
         if path.resolve().name == "policy":
             run = path.resolve().parents[2]
+    refuse_old(folder)
     found = model or _model_of(run, path)
     return Source(folder, found, read_config(found))
 

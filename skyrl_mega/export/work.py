@@ -1,11 +1,11 @@
-"""What a worker does with its share: find the elements in the records, write batches of rows, compare them again."""
+"""What a worker does with its share: write batches of rows, compare them again."""
 
 from __future__ import annotations
 
+import io
 import os
 import zlib
-from collections import defaultdict
-from collections.abc import Iterator
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 
@@ -14,9 +14,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.export.job import Job, first_element, within
-from skyrl_mega.export.records import Record, locate, read
-from skyrl_mega.layout.box import Box, Piece
+from skyrl_mega.export.job import Job, within
+from skyrl_mega.layout.box import Box
+from skyrl_mega.weights.box_files import MASTER, Entry, damaged, read_into
 
 
 class Different(RuntimeError):
@@ -27,7 +27,7 @@ class Worker:
     """One process's part. Besides two buffers of `job.buffer_bytes` it keeps nothing.
 
     Args:
-        job: the plan; `locate` needs no located records, everything else does.
+        job: the plan.
         folder: the files that are written.
     """
 
@@ -35,11 +35,6 @@ class Worker:
         self.job, self.folder = job, folder
         self._out = torch.empty(job.buffer_bytes, dtype=torch.uint8)
         self._scratch = torch.empty(job.buffer_bytes, dtype=torch.uint8)
-        self._held: dict[int, list[Piece]] = {}
-
-    def locate(self, index: int) -> tuple[int, int]:
-        """Where the elements of a record begin, and their CRC-32."""
-        return locate(self.job.records[index])
 
     def write(self, index: int) -> int:
         """Writes a batch; returns its bytes."""
@@ -49,13 +44,12 @@ class Worker:
             shape = (slab.rows, *job.shapes[slab.tensor][1:])
             size = prod(shape) * job.dtype.itemsize
             rows = self._out[at : at + size].view(job.dtype).view(shape)
-            for number, piece, box in within(job.pieces[slab.tensor], slab.first, slab.rows):
-                record = job.records[number]
+            for entry, box in within(job, slab):
                 into = rows[Box((box.start[0] - slab.first, *box.start[1:]), box.shape).slices()]
-                if record.dtype == job.dtype and into.is_contiguous():  # most: nothing to convert or to scatter
-                    read(record, first_element(record, piece, box.start[0]), box.numel, into.view(-1).view(torch.uint8))
+                if entry.dtype == job.dtype == job.through and into.is_contiguous():  # nothing to convert or to scatter
+                    read_into(_opened(entry.file).fileno(), entry, box, _bytes(into))
                 else:
-                    into.copy_(self._source(record, piece, box))
+                    into.copy_(self._weights(entry, self._source(entry, box)))
             at += size
         first = batch.slabs[0]
         width = prod(job.shapes[first.tensor][1:]) * job.dtype.itemsize
@@ -70,54 +64,52 @@ class Worker:
         return 0
 
     def compare(self, index: int) -> int:
-        """Compares a record with what safetensors reads from the files, bit by bit; returns the elements compared.
+        """Compares an entry with what safetensors reads from the files, bit by bit; returns the elements compared.
 
-        The record's own bytes are compared with the CRC-32 that was written beside them.
+        The entry's own bytes are compared with the CRC-32 that was written beside them.
 
         Raises:
-            Different: names the tensor and the record.
+            Different: names the tensor and the entry.
         """
-        job, record = self.job, self.job.records[index]
-        crc = 0
-        for first, count in _runs(record.box.numel, len(self._scratch) // record.dtype.itemsize):
-            crc = zlib.crc32(read(record, first, count, self._scratch).view(torch.uint8).numpy().data, crc)
-        if crc != record.crc:
-            raise UserError(
-                f"{record}: its CRC-32 is {crc:08x}, it was saved with {record.crc:08x}; the file is damaged"
-            )
-        compared = 0
-        for piece in self._pieces(index):
-            where = self.folder / self._file(piece.tensor)
-            width = prod(piece.box.shape[1:]) * max(record.dtype.itemsize, job.dtype.itemsize)
-            for first, rows in _runs(piece.box.shape[0], len(self._scratch) // width):
-                box = Box((piece.box.start[0] + first, *piece.box.start[1:]), (rows, *piece.box.shape[1:]))
-                with safe_open(str(where), framework="pt") as opened:  # anew, or it maps more and more of the file
-                    found = opened.get_slice(piece.tensor)[box.slices()]
-                if not _same(found, self._source(record, piece, box).to(job.dtype)):
-                    raise Different(f"{where}: {piece.tensor} differs from {record} in rows {box.start[0]} and on")
-                compared += box.numel
-        return compared
+        job, entry = self.job, self.job.entries[index]
+        where, crc = self.folder / self._file(entry.tensor), 0
+        step = max(1, len(self._scratch) // (prod(entry.box.shape[1:]) * entry.dtype.itemsize))
+        for row in range(0, entry.box.shape[0], step):
+            rows = min(step, entry.box.shape[0] - row)
+            box = Box((entry.box.start[0] + row, *entry.box.start[1:]), (rows, *entry.box.shape[1:]))
+            with safe_open(str(where), framework="pt") as opened:  # again, or it maps more and more of the file
+                found = opened.get_slice(entry.tensor)[box.slices()]
+            saved = self._source(entry, box)
+            crc = zlib.crc32(_bytes(saved), crc)
+            if not _same(found, self._weights(entry, saved).to(job.dtype)):
+                raise Different(f"{where}: {entry.tensor} differs from {entry} in rows {box.start[0]} and on")
+        if crc != entry.crc:
+            raise UserError(damaged(entry, crc))
+        return entry.box.numel
 
-    def _source(self, record: Record, piece: Piece, box: Box) -> Tensor:
-        """The rows `box` of a piece, as the record has them; a view of the scratch buffer."""
-        return read(record, first_element(record, piece, box.start[0]), box.numel, self._scratch).view(box.shape)
+    def _source(self, entry: Entry, box: Box) -> Tensor:
+        """A box as the checkpoint has it; a view of the scratch buffer."""
+        saved = self._scratch[: box.numel * entry.dtype.itemsize].view(entry.dtype).view(box.shape)
+        read_into(_opened(entry.file).fileno(), entry, box, _bytes(saved))
+        return saved
 
-    def _pieces(self, index: int) -> list[Piece]:
-        if not self._held:
-            held: dict[int, list[Piece]] = defaultdict(list)
-            for pieces in self.job.pieces.values():
-                for number, piece in pieces:
-                    held[number].append(piece)
-            self._held = held
-        return self._held[index]
+    def _weights(self, entry: Entry, saved: Tensor) -> Tensor:
+        """What is exported of it: of a trained tensor the model's weights, or the masters."""
+        return saved.to(self.job.through) if entry.kind == MASTER else saved
 
     def _file(self, tensor: str) -> str:
         return next(file.name for file in self.job.files if tensor in file.offsets)
 
 
-def _runs(total: int, step: int) -> Iterator[tuple[int, int]]:
-    """Start and length of the runs that `total` is cut into."""
-    return ((at, min(step, total - at)) for at in range(0, total, step))
+@lru_cache(maxsize=256)
+def _opened(file: Path) -> io.FileIO:
+    """An open file; the least recently used one is closed when it falls out."""
+    return open(file, "rb", buffering=0)
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return data
 
 
 def _same(a: Tensor, b: Tensor) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
@@ -9,6 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.config import allocator
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.derived import engine_ranks, length_limit
 from skyrl_mega.config.errors import UserError
@@ -21,9 +23,10 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.known import hub_name
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.sizing import fit
-from skyrl_mega.sizing.batch import batch
-from skyrl_mega.sizing.host import disk, host_memory
+from skyrl_mega.sizing.batch import Batch, batch
+from skyrl_mega.sizing.host import disk, host_memory, shares
 from skyrl_mega.sizing.memory import (
+    GIB,
     MARGIN,
     PolicyMemory,
     engine_memory,
@@ -34,9 +37,9 @@ from skyrl_mega.sizing.memory import (
     reference_memory,
 )
 from skyrl_mega.sizing.placement import nodes
-from skyrl_mega.sizing.times import flops, step_time
+from skyrl_mega.sizing.times import at_once, flops, generate_time, step_time
 from skyrl_mega.weights import report
-from skyrl_mega.weights.cost import cost
+from skyrl_mega.weights.cost import cost, host_time
 from skyrl_mega.weights.layouts import ends
 from skyrl_mega.weights.plan import plan
 
@@ -76,7 +79,8 @@ def values(config: Config, hf: Mapping[str, Any], absent: Sequence[str] = ()) ->
         "model": _model(config, d),
         "policy": _ranks(config, d, parallel, policy_memory),
         "reference": _ranks(config, d, reference, reference_memory) if reference else [],
-        "engines": _engines(config, d),
+        "engines": _engines(config, d, made),
+        "shared": _shared(config, d, parallel),
         "nodes": [
             {
                 **asdict(node),
@@ -89,10 +93,10 @@ def values(config: Config, hf: Mapping[str, Any], absent: Sequence[str] = ()) ->
         "gpu_memory": None if on_cpu(config) else gpu_bytes(config),
         "margin": MARGIN,
         "counted": COUNTED,
-        "disk": asdict(disk(config, d)),
+        "disk": {**asdict(disk(config, d)), "largest_share": asdict(shares(config, d, parallel, placed))},
         "sync": sync,
         "seconds": None if on_cpu(config) else _seconds(config, d, parallel, sync),
-        "notes": _notes(config, d, parallel),
+        "notes": [*_notes(config, d, parallel), *_engine_notes(config, d, made)],
         "absent": list(absent),
     }
 
@@ -130,13 +134,14 @@ def _kinds(memory: PolicyMemory) -> dict[str, Any]:
         "reference": memory.reference,
         "sync": memory.sync,
         "reserve": memory.reserve,
+        "gaps": memory.gaps,
         "phase": memory.busiest,
         "peak": memory.peak,
         "least": memory.least,
     }
 
 
-def _engines(config: Config, d: Decoder) -> dict[str, Any]:
+def _engines(config: Config, d: Decoder, made: Batch) -> dict[str, Any]:
     """One engine; all are alike."""
     rows = []
     for row in layout.workers(config, d):
@@ -150,6 +155,25 @@ def _engines(config: Config, d: Decoder) -> dict[str, Any]:
         "workers": rows,
         "concurrency": config.rollout.concurrency,
         "at_once": min(config.rollout.concurrency, tokens // length_limit(config.rollout)),
+        "usual": at_once(config, tokens, made),
+        "waiting": max(0, -(-made.sequences // config.rollout.engines) - at_once(config, tokens, made)),
+    }
+
+
+def _shared(config: Config, d: Decoder, parallel: Parallel) -> dict[str, Any] | None:
+    """The fullest of the GPUs that policy and engines share, phase by phase."""
+    gpu = fit.shared_gpu(config, d, parallel)
+    if gpu is None:
+        return None
+    held = gpu.policy.held
+    return {
+        "rank": gpu.rank,
+        "policy": {name: gpu.policy.resident + sum(size) for name, size in gpu.policy.phases.items()},
+        "engine": gpu.engine.budget,
+        "beside": gpu.engine.beside,
+        "left": {name: gpu.left(name) for name in gpu.policy.phases},
+        "margin": gpu.margin,
+        "idle": held.gradients + held.optimizer,
     }
 
 
@@ -158,11 +182,12 @@ def _sync(config: Config, hf: Mapping[str, Any]) -> dict[str, Any]:
     start = time.process_time()
     both = ends(config, hf)
     made = plan(both.policy, both.engines, both.topology, itemsize=itemsize(config))
-    return report.values(made, cost(made), time.process_time() - start)
+    host = host_time(made, int(config.weights.bucket_mib * 2**20))
+    return report.values(made, cost(made), host, time.process_time() - start)
 
 
 def _seconds(config: Config, d: Decoder, parallel: Parallel, sync: dict[str, Any] | None) -> dict[str, float]:
-    found = step_time(config, d, parallel, sync["predicted_seconds"] if sync else None)
+    found = step_time(config, d, parallel, sync["sync_seconds"]["later"] if sync else None)
     made = batch(config, parallel)
     gpus = parallel.ranks + (0 if config.cluster.shared else config.rollout.engines * engine_ranks(config.rollout))
     return {
@@ -170,6 +195,26 @@ def _seconds(config: Config, d: Decoder, parallel: Parallel, sync: dict[str, Any
         "step": found.step,
         "tokens_per_second_per_gpu": made.sequences * made.mean / found.step / gpus,
     }
+
+
+def _engine_notes(config: Config, d: Decoder, made: Batch) -> list[str]:
+    """… of engines."""
+    rollout = config.rollout
+    notes: list[str] = []
+    if on_cpu(config):
+        return notes
+    if rollout.tensor > d.kv_heads:
+        notes.append(
+            f"rollout.tensor={rollout.tensor} is above the model's {d.kv_heads} key/value heads: "
+            f"{rollout.tensor // d.kv_heads} workers keep each (docs/recipes.md, Engines)"
+        )
+    limit, seconds = rollout.trajectory_timeout_s, generate_time(config, d, made)
+    if limit is not None and limit < seconds:
+        notes.append(
+            f"rollout.trajectory_timeout_s={limit:g} counts the time that a trajectory waits for an engine, and all of "
+            f"them take about {seconds:.0f} s: those that come last are truncated"
+        )
+    return notes
 
 
 def _notes(config: Config, d: Decoder, parallel: Parallel) -> list[str]:
@@ -196,6 +241,23 @@ def _notes(config: Config, d: Decoder, parallel: Parallel) -> list[str]:
         notes.append(
             f"policy.layout.tensor={parallel.tensor} is above cluster.gpus_per_node={config.cluster.gpus_per_node}: "
             "tensor parallel groups cross nodes, which is slow"
+        )
+    shared = fit.shared_gpu(config, d, parallel)
+    if shared and shared.margin < 0:
+        notes.append(
+            f"tight: by the estimates a shared GPU lacks {-shared.margin / GIB:.1f} GiB in phase "
+            f"{shared.policy.busiest}, though within their margin; lower rollout.memory_fraction"
+        )
+    elif shared and shared.margin < shared.doubt:
+        notes.append(
+            f"close: {shared.margin / GIB:.1f} GiB of a shared GPU are left in phase {shared.policy.busiest}, whose "
+            f"estimates may be {shared.doubt / GIB:.1f} too low; where memory runs out, lower policy.micro_tokens or "
+            "rollout.memory_fraction"
+        )
+    if not on_cpu(config) and not allocator.expandable(os.environ):
+        notes.append(
+            f"{' or '.join(allocator.VARIABLES)} is set here, without expandable_segments:True: a policy rank is "
+            "counted with more memory that the allocator cannot give back"
         )
     if not on_cpu(config):
         gpu = gpu_bytes(config)

@@ -21,6 +21,7 @@ COLUMNS = {
     "reference": "refer",
     "sync": "sync",
     "reserve": "reserve",
+    "gaps": "gaps",
     "peak": "peak",
 }
 Values = Mapping[str, Any]
@@ -29,7 +30,7 @@ Values = Mapping[str, Any]
 def text(v: Values) -> str:
     """All sections."""
     sections = [_model(v), *_policy("policy", v["policy"], v), *_policy("reference", v["reference"], v)]
-    sections += [*_engines(v), _nodes(v), _batch(v)]
+    sections += [*_engines(v), *_shared(v), _nodes(v), _batch(v)]
     sections += [_sync(v), _seconds(v)] if v["sync"] else []
     sections.append(_notes(v))
     return "\n\n".join(sections)
@@ -86,8 +87,8 @@ def _engines(v: Values) -> list[str]:
     e = v["engines"]
     workers = e["workers"]
     what = ("layers", "heads", "kv", *(("experts", "columns") if "experts" in workers[0] else ()))
-    keys = ("weights", "working", "reserve", "sync", "kv", "budget")
-    names = ("weights", "working", "reserve", "sync", "KV cache", "budget", "KV tokens")
+    keys = ("weights", "working", "reserve", "kv", "budget", "beside", "sync")
+    names = ("weights", "working", "reserve", "KV cache", "budget", "beside", "sync", "KV tokens")
 
     def cells(worker: Values) -> tuple[str, ...]:
         m = worker["memory"]
@@ -98,7 +99,25 @@ def _engines(v: Values) -> list[str]:
     lines = [
         f"engines: {e['count']} × {len(workers)} workers, tensor parallel {e['tensor']}; GiB of one worker",
         *_cut(aligned(rows)),
-        f"  {e['at_once']} sequences of the longest at once, of {e['concurrency']} (rollout.concurrency)",
+        f"  {e['at_once']} sequences of the longest at once, {e['usual']} of the mean, of {e['concurrency']} "
+        f"(rollout.concurrency); {e['waiting']:,} more of a step wait meanwhile",
+    ]
+    return ["\n".join(lines)]
+
+
+def _shared(v: Values) -> list[str]:
+    """What the phases of a step leave of a GPU that policy and engines share."""
+    s = v["shared"]
+    if not s:
+        return []
+    rows: list[tuple[str, ...]] = [("phase", "policy", "engine", "beside it", "left")]
+    for phase, policy in s["policy"].items():
+        rows.append((phase, _gib(policy), _gib(s["engine"]), _gib(s["beside"]), f"{s['left'][phase] / GIB:.2f}"))
+    lines = [
+        f"a shared GPU by phase of a step, GiB of {_gib(v['gpu_memory'])} (policy rank {s['rank']}, the fullest)",
+        *aligned(rows),
+        f"  at least {s['margin'] / GIB:.2f} GiB are left; while engines generate, gradients and optimizer state lie "
+        f"idle: {_gib(s['idle'])} GiB",
     ]
     return ["\n".join(lines)]
 
@@ -125,7 +144,10 @@ def _nodes(v: Values) -> str:
     files = f"{_gib(disk['checkpoint'])} GiB a checkpoint, {_gib(disk['kept'])} with those kept and one being written"
     if disk["export"]:
         files += f", {_gib(disk['export'])} the export"
-    return "\n".join(["nodes, and estimated GiB of host memory", *_cut(aligned(rows)), f"  disk: {files}"])
+    lines = ["nodes, and estimated GiB of host memory", *_cut(aligned(rows)), f"  disk: {files}"]
+    if (share := disk["largest_share"])["rank"]:
+        lines.append(f"  a rank writes {_gib(share['rank'])} GiB of a checkpoint at most, a node {_gib(share['node'])}")
+    return "\n".join(lines)
 
 
 def _batch(v: Values) -> str:
@@ -153,6 +175,8 @@ def _sync(v: Values) -> str:
             f"{s['bytes']['local'] / 1e9:.2f} within GPUs; {s['parts']:,} parts on {s['routes']:,} routes",
             f"  predicted {s['predicted_seconds']:.3f} s ({slowest.replace('_', ' ')}), no plan can beat "
             f"{s['bound_seconds']:.3f} s; planned in {s['planning_seconds']:.1f} s",
+            f"  with the host's work {s['sync_seconds']['first']:.2f} s the first time, "
+            f"{s['sync_seconds']['later']:.3f} s later, {s['sync_seconds']['checksums']:.3f} s with checksums",
         ]
     )
 

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.checks import check_gpus
-from skyrl_mega.config.derived import engine_data, expert_parallel, length_limit, policy_ranks, reference_ranks
+from skyrl_mega.config.derived import (
+    engine_data,
+    expert_parallel,
+    fp8_parameters,
+    length_limit,
+    policy_ranks,
+    reference_ranks,
+)
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.rows import check_files, load_demonstrations
 from skyrl_mega.envs import registry
 from skyrl_mega.layout.parallel import Parallel
-from skyrl_mega.models.known import KNOWN, how_to_get, hub_name, known
+from skyrl_mega.models import engine
+from skyrl_mega.models.known import KNOWN, hub_name, known
+from skyrl_mega.models.megatron import TRANSFORMER_ENGINE, layer_spec
 from skyrl_mega.models.registry import architecture
+from skyrl_mega.preflight import given
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.weights import headers
 
@@ -34,6 +46,7 @@ def check_inputs(config: Config) -> Mapping[str, Any]:
         UserError: one line.
     """
     registry.check(config.environment)
+    given.check_present(config)
     check_rewriting(config)
     hf = model_config(config)
     check_layouts(config, hf)
@@ -87,7 +100,8 @@ def _known(path: Path) -> Mapping[str, Any]:
 
 
 def prepare(config: Config, console: Console) -> Config:
-    """Builds the model and prepares the data where they are absent. `check_inputs` has seen the rest.
+    """Decides the device; builds the model and prepares the data where they are absent. `check_inputs` has seen the
+    rest.
 
     Returns:
         The settings with `cluster.device` decided.
@@ -95,6 +109,7 @@ def prepare(config: Config, console: Console) -> Config:
     Raises:
         UserError: one line.
     """
+    config = with_device(config)
     path = Path(config.model.path)
     if config.model.build and not path.exists():
         from skyrl_mega.models.tiny import build
@@ -103,7 +118,7 @@ def prepare(config: Config, console: Console) -> Config:
             build(config.model.build, path, config.run.seed)
     if make_data(config, _files(config), console):
         _check_data(config, missing_ok=False)
-    return with_device(config)
+    return config
 
 
 def make_data(config: Config, files: list[str], console: Console) -> bool:
@@ -125,17 +140,11 @@ def make_data(config: Config, files: list[str], console: Console) -> bool:
 
 
 def model_config(config: Config) -> Mapping[str, Any]:
-    """The config.json of `model.path`, or the one that `model.build` will write there."""
-    path = Path(config.model.path)
-    if path.exists() or config.model.build is None:
-        if not path.exists() and hub_name(path):
-            raise UserError(f"model.path: {path} is not there; {how_to_get(path)}")
-        hf: Mapping[str, Any] = headers.read_config(path)
+    """As `preflight.given.model_config`; where the model is there, its files are checked."""
+    hf, path = given.model_config(config), Path(config.model.path)
+    if path.exists():
         headers.check_files(path, hf)
-        return hf
-    from skyrl_mega.models.tiny import hf_config
-
-    return hf_config(config.model.build)
+    return hf
 
 
 def check_rewriting(config: Config) -> None:
@@ -170,8 +179,11 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
 def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
     """An engine's cut of the model, and its longest sequence."""
     kind = architecture(hf)
-    kind.check_engine(hf, config.rollout.tensor, expert_parallel(config.rollout), data=engine_data(config.rollout))
+    cut = config.rollout.tensor, expert_parallel(config.rollout)
+    kind.check_engine(hf, *cut, data=engine_data(config.rollout))
     decoder = kind.describe(hf)
+    if fp8_parameters(config.rollout):
+        engine.check_blocks(decoder, *cut, data=engine_data(config.rollout))
     if config.cluster.device == "cpu" and decoder.experts:
         width = decoder.experts.width // config.rollout.tensor
         if width % CPU_EXPERT_COLUMNS:
@@ -191,28 +203,78 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
 def with_device(config: Config, training: bool = True) -> Config:
     """Decides `cluster.device = auto`, and a GPU's memory.
 
-    The driver of a Ray cluster may stand on a node without a GPU: there `cuda` is taken at its word.
-
     Raises:
-        UserError: `cuda` is asked for and there is none, or too few GPUs.
+        UserError: There are GPUs that torch cannot use; `cuda` is asked for and there is none; too few GPUs; or an
+            environment for GPUs on a CPU.
     """
     import torch
 
-    found = torch.cuda.is_available() or (config.cluster.device == "cuda" and "RAY_ADDRESS" in os.environ)
-    if config.cluster.device == "cuda" and not found:
-        raise UserError("cluster.device = cuda: torch sees no CUDA device here; allowed is cpu or auto")
-    device = "cuda" if found and config.cluster.device != "cpu" else "cpu"
+    from skyrl_mega.cluster import devices
+    from skyrl_mega.cluster.local import gpus_joined
+
+    joined = bool(os.environ.get("RAY_ADDRESS"))
+    device = devices.choose(
+        config.cluster.device,
+        partial(gpus_joined, config.cluster.nodes, config.cluster.start_timeout_s) if joined else lambda: 0,
+        torch=devices.sight(),
+        here=devices.signs(),
+        joined=joined,
+    )
     decided = replace(config, cluster=replace(config.cluster, device=device))
     if device == "cuda":
         if decided.cluster.gpu_memory_gib is None and torch.cuda.is_available():
             size = torch.cuda.get_device_properties(0).total_memory / 2**30
             decided = replace(decided, cluster=replace(decided.cluster, gpu_memory_gib=size))
         check_gpus(decided, training)
+    check_vllm(device)
+    if training:
+        _check_spec(decided)
     return decided
 
 
+def check_vllm(device: str) -> None:
+    """The engines' vLLM is one for the device. Its packages for a CPU say so in their name or version.
+
+    Raises:
+        UserError: it is made for GPUs, and the device is `cpu`: every engine would end at its start.
+    """
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if device == "cpu" and "cpu" not in version:
+        raise UserError(
+            f"cluster.device = cpu (which auto means where there is no GPU): the vLLM installed here, {version}, "
+            "computes on GPUs alone; run with .venv/bin/python, which `make quickstart` makes, or where there are GPUs"
+        )
+
+
+def _check_spec(config: Config) -> None:
+    """The policy's layers can be had on its device. On a node without a GPU nobody can tell: there the ranks do.
+
+    Raises:
+        UserError: they cannot.
+    """
+    import torch
+
+    spec, device = config.policy.spec, config.cluster.device
+    if spec == "te" and device == "cpu":
+        raise UserError(
+            "policy.spec = te: Transformer Engine computes on CUDA alone, and cluster.device is cpu; allowed there is "
+            "local or auto"
+        )
+    installed = {str(found.name).lower().replace("_", "-") for found in importlib.metadata.distributions()}
+    missing = [name for name in TRANSFORMER_ENGINE if name not in installed]
+    if layer_spec(spec, device) == "te" and torch.cuda.is_available() and missing:
+        raise UserError(
+            f"policy.spec = {spec}: a policy on CUDA has Transformer Engine's layers, and {' and '.join(missing)} "
+            "are not installed here; install them with `make cuda`, or give policy.spec=local, which trains without, "
+            "slower"
+        )
+
+
 def _files(config: Config) -> list[str]:
-    return [*config.data.train, *config.data.eval, *(config.warmup.files if config.warmup.steps else [])]
+    return [file for files in given.data_files(config).values() for file in files]
 
 
 def _check_data(config: Config, missing_ok: bool) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_mega.config.checks import check
+from skyrl_mega.config.checks import check, check_values
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.launch.inputs import check_layouts
@@ -38,5 +38,9 @@ def with_mend(error: UserError, config: Config, hf: Mapping[str, Any], *, planne
     found = mends.nearest(config, lambda other: wrong(other, hf, planned=planned, strict=True), str(error))
     if found:
         return UserError(f"{error}; nearest that work: {'; or '.join(map(mends.text, found))}")
+    try:
+        check_values(config)
+    except UserError:
+        return error  # a value outside of its own range: the line says the range, and no other setting changes that
     more = "" if on_cpu(config) else "; --suggest searches further"
-    return UserError(f"{error}; no change of one or two settings mends it{more}")
+    return UserError(f"{error}; no change of one or two settings fixes it{more}")

@@ -12,6 +12,8 @@ from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.pieces import ShardBuilder
 
+BLOCK = 128
+"""Rows and columns of what has one scale in an FP8 checkpoint (`kernels.block_fp8`)."""
 VOCAB_MULTIPLE = 64
 """vLLM pads the vocabulary to a multiple of this before cutting it."""
 
@@ -42,6 +44,46 @@ def check(d: Decoder, tensor: int, expert_parallel: bool = False, key: str = "ro
     for what, total in cuts:
         if total % tensor:
             raise UserError(f"{key}: {tensor} does not divide the model's {total} {what}; choose a divisor of {total}")
+
+
+def check_blocks(d: Decoder, tensor: int, expert_parallel: bool, key: str = "rollout.tensor", data: int = 1) -> None:
+    """Refuses a cut of an FP8 checkpoint's parameters through their blocks, of which each has one scale.
+
+    vLLM then stops in a dense layer, and makes smaller blocks of experts, for which no wire brings scales.
+
+    Raises:
+        UserError: naming `key`, its value and what is allowed.
+    """
+    lacking = _cut_blocks(d, tensor, expert_parallel, data)
+    if lacking is None:
+        return
+    allowed = []
+    for size in range(1, d.heads + 1):
+        try:
+            check(d, size, expert_parallel, key, data)
+        except UserError:
+            continue
+        if _cut_blocks(d, size, expert_parallel, data) is None:
+            allowed.append(str(size))
+    allows = f"{key} {', '.join(allowed)}" if allowed else f"no {key} with this model"
+    raise UserError(
+        f"{key}: {tensor} leaves {lacking} to a worker, and engines with the parameters of an FP8 checkpoint "
+        f"(rollout.options.hf_overrides.quantization_config) need multiples of {BLOCK}; allowed is {allows}, or "
+        "rollout.options.quantization=fp8_per_block without hf_overrides"
+    )
+
+
+def _cut_blocks(d: Decoder, tensor: int, expert_parallel: bool, data: int) -> str | None:
+    """What of a worker's part is no multiple of a block; None where all is."""
+    parts = {
+        "query columns": d.heads // tensor * d.head_dim,
+        "key and value columns": max(1, d.kv_heads // tensor) * d.head_dim,
+    }
+    if not d.experts or len(d.experts.layers) < d.layers:
+        parts["columns of a dense layer"] = d.ffn // tensor
+    if d.experts:
+        parts["columns of an expert"] = d.experts.width // (1 if expert_parallel else tensor * data)
+    return next((f"{size} {name}" for name, size in parts.items() if size % BLOCK), None)
 
 
 def shard(

@@ -7,6 +7,8 @@ from skyrl_mega.models.decoder import Decoder
 EMBEDDING = "model.embed_tokens.weight"
 FINAL_NORM = "model.norm.weight"
 HEAD = "lm_head.weight"
+ROUTER = ".mlp.gate.weight"
+"""What a router's name ends with."""
 
 
 def tensors(d: Decoder) -> dict[str, tuple[int, ...]]:
@@ -26,7 +28,7 @@ def tensors(d: Decoder) -> dict[str, tuple[int, ...]]:
         found[f"{layer}.self_attn.o_proj.weight"] = (d.hidden, q)
         found[f"{layer}.post_attention_layernorm.weight"] = (d.hidden,)
         if d.experts and d.is_moe(i):
-            found[f"{layer}.mlp.gate.weight"] = (d.experts.count, d.hidden)
+            found[layer + ROUTER] = (d.experts.count, d.hidden)
             for e in range(d.experts.count):
                 found |= _gated(f"{layer}.mlp.experts.{e}", d.experts.width, d.hidden)
         else:

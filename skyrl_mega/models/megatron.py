@@ -6,7 +6,7 @@ the norm before a linear layer into it and keeps a rank's experts in one grouped
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,10 +19,38 @@ from skyrl_mega.models.pieces import ShardBuilder
 
 Spec = Literal["local", "te"]
 
+TRANSFORMER_ENGINE = ("transformer-engine", "transformer-engine-torch")
+"""Its packages: Python, and what is compiled for torch. The compiled module lies within the first one's folder, and is
+found only once that is imported; hence packages."""
 
-def layer_spec(device: str) -> Spec:
-    """The spec that a policy on this device (`cpu` or `cuda`) has: Transformer Engine's where that is installed."""
-    return "te" if device == "cuda" and importlib.util.find_spec("transformer_engine") else "local"
+
+def layer_spec(asked: str, device: str) -> Spec:
+    """The spec that `policy.spec` (`auto`, `te` or `local`) means on a device (`cpu` or `cuda`).
+
+    It follows from the settings alone, so that driver, ranks and plans agree whatever each of them can import.
+    """
+    if asked == "auto":
+        return "te" if device == "cuda" else "local"
+    return "te" if asked == "te" else "local"
+
+
+def require_transformer_engine() -> None:
+    """Refuses the `te` spec where Transformer Engine or its compiled extension cannot be imported.
+
+    Asked before megatron-core is imported, which itself goes on without Transformer Engine on an ImportError, and on
+    anything else (a missing library, another cuDNN) fails to be imported at all.
+
+    Raises:
+        UserError: what cannot be imported, and why.
+    """
+    try:
+        importlib.import_module("transformer_engine.pytorch")
+    except (ImportError, OSError, RuntimeError, AssertionError) as error:
+        raise UserError(
+            f"policy.spec = te (which auto means on CUDA): Transformer Engine cannot be imported: "
+            f"{type(error).__name__}: {' '.join(str(error).split())}; install it with `make cuda`, or give "
+            "policy.spec=local, which trains without it, slower"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -107,10 +135,13 @@ def check(d: Decoder, parallel: Parallel, key: str = "policy.layout") -> None:
         divides(
             "expert_tensor", parallel.expert_tensor, "columns of an expert (moe_intermediate_size)", d.experts.width
         )
-        if parallel.expert == 1 and parallel.expert_tensor < parallel.tensor:
-            # megatron-core 0.16 replicates experts over the tensor group but never sums their gradients over it.
+        if parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:
+            # Without expert parallelism megatron-core 0.16 gives experts the data-parallel groups of the dense layers
+            # (`allreduce` in tensor_parallel/layers.py). With fewer tensor ranks than those, it never sums gradients
+            # of replicated experts; with more, it sums those of different columns and gathers them over one another.
+            side = "below" if parallel.expert_tensor < parallel.tensor else "above"
             raise UserError(
-                f"{key}.expert_tensor: {parallel.expert_tensor} below tensor {parallel.tensor} with expert 1 trains "
+                f"{key}.expert_tensor: {parallel.expert_tensor} {side} tensor {parallel.tensor} with expert 1 trains "
                 f"wrong in megatron-core 0.16; give expert_tensor {parallel.tensor} or expert above 1"
             )
         if d.experts.per_token == 1 and d.experts.renormalize:
@@ -228,11 +259,15 @@ def _experts(
     b.whole(f"{here}.pre_mlp_layernorm.weight", f"{there}.post_attention_layernorm.weight")
     b.whole(f"{here}.mlp.router.weight", f"{there}.mlp.gate.weight")
     count, width = d.experts.count // parallel.expert, d.experts.width // parallel.expert_tensor
-    for local in range(count):
-        if spec == "te":
-            fc1, fc2 = (f"{here}.mlp.experts.{fc}.weight{local}" for fc in ("linear_fc1", "linear_fc2"))
-        else:
-            fc1, fc2 = (f"{here}.mlp.experts.local_experts.{local}.{fc}.weight" for fc in ("linear_fc1", "linear_fc2"))
+    experts = f"{here}.mlp.experts"
+    if spec == "te":
+        names = [(f"{experts}.linear_fc1.weight{i}", f"{experts}.linear_fc2.weight{i}") for i in range(count)]
+        for fc1, _ in names:  # a grouped layer holds all its experts' weights, before the next one does
+            b.param(fc1, 2 * width, d.hidden)
+    else:
+        each = (f"{experts}.local_experts.{i}" for i in range(count))
+        names = [(f"{one}.linear_fc1.weight", f"{one}.linear_fc2.weight") for one in each]
+    for local, (fc1, fc2) in enumerate(names):
         _gated(b, fc1, fc2, f"{there}.mlp.experts.{ep * count + local}", width, d.hidden, etp)
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.layout.box import Layout, Shard
 from skyrl_mega.layout.parallel import Parallel
-from skyrl_mega.models import engine, huggingface, llama, megatron, qwen2, qwen3, qwen3_moe, stored
+from skyrl_mega.models import engine, huggingface, llama, megatron, qwen2, qwen3, qwen3_moe
 from skyrl_mega.models.decoder import Decoder, Hf
 from skyrl_mega.models.megatron import MegatronSettings, Spec
 
@@ -59,10 +59,6 @@ class Architecture:
         distinct = {(at.tp, at.pp, at.ep, at.etp): rank for rank, at in reversed(list(enumerate(seats)))}
         shards = {key: megatron.shard(decoder, parallel, rank, spec, tensors) for key, rank in distinct.items()}
         return Layout(tensors, tuple(shards[at.tp, at.pp, at.ep, at.etp] for at in seats))
-
-    def stored_shard(self, hf: Hf, keys: Collection[str]) -> Shard:
-        """What a distributed checkpoint that has `keys` holds, whatever layout saved it; parameters are keys."""
-        return stored.shard(self.describe(hf), keys)
 
     def engine_shard(self, hf: Hf, tensor: int, rank: int, expert_parallel: bool = False, data: int = 1) -> Shard:
         """What worker `rank` of one engine holds; parameters are named as in vLLM at load time."""

@@ -1,69 +1,61 @@
-"""Where the Hugging Face tensors lie in the tensors of a distributed checkpoint.
+"""Who writes what of a checkpoint: no element twice, none left out, and nothing that another rank holds.
 
-megatron-core stores a parameter under a key that knows nothing of the layout: the whole tensor, as one rank without
-any parallelism would hold it (the vocabulary keeps the padding of the layout that saved it). So the boxes are that
-rank's; only names differ. Experts share a key and are stacked in it, and so are the layers of a model whose layers
-are all alike.
+A run of elements that several ranks hold alike is dealt out to them in equal parts. The distributed optimizer has cut
+what it trains over the data-parallel ranks already; what is left are norms and routers, which all tensor-parallel ranks
+hold, a tied embedding, which the first and the last pipeline stage hold, and frozen parameters.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Mapping
+from math import prod
 
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.layout.box import Shard
+from skyrl_mega.layout.flat import Run
 from skyrl_mega.layout.parallel import Parallel
-from skyrl_mega.models import megatron
+from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
 
-_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-_EXPERT = re.compile(r"mlp\.experts\.(linear_fc[12])\.weight(\d+)")
+_EXPERTS = ".mlp.experts."
+_VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 
 
-def shard(d: Decoder, keys: Collection[str]) -> Shard:
-    """The checkpoint as one shard: its parameters are keys, of the shape that the model makes them.
+def written(
+    d: Decoder, parallel: Parallel, rank: int, shard: Shard, owned: Mapping[str, Run], frozen: Mapping[str, Run]
+) -> dict[str, Run]:
+    """The part of what a rank holds that it writes.
 
     Args:
         d: the model.
-        keys: those that the checkpoint has; they tell which spec saved it, and whether layers are stacked.
-
-    Raises:
-        UserError: a key of the model is not there.
+        parallel: the layout.
+        rank: in it.
+        shard: what the rank holds (`megatron.shard`).
+        owned: parameter → the run that the distributed optimizer trains on this rank.
+        frozen: parameter that no optimizer trains → all of it.
     """
-    one = megatron.shard(d, Parallel(), 0, "te")
-    places = {param: _place(d, param.partition(".")[2], keys) for param in one.params}
-    params = {key: sizes + one.params[param] for param, (key, _, sizes) in places.items()}
-    pieces = []
-    for piece in one.pieces:
-        key, stack, _ = places[piece.param]
-        pieces.append(replace(piece, param=key, offset=stack + piece.offset))
-    return Shard(params, tuple(pieces))
+    at = parallel.coordinates(rank)
+    whole = _uncut(d, shard) if parallel.tensor > 1 else set()
+    dense, expert = (at.dp * parallel.context + at.cp, parallel.data * parallel.context), (at.edp, parallel.expert_data)
+    found = {}
+    for param, run in (*owned.items(), *frozen.items()):
+        index, count = 0, 1
+        dealt_experts = _EXPERTS in param and parallel.expert > 1
+        if param in whole and not dealt_experts:
+            index, count = at.tp, parallel.tensor
+        if d.tied and parallel.pipeline > 1 and param.partition(".")[2] in _VOCABULARY:
+            index, count = 2 * index + param.endswith("output_layer.weight"), 2 * count
+        if param in frozen:
+            place, replicas = expert if dealt_experts else dense
+            index, count = index * replicas + place, count * replicas
+        start, size = run[0], run[1] - run[0]
+        found[param] = (start + size * index // count, start + size * (index + 1) // count)
+    return found
 
 
-def _place(d: Decoder, name: str, keys: Collection[str]) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
-    """Key of a parameter, its place in the key's leading dimensions, and how long those are."""
-    found = _LAYER.fullmatch(name)
-    if not found:
-        if name in keys:
-            return name, (), ()
-        raise _missing(name)
-    layer, rest = int(found[1]), found[2]
-    stack: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
-    if expert := _EXPERT.fullmatch(rest):
-        assert d.experts is not None
-        rest, stack, sizes = f"mlp.experts.experts.{expert[1]}.weight", (int(expert[2]),), (d.experts.count,)
-    # The local spec stores the norm before experts under the name that Transformer Engine has before a dense layer.
-    names = [rest, "mlp.linear_fc1.layer_norm_weight"] if rest == "pre_mlp_layernorm.weight" else [rest]
-    for rest in names:
-        if (key := f"decoder.layers.{layer}.{rest}") in keys:
-            return key, stack, sizes
-        if (key := f"decoder.layers.{rest}") in keys:
-            return key, (layer, *stack), (d.layers, *sizes)
-    raise _missing(f"decoder.layers.{layer}.{names[0]}")
-
-
-def _missing(name: str) -> UserError:
-    return UserError(f"the checkpoint has no {name}; it is of another model than config.json describes")
+def _uncut(d: Decoder, shard: Shard) -> set[str]:
+    """Parameters that hold their tensors in full."""
+    tensors = huggingface.tensors(d)
+    missing: dict[str, int] = dict.fromkeys(shard.params, 0)
+    for piece in shard.pieces:
+        missing[piece.param] += prod(tensors[piece.tensor]) - piece.box.numel
+    return {param for param, elements in missing.items() if not elements}

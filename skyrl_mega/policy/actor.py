@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,8 +11,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from skyrl_mega.config import allocator
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models.megatron import layer_spec, require_transformer_engine
 from skyrl_mega.policy import cpu, objectives
 from skyrl_mega.policy.sequences import Sequences
 
@@ -45,6 +48,11 @@ class PolicyActor:
             cpu.CudaAsCpu().__enter__()  # for the life of this thread
             self.device = torch.device("cpu")
         else:
+            # Here, as a node may have settings of its own, which variables given by `spawn` would override. torch reads
+            # them when it first asks for memory.
+            os.environ.update(allocator.variables(os.environ))
+            if layer_spec(policy.spec, device) == "te":
+                require_transformer_engine()
             self.device = torch.device("cuda", 0)
             torch.cuda.set_device(self.device)
 
@@ -92,12 +100,16 @@ class PolicyActor:
         objective = objectives.supervised if supervised else objectives.reinforcement(self.algorithm)
         return self.rank.train(micros, objective, temperature=temperature)
 
+    def empty_cache(self) -> None:
+        """Gives memory of its GPU back that torch keeps for later."""
+        torch.cuda.empty_cache()
+
     def save(self, folder: str) -> None:
-        """Writes a distributed checkpoint."""
+        """Writes this rank's part of a checkpoint."""
         self.rank.save(Path(folder))
 
     def restore(self, folder: str) -> None:
-        """Reads a distributed checkpoint."""
+        """Reads this rank's part of a checkpoint."""
         self.rank.restore(Path(folder))
 
     def export(self, path: str, source: str) -> None:
@@ -115,6 +127,8 @@ class PolicyActor:
 
     def disconnect_weights(self) -> None:
         """Leaves them, if there are any."""
+        if self.exchange is not None:
+            self.exchange.close()
         self.exchange = None
 
     def send_weights(self, checksums: bool) -> Report:

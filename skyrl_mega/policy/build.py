@@ -19,7 +19,7 @@ from torch import Tensor
 
 from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.layout.parallel import Parallel
-from skyrl_mega.models.megatron import layer_spec
+from skyrl_mega.models.megatron import layer_spec, require_transformer_engine
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.policy.spec import decoder_spec
 
@@ -52,6 +52,11 @@ def join(rank: int, parallel: Parallel, store: dist.Store, device: torch.device,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+    make_groups(parallel, timeout_s)
+
+
+def make_groups(parallel: Parallel, timeout_s: float) -> None:
+    """Makes Megatron's groups within the policy's process group."""
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=parallel.tensor,
         pipeline_model_parallel_size=parallel.pipeline,
@@ -69,7 +74,7 @@ def transformer_config(
 ) -> TransformerConfig:
     """Megatron's configuration of the architecture in this layout."""
     settings = architecture(hf).megatron_settings(hf)
-    te = layer_spec(device.type) == "te"
+    te = layer_spec(policy.spec, device.type) == "te"
     moe: dict[str, Any] = {}
     if settings.transformer.get("num_moe_experts"):
         moe = dict(
@@ -113,6 +118,7 @@ def transformer_config(
         # The loss comes with every token's final weight, so neither schedule nor DDP may rescale it.
         calculate_per_token_loss=True,
         finalize_model_grads_func=_finalize,
+        # megatron-core's own output layer takes apex for it, and refuses to be built without.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
         bias_activation_fusion=False,
@@ -129,8 +135,15 @@ def _finalize(model: Any, num_tokens: Tensor | None, **kwargs: Any) -> None:
 def build_model(
     hf: dict[str, Any], policy: PolicyConfig, parallel: Parallel, dtype: torch.dtype, device: torch.device
 ) -> list[HiddenGPT]:
-    """This rank's model chunks (one, or one per virtual stage), not yet loaded."""
+    """This rank's model chunks (one, or one per virtual stage), not yet loaded.
+
+    Raises:
+        UserError: the layers are Transformer Engine's, and it cannot be imported.
+    """
     arch = architecture(hf)
+    spec = layer_spec(policy.spec, device.type)
+    if spec == "te":
+        require_transformer_engine()
     config = transformer_config(hf, policy, parallel, dtype, device)
     gpt = dict(arch.megatron_settings(hf).gpt)
     gpt["vocab_size"] = arch.padded_vocab(hf, parallel.tensor)
@@ -140,28 +153,79 @@ def build_model(
         vp = stage if parallel.virtual_pipeline > 1 else None
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp)
-        chunks.append(
-            HiddenGPT(
-                config=config,
-                transformer_layer_spec=decoder_spec(config, layer_spec(device.type), vp),
-                pre_process=first,
-                post_process=last,
-                parallel_output=True,
-                vp_stage=vp,
-                **gpt,
-            ).to(device)
-        )
+        chunk = HiddenGPT(
+            config=config,
+            transformer_layer_spec=decoder_spec(config, spec, vp),
+            pre_process=first,
+            post_process=last,
+            parallel_output=True,
+            vp_stage=vp,
+            **gpt,
+        ).to(device)
+        mark_experts(chunk)
+        chunks.append(chunk)
     return chunks
 
 
-def wrap_ddp(chunks: list[HiddenGPT]) -> list[DistributedDataParallel]:
-    """Data parallelism with the distributed optimizer's buffers; gradients accumulate in float32."""
+def mark_experts(chunk: torch.nn.Module) -> None:
+    """Marks every expert weight as one that no other rank of the tensor group holds, for the gradient norm.
+
+    megatron-core 0.16 counts the gradient of a parameter without this mark on the first rank of the *dense* tensor
+    group alone, and Transformer Engine's grouped linear layer sets none where the expert's communication is
+    megatron-core's: with tensor parallelism most experts would be left out of the norm, and it would clip too late
+    (Megatron-LM #5916). No two ranks of an expert (tensor) group hold the same part of an expert, and those that do,
+    in the expert data-parallel group, share its gradients out among them in the distributed optimizer.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def wrap_ddp(chunks: list[HiddenGPT], overlap: bool) -> list[DistributedDataParallel]:
+    """Data parallelism with the distributed optimizer's buffers; gradients accumulate in float32.
+
+    Args:
+        overlap: Gradients are reduced, bucket by bucket, while the last micro-batch's backward pass goes on, and the
+            parameters of an optimizer step are gathered while the next forward pass does. Whoever reads parameters
+            outside of a module's forward pass calls `gathered` first.
+    """
     config = chunks[0].config
     ddp = DistributedDataParallelConfig(
-        grad_reduce_in_fp32=True, use_distributed_optimizer=True, overlap_grad_reduce=False, overlap_param_gather=False
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
     )
     modules: list[Any] = [Float16Module(config, c) if config.bf16 else c for c in chunks]
-    return [DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(modules)]
+    wrapped = [DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(modules)]
+    if overlap:
+        # Without it every micro-batch would reduce. Stages are not aligned with one another (`grad_sync_func`,
+        # `param_sync_func`): each sends as soon as it has something.
+        waits = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = waits if len(waits) > 1 else waits[0]
+    return wrapped
+
+
+def gathered(chunks: list[Any]) -> None:
+    """Ends the gathering of parameters that an overlapping optimizer step leaves to the next forward pass.
+
+    A collective of the data-parallel ranks if anything is left to gather, nothing otherwise.
+    """
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def head_weight(chunk: Any) -> Tensor:
+    """The head's rows on this rank [V/tp, H] (last stage only), gathered.
+
+    The head is applied after the model's forward pass, where no hook of DDP's waits for its parameters.
+    """
+    weight = bare(chunk).head()
+    if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+        chunk.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
+    return weight
 
 
 def bare(module: Any) -> HiddenGPT:

@@ -9,6 +9,7 @@ entered.
 from __future__ import annotations
 
 import contextlib
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,6 +22,9 @@ _TYPE_NAMES = {
     torch.float16: "torch.cuda.HalfTensor",
     torch.bfloat16: "torch.cuda.BFloat16Tensor",
 }
+
+_CUDA_ONLY = ("transformer_engine", "apex", "flashinfer")
+"""megatron-core takes them wherever they can be imported: their Adam for torch's, and so on. None computes on a CPU."""
 
 
 class _Stream:
@@ -66,7 +70,10 @@ class CudaAsCpu(TorchFunctionMode):
 
 
 def stand_in() -> None:
-    """Replaces for this process what megatron-core expects of CUDA. Idempotent."""
+    """Replaces for this process what megatron-core expects of CUDA, before its first import. Idempotent."""
+    modules: dict[str, Any] = sys.modules
+    for name in _CUDA_ONLY:
+        modules.setdefault(name, None)  # nobody of this process can import it from now on
     stream = _Stream()
     cuda: Any = torch.cuda
     cuda.current_device = lambda: _CPU

@@ -10,13 +10,17 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from skyrl_mega.config.schema import OptimizerConfig
+from skyrl_mega.policy.moments import allocate_moments
 
 _NEVER = 2**40  # a decay that a constant schedule does not reach
 
 
 def build_optimizer(config: OptimizerConfig, chunks: list[Any], dtype: torch.dtype) -> MegatronOptimizer:
-    """AdamW over the chunks' parameters, sharded over the data-parallel ranks; norms and biases do not decay."""
-    return get_megatron_optimizer(
+    """AdamW over the chunks' parameters, sharded over the data-parallel ranks; norms and biases do not decay.
+
+    Its moments are there: a layout that does not fit fails now, and they do not lie between a first step's activations.
+    """
+    optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
             optimizer="adam",
             lr=config.lr,
@@ -32,6 +36,8 @@ def build_optimizer(config: OptimizerConfig, chunks: list[Any], dtype: torch.dty
         ),
         chunks,
     )
+    allocate_moments(optimizer)
+    return optimizer
 
 
 def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

@@ -63,11 +63,11 @@ class Policy:
         return max(answers, key=len)  # only the last pipeline stage has the loss's metrics
 
     def save(self, folder: Path) -> None:
-        """Writes a distributed checkpoint into an empty folder."""
+        """Writes a checkpoint into an empty folder, each rank its own part."""
         self._call("save", str(folder.absolute()))
 
     def restore(self, folder: Path) -> None:
-        """Reads a distributed checkpoint, saved in any layout."""
+        """Reads a checkpoint, saved in any layout, each rank its own part."""
         self._call("restore", str(folder.absolute()))
 
     def export(self, path: Path, source: Path) -> None:

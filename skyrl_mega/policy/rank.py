@@ -7,7 +7,7 @@ which are those of the rank's data-parallel group.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,20 +16,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
+from megatron.core.optimizer import MegatronOptimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from torch import Tensor
 
+from skyrl_mega.config.derived import overlaps
 from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
 from skyrl_mega.layout.box import Shard
 from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.policy import checkpoint
-from skyrl_mega.policy.build import bare, build_model, wrap_ddp
+from skyrl_mega.policy.build import build_model, gathered, head_weight, wrap_ddp
 from skyrl_mega.policy.logprobs import vocab_parallel_logprobs
 from skyrl_mega.policy.optimizer import build_optimizer, build_schedule
 from skyrl_mega.policy.packing import MicroBatch, pack
+from skyrl_mega.policy.reference import Reference
 from skyrl_mega.policy.sequences import Sequences
 from skyrl_mega.weights import files
 
@@ -39,6 +43,9 @@ Objective = Callable[[Tensor, Tensor, dict[str, Tensor]], tuple[Tensor, dict[str
 
 class PolicyRank:
     """A rank after `build.join`: holds its shard of the model, trains it and gives log-probs."""
+
+    optimizer: MegatronOptimizer
+    schedule: OptimizerParamScheduler
 
     def __init__(
         self,
@@ -52,13 +59,14 @@ class PolicyRank:
     ) -> None:
         self.hf, self.policy, self.parallel = hf, policy, parallel
         self.dtype, self.device = dtype, device
+        self.spec = layer_spec(policy.spec, device.type)
         chunks = build_model(hf, policy, parallel, dtype, device)
         self.vocab = int(hf["vocab_size"])
         self.params: dict[str, Tensor] = {
             f"{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()
         }
-        self.shard: Shard = architecture(hf).megatron_shard(hf, parallel, dist.get_rank(), layer_spec(device.type))
-        self._reference: dict[str, Tensor] = {}
+        self.shard: Shard = architecture(hf).megatron_shard(hf, parallel, dist.get_rank(), self.spec)
+        self._reference: Reference | None = None
         if not trainable:
             self.chunks: list[Any] = list(chunks)
             return
@@ -66,11 +74,13 @@ class PolicyRank:
             for name, p in self.params.items():
                 if name.endswith("mlp.router.weight"):
                     p.requires_grad_(False)
-        self.chunks = list(wrap_ddp(chunks))
+        self.chunks = list(wrap_ddp(chunks, overlap=overlaps(policy, device.type)))
         self.reset_optimizer(policy.optimizer)
 
     def reset_optimizer(self, config: OptimizerConfig) -> None:
         """A new optimizer and schedule; moments start at zero and master weights are taken from the model."""
+        if hasattr(self, "optimizer"):
+            del self.optimizer, self.schedule  # there is no room for two
         self.optimizer = build_optimizer(config, self.chunks, self.dtype)
         self.schedule = build_schedule(config, self.optimizer)
 
@@ -82,28 +92,36 @@ class PolicyRank:
             self.optimizer.reload_model_params()
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's parameters by local name, without gradients."""
-        return {name: p.data for name, p in self.params.items()}
+        """This rank's parameters by local name, without gradients. A collective after an optimizer step."""
+        self._own()
+        gathered(self.chunks)
+        return self._parameters()
 
     def keep_reference(self, path: Path) -> None:
-        """Keeps a frozen copy of other weights in host memory, for `logprobs(reference=True)`."""
-        self._reference = {k: torch.zeros(p.shape, dtype=p.dtype) for k, p in self.params.items()}
-        files.load(path, self.shard, self._reference)
+        """Keeps other weights in host memory, for `logprobs(reference=True)`."""
+        self._own()
+        gathered(self.chunks)
+        reference = Reference(self.params.values())
+        with torch.no_grad(), reference.swapped():
+            files.load(path, self.shard, self._parameters())
+        self._reference = reference
 
-    @contextmanager
-    def _weights(self, reference: bool) -> Iterator[None]:
+    def _parameters(self) -> dict[str, Tensor]:
+        return {name: p.data for name, p in self.params.items()}
+
+    def _own(self) -> None:
+        """Whatever reads or changes the policy's weights begins with this: an exchange with the reference that was
+        broken off, and could not be undone then, is undone now."""
+        if self._reference is not None:
+            self._reference.put_back()
+
+    def _weights(self, reference: bool) -> AbstractContextManager[None]:
         """The model computes with the reference's weights inside."""
         if not reference:
-            yield
-            return
-        own = self.weights()
-        for k, p in self.params.items():
-            p.data = self._reference[k].to(self.device)
-        try:
-            yield
-        finally:
-            for k, p in self.params.items():
-                p.data = own[k]
+            return nullcontext()
+        assert self._reference is not None, "keep_reference comes first"
+        gathered(self.chunks)  # a gather under way would write the policy's weights over the reference
+        return self._reference.swapped()
 
     # ---- forward and backward --------------------------------------------------------------------------------------
 
@@ -115,6 +133,7 @@ class PolicyRank:
         A first token has 0, and so have those outside the field `mask`, where there is one.
         One pair per micro-batch on the last pipeline stage; None on the others.
         """
+        self._own()
         for chunk in self.chunks:
             chunk.eval()
 
@@ -145,6 +164,7 @@ class PolicyRank:
         here and the result does not depend on how the mini-batch was cut. Returns the metrics summed over all ranks,
         `grad_norm` before clipping, and `lr`.
         """
+        self._own()
         for chunk in self.chunks:
             chunk.train()
             chunk.zero_grad_buffer()
@@ -207,7 +227,7 @@ class PolicyRank:
 
         Prompts and observations are most of an agent's tokens, and the head is most of a small model's work.
         """
-        weight = bare(model).head()
+        weight = head_weight(model)
         if self.parallel.tensor > 1:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         wanted = micro.source >= 0
@@ -243,14 +263,25 @@ class PolicyRank:
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Writes weights, optimizer and schedule as a distributed checkpoint."""
-        checkpoint.save(folder, [bare(c) for c in self.chunks], self.optimizer, self.schedule)
+        """Writes this rank's part of weights, optimizer and schedule; all ranks together write a checkpoint."""
+        self._own()
+        gathered(self.chunks)
+        checkpoint.save(folder, self._trained())
 
     def restore(self, folder: Path) -> None:
-        """Reads a distributed checkpoint, saved in this layout or another."""
-        checkpoint.load(folder, [bare(c) for c in self.chunks], self.optimizer, self.schedule)
+        """Reads this rank's part of a checkpoint, saved in this layout or another."""
+        self._own()
+        gathered(self.chunks)
+        checkpoint.load(folder, self._trained())
+
+    def _trained(self) -> checkpoint.Trained:
+        decoder = architecture(self.hf).describe(self.hf)
+        rank, optimizer = dist.get_rank(), self.optimizer
+        return checkpoint.Trained(
+            decoder, self.parallel, rank, self.shard, self.params, self.chunks, optimizer, self.schedule
+        )
 
     def export(self, path: Path, source: Path) -> None:
         """Writes the weights as a Hugging Face directory, with configuration and tokenizer from `source`."""
-        layout = architecture(self.hf).megatron_layout(self.hf, self.parallel, layer_spec(self.device.type))
+        layout = architecture(self.hf).megatron_layout(self.hf, self.parallel, self.spec)
         files.save(path, source, layout, self.weights())

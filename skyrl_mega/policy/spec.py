@@ -1,5 +1,5 @@
-"""The modules of a decoder layer: Transformer Engine's where it is installed, else megatron-core's local ones with
-two of ours.
+"""The modules of a decoder layer, as `policy.spec` asks: Transformer Engine's, or megatron-core's local ones with two
+of ours.
 
 megatron-core's local spec has no packed (THD) or context-parallel attention and no norm for sequence parallelism;
 `PackedAttention` and `RMSNorm` fill those two places, on any device.
@@ -10,6 +10,7 @@ heads, D head width.
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -25,6 +26,13 @@ from torch.nn import functional as F
 
 from skyrl_mega.models.megatron import Spec
 from skyrl_mega.policy.packing import PackedRow
+
+try:
+    from torch.nn.attention import varlen
+except ImportError:  # before torch 2.10
+    varlen_attn: Any = None
+else:
+    varlen_attn = varlen.varlen_attn
 
 
 def decoder_spec(config: TransformerConfig, spec: Spec, vp_stage: int | None) -> TransformerBlockSubmodules:
@@ -60,7 +68,8 @@ class RMSNorm(torch.nn.Module):
 class PackedAttention(MegatronModule):
     """Causal attention within each sequence of a packed row, with keys and values gathered over the context group.
 
-    Sequences are laid out as rows of a padded [N, S] grid so that one fused call serves all of them.
+    On CUDA in half precision torch's variable-length kernel takes the row as it is. Elsewhere sequences are laid out as
+    rows of a padded [N, S] grid so that one fused call serves all of them.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, pg_collection: Any = None, **__: Any):
@@ -82,9 +91,16 @@ class PackedAttention(MegatronModule):
         row = packed_seq_params
         if row is None or row.sequence_L is None or row.position_L is None:
             raise ValueError("PackedAttention needs the packed row's description (policy.packing.pack)")
-        longest = row.max_seqlen_q
+        if row.global_L is not None:
+            key, value = (
+                gather_from_sequence_parallel_region(t.contiguous(), group=self.context)[row.global_L]
+                for t in (key, value)
+            )
+        if _takes_varlen(query):
+            return self._varlen(query, key, value, row)
         grouped = query.shape[1] // key.shape[1]
         key, value = (t.repeat_interleave(grouped, dim=1) if grouped > 1 else t for t in (key, value))
+        longest = row.max_seqlen_q
         if row.global_L is None:
             slot = row.sequence_L * longest + row.position_L
             q, k, v = (_grid(t, slot, row.sequences, longest) for t in (query, key, value))
@@ -92,13 +108,8 @@ class PackedAttention(MegatronModule):
             return _ungrid(out, slot)
 
         size = self.context.size()
-        key, value = (
-            gather_from_sequence_parallel_region(t.contiguous(), group=self.context)[row.global_L] for t in (key, value)
-        )
         lengths = (row.cu_seqlens_q[1:] - row.cu_seqlens_q[:-1]).long()
-        where = torch.arange(len(key), device=key.device)
-        sequence = torch.repeat_interleave(torch.arange(row.sequences, device=key.device), lengths)
-        position = where - row.cu_seqlens_q[:-1].long()[sequence]
+        sequence, position = _places(lengths, len(key))
         k, v = (_grid(t, sequence * longest + position, row.sequences, longest) for t in (key, value))
 
         # A sequence's local tokens, in order, are its first and its last chunk; `nth` counts them.
@@ -111,6 +122,56 @@ class PackedAttention(MegatronModule):
         at[slot] = row.position_L
         mask = torch.arange(longest, device=query.device) <= at.view(row.sequences, 1, local, 1)
         return _ungrid(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale), slot)
+
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
+        """The same by torch's kernel. query [L, H, D], key and value of the whole row [T, G, D] → [L, H·D]."""
+        cu_q = cu_k = row.cu_seqlens_q
+        longest_q = longest_k = row.max_seqlen_q
+        if row.global_L is not None:
+            # A context rank has two chunks of every sequence, and each reads the sequence from its start to the chunk's
+            # end: twice as many sequences, whose last keys are their queries.
+            size, rank = self.context.size(), self.context.rank()
+            starts = cu_k[:-1].long()
+            width = (cu_k[1:].long() - starts) // (2 * size)
+            reads = torch.stack([width * (rank + 1), width * (2 * size - rank)], 1).flatten()
+            chunk, place = _places(reads, len(key) // (2 * size) * (2 * size + 1))
+            key, value = (t[starts[chunk // 2] + place] for t in (key, value))
+            cu_q, cu_k = (F.pad(torch.cumsum(n, 0), (1, 0)).int() for n in (width.repeat_interleave(2), reads))
+            longest_q = row.max_seqlen_q // (2 * size)
+            longest_k = longest_q * (2 * size - rank)
+        grouped = query.shape[1] // key.shape[1]
+        if grouped > 1 and "enable_gqa" not in _VARLEN:
+            key, value = (t.repeat_interleave(grouped, dim=1) for t in (key, value))
+        out: Tensor = varlen_attn(query, key, value, cu_q, cu_k, longest_q, longest_k, **_VARLEN)
+        return out.flatten(1)
+
+
+def _takes_varlen(query: Tensor) -> bool:
+    """Whether torch has a variable-length kernel for it."""
+    return varlen_attn is not None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def _causal(kernel: Any) -> dict[str, Any]:
+    """Keyword arguments of torch's variable-length kernel, which have other names in torch 2.10 than after it.
+
+    Its scale is 1 / sqrt(D), as ours is, and its causal mask is aligned with the last key.
+    """
+    known = inspect.signature(kernel).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
+
+
+_VARLEN: dict[str, Any] = _causal(varlen_attn) if varlen_attn is not None else {}
+
+
+def _places(lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Runs of these lengths [n] (int64), end to end: the run of every place and its place in it, [total] each.
+
+    `total` is their sum, which the device would have to be asked for.
+    """
+    run = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths, output_size=total)
+    first = torch.cumsum(lengths, 0) - lengths
+    return run, torch.arange(total, device=lengths.device) - first[run]
 
 
 def _grid(x: Tensor, slot: Tensor, rows: int, width: int) -> Tensor:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,11 +53,14 @@ def _run(args: argparse.Namespace) -> int:
 
     from skyrl_mega.cluster.errors import ClusterError
     from skyrl_mega.cluster.local import session
+    from skyrl_mega.envs import registry
+    from skyrl_mega.preflight import given
     from skyrl_mega.preflight.preflight import preflight
-    from skyrl_mega.weights.headers import read_config
 
+    registry.check(config.environment)
+    given.check_present(config)
     model = Path(config.model.path)
-    read_config(model)
+    given.model_config(config)
     try:
         with _folder(Path(config.run.directory) / config.run.name) as folder, session(actors=1):
             report = preflight(config, model, folder, _device(config.cluster.device))
@@ -71,13 +75,19 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _device(wanted: str) -> str:
-    """What the run will compute on: CUDA where a node of the cluster, or this machine, has it."""
+    """What the run is to compute on: CUDA where anything tells of GPUs of the cluster.
+
+    This machine's own count where no other cluster is joined; those that Slurm gave are a node's of the cluster.
+    """
     if wanted != "auto":
         return wanted
     import ray
-    import torch
 
-    return "cuda" if torch.cuda.is_available() or ray.cluster_resources().get("GPU") else "cpu"
+    from skyrl_mega.cluster.devices import sight, signs
+
+    here = signs()
+    own = here.slurm if os.environ.get("RAY_ADDRESS") else here or sight().sees
+    return "cuda" if ray.cluster_resources().get("GPU") or own else "cpu"
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ class Finding:
     """The column of the report."""
     status: Status
     text: str
-    """One line: what there is, what is wanted, the mend where one is known."""
+    """One line: what there is, what is wanted, the fix where one is known."""
 
 
 def usual(values: Mapping[str, T]) -> T:

@@ -6,13 +6,15 @@ of a program that did something wrong.
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_mega.cluster import devices
+from skyrl_mega.cluster.devices import Sight
+from skyrl_mega.cluster.nvml import NoNvml, opened
 from skyrl_mega.preflight.finding import Finding, gib, usual
 
 XIDS = {
@@ -72,36 +74,33 @@ class GpuFacts:
     """Recent (bus id, Xid) of the kernel's log; None where it may not be read."""
     error: str | None = None
     """Why there is nothing of NVML."""
+    torch: Sight | None = None
+    """What torch makes of them; None was not asked."""
 
 
-def gather(nvml: Any = None) -> GpuFacts:
-    """Asks this node's NVML.
+def gather(nvml: Any = None, sight: Callable[[], Sight] = devices.sight) -> GpuFacts:
+    """Asks this node's NVML and its torch.
 
     Args:
-        nvml: nvidia-ml-py's module `pynvml`; None imports it.
+        nvml: See `cluster.nvml.opened`.
+        sight: Asks torch.
     """
-    if nvml is None:
-        try:
-            nvml = importlib.import_module("pynvml")
-        except ImportError:
-            return GpuFacts(None, (), error="nvidia-ml-py is not installed; pip install nvidia-ml-py")
+    seen = sight()
     try:
-        nvml.nvmlInit()
-    except nvml.NVMLError as error:
-        return GpuFacts(None, (), error=f"NVML does not start: {error}")
-    try:
-        driver = str(nvml.nvmlSystemGetDriverVersion())
-        found, lost = [], []
-        for index in range(nvml.nvmlDeviceGetCount()):
+        with opened(nvml) as library:
             try:
-                found.append(_gpu(nvml, index))
-            except nvml.NVMLError as error:
-                lost.append(f"GPU {index}: {error}")
-        return GpuFacts(driver, tuple(found), tuple(lost), recent_xids())
-    except nvml.NVMLError as error:
-        return GpuFacts(None, (), error=f"NVML does not answer: {error}")
-    finally:
-        nvml.nvmlShutdown()
+                driver = str(library.nvmlSystemGetDriverVersion())
+                found, lost = [], []
+                for index in range(library.nvmlDeviceGetCount()):
+                    try:
+                        found.append(_gpu(library, index))
+                    except library.NVMLError as error:
+                        lost.append(f"GPU {index}: {error}")
+                return GpuFacts(driver, tuple(found), tuple(lost), recent_xids(), torch=seen)
+            except library.NVMLError as error:
+                return GpuFacts(None, (), error=f"NVML does not answer: {error}", torch=seen)
+    except NoNvml as error:
+        return GpuFacts(None, (), error=str(error), torch=seen)
 
 
 def _gpu(nvml: Any, index: int) -> Gpu:
@@ -187,6 +186,14 @@ def check(facts: Mapping[str, GpuFacts], wanted: int) -> list[Finding]:
             bad(f"{text}; drain the node")
         if len(f.gpus) < wanted:
             bad(f"{len(f.gpus)} GPUs answer, {wanted} are wanted (cluster.gpus_per_node)")
+        if f.torch and not f.torch.sees:
+            bad(devices.blindness(f.torch, f.driver, {}))
+        elif f.torch and devices.outdated(f.torch.cuda, f.driver):
+            least = devices.least_driver(f.torch.cuda)
+            bad(
+                f"driver {f.driver} is older than {least}, CUDA {f.torch.cuda} runs by its compatibility library",
+                "warn",
+            )
         for gpu in f.gpus:
             for text in _health(gpu):
                 bad(f"GPU {gpu.index}: {text}")

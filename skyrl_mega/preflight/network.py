@@ -14,12 +14,14 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from skyrl_mega.preflight.finding import Finding, main_group
+from skyrl_mega.preflight.finding import Finding, Status, main_group
 
 CONNECT_S = 5.0
 """Seconds that a connection may take."""
 SLOW = 0.5
 """A link below this share of the median is bad; below this share of `cluster.topology.nic_gb_s`, worth a word."""
+TCP = 0.1
+"""Below this share of `cluster.topology.nic_gb_s` it is not the network that was planned with, but TCP beside it."""
 PROBES = 64
 """Connections that a node makes at once."""
 
@@ -174,12 +176,22 @@ def interface(address: str) -> str | None:
     return None
 
 
-def check_rates(found: Sequence[Pair], expected_gb_s: float | None) -> list[Finding]:
+@dataclass(frozen=True)
+class Promised:
+    """What a run is planned with."""
+
+    gb_s: float
+    """Of one network card (`cluster.topology.nic_gb_s`)."""
+    meant: bool
+    """It is not the default, or a node has InfiniBand or RoCE adapters. Else the default promises nothing."""
+
+
+def check_rates(found: Sequence[Pair], promised: Promised | None) -> list[Finding]:
     """Names the nodes all of whose links are slow or broken; where only one link is, both its ends.
 
     Args:
         found: the pairs.
-        expected_gb_s: of one network card; None where nothing is known.
+        promised: None where nothing is.
     """
     rates = [p.gb_s for p in found if p.gb_s is not None]
     middle = statistics.median(rates) if rates else 0.0
@@ -194,9 +206,18 @@ def check_rates(found: Sequence[Pair], expected_gb_s: float | None) -> list[Find
         rate = pair.error if pair.gb_s is None else f"{pair.gb_s:.2f} GB/s, the median is {middle:.2f}"
         for node in [n for n in (pair.first, pair.second) if n in guilty] or (pair.first, pair.second):
             findings.setdefault(node, Finding(node, "network", "bad", f"{pair.first} ⇄ {pair.second}: {rate}"))
-    if expected_gb_s and not bad and middle < SLOW * expected_gb_s:
-        text = f"{middle:.1f} GB/s between nodes, cluster.topology.nic_gb_s is {expected_gb_s:g}"
-        findings |= {node: Finding(node, "network", "warn", text) for node in of}
+    if promised and not bad and middle < SLOW * promised.gb_s:
+        text = f"{middle:.1f} GB/s between nodes, cluster.topology.nic_gb_s is {promised.gb_s:g}"
+        over_tcp = promised.meant and middle < TCP * promised.gb_s
+        if over_tcp:
+            text += (
+                ": NCCL does not use the adapters that this is of; its own lines (NCCL_DEBUG=INFO) say what it took; "
+                "where the network is slower than that, give cluster.topology.nic_gb_s"
+            )
+        elif not promised.meant:
+            text += ", its default; no node shows InfiniBand or RoCE adapters; plans count with what you give there"
+        status: Status = "bad" if over_tcp else "warn"
+        findings |= {node: Finding(node, "network", status, text) for node in of}
     return list(findings.values())
 
 

@@ -8,25 +8,25 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
 from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.cluster.group import describe
 from skyrl_mega.cluster.placement import worker_nodes
-from skyrl_mega.config.schema import Config
-from skyrl_mega.preflight import gpus, model, network, paths, versions
+from skyrl_mega.config.schema import Config, TopologyConfig
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.preflight import fabric, gpus, model, network, paths, versions
 from skyrl_mega.preflight.finding import Finding
+from skyrl_mega.preflight.given import model_config
 from skyrl_mega.preflight.probe import Ask, Probe
 from skyrl_mega.preflight.report import COLUMNS, Report
+from skyrl_mega.sizing.host import disk
 from skyrl_mega.telemetry.console import Console
-from skyrl_mega.weights.headers import expected
+from skyrl_mega.weights.headers import read_config
 
 MESSAGE_MIB = {"cuda": 256, "cpu": 16}
 """What neighbours exchange."""
-STATE_BYTES = {"bfloat16": 14, "float32": 16}
-"""Of one parameter in a checkpoint: weight, float32 copy, two moments."""
 START_S = 60.0
 """What Ray may take to start an actor's process on a node."""
 SLACK_S = 10.0
@@ -75,7 +75,7 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Report:
 
     Args:
         config: the run's settings.
-        path: the model, as every node should see it.
+        path: the model, as every node should see it; nobody looks for one that the run will build itself.
         folder: the run's, which exists here.
         device: `cpu` or `cuda`.
     """
@@ -83,7 +83,8 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Report:
     timeout = config.cluster.preflight_timeout_s
     nodes = present()
     names = tuple(node.name for node in nodes)
-    ask = Ask(folder.absolute(), path.absolute(), secrets.token_hex(6), device, timeout)
+    there = path.exists() or not config.model.build
+    ask = Ask(folder.absolute(), path.absolute() if there else None, secrets.token_hex(6), device, timeout)
     probes = _Probes(nodes, ask)
     rates: list[network.Pair] = []
     try:
@@ -94,11 +95,12 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Report:
             findings.insert(0, Finding("cluster", "answers", "bad", text))
         facts = _by_kind(looked, findings)
         findings += versions.check(facts["versions"])
-        findings += model.check(facts["model"], ask.model)
+        findings += model.check(facts["model"], path)
         if device == "cuda":
             findings += gpus.check(facts["gpus"], config.cluster.gpus_per_node)
             drivers = {node: {"driver": f.driver} for node, f in facts["gpus"].items() if f.driver}
             findings += versions.check(drivers)
+            findings += fabric.check(facts["fabric"]) if len(nodes) > 1 else []
         wrote = [node for node, f in facts["paths"].items() if not f.errors]
         blind, _ = probes.call("unseen", dict.fromkeys(wrote, (wrote,)), timeout)
         findings += paths.check_shared(facts["paths"], blind, ask.run)
@@ -106,11 +108,12 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Report:
         reach, rates = _network(probes, list(looked), device, timeout)
         findings += reach
         if not reach:
-            findings += network.check_rates(rates, config.cluster.topology.nic_gb_s if device == "cuda" else None)
+            findings += network.check_rates(rates, _promised(config, facts["fabric"]) if device == "cuda" else None)
     finally:
         probes.end()
         paths.remove(ask.run, ask.token)
-    checks = tuple(c for c in COLUMNS if (c != "gpus" or device == "cuda") and (c != "network" or len(nodes) > 1))
+    made = {"gpus": device == "cuda", "network": len(nodes) > 1, "model": there}
+    checks = tuple(check for check in COLUMNS if made.get(check, True))
     speeds = tuple(pair.gb_s for pair in rates if pair.gb_s is not None)
     return Report(names, checks, tuple(findings), time.perf_counter() - start, speeds)
 
@@ -128,10 +131,14 @@ def present() -> list[Node]:
 
 def room(config: Config, path: Path) -> int:
     """Bytes that the run's checkpoints take at most: those that are kept, and the one that is being written."""
-    if not config.checkpoint.every:
-        return 0
-    parameters = sum(prod(shape) for shape in expected(path).values())
-    return parameters * STATE_BYTES[config.model.dtype] * (config.checkpoint.keep + 1)
+    hf = read_config(path) if path.exists() else model_config(config)
+    return disk(config, architecture(hf).describe(hf)).kept
+
+
+def _promised(config: Config, adapters: Mapping[str, fabric.FabricFacts]) -> network.Promised:
+    """What the network should give: the default of `nic_gb_s` is a promise where a node has adapters for it."""
+    gb_s = config.cluster.topology.nic_gb_s
+    return network.Promised(gb_s, gb_s != TopologyConfig().nic_gb_s or any(f.adapters for f in adapters.values()))
 
 
 class _Probes:
@@ -141,11 +148,15 @@ class _Probes:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+        # Ray would else hide the GPUs of a cluster that it did not start with our settings.
+        sees = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}} if ask.device == "cuda" else None
         remote = ray.remote(Probe)
         self.addresses = {node.name: node.address for node in nodes}
         self._actors = {
             node.name: remote.options(
-                num_cpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False)
+                num_cpus=0,
+                scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+                runtime_env=sees,
             ).remote(ask, node.name, node.address)
             for node in nodes
         }
@@ -177,7 +188,7 @@ class _Probes:
 
 def _by_kind(looked: Mapping[str, Mapping[str, Any]], findings: list[Finding]) -> dict[str, dict[str, Any]]:
     """kind → node → facts; a kind that a node could not find out is a finding."""
-    facts: dict[str, dict[str, Any]] = {"versions": {}, "model": {}, "paths": {}, "gpus": {}}
+    facts: dict[str, dict[str, Any]] = {"versions": {}, "model": {}, "paths": {}, "gpus": {}, "fabric": {}}
     for node, kinds in looked.items():
         for kind, fact in kinds.items():
             if isinstance(fact, Exception):

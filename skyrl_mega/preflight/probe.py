@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.preflight import gpus, model, network, paths, versions
+from skyrl_mega.preflight import fabric, gpus, model, network, paths, versions
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,8 @@ class Ask:
 
     run: Path
     """The run's folder."""
-    model: Path
+    model: Path | None
+    """None where the run builds it."""
     token: str
     """Names this preflight's files."""
     device: str
@@ -41,10 +42,11 @@ class Probe:
         jobs: dict[str, Callable[[], Any]] = {
             "versions": versions.gather,
             "paths": lambda: paths.gather(ask.run, ask.token, self.name),
-            "model": lambda: model.gather(ask.model),
         }
+        if (path := ask.model) is not None:
+            jobs["model"] = lambda: model.gather(path)
         if ask.device == "cuda":
-            jobs["gpus"] = gpus.gather
+            jobs |= {"gpus": gpus.gather, "fabric": fabric.gather}
         return bounded(jobs, ask.timeout_s)
 
     def unseen(self, names: Sequence[str]) -> list[str]:

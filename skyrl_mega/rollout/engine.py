@@ -4,27 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Coroutine
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.schema import RolloutConfig
+from skyrl_mega.rollout.engine_spec import EngineSpec, Facts, arguments
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
 
 LOOK_EVERY_S = 0.5
 """How often a call under way looks whether vLLM's process is still there."""
-ROUTER = r"re:.*\.mlp\.gate$"
-"""Stays as it is in an engine that quantises what it loads, as in FP8 checkpoints: rounded, it picks other experts."""
 ABORT_AGAIN_S = 1.0
 COALESCE_S = 0.004
 """Completions that end within so many seconds travel in one message."""
+BEATS = 4
+"""While nothing ends, a call gives so many signs of life within `rollout.request_timeout_s`."""
 
 
 class EngineDied(RuntimeError):
-    """vLLM's own process is gone; only a new engine helps."""
+    """vLLM's own process is gone or stands still; only a new engine helps."""
 
 
 @dataclass(frozen=True)
@@ -68,52 +68,6 @@ class Completion:
     """(weight version, index of its first token): more than one where a sync came in between."""
 
 
-@dataclass(frozen=True)
-class EngineSpec:
-    """What an engine is made of."""
-
-    path: str
-    """Hugging Face directory: config.json, and tokenizer files where stop strings are used."""
-    dtype: str
-    device: str
-    """`cpu` or `cuda`."""
-    rollout: RolloutConfig
-    max_length: int
-    """Longest sequence, prompt and response."""
-    weights: str = "dummy"
-    """`dummy` (the first sync brings them) or `auto` (read from the directory)."""
-    seed: int = 0
-    extra: dict[str, Any] = field(default_factory=dict)
-    """More vLLM engine arguments; `rollout.options` goes before them."""
-
-
-def environment(spec: EngineSpec) -> dict[str, str]:
-    """Environment variables of the engine's process, set before it starts."""
-    env = {
-        "VLLM_NO_USAGE_STATS": "1",
-        "DO_NOT_TRACK": "1",
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        "TOKENIZERS_PARALLELISM": "false",
-        "VLLM_HOST_IP": "127.0.0.1",  # its own processes are all on this node
-        "VLLM_LOGGING_LEVEL": "WARNING",
-        "VLLM_PLUGINS": "skyrl_mega",
-    }
-    if spec.device == "cpu":
-        env |= {
-            "OMP_NUM_THREADS": str(spec.rollout.threads),
-            # Policy and engine share the cores and take turns: pinned threads would queue for one of them.
-            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-        }
-        if spec.rollout.tensor == 1:
-            # Else vLLM puts its one worker into a third process: 7 s more to start.
-            env["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-        if spec.rollout.eager:
-            # vLLM compiles a helper of its sampler even in eager mode: 18 s at the first request.
-            env["TORCHDYNAMO_DISABLE"] = "1"
-    return env
-
-
 class Engine:
     """An asynchronous vLLM engine. Start it with `start`; Ray then runs its methods concurrently on one event loop."""
 
@@ -121,98 +75,87 @@ class Engine:
         self.spec = spec
         self.version = 0
         self.running = 0
+        """Requests under way."""
+        self.ended = 0
+        """Tokens of all requests that have ended."""
+        self.watched = False
+        """Whether time without a token counts: not in a pause, nor before the first request has been answered, for
+        which kernels may be compiled."""
+        self.calls: set[asyncio.Queue[Completion | BaseException]] = set()
+        """Where the calls of `generate_many` under way wait."""
         if not (Path(spec.path) / "config.json").is_file():
             raise UserError(f"model.path={spec.path}: there is no config.json; give a Hugging Face directory")
 
-    async def start(self) -> dict[str, Any]:
-        """Loads the model and runs one token through it. Returns facts about the engine.
+    async def start(self, former: Facts | None = None) -> Facts:
+        """Loads the model and runs one token through it.
+
+        Args:
+            former: What an engine found that ran in this one's place; None for the first. Its cache has the same size.
 
         Raises:
-            UserError: vLLM refuses the settings.
+            UserError: vLLM refuses the settings, or computes on another device here.
         """
         from pydantic import ValidationError
         from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
 
+        if current_platform.device_type != self.spec.device:  # it decides for itself, and never says so
+            raise UserError(
+                f"cluster.device = {self.spec.device}: vLLM computes on {current_platform.device_type or 'nothing'} on "
+                "this node; give the environment of `make cuda` to every node, or cluster.device=cpu"
+            )
         try:
-            self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**self.arguments()))
+            self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(self.spec, former)))
         except ValidationError as error:  # which Ray could not carry
             told = "; ".join(found["msg"] for found in error.errors(include_url=False, include_input=False))
             raise UserError(f"rollout.options={self.spec.rollout.options}: vLLM refuses the settings: {told}") from None
         await self.llm.update_weight_version(str(self.version))
-        async for _ in self.generate_many([Request("warm-up", [0], 2, 0)], Sampling(), 600.0):
+        async for _ in self.generate_many([Request("warm-up", [0], 2, 0)], Sampling()):
             pass
-        return {"block": self.llm.vllm_config.cache_config.block_size}
-
-    def arguments(self) -> dict[str, Any]:
-        """vLLM's engine arguments."""
-        from vllm.config import WeightTransferConfig
-
-        from skyrl_mega.weights.vllm_plugin import BACKEND
-
-        spec, rollout = self.spec, self.spec.rollout
-        arguments: dict[str, Any] = {
-            "model": spec.path,
-            "dtype": spec.dtype,
-            "load_format": spec.weights,
-            "seed": spec.seed,
-            "tensor_parallel_size": rollout.tensor,
-            "max_model_len": spec.max_length,
-            "max_num_seqs": rollout.concurrency,
-            # A whole wave of prompts may be prefilled in one step, but never less than the longest sequence.
-            "max_num_batched_tokens": max(spec.max_length, 8192),
-            "enforce_eager": rollout.eager,
-            "skip_tokenizer_init": not rollout.sampling.stop,
-            "generation_config": "vllm",  # nothing of the directory's sampling defaults
-            "logprobs_mode": "processed_logprobs",
-            "enable_prefix_caching": True,
-            "disable_log_stats": True,
-            "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
-            "worker_extension_cls": "skyrl_mega.weights.vllm_engine.WorkerExtension",
-        }
-        if spec.device == "cpu":
-            arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
-            arguments["distributed_executor_backend"] = "uni" if rollout.tensor == 1 else "mp"
-            # The draw after half a prompt is taken back; vLLM cannot do that to a seeded CPU generator, and dies.
-            arguments["enable_chunked_prefill"] = False
-        else:
-            arguments["gpu_memory_utilization"] = rollout.memory_fraction
-            arguments["distributed_executor_backend"] = "mp"
-        if str(rollout.options.get("quantization", "")).startswith("fp8_"):
-            arguments["quantization_config"] = {"ignore": [ROUTER]}
-        return arguments | spec.extra | rollout.options
+        self.watched = True
+        tokens = self.llm.vllm_config.cache_config.kv_cache_size_tokens
+        return Facts(cache_tokens=tokens, cache_bytes=min(await self.workers("cache_bytes")))
 
     # ---- generation ------------------------------------------------------------------------------------------------
 
-    async def generate_many(
-        self, requests: list[Request], sampling: Sampling, timeout_s: float
-    ) -> AsyncIterator[list[Completion]]:
-        """Continues prompts and yields completions in small lists as they end.
+    async def generate_many(self, requests: list[Request], sampling: Sampling) -> AsyncIterator[list[Completion]]:
+        """Continues prompts and yields completions in small lists as they end; empty ones are signs of life.
 
         An idle engine takes all requests in before it computes the first one, so that the same call with the same
         weights forms the same batches and gives the same numbers to the last bit.
 
+        A request may take as long as it needs: how long it waits for a place in the cache depends on the others, and
+        its tokens are bounded by `max_tokens`. What is bounded is the time in which no request gets a token.
+
         Args:
             requests: Prompts.
             sampling: Shared by all of them.
-            timeout_s: Seconds for each request.
 
         Raises:
-            TimeoutError: A request took longer; names it.
+            EngineDied: vLLM's process is gone, or gave no request a token for `rollout.request_timeout_s`.
         """
         done: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
         held = self.running == 0
         self.running += len(requests)
-        if held:
-            await self._answer(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
-        tasks = [asyncio.create_task(self._generate(request, sampling, timeout_s, done)) for request in requests]
+        self.calls.add(done)
+        tasks: list[asyncio.Task[None]] = []
         try:
+            if held:
+                self.watch = asyncio.create_task(self._watch())
+                await self._answer(self.llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False))
+            tasks += [asyncio.create_task(self._generate(request, sampling, done)) for request in requests]
             if held:
                 await asyncio.sleep(0)  # every task has now handed its request to the engine's queue
                 await self._answer(self.llm.engine_core.resume_scheduler_async())
             left = len(requests)
             while left:
-                ended = [await done.get()]
+                try:
+                    async with asyncio.timeout(self.spec.rollout.request_timeout_s / BEATS):
+                        ended = [await done.get()]
+                except TimeoutError:
+                    yield []
+                    continue
                 await asyncio.sleep(COALESCE_S)
                 while not done.empty():
                     ended.append(done.get_nowait())
@@ -223,24 +166,51 @@ class Engine:
                 yield ended  # type: ignore[misc]
         finally:
             self.running -= len(requests)
+            self.calls.discard(done)
+            if not self.running:
+                self.watch.cancel()
             for task in tasks:
                 task.cancel()
 
+    async def _watch(self) -> None:
+        """Ends the calls under way when vLLM stands still: for too long no request has got a token.
+
+        Only what passes while this process runs and vLLM may compute is counted: not a pause for a weight sync, nor
+        the time in which the process itself was stopped.
+        """
+        limit = self.spec.rollout.request_timeout_s
+        every = min(LOOK_EVERY_S, limit / 10)
+        loop = asyncio.get_running_loop()
+        tokens, still, before = -1, 0.0, loop.time()
+        while still < limit:
+            await asyncio.sleep(every)
+            seen, now = self._tokens(), loop.time()
+            still = still + min(now - before, 2 * every) if self.watched and seen == tokens else 0.0
+            tokens, before = seen, now
+        for done in self.calls:
+            done.put_nowait(
+                EngineDied(
+                    f"vLLM stands still: none of its {self.running} requests got a token for {limit:g} s "
+                    "(rollout.request_timeout_s)"
+                )
+            )
+
+    def _tokens(self) -> int:
+        """Tokens that requests have got so far, those of requests under way among them."""
+        under_way = self.llm.output_processor.request_states.values()
+        return self.ended + sum(state.detokenizer.num_output_tokens() for state in under_way if state.detokenizer)
+
     async def _generate(
-        self, request: Request, sampling: Sampling, timeout_s: float, done: asyncio.Queue[Completion | BaseException]
+        self, request: Request, sampling: Sampling, done: asyncio.Queue[Completion | BaseException]
     ) -> None:
         from vllm.inputs.engine import tokens_input
 
         output = None
         alarm = None if request.seconds is None else asyncio.create_task(self._abort(request.id, request.seconds))
         try:
-            async with asyncio.timeout(timeout_s):
-                stream = self.llm.generate(tokens_input(request.tokens), self.parameters(request, sampling), request.id)
-                async for output in stream:  # noqa: B007  (the last one is read below)
-                    pass
-        except TimeoutError:
-            done.put_nowait(TimeoutError(f"request {request.id}: no end within {timeout_s:g} s"))
-            return
+            stream = self.llm.generate(tokens_input(request.tokens), self.parameters(request, sampling), request.id)
+            async for output in stream:  # noqa: B007  (the last one is read below)
+                pass
         except Exception as error:  # handed to the caller, who raises it
             done.put_nowait(self._named(error))
             return
@@ -249,6 +219,7 @@ class Engine:
                 alarm.cancel()
         assert output is not None
         result = output.outputs[0]
+        self.ended += len(result.token_ids)
         done.put_nowait(
             Completion(
                 request.id,
@@ -301,11 +272,13 @@ class Engine:
 
     async def pause(self) -> None:
         """Stops computing. Requests under way stay where they are; caches of the old weights are dropped."""
+        self.watched = False
         await self._answer(self.llm.pause_generation(mode="keep", clear_cache=True))
 
     async def resume(self) -> None:
         """Goes on computing."""
         await self._answer(self.llm.resume_generation())
+        self.watched = True
 
     async def begin_update(self) -> None:
         """Pauses and gets every worker's parameters ready to be written."""
@@ -335,9 +308,10 @@ class Engine:
     async def check_weights(self) -> list[dict[str, Any]]:
         """Receives weights once more and compares them with those in place; see `weights.sync.Compared`."""
         await self.pause()
-        found = await self.workers("check_weights")
-        await self.resume()
-        return found
+        try:
+            return await self.workers("check_weights")
+        finally:
+            await self.resume()
 
     async def probe(self) -> None:
         """Returns when every worker has answered."""

@@ -1,8 +1,13 @@
-"""Requests spread over engines: the least loaded takes the next one; what a failed engine had goes to the others."""
+"""Requests spread over engines: the least loaded takes the next one; what a failed engine had goes to the others.
+
+A request waits here or in an engine for as long as those before it need. No time limit counts that; what is bounded is
+how long an engine may give no sign of life (`engine.Engine.generate_many`).
+"""
 
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, replace
@@ -12,11 +17,16 @@ from typing import Any
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import cause_of, describe
+from skyrl_mega.config.derived import FILL
 from skyrl_mega.rollout.engine import Completion, EngineDied, Request, Sampling
+from skyrl_mega.rollout.engine_spec import Facts
 
 IN_FLIGHT = 4
 """An engine is given so many times the sequences that it runs at once: it is never idle, and the rest goes where room
-is first."""
+is first. What its cache holds bounds it too (`config.derived.FILL`)."""
+MARGIN_S = 30.0
+"""An engine finds within `rollout.request_timeout_s` that its vLLM stands still; one whose actor gives no sign of life
+for so much longer does not answer at all."""
 
 
 @dataclass(eq=False)
@@ -30,6 +40,30 @@ class _Waiting:
         """The request with the seconds that are left."""
         return self.request if self.until is None else replace(self.request, seconds=max(0.0, self.until - now))
 
+    @property
+    def tokens(self) -> int:
+        """Its length at most."""
+        return len(self.request.tokens) + self.request.max_tokens
+
+
+@dataclass(eq=False)
+class _Load:
+    """What an engine has been given."""
+
+    room: float
+    """Tokens that it may be given."""
+    requests: int = 0
+    tokens: int = 0
+
+    def fits(self, waiting: _Waiting, limit: int) -> bool:
+        """Whether it may take this one; alone, any."""
+        return self.requests < limit and (not self.requests or self.tokens + waiting.tokens <= self.room)
+
+    def add(self, waiting: _Waiting, times: int = 1) -> None:
+        """Takes it, or with -1 gives it back."""
+        self.requests += times
+        self.tokens += times * waiting.tokens
+
 
 class Router:
     """Routes the requests of one generation phase. Lives in one event loop.
@@ -42,13 +76,13 @@ class Router:
         fleet: The engines; those that serve are asked.
         sampling: How all requests are drawn.
         concurrency: Sequences that one engine runs at once.
-        timeout_s: Seconds for one request, from when an engine has it.
+        timeout_s: Seconds in which an engine finds that it stands still (`rollout.request_timeout_s`).
     """
 
     def __init__(self, fleet: Fleet, sampling: Sampling, concurrency: int, timeout_s: float) -> None:
         self.fleet, self.sampling, self.timeout_s = fleet, sampling, timeout_s
         self.limit = IN_FLIGHT * concurrency
-        self.load = dict.fromkeys(fleet.serving, 0)
+        self.load = {engine: _Load(_room(fleet.facts[engine])) for engine in fleet.serving}
         self.queue: deque[_Waiting] = deque()
         self.names: set[str] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -59,7 +93,7 @@ class Router:
 
         Raises:
             NobodyServes: No engine is left.
-            ActorFailed: The engine refused the request, or it took too long; the cause names the request.
+            ActorFailed: The engine refused the request; the cause names it.
             ValueError: Another request of this phase has the same id.
         """
         if request.id in self.names:
@@ -90,11 +124,14 @@ class Router:
         """Hands out what fits."""
         self.scheduled = False
         parts: dict[int, dict[str, _Waiting]] = {engine: {} for engine in self.load}
-        while self.queue and min(self.load.values()) < self.limit:
-            engine = min(self.load, key=self.load.__getitem__)
+        while self.queue:
+            free = [engine for engine, load in self.load.items() if load.fits(self.queue[0], self.limit)]
+            if not free:
+                break
+            engine = min(free, key=lambda engine: self.load[engine].requests)
             waiting = self.queue.popleft()
             parts[engine][waiting.request.id] = waiting
-            self.load[engine] += 1
+            self.load[engine].add(waiting)
         for engine, part in parts.items():
             if part:
                 task = asyncio.create_task(self._run(engine, part))
@@ -111,18 +148,17 @@ class Router:
     async def _run(self, engine: int, part: dict[str, _Waiting]) -> None:
         import ray
 
-        # The engine bounds each request; the margin is for a process that does not answer at all.
-        silence = self.timeout_s + 30.0
+        silence = self.timeout_s + MARGIN_S
         now = asyncio.get_running_loop().time()
         try:
             method = self.fleet.group.actors[engine].generate_many.options(num_returns="streaming")
-            stream = method.remote([w.at(now) for w in part.values()], self.sampling, self.timeout_s)
+            stream = method.remote([w.at(now) for w in part.values()], self.sampling)
             # Read to its end: an engine is through with a wave only when the wave's generator is.
             async for reference in _bounded(stream, silence):
                 for completion in await asyncio.wait_for(reference, silence):
-                    if engine in self.load:  # another message to it may have found it dead meanwhile
-                        self.load[engine] -= 1
                     waiting = part.pop(completion.id)
+                    if engine in self.load:  # another message to it may have found it dead meanwhile
+                        self.load[engine].add(waiting, -1)
                     if not waiting.answer.done():
                         waiting.answer.set_result(completion)
                 if self.queue:
@@ -137,7 +173,7 @@ class Router:
         except ray.exceptions.RayError as error:
             self._leave(engine, part, describe(error))
         except TimeoutError:
-            self._leave(engine, part, f"generate_many: no answer within {silence:g} s")
+            self._leave(engine, part, f"generate_many: no sign of life within {silence:g} s")
 
     def _leave(self, engine: int, part: dict[str, _Waiting], cause: str) -> None:
         """Takes an engine out; its requests go to the others."""
@@ -157,6 +193,11 @@ class Router:
         for waiting in part.values():
             if not waiting.answer.done():
                 waiting.answer.set_exception(error)
+
+
+def _room(facts: Facts | None) -> float:
+    """Tokens that an engine may be given at once, all of them as long as they may become."""
+    return math.inf if facts is None else FILL * facts.cache_tokens
 
 
 async def _bounded(stream: Any, seconds: float) -> AsyncIterator[Any]:

@@ -17,7 +17,9 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.megatron import padded_vocab
 
 IMBALANCE = 1.25
-"""Tokens of the busiest rank's experts over the mean: an assumption about the router."""
+"""Tokens of the busiest rank's experts over the mean, on average over layers: an assumption about the router."""
+HOTTEST = 2.0
+"""The same of the one layer and micro-batch where it is worst, of some thousands in a step: an assumption too."""
 BATCH_BYTES = 64
 """Bytes of one token of a packed micro-batch: inputs, positions, targets, places and the fields of the loss."""
 
@@ -53,7 +55,7 @@ def activations(
     moe = sum(d.is_moe(i) for chunk in _chunks(d, parallel, pp) for i in chunk)
     count = {True: moe, False: layers - moe}
     cost = {kind: layer(d, parallel, row.tokens, itemsize, moe=kind) for kind in count if count[kind]}
-    largest = max(cost.values())
+    largest = max(layer(d, parallel, row.tokens, itemsize, moe=kind, imbalance=HOTTEST) for kind in cost)
     mean = sum(cost[kind] * count[kind] for kind in cost) / layers
     boundary = row.tokens // parallel.tensor * d.hidden * itemsize
     kept = boundary if recompute else mean
@@ -82,7 +84,9 @@ def in_flight(parallel: Parallel, pp: int, count: int) -> int:
     return min(count * chunks, 2 * (stages - pp - 1) + (chunks - 1) * stages + 1)
 
 
-def layer(d: Decoder, parallel: Parallel, tokens: int, itemsize: int, *, moe: bool) -> int:
+def layer(
+    d: Decoder, parallel: Parallel, tokens: int, itemsize: int, *, moe: bool, imbalance: float = IMBALANCE
+) -> int:
     """Bytes that one layer saves for its backward pass, its input among them."""
     t, b = parallel.tensor, itemsize
     s = tokens / t
@@ -95,7 +99,7 @@ def layer(d: Decoder, parallel: Parallel, tokens: int, itemsize: int, *, moe: bo
     if not moe:
         return int(norms + attention + tokens * b * 5 * d.ffn / t)
     assert d.experts is not None
-    copies, width = routed(d, parallel, tokens), d.experts.width / parallel.expert_tensor
+    copies, width = routed(d, parallel, tokens, imbalance), d.experts.width / parallel.expert_tensor
     # Each expert's input; gate and up, silu, up once more, their product, and that times the router's probability.
     experts = copies * (b * (d.hidden + 6 * width) + 4)
     # Logits, probabilities and masks over all experts, in float32 and bool.
@@ -103,11 +107,11 @@ def layer(d: Decoder, parallel: Parallel, tokens: int, itemsize: int, *, moe: bo
     return int(norms + attention + experts + router)
 
 
-def routed(d: Decoder, parallel: Parallel, tokens: int) -> float:
+def routed(d: Decoder, parallel: Parallel, tokens: int, imbalance: float) -> float:
     """Copies of tokens that the busiest rank's experts work on."""
     assert d.experts is not None
     even = tokens / parallel.tensor * d.experts.per_token * parallel.expert_tensor
-    return even * (IMBALANCE if parallel.expert > 1 else 1.0)
+    return even * (imbalance if parallel.expert > 1 else 1.0)
 
 
 def logits(d: Decoder, parallel: Parallel, tokens: int, itemsize: int, chunk: int) -> tuple[int, int]:
@@ -131,7 +135,7 @@ def _gradients(d: Decoder, parallel: Parallel, tokens: int, itemsize: int, *, mo
     assert d.experts is not None
     width = d.experts.width / parallel.expert_tensor
     held = d.experts.count / parallel.expert * 3 * d.hidden * width
-    return itemsize * (routed(d, parallel, tokens) * (2 * d.hidden + 5 * width) + held)
+    return itemsize * (routed(d, parallel, tokens, HOTTEST) * (2 * d.hidden + 5 * width) + held)
 
 
 def _chunks(d: Decoder, parallel: Parallel, pp: int) -> list[range]:

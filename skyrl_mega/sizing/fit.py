@@ -1,4 +1,4 @@
-"""What does not fit: every check of memory and time limits that needs the model's sizes.
+"""What does not fit: every check of memory and of the sync's time limit that needs the model's sizes.
 
 Each refusal names the number that breaks. An estimated number breaks only where it does with the whole margin in its
 favour (`memory.MARGIN`), so that what is refused could not have run.
@@ -7,6 +7,7 @@ favour (`memory.MARGIN`), so that what is refused could not have run.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks
@@ -18,15 +19,19 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.sizing.host import host_memory
 from skyrl_mega.sizing.memory import (
     GIB,
+    MARGIN,
+    EngineMemory,
     PolicyMemory,
     engine_memory,
     gpu_bytes,
-    itemsize,
     on_cpu,
     policy_memory,
     reference_memory,
 )
 from skyrl_mega.sizing.placement import nodes
+
+RAY_KILLS = 0.95
+"""Share of a node's memory from which Ray kills workers (RAY_memory_usage_threshold)."""
 
 
 def parallel_of(config: Config) -> tuple[Parallel, Parallel | None]:
@@ -52,9 +57,44 @@ def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> Non
         raise UserError(what)
 
 
+@dataclass(frozen=True)
+class SharedGpu:
+    """A GPU that a policy rank and an engine worker share, both in its memory all the time. Bytes."""
+
+    rank: int
+    """The policy rank that needs most."""
+    policy: PolicyMemory
+    engine: EngineMemory
+    size: int
+    """What CUDA gives of the GPU."""
+
+    def left(self, phase: str) -> int:
+        """What nobody takes in a phase; below 0 it is too little by so much."""
+        return self.size - self.engine.resident - self.policy.resident - sum(self.policy.phases[phase])
+
+    @property
+    def margin(self) -> int:
+        """The least that is left, of all phases."""
+        return self.left(self.policy.busiest)
+
+    @property
+    def doubt(self) -> int:
+        """What the busiest phase's estimates may lack."""
+        return int(MARGIN * self.policy.phases[self.policy.busiest][1])
+
+
+def shared_gpu(config: Config, d: Decoder, parallel: Parallel) -> SharedGpu | None:
+    """The fullest of the shared GPUs; None where nothing is shared."""
+    if not config.cluster.shared or on_cpu(config):
+        return None
+    ranks = {rank: policy_memory(config, d, parallel, rank) for rank in stages(parallel).values()}
+    rank = max(ranks, key=lambda r: ranks[r].peak)
+    return SharedGpu(rank, ranks[rank], engine_memory(config, d), gpu_bytes(config))
+
+
 def stages(parallel: Parallel) -> dict[int, int]:
     """Pipeline stage → its first rank, which holds no less than the others of the stage."""
-    return {parallel.coordinates(rank).pp: rank for rank in range(parallel.ranks - 1, -1, -1)}
+    return {pp: pp * (parallel.ranks // parallel.pipeline) for pp in range(parallel.pipeline)}
 
 
 def _problems(
@@ -62,7 +102,6 @@ def _problems(
 ) -> Iterator[str]:
     if not on_cpu(config):
         yield from _gpu(config, d, parallel, reference, strict)
-        yield from _requests(config, d)
     yield from _host(config, d, parallel, reference)
 
 
@@ -86,10 +125,16 @@ def _gpu(config: Config, d: Decoder, parallel: Parallel, reference: Parallel | N
             f"reserve {_gib(engine.reserve)}, which leaves a KV cache of {engine.tokens:,} tokens; one sequence has up "
             f"to {length_limit(config.rollout):,}"
         )
-    if config.cluster.shared and worst + engine.budget > gpu:
+    beside = engine.resident if strict else engine.least
+    if config.cluster.shared and worst + beside > gpu:
         yield (
-            f"{fraction}: on shared GPUs an engine worker's {_gib(engine.budget)} GiB and a policy rank's "
+            f"{fraction}: on shared GPUs an engine worker's {_gib(beside)} GiB and a policy rank's "
             f"{_gib(worst)} at least are more than the {_gib(gpu)} GiB of a GPU: both stay there all the time"
+        )
+    if not config.cluster.shared and (engine.peak if strict else engine.least) > gpu:
+        yield (
+            f"{fraction}: an engine worker takes {_gib(engine.budget)} GiB and, beside that, about "
+            f"{_gib(engine.beside)} for CUDA and NCCL, of a GPU's {_gib(gpu)}"
         )
 
 
@@ -102,27 +147,13 @@ def _too_large(name: str, rank: int, memory: PolicyMemory, config: Config) -> st
         parts += [f"activations {_gib(memory.at.train)}", f"logits {_gib(memory.at.train_logits)}"]
     else:
         parts.append(f"{memory.busiest} {_gib(counted + guess)}")
-    parts.append(f"reserve {_gib(memory.reserve)}")
+    if memory.sync:
+        parts.append(f"sync {_gib(memory.sync)}")
+    parts += [f"reserve {_gib(memory.reserve)}", f"gaps {_gib(memory.gaps)}"]
     return (
         f"{name}: rank {rank} needs about {_gib(memory.peak)} GiB ({', '.join(parts)}), at least {_gib(memory.least)}; "
         f"a GPU has {_gib(gpu_bytes(config))} (cluster.gpu_memory_gib)"
     )
-
-
-def _requests(config: Config, d: Decoder) -> Iterator[str]:
-    """A turn at its limit needs the weights to be read once for each of its tokens, at the very least."""
-    rollout, rates = config.rollout, config.cluster.rates
-    weights = engine_memory(config, d).weights
-    if d.experts:  # a single sequence meets few of them
-        dense = 3 * d.hidden * d.experts.width * len(d.experts.layers) * itemsize(config) / rollout.tensor
-        weights = int(weights - dense * (d.experts.count - d.experts.per_token))
-    least = rollout.sampling.max_tokens * max(0, weights) / (rates.memory_gb_s * 1e9)
-    if least > rollout.request_timeout_s:
-        yield (
-            f"rollout.request_timeout_s = {rollout.request_timeout_s:g}: a turn of rollout.sampling.max_tokens = "
-            f"{rollout.sampling.max_tokens} takes {least:.0f} s at least, to read an engine's weights so many times at "
-            f"{rates.memory_gb_s:g} GB/s (cluster.rates.memory_gb_s)"
-        )
 
 
 def _host(config: Config, d: Decoder, parallel: Parallel, reference: Parallel | None) -> Iterator[str]:
@@ -131,11 +162,11 @@ def _host(config: Config, d: Decoder, parallel: Parallel, reference: Parallel | 
         return
     for number, node in enumerate(nodes(config)):
         memory = host_memory(config, d, parallel, reference, node, first=number == 0)
-        if memory.total > room * GIB:
+        if memory.total > RAY_KILLS * room * GIB:
             parts = ", ".join(f"{name} {_gib(size)}" for name, size in vars(memory).items() if size >= GIB / 10)
             yield (
                 f"cluster.host_memory_gib = {room:g}: node {number} needs about {_gib(memory.total)} GiB of host "
-                f"memory ({parts})"
+                f"memory ({parts}); from {RAY_KILLS:.0%} on Ray ends processes"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -12,7 +13,8 @@ from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.sizing.activations import BATCH_BYTES
 from skyrl_mega.sizing.batch import batch
-from skyrl_mega.sizing.memory import GIB, engine_memory, itemsize, on_cpu, policy_memory, reference_memory
+from skyrl_mega.sizing.checkpoint import INDEX, STAGING, STATE, written
+from skyrl_mega.sizing.memory import GIB, engine_memory, itemsize, on_cpu, overlapped, policy_memory, reference_memory
 from skyrl_mega.sizing.parameters import stage
 from skyrl_mega.sizing.placement import Node
 
@@ -24,8 +26,6 @@ QUEUE = 10 * 16 * 2**20
 """vLLM's queue in /dev/shm between an engine and its workers, one each way and worker: 10 messages of 16 MiB."""
 NCCL = 64 * 2**20
 """What NCCL puts into /dev/shm for one process."""
-MOMENTS = 12
-"""Bytes of a parameter in a checkpoint beside its weight: master weight and two moments in float32."""
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,9 @@ class HostMemory:
     device: int
     """On a CPU, what would lie on GPUs."""
     reference: int
-    """Frozen weights that wait in host memory. Counted."""
+    """Frozen weights in pinned host memory, or the policy's own while these are on the GPU. Counted."""
     checkpoint: int
-    """The optimizer's state while a checkpoint is written: the first rank of each data-parallel group gathers it."""
+    """Buffers and index of the policy ranks while a checkpoint is written or read."""
     batch: int
     """Tokens and fields of one RL step in Ray's object store."""
     shm: int
@@ -57,11 +57,10 @@ def host_memory(
     """What a node needs; `first`: the driver runs there."""
     cpu, size = on_cpu(config), itemsize(config)
     copied = bool(config.algorithm.kl.coefficient) and config.reference.layout is None
-    kept = written = device = 0
+    kept = device = 0
     for rank in node.policy:
         trained = sum(chunk.total for chunk in stage(d, parallel, parallel.coordinates(rank).pp))
         kept += trained * size if copied else 0
-        written += _written(d, parallel, rank) + trained * size if config.checkpoint.every else 0
         device += policy_memory(config, d, parallel, rank).peak if cpu else 0
     if cpu and reference:
         device += sum(reference_memory(config, d, reference, rank).peak for rank in node.reference)
@@ -74,27 +73,30 @@ def host_memory(
         processes=processes * PROCESS["cpu" if cpu else "cuda"] + (DRIVER if first else 0),
         device=device,
         reference=kept,
-        checkpoint=written,
+        checkpoint=len(node.policy) * (STAGING + INDEX) if config.checkpoint.every else 0,
         batch=int(tokens.sequences * tokens.longest * BATCH_BYTES) if first else 0,
         shm=(node.workers + len(node.engines)) * QUEUE * multi + (0 if cpu else processes * NCCL),
     )
 
 
-def _written(d: Decoder, parallel: Parallel, rank: int) -> int:
-    """Optimizer state in a rank's host memory while a checkpoint is written (`policy.checkpoint`).
+@dataclass(frozen=True)
+class Shares:
+    """The largest parts of a checkpoint, in bytes. All ranks write at once, each from its own memory."""
 
-    Each rank copies its own; the first of a group gathers all of it, and of one kind of state holds what has come twice
-    more.
-    """
-    at, found = parallel.coordinates(rank), 0
-    for chunk in stage(d, parallel, at.pp):
-        experts = chunk.expert & (parallel.expert > 1)
-        dense = (~experts, parallel.data * parallel.context, at.dp == 0 and at.cp == 0)
-        for chosen, ranks, first in (dense, (experts, parallel.expert_data, at.edp == 0)):
-            elements = chunk.where(chosen).total
-            found += elements * (MOMENTS + 8) if first else 0
-            found += elements * MOMENTS // ranks
-    return found
+    rank: int
+    node: int
+
+
+def shares(config: Config, d: Decoder, parallel: Parallel, placed: Sequence[Node]) -> Shares:
+    """What the rank and the node that write most of a checkpoint write."""
+    if not config.checkpoint.every:
+        return Shares(0, 0)
+    freeze = config.policy.moe.freeze_router
+    each = [
+        [written(d, parallel, rank, itemsize(config), freeze, overlapped(config)) for rank in node.policy]
+        for node in placed
+    ]
+    return Shares(max(size for node in each for size in node), max(map(sum, each)))
 
 
 @dataclass(frozen=True)
@@ -111,7 +113,11 @@ class Disk:
 
 def disk(config: Config, d: Decoder) -> Disk:
     """What a run's folder takes."""
-    elements = sum(map(prod, huggingface.tensors(d).values()))
-    one = elements * (itemsize(config) + MOMENTS) if config.checkpoint.every else 0
+    tensors = huggingface.tensors(d)
+    elements = sum(map(prod, tensors.values()))
+    frozen = 0
+    if config.policy.moe.freeze_router:
+        frozen = sum(prod(shape) for name, shape in tensors.items() if name.endswith(huggingface.ROUTER))
+    one = (elements - frozen) * STATE + frozen * itemsize(config) if config.checkpoint.every else 0
     export = elements * itemsize(config) if config.checkpoint.export else 0
     return Disk(one, one * (config.checkpoint.keep + 1), export)

@@ -6,12 +6,14 @@ an engine's working memory and the reserve are estimated: `MARGIN` says how far 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from math import prod
 
-from skyrl_mega.config.derived import engine_data, engine_ranks, expert_parallel, length_limit
+from skyrl_mega.config import allocator
+from skyrl_mega.config.derived import eager, engine_data, engine_ranks, expert_parallel, length_limit, overlaps
 from skyrl_mega.config.schema import Config
 from skyrl_mega.layout.parallel import Coordinates, Parallel
 from skyrl_mega.models import engine
@@ -26,11 +28,25 @@ MARGIN = 0.25
 """An estimated kind may be larger or smaller by this share."""
 BUCKETS = 3
 """Buckets of the weight sync in one process at most."""
-GRAPHS = 1 * GIB
-"""What CUDA graphs of an engine take; nothing where it is eager."""
+SWAP = 64 * 2**20
+"""Buffer through which a reference and the policy's own weights change places (`policy.reference.PIECE`)."""
+GAPS = {True: 1 * GIB, False: 4 * GIB}
+"""What torch's allocator holds of a GPU and cannot use, in a policy process, by whether its segments expand
+(`config.allocator`). Not measured yet. Fixed segments: reports of training on rows of varying length have 2 to 6 GiB.
+Segments that expand: their pages of 2 and 20 MiB at the ends of what is in use, on every stream."""
+BESIDE = int(1.3 * GIB)
+"""What an engine worker takes beside its budget: CUDA's context and NCCL. vLLM 0.32 looks at the memory only after both
+are there (v1/worker/gpu_worker.py, "take memory snapshot after NCCL is initialized"). Not measured yet."""
+LIBRARIES = GIB // 2
+"""What libraries take of an engine worker's budget after that: their work spaces, kernels that are loaded late, and the
+gaps of the allocator. Not measured yet."""
+GRAPHS = 2 * GIB
+"""What CUDA graphs take of an engine worker's budget: vLLM 0.32 leaves room for them (`profile_cudagraph_memory`). 1 to
+2 GiB are what its users see; nothing where the engine is eager."""
 PREFILL = 8192
-"""Tokens of one engine step at most, or the longest sequence (`rollout.engine`)."""
-DEFAULT_GPU_GIB = 80.0
+"""Tokens of one engine step at most, or the longest sequence (`rollout.engine_spec`)."""
+DEFAULT_GPU_GIB = 79.1
+"""What CUDA gives of an H100 of 80 GB (`get_device_properties(0).total_memory`)."""
 
 
 @dataclass(frozen=True)
@@ -42,20 +58,28 @@ class PolicyMemory:
     at: Activations
     """Estimated."""
     reference: int
-    """The reference's weights, which come from host memory for its log-probs. Counted."""
+    """The buffer through which a reference's weights come from host memory for its log-probs. Counted."""
     sync: int
-    """Buckets. Counted."""
+    """Buckets, which stay from one sync to the next. Counted."""
     reserve: int
-    """Estimated."""
+    """CUDA, NCCL and libraries. Estimated."""
+    gaps: int
+    """What the allocator cannot use. Estimated."""
 
     @property
     def phases(self) -> dict[str, tuple[int, int]]:
-        """By phase, the counted and the estimated bytes that exist only in it."""
+        """By phase of a step, the counted and the estimated bytes that exist only in it."""
         return {
-            "train": (0, self.at.train + self.at.train_logits),
+            "generate": (0, 0),
             "log-probs": (self.reference, self.at.forward + self.at.forward_logits),
-            "sync": (self.sync, 0),
+            "train": (0, self.at.train + self.at.train_logits),
+            "sync": (0, 0),
         }
+
+    @property
+    def resident(self) -> int:
+        """Bytes in every phase, also while engines generate."""
+        return self.held.total + self.sync + self.reserve + self.gaps
 
     @property
     def busiest(self) -> str:
@@ -65,13 +89,13 @@ class PolicyMemory:
     @property
     def peak(self) -> int:
         """Bytes in the phase that takes most."""
-        return self.held.total + self.reserve + sum(self.phases[self.busiest])
+        return self.resident + sum(self.phases[self.busiest])
 
     @property
     def least(self) -> int:
         """The peak when every estimate is too high by the margin."""
         transient = max(counted + (1 - MARGIN) * guess for counted, guess in self.phases.values())
-        return int(self.held.total + (1 - MARGIN) * self.reserve + transient)
+        return int(self.held.total + self.sync + (1 - MARGIN) * (self.reserve + self.gaps) + transient)
 
 
 @dataclass(frozen=True)
@@ -85,9 +109,11 @@ class EngineMemory:
     sync: int
     """Counted."""
     reserve: int
-    """Estimated."""
+    """Libraries, and CUDA graphs where there are any. Estimated."""
     budget: int
-    """What it may take in all (`rollout.memory_fraction`), or on a CPU the KV cache that was asked for and the rest."""
+    """What vLLM gives out (`rollout.memory_fraction`), or on a CPU the KV cache that was asked for and the rest."""
+    beside: int
+    """What it takes of a GPU beside the budget. Estimated."""
     per_token: int
     """KV cache of one token."""
     given: int | None = None
@@ -111,9 +137,19 @@ class EngineMemory:
         return max(0, self.kv + int(MARGIN * (self.working + self.reserve))) // self.per_token
 
     @property
+    def resident(self) -> int:
+        """Bytes all the time: the whole budget, and what lies beside it."""
+        return self.budget + self.beside
+
+    @property
     def peak(self) -> int:
-        """Its whole budget, and the buckets."""
-        return self.budget + self.sync
+        """That, and the buckets, where no policy rank of the same GPU has them."""
+        return self.resident + self.sync
+
+    @property
+    def least(self) -> int:
+        """What it takes all the time when every estimate is too high by the margin."""
+        return self.budget + int((1 - MARGIN) * self.beside)
 
 
 def itemsize(config: Config) -> int:
@@ -131,18 +167,24 @@ def on_cpu(config: Config) -> bool:
     return config.cluster.device == "cpu"
 
 
+def overlapped(config: Config) -> bool:
+    """Whether the policy's communication overlaps with its compute (`policy.overlap`)."""
+    return overlaps(config.policy, "cpu" if on_cpu(config) else "cuda")
+
+
 def policy_memory(config: Config, d: Decoder, parallel: Parallel, rank: int) -> PolicyMemory:
     """What policy rank `rank` needs."""
     at, size = parallel.coordinates(rank), itemsize(config)
     chunks = stage(d, parallel, at.pp)
-    counted = _held(d, parallel, at, size, config.policy.moe.freeze_router)
+    counted = _held(d, parallel, at, size, config.policy.moe.freeze_router, overlapped(config))
     copied = bool(config.algorithm.kl.coefficient) and config.reference.layout is None
     return PolicyMemory(
         held=counted,
         at=_activations(config, d, parallel, at.pp),
-        reference=_plain(chunks) * size if copied else 0,
+        reference=min(SWAP, _plain(chunks) * size) if copied else 0,
         sync=int(BUCKETS * config.weights.bucket_mib * 2**20),
-        reserve=0 if on_cpu(config) else int(config.cluster.gpu_reserve_gib * GIB),
+        reserve=_reserve(config),
+        gaps=_gaps(config),
     )
 
 
@@ -151,8 +193,7 @@ def reference_memory(config: Config, d: Decoder, parallel: Parallel, rank: int) 
     at = parallel.coordinates(rank)
     forward = replace(_activations(config, d, parallel, at.pp), train=0, train_logits=0)
     weights = _plain(stage(d, parallel, at.pp)) * itemsize(config)
-    reserve = 0 if on_cpu(config) else int(config.cluster.gpu_reserve_gib * GIB)
-    return PolicyMemory(Held(weights, 0, 0), forward, 0, 0, reserve)
+    return PolicyMemory(Held(weights, 0, 0), forward, 0, 0, _reserve(config), _gaps(config))
 
 
 def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
@@ -175,10 +216,10 @@ def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
     sync = int(BUCKETS * config.weights.bucket_mib * 2**20)
     if on_cpu(config):
         kv = int(rollout.kv_cache_gib * GIB)
-        return EngineMemory(weights, int(working), sync, 0, weights + int(working) + kv, per_token, kv)
-    reserve = int(config.cluster.gpu_reserve_gib * GIB / 2) + (0 if rollout.eager else GRAPHS)
+        return EngineMemory(weights, int(working), sync, 0, weights + int(working) + kv, 0, per_token, kv)
+    reserve = LIBRARIES + (0 if eager(rollout, config.cluster.device) else GRAPHS)
     budget = int(rollout.memory_fraction * gpu_bytes(config))
-    return EngineMemory(weights, int(working), sync, reserve, budget, per_token)
+    return EngineMemory(weights, int(working), sync, reserve, budget, BESIDE, per_token)
 
 
 @lru_cache(maxsize=256)
@@ -208,8 +249,16 @@ def _activations(config: Config, d: Decoder, parallel: Parallel, pp: int) -> Act
 
 
 @lru_cache(maxsize=4096)
-def _held(d: Decoder, parallel: Parallel, at: Coordinates, size: int, freeze_router: bool) -> Held:
-    return held(stage(d, parallel, at.pp), parallel, at, size, freeze_router)
+def _held(d: Decoder, parallel: Parallel, at: Coordinates, size: int, freeze_router: bool, overlap: bool) -> Held:
+    return held(stage(d, parallel, at.pp), parallel, at, size, freeze_router, overlap)
+
+
+def _reserve(config: Config) -> int:
+    return 0 if on_cpu(config) else int(config.cluster.gpu_reserve_gib * GIB)
+
+
+def _gaps(config: Config) -> int:
+    return 0 if on_cpu(config) else GAPS[allocator.expandable(os.environ)]
 
 
 def _plain(chunks: Sequence[Parameters]) -> int:

@@ -14,6 +14,7 @@ from math import log
 from typing import Any
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.keys import keys as schema
 from skyrl_mega.config.schema import Config
 
 Verdict = Callable[[Config], UserError | None]
@@ -101,7 +102,6 @@ NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     "rollout.max_response_tokens": _lower,
     "rollout.max_length": lambda value: [] if value is None else [None, *_higher(value)],
     "rollout.concurrency": _lower,
-    "rollout.request_timeout_s": _higher,
     "rollout.env_timeout_s": _higher,
     "weights.timeout_s": _higher,
     "cluster.host_memory_gib": lambda value: [],  # it is what it is; other keys are searched for it
@@ -155,7 +155,10 @@ def text(change: Change) -> str:
 
 
 def _changes(config: Config, keys: tuple[str, ...]) -> Iterator[Change]:
-    """All neighbours in these keys; of two keys, whole numbers only doubled or halved."""
+    """All neighbours in these keys; of two keys, whole numbers only doubled or halved.
+
+    A value that its key does not allow is near to none: the default is one, and then what is near that.
+    """
     options = []
     for key in keys:
         holder: Any = config
@@ -164,9 +167,13 @@ def _changes(config: Config, keys: tuple[str, ...]) -> Iterator[Change]:
             holder = getattr(holder, group)
             if holder is None:
                 return
-        values = list(NEAR[key](getattr(holder, name)))
+        value, first = getattr(holder, name), []
+        if not schema()[key].allows(value):
+            value = schema()[key].default
+            first = [value]
+        values = [*first, *NEAR[key](value)]
         if len(keys) > 1:
-            values = [v for v in values if _doubled(v, getattr(holder, name))]
+            values = [v for v in values if _doubled(v, value)]
         options.append([(key, value) for value in values])
     if len(keys) == 1:
         yield from ((one,) for one in options[0])

@@ -6,7 +6,7 @@ model of one layer says them, however many there are.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 from math import prod
 
@@ -35,6 +35,8 @@ class Parameters:
     """Of a router, which may be frozen."""
     shared: Bools
     """An embedding that is also the head, and lies on two pipeline stages."""
+    copies: Ints
+    """Ranks that hold it besides the data-parallel ones, which write a part each of it to a checkpoint."""
 
     @property
     def total(self) -> int:
@@ -43,7 +45,7 @@ class Parameters:
 
     def where(self, chosen: Bools) -> Parameters:
         """Some of them."""
-        return Parameters(self.numel[chosen], self.expert[chosen], self.router[chosen], self.shared[chosen])
+        return Parameters(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
 @lru_cache(maxsize=4096)
@@ -62,33 +64,34 @@ def stage(d: Decoder, parallel: Parallel, pp: int) -> tuple[Parameters, ...]:
         if first:
             parts.insert(0, _plain(embedding, shared=twice))
         if last:
-            parts.append(_plain(norm))
+            parts.append(_plain(norm, copies=parallel.tensor))
         if last and not (d.tied and first):
             parts.append(_plain(head, shared=twice))
         chunks.append(_joined(parts))
     return tuple(chunks)
 
 
-def _plain(numel: int, shared: bool = False) -> Parameters:
+def _plain(numel: int, shared: bool = False, copies: int = 1) -> Parameters:
     false = np.zeros(1, bool)
-    return Parameters(np.array([numel]), false, false, np.array([shared]))
+    return Parameters(np.array([numel]), false, false, np.array([shared]), np.array([2 if shared else copies]))
 
 
 def _joined(parts: list[Parameters]) -> Parameters:
-    return Parameters(
-        *(np.concatenate([getattr(p, name) for p in parts]) for name in ("numel", "expert", "router", "shared"))
-    )
+    return Parameters(*(np.concatenate([getattr(p, field.name) for p in parts]) for field in fields(Parameters)))
 
 
 @lru_cache(maxsize=512)
 def _layer(d: Decoder, moe: bool, tensor: int, expert: int, expert_tensor: int) -> Parameters:
     """One layer's parameters on one rank."""
     found = {name: n for name, n in _small(d, moe, tensor, expert, expert_tensor).items() if ".layers.0." in name}
+    # Tensor parallelism cuts matrices, and leaves norms and routers as they are.
+    whole = [name.endswith(("norm.weight", "norm_weight", ROUTER)) for name in found]
     return Parameters(
         np.array(list(found.values()), np.int64),
         np.array([EXPERTS in name for name in found], bool),
         np.array([name.endswith(ROUTER) for name in found], bool),
         np.zeros(len(found), bool),
+        np.where(whole, tensor, 1),
     )
 
 

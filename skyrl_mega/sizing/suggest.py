@@ -142,7 +142,7 @@ def _measure(config: Config, d: Decoder, parallel: Parallel) -> Suggestion | Non
     peak = 0
     for rank in stages(parallel).values():
         peak = max(peak, policy_memory(config, d, parallel, rank).peak)
-        if peak + (worker.budget if config.cluster.shared else 0) > room:
+        if peak + (worker.resident if config.cluster.shared else 0) > room:
             return None
     return Suggestion(parallel, config, peak, worker.tokens, step_time(config, d, parallel).step)
 

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import prod
 
-from skyrl_mega.config.derived import engine_ranks, expert_parallel
+from skyrl_mega.config.derived import FILL, eager, engine_ranks, expert_parallel
 from skyrl_mega.config.schema import Config
 from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models import huggingface
@@ -23,6 +23,10 @@ from skyrl_mega.weights.topology import Links
 
 TAIL = 10
 """While the longest responses end, one sequence in so many still runs."""
+EAGER_LAYER_US = 400.0
+"""Microseconds of Python and launches in one layer of an engine without CUDA graphs, at least. An estimate: 48 MoE
+layers then take 20 to 25 ms a token; seen elsewhere: graphs are 4.3 times as fast (3B on an H200) and 1.7 times (7B on
+an A800; vllm-omni #7960). With graphs it is `cluster.rates.layer_us`."""
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,14 @@ def step_time(config: Config, d: Decoder, parallel: Parallel, sync: float | None
 
 
 def generate_time(config: Config, d: Decoder, made: Batch) -> float:
-    """Until the last response has ended: a full batch, then a tail of the longest ones."""
+    """Until the last response has ended: one full batch after the other, in which all others wait for a place in the
+    cache, then a tail of the longest ones."""
     rollout, rates = config.rollout, config.cluster.rates
     memory, size = engine_memory(config, d), itemsize(config)
+    layer_us = max(EAGER_LAYER_US, rates.layer_us) if eager(rollout, config.cluster.device) else rates.layer_us
     workers = engine_ranks(rollout)
     each = -(-made.sequences // rollout.engines)
-    full = max(1, min(rollout.concurrency, each, int(memory.tokens / made.mean)))
+    full = at_once(config, memory.tokens, made)
     work, speed = flops(d), rates.tflops * 1e12 * rates.tflops_share
     bandwidth = rates.memory_gb_s * 1e9 * rates.memory_share
     routed = 0.0
@@ -110,12 +116,24 @@ def generate_time(config: Config, d: Decoder, made: Batch) -> float:
         if d.experts:
             read += routed * size * (1 - (1 - d.experts.per_token / d.experts.count) ** running)
         compute = running * (work.matrices + work.attention * made.mean) / workers / speed
-        return max(read / bandwidth, compute) + d.layers * rates.layer_us * 1e-6
+        return max(read / bandwidth, compute) + d.layers * layer_us * 1e-6
 
     prompt = max(0.0, made.mean - made.generated)
     prefill = each * prompt * (work.matrices + work.attention * prompt / 2) / workers / speed
     longest = made.generated / rates.length_share
     return prefill + each * made.generated / full * decode(full) + (longest - made.generated) * decode(full / TAIL)
+
+
+def at_once(config: Config, tokens: int, made: Batch) -> int:
+    """Sequences that an engine runs at once on average, of those that it has in a step.
+
+    Args:
+        tokens: What its cache holds.
+    """
+    rollout = config.rollout
+    each = -(-made.sequences // rollout.engines)
+    longest = made.mean - made.generated / rollout.max_turns + rollout.sampling.max_tokens  # of a request
+    return max(1, min(rollout.concurrency, each, int(tokens / made.mean), int(FILL * tokens / longest)))
 
 
 def policy_times(config: Config, d: Decoder, parallel: Parallel, made: Batch) -> tuple[float, float]:
@@ -145,7 +163,8 @@ def policy_times(config: Config, d: Decoder, parallel: Parallel, made: Batch) ->
     if config.algorithm.kl.coefficient:
         own = config.reference.layout is not None
         weights = 0 if own else sum(chunk.total for chunk in stage(d, parallel, 0)) * size
-        logprobs += forward + weights / (rates.host_gb_s * 1e9)
+        # It comes from host memory and the policy's own go there, and back again (`policy.reference`).
+        logprobs += forward + 4 * weights / (rates.host_gb_s * 1e9)
     return train, logprobs
 
 

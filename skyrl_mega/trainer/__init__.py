@@ -25,9 +25,11 @@ def run(config: Config, folder: Path, console: Console) -> None:
         Stopped: SIGUSR1 came.
     """
     from skyrl_mega.cluster.errors import ActorFailed, ClusterError
+    from skyrl_mega.trainer.checkpoints import refuse_old_ones
     from skyrl_mega.trainer.setup import open_run
     from skyrl_mega.trainer.stop import Notice
 
+    refuse_old_ones(folder / "checkpoints")
     notice = Notice()
     with notice.listening():
         left = config.run.restarts

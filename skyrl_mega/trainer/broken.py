@@ -19,5 +19,5 @@ def refuse_broken(trajectories: Sequence[Trajectory]) -> None:
         name = first.prompt.env_class
         raise UserError(
             f"environment {name}: all {len(trajectories)} trajectories failed, the first one so: "
-            f"{first.metadata.get('error')}; mend the class that environment.classes.{name} names, or what it asks"
+            f"{first.metadata.get('error')}; fix the class that environment.classes.{name} names, or what it asks"
         )

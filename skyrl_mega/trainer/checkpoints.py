@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.weights.checkpoint_header import refuse_old, sync_folder
 
 _STATE = "state.json"
 _FILES = "files"
@@ -41,10 +43,11 @@ class Checkpoints:
         """The newest whole checkpoint; says which newer ones are damaged, and how.
 
         Raises:
-            UserError: There are some, and none is whole.
+            UserError: There are some, and none is whole; or the newest one is an earlier version's.
         """
         damaged = []
         for checkpoint in reversed(self.completed()):
+            refuse_old(checkpoint / "policy")
             damage = _damage(checkpoint)
             if damage is None:
                 return checkpoint
@@ -77,10 +80,15 @@ class Checkpoints:
         (partial / "policy").mkdir(parents=True)
         self._check_room()
         save_policy(partial / "policy")
-        (partial / _STATE).write_text(json.dumps({**state, _FILES: _sizes(partial)}))
+        with (partial / _STATE).open("w") as opened:
+            json.dump({**state, _FILES: _sizes(partial)}, opened)
+            opened.flush()
+            os.fsync(opened.fileno())
+        sync_folder(partial)
         if final.exists():
             shutil.rmtree(final)
         partial.rename(final)
+        sync_folder(self.folder)
         for old in self.completed()[: -self.keep]:
             shutil.rmtree(old)
         return final
@@ -91,6 +99,17 @@ class Checkpoints:
         free = shutil.disk_usage(self.folder).free
         if free < needed:
             raise NoRoom(f"it takes about {needed / 1e9:.3g} GB, and {self.folder} has {free / 1e9:.3g} GB free")
+
+
+def refuse_old_ones(folder: Path) -> None:
+    """Refuses to resume from a checkpoint of an earlier version, before anything is started.
+
+    Raises:
+        UserError: the newest one in `folder` is one.
+    """
+    newest = max((p for p in folder.glob("step_*") if p.suffix != ".partial"), default=None)
+    if newest is not None:
+        refuse_old(newest / "policy")
 
 
 def _sizes(checkpoint: Path) -> dict[str, int]:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_mega.config.derived import gpus_needed
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.policy.policy import Policy
@@ -108,13 +109,12 @@ class Run:
         phases = {k: v for k, v in step.metrics.items() if k.startswith("time/") and k.count("/") == 1}
         known = sum(phases.values()) - phases.get("time/checkpoint", 0.0)
         tokens = step.metrics.get("rollout/tokens", 0.0)
-        ranks = self.policy.parallel.ranks + self.config.rollout.engines * self.config.rollout.tensor
         step.record(
             {
                 "time/step": seconds,
                 "time/other": seconds - known,
                 "perf/tokens_per_s": tokens / seconds,
-                "perf/tokens_per_s_per_rank": tokens / seconds / ranks,
+                "perf/tokens_per_s_per_rank": tokens / seconds / gpus_needed(self.config),
             }
         )
         self.step, self.place = step.number, self.stream.state()

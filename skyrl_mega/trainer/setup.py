@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.cluster.fleet import Fleet
-from skyrl_mega.cluster.group import ActorGroup
+from skyrl_mega.cluster.group import ActorGroup, settle
 from skyrl_mega.cluster.local import session
 from skyrl_mega.cluster.placement import Placement, beside
 from skyrl_mega.config.derived import gpus_needed, length_limit, policy_ranks, reference_ranks, response_limit
@@ -31,7 +31,8 @@ from skyrl_mega.policy.policy import Policy
 from skyrl_mega.preflight import preflight
 from skyrl_mega.retriever.session import service_of
 from skyrl_mega.rollout.chat import Chat
-from skyrl_mega.rollout.engine import Engine, EngineSpec, environment
+from skyrl_mega.rollout.engine import Engine
+from skyrl_mega.rollout.engine_spec import EngineSpec, environment
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.metrics import MetricsWriter
@@ -167,7 +168,23 @@ def start_actors(
         policy = build_policy(config, group, "policy", layout)
         policy.load(model)
         reference = start_reference(config, hf, policy, model, device, folder, stack, seats.reference)
-        return policy, reference, booting.result()
+        fleet = booting.result()
+        if config.cluster.shared and device == "cuda":
+            fleet.make_room = partial(make_room, group, rollout.tensor, config.cluster.start_timeout_s, say)
+        return policy, reference, fleet
+
+
+def make_room(policy: ActorGroup, tensor: int, timeout_s: float, say: Callable[[str], None], engine: int) -> None:
+    """Has the policy ranks on an engine's GPUs give back what torch keeps for later, before the engine starts again.
+
+    A rank does so between two calls: one that is busy for longer keeps it, and the engine may then not fit.
+    """
+    ranks = range(engine * tensor, (engine + 1) * tensor)
+    calls = [policy.submit(rank, "empty_cache") for rank in ranks]
+    answers = settle(calls, timeout_s, after_failure=timeout_s).answers
+    kept = [call.actor for call in calls if call not in answers]
+    if kept:
+        say(f"{', '.join(kept)} gave no memory back within {timeout_s:g} s for engine-{engine}, which starts again")
 
 
 def spawn_policy(
@@ -201,7 +218,10 @@ def spawn_policy(
         [{"rank": rank, **shared} for rank in range(ranks)],
         timeout=timeout,
         placement=placement,
-        env={"OMP_NUM_THREADS": str(config.policy.threads)} if device == "cpu" else None,
+        # Megatron orders its kernels on one connection; a device reads this when its context is made, in `set_device`.
+        env={"OMP_NUM_THREADS": str(config.policy.threads)}
+        if device == "cpu"
+        else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
         logs=folder / "logs",
     )
     stack.callback(group.shutdown)
@@ -289,7 +309,7 @@ def start_engines(
         logs=folder / "logs",
     )
     stack.callback(group.shutdown)
-    group.call_all("start", timeout=timeout)
-    fleet = Fleet(group, restarts=config.rollout.restarts, start_timeout_s=timeout, say=say)
+    facts = group.call_all("start", timeout=timeout)
+    fleet = Fleet(group, restarts=config.rollout.restarts, start_timeout_s=timeout, say=say, facts=facts)
     stack.callback(fleet.close)
     return fleet

@@ -36,7 +36,7 @@ def plan(argv: Sequence[str]) -> int:
     config, hf = _settings(args)
 
     from skyrl_mega.weights import report
-    from skyrl_mega.weights.cost import cost
+    from skyrl_mega.weights.cost import cost, host_time
     from skyrl_mega.weights.layouts import ends
     from skyrl_mega.weights.plan import plan as make
 
@@ -44,11 +44,11 @@ def plan(argv: Sequence[str]) -> int:
     both = ends(config, hf)
     made = make(both.policy, both.engines, both.topology, itemsize=4 if config.model.dtype == "float32" else 2)
     seconds = time.perf_counter() - start
-    count = cost(made)
+    count, host = cost(made), host_time(made, int(config.weights.bucket_mib * 2**20))
     if args.json:
-        print(json.dumps(report.values(made, count, seconds)))
+        print(json.dumps(report.values(made, count, host, seconds)))
     else:
-        print(f"{_title(config)}\n\n{report.table(made, count, seconds)}")
+        print(f"{_title(config)}\n\n{report.table(made, count, host, seconds)}")
     return DONE
 
 

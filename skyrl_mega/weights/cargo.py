@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -61,6 +61,10 @@ class Cargo:
     """Whether this process wants it."""
     guests: tuple[int, ...]
     """Guests of this process that want it."""
+    places: list[int]
+    """For each place that is unpacked to, which of the parts."""
+    writes: Counter[str]
+    """By target parameter, the places that are unpacked to."""
 
     def size(self, checksums: bool) -> int:
         """Bytes of the message."""
@@ -173,6 +177,8 @@ def _cargo(
         parts=len(members),
         unpacked=me in wanted,
         guests=tuple(p for p in wanted if hosts[p] == me and p != me),
+        places=[i for i, item in enumerate(items.get(number, [])) for _ in item.put],
+        writes=Counter(place.param for item in items.get(number, []) for place in item.put),
     )
 
 

@@ -1,4 +1,4 @@
-"""What a plan costs: bytes over every link, the seconds that follow, and the seconds that no plan can beat."""
+"""What a plan costs: bytes over every link, the seconds that follow, those that no plan can beat, and the host's."""
 
 from __future__ import annotations
 
@@ -13,6 +13,17 @@ from skyrl_mega.weights.plan import Plan
 from skyrl_mega.weights.topology import Topology
 
 GB = 1e9
+
+PART_S = 2e-5
+"""Host, for each part in a first sync: finding it, and the table. Measured with benchmarks/sync_overhead.py: 18 µs."""
+BUCKET_S = 1e-4
+"""Host, for each bucket in every sync: 50 to 93 µs, measured with it."""
+CHECKSUM_S = 5e-5
+"""… and more for each bucket with checksums: 25 to 35 µs, measured with it."""
+LAUNCH_S = 5e-5
+"""Starting one kernel of Triton's or one message of NCCL's. Assumed: both are known for 10 to 50 µs."""
+COMPILE_S = 2.0
+"""Triton compiles two or three kernels where its cache lacks them: 0.7 s each, measured without a GPU."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +75,34 @@ class Cost:
     def predicted(self) -> float:
         """Seconds when all links work at once at their full speed: those of the busiest link."""
         return max(self.seconds.values())
+
+
+@dataclass(frozen=True)
+class HostTime:
+    """Seconds of one core in the busiest process of one sync, in which GPUs and links may have to wait for it."""
+
+    first: float
+    """Every part is found, and kernels are compiled."""
+    later: float
+    checksums: float
+    """A later one that proves every part."""
+
+
+def host_time(plan: Plan, bucket_bytes: int) -> HostTime:
+    """What Python does in a sync on GPUs. An estimate.
+
+    Args:
+        bucket_bytes: size of a message at most.
+    """
+    parts, nbytes = np.zeros((2, plan.sources + plan.targets), np.int64)
+    for route, size in zip(plan.routes, plan.route_bytes.tolist(), strict=True):
+        for process in (route.source, *(plan.sources + receiver for receiver in route.receivers)):
+            parts[process] += len(route.parts)
+            nbytes[process] += size
+    buckets = -(-int(nbytes.max(initial=0)) // bucket_bytes)
+    later = buckets * (BUCKET_S + 2 * LAUNCH_S)
+    first = int(parts.max(initial=0)) * PART_S + later + COMPILE_S
+    return HostTime(first, later, later + buckets * (CHECKSUM_S + LAUNCH_S))
 
 
 def cost(plan: Plan) -> Cost:

@@ -1,37 +1,91 @@
 """Carries a plan out: packs boxes into flat buckets, moves them, and unpacks them where they belong.
 
 `Exchange` is built once in every process: `buckets` cuts the plan's routes into messages, `schedule` gives them one
-order that all share, `cargo` picks what this process has to do, `pipeline` does it. Extra memory is `in_flight` buckets
-at most, those that are sent, received and handed on together.
+order that all share, `cargo` picks what this process has to do, `ends` finds it in the parameters, `pipeline` does it.
+Extra memory is `in_flight` buckets at most, those that are sent, received and handed on together, and on a GPU the
+tables of `kernels.boxes`: about a thousandth of the bytes that a process sends or receives. Both stay over all runs.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
-from functools import cache, partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
-from skyrl_mega.layout.box import Box, Layout, Piece, Shard
-from skyrl_mega.weights.cargo import Cargo, Item, Role, itinerary
-from skyrl_mega.weights.local_channel import Buffers, connect, hosts
-from skyrl_mega.weights.parts import Place
+from skyrl_mega.layout.box import Layout, Shard
+from skyrl_mega.weights.cargo import Role, itinerary
+from skyrl_mega.weights.ends import Ends
+from skyrl_mega.weights.local_channel import Buffers, ToGuest, ToHost, connect, hosts
 from skyrl_mega.weights.pipeline import ChecksumError, Member, Report, Run, visit
 from skyrl_mega.weights.plan import Plan
 from skyrl_mega.weights.quantise import Agree, Scales
 from skyrl_mega.weights.transport import Deadline, Transport
-from skyrl_mega.weights.views import BucketViews, View, local_view
-from skyrl_mega.weights.wire import FP8, Wire, scale_box
+from skyrl_mega.weights.views import local_view
+from skyrl_mega.weights.wire import Wire
 
-__all__ = ["ChecksumError", "Exchange", "Report", "copy", "local_view"]
+__all__ = ["ChecksumError", "Exchange", "Lane", "Report", "copy", "local_view"]
 
 IN_FLIGHT = 3
 """Buffers of a process: one is packed or loaded while others are on the wire."""
 
 Params = Mapping[str, Tensor]
+
+
+class Lane:
+    """A process's stream and buffers, over all runs of an exchange, or of several that run one after the other.
+
+    One stream: the allocator keeps what is freed for the stream that it was used on. The buffers are made when they are
+    first asked for, as large as the largest that somebody has wanted until then.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._given = transport.device
+        self._stream = torch.cuda.Stream(transport.device) if transport.on_streams else None
+        self._size = self._count = 0
+        self._shared = False
+        self._made: Buffers | None = None
+        self.device = torch.empty(0, device=transport.device).device
+        """The transport's, and with a number."""
+
+    def want(self, size: int, count: int, shared: bool = False) -> None:
+        """What an exchange needs: bytes of a buffer, how many, and whether guests are to see them."""
+        if self._made is not None:
+            raise RuntimeError("the lane's buffers are made; an exchange that shares a lane is built before any runs")
+        self._size, self._count = max(size, self._size), max(count, self._count)
+        self._shared = shared or self._shared
+
+    @property
+    def buffers(self) -> Buffers:
+        """All of them."""
+        if self._made is None:
+            with self.entered():
+                self._made = Buffers(self._size, self._count, self._given, self._shared)
+        return self._made
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """On a GPU, on the lane's own stream: after what the current one has to do, and before what it gets next.
+
+        Also where that fails: what was written until then must not be overtaken.
+        """
+        if self._stream is None:
+            yield
+            return
+        outside = torch.cuda.current_stream(self._given)
+        self._stream.wait_stream(outside)
+        try:
+            with torch.cuda.stream(self._stream):
+                yield
+        finally:
+            outside.wait_stream(self._stream)
+
+    def close(self) -> None:
+        """Gives the buffers back. Closing it twice does no harm."""
+        if self._made is not None:
+            self._made.close()
 
 
 class Exchange:
@@ -47,9 +101,12 @@ class Exchange:
         bucket_bytes: size of one message at most.
         in_flight: buffers of a process, 2 at least.
         agree: for a source of an FP8 wire, see `quantise.Agree`.
+        lane: shared with exchanges that are built before any of them runs, and run one after the other; all processes
+            have devices of their own. None: it has its own.
 
     Raises:
-        ValueError: fewer than 2 buffers; two sources on one device; blocks that straddle, and no `agree`.
+        ValueError: fewer than 2 buffers; two sources on one device; blocks that straddle, and no `agree`; a shared lane
+            for processes that share a device.
         TransportError: a process of this device did not come.
     """
 
@@ -68,6 +125,7 @@ class Exchange:
         source_base: int = 0,
         target_base: int = 0,
         agree: Agree | None = None,
+        lane: Lane | None = None,
     ) -> None:
         if in_flight < 2:
             raise ValueError(f"an exchange needs 2 buffers at least, not {in_flight}")
@@ -88,10 +146,20 @@ class Exchange:
         if source is not None and source_layout is not None and wire.quantised:
             sent = {item.tensor for cargo in self._cargos for item in cargo.items if item.taken}
             self._scales = Scales(source_layout, source, wire.quantised, sent, agree, transport.device)
-        self._known: object = None
-        self._sources: dict[int, BucketViews] = {}
         self._target_scales: dict[str, Tensor] = {}
-        self._guests, self._host = connect(transport, where)
+        self._runs = 0
+        guests = [process for process, host in where.items() if host == transport.rank != process]
+        size = 0 if self._visits else max((cargo.size(True) for cargo in self._cargos), default=0)
+        self._lane = lane or Lane(transport)
+        self._lane.want(size, min(in_flight, len(self._cargos)), bool(guests))
+        self._guests: dict[int, ToGuest] = {}
+        self._host: ToHost | None = None
+        if lane is None:
+            with self._lane.entered():
+                self._guests, self._host = connect(transport, where, self._lane.buffers)
+        elif guests or self._visits:
+            raise ValueError("processes that share a device cannot share a lane")
+        self._sources, self._targets = Ends(True, self._lane.device), Ends(False, self._lane.device)
 
     def run(
         self,
@@ -104,8 +172,8 @@ class Exchange:
         """Moves every box from the sources' parameters to the targets'. A collective of all processes in the plan.
 
         Args:
-            source: this process's parameters by local name. Where they are the same memory as in the run before,
-                nothing is looked up again.
+            source: this process's parameters by local name. What is worked out for them in the first run serves the
+                later ones as long as their types, shapes and strides are the same, wherever they lie.
             target: likewise. A parameter is asked for when parts of it have arrived, and not held in between; so the
                 mapping may make it then, and `loaded` may give it back. Scales may be absent.
             checksums: whether every part is proved where it has arrived; alike in all processes.
@@ -118,73 +186,71 @@ class Exchange:
             ChecksumError: a part is not what its sender packed; it names tensor, box and both processes.
         """
         report, deadline = Report(), Deadline(self.transport.timeout_s)
-        device = self.transport.device
-        side = torch.cuda.Stream(device) if device.type == "cuda" else None
-        if side is not None:
-            side.wait_stream(torch.cuda.current_stream(device))
-        done = False
-        targets = partial(self._ends, target or {})
+        given, wanted = source or {}, target or {}
+
+        def taken(name: str) -> Tensor:
+            return self._scales.tables[name] if self._scales and name in self._scales.tables else given[name]
+
+        def put(name: str) -> Tensor:
+            return self._target_scales[name] if name in self._target_scales else wanted[name]
 
         def told(name: str) -> None:
             if loaded is not None and name not in self._target_scales:
                 loaded(name)
 
-        run = Run(self.transport, deadline, report, checksums, self._sources, targets, Counter(), told)
-        try:
-            with torch.no_grad(), torch.cuda.stream(side) if side is not None else nullcontext():
+        run = Run(
+            self.transport,
+            deadline,
+            report,
+            checksums,
+            lambda cargo: self._sources.of(cargo, taken),
+            lambda cargo: self._targets.of(cargo, put),
+            self._places.copy(),
+            told,
+        )
+        with torch.no_grad(), self._lane.entered():
+            done = False
+            try:
                 with report.timed("pack_s"):
-                    self._look_up(source or {})
-                    self._make_scales(target or {})
-                run.remaining = self._places.copy()
+                    self._make_scales(wanted)
+                    if not self._runs:  # before any message, so that what lacks shows at once
+                        for cargo in self._cargos:
+                            if cargo.packed:
+                                run.sources(cargo)
                 if self._scales is not None:
                     with report.timed("quantise_s"):
-                        self._scales.compute(source or {})
+                        self._scales.compute(given)
                 self._go(run)
-            if side is not None:
-                torch.cuda.current_stream(device).wait_stream(side)
-            done = True
-        finally:
-            if not done:
-                self._leave(run.under_way)
+                run.prove()
+                done = True
+            finally:
+                if not done:
+                    self._leave(run.under_way)
+        self._runs += 1
+        report.extra_bytes = self._lane.buffers.flat.numel()
+        report.table_bytes = self._sources.table_bytes + self._targets.table_bytes
         return report
 
-    def _go(self, run: Run) -> None:
+    def close(self) -> None:
+        """Leaves the group and gives the buffers back. The exchange is over; closing it twice does no harm."""
+        self.transport.close()
+        for guest in self._guests.values():
+            guest.close()
         if self._host is not None:
-            visit(run, self._host, self._visits, self._host_rank)
-            return
-        size = max((cargo.size(run.with_checksums) for cargo in self._cargos), default=0)
-        buffers = Buffers(size, min(self.in_flight, len(self._cargos)), self.transport.device, bool(self._guests))
-        run.report.extra_bytes = buffers.flat.numel()
-        try:
-            Member(run, self._steps, buffers, self._guests, self.in_flight).go()
-        finally:
-            buffers.close()
+            self._host.close()
+        self._lane.close()
+
+    def _go(self, run: Run) -> None:
+        if self._host is None:
+            Member(run, self._steps, self._lane.buffers, self._guests, self.in_flight).go()
+        else:
+            visit(run, self._host, self._host.buffers, self._visits, self._host_rank)
 
     def _leave(self, what: str) -> None:
         """Whoever waits for this process learns at once that it will not come."""
         if self.transport.group is not None or self._host is not None:
             self.transport.give_up(what)
-        for guest in self._guests.values():
-            guest.close()
-        if self._host is not None:
-            self._host.close()
-
-    def _look_up(self, source: Params) -> None:
-        """Finds every part that is sent, unless the parameters lie where they lay in the run before."""
-        known = [(name, p.data_ptr(), p.dtype, p.shape, p.stride()) for name, p in source.items()]
-        if known == self._known:
-            return
-        params = {**source, **(self._scales.tables if self._scales else {})}
-        for cargo in self._cargos:
-            if cargo.packed:
-                self._sources[cargo.number] = BucketViews(
-                    [
-                        _view(item, item.taken, params.__getitem__, item.taken_scale)
-                        for item in cargo.items
-                        if item.taken
-                    ]
-                )
-        self._known = known
+        self.close()
 
     def _make_scales(self, target: Params) -> None:
         """Tables for scales that the receiver wants only to dequantise."""
@@ -196,31 +262,9 @@ class Exchange:
                 raise ValueError(f"parts of {name} arrive, and no such parameter is given")
             self._target_scales[name] = torch.empty(shard.params[name], device=self.transport.device)
 
-    def _ends(self, target: Params, cargo: Cargo) -> BucketViews:
-        """Where a bucket is unpacked to."""
-
-        @cache
-        def param(name: str) -> Tensor:
-            return self._target_scales[name] if name in self._target_scales else target[name]
-
-        return BucketViews([_view(item, place, param, item.put_scale) for item in cargo.items for place in item.put])
-
 
 def _shard(layout: Layout | None, rank: int | None) -> Shard | None:
     return None if layout is None or rank is None else layout.shards[rank]
-
-
-def _view(item: Item, place: Place, param: Callable[[str], Tensor], scale: Piece | None) -> View:
-    """One part in this process's parameters; scales are asked for only where this end converts."""
-    local = local_view(param(place.param), place.offset, item.box)
-    blocks = None
-    if item.dtype == FP8 and local.dtype != FP8:
-        if scale is None:
-            raise ValueError(f"{item.tensor} is FP8 on the wire; the layout lacks its scales, see wire.with_scales")
-        wanted = scale_box(item.box)
-        inside = Box(tuple(a - b for a, b in zip(wanted.start, scale.box.start, strict=True)), wanted.shape)
-        blocks = local_view(local_view(param(scale.param), scale.offset, scale.box), inside.start, inside)
-    return View(local, item.dtype, item.offset, blocks, item.box.start)
 
 
 def copy(plan: Plan, source: Layout, sources: Sequence[Params], target: Layout, targets: Sequence[Params]) -> None:

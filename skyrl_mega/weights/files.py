@@ -18,13 +18,15 @@ from torch import Tensor
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.layout.box import Box, Layout, Piece, Shard
-from skyrl_mega.weights.execute import Exchange, local_view
+from skyrl_mega.weights.execute import Exchange, Lane, local_view
 from skyrl_mega.weights.headers import INDEX, SINGLE, check_tensors, expected
 from skyrl_mega.weights.plan import plan
 from skyrl_mega.weights.topology import Links, Topology
 from skyrl_mega.weights.transport import default_group
 from skyrl_mega.weights.wire import Wire
 
+BUCKET_BYTES = 64 << 20
+"""Size of a message; a rank has three of them at most."""
 BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 """Files of a Hugging Face directory that travel with the weights: configuration, tokenizer, chat template, licence."""
 
@@ -82,23 +84,53 @@ def save(
         timeout_s: seconds that one message may take.
     """
     rank = dist.get_rank()
-    first = next(iter(params.values()))
-    transport = default_group(timeout_s, first.device)
+    itemsize = next(iter(params.values())).dtype.itemsize
     partial = path.with_name(f".{path.name}.partial")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
     _together(None)
+    files = list(split(layout.tensors, itemsize, file_bytes))
+    names = file_names(len(files))
+    for mine, tensors in _gathered(layout, params, files, writers, min(file_bytes, BUCKET_BYTES), timeout_s):
+        error: OSError | None = None
+        if mine is not None:
+            try:
+                _write(tensors, partial / names[mine])
+            except OSError as caught:
+                error = caught
+        del tensors  # before the next file's are made
+        _together(error)
+    error = None
+    if rank == 0:
+        try:
+            _finish(path, partial, source, dict(zip(names, files, strict=True)), layout, itemsize)
+        except OSError as caught:
+            error = caught
+    _together(error)
+
+
+def _gathered(
+    layout: Layout,
+    params: Mapping[str, Tensor],
+    files: Sequence[Sequence[str]],
+    writers: Sequence[int],
+    bucket_bytes: int,
+    timeout_s: float,
+) -> Iterator[tuple[int | None, dict[str, Tensor]]]:
+    """As many files at a time as there are writers: the one that this rank has to write, and its tensors in full.
+
+    A collective, which makes no buffers and no stream but once.
+    """
+    rank, first = dist.get_rank(), next(iter(params.values()))
+    transport = default_group(timeout_s, first.device)
     here = Topology.shared(transport.size, transport.size, Links(gpus_per_node=transport.size, nics_per_node=1))
-    files = list(split(layout.tensors, first.dtype.itemsize, file_bytes))
-    count = len(files)
-    names = file_names(count)
-    for start in range(0, count, len(writers)):
-        batch = dict(zip(writers, range(start, count), strict=False))
+    lane, exchanges = Lane(transport), []
+    for start in range(0, len(files), len(writers)):
+        batch = dict(zip(writers, range(start, len(files)), strict=False))
         held = [_whole(layout, files[batch[r]]) if r in batch else Shard({}, ()) for r in range(transport.size)]
         wanted = Layout(layout.tensors, tuple(held))
-        tensors = {name: torch.empty(shape, dtype=first.dtype) for name, shape in held[rank].params.items()}
-        Exchange(
+        exchange = Exchange(
             plan(layout, wanted, here, first.dtype.itemsize),
             transport,
             Wire(first.dtype),
@@ -106,22 +138,19 @@ def save(
             source_layout=layout,
             target=rank,
             target_layout=wanted,
-            bucket_bytes=min(file_bytes, 64 << 20),
-        ).run(params, tensors)
-        error: OSError | None = None
-        if rank in batch:
-            try:
-                _write(tensors, partial / names[batch[rank]])
-            except OSError as caught:
-                error = caught
-        _together(error)
-    error = None
-    if rank == 0:
-        try:
-            _finish(path, partial, source, dict(zip(names, files, strict=True)), layout, first.dtype.itemsize)
-        except OSError as caught:
-            error = caught
-    _together(error)
+            bucket_bytes=bucket_bytes,
+            lane=lane,
+        )
+        exchanges.append((exchange, batch.get(rank), held[rank].params))
+    try:
+        while exchanges:
+            exchange, mine, shapes = exchanges.pop(0)
+            tensors = {name: torch.empty(shape, dtype=first.dtype) for name, shape in shapes.items()}
+            exchange.run(params, tensors)
+            yield mine, tensors
+            del tensors
+    finally:
+        lane.close()
 
 
 def split(tensors: Mapping[str, tuple[int, ...]], itemsize: int, file_bytes: int) -> Iterator[list[str]]:

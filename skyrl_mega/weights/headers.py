@@ -98,7 +98,7 @@ def read_header(file: Path) -> dict[str, Entry]:
         needed = 8 + length + max((int(v["data_offsets"][1]) for v in header.values()), default=0)
         entries = {name: Entry(file, str(v["dtype"]), tuple(v["shape"])) for name, v in header.items()}
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror}); fetch it again or mend model.path") from error
+        raise UserError(f"{file}: cannot be read ({error.strerror}); fetch it again or fix model.path") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{file}: its header is no safetensors header ({error}); fetch it again") from error
     if size != needed:

@@ -10,7 +10,7 @@ from skyrl_mega.config.derived import engine_data, expert_parallel, policy_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.layout.box import Layout
 from skyrl_mega.layout.parallel import Parallel
-from skyrl_mega.models.megatron import Spec
+from skyrl_mega.models.megatron import Spec, layer_spec
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.weights.topology import Links, Topology
 
@@ -79,8 +79,9 @@ def engines_of(config: Config) -> Engines:
     return Engines(rollout.engines, rollout.tensor, engine_data(rollout), expert_parallel(rollout))
 
 
-def ends(config: Config, hf: Mapping[str, Any], spec: Spec = "te") -> Ends:
-    """What the settings ask for; see `lay_out`."""
+def ends(config: Config, hf: Mapping[str, Any]) -> Ends:
+    """What the settings ask for; see `lay_out`. A device that is not decided yet counts as CUDA."""
+    spec = layer_spec(config.policy.spec, "cpu" if config.cluster.device == "cpu" else "cuda")
     parallel = Parallel.from_config(config.policy.layout, policy_ranks(config))
     links = Links.from_config(config.cluster)
     return lay_out(hf, parallel, spec, engines_of(config), links, shared=config.cluster.shared)

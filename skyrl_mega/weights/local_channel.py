@@ -32,6 +32,10 @@ _READY = struct.Struct("<qq")
 """Bucket, and where it begins in the buffers."""
 _DONE = struct.Struct("<q")
 """Bucket."""
+BUFFERS = "its device's buffers"
+"""What errors call what is under way when a host and a guest meet."""
+SLOT_ALIGNMENT = 256
+"""A buffer begins at a multiple of this many bytes, as memory of the allocator does."""
 
 
 def hosts(topology: Topology, source_base: int, target_base: int) -> dict[int, int]:
@@ -103,16 +107,19 @@ class Channel:
 
 
 class ToGuest(Channel):
-    """The host's end."""
+    """The host's end. The guest gets to see `buffers`, which serve all runs, when this is made."""
 
-    def lend(self, buffers: Buffers, what: str, deadline: Deadline) -> None:
-        """Begins a run: lets the guest see its buffers. `what`, for errors, is the first that it will find there."""
+    def __init__(
+        self, connection: socket.socket, transport: Transport, peer: int, buffers: Buffers, deadline: Deadline
+    ) -> None:
+        super().__init__(connection, transport, peer)
         self._read: set[int] = set()
         handle = buffers.handle()
         header = _BUFFERS.pack(buffers.flat.numel(), len(handle))
-        self._send(header, what, deadline, [] if handle else [buffers.descriptor])
+        # An exchange without a bucket has no memory to show.
+        self._send(header, BUFFERS, deadline, [buffers.descriptor] if buffers.descriptor >= 0 else [])
         if handle:
-            self._send(handle, what, deadline)
+            self._send(handle, BUFFERS, deadline)
 
     def ready(self, bucket: int, at: int, what: str, deadline: Deadline) -> None:
         """Says that a bucket lies at byte `at` of the buffers."""
@@ -122,18 +129,30 @@ class ToGuest(Channel):
         """Waits until the guest has read a bucket."""
         while bucket not in self._read:
             self._read.update(_DONE.unpack(self._receive(_DONE.size, what, deadline)))
+        self._read.discard(bucket)
 
 
 class ToHost(Channel):
     """The guest's end."""
 
-    def borrow(self, what: str, deadline: Deadline) -> Tensor:
-        """The host's buffers of this run, uint8; `what` as in `ToGuest.lend`."""
-        data, descriptors = self._receive_with(_BUFFERS.size, 1, what, deadline)
+    def __init__(self, connection: socket.socket, transport: Transport, peer: int, deadline: Deadline) -> None:
+        super().__init__(connection, transport, peer)
+        self.buffers = self._borrow(deadline)
+        """The host's, uint8."""
+
+    def close(self) -> None:
+        """Ends the connection, and lets go of the host's memory."""
+        super().close()
+        self.buffers = torch.empty(0, dtype=torch.uint8)
+
+    def _borrow(self, deadline: Deadline) -> Tensor:
+        data, descriptors = self._receive_with(_BUFFERS.size, 1, BUFFERS, deadline)
         size, handle = _BUFFERS.unpack(data)
         if handle:
-            fields = json.loads(self._receive(handle, what, deadline))
+            fields = json.loads(self._receive(handle, BUFFERS, deadline))
             return _from_handle(fields, self._transport.device)
+        if not descriptors:
+            return torch.empty(0, dtype=torch.uint8)
         (descriptor,) = descriptors
         try:
             return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
@@ -153,17 +172,26 @@ class ToHost(Channel):
 
 
 class Buffers:
-    """A run's buffers: `flat`, uint8 [count · size] on the transport's device, in memory that guests can see."""
+    """A process's buffers over all runs: `flat`, uint8 [count · size], on the transport's device.
+
+    Args:
+        size: bytes of one at least.
+        shared: whether guests are to see them.
+    """
 
     def __init__(self, size: int, count: int, device: torch.device, shared: bool) -> None:
-        self.size, self.count = size, count
+        self.size, self.count = -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT, count
         self.descriptor = -1
-        if shared and device.type == "cpu" and size * count:
+        total = self.size * count
+        self._kept: object = None
+        if shared and device.type == "cpu" and total:
             self.descriptor = os.memfd_create("weights")
-            os.ftruncate(self.descriptor, size * count)
-            self.flat = torch.frombuffer(mmap.mmap(self.descriptor, size * count), dtype=torch.uint8)
+            os.ftruncate(self.descriptor, total)
+            self.flat = torch.frombuffer(mmap.mmap(self.descriptor, total), dtype=torch.uint8)
+        elif shared and total:
+            self.flat, self._kept = _of_one_allocation(total, device)
         else:
-            self.flat = torch.empty(size * count, dtype=torch.uint8, device=device)
+            self.flat = torch.empty(total, dtype=torch.uint8, device=device)
 
     def slot(self, number: int) -> Tensor:
         """One buffer."""
@@ -171,7 +199,7 @@ class Buffers:
 
     def handle(self) -> bytes:
         """What a process needs to open the memory on a GPU, as JSON; empty on a CPU."""
-        if self.flat.device.type == "cpu":
+        if self.flat.device.type == "cpu" or not self.flat.numel():
             return b""
         fields = self.flat.untyped_storage()._share_cuda_()
         at = self.flat.storage_offset()
@@ -182,6 +210,27 @@ class Buffers:
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
+        self.flat = torch.empty(0, dtype=torch.uint8)
+        self._kept = None
+
+
+def _of_one_allocation(size: int, device: torch.device) -> tuple[Tensor, object]:
+    """Memory that other processes can open: [size] bytes from cudaMalloc, and what has to be kept with it.
+
+    What `expandable_segments` puts together cannot be opened by CUDA IPC. So the setting is off meanwhile, and a pool
+    of its own keeps the allocator from taking what it has cached before.
+    """
+    now = torch.cuda.memory._snapshot()["allocator_settings"]  # torch 2.11 has no other way to ask for them
+    settings, expand = now["PYTORCH_CUDA_ALLOC_CONF"], now["expandable_segments"]
+    pool = torch.cuda.MemPool()
+    if expand:  # whatever is not named is set back to torch's own
+        torch._C._accelerator_setAllocatorSettings(f"{settings},expandable_segments:False")
+    try:
+        with torch.cuda.use_mem_pool(pool, device.index):  # None is the current one
+            return torch.empty(size, dtype=torch.uint8, device=device), pool
+    finally:
+        if expand:
+            torch._C._accelerator_setAllocatorSettings(settings)
 
 
 def _from_handle(fields: list[Any], here: torch.device) -> Tensor:
@@ -200,8 +249,10 @@ def _from_handle(fields: list[Any], here: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, at, (size,), (1,))
 
 
-def connect(transport: Transport, hosts: dict[int, int]) -> tuple[dict[int, ToGuest], ToHost | None]:
-    """Connects this process with its guests, or with its host. A collective of all processes of one device.
+def connect(transport: Transport, hosts: dict[int, int], buffers: Buffers) -> tuple[dict[int, ToGuest], ToHost | None]:
+    """Connects this process with its guests, who get to see its buffers, or with its host.
+
+    A collective of all processes of one device.
 
     Raises:
         TransportError: somebody of the device did not come in time.
@@ -210,13 +261,13 @@ def connect(transport: Transport, hosts: dict[int, int]) -> tuple[dict[int, ToGu
     me = transport.rank
     guests = [process for process, host in hosts.items() if host == me and process != me]
     if guests:
-        return _welcome(transport, guests, deadline), None
+        return _welcome(transport, guests, buffers, deadline), None
     if hosts.get(me, me) != me:
         return {}, _visit(transport, hosts[me], deadline)
     return {}, None
 
 
-def _welcome(transport: Transport, guests: list[int], deadline: Deadline) -> dict[int, ToGuest]:
+def _welcome(transport: Transport, guests: list[int], buffers: Buffers, deadline: Deadline) -> dict[int, ToGuest]:
     store = transport.store
     assert store is not None
     folder = tempfile.mkdtemp(prefix="weights-")  # only this user may enter it
@@ -235,7 +286,7 @@ def _welcome(transport: Transport, guests: list[int], deadline: Deadline) -> dic
                 except (OSError, struct.error) as error:
                     raise transport.failed(missing[0], "its device's channel", str(error), timed_out=True) from None
                 if guest in missing:
-                    found[guest] = ToGuest(connection, transport, guest)
+                    found[guest] = ToGuest(connection, transport, guest, buffers, deadline)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     return found
@@ -255,4 +306,4 @@ def _visit(transport: Transport, host: int, deadline: Deadline) -> ToHost:
         connection.sendall(_HELLO.pack(transport.rank))
     except OSError as error:
         raise transport.failed(host, "its device's channel", str(error), timed_out=False) from None
-    return ToHost(connection, transport, host)
+    return ToHost(connection, transport, host, deadline)

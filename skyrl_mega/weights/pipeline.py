@@ -13,14 +13,15 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from skyrl_mega.kernels.boxes import upload
 from skyrl_mega.weights.cargo import Cargo, Step
-from skyrl_mega.weights.checksum import checksums
 from skyrl_mega.weights.local_channel import Buffers, ToGuest, ToHost
 from skyrl_mega.weights.transport import Deadline, Message, Transport
-from skyrl_mega.weights.views import BucketViews, View
+from skyrl_mega.weights.views import BucketViews
 
 LOOK_S = 0.5
 """How often a process that waits for its GPU looks whether somebody has left."""
@@ -58,6 +59,8 @@ class Report:
     """Bytes of parts that were packed on this process's device and loaded here."""
     extra_bytes: int = 0
     """Memory of the buffers."""
+    table_bytes: int = 0
+    """Memory of the tables of parts, on a GPU."""
 
     @contextmanager
     def timed(self, what: str) -> Iterator[None]:
@@ -69,6 +72,10 @@ class Report:
             setattr(self, what, getattr(self, what) + time.perf_counter() - start)
 
 
+Bound = Callable[[Cargo], tuple[BucketViews, list[Tensor]]]
+"""A bucket's views, and the parameters that they are views of."""
+
+
 @dataclass
 class Run:
     """What a run needs, and how far it is."""
@@ -77,88 +84,78 @@ class Run:
     deadline: Deadline
     report: Report
     with_checksums: bool
-    sources: Mapping[int, BucketViews]
-    """By bucket, what it is packed from."""
-    targets: Callable[[Cargo], BucketViews]
+    sources: Bound
+    """What a bucket is packed from."""
+    targets: Bound
     """What a bucket is unpacked to; asked when it is there, so that nothing is held before or after."""
     remaining: Counter[str]
     """By target parameter, the places still to be written."""
     loaded: Callable[[str], None]
     under_way: str = ""
     """The last cargo that was touched, for errors."""
+    _proofs: list[tuple[Cargo, Tensor]] = field(default_factory=list)
+    """By bucket, which of its parts are not what was sent."""
 
     def pack(self, cargo: Cargo, flat: Tensor) -> None:
         """Fills a bucket, and its trailer of checksums."""
         self.under_way = cargo.what
-        ends = self.sources[cargo.number]
         with self.report.timed("pack_s"):
-            ends.pack(flat)
-        if ends.conversions:
+            views, params = self.sources(cargo)
+            views.pack(params, flat)
+        if views.conversions:
             with self.report.timed("quantise_s"):
-                ends.quantise(flat)
+                views.quantise(params, flat)
         if self.with_checksums:
             with self.report.timed("checksum_s"):
-                packed = [view.packed(flat) for view in ends.views]
-                _trailer(cargo, flat).copy_(torch.cat([checksums([box], box.dtype) for box in packed]))
+                _trailer(cargo, flat).copy_(views.checksums(params, flat))
 
     def load(self, cargo: Cargo, flat: Tensor, *, local: bool) -> None:
-        """Empties a bucket into the target's parameters, and proves it."""
+        """Empties a bucket into the target's parameters, and looks whether all is there as it was sent."""
         self.under_way = cargo.what
-        ends = self.targets(cargo)
         with self.report.timed("load_s"):
-            ends.unpack(flat)
-        if ends.conversions:
+            views, params = self.targets(cargo)
+            views.unpack(params, flat)
+        if views.conversions:
             with self.report.timed("quantise_s"):
-                ends.dequantise(flat)
+                views.dequantise(params, flat)
         if local:
             self.report.local += cargo.payload
         else:
             self.report.received += cargo.payload
-        if self.with_checksums:
+        if self.with_checksums and views.views:
             with self.report.timed("checksum_s"):
-                self._prove(cargo, ends, flat)
-        del ends  # who is told may give the memory back
-        for item in cargo.items:
-            for place in item.put:
-                self.remaining[place.param] -= 1
-                if not self.remaining[place.param]:
-                    self.loaded(place.param)
+                sent = _trailer(cargo, flat)
+                if cargo.places != list(range(cargo.parts)):
+                    sent = sent[upload(np.array(cargo.places), sent.device)]
+                self._proofs.append((cargo, views.unlike(params, flat, sent)))
+        del params  # who is told may give the memory back
+        for name, places in cargo.writes.items():
+            self.remaining[name] -= places
+            if not self.remaining[name]:
+                self.loaded(name)
 
-    def _prove(self, cargo: Cargo, ends: BucketViews, flat: Tensor) -> None:
-        """Compares the checksums of what now lies in the parameters with the sender's."""
-        sent = _trailer(cargo, flat)
-        views = iter(ends.views)
-        found, expected, of = [], [], []
-        for i, item in enumerate(cargo.items):
-            for _ in item.put:
-                view = next(views)
-                packed = view.packed(flat)
-                found.append(checksums([view.local if view.exact else packed], view.dtype))
-                expected.append(sent[i : i + 1])
-                of.append(item)
-                if not view.exact and not _converted(view, packed):
-                    raise self._wrong(cargo, i)
-        if found and not torch.equal(torch.cat(found), torch.cat(expected)):
-            different = (torch.cat(found) != torch.cat(expected)).nonzero()[0].item()
-            raise self._wrong(cargo, cargo.items.index(of[int(different)]))
+    def prove(self) -> None:
+        """Sees that every part is where it belongs. Once, at the end: on a GPU the host waits for the answer.
 
-    def _wrong(self, cargo: Cargo, index: int) -> ChecksumError:
-        item, names = cargo.items[index], self.transport.names
-        return ChecksumError(item.tensor, item.box, names[cargo.source], names[self.transport.rank])
+        Raises:
+            ChecksumError: for the first that is not.
+        """
+        if not self._proofs:
+            return
+        with self.report.timed("checksum_s"):
+            wrong = torch.cat([different for _, different in self._proofs]).nonzero().view(-1).tolist()
+        if wrong:
+            at = wrong[0]
+            for cargo, different in self._proofs:
+                if at < len(different):
+                    item, names = cargo.items[cargo.places[at]], self.transport.names
+                    raise ChecksumError(item.tensor, item.box, names[cargo.source], names[self.transport.rank])
+                at -= len(different)
 
 
 def _trailer(cargo: Cargo, flat: Tensor) -> Tensor:
     """The checksums behind a bucket's parts, int64 [parts]."""
     return flat[cargo.nbytes : cargo.size(True)].view(torch.int64)
-
-
-def _converted(view: View, packed: Tensor) -> bool:
-    """Whether a parameter that cannot hold the wire's type holds what its values become."""
-    if view.scale is None:
-        return torch.equal(view.local.nan_to_num(), packed.to(view.local.dtype).nan_to_num())
-    expected = torch.empty_like(view.local)
-    BucketViews([View(expected, view.dtype, 0, view.scale, view.start)]).dequantise(packed.view(-1).view(torch.uint8))
-    return torch.equal(view.local.nan_to_num(), expected.nan_to_num())
 
 
 @dataclass
@@ -169,7 +166,6 @@ class _Started:
     incoming: int | None
     outgoing: int | None
     delivered: bool = False
-    mark: torch.cuda.Event | None = None
 
 
 @dataclass
@@ -190,9 +186,6 @@ class Member:
     def go(self) -> None:
         """All steps."""
         self._free = list(range(self.buffers.count))
-        for rank, guest in self.guests.items():
-            awaited = (cargo.what for step in self.steps for cargo in step.new if rank in cargo.guests)
-            guest.lend(self.buffers, next(awaited, "nothing"), self.run.deadline)
         for step in self.steps:
             while len(self._free) < len(step.new):
                 self._release()
@@ -257,7 +250,7 @@ class Member:
                 self.run.load(cargo, self._flat(cargo), local=cargo.packed)
 
     def _release(self) -> None:
-        """BucketViews the oldest step."""
+        """Ends the oldest step: what it holds is given back."""
         started = self._started[0]
         if not started.delivered:
             self._deliver(started)
@@ -308,10 +301,12 @@ class Member:
         return self.run.transport.rank, self.run.under_way
 
 
-def visit(run: Run, host: ToHost, cargos: Sequence[Cargo], host_rank: int) -> None:
-    """A guest's run: it loads its host's buckets where they lie."""
-    with run.report.timed("wire_s"):
-        buffers = host.borrow(next((cargo.what for cargo in cargos), "nothing"), run.deadline)
+def visit(run: Run, host: ToHost, buffers: Tensor, cargos: Sequence[Cargo], host_rank: int) -> None:
+    """A guest's run: it loads its host's buckets where they lie.
+
+    Args:
+        buffers: its host's, uint8, where both see them.
+    """
     for cargo in cargos:
         with run.report.timed("wire_s"):
             at = host.wait_until_ready(cargo.number, cargo.what, run.deadline)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
 
-from skyrl_mega.weights.cost import GB, Cost, imbalance
+from skyrl_mega.weights.cost import GB, Cost, HostTime, imbalance
 from skyrl_mega.weights.parts import Ints
 from skyrl_mega.weights.plan import Plan
 
@@ -15,15 +16,19 @@ SHOWN = 40
 """Nodes in the table for people."""
 
 
-def values(plan: Plan, count: Cost, seconds: float) -> dict[str, Any]:
+def values(plan: Plan, count: Cost, host: HostTime, seconds: float) -> dict[str, Any]:
     """Everything that the table is made from; bytes and seconds, lists by rank, NIC, device and node."""
+    links = count.predicted
     return {
         "policy_ranks": plan.sources,
         "engine_ranks": plan.targets,
         "parts": len(plan.parts),
         "routes": len(plan.routes),
         "planning_seconds": seconds,
-        "predicted_seconds": count.predicted,
+        "predicted_seconds": links,
+        "host_seconds": asdict(host),
+        # One after the other: a guest and its host do not overlap them.
+        "sync_seconds": {"first": links + host.first, "later": links + host.later, "checksums": links + host.checksums},
         "bound_seconds": count.bound,
         "seconds": count.seconds,
         "nic_imbalance": {"out": imbalance(count.nic_out), "in": imbalance(count.nic_in)},
@@ -45,7 +50,7 @@ def values(plan: Plan, count: Cost, seconds: float) -> dict[str, Any]:
     }
 
 
-def table(plan: Plan, count: Cost, seconds: float) -> str:
+def table(plan: Plan, count: Cost, host: HostTime, seconds: float) -> str:
     """What a person wants to see: every node, the ranks in sum, the totals and the time."""
     t, links = plan.topology, plan.topology.links
     policy, engines = t.node(np.array(t.sources)), t.node(np.array(t.targets))
@@ -75,6 +80,8 @@ def table(plan: Plan, count: Cost, seconds: float) -> str:
         f"busiest NIC over mean: out {imbalance(count.nic_out):.3f}, in {imbalance(count.nic_in):.3f}",
         f"{len(plan.parts)} parts on {len(plan.routes)} routes, planned in {seconds:.2f} s",
         f"predicted {count.predicted:.4f} s ({slowest.replace('_', ' ')}), lower bound {count.bound:.4f} s",
+        f"beside it the host: {host.first:.2f} s the first time, {host.later:.3f} s later, {host.checksums:.3f} s with "
+        "checksums",
     ]
     return "\n".join(lines)
 

@@ -149,7 +149,7 @@ class WeightSync:
             meeting=self.meeting,
             hf=self.hf,
             parallel=asdict(self.parallel),
-            spec=layer_spec(self.device),
+            spec=layer_spec(config.policy.spec, self.device),
             engines=asdict(engines_of(config)),
             members=tuple(members),
             links=asdict(Links.from_config(config.cluster)),

@@ -18,11 +18,12 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 
+from skyrl_mega.cluster import numa
 from skyrl_mega.layout.box import Shard
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.weights.connection import Connection
 from skyrl_mega.weights.execute import Exchange
-from skyrl_mega.weights.vllm_params import LoadTimeParameters
+from skyrl_mega.weights.vllm_params import LoadTimeParameters, default_cache_scales
 
 
 @dataclass
@@ -52,9 +53,13 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        if self.vllm_config.load_config.load_format == "dummy":
+            default_cache_scales(self.model)
         self.exchange: Exchange | None = None
         self.report: dict[str, float] = {}
         self.parameters = LoadTimeParameters(self.model, self.device, self.model_config.dtype)
+        if self.device.type == "cuda":  # the engine's process stays near to all of its GPUs, a worker to its own
+            numa.bind(numa.visible()[self.device.index : self.device.index + 1])
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Joins the policy's ranks and the other workers."""
@@ -96,6 +101,8 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def shutdown(self) -> None:
         """Leaves the group."""
+        if self.exchange is not None:
+            self.exchange.close()
         self.exchange = None
 
 
@@ -104,11 +111,18 @@ class WorkerExtension:
 
     weight_transfer_engine: ShardTransferEngine
     rank: int
+    cache_config: Any
+    available_kv_cache_memory_bytes: float
     _weight_update_active: bool
 
     def transfer_report(self) -> dict[str, float]:
         """Seconds and bytes of the last sync, by the names of `pipeline.Report`."""
         return self.weight_transfer_engine.report
+
+    def cache_bytes(self) -> int:
+        """Bytes of this worker's KV cache: what it was given, or else what it measured."""
+        given: int | None = self.cache_config.kv_cache_memory_bytes
+        return int(given or self.available_kv_cache_memory_bytes)
 
     def check_weights(self) -> dict[str, Any]:
         """See `ShardTransferEngine.compare`."""

@@ -6,9 +6,14 @@ live ones where the kernel reads them as they were loaded, fresh ones elsewhere.
 written processes its fresh ones again, the result is copied into the live storage, whose addresses CUDA graphs hold,
 and the fresh ones are freed: no more than the layers that are being written is ever staged.
 
+Experts whose width or hidden size a kernel wants in larger multiples are padded at load time already. They are written
+aside in their own size and put between the padding when the layer closes.
+
 A quantised layer is such a layer too. One that vLLM quantises itself when it loads (`quantization=fp8_per_block`) has
 plain weights at load time, so a wire of the model's type brings those and the layer quantises them again; one of an FP8
-checkpoint has numbers and scales, which an FP8 wire brings as they are.
+checkpoint has numbers and scales, which an FP8 wire brings as they are. Scales are of blocks: those of whole tensors
+want the maximum over all workers, a collective in the middle of an update whose layers every worker closes in an order
+of its own.
 """
 
 from __future__ import annotations
@@ -19,22 +24,26 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 from torch.nn import Module, Parameter
+from vllm.model_executor.layers.attention.attention import set_default_quant_scales
 from vllm.model_executor.layers.fused_moe import FusedMoEMethodBase, RoutedExperts
 from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.quantization.kv_cache import BaseKVCacheMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.platforms import current_platform
 
+from skyrl_mega.kernels.block_fp8 import BLOCK
 from skyrl_mega.weights.wire import SUFFIX
 
 SUPPORTED = (UnquantizedLinearMethod, UnquantizedEmbeddingMethod, UnquantizedFusedMoEMethod)
 AS_LOADED = (UnquantizedMoeBackend.TRITON, UnquantizedMoeBackend.BATCHED_TRITON)
 """Kernels that read the experts in their load-time order."""
-BROUGHT = {name + suffix for name in ("weight", "w13_weight", "w2_weight") for suffix in ("", SUFFIX)}
+EXPERTS = ("w13_weight", "w2_weight")
+BROUGHT = {name + suffix for name in ("weight", *EXPERTS) for suffix in ("", SUFFIX)}
 """Load-time parameters of a quantised layer that a wire can bring."""
 
 
@@ -88,6 +97,13 @@ class LoadTimeParameters(Mapping[str, Tensor]):
                 if not isinstance(module, LinearBase | RoutedExperts) or not first.keys() <= BROUGHT:
                     method = f"{type(module.quant_method).__name__}: {', '.join(first)}"
                     raise NotImplementedError(f"weights of {prefix} ({method}) cannot be synchronised")
+                if getattr(module, "weight_block_size", None) is None:
+                    method = type(module.quant_method).__name__
+                    raise NotImplementedError(
+                        f"weights of {prefix}: {method} has one scale for the parts of all workers; "
+                        "allowed is rollout.options.quantization=fp8_per_block"
+                    )
+                _check_blocks(prefix, module, first)
                 # Its parameters are other ones now; a bias is not among vLLM's metadata, and stays.
                 own = [*first, *(name for name in layer.names.values() if name == "bias")]
                 layer.names = {f"{prefix}.{name}" if prefix else name: name for name in own}
@@ -114,30 +130,30 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         """The tensor to be written; what no shard covers of it is 0 or keeps its value."""
         layer = self.layer_of[name]
         own = layer.names[name]
-        if own in layer.aside:
-            return layer.aside[own]
+        if own not in layer.aside:
+            loaded = self._load_time(layer, own)
+            part, fresh = _unpadded(layer.module, own, loaded), own in layer.live
+            if part is loaded and (fresh or (not self.checking and loaded.dtype == self.dtype)):
+                return loaded
+            shape = part.flatten(1, 2).shape if part.dim() > loaded.dim() else part.shape
+            layer.aside[own] = torch.zeros(shape, dtype=loaded.dtype if fresh else self.dtype, device=self.device)
+            if self.checking and not fresh:  # where nobody writes there is nothing to compare
+                layer.aside[own].view(part.shape).copy_(part)
+        return layer.aside[own]
+
+    def _load_time(self, layer: _Layer, own: str) -> Tensor:
+        """A parameter in its load-time shape, padding included: the live one, or a fresh one in its place."""
         # vLLM keeps no metadata of a bias: it is never re-packed, but CPU kernels may turn it into float32.
         meta = get_layerwise_info(layer.module).restore_metadata[0].get(own)
-        if meta is not None and _quantised(layer.module):
-            if not layer.live:
-                self._lay_out(layer)
-            fresh = layer.module._parameters[own]
-            assert fresh is not None
-            return fresh.data
-        live = layer.module._parameters[own]
-        assert live is not None
-        if own in layer.live:
-            return live.data
-        if not _repacked(layer.module):
-            if not self.checking and live.dtype == self.dtype and (meta is None or live.shape == meta.shape):
-                return live.data
-            if meta is None or live.shape == meta.shape:
-                layer.aside[own] = torch.zeros(live.shape, dtype=self.dtype, device=self.device)
-                if self.checking:  # where nobody writes there is nothing to compare
-                    layer.aside[own].copy_(live)
-                return layer.aside[own]
-        assert meta is not None
-        layer.live[own] = live
+        if meta is not None and not layer.live and _quantised(layer.module):
+            self._lay_out(layer)
+        here = layer.module._parameters[own]
+        assert here is not None
+        if meta is None or own in layer.live or _quantised(layer.module):
+            return here.data
+        if here.shape == meta.shape and not _repacked(layer.module):
+            return here.data
+        layer.live[own] = here
         layer.module._parameters[own] = fresh = self._fresh(meta, layer.module)
         return fresh.data
 
@@ -168,14 +184,13 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         """Ends the update. Returns, where it was a check, the parameters that differ from the live ones.
 
         Raises:
-            RuntimeError: A quantised layer has not all that it needs.
+            RuntimeError: A layer that processes its weights has not all of them.
         """
         for layer in self.layers:
             if layer.missing:
-                if layer.live and _quantised(layer.module):
-                    raise RuntimeError(
-                        f"{', '.join(sorted(layer.missing))}: did not arrive; weights.wire=fp8 brings scales"
-                    )
+                if layer.live and (_quantised(layer.module) or _repacked(layer.module)):
+                    brings = "; weights.wire=fp8 brings scales" if _quantised(layer.module) else ""
+                    raise RuntimeError(f"{', '.join(sorted(layer.missing))}: did not arrive{brings}")
                 layer.missing.clear()
                 self._finish(layer)
         if not self.checking:
@@ -202,18 +217,19 @@ class LoadTimeParameters(Mapping[str, Tensor]):
     def _finish(self, layer: _Layer) -> None:
         full = {own: name for name, own in layer.names.items()}
         for own, tensor in layer.aside.items():
-            live = getattr(layer.module, own).data
-            if not self.checking:
-                live.copy_(tensor)
-            elif not torch.equal(live, tensor.to(live.dtype)):
+            place = _unpadded(layer.module, own, getattr(layer.module, own).data)
+            if own in layer.live or not self.checking:
+                place.copy_(tensor.view(place.shape))
+            elif not torch.equal(place, tensor.view(place.shape).to(place.dtype)):
                 self.different.append(full[own])
         layer.aside.clear()
         method = getattr(layer.module, "quant_method", None)
-        if self.checking and not layer.live:
+        if method is None or (
+            not layer.live and (self.checking or _quantised(layer.module) or _repacked(layer.module))
+        ):
             return
         kernel = getattr(method, "moe_kernel", None), getattr(method, "moe_quant_config", None)
-        if method is not None and (layer.live or not _quantised(layer.module)):
-            _process(method, layer.module)
+        _process(method, layer.module)
         for own, live in layer.live.items():
             processed = getattr(layer.module, own).data
             if not self.checking:
@@ -221,8 +237,45 @@ class LoadTimeParameters(Mapping[str, Tensor]):
             elif not _equal(live.data, processed):
                 self.different.append(full.get(own, f"{layer.prefix}.{own}"))
         self._put_back(layer)
-        if self.checking and isinstance(method, FusedMoEMethodBase):  # the live weights' own kernel goes on
+        if isinstance(method, FusedMoEMethodBase) and (self.checking or _quantised(layer.module)):
+            # A quantised layer's new kernel would hold fresh scales; the one that graphs know holds the live ones.
             method.moe_kernel, method.moe_quant_config = kernel
+
+
+def _check_blocks(prefix: str, module: Module, loaded: Mapping[str, Tensor]) -> None:
+    """Of experts that come with scales vLLM makes smaller blocks where a worker's columns are no whole ones."""
+    if not isinstance(module, RoutedExperts) or EXPERTS[0] + SUFFIX not in loaded:
+        return
+    width = module.moe_config.intermediate_size_per_partition_unpadded
+    if width % BLOCK:
+        raise NotImplementedError(
+            f"weights of {prefix}: a worker has {width} columns of an expert, and a scale of an FP8 checkpoint is for "
+            f"{BLOCK}; allowed is a rollout.tensor that leaves a multiple of {BLOCK}, or "
+            "rollout.options.quantization=fp8_per_block without hf_overrides"
+        )
+
+
+def _unpadded(module: Module, own: str, loaded: Tensor) -> Tensor:
+    """A load-time parameter without its padding: `loaded` itself where it has none, else a view of it.
+
+    Experts [E, 2·W, H] are then [E, 2, width, hidden], their second projection [E, H, W] is [E, hidden, width].
+    """
+    if not isinstance(module, RoutedExperts) or own not in EXPERTS:
+        return loaded
+    sizes = module.moe_config
+    width, hidden = sizes.intermediate_size_per_partition_unpadded, sizes.hidden_dim_unpadded
+    if own == "w2_weight":
+        return loaded if loaded.shape[1:] == (hidden, width) else loaded[:, :hidden, :width]
+    if loaded.shape[1:] == (2 * width, hidden):
+        return loaded
+    return loaded.unflatten(1, (2, -1))[:, :, :width, :hidden]
+
+
+def default_cache_scales(model: Module) -> None:
+    """Scales of an FP8 cache are 1 again: vLLM takes those of its random dummy weights, and no policy has any."""
+    for module in model.modules():
+        if isinstance(getattr(module, "quant_method", None), BaseKVCacheMethod):
+            set_default_quant_scales(module)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

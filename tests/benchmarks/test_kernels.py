@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 
 def test_every_case_runs_and_counts_its_bytes() -> None:
     cases = benchmark.fp8_cases("cpu", 1, 130, 256) + benchmark.box_cases("cpu", 16)
-    assert len(cases) == 10 and all(benchmark.same(case) for case in cases)
+    assert len(cases) == 12 and all(benchmark.same(case) for case in cases)
     by_name = {case.name: case.nbytes for case in cases}
     assert by_name["quantise"] == 130 * 256 * 3
     assert by_name["pack 16 boxes of 4 KiB"] == 2 * 16 * 4096

@@ -13,8 +13,9 @@ import pytest
 from skyrl_mega.cluster import guard
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NobodyServes
-from skyrl_mega.cluster.group import ActorGroup
+from skyrl_mega.cluster.group import ActorGroup, gather
 from skyrl_mega.cluster.local import session
+from skyrl_mega.trainer.setup import make_room
 
 
 class Server:
@@ -23,11 +24,26 @@ class Server:
     def __init__(self, number: int, trouble: str) -> None:
         self.number, self.trouble = number, Path(trouble)
         self.started = False
+        self.cleared = 0
 
-    def start(self) -> None:
+    def begun(self) -> bool:
+        return self.started
+
+    def empty_cache(self) -> None:
+        self.cleared += 1
+
+    def gave(self) -> int:
+        return self.cleared
+
+    def start(self, facts: int | None = None) -> int:
         if (self.trouble / str(self.number)).exists():
             raise RuntimeError(f"no memory for {self.number}")
         self.started = True
+        self.facts = facts
+        return 10 + self.number
+
+    def given(self) -> int | None:
+        return self.facts
 
     def answer(self) -> int:
         assert self.started
@@ -47,9 +63,9 @@ def ray() -> Iterator[None]:
 def fleet(ray: None, tmp_path: Path) -> Iterator[Fleet]:
     arguments = [{"number": rank, "trouble": str(tmp_path)} for rank in range(2)]
     group = ActorGroup.spawn("server", Server, arguments, timeout=60, logs=tmp_path / "logs")
-    group.call_all("start", timeout=30)
+    facts = group.call_all("start", timeout=30)
     said: list[str] = []
-    fleet = Fleet(group, restarts=3, start_timeout_s=60, say=said.append)
+    fleet = Fleet(group, restarts=3, start_timeout_s=60, say=said.append, facts=facts)
     yield fleet
     fleet.close()
     group.shutdown()
@@ -88,6 +104,36 @@ def test_one_that_fails_is_replaced_and_stays_stale(fleet: Fleet, what: signal.S
     fleet.serve(fleet.present())
     fleet.ask("answer", timeout=10)
     assert fleet.serving == [0, 1]
+
+
+def test_one_that_is_started_again_is_given_what_the_first_found_and_room(fleet: Fleet) -> None:
+    """Room is made after the old one has ended, and before the new one starts."""
+    fleet.serve([0, 1])
+    old = fleet.group.where[1].pid
+    asked: list[tuple[int, bool, bool]] = []
+
+    def room(rank: int) -> None:
+        started = fleet.group.call_one(rank, "begun", timeout=30)
+        asked.append((rank, bool(guard.members(old)), started))
+
+    fleet.make_room = room
+    fleet.retire(1, "a reason")
+    back(fleet, 1)
+    assert asked == [(1, False, False)]
+    assert fleet.group.call_all("given", timeout=10) == [None, 11]
+
+
+def test_policy_ranks_on_an_engines_gpus_give_memory_back(fleet: Fleet) -> None:
+    """Engine 1 with one worker has rank 1, engine 0 with two has ranks 0 and 1. One that is busy is not
+    waited for longer than it is given."""
+    group, said = fleet.group, []
+    make_room(group, 1, 10.0, said.append, engine=1)
+    assert group.call_all("gave", timeout=10) == [0, 1]
+    busy = group.submit(0, "sleep", 3.0)
+    make_room(group, 2, 0.5, said.append, engine=0)
+    gather([busy], 30)
+    assert said == ["server-0 gave no memory back within 0.5 s for engine-0, which starts again"]
+    assert group.call_all("gave", timeout=10) == [1, 2]
 
 
 def test_one_that_cannot_start_uses_up_the_restarts_and_is_the_cause(fleet: Fleet, tmp_path: Path) -> None:

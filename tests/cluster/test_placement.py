@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_mega.cluster.host import address_of, interface_of
-from skyrl_mega.cluster.placement import Node, spread
+from skyrl_mega.cluster.host import Whereabouts, address_of, interface_of
+from skyrl_mega.cluster.placement import Node, by_gpu, spread
 
 NODES = [Node(str(n), f"10.0.0.{n}") for n in range(8)]
 
@@ -35,6 +35,31 @@ def test_units_stay_whole_in_order_and_are_dealt_evenly(units: list[int], count:
         assert len(shares) == count and max(shares.values()) - min(shares.values()) <= 1
     else:
         assert max(shares.values()) == 1
+
+
+@given(st.permutations(range(8)), st.permutations(range(8)), st.permutations(range(16)))
+def test_ranks_take_gpus_in_order_whatever_ray_has_dealt(a: list[int], b: list[int], mixed: list[int]) -> None:
+    """Rank r on GPU r mod 8 of node r // 8, the nodes by address."""
+    far = [Whereabouts("m", gpu, "10.0.0.10", "far", (str(gpu),)) for gpu in a]
+    near_ = [Whereabouts("m", gpu, "10.0.0.9", "near", (str(gpu),)) for gpu in b]
+    where = [(far + near_)[i] for i in mixed]
+    order = by_gpu(where)
+    assert sorted(order) == list(range(16))
+    assert [(where[i].node, where[i].gpus) for i in order] == [
+        (n, (str(g),)) for n in ("near", "far") for g in range(8)
+    ]
+
+
+def test_the_order_of_unlike_nodes_and_of_actors_without_gpus() -> None:
+    def at(node: str, *gpus: str) -> Whereabouts:
+        return Whereabouts("m", 1, f"10.0.0.{node}", node, gpus)
+
+    # The node that has fewer comes last, so that consecutive ranks share nodes; GPU 10 comes after GPU 9.
+    where = [at("1", "0"), at("2", "10"), at("2", "9"), at("3", "1"), at("3", "0")]
+    assert by_gpu(where) == [2, 1, 4, 3, 0]
+    assert by_gpu([at("1", "4", "5"), at("1", "0", "1")]) == [1, 0]  # engines of two GPUs
+    assert by_gpu([at("1", "GPU-b"), at("1", "GPU-a")]) == [1, 0]
+    assert by_gpu([at("2"), at("1")]) == [0, 1] and by_gpu([]) == []
 
 
 def test_loopback_by_name_and_by_address() -> None:

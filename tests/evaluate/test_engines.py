@@ -25,7 +25,7 @@ from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.models.characters import VOCABULARY
 from skyrl_mega.rollout.chat import Chat
-from skyrl_mega.rollout.engine import environment
+from skyrl_mega.rollout.engine_spec import environment
 from tests.support.engines import LOADING, build_model, spec_of
 from tests.support.ranks import free_port
 from tests.trainer.quickstart import left_over

@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import pickle
 import shutil
 import signal
 import subprocess
@@ -13,6 +12,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -23,11 +23,12 @@ import yaml
 from skyrl_mega.export import job
 from skyrl_mega.export.cli import main
 from skyrl_mega.export.export import export
-from skyrl_mega.export.metadata import read_metadata
 from skyrl_mega.export.pool import WorkerDied
 from skyrl_mega.export.progress import Phase, Progress
 from skyrl_mega.export.source import find
 from skyrl_mega.export.work import Worker
+from skyrl_mega.weights.box_files import read_entries
+from skyrl_mega.weights.checkpoint_header import read_header
 from tests.export import saved
 from tests.export.test_layouts import same, tensors_of
 from tests.support.engines import build_model
@@ -82,7 +83,7 @@ def test_json_and_an_empty_directory(run: Path, tmp_path: Path, capsys: pytest.C
 def spoil(run: Path, how: str) -> list[str]:
     """Spoils a run; further arguments."""
     folder = policy(run)
-    largest = max(folder.glob("*.distcp"), key=lambda f: f.stat().st_size)
+    largest = max(folder.glob("*.safetensors"), key=lambda f: f.stat().st_size)
     match how:
         case "no such run":
             shutil.rmtree(run)
@@ -97,15 +98,19 @@ def spoil(run: Path, how: str) -> list[str]:
             largest.write_bytes(largest.read_bytes()[:-1])
         case "a file is missing":
             largest.unlink()
-        case "no metadata":
-            (folder / ".metadata").unlink()
         case "not complete":
-            (folder / "metadata.json").unlink()
-        case "metadata cut off":
-            (folder / ".metadata").write_bytes((folder / ".metadata").read_bytes()[:5000])
-        case "metadata that acts":
-            (folder / ".metadata").write_bytes(pickle.dumps(Acting()))
-        case "damaged record":
+            (folder / "checkpoint.json").unlink()
+        case "an earlier version's":
+            (folder / "checkpoint.json").rename(folder / ".metadata")
+        case "a later version's":
+            header = json.loads((folder / "checkpoint.json").read_text())
+            (folder / "checkpoint.json").write_text(json.dumps({**header, "format": 2}))
+        case "header cut off":
+            (folder / "checkpoint.json").write_text((folder / "checkpoint.json").read_text()[:500])
+        case "a file of another folder":
+            header = json.loads((folder / "checkpoint.json").read_text())
+            (folder / "checkpoint.json").write_text(json.dumps({**header, "files": {"../../state.json": 1}}))
+        case "damaged file":
             largest.write_bytes(b"\0" * largest.stat().st_size)
         case "model is gone":
             shutil.rmtree(run / "model")
@@ -132,13 +137,6 @@ def spoil(run: Path, how: str) -> list[str]:
     return []
 
 
-class Acting:
-    """What a pickle from a stranger may do."""
-
-    def __reduce__(self) -> Any:
-        return (os.mkdir, ("acted",))
-
-
 @pytest.mark.parametrize(
     "how, words",
     [
@@ -146,13 +144,14 @@ class Acting:
         ("no step of that number", ["--step 3", "allowed are 0, 4"]),
         ("no checkpoint", ["no whole checkpoint"]),
         ("only broken saves", ["no whole checkpoint"]),
-        ("cut off", [".distcp", "bytes", "cut off"]),
-        ("a file is missing", [".distcp", "is missing"]),
-        ("no metadata", [".metadata", "interrupted"]),
-        ("not complete", ["metadata.json", "interrupted"]),
-        ("metadata cut off", [".metadata", "cannot be read"]),
-        ("metadata that acts", [".metadata", "mkdir", "which no checkpoint needs"]),
-        ("damaged record", [".distcp at byte", "damaged"]),
+        ("cut off", [".safetensors", "bytes of", "damaged"]),
+        ("a file is missing", [".safetensors", "is missing"]),
+        ("not complete", ["checkpoint.json", "interrupted"]),
+        ("an earlier version's", ["distributed checkpoint of torch (.metadata)", "model.path"]),
+        ("a later version's", ["checkpoint.json: format is 2", "reads 1"]),
+        ("header cut off", ["checkpoint.json", "cannot be read"]),
+        ("a file of another folder", ["'../../state.json' is no file name"]),
+        ("damaged file", [".safetensors", "header cannot be read"]),
         ("model is gone", ["model.path", "--model"]),
         ("another model", ["config.json", "the checkpoint"]),
         ("no run beside it", ["--model is missing"]),
@@ -182,7 +181,8 @@ def test_refusals(
 
 
 def test_no_room_on_the_disk(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(10**9, 10**9, 1000))  # type: ignore[attr-defined]
+    full = SimpleNamespace(total=10**9, used=10**9, free=1000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: full)
     code, _, err = command(capsys, run, "--output", tmp_path / "out")
     assert code == 2 and "0.1 GB are needed" in err and "has 0.0 GB" in err
     assert list(tmp_path.iterdir()) == []
@@ -190,16 +190,15 @@ def test_no_room_on_the_disk(run: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_a_damaged_element_is_found_by_verify(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Nothing but the CRC-32 that stands beside it can know."""
-    source = find(own, None, None)
-    planned = job.plan_job(source.hf, read_metadata(source.folder), dtype=None, origin="weights", file_bytes=1 << 30)
-    index = next(i for i, record in enumerate(planned.records) if "linear_proj" in record.key)
-    data, _ = Worker(planned, tmp_path).locate(index)
-    file = planned.records[index].file
+    folder = policy(own)
+    header = read_header(folder)
+    entry = next(e for e in read_entries(folder, header, header.tensors) if "o_proj" in e.tensor and e.kind == "master")
+    file = entry.file
     content = bytearray(file.read_bytes())
-    content[data] ^= 1
+    content[entry.offset] ^= 1
     file.write_bytes(content)
     code, _, err = command(capsys, own, "--output", tmp_path / "out", "--verify")
-    assert code == 2 and "linear_proj" in err and "CRC-32" in err
+    assert code == 2 and "o_proj" in err and "CRC-32" in err
     assert not (tmp_path / "out").exists() and not (tmp_path / ".out.partial").exists()
     assert command(capsys, own, "--output", tmp_path / "out")[0] == 0  # without a look it cannot be seen
 

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.kernels import block_fp8, block_fp8_triton
-from skyrl_mega.kernels.boxes import pack_reference, unpack_reference
+from skyrl_mega.kernels.boxes import Region, checksums_reference, pack_reference, regions, unpack_reference
 from skyrl_mega.kernels.boxes_triton import Table
+from tests.kernels import brute
 
 SHARDS = [
     # rows, columns, row0, col0
@@ -116,9 +117,10 @@ def boxes_like_the_reference(device: str) -> None:
         end += view.nbytes + (0, 1, 2, 8)[k % 4]
     found = torch.full((end + 5,), 0xA5, dtype=torch.uint8, device=device)
     wanted = found.clone()
-    table = Table(views, offsets)
-    table.copy(found, pack=True)
-    pack_reference(views, offsets, wanted)
+    made = regions(views, offsets)
+    table = Table(made, torch.device(device))
+    table.copy(views, found, pack=True)
+    pack_reference(made, views, wanted)
     same_bits(found, wanted)
     # Into disjoint places of other tensors.
     flat = found.flip(0).contiguous()
@@ -127,8 +129,39 @@ def boxes_like_the_reference(device: str) -> None:
     for base in (bases[:2], bases[2:]):
         both.append([base[0][:, 3:9], base[0][10:20, 20:84], base[1][1::2], base[1][0, 5:6]])
     places = [0, 600, 600 + 1280, 600 + 1280 + 4500]
-    Table(both[0], places).copy(flat, pack=False)
-    unpack_reference(both[1], places, flat)
+    made = regions(both[0], places)
+    Table(made, torch.device(device)).copy(both[0], flat, pack=False)
+    unpack_reference(made, both[1], flat)
     same_bits(bases[0], bases[2])
     same_bits(bases[1], bases[3])
     assert bases[0].view(torch.int16)[10:20, 20:84].count_nonzero() > 0
+
+
+def one_table_for_tensors_that_move(device: str) -> None:
+    """Several boxes of one tensor; then the same of others of its form, also one that is aligned otherwise."""
+    wanted = [Region(0, 7, (5, 3), (20, 1), torch.bfloat16, 16), Region(1, 0, (4,), (1,), torch.uint8, 48)]
+    table = Table(wanted, torch.device(device))
+    for shift in (0, 0, 1, 4, 0, 4, 4, 4, 4):
+        weight = torch.randn(shift + 200, device=device).bfloat16()[shift:].view(10, 20)
+        other = torch.randint(0, 256, (4 + shift,), dtype=torch.uint8, device=device)[shift:]
+        owners = [weight, other]
+        found, expected = (torch.zeros(64, dtype=torch.uint8, device=device) for _ in range(2))
+        table.copy(owners, found, pack=True)
+        pack_reference(wanted, owners, expected)
+        same_bits(found, expected)
+        same_bits(found[16:46].view(torch.bfloat16).view(5, 3), weight.view(-1)[7:107].view(5, 20)[:, :3])
+        same_bits(table.checksums(owners), checksums_reference(wanted, owners))
+
+
+def checksums_like_the_reference(device: str) -> None:
+    """Of every kind of box where it lies, as of its bytes one after the other; wherever a row ends in a word."""
+    views = box_views(device, seed=1) + [
+        torch.randn(rows, columns + 3, generator=torch.Generator().manual_seed(rows)).to(device).to(dtype)[:, 1:-2]
+        for rows, columns in ((1, 1), (3, 5), (9, 64), (2, 5000))
+        for dtype in (torch.float32, torch.bfloat16, torch.float8_e4m3fn)
+    ]
+    for offsets in ([0] * len(views), range(len(views))):  # what is packed where has no part in it
+        made = regions(views, offsets)
+        found = Table(made, torch.device(device)).checksums(views)
+        same_bits(found, checksums_reference(made, views))
+        assert [int(value) % 2**64 for value in found] == [brute.checksum(view) for view in views]

@@ -33,3 +33,11 @@ def test_fp8_not_a_number() -> None:
 
 def test_boxes() -> None:
     cases.boxes_like_the_reference("cpu")
+
+
+def test_one_table_for_tensors_that_move() -> None:
+    cases.one_table_for_tensors_that_move("cpu")
+
+
+def test_checksums() -> None:
+    cases.checksums_like_the_reference("cpu")

@@ -53,14 +53,19 @@ def test_30b_on_64_gpus(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [sorted(node["engines"]) for node in v["nodes"]] == [[]] * 4 + [["0"], ["1"], ["2"], ["3"]]
     assert v["nodes"][1]["policy"] == list(range(8, 16))
     worker = v["engines"]["workers"][7]
-    assert worker["memory"]["kv"] + sum(worker["memory"][k] for k in ("weights", "working", "reserve")) == 48 * GIB
+    budget = worker["memory"]["kv"] + sum(worker["memory"][k] for k in ("weights", "working", "reserve"))
+    assert budget == worker["memory"]["budget"] == int(0.6 * v["gpu_memory"])
     assert worker["kv"] == "3"  # 4 key/value heads on 8 workers
     assert v["batch"]["sequences"] == 2560 and v["batch"]["mini_batches"] == 2
     assert v["sync"]["predicted_seconds"] == pytest.approx(61.06e9 / 8 / 50e9, rel=0.01)
+    host, whole = v["sync"]["host_seconds"], v["sync"]["sync_seconds"]
+    assert 0 < host["later"] < host["checksums"] < 0.1 < host["first"]
+    assert whole["later"] == v["sync"]["predicted_seconds"] + host["later"] == v["seconds"]["sync"]
     assert v["seconds"]["step"] == pytest.approx(
         sum(v["seconds"][k] for k in ("generate", "logprobs", "train", "sync"))
     )
-    assert v["disk"]["checkpoint"] == 30_532_122_624 * 14
+    assert v["disk"]["checkpoint"] == 30_532_122_624 * 12
+    assert v["disk"]["largest_share"]["rank"] == pytest.approx(30_532_122_624 * 12 / 32, rel=0.001)
     assert v["absent"] == ["models/Qwen3-30B-A3B", "train.parquet"]
 
 
@@ -93,6 +98,45 @@ def test_shared_gpus_hold_both(file: Path, capsys: pytest.CaptureFixture[str]) -
     assert [len(node["policy"]) for node in v["nodes"]] == [8] * 4
     assert [list(node["engines"]) for node in v["nodes"]] == [["0"], ["1"], ["2"], ["3"]]
     assert any("cluster.shared=true" in note for note in v["notes"])
+    s = v["shared"]
+    assert list(s["policy"]) == list(s["left"]) == ["generate", "log-probs", "train", "sync"]
+    assert s["margin"] == min(s["left"].values()) == s["left"]["train"]
+    for phase, policy in s["policy"].items():
+        assert s["left"][phase] == v["gpu_memory"] - policy - s["engine"] - s["beside"]
+    text = dry_run_text.text(v)
+    assert f"\n  at least {s['margin'] / GIB:.2f} GiB are left" in text
+    assert max(map(len, text[text.index("a shared GPU by phase") :].splitlines()[:8])) <= 120
+
+
+def test_gpus_of_their_own_have_no_table_of_shared_ones(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    v = values(file, capsys)
+    assert v["shared"] is None and "a shared GPU" not in dry_run_text.text(v)
+
+
+def test_a_reference_is_never_beside_the_policys_weights(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_one = values(file, capsys)["policy"][0]["memory"]
+    without = values(file, capsys, "algorithm.kl.coefficient=0")["policy"][0]["memory"]
+    assert with_one["reference"] == 64 * 2**20 and without["reference"] == 0
+    assert with_one["peak"] == without["peak"], "training takes more than log-probs with the buffer"
+    host = values(file, capsys)["nodes"][0]["host_memory"]["reference"]
+    assert host == 8 * with_one["weights"], "one set of weights for each of eight ranks, in host memory"
+
+
+def test_graphs_and_fixed_segments_take_memory(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager, graphs = (values(file, capsys, f"rollout.eager={e}") for e in ("true", "false"))
+    kv = [v["engines"]["workers"][0]["memory"]["kv"] for v in (eager, graphs)]
+    assert kv[0] - kv[1] == 2 * GIB
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8")
+    fixed = values(file, capsys)
+    assert fixed["policy"][0]["memory"]["peak"] - eager["policy"][0]["memory"]["peak"] == 3 * GIB
+
+
+def test_a_tight_shared_gpu_is_said_to_be_tight(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    v = values(file, capsys, "cluster.shared=true", "cluster.nodes=4", "rollout.memory_fraction=0.44")
+    assert v["shared"]["margin"] < 0
+    assert any(note.startswith("tight: by the estimates a shared GPU lacks") for note in v["notes"])
 
 
 def test_a_reference_of_its_own_has_nodes_of_its_own(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,6 +156,31 @@ def test_long_sequences_set_the_memory(file: Path, capsys: pytest.CaptureFixture
     assert any("a micro-batch of its own" in note for note in v["notes"])
 
 
+def test_what_engines_do_at_once_and_what_one_should_know_of_them(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four engines of eight workers, for 2560 trajectories and 4 key/value heads."""
+    v = values(file, capsys)
+    engines = v["engines"]
+    tokens = engines["workers"][0]["memory"]["tokens"]
+    assert engines["usual"] == min(engines["concurrency"], 640, int(tokens / v["batch"]["mean"]))
+    assert engines["usual"] + engines["waiting"] == 640
+    assert any(note.startswith("rollout.tensor=8 is above the model's 4 key/value heads") for note in v["notes"])
+    assert not any("truncated" in note for note in v["notes"])
+    seconds = v["seconds"]["generate"]
+
+    v = values(file, capsys, "rollout.tensor=4", f"rollout.trajectory_timeout_s={seconds / 2}", "rollout.eager=true")
+    assert not any("key/value heads" in note for note in v["notes"])
+    assert any("counts the time that a trajectory waits" in note for note in v["notes"])
+
+
+def test_an_eager_engine_is_planned_slower(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By 300 µs more in each of 48 layers, for every token of the longest response at least."""
+    graphs, eager = (values(file, capsys, f"rollout.eager={eager}")["seconds"]["generate"] for eager in (False, True))
+    assert eager - graphs > 4 * 500 * 48 * 300e-6
+    assert values(file, capsys)["seconds"]["generate"] == graphs
+
+
 def test_a_run_on_a_cpu_is_planned_in_host_memory(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     v = values(inputs / "config.yaml", capsys)
     assert v["gpu_memory"] is None and v["sync"] is None and v["seconds"] is None
@@ -124,7 +193,7 @@ def test_a_run_on_a_cpu_is_planned_in_host_memory(inputs: Path, capsys: pytest.C
 def test_what_is_suggested_fits(file: Path, gpus: int, model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     found = json.loads(run(file, capsys, *model, "--suggest", str(gpus), "--json"))
     assert found["complete"] and len(found["found"]) > 20
-    assert all(s["peak"] <= 80 * GIB for s in found["found"])
+    assert all(s["peak"] <= 79.1 * GIB for s in found["found"])
     for suggestion in found["found"][::40]:
         config = compose(file, [*model, *suggestion["overrides"]])
         hf, _ = dry_run.checked(config)

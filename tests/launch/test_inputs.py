@@ -11,6 +11,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from skyrl_mega.cluster.devices import Signs
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
@@ -54,6 +55,10 @@ def test_sequences_may_be_longer_than_config_json_says(inputs: Path) -> None:
         (
             "policy.layout.tensor=2 policy.layout.expert=1 policy.layout.expert_tensor=1",
             ["policy.layout.expert_tensor", "trains wrong", "expert_tensor 2"],
+        ),
+        (
+            "policy.layout.expert=1 policy.layout.expert_tensor=2",
+            ["policy.layout.expert_tensor: 2 above tensor 1", "trains wrong", "give expert_tensor 1 or expert above 1"],
         ),
         ("algorithm.kl.coefficient=0.1 reference.layout.tensor=3 reference.ranks=3", ["reference.layout.tensor", "3"]),
         ("policy.layout.tensor=2 policy.layout.expert_tensor=2", ["policy.layout.expert_tensor = 2", "Gloo cannot"]),
@@ -180,9 +185,26 @@ def test_a_driver_without_a_gpu_leaves_the_devices_to_its_ray_cluster(
     inputs: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setattr("skyrl_mega.cluster.devices.signs", lambda: Signs())
     asked = compose(inputs / "config.yaml", ["cluster.device=cuda", "cluster.nodes=2", "policy.ranks=8"])
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     with pytest.raises(UserError, match=r"cluster\.device = cuda: torch sees no CUDA device here"):
         with_device(asked)
     monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
     assert with_device(asked).cluster.device == "cuda"
+
+
+@pytest.mark.parametrize("asked", ["auto", "cuda"])
+def test_gpus_that_torch_does_not_see_are_never_left_for_the_cpu(
+    asked: str, inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU node with this project's environment for CPUs, before a model is built or data is prepared."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setenv("SLURM_GPUS_ON_NODE", "8")
+    build = [f"model.path={tmp_path / 'model'}", "model.build={experts: 8}"]
+    config = compose(inputs / "config.yaml", [f"cluster.device={asked}", *build])
+    said = f"cluster\\.device = {asked}: here are .*8 GPUs by SLURM_GPUS_ON_NODE, but torch .*; .*cluster.device=cpu"
+    with Console() as console, pytest.raises(UserError, match=said):
+        prepare(config, console)
+    assert not (tmp_path / "model").exists()
+    assert with_device(compose(inputs / "config.yaml", ["cluster.device=cpu"])).cluster.device == "cpu"

@@ -46,6 +46,8 @@ class Device:
     remapped: Any = (0, 0, 0, 0)
     reasons: Any = 0x1
     """0x1: idle."""
+    cpus: Any = ()
+    """Those nearest to it."""
 
 
 @dataclass
@@ -55,6 +57,7 @@ class Nvml:
     devices: list[Device] = field(default_factory=lambda: [Device() for _ in range(8)])
     start: Exception | None = None
     running: int = 0
+    driver: str = "580.95.05"
 
     NVML_MEMORY_ERROR_TYPE_UNCORRECTED = NVML_MEMORY_ERROR_TYPE_UNCORRECTED
     NVML_VOLATILE_ECC = NVML_VOLATILE_ECC
@@ -74,13 +77,20 @@ class Nvml:
         self.running -= 1
 
     def nvmlSystemGetDriverVersion(self) -> str:
-        return "580.95.05"
+        return self.driver
 
     def nvmlDeviceGetCount(self) -> int:
         return len(self.devices)
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> int:
+        return int(uuid.removeprefix("GPU-"))
+
+    def nvmlDeviceGetCpuAffinity(self, handle: int, cpuSetSize: int) -> list[int]:
+        cpus = self._answer(self.devices[handle].cpus)
+        return [sum(1 << cpu % 64 for cpu in cpus if cpu // 64 == word) for word in range(cpuSetSize)]
 
     def nvmlDeviceGetName(self, handle: int) -> str:
         return self._answer(self.devices[handle].name)

@@ -13,15 +13,21 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
-from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.config.schema import BuildConfig, CheckpointConfig, ClusterConfig, Config, ModelConfig, TopologyConfig
+from skyrl_mega.launch.cli import main as launch
 from skyrl_mega.models.tiny import build
-from skyrl_mega.preflight import model, network, paths, versions
+from skyrl_mega.preflight import fabric, model, network, paths, preflight, versions
 from skyrl_mega.preflight.cli import main
 from skyrl_mega.preflight.finding import Finding, main_group, usual
-from skyrl_mega.preflight.network import Door, Pair
-from skyrl_mega.preflight.probe import bounded
+from skyrl_mega.preflight.network import Door, Pair, Promised
+from skyrl_mega.preflight.probe import Ask, Probe, bounded
 from skyrl_mega.preflight.report import Report
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+MEANT = Promised(50.0, True)
 
 
 def texts(found: list[Finding]) -> list[tuple[str, str]]:
@@ -70,6 +76,42 @@ def test_room_on_the_disks() -> None:
         ("bad", "/r has 3.0 GiB, checkpoints need about 4.0 GiB; make room, or lower checkpoint.keep"),
         ("warn", "/tmp has 1.0 GiB, 5.0 GiB are advised"),
     ]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_room_is_for_master_weights_and_two_moments(dtype: str, tmp_path: Path) -> None:
+    """In float32, whatever the weights are; of the checkpoints that are kept, and the one being written."""
+    build(BuildConfig(), tmp_path / "model")
+    elements = sum(weight.numel() for weight in load_file(tmp_path / "model" / "model.safetensors").values())
+    config = Config(model=ModelConfig(dtype=dtype), checkpoint=CheckpointConfig(every=1, keep=2))
+    assert preflight.room(config, tmp_path / "model") == 3 * elements * (4 + 4 + 4)
+
+
+def test_a_model_that_the_run_builds_is_not_looked_for(tmp_path: Path) -> None:
+    build(BuildConfig(), tmp_path / "built")
+    config = Config(model=ModelConfig(path=str(tmp_path / "later"), build=BuildConfig()))
+    assert preflight.room(config, tmp_path / "later") == preflight.room(config, tmp_path / "built") > 0
+    looked = Probe(Ask(tmp_path, None, "token", "cpu", 20.0), "node", "127.0.0.1").look()
+    assert set(looked) == {"versions", "paths"}
+
+
+@pytest.mark.parametrize("unprepared", [[], ["data.prepare=null", "warmup.steps=1", "warmup.files=[w.parquet]"]])
+def test_what_is_missing_is_named_as_by_the_launcher(
+    unprepared: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A fresh checkout, without model and data: the same line from both, before anything starts."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("SKYRL_MEGA_DATA", raising=False)
+    arguments = ["--config", str(CONFIGS / "dapo.yaml"), "cluster.device=cuda", *unprepared]
+    said = []
+    for command in (launch, main):
+        assert command(arguments) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1] and said[0].count("\n") == 1
+    assert "model.path: models/Qwen3-30B-A3B-Base is not there; `hf download Qwen/Qwen3-30B-A3B-Base" in said[0]
+    for part in ("data.train: data/dapo/train.parquet does", "data.eval: data/dapo/test", "warmup.files: w.parquet"):
+        assert (part in said[0]) == bool(unprepared)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_model_files(tmp_path: Path) -> None:
@@ -126,12 +168,69 @@ def test_slow_and_broken_links() -> None:
             for i, (n, rate) in enumerate(zip(names, rates, strict=True))
         ]
 
-    assert network.check_rates(ring(40, 41, 39, 40), 50.0) == []
+    assert network.check_rates(ring(40, 41, 39, 40), MEANT) == []
     assert texts(network.check_rates(ring(40, 5, 6, 40, 40), None)) == [("c", "b ⇄ c: 5.00 GB/s, the median is 40.00")]
     assert texts(network.check_rates(ring(40, None, None, 40), None)) == [("c", "b ⇄ c: no answer")]
     assert [f.node for f in network.check_rates(ring(40, 40, 5, 40), None)] == ["c", "d"]  # the link, then
-    assert {f.status for f in network.check_rates(ring(20, 20, 20), 50.0)} == {"warn"}
+    assert {f.status for f in network.check_rates(ring(20, 20, 20), MEANT)} == {"warn"}
     assert [f.node for f in network.check_rates([Pair("a", "b", None, "NCCL error")], None)] == ["a", "b"]
+
+
+def test_nccl_over_tcp_stops_a_run() -> None:
+    """All links alike, at what Ethernet gives: no run is to be 30 times slower than planned without a word."""
+    found = network.check_rates([Pair("a", "b", 3.1), Pair("b", "c", 3.0), Pair("c", "a", 3.2)], MEANT)
+    assert {(f.node, f.status) for f in found} == {("a", "bad"), ("b", "bad"), ("c", "bad")}
+    assert "3.1 GB/s between nodes, cluster.topology.nic_gb_s is 50" in found[0].text and "NCCL_DEBUG" in found[0].text
+    assert {f.status for f in network.check_rates([Pair("a", "b", 6.0)], MEANT)} == {"warn"}
+    assert network.check_rates([Pair("a", "b", 0.2)], None) == []  # gloo on CPUs: nothing is expected
+
+
+def test_plain_ethernet_stops_no_run_that_never_said_otherwise() -> None:
+    """10 GbE gives 1.2 GB/s: below a tenth of the default, which is InfiniBand's."""
+    pair, nobody = [Pair("a", "b", 1.1)], {"a": fabric.FabricFacts((), 0), "b": fabric.FabricFacts((), 0)}
+    some = nobody | {"b": fabric.FabricFacts(("mlx5_0",), 0)}
+
+    def found(adapters: dict[str, fabric.FabricFacts], **topology: float) -> list[Finding]:
+        config = Config(cluster=ClusterConfig(topology=TopologyConfig(**topology)))
+        return network.check_rates(pair, preflight._promised(config, adapters))
+
+    assert [f.status for f in found(nobody)] == ["warn", "warn"]
+    assert "1.1 GB/s between nodes, cluster.topology.nic_gb_s is 50, its default" in found(nobody)[0].text
+    assert {f.status for f in found(some)} == {"bad"}  # F6: adapters, and NCCL over TCP
+    assert {f.status for f in found(nobody, nic_gb_s=25)} == {"bad"}
+    assert found(nobody, nic_gb_s=1.25) == []
+
+
+def test_adapters_that_nccl_would_not_find(tmp_path: Path) -> None:
+    assert fabric.check({"a": fabric.gather(tmp_path / "no")}) == []  # no adapters, nothing to say
+    for name in ("mlx5_0", "mlx5_1"):
+        (tmp_path / name).mkdir()
+
+    def absent(name: str) -> Any:
+        assert name == "libibverbs.so.1"
+        raise OSError("libibverbs.so.1: cannot open shared object file")
+
+    [found] = fabric.check({"a": fabric.gather(tmp_path, absent)})
+    assert found.status == "warn" and "libibverbs cannot be loaded" in found.text and "ibverbs-providers" in found.text
+
+    class Verbs:
+        """Opens `count` adapters; without a provider for their kind that is none."""
+
+        def __init__(self, count: int) -> None:
+            self.freed = False
+
+            def listed(pointer: Any) -> int:
+                pointer._obj.value = count
+                return 4096
+
+            self.ibv_get_device_list = listed
+            self.ibv_free_device_list = lambda _: setattr(self, "freed", True)
+
+    for count, texts_ in ((2, []), (0, ["mlx5_0, mlx5_1: libibverbs opens 0 of 2, so NCCL talks over TCP"])):
+        verbs = Verbs(count)
+        facts = fabric.gather(tmp_path, lambda _, verbs=verbs: verbs)  # type: ignore[misc]
+        assert verbs.freed and facts.usable == count
+        assert [f.text.partition(";")[0] for f in fabric.check({"a": facts})] == texts_
 
 
 def test_the_largest_group() -> None:

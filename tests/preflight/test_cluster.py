@@ -13,6 +13,7 @@ import psutil
 import pytest
 
 from skyrl_mega.cluster.errors import ClusterError
+from skyrl_mega.cluster.local import ENVIRONMENT
 from skyrl_mega.config.schema import BuildConfig, ClusterConfig, Config
 from skyrl_mega.models.tiny import build
 from skyrl_mega.preflight import network, preflight
@@ -31,17 +32,20 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
     package = tmp_path_factory.mktemp("packages") / "transformer_engine-2.0.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: transformer-engine\nVersion: 2.0\n")
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
-    try:
-        ray.init(address=cluster.address, log_to_driver=False)
-        found = present()
-        for environment in ({}, {"PYTHONPATH": str(package.parent)}):
-            cluster.add_node(num_cpus=1, env_vars=environment)
-            found += [node for node in present() if node.id not in {n.id for n in found}]
-        yield found
-    finally:
-        ray.shutdown()
-        cluster.shutdown()
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in ENVIRONMENT.items():
+            patch.setenv(name, value)
+        cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+        try:
+            ray.init(address=cluster.address, log_to_driver=False)
+            found = present()
+            for environment in ({}, {"PYTHONPATH": str(package.parent)}):
+                cluster.add_node(num_cpus=1, env_vars=environment)
+                found += [node for node in present() if node.id not in {n.id for n in found}]
+            yield found
+        finally:
+            ray.shutdown()
+            cluster.shutdown()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from skyrl_mega.launch.cli import main
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 FILES = sorted(CONFIGS.glob("*.yaml"))
+GIB = 2**30
 SECONDS = 10.0
 """Of this process's CPU time, for one dry run."""
 
@@ -54,6 +55,30 @@ def test_a_dry_run_needs_no_model_no_data_and_no_gpu(
 @pytest.mark.parametrize("file", [f for f in FILES if compose(f).cluster.shared], ids=lambda file: file.stem)
 def test_shared_gpus_are_planned(file: Path) -> None:
     check(compose(file), planned=True)
+
+
+GPUS = [f for f in FILES if compose(f).cluster.device != "cpu"]
+
+
+@pytest.mark.parametrize("eager", ["true", "false"])
+@pytest.mark.parametrize("file", GPUS, ids=lambda file: file.stem)
+def test_every_recipe_leaves_memory(
+    file: Path, eager: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A GiB at least by the estimates, on GPUs of the size that CUDA gives of an H100, with and without graphs."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    v = dry_run(file, [f"rollout.eager={eager}", "algorithm.kl.coefficient=0.001"], capsys)
+    assert v["gpu_memory"] == int(79.1 * GIB)
+    left = v["gpu_memory"] - max(rank["memory"]["peak"] for rank in v["policy"])
+    assert (v["shared"]["margin"] if v["shared"] else left) >= GIB
+    assert [note for note in v["notes"] if note.startswith("tight")] == []
+    assert v["engines"]["at_once"] >= 30, "sequences of the longest, in the cache at once"
+
+
+def test_there_are_recipes_for_gpus() -> None:
+    assert len(GPUS) >= 9
 
 
 def test_a_dry_run_says_what_it_has_not_seen(

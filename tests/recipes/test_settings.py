@@ -100,7 +100,7 @@ def test_every_number_is_the_published_one(name: str) -> None:
     assert found["model.path"] == f"models/{MODELS[column]}" and found["model.dtype"] == "bfloat16"
     # One tensor-parallel rank in an expert; policy and engines share all GPUs.
     assert found["policy.layout.expert_tensor"] is None and found["policy.ranks"] is None
-    assert found["cluster.shared"] is True and found["cluster.device"] == "auto"
+    assert found["cluster.shared"] is True and found["cluster.device"] == "cuda"
     assert 0.25 <= found["rollout.memory_fraction"] <= SHARES[column]
 
 
@@ -126,6 +126,7 @@ def test_folders_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 SIZE = {
     *("run.name", "run.steps", "cluster.device", "cluster.nodes", "cluster.gpus_per_node", "cluster.shared"),
+    *("cluster.gpu_memory_gib", "cluster.host_memory_gib", "cluster.start_timeout_s"),
     *("model.path", "model.dtype", "model.max_length", "policy.ranks", "policy.recompute", "policy.micro_tokens"),
     *("policy.logit_chunk", "policy.layout.tensor", "policy.layout.pipeline", "policy.layout.expert"),
     *("policy.optimizer.lr", "policy.optimizer.warmup_steps", "algorithm.importance_cap"),
@@ -176,3 +177,12 @@ def test_a_small_recipe_differs_from_the_full_one_in_size_alone(small: str, full
     allowed = SIZE | own | {"algorithm.dynamic_sampling.max_rounds"}
     assert different <= allowed, different - allowed
     assert own <= different
+
+
+@pytest.mark.parametrize("recipe", ["gsm8k", "searchr1_3b", "dapo", "searchr1_30b"])
+def test_h100_recipes_are_for_gpus_and_wait_for_a_cold_start(recipe: str) -> None:
+    """16 processes a node import torch and vLLM from a shared file system, and engines profile and capture graphs."""
+    found = settings(recipe)
+    assert found["cluster.device"] == "cuda"
+    assert found["cluster.start_timeout_s"] >= 1800
+    assert found["cluster.gpu_memory_gib"] < 80 and found["cluster.host_memory_gib"] > 0

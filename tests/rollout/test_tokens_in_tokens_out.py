@@ -29,7 +29,7 @@ from skyrl_mega.models import tiny
 from skyrl_mega.models.characters import SPECIAL
 from skyrl_mega.policy.packing import pack
 from skyrl_mega.rollout.chat import Chat
-from skyrl_mega.rollout.engine import EngineSpec
+from skyrl_mega.rollout.engine_spec import EngineSpec
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.trainer.batch import batch_of, mini_batches

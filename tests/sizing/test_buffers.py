@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,7 +14,9 @@ from skyrl_mega.config.schema import BuildConfig, MoeConfig, PolicyConfig
 from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import build, hf_config
+from skyrl_mega.policy import build as policy_build
 from skyrl_mega.policy.rank import PolicyRank
+from skyrl_mega.sizing import buffers
 from skyrl_mega.sizing.buffers import held
 from skyrl_mega.sizing.parameters import stage
 from tests.policy import layouts
@@ -103,3 +107,31 @@ def test_bytes_are_megatrons_own(
         at = parallel.coordinates(rank)
         counted = held(stage(d, parallel, at.pp), parallel, at, dtype.itemsize, freeze)
         assert (counted.weights, counted.gradients, counted.optimizer) == found, f"rank {rank}"
+
+
+def bucketed(rank: int, address: str, *args: Any) -> tuple[int, int, int]:
+    """`allocated`, with buckets of a thousand elements."""
+    small = partial(policy_build.DistributedDataParallelConfig, bucket_size=1000)
+    with mock.patch.object(policy_build, "DistributedDataParallelConfig", small):
+        return allocated(rank, address, *args)
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes"),
+    [("moe", {"expert": 2}), ("tied dense with bias", {"pipeline": 2, "virtual_pipeline": 2}), ("dense", {})],
+    ids=name_of,
+)
+def test_bytes_of_the_buckets_that_overlap(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, model: str, sizes: dict[str, int]
+) -> None:
+    monkeypatch.setattr(buffers, "BUCKET", (1000, 0))
+    ranks, hf = 3 if not sizes else 4, hf_config(MODELS[model])
+    parallel, policy = layouts.layout(ranks, **sizes), layouts.policy_config(overlap=True)
+    d = architecture(hf).describe(hf)
+    others = 0
+    for rank, found in enumerate(run_ranks(ranks, bucketed, models[model], parallel, policy, torch.bfloat16)):
+        at = parallel.coordinates(rank)
+        counted = held(stage(d, parallel, at.pp), parallel, at, 2, overlap=True)
+        assert (counted.weights, counted.gradients, counted.optimizer) == found, f"rank {rank}"
+        others += counted != held(stage(d, parallel, at.pp), parallel, at, 2)
+    assert others

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_mega.cluster.local import ENVIRONMENT
 from tests.slurm.cluster import ROOT, ClusterFault, Slurm, cluster, unavailable
 
 PROMPTS, SAMPLES = 8, 2
@@ -82,7 +83,7 @@ class RayCluster:
 
     @property
     def env(self) -> dict[str, str]:
-        return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
+        return {**ENVIRONMENT, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": self.token}
 
 
 @contextmanager

@@ -38,6 +38,15 @@ class Batch:
             file.parent.mkdir(exist_ok=True)
             file.write_text(f"#!/bin/bash\n{text}")
             file.chmod(file.stat().st_mode | stat.S_IXUSR)
+        self.environment(".venv")
+
+    def environment(self, name: str) -> Path:
+        """Makes a virtual environment's interpreter, and returns it."""
+        python = self.folder / name / "bin" / "python"
+        python.parent.mkdir(parents=True)
+        python.write_text("#!/bin/sh\n")
+        python.chmod(0o755)
+        return python
 
     def run(self, *arguments: str, code: int = 0, srun: int | None = None, **env: str) -> tuple[int, str]:
         """Exit code and output of `run ARGUMENTS…` where the launcher ends with `code`, and srun with `srun`."""
@@ -83,6 +92,27 @@ def test_one_task_a_node_runs_the_environment_of_the_repository(batch: Batch) ->
     assert not any("container" in word or "apptainer" in word for word in words)
     assert batch.called("scontrol") == ["show hostnames node[1-3]"]
     assert "SKYRL_MEGA_NODES=node1,node2,node3" in batch.called("env")
+
+
+def test_a_job_with_gpus_takes_the_environment_for_gpus(batch: Batch) -> None:
+    """And refuses, before anything starts, where it is not there: the one for CPUs would see no GPU."""
+    code, said = batch.run("--config=x", SLURM_GPUS_ON_NODE="8")
+    assert code == 2 and batch.called("srun") == []
+    [error] = [line for line in said.splitlines() if "error" in line]
+    assert f"{batch.folder}/.venv-cuda is not there, and this job has 8 GPUs" in error and "make cuda" in error
+    python, other = batch.environment(".venv-cuda"), batch.environment("env")
+    for env, expected in (
+        ({"SLURM_GPUS_ON_NODE": "8"}, str(python)),
+        ({"SLURM_GPUS_ON_NODE": "8", "SKYRL_MEGA_VENV": ".venv"}, f"{batch.folder}/.venv/bin/python"),
+        ({"SLURM_GPUS_ON_NODE": "8", "SKYRL_MEGA_VENV": str(batch.folder / "env")}, str(other)),
+        ({"SLURM_GPUS_ON_NODE": "8", "SKYRL_MEGA_PYTHON": "/env/python"}, "/env/python"),
+        ({}, f"{batch.folder}/.venv/bin/python"),
+    ):
+        (batch.calls / "srun").unlink(missing_ok=True)
+        assert batch.run("--config=x", **env)[0] == 0
+        assert batch.called("srun")[-5] == expected
+    code, said = batch.run("--config=x", SKYRL_MEGA_VENV="nowhere")
+    assert code == 2 and "error: nowhere/bin/python is not there" in said
 
 
 def test_every_job_has_a_token_of_its_own(batch: Batch) -> None:

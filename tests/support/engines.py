@@ -17,7 +17,8 @@ from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.config.schema import BuildConfig, RolloutConfig
 from skyrl_mega.models import tiny
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.rollout.engine import Completion, Engine, EngineSpec, Request, Sampling, environment
+from skyrl_mega.rollout.engine import Completion, Engine, Request, Sampling
+from skyrl_mega.rollout.engine_spec import EngineSpec, Facts, environment
 
 LOADING = threading.Lock()
 """transformers patches torch while it loads: two threads at once leave tied heads at random values."""
@@ -55,9 +56,9 @@ def build_model_of(path: Path, hf: dict[str, Any], seed: int) -> Path:
 class Recorder(Engine):
     """An engine that keeps what vLLM was given and what it produced, as vLLM itself has it."""
 
-    async def start(self) -> dict[str, Any]:
+    async def start(self, former: Facts | None = None) -> Facts:
         """Also listens at vLLM's own door."""
-        facts = await super().start()
+        facts = await super().start(former)
         self.seen: dict[str, dict[str, Any]] = {}
         generate = self.llm.generate
 
@@ -108,7 +109,7 @@ def complete(
     async def collect() -> list[Completion]:
         method = engines.actors[rank].generate_many.options(num_returns="streaming")
         found: list[Completion] = []
-        async for reference in method.remote(requests, sampling, 60.0):
+        async for reference in method.remote(requests, sampling):
             found += await reference
         return found
 

@@ -1,5 +1,6 @@
 """What the fork server imports once, so that each rank of a test starts at once."""
 
+import gc
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -9,3 +10,7 @@ import torch
 torch.set_num_threads(1)
 
 import skyrl_mega.policy.rank  # noqa: E402, F401
+
+# A rank's first collection would look through all of that, and so copy every page of it: half a second a rank.
+gc.collect()
+gc.freeze()

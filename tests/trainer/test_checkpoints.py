@@ -91,3 +91,11 @@ def test_a_runs_folder_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="run/checkpoints"):
         checkpoints.save(1, {"step": 1}, write)
     assert not (tmp_path / "run").exists()
+
+
+def test_an_earlier_versions_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(1, {"step": 1}, lambda folder: (folder / ".metadata").touch())
+    with pytest.raises(UserError, match=r"step_000001/policy: is a distributed checkpoint .* model\.path") as told:
+        checkpoints.newest()
+    assert "\n" not in str(told.value)

@@ -25,7 +25,13 @@ CPU = torch.device("cpu")
 
 
 def meet(
-    rank: int, address: str, size: int, timeout_s: float = 30, guests: Any = (), hosted: bool = False
+    rank: int,
+    address: str,
+    size: int,
+    timeout_s: float = 30,
+    guests: Any = (),
+    hosted: bool = False,
+    device: torch.device = CPU,
 ) -> tuple[Transport, Any]:
     """Joins a group whose store rank 0 hosts, unless it is hosted; a second store at `address` tells its port."""
     host, port = address.split(":")
@@ -34,9 +40,9 @@ def meet(
     if rank == 0 and not hosted:
         store = host_store(host, timeout_s)
         lobby.set("port", str(store.port))
-        return join(store, rank, size, name, device=CPU, timeout_s=timeout_s, guests=guests), (lobby, store)
+        return join(store, rank, size, name, device=device, timeout_s=timeout_s, guests=guests), (lobby, store)
     where = (host, int(lobby.get("port")))
-    return join(where, rank, size, name, device=CPU, timeout_s=timeout_s, guests=guests), lobby
+    return join(where, rank, size, name, device=device, timeout_s=timeout_s, guests=guests), lobby
 
 
 @dataclass(frozen=True)
@@ -53,6 +59,7 @@ class Case:
     bucket_bytes: int = 4096
     in_flight: int = 3
     timeout_s: float = 60
+    device: torch.device = CPU
 
     @property
     def size(self) -> int:
@@ -74,7 +81,7 @@ def exchange(
     ranks = len(source.shards)
     where = hosts(made.topology, 0, ranks)
     guests = [p for p, host in where.items() if p != host]
-    transport, kept = meet(rank, address, case.size, case.timeout_s, guests, hosted)
+    transport, kept = meet(rank, address, case.size, case.timeout_s, guests, hosted, case.device)
     is_source = rank < ranks
     agree = maximum(rank, ranks, address) if is_source and wire.quantised else None
     built = Exchange(

@@ -124,9 +124,9 @@ def corrupt(rank: int, _: str, address: str, case: Case, how: str) -> str:
         pipeline.Run.pack = pack  # type: ignore[method-assign]
     if how == "wrong place" and rank == last:
 
-        def unpack(self: Any, flat: torch.Tensor) -> None:
-            ends_unpack(self, flat)
-            local = self.views[0].local
+        def unpack(self: Any, params: list[torch.Tensor], flat: torch.Tensor) -> None:
+            ends_unpack(self, params, flat)
+            local = self.views[0].local(params)
             local.copy_(local.roll(1, -1))
 
         pipeline.BucketViews.unpack = unpack  # type: ignore[method-assign]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import weakref
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.registry import architecture
+from skyrl_mega.weights import execute, files
 from skyrl_mega.weights.files import load, save, split
 from skyrl_mega.weights.headers import check_files, read_config
 from tests.support.ranks import run_ranks
@@ -57,6 +60,46 @@ def round_trip(rank: int, address: str, source: Path, path: Path, hf: dict[str, 
     save(path, source, layout, params, file_bytes=100_000, writers=(0, parallel.ranks - 1))
     save(path, source, layout, params, file_bytes=100_000)  # replaces the first
     dist.destroy_process_group()
+
+
+def count_buffers(
+    rank: int, address: str, source: Path, path: Path, hf: dict[str, Any], parallel: Parallel
+) -> tuple[int, int, int, int]:
+    """How often two saves of several files make buffers; their bytes at most, and afterwards. The largest number of
+    tensors of other files that are held when a file is filled."""
+    made, most = [], [0]
+    tensors: list[weakref.ref[Tensor]] = []
+    others = 0
+
+    class Exchange(files.Exchange):
+        def run(self, source: Any, target: Any, **more: Any) -> Any:
+            nonlocal others
+            mine = {id(tensor) for tensor in target.values()}
+            there = [tensor for ref in tensors if (tensor := ref()) is not None and id(tensor) not in mine]
+            others = max(others, len(there))
+            tensors[:] = map(weakref.ref, target.values())
+            return super().run(source, target, **more)
+
+    class Buffers(execute.Buffers):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            made.append(self)
+            most[0] = max(most[0], sum(each.flat.numel() for each in made))
+
+    with mock.patch.object(execute, "Buffers", Buffers), mock.patch.object(files, "Exchange", Exchange):
+        round_trip(rank, address, source, path, hf, parallel)
+    return len(made), most[0], sum(each.flat.numel() for each in made), others
+
+
+def test_one_stream_and_three_buckets_serve_all_files(tmp_path: Path) -> None:
+    hf = MODELS["qwen3_moe"]
+    write(tmp_path / "source", hf)
+    arguments = (tmp_path / "source", tmp_path / "out", hf, LAYOUTS["tp2 pp2 ep2"])
+    for made, most, left, others in run_ranks(4, count_buffers, *arguments):
+        assert made == 2, "one of each save"
+        assert others == 0, "one file at a time in memory"
+        assert 0 < most <= 3 * 1.05 * 100_000 and left == 0  # a bucket has room for checksums behind it
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
 
 
 @pytest.mark.parametrize("model", MODELS)

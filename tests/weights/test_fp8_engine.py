@@ -17,7 +17,8 @@ from skyrl_mega.cluster.local import session
 from skyrl_mega.config.schema import Config, ModelConfig, RolloutConfig, WeightsConfig
 from skyrl_mega.kernels.block_fp8 import block_amax_reference, dequantise_reference, quantise_reference, scales
 from skyrl_mega.layout.parallel import Parallel
-from skyrl_mega.rollout.engine import Engine, environment
+from skyrl_mega.rollout.engine import Engine
+from skyrl_mega.rollout.engine_spec import environment
 from skyrl_mega.weights.sync import WeightSync
 from skyrl_mega.weights.wire import quantised
 from tests.support.engines import build_model, complete, difference_from_transformers, serving, spec_of

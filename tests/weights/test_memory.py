@@ -9,8 +9,8 @@ import torch
 
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.kernels import block_fp8
+from skyrl_mega.kernels.checksum import checksum
 from skyrl_mega.models.tiny import hf_config
-from skyrl_mega.weights.checksum import checksums as checksums_of
 from skyrl_mega.weights.topology import Links, Topology
 from skyrl_mega.weights.wire import Wire, quantised, with_scales
 from tests.support.ranks import run_ranks
@@ -55,7 +55,7 @@ def peak(rank: int, address: str, case: Case, fp8: bool) -> dict[str, float]:
     # The operating system counts pages of code too, when they are first run.
     square = torch.ones(256, 256, dtype=torch.bfloat16)
     block_fp8.quantise(square, block_fp8.scales(block_fp8.block_amax(square)))
-    checksums_of([square], torch.bfloat16)
+    checksum(square)
     found = {}
     for checksums in (False, True):
         Path("/proc/self/clear_refs").write_text("5")  # the peak is counted from here

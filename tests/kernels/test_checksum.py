@@ -10,22 +10,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_mega.weights import checksum
-from skyrl_mega.weights.checksum import checksums
-
-PHI = 0x9E3779B97F4A7C15
-
-
-def brute(box: torch.Tensor, dtype: torch.dtype) -> int:
-    data = bytes(box.to(dtype).contiguous().view(-1).view(torch.uint8).tolist())
-    data += bytes(-len(data) % 8)
-    words = [int.from_bytes(data[i : i + 8], "little") for i in range(0, len(data), 8)]
-    return sum(w * (2 * i + 1) * PHI for i, w in enumerate(words)) % 2**64
-
-
-def one(box: torch.Tensor, dtype: torch.dtype | None = None) -> int:
-    return int(checksums([box], dtype or box.dtype).item()) % 2**64
-
+from skyrl_mega.kernels import checksum
+from skyrl_mega.kernels.boxes import Boxes, regions
+from skyrl_mega.kernels.checksum import checksum as one
+from tests.kernels import brute
 
 TYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
@@ -35,23 +23,23 @@ TYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 def test_it_is_what_it_says(rows: int, columns: int, dtype: torch.dtype, strip: int) -> None:
     whole = torch.randn(rows + 3, columns + 5).to(dtype)
     box = whole[2 : 2 + rows, 3 : 3 + columns]
-    before, checksum.STRIP_BYTES["cpu"] = checksum.STRIP_BYTES["cpu"], strip
+    before, checksum.STRIP_BYTES = checksum.STRIP_BYTES, strip
     try:
-        assert one(box) == one(box.contiguous()) == brute(box, dtype)
-        assert one(box.contiguous().view(-1)) == brute(box, dtype)
-        assert int(checksum._on_gpu(box, dtype)) % 2**64 == brute(box, dtype)
+        assert one(box) == one(box.contiguous()) == brute.checksum(box)
+        assert one(box.contiguous().view(-1)) == brute.checksum(box)
     finally:
-        checksum.STRIP_BYTES["cpu"] = before
+        checksum.STRIP_BYTES = before
 
 
 def test_more_words_than_a_row_of_factors() -> None:
     box = torch.randint(-(2**15), 2**15, (300, 77), dtype=torch.int16)
-    assert one(box, torch.int16) == brute(box, torch.int16)
+    assert one(box) == brute.checksum(box)
 
 
-def test_in_the_wires_type() -> None:
-    box = torch.randn(5, 7).bfloat16()
-    assert one(box.float(), torch.bfloat16) == one(box) != one(box.float())
+def test_of_many_boxes_at_once() -> None:
+    views = [torch.randn(5, 7).bfloat16()[:, 2:5], torch.arange(3), torch.zeros(0, 4), torch.ones(())]
+    found = Boxes(regions(views, [0, 32, 64, 96]), views[0].device).checksums(views)
+    assert found.dtype == torch.int64 and [int(f) % 2**64 for f in found] == [brute.checksum(v) for v in views]
 
 
 @pytest.mark.parametrize("change", ["one bit", "rows exchanged", "neighbours exchanged", "shifted", "one zeroed"])
@@ -70,7 +58,7 @@ def test_a_change_shows(change: str) -> None:
             other = other.roll(1, 0)
         case "one zeroed":
             other[63, 63] = 0
-    assert one(box, torch.int16) != one(other, torch.int16)
+    assert one(box) != one(other)
 
 
 def test_cost() -> None:
@@ -86,5 +74,5 @@ def test_cost() -> None:
             times.append(time.process_time() - start)
         return box.nbytes / min(times) / 1e9
 
-    checksummed, copied = best(lambda: checksums([box], torch.bfloat16)), best(box.contiguous)
+    checksummed, copied = best(lambda: one(box)), best(box.contiguous)
     print(f"{checksummed:.1f} GB/s; a copy {copied:.1f} GB/s")

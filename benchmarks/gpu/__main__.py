@@ -1,0 +1,135 @@
+"""`python -m benchmarks.gpu`: every proof that has no verdict yet, as far as the time goes (README.md)."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.catalogue import PROOFS
+from benchmarks.gpu.proof import Proof
+from benchmarks.gpu.results import WAITING, Results, read, table
+from benchmarks.gpu.runner import ROOT, Call, run, there
+from benchmarks.gpu.wheels import install
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.launch.cli import Parser
+from skyrl_mega.preflight.gpus import gather
+
+PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "vllm", "numpy", "transformers")
+REHEARSED = ROOT / "runs" / "gpu_rehearsal.json"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Returns 0 when every chosen proof has passed, 1 when not yet or not at all, 2 for a mistake of the user."""
+    try:
+        return _main(_parser().parse_args(arguments))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = Parser(prog="python -m benchmarks.gpu", description=__doc__, allow_abbrev=False)
+    add = parser.add_argument
+    add("--results", type=Path, help="where results are kept and gone on from (benchmarks/results/gpu.json)")
+    add("--budget", type=float, default=560, metavar="SECONDS", help="of this call (560)")
+    add("--only", nargs="+", default=[], metavar="PROOF", help="these alone")
+    add(
+        "--stage",
+        type=int,
+        nargs="+",
+        choices=(1, 2, 3),
+        default=[1, 2, 3],
+        help="1 torch, 2 Transformer Engine, 3 vLLM",
+    )
+    add("--again", action="store_true", help="those too that have a verdict")
+    add("--list", action="store_true", help="names the proofs and what is known of them, and runs none")
+    add("--wheels", type=Path, metavar="FOLDER", help="packages to install first (.wheels)")
+    add("--rehearse", action="store_true", help="on the CPU, with tiny sizes: proves the script, not the GPU")
+    return parser
+
+
+def _main(asked: argparse.Namespace) -> int:
+    known = {proof.name: proof for proof in PROOFS}
+    for name in asked.only:
+        if name not in known:
+            raise UserError(f"--only {name}: no such proof; there are {', '.join(known)}")
+    if not 0 < asked.budget < float("inf"):
+        raise UserError(f"--budget {asked.budget:g}: allowed are seconds above 0")
+    if asked.wheels is not None and not asked.wheels.is_dir():
+        raise UserError(f"--wheels {asked.wheels}: no such folder; give the one that the packages were brought in")
+    wheels = asked.wheels or ROOT / ".wheels"
+    chosen = [p for p in PROOFS if p.stage in asked.stage and (not asked.only or p.name in asked.only)]
+    if not asked.list and not asked.rehearse:
+        _refuse_without_a_gpu()
+    site = None if asked.list else install(wheels)
+    if site is not None:
+        sys.path.insert(0, str(site))
+        importlib.invalidate_caches()
+    path = asked.results or (REHEARSED if asked.rehearse else ROOT / "benchmarks" / "results" / "gpu.json")
+    if asked.list:
+        print(_listed(chosen, path))
+        return 0
+    device = {"name": "a rehearsal on the CPU"} if asked.rehearse else _device()
+    results = Results(path, device, {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}})
+    call = Call(asked.budget, asked.rehearse, asked.again, _commit(), site, wheels, _say)
+    whole = run(chosen, results, call)
+    print(f"\n{device['name']}; results in {path}\n\n{table(chosen, results)}")
+    return 0 if whole else 1
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)
+
+
+def _refuse_without_a_gpu() -> None:
+    if not there("torch"):
+        raise UserError(f"torch cannot be imported by {sys.executable}; give PYTHON=… with a build of torch for CUDA")
+    # In a process of its own: proof 1 is about who has touched the GPU.
+    ask = "import sys, torch; sys.exit(not torch.cuda.is_available())"
+    if subprocess.run([sys.executable, "-c", ask], capture_output=True, timeout=120).returncode:
+        raise UserError("torch sees no CUDA device here; --rehearse goes through the proofs on the CPU")
+
+
+def _device() -> dict[str, Any]:
+    facts = gather()
+    if facts.gpus:
+        gpu = facts.gpus[0]
+        return {"name": gpu.name, "memory_gib": round(gpu.memory_bytes / 2**30, 2), "driver": facts.driver}
+    ask = "import torch; p = torch.cuda.get_device_properties(0); print(p.name, p.total_memory, sep='|')"
+    told = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, timeout=120).stdout.strip()
+    name, _, size = told.partition("|")
+    return {"name": name, "memory_gib": round(int(size or 0) / 2**30, 2), "driver": None, "nvml": facts.error}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """Of the repository; None in a copy without its history."""
+    try:
+        done = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True, timeout=10)
+    except OSError:
+        return None
+    return done.stdout.strip() or None
+
+
+def _listed(proofs: list[Proof], path: Path) -> str:
+    kept = read(path)["proofs"] if path.exists() else {}
+    wide = max(len(p.name) for p in proofs)
+    return "\n".join(
+        f"{p.name.ljust(wide)}  stage {p.stage}  {p.seconds:4.0f} s, at most {p.limit_s:4.0f}  "
+        f"{kept.get(p.name, {}).get('status', WAITING):10}  {p.about}"
+        for p in proofs
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

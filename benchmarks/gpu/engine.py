@@ -1,0 +1,145 @@
+"""Stage 3: a real vLLM engine takes the policy's weights, and computes what transformers computes.
+
+With CUDA graphs, with no Ray, and asleep in between: what sleep takes away, the next sync brings back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import limits, parts
+from benchmarks.gpu.proof import Bench
+
+PROMPTS = [[5, 20 + i, 40 + 3 * i, 60, 7] for i in range(4)]
+EXACT = {"cpu": 1e-4, "cuda": 5e-3}
+"""Of float32 log-probs, in nats: CUDA's kernels may multiply in TF32."""
+LEVEL = 2
+"""Of sleep: weights and cache are given up, not kept in host memory."""
+
+
+def prove(bench: Bench) -> None:
+    if not bench.cuda:
+        from skyrl_mega.config.errors import UserError
+        from skyrl_mega.launch.inputs import check_vllm
+
+        try:
+            check_vllm(bench.device.type)
+        except UserError as error:
+            bench.left_out(str(error))
+            return
+    hf = parts.tiny_model(bench.folder / "model", seed=0)
+    parts.tiny_model(bench.folder / "other", seed=1)
+    _entry_point(bench.folder / "plugin")
+    from skyrl_mega.config.schema import RolloutConfig
+    from skyrl_mega.rollout.engine import Engine
+    from skyrl_mega.rollout.engine_spec import EngineSpec, environment
+
+    rollout = RolloutConfig(kv_cache_gib=0.1, memory_fraction=0.3, eager=not bench.cuda, concurrency=16)
+    extra = {"enable_sleep_mode": True} if bench.cuda else {}
+    spec = EngineSpec(str(bench.folder / "model"), "float32", bench.device.type, rollout, 128, extra=extra)
+    os.environ.update(environment(spec))
+    asyncio.run(_syncs(bench, hf, Engine(spec)))
+
+
+def _entry_point(folder: Path) -> None:
+    """vLLM finds our weight transfer by an installed package's entry point; here the package is a folder."""
+    made = folder / "skyrl_mega_proof-0.0.dist-info"
+    made.mkdir(parents=True)
+    (made / "METADATA").write_text("Metadata-Version: 2.1\nName: skyrl-mega-proof\nVersion: 0.0\n")
+    (made / "entry_points.txt").write_text(
+        "[vllm.general_plugins]\nskyrl_mega = skyrl_mega.weights.vllm_plugin:register\n"
+    )
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    sys.path.insert(0, str(folder))
+
+
+async def _syncs(bench: Bench, hf: dict[str, Any], engine: Any) -> None:
+    from skyrl_mega.layout.parallel import Parallel
+    from skyrl_mega.models.registry import architecture
+    from skyrl_mega.weights import files
+    from skyrl_mega.weights.transport import host_store
+
+    start = time.perf_counter()
+    await engine.start()
+    bench.figure("starting the engine", time.perf_counter() - start, "s")
+    store = host_store("127.0.0.1", parts.TIMEOUT_S)
+    met = parts.connection(
+        hf, store.port, "weights", bucket_bytes=1 << 20, timeout_s=parts.TIMEOUT_S, plans=bench.folder / "plans",
+        dtype="float32",
+    )  # fmt: skip
+    joining = asyncio.create_task(asyncio.to_thread(met.join, bench.device, source=0))
+    await engine.connect_weights({"connection": asdict(met), "place": 0})
+    exchange = await joining
+    shard = architecture(hf).megatron_shard(hf, Parallel(), 0, "local")
+    params = {name: torch.zeros(shape, device=bench.device) for name, shape in shard.params.items()}
+    for version, (name, asleep) in enumerate((("model", False), ("other", False), ("model", True)), 1):
+        path = bench.folder / name
+        if asleep and not bench.cuda:
+            bench.left_out("sleep and CUDA graphs: a CPU engine has neither")
+            break
+        if asleep:
+            free = torch.cuda.mem_get_info()[0]
+            await engine.llm.sleep(level=LEVEL)
+            bench.figure("memory that sleep gives back", (torch.cuda.mem_get_info()[0] - free) / 2**30, "GiB",
+                         at_least=1.0)  # fmt: skip
+            await engine.llm.wake_up()
+        with torch.no_grad():
+            files.load(path, shard, params)
+        start = time.perf_counter()
+        await engine.begin_update()
+        sending = asyncio.create_task(asyncio.to_thread(exchange.run, params, checksums=True))
+        await engine.update_weights(True)
+        await sending
+        await engine.end_update(version)
+        bench.figure(f"sync {version}", time.perf_counter() - start, "s")
+        off = max(await _off(engine, path))
+        after = f"sync {version}{' and sleep' if asleep else ''}"
+        bench.figure(f"log-probs after {after}: off transformers by", off, "nats",
+                     at_most=EXACT[bench.device.type])  # fmt: skip
+    await _speed(bench, engine)
+    engine.llm.shutdown()
+
+
+async def _answers(engine: Any, requests: list[Any]) -> list[Any]:
+    from skyrl_mega.rollout.engine import Sampling
+
+    return [c async for some in engine.generate_many(requests, Sampling()) for c in some]
+
+
+async def _off(engine: Any, path: Path) -> list[float]:
+    """Each completion's largest difference from transformers for the same tokens."""
+    from transformers import AutoModelForCausalLM
+
+    from skyrl_mega.rollout.engine import Request
+
+    requests = [Request(str(i), prompt, 24, seed=i) for i, prompt in enumerate(PROMPTS)]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    found = []
+    for completion in await _answers(engine, requests):
+        prompt = PROMPTS[int(completion.id)]
+        tokens = torch.tensor([prompt + completion.tokens])
+        with torch.no_grad():
+            table: Tensor = model(tokens).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
+        wanted = table.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        found.append(float((wanted - torch.tensor(completion.logprobs)).abs().max()))
+    return found
+
+
+async def _speed(bench: Bench, engine: Any) -> None:
+    """Tokens a second of one sequence: what a step of decoding costs beside the work."""
+    from skyrl_mega.rollout.engine import Request
+
+    start = time.perf_counter()
+    (done,) = await _answers(engine, [Request("one", PROMPTS[0], 100, seed=0)])
+    seconds = time.perf_counter() - start
+    bench.figure("one sequence, a token", seconds / max(1, len(done.tokens)) * 1e3, "ms")
+    bench.note("copy bandwidth beside it, GB/s", limits.copy_gb_s(bench))

@@ -1,0 +1,224 @@
+"""Proof 3: a weight sync between two processes on one GPU.
+
+The policy's process is in a group of its own and lends its buckets to the engine's, a guest, which reads them through
+CUDA IPC (a shared file on a CPU). The model is as large as one TP8 engine worker's shard of Qwen3-30B-A3B, in as many
+parts.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import limits, parts, pattern
+from benchmarks.gpu.processes import KILLED, Job, together
+from benchmarks.gpu.proof import Bench
+from skyrl_mega.config import allocator
+from skyrl_mega.weights.connection import Connection
+from skyrl_mega.weights.transport import TransportError, host_store
+
+PYTHON_S = 0.15
+"""Of Python in a second or later sync, either end; and `CHECKED_S` where every part is proved (docs/gpu.md, F12)."""
+CHECKED_S = 0.5
+SEGMENTS = allocator.variables({})
+"""The policy's settings of the allocator; an engine has none of them."""
+GROWTH_MIB = 64.0
+"""That memory may grow from the second run to the last (F16: a new stream and new buffers in each took gigabytes)."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """What both processes know."""
+
+    connection: Connection
+    device: str
+    runs: int
+    checked: int
+    """From this run on to the last every part is proved."""
+    later: Connection | None = None
+    """A second meeting, after the first has failed."""
+
+
+def prove(bench: Bench) -> None:
+    """Bits, speed, seconds of Python and memory over 40 runs."""
+    runs = 40 if bench.cuda else 6
+    case, store = _case(bench, runs=runs, checked=runs - 3)
+    host, guest = together(Job(_host, (case,)), Job(_guest, (case,)), timeout_s=230)
+    del store
+    wrong = sum(guest["different"])
+    bench.figure("elements that differ after two syncs of other weights", wrong, "elements", at_most=0)
+    bench.figure("parts", guest["parts"], "parts")
+    bench.figure("bytes of a sync", guest["bytes"] / 1e9, "GB")
+    bench.figure("joining, the plan included", host["join_s"], "s")
+    bench.figure("first sync", host["wall_s"][0], "s")
+    plain = slice(2, case.checked)
+    wall = statistics.median(host["wall_s"][plain])
+    # Every byte is copied into the bucket and out of it.
+    bench.figure("a later sync", guest["bytes"] / wall / 1e9, "GB/s", limit=limits.copy_gb_s(bench) / 2,
+                 limit_of="two copies within memory")  # fmt: skip
+    bench.figure("a later sync takes", wall, "s")
+    for name, end in (("sender", host), ("receiver", guest)):
+        allowed = PYTHON_S if bench.cuda else None
+        bench.figure(f"Python of the {name} in a later sync", statistics.median(end["python_s"][plain]), "s",
+                     at_most=allowed)  # fmt: skip
+        allowed = CHECKED_S if bench.cuda else None
+        bench.figure(f"… with checksums, {name}", statistics.median(end["python_s"][case.checked :]), "s",
+                     at_most=allowed)  # fmt: skip
+        if bench.cuda:
+            bench.figure(f"memory that the {name} gained from run 2 to run {runs}",
+                         (end["reserved"][-1] - end["reserved"][1]) / 2**20, "MiB", at_most=GROWTH_MIB)  # fmt: skip
+    if bench.cuda:
+        bench.figure("memory of the GPU gained by both", (host["free"][1] - host["free"][-1]) / 2**20, "MiB",
+                     at_most=2 * GROWTH_MIB)  # fmt: skip
+    else:
+        bench.left_out("memory of the GPU, and CUDA IPC: a shared file stood in for it")
+
+
+def prove_killed(bench: Bench) -> None:
+    """The receiver is killed half way; the sender says so in time, and works with the next one."""
+    case, store = _case(bench, runs=2, checked=2, later="after it")
+    host, first, second = together(
+        Job(_host_that_loses, (case,)), Job(_guest_that_dies, (case,)), Job(_late_guest, (case,)), timeout_s=85
+    )
+    del store
+    bench.holds("the receiver was killed", first == KILLED, first)
+    bench.holds("the sender names it", "engine 0 worker 0 went away" in host["error"], host["error"])
+    bench.figure("until the sender knows", host["noticed_s"], "s", at_most=5.0)
+    bench.holds("the sender's device works on", host["works"])
+    bench.figure("elements that differ at the next receiver", second["different"], "elements", at_most=0)
+
+
+def prove_segments(bench: Bench) -> None:
+    """With expandable segments in the sender, which cannot be lent to another process as they are (F15)."""
+    if not bench.cuda:
+        bench.left_out("expandable segments: a CPU has none")
+        return
+    case, store = _case(bench, runs=4, checked=3)
+    host, guest = together(Job(_host, (case,), SEGMENTS), Job(_guest, (case,)), timeout_s=85)
+    del store
+    bench.figure("elements that differ", sum(guest["different"]), "elements", at_most=0)
+    wall = host["wall_s"][2]
+    bench.figure("a sync", guest["bytes"] / wall / 1e9, "GB/s", limit=limits.copy_gb_s(bench) / 2,
+                 limit_of="two copies within memory")  # fmt: skip
+
+
+def _case(bench: Bench, runs: int, checked: int, later: str = "") -> tuple[Case, Any]:
+    store = host_store("127.0.0.1", parts.TIMEOUT_S)
+
+    def meeting(name: str) -> Connection:
+        return parts.connection(
+            parts.worker_of_30b(tiny_size=bench.tiny),
+            store.port,
+            name,
+            bucket_bytes=(64 << 20) if bench.cuda else (16 << 10),
+            timeout_s=parts.TIMEOUT_S,
+            plans=bench.folder / "plans",
+        )
+
+    return Case(meeting("weights"), str(bench.device), runs, checked, meeting(later) if later else None), store
+
+
+def _open(connection: Connection, device: str, end: str) -> tuple[Any, Any, dict[str, Any]]:
+    """This end's exchange, its shard with all tensors' shapes, and its parameters."""
+    here = torch.device(device)
+    if here.type == "cuda":
+        torch.cuda.set_device(here)
+    both, _ = connection.ends()
+    layout = both.policy if end == "source" else both.engines
+    params = {
+        name: torch.full(shape, float("nan"), dtype=torch.bfloat16, device=here)
+        for name, shape in layout.shards[0].params.items()
+    }
+    return connection.join(here, **{end: 0}), layout, params
+
+
+def _host(case: Case) -> dict[str, Any]:
+    start = time.perf_counter()
+    exchange, layout, params = _open(case.connection, case.device, "source")
+    told: dict[str, Any] = {"join_s": time.perf_counter() - start, "wall_s": [], **_nothing()}
+    for number in range(case.runs):
+        if number < 2:
+            pattern.fill(layout.shards[0], layout.tensors, params, version=number)
+            _wait(case)
+        start = time.perf_counter()
+        report = exchange.run(source=params, checksums=number >= case.checked)
+        _wait(case)
+        told["wall_s"].append(time.perf_counter() - start)
+        _remember(told, report, case)
+    return told
+
+
+def _guest(case: Case) -> dict[str, Any]:
+    exchange, layout, params = _open(case.connection, case.device, "target")
+    told: dict[str, Any] = {"different": [], **_nothing()}
+    for number in range(case.runs):
+        report = exchange.run(target=params, checksums=number >= case.checked)
+        _wait(case)
+        _remember(told, report, case)
+        if number < 2:
+            told["different"].append(pattern.different(layout.shards[0], layout.tensors, params, version=number))
+    told["bytes"] = sum(piece.box.numel for piece in layout.shards[0].pieces) * 2
+    told["parts"] = len(layout.shards[0].pieces)
+    return told
+
+
+def _nothing() -> dict[str, list[float]]:
+    return {"python_s": [], "reserved": [], "free": []}
+
+
+def _remember(told: dict[str, Any], report: Any, case: Case) -> None:
+    told["python_s"].append(report.pack_s + report.load_s + report.quantise_s + report.checksum_s)
+    if case.device != "cpu":
+        told["reserved"].append(torch.cuda.memory_reserved())
+        told["free"].append(torch.cuda.mem_get_info()[0])
+
+
+def _wait(case: Case) -> None:
+    if case.device != "cpu":
+        torch.cuda.synchronize()
+
+
+def _host_that_loses(case: Case) -> dict[str, Any]:
+    exchange, layout, params = _open(case.connection, case.device, "source")
+    pattern.fill(layout.shards[0], layout.tensors, params, version=0)
+    exchange.run(source=params)
+    start, error = time.monotonic(), "none"
+    try:
+        exchange.run(source=params)
+    except TransportError as caught:
+        error = str(caught)
+    noticed = time.monotonic() - start
+    works = bool(torch.ones(8, device=case.device).sum().item() == 8)
+    assert case.later is not None
+    exchange, layout, params = _open(case.later, case.device, "source")
+    pattern.fill(layout.shards[0], layout.tensors, params, version=1)
+    exchange.run(source=params)
+    _wait(case)
+    return {"error": error, "noticed_s": noticed, "works": works}
+
+
+def _guest_that_dies(case: Case) -> None:
+    exchange, _, params = _open(case.connection, case.device, "target")
+    exchange.run(target=params)
+    left = [len(params) // 2]
+
+    def half(_: str) -> None:
+        left[0] -= 1
+        if not left[0]:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    exchange.run(target=params, loaded=half)
+
+
+def _late_guest(case: Case) -> dict[str, Any]:
+    assert case.later is not None
+    exchange, layout, params = _open(case.later, case.device, "target")
+    exchange.run(target=params)
+    _wait(case)
+    return {"different": pattern.different(layout.shards[0], layout.tensors, params, version=1)}

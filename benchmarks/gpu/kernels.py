@@ -1,0 +1,117 @@
+"""Proof 2: the Triton kernels, and what packs and unpacks a bucket, bit for bit what they are on a CPU."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import parts
+from benchmarks.gpu.proof import Bench
+from benchmarks.gpu.runner import ROOT, there
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.weights.execute import Exchange
+from skyrl_mega.weights.plan import plan
+from skyrl_mega.weights.topology import Links, Topology
+from skyrl_mega.weights.transport import host_store, join
+from skyrl_mega.weights.wire import Wire, quantised, with_scales
+
+BUCKET_BYTES = 64 << 20
+"""One bucket for all parts, of which there are more than 600."""
+WIRES = {
+    "as it is": (torch.bfloat16, torch.bfloat16, False),
+    "converted": (torch.float32, torch.bfloat16, False),
+    "as FP8": (torch.bfloat16, torch.bfloat16, True),
+}
+"""How weights travel: type at the sender, at the receiver, and whether they are quantised between."""
+
+
+def prove(bench: Bench) -> None:
+    _kernels(bench)
+    hf = parts.worker_of_30b(tiny_size=True) | {"num_experts": 100, "hidden_size": 320, "moe_intermediate_size": 64}
+    cpu = torch.device("cpu")
+    for name in WIRES:
+        wanted, count = _moved(hf, name, cpu)
+        found, _ = _moved(hf, name, bench.device)
+        wrong = sum(int((found[k].view(torch.uint8) != w.view(torch.uint8)).sum()) for k, w in wanted.items())
+        bench.figure(f"bytes of {count} parts, {name}, otherwise than by a CPU", wrong, "bytes", at_most=0)
+        zeros = min(float((w != 0).float().mean()) for w in wanted.values())
+        bench.holds(f"every parameter has arrived, {name}", zeros > 0.9, zeros)
+
+
+def _kernels(bench: Bench) -> None:
+    if not there("triton"):
+        bench.left_out("the kernels: Triton cannot be imported")
+        return
+    if bench.cuda and there("pytest"):
+        command = [*(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"), "tests/gpu"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        lines = (done.stdout + done.stderr).strip().splitlines() or [""]
+        bench.holds("tests/gpu passes", done.returncode == 0 and " skipped" not in lines[-1], "\n".join(lines[-15:]))
+        return
+    if bench.tiny:
+        os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is defined
+    from tests.kernels import cases
+
+    device = bench.device.type
+    cases.fp8_every_byte(device)
+    cases.boxes_like_the_reference(device)
+    if bench.cuda:  # without pytest: what tests/gpu would have called
+        cases.fp8_not_a_number(device)
+        cases.one_table_for_tensors_that_move(device)
+        cases.checksums_like_the_reference(device)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32):
+            for rows, columns, row0, col0 in (*cases.SHARDS, (768, 2048, 0, 0), (1536, 5000, 77, 300)):
+                weight = cases.hard(rows, columns, dtype=dtype, device=device)
+                cases.fp8_like_the_reference(weight, row0, col0, dtype)
+    bench.holds("the kernels give their references' bits", True)
+
+
+def _moved(hf: dict[str, Any], how: str, device: torch.device) -> tuple[dict[str, Tensor], int]:
+    """An engine worker's parameters after two syncs from the policy's within one process, and the number of parts."""
+    before, after, fp8 = WIRES[how]
+    arch = architecture(hf)
+    source, target = arch.megatron_layout(hf, Parallel(), "local"), arch.engine_layout(hf, 1, 1)
+    names = quantised(target.tensors) if fp8 else frozenset[str]()
+    source, target = with_scales(source, names), with_scales(target, names)
+    wire = Wire(torch.bfloat16, names)
+    made = plan(source, target, Topology.shared(1, 1, Links(1, 1)), wire.itemsize)
+    store = host_store("127.0.0.1", parts.TIMEOUT_S)
+    transport = join(store, 0, 1, "process 0", device=device, timeout_s=parts.TIMEOUT_S)
+    exchange = Exchange(
+        made,
+        transport,
+        wire,
+        source=0,
+        target=0,
+        source_layout=source,
+        target_layout=target,
+        bucket_bytes=BUCKET_BYTES,
+        agree=lambda amax: None,
+    )
+    generator = torch.Generator().manual_seed(5)
+    given = {
+        name: (torch.randn(shape, generator=generator) * 2.0 ** torch.randint(-9, 3, shape, generator=generator)).to(
+            before
+        )
+        for name, shape in source.shards[0].params.items()
+        if "_scale_inv" not in name
+    }
+    here = {name: p.to(device, copy=True) for name, p in given.items()}
+    held = {
+        name: torch.zeros(shape, dtype=after, device=device)
+        for name, shape in target.shards[0].params.items()
+        if "_scale_inv" not in name
+    }
+    for checksums in (True, False):
+        exchange.run(here, held, checksums=checksums)
+        for p in here.values():
+            p.mul_(-1)
+    moved = {name: p.cpu() for name, p in held.items()}
+    transport.close()
+    return moved, len(made.parts)

@@ -1,0 +1,36 @@
+"""What the machine can do, measured beside what is compared with it."""
+
+from __future__ import annotations
+
+import torch
+
+from benchmarks.gpu.proof import Bench
+
+
+def copy_gb_s(bench: Bench) -> float:
+    """GB of a tensor that are copied within the device's memory a second (each is read once and written once)."""
+    source = torch.zeros((2 << 30) if bench.cuda else (32 << 20), dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    return source.nbytes / bench.seconds(lambda: target.copy_(source)) / 1e9
+
+
+def gemm_tflops(bench: Bench, dtype: torch.dtype = torch.bfloat16) -> float:
+    """TFLOP/s of a large square matrix product of random numbers."""
+    n = 8192 if bench.cuda else 256
+    a, b = (torch.randn(n, n, device=bench.device).to(dtype) for _ in range(2))
+    return 2 * n**3 / bench.seconds(lambda: a @ b, repeats=10, warm=3) / 1e12
+
+
+def host_gb_s(bench: Bench, *, pinned: bool, to_device: bool = True) -> float:
+    """GB that travel between host and device a second, in one copy."""
+    host = torch.zeros((1 << 30) if bench.cuda else (16 << 20), dtype=torch.uint8)
+    host = host.pin_memory() if pinned and bench.cuda else host
+    there = torch.empty_like(host, device=bench.device)
+
+    def move() -> None:
+        if to_device:
+            there.copy_(host, non_blocking=True)
+        else:
+            host.copy_(there, non_blocking=True)
+
+    return host.nbytes / bench.seconds(move, repeats=3) / 1e9

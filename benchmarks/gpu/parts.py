@@ -1,0 +1,274 @@
+"""How the proofs make the product's objects. What changes in their interfaces changes here."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from skyrl_mega.config import allocator
+from skyrl_mega.config.schema import BuildConfig, OptimizerConfig, PolicyConfig
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models import tiny
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.known import known
+from skyrl_mega.models.registry import architecture
+
+if TYPE_CHECKING:
+    from skyrl_mega.policy.rank import PolicyRank
+    from skyrl_mega.policy.sequences import Sequences
+    from skyrl_mega.weights.connection import Connection
+
+TIMEOUT_S = 60.0
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def slice_of_30b(*, tiny_size: bool, layers: int = 48) -> tuple[dict[str, Any], Parallel]:
+    """A model as large as one rank's part of Qwen3-30B-A3B at TP2 EP8, and a layout that shares its optimizer by four.
+
+    Half the heads and half the vocabulary; 16 of 128 experts, of which a token meets 4: as many copies of tokens reach
+    them as do when two tensor ranks hand theirs to 16 of 128 experts at 8 a token.
+    """
+    hf = known("Qwen/Qwen3-30B-A3B")
+    hf |= {"num_hidden_layers": layers, "num_attention_heads": 16, "num_key_value_heads": 2}
+    hf |= {"num_experts": 16, "num_experts_per_tok": 4, "vocab_size": hf["vocab_size"] // 2}
+    if tiny_size:
+        hf |= {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 512}
+        hf |= {"moe_intermediate_size": 32, "intermediate_size": 64}
+    return hf, Parallel(ranks=4)
+
+
+def worker_of_30b(*, tiny_size: bool) -> dict[str, Any]:
+    """A model as large, in as many parts, as one TP8 engine worker's shard of Qwen3-30B-A3B."""
+    hf = known("Qwen/Qwen3-30B-A3B")
+    hf |= {"num_attention_heads": 4, "num_key_value_heads": 1, "moe_intermediate_size": 96}
+    hf |= {"vocab_size": hf["vocab_size"] // 8}
+    if tiny_size:
+        hf |= {"num_hidden_layers": 2, "hidden_size": 64, "num_experts": 8, "vocab_size": 512}
+        hf |= {"moe_intermediate_size": 16, "intermediate_size": 64, "head_dim": 16}
+    return hf
+
+
+def tiny_model(path: Path, seed: int = 0, **sizes: Any) -> dict[str, Any]:
+    """A tiny Qwen3-MoE on disk whose weights are large enough for uneven distributions; its config.json."""
+    from safetensors.torch import load_file, save_file
+
+    tiny.build(BuildConfig(architecture="qwen3_moe", **sizes), path, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    tensors = load_file(path / "model.safetensors")
+    for t in tensors.values():
+        if t.dim() == 1:
+            t += torch.randn(t.shape, generator=generator) * 0.3
+        else:
+            t *= 6.0
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    hf: dict[str, Any] = json.loads((path / "config.json").read_text())
+    return hf
+
+
+def described(hf: dict[str, Any]) -> Decoder:
+    """The sizes that sizing reads."""
+    return architecture(hf).describe(hf)
+
+
+def rows(lengths: Sequence[int], vocab: int, seed: int = 0) -> Sequences:
+    """Random sequences whose tokens' weights sum to 1."""
+    from skyrl_mega.policy.sequences import Sequences
+
+    rng = np.random.default_rng(seed)
+    batch = Sequences.of([rng.integers(0, vocab, n).tolist() for n in lengths])
+    weights = np.ones(len(batch.tokens), np.float32)
+    weights[batch.starts] = 0
+    batch.fields["weights"] = weights / weights.sum()
+    return batch
+
+
+# ---- a policy rank ---------------------------------------------------------------------------------------------------
+
+
+def policy_config(spec: str = "local", **changes: Any) -> PolicyConfig:
+    """The policy's settings."""
+    return PolicyConfig(**{"optimizer": OptimizerConfig(lr=1e-4), "spec": spec, **changes})
+
+
+def open_rank(
+    hf: dict[str, Any],
+    parallel: Parallel,
+    *,
+    device: torch.device,
+    dtype: torch.dtype = torch.bfloat16,
+    policy: PolicyConfig | None = None,
+    fusions: dict[str, Any] | None = None,
+) -> PolicyRank:
+    """Rank 0 of the layout; with more ranks than one, the others are pretended (messages go nowhere).
+
+    Args:
+        fusions: Fields of Megatron's configuration that the product has no setting for.
+    """
+    if device.type == "cpu":
+        from skyrl_mega.policy import cpu
+
+        cpu.stand_in()
+        cpu.CudaAsCpu().__enter__()
+    else:
+        os.environ.update(allocator.variables(os.environ))  # as in the policy's actors
+        torch.cuda.set_device(device)
+    from skyrl_mega.policy import build
+    from skyrl_mega.policy.rank import PolicyRank
+
+    policy = policy or policy_config()
+    if dist.is_initialized():
+        pass  # another model of this process, in the same groups
+    elif parallel.ranks == 1:
+        store = dist.TCPStore("127.0.0.1", free_port(), 1, is_master=True)
+        build.join(0, parallel, store, device, TIMEOUT_S)
+    else:
+        _pretend(parallel)
+    if parallel.ranks > 1:
+        policy = replace(policy, overlap=False)  # messages that bring nothing take no time
+    real: Any = build.TransformerConfig
+    build.TransformerConfig = lambda **given: real(**{**given, **(fusions or {})})
+    try:
+        return PolicyRank(hf, policy, parallel, dtype=dtype, device=device)
+    finally:
+        build.TransformerConfig = real
+
+
+def _pretend(parallel: Parallel) -> None:
+    """Megatron's groups over torch's fake backend, whose messages are over at once and bring nothing.
+
+    Enough for data parallelism alone: every rank has all of the model, and its own share of the optimizer.
+    """
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if parallel.data != parallel.ranks:
+        raise ValueError("only data-parallel ranks can be pretended: other messages are waited for")
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=parallel.ranks)
+    real = dist.new_group
+
+    def fake(*args: Any, **kwargs: Any) -> Any:
+        return real(*args, **{**kwargs, "backend": "fake", "pg_options": None})
+
+    torch.distributed.new_group = fake
+    try:
+        parallel_state.initialize_model_parallel()
+    finally:
+        torch.distributed.new_group = real
+    model_parallel_cuda_manual_seed(0)
+
+
+def allocate_moments(rank: PolicyRank) -> None:
+    """Adam's moments now, and not in its next step."""
+    from skyrl_mega.policy import moments
+
+    assert rank.optimizer is not None
+    moments.allocate_moments(rank.optimizer)
+
+
+def forget_moments(rank: PolicyRank) -> None:
+    """Adam's moments are born in the next step."""
+    for inner in _optimizers(rank):
+        inner.state.clear()
+
+
+def held_bytes(rank: PolicyRank) -> tuple[int, int, int]:
+    """Bytes of the storages of weights, gradients and optimizer state, after a first step."""
+    parameters: list[Any] = list(rank.params.values())
+    state: list[Tensor] = []
+    for inner in _optimizers(rank):
+        for group in inner.param_groups:
+            state += group["params"]
+        for entry in inner.state.values():
+            state += [value for name, value in entry.items() if name != "step"]
+    kept = _storages(parameters)
+    gradients = _storages([p.main_grad for p in parameters if p.requires_grad])
+    own = {at: size for at, size in _storages(state).items() if at not in kept}
+    return sum(kept.values()), sum(gradients.values()), sum(own.values())
+
+
+def _optimizers(rank: PolicyRank) -> list[torch.optim.Optimizer]:
+    """Adam itself, inside Megatron's."""
+    from skyrl_mega.policy import moments
+
+    assert rank.optimizer is not None
+    return [part.optimizer for part in moments.parts(rank.optimizer)]
+
+
+def _storages(tensors: list[Tensor]) -> dict[int, int]:
+    return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
+
+
+def give_reference(rank: PolicyRank) -> None:
+    """Keeps the present weights as the reference's, the way `keep_reference` holds them; no file is read."""
+    from skyrl_mega.policy import rank as module
+
+    own = {name: tensor.to("cpu", copy=True) for name, tensor in rank.weights().items()}
+
+    def copied(_: Path, __: Any, params: dict[str, Tensor]) -> None:
+        for name, tensor in params.items():
+            tensor.copy_(own[name])
+
+    files: Any = module.files
+    real = files.load
+    files.load = copied
+    try:
+        rank.keep_reference(Path("no file is read"))
+    finally:
+        files.load = real
+
+
+# ---- a weight sync ---------------------------------------------------------------------------------------------------
+
+
+def connection(
+    hf: dict[str, Any],
+    port: int,
+    meeting: str,
+    *,
+    bucket_bytes: int,
+    timeout_s: float,
+    plans: Path,
+    dtype: str = "bfloat16",
+) -> Connection:
+    """One policy rank and one engine worker on the same device."""
+    from skyrl_mega.weights.connection import Connection
+    from skyrl_mega.weights.layouts import Engines
+    from skyrl_mega.weights.topology import Links
+
+    return Connection(
+        host="127.0.0.1",
+        port=port,
+        meeting=meeting,
+        hf=hf,
+        parallel=asdict(Parallel()),
+        spec="local",
+        engines=asdict(Engines(1)),
+        members=(0,),
+        links=asdict(Links(1, 1)),
+        shared=True,
+        dtype=dtype,
+        fp8=False,
+        bucket_bytes=bucket_bytes,
+        timeout_s=timeout_s,
+        plans=str(plans),
+    )
+
+
+def free_port() -> int:
+    """A loopback port that is free now."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

@@ -1,0 +1,107 @@
+"""The kept results: one JSON file, rewritten whole after every event of a proof, and the table that is printed."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.proof import Proof
+from skyrl_mega.config.errors import UserError
+
+PASSED, FAILED, TIMEOUT, CUT, RUNNING = "passed", "failed", "timeout", "cut short", "running"
+NOT_HERE, CUDA_ONLY, WAITING = "not here", "cuda only", "not yet"
+VERDICTS = (PASSED, FAILED, TIMEOUT, CUDA_ONLY)
+"""Statuses that a later call leaves as they are."""
+
+
+class Results:
+    """What is known so far, and the file that says it.
+
+    Raises:
+        UserError: the file is of another device, or is none of ours.
+    """
+
+    def __init__(self, path: Path, device: dict[str, Any], versions: dict[str, str | None]) -> None:
+        self.path = path
+        self.kept: dict[str, Any] = {"device": device, "versions": versions, "proofs": {}}
+        if path.exists():
+            before = read(path)
+            proofs, of = before["proofs"], before["device"]["name"]
+            if of != device["name"]:
+                raise UserError(f"--results {path}: holds figures of {of}, this is {device['name']}; give another path")
+            self.kept["proofs"] = proofs
+
+    def of(self, proof: Proof) -> dict[str, Any]:
+        """What is known of a proof; empty before it has begun."""
+        found: dict[str, Any] = self.kept["proofs"].get(proof.name, {})
+        return found
+
+    def status(self, proof: Proof) -> str:
+        """One of the words above."""
+        return str(self.of(proof).get("status", WAITING))
+
+    def put(self, proof: Proof, result: dict[str, Any]) -> None:
+        """Keeps a proof's result and writes the file: a reader sees the old one or the new one, whole."""
+        self.kept["proofs"][proof.name] = {"about": proof.about, "stage": proof.stage, **result}
+        new = self.path.with_name(f".{self.path.name}.{os.getpid()}")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            new.write_text(json.dumps(self.kept, indent=1) + "\n")
+            new.replace(self.path)
+        except OSError as error:
+            raise UserError(
+                f"--results {self.path}: cannot be written ({error.strerror}); give another path"
+            ) from error
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A kept file.
+
+    Raises:
+        UserError: it is none of ours.
+    """
+    try:
+        kept: dict[str, Any] = json.loads(path.read_text())
+        dict(kept["proofs"]), str(kept["device"]["name"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"--results {path}: not a file of these proofs ({error}); give another path") from error
+    return kept
+
+
+def table(proofs: Sequence[Proof], results: Results) -> str:
+    """Proof, status, figure, limit, ratio, seconds; then what went wrong and what was left out."""
+    rows = [("proof", "status", "figure", "", "limit", "ratio", "seconds")]
+    below: list[str] = []
+    for proof in proofs:
+        result = results.of(proof)
+        seconds = f"{result['seconds']:.0f}" if "seconds" in result else ""
+        first = (proof.name, results.status(proof))
+        figures = result.get("figures", [])
+        for i, figure in enumerate(figures or [None]):
+            head = first if i == 0 else ("", "")
+            last = seconds if i == 0 else ""
+            rows.append((*head, *(_cells(figure) if figure else ("", "", "", "")), last))
+        below += [f"{proof.name}: {line}" for line in result.get("wrong", [])]
+        below += [f"{proof.name}: {result['why']}"] if result.get("why") else []
+        below += [f"{proof.name}: left out: {line}" for line in result.get("left out", [])]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "  ".join(
+            cell.rjust(w) if i in (3, 4, 5, 6) else cell.ljust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join([line.rstrip() for line in lines] + (["", *below] if below else []))
+
+
+def _cells(figure: dict[str, Any]) -> tuple[str, str, str, str]:
+    value = f"{figure['value']:.4g} {figure['unit']}"
+    if "limit" in figure:
+        ratio = figure["ratio"]
+        return figure["name"], value, f"{figure['limit']:.4g}", "" if ratio is None else f"{ratio:.3f}"
+    bound = "".join(f"{sign} {figure[key]:.3g}" for key, sign in (("at_most", "≤"), ("at_least", "≥")) if key in figure)
+    return figure["name"], value, bound, ""

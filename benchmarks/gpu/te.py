@@ -1,0 +1,222 @@
+"""Stage 2, Transformer Engine: what most GPUs will run. Its compiled extension comes as a wheel or is built here."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu import attention as ours
+from benchmarks.gpu import limits, parts, slice, training
+from benchmarks.gpu.processes import Job, together
+from benchmarks.gpu.proof import Bench
+from benchmarks.gpu.runner import SITE, WHEELS, there
+from benchmarks.gpu.wheels import HELD, held, into, nvidia
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.sizing.times import flops
+
+FUSIONS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("no fusion", {}),
+    ("rotation", {"apply_rope_fusion": True}),
+    ("permutation", {"moe_permute_fusion": True}),
+    ("router", {"moe_router_fusion": True}),
+    ("activation", {"bias_activation_fusion": True}),
+)
+"""Fields of Megatron's configuration (docs/gpu.md, F11)."""
+NOT_ON_CPU = "all of it: Transformer Engine computes on CUDA alone"
+EXTENSION = f"{HELD}_torch"
+"""The one package that may come as source; to compile it takes minutes."""
+SHARE = 12
+"""Layers of the slice that each fusion is measured on; all together on the whole."""
+
+
+def build(bench: Bench) -> None:
+    """Transformer Engine can be imported: as it is installed, or else as it was brought.
+
+    What was brought is put together aside, its extension compiled if it came as source, and goes where proofs import
+    from when it has been imported: never in parts.
+    """
+    if there(HELD) and there(EXTENSION.replace("_", "-")):
+        _imports(bench, os.environ)
+        return
+    files, aside = held(Path(os.environ[WHEELS])), bench.folder / "aside"
+    packages = [f for f in files if f.suffix == ".whl"]
+    if not any(f.name.startswith(EXTENSION) for f in packages):
+        packages += _compiled(bench, [f for f in files if f.name.startswith(EXTENSION)])
+    refused = into(aside, packages)
+    bench.holds("what was brought can be installed", not refused, refused[-1500:])
+    path = os.pathsep.join([str(aside), os.environ.get("PYTHONPATH", "")])
+    if not _imports(bench, {**os.environ, "PYTHONPATH": path}):
+        return
+    site = Path(os.environ[SITE])
+    for made in sorted(aside.iterdir(), key=lambda made: made.name == HELD):  # the package when all else is there
+        shutil.rmtree(site / made.name, ignore_errors=True)
+        shutil.move(made, site / made.name)
+
+
+def _compiled(bench: Bench, sources: list[Path]) -> list[Path]:
+    """A wheel made of the last of the extension's source distributions."""
+    if not sources:
+        raise FileNotFoundError(f"neither a wheel nor the source of {EXTENSION} lies in {os.environ[WHEELS]}")
+    command = [*(sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation")]
+    command.append("--no-cache-dir")  # a wheel there may be one for another torch
+    env = {**os.environ, "NVTE_FRAMEWORK": "pytorch", "NVTE_WITH_NCCL_EP": "0", "MAX_JOBS": str(os.cpu_count())}
+    env["NVTE_PYTORCH_FORCE_BUILD"] = "TRUE"  # it looks for a wheel in the network first
+    # Headers are those of the libraries that torch has loaded, never the machine's.
+    headers = [str(folder / "include") for folder in nvidia()]
+    env["CPATH"] = os.pathsep.join([*headers, *filter(None, [os.environ.get("CPATH")])])
+    where = bench.folder / "compiled"
+    done = subprocess.run([*command, "-w", str(where), str(sources[-1])], env=env, capture_output=True, text=True)
+    bench.holds("the extension compiles", done.returncode == 0, done.stderr[-1500:])
+    return sorted(where.glob("*.whl"))
+
+
+def _imports(bench: Bench, env: Mapping[str, str]) -> bool:
+    """Whether Transformer Engine can be imported in an environment."""
+    told = subprocess.run(
+        [sys.executable, "-c", f"import torch, {HELD}.pytorch"], env=env, capture_output=True, text=True, timeout=120
+    )
+    bench.holds("transformer_engine.pytorch can be imported", told.returncode == 0, told.stderr[-1500:])
+    return told.returncode == 0
+
+
+def spec(bench: Bench) -> None:
+    """The parameters of a real model of its layers are those that `models` says."""
+    if not bench.cuda:
+        bench.left_out(NOT_ON_CPU)
+        return
+    hf = training.cases(bench)[1].hf
+    rank = parts.open_rank(hf, Parallel(), device=bench.device, policy=parts.policy_config("te"))
+    wanted = architecture(hf).megatron_shard(hf, Parallel(), 0, "te").params
+    found = {name: tuple(p.shape) for name, p in rank.params.items()}
+    bench.figure("parameters", len(found), "")
+    absent = sorted(wanted.keys() - found.keys()) + sorted(found.keys() - wanted.keys())
+    bench.holds("their names are those of models.megatron", not absent, absent[:6])
+    other = [name for name, shape in found.items() if tuple(wanted.get(name, shape)) != shape]
+    bench.holds("and their shapes", not other, other[:6])
+    experts = [p for name, p in rank.params.items() if ".mlp.experts." in name]
+    marked = all(getattr(p, "tensor_model_parallel", False) for p in experts)
+    bench.holds("experts' weights are marked for the gradient norm (F5)", bool(experts) and marked)
+
+
+def attention(bench: Bench) -> None:
+    """Forward and backward of packed rows, 16 heads on 2 groups, beside `PackedAttention`."""
+    if not bench.cuda:
+        bench.left_out(NOT_ON_CPU)
+        return
+    import transformer_engine.pytorch as te
+
+    gemm = limits.gemm_tflops(bench)
+    for name, lengths in {**ours.shapes(bench), "many": [136] * 60}.items():
+        q, k, v, row = ours.inputs(bench, lengths)
+        heads, width = q.shape[1:]
+        fused = te.DotProductAttention(
+            heads, width, num_gqa_groups=k.shape[1], attn_mask_type="padding_causal", qkv_format="thd"
+        )
+        grid = ours.packed_attention(bench)
+
+        def theirs(fused: Any = fused, q: Tensor = q, k: Tensor = k, v: Tensor = v, row: Any = row) -> Tensor:
+            cu, longest = row.cu_seqlens_q, row.max_seqlen_q
+            where = dict(cu_seqlens_q=cu, cu_seqlens_kv=cu, max_seqlen_q=longest, max_seqlen_kv=longest)
+            out: Tensor = fused(q, k, v, **where)
+            return out.reshape(len(q), -1)
+
+        def local(grid: Any = grid, q: Tensor = q, k: Tensor = k, v: Tensor = v, row: Any = row) -> Tensor:
+            out: Tensor = grid(q, k, v, None, packed_seq_params=row)
+            return out
+
+        for kind, run in (("Transformer Engine", theirs), ("PackedAttention", local)):
+            ours.close(bench, f"{name}, {kind}", run().detach(), local().detach().float())
+            ours.speed(bench, f"{name}, {kind}", run, (q, k, v), lengths, gemm)
+        slopes = [torch.autograd.grad(run().float().square().sum(), (q, k, v)) for run in (theirs, local)]
+        off = max(float((a.float() - b.float()).norm() / b.float().norm()) for a, b in zip(*slopes, strict=True))
+        bench.figure(f"{name}: gradients off each other by", off, "", at_most=0.02)
+
+
+def slice_fusions(bench: Bench) -> None:
+    """The slice with each fusion alone, with none and with all; what decides F11."""
+    if not bench.cuda:
+        bench.left_out(NOT_ON_CPU)
+        return
+    together_: dict[str, Any] = {key: value for _, fields in FUSIONS for key, value in fields.items()}
+    gemm = limits.gemm_tflops(bench)
+    for name, fields, layers in (*((n, f, SHARE) for n, f in FUSIONS), ("all", together_, 48)):
+        (told,) = together(Job(_steps, (bench.tiny, str(bench.folder), fields, layers)), timeout_s=90)
+        rate = told["flops"] / told["seconds"] / 1e12
+        bench.figure(f"{name}, {layers} layers: forward and backward", rate, "TFLOP/s", limit=gemm,
+                     limit_of="a large matrix product")  # fmt: skip
+        for what, count in told["counts"].items():
+            bench.figure(f"{name}: {what} of a layer in training", count / layers, "")
+
+
+def _steps(tiny: bool, folder: str, fusions: dict[str, Any], layers: int) -> dict[str, Any]:
+    from skyrl_mega.policy.objectives import supervised
+
+    bench = Bench(Path(folder) / "unread", Path(folder), tiny=tiny)
+    rank = slice.open_slice(bench, "te", layers, fusions)
+    d = parts.described(rank.hf)
+    batch = parts.rows([slice.EACH] * (slice.TOKENS // slice.EACH), rank.vocab)
+    watched = slice.Watched(bench, rank)
+
+    def step() -> None:
+        rank.train([batch], supervised)
+
+    step()
+    whole = bench.seconds(step, repeats=3)
+    work = flops(d)
+    body = slice.TOKENS * (work.matrices + work.attention * slice.EACH / 2)
+    return {"flops": 3 * body, "seconds": whole - watched.seconds, "counts": slice.counts(bench, step)}
+
+
+def adam(bench: Bench) -> None:
+    """Three steps of its fused Adam beside the CPU's, and a checkpoint that another process reads."""
+    if not bench.cuda:
+        bench.left_out(NOT_ON_CPU)
+        return
+    by_cpu, here = training.cases(bench)
+    here = replace(here, spec="te", dtypes=("bfloat16",))
+    told_by_cpu, told = together(
+        Job(training.train, (by_cpu,), training.HIDE_THE_GPU), Job(training.train, (here,)), timeout_s=100
+    )
+    training.compare(bench, told, told_by_cpu)
+    (read,) = together(Job(training.go_on, (here,)), timeout_s=60)
+    training.read_again(bench, told, read)
+
+
+def fp8(bench: Bench) -> None:
+    """A linear layer in block-scaled FP8 beside bfloat16's product: right to FP8's precision, and how much faster."""
+    if not bench.cuda:
+        bench.left_out(NOT_ON_CPU)
+        return
+    import transformer_engine.pytorch as te
+    from transformer_engine.common.recipe import Float8BlockScaling
+
+    rows, inner, columns = 8192, 2048, 6144
+    layer = te.Linear(inner, columns, bias=False, params_dtype=torch.bfloat16, device="cuda")
+    x = torch.randn(rows, inner, device=bench.device).to(torch.bfloat16)
+
+    def quantised() -> Tensor:
+        with torch.no_grad(), te.fp8_autocast(enabled=True, fp8_recipe=Float8BlockScaling()):
+            out: Tensor = layer(x)
+            return out
+
+    def plain() -> Tensor:
+        with torch.no_grad():
+            return x @ layer.weight.T
+
+    off = float((quantised().float() - plain().float()).norm() / plain().float().norm())
+    bench.figure("off bfloat16 by", off, "", at_most=0.06)
+    rates: dict[str, Callable[[], Tensor]] = {"block FP8, quantising the input": quantised, "bfloat16": plain}
+    gemm = limits.gemm_tflops(bench)
+    for name, work in rates.items():
+        rate = 2 * rows * inner * columns / bench.seconds(work, repeats=10, warm=3) / 1e12
+        bench.figure(name, rate, "TFLOP/s", limit=gemm, limit_of="a large bfloat16 product")

@@ -1,0 +1,160 @@
+"""Proof 5: megatron-core's local layer spec on CUDA against the same on the CPU, and a checkpoint between them.
+
+The CPU's figures come from a process that sees no GPU. In float32 both must agree to rounding; in bfloat16 CUDA may be
+as far from the CPU's float32 as the CPU's own bfloat16 is, and not twice that.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.gpu import parts
+from benchmarks.gpu.processes import Job, together
+from benchmarks.gpu.proof import Bench
+from skyrl_mega.config.schema import OptimizerConfig
+from skyrl_mega.layout.parallel import Parallel
+
+DTYPES = ("float32", "bfloat16")
+STEPS = 3
+EXACT = 1e-5
+"""Of float32: log-probs in nats, the rest relative."""
+NOISE = 2.0
+"""Times the CPU's own error of bfloat16."""
+AFTER = {"float32": 1e-5, "bfloat16": 2e-2}
+"""That the loss of two more steps may differ, relative, where another device takes them."""
+HIDE_THE_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+
+Told = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What a process trains."""
+
+    hf: dict[str, Any]
+    model: Path
+    lengths: list[int]
+    """Of its sequences."""
+    device: str
+    checkpoints: Path
+    """A folder, with one for each type."""
+    spec: str = "local"
+    dtypes: tuple[str, ...] = DTYPES
+
+
+def prove(bench: Bench) -> None:
+    by_cpu, here = both = cases(bench)
+    jobs = (Job(train, (case,), HIDE_THE_GPU if case.device == "cpu" else {}) for case in both)
+    told_by_cpu, told = together(*jobs, timeout_s=150)
+    compare(bench, told, told_by_cpu)
+    (read,) = together(Job(go_on, (replace(here, device=by_cpu.device),), HIDE_THE_GPU), timeout_s=90)
+    read_again(bench, told, read)
+    if not bench.cuda:
+        bench.left_out("CUDA: both ends were this CPU")
+
+
+def cases(bench: Bench) -> tuple[Case, Case]:
+    """The same model and sequences for the CPU and for this device."""
+    sizes = {} if bench.tiny else dict(layers=4, hidden=256, heads=8, kv_heads=2, experts=16, experts_per_token=4)
+    path = bench.folder / "model"
+    hf = parts.tiny_model(path, **sizes)
+    lengths = np.random.default_rng(3).integers(2, 60, 6 if bench.tiny else 40).tolist()
+    folders = [bench.folder / name for name in ("by_cpu", "here")]
+    for folder in folders:
+        folder.mkdir()
+    return Case(hf, path, lengths, "cpu", folders[0]), Case(hf, path, lengths, str(bench.device), folders[1])
+
+
+def compare(bench: Bench, here: Told, by_cpu: Told) -> None:
+    """Both types of this device against the CPU's float32."""
+    if "float32" in here:
+        for name, difference in differences(here["float32"], by_cpu["float32"]).items():
+            bench.figure(f"float32: {name}", difference, "", at_most=EXACT)
+    noise = differences(by_cpu["bfloat16"], by_cpu["float32"])
+    for name, difference in differences(here["bfloat16"], by_cpu["float32"]).items():
+        bench.figure(f"bfloat16: {name}, over the CPU's own error", difference / noise[name], "", at_most=NOISE)
+
+
+def read_again(bench: Bench, saved: Told, read: Told) -> None:
+    """What was saved is read bit for bit, and trains on."""
+    for dtype, told in saved.items():
+        wrong = sum(not np.array_equal(told["weights"][name], read[dtype]["weights"][name]) for name in told["weights"])
+        bench.figure(f"{dtype}: parameters that are read otherwise", wrong, "", at_most=0)
+        difference = abs(read[dtype]["next"] - told["next"]) / abs(told["next"])
+        bench.figure(f"{dtype}: loss of two steps after it", difference, "", at_most=AFTER[dtype])
+
+
+def train(case: Case) -> Told:
+    """By type: log-probs, gradients and three steps; a checkpoint, and two steps after it."""
+    from skyrl_mega.policy.objectives import supervised
+
+    found: Told = {}
+    for dtype in case.dtypes:
+        rank, batch = _opened(case, dtype)
+        rank.load(case.model)
+        (pair,) = rank.logprobs([batch])
+        told: Told = {"log-probs": pair[0], "entropy": pair[1], "losses": [], "gradient norms": []}
+        for step in range(STEPS):
+            metrics = rank.train([batch], supervised)
+            told["losses"].append(metrics["loss"])
+            told["gradient norms"].append(metrics["grad_norm"])
+            if step == 0:
+                told["gradients"] = {name: p.main_grad.float().cpu().numpy().copy() for name, p in rank.params.items()}
+        (case.checkpoints / dtype).mkdir()
+        rank.save(case.checkpoints / dtype)
+        found[dtype] = told | _now(rank, batch)
+    return found
+
+
+def go_on(case: Case) -> Told:
+    """By type: the weights of the checkpoint, and two steps after it."""
+    found: Told = {}
+    for dtype in case.dtypes:
+        rank, batch = _opened(case, dtype)
+        rank.restore(case.checkpoints / dtype)
+        found[dtype] = _now(rank, batch)
+    return found
+
+
+def _opened(case: Case, dtype: str) -> tuple[Any, Any]:
+    """A rank without weights, and what it trains on."""
+    torch.set_num_threads(1 if case.device == "cpu" else 4)
+    optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.0)
+    policy = parts.policy_config(case.spec, micro_tokens=4096, logit_chunk=64, optimizer=optimizer)
+    device = torch.device(case.device)
+    rank = parts.open_rank(case.hf, Parallel(), device=device, dtype=getattr(torch, dtype), policy=policy)
+    return rank, parts.rows(case.lengths, case.hf["vocab_size"])
+
+
+def _now(rank: Any, batch: Any) -> Told:
+    """The rank's weights, and the loss of the second of two steps from here."""
+    from skyrl_mega.policy.objectives import supervised
+
+    weights = _weights(rank)
+    return {"weights": weights, "next": [rank.train([batch], supervised)["loss"] for _ in range(2)][-1]}
+
+
+def _weights(rank: Any) -> dict[str, np.ndarray]:
+    return {name: w.float().cpu().numpy().copy() for name, w in rank.weights().items()}
+
+
+def differences(found: Told, wanted: Told) -> dict[str, float]:
+    """Log-probs and entropy: the root of the mean square, in nats (bfloat16 reorders a few experts: no maximum);
+    gradients, where both have the same parameters: of all as one vector; the rest: the largest, relative."""
+    told = {}
+    for name in ("log-probs", "entropy"):
+        told[name] = float(np.sqrt(np.mean((found[name].astype(np.float64) - wanted[name]) ** 2)))
+    if found["gradients"].keys() == wanted["gradients"].keys():
+        pairs = [
+            (found["gradients"][k].astype(np.float64), g.astype(np.float64)) for k, g in wanted["gradients"].items()
+        ]
+        told["gradients"] = (sum(((a - b) ** 2).sum() for a, b in pairs) / sum((b**2).sum() for _, b in pairs)) ** 0.5
+    for name in ("losses", "gradient norms"):
+        a, b = np.array(found[name]), np.array(wanted[name])
+        told[f"{name} of {STEPS} steps"] = float((np.abs(a - b) / np.abs(b)).max())
+    return told

@@ -1,0 +1,73 @@
+"""Packages that were brought along as files, for a host without a network."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.metadata
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from skyrl_mega.config.errors import UserError
+
+HELD = "transformer_engine"
+"""Files of packages that begin so are left to proof `te_build` (benchmarks/gpu/te.py): as long as a part of Transformer
+Engine is absent, or was compiled for another torch, megatron-core cannot be imported beside it."""
+
+
+def install(folder: Path) -> Path | None:
+    """Installs what lies in `folder`, what is held back apart, and returns where: a folder under the temporary one.
+
+    It is the same as long as the files, Python and torch are. None where there is nothing to install.
+
+    Raises:
+        UserError: pip refuses a file.
+    """
+    files = _files(folder)
+    if not files:
+        return None
+    told = "".join(f"{f.name} {f.stat().st_size} " for f in files) + sys.version + _torch()
+    site = Path(tempfile.gettempdir()) / f"skyrl-mega-gpu-{hashlib.sha256(told.encode()).hexdigest()[:12]}"
+    site.mkdir(exist_ok=True)
+    if not (site / ".whole").exists():
+        at_once = [f for f in files if f not in held(folder)]
+        if at_once and (said := into(site, at_once)):
+            raise UserError(
+                f"--wheels {folder}: {said.splitlines()[-1]}; give wheels for Python {sys.version_info.major}."
+                f"{sys.version_info.minor} on this machine"
+            )
+        (site / ".whole").touch()
+    return site
+
+
+def held(folder: Path) -> list[Path]:
+    """The files in `folder` that `install` leaves."""
+    return [f for f in _files(folder) if f.name.startswith(HELD)]
+
+
+def into(site: Path, files: list[Path]) -> str:
+    """Installs files into a folder and returns what pip complains of; empty when it is done."""
+    command = [*(sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"), "--no-compile"]
+    command += ["--no-build-isolation", "--no-cache-dir", "--upgrade", "--target", str(site), *map(str, files)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    return (done.stderr.strip() or f"pip ended with {done.returncode}") if done.returncode else ""
+
+
+def nvidia() -> list[Path]:
+    """The folders of CUDA's libraries and their headers that came with torch; none where they are the system's."""
+    package = importlib.util.find_spec("nvidia")
+    roots = [Path(path) for path in (package and package.submodule_search_locations) or ()]
+    return sorted(folder for root in roots for folder in root.iterdir() if folder.is_dir())
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted((*folder.glob("*.whl"), *folder.glob("*.tar.gz")))
+
+
+def _torch() -> str:
+    try:
+        return importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return ""

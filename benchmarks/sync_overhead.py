@@ -1,0 +1,233 @@
+"""Seconds of one core that a weight sync costs a process, beside what GPUs and links do.
+
+    .venv/bin/python benchmarks/sync_overhead.py [--json benchmarks/results/sync_overhead.json]
+
+The real plan of Qwen3-30B-A3B from 32 policy ranks (TP2 EP8) to 4 engines of TP8, on GPUs of their own and on the same
+ones, and everything that one process does in a sync: messages, views, tables, streams, checksums. Only what leaves
+Python is not there: a kernel's launch, NCCL, and the bytes. Needs no GPU; parameters are memory that nobody touches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from skyrl_mega.kernels import boxes, boxes_triton
+from skyrl_mega.layout.box import Layout
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models.known import known
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.weights import execute
+from skyrl_mega.weights.execute import Exchange
+from skyrl_mega.weights.plan import Plan, plan
+from skyrl_mega.weights.topology import Topology
+from skyrl_mega.weights.transport import Transport
+from skyrl_mega.weights.wire import Wire
+
+MODEL = "Qwen/Qwen3-30B-A3B"
+POLICY, TENSOR, ENGINES = Parallel(32, tensor=2, expert=8), 8, 4
+BUCKET = 64 << 20
+CPU = torch.device("cpu")
+LATER = 5
+"""Syncs after the first, of each kind; the quickest counts, because other programs run too."""
+
+
+@dataclass
+class Overhead:
+    """What one process needs, in seconds of one core."""
+
+    parts: int
+    """Packed or unpacked here."""
+    buckets: int
+    first: float
+    later: float
+    checksums: float
+    """A later sync with checksums, all of it."""
+    moved: float
+    """A later sync whose parameters lie elsewhere."""
+    launches: int
+    """Kernels of ours in a later sync; starting them is not in the seconds."""
+    table_bytes: int
+
+
+class Kernel:
+    """Stands for a kernel: what is launched does nothing."""
+
+    launches = 0
+
+    def __getitem__(self, grid: object) -> Any:
+        return self.launch
+
+    def launch(self, *_: object, **__: object) -> None:
+        Kernel.launches += 1
+
+
+class Queue:
+    """Stands for a stream or an event on which nothing is ever under way."""
+
+    def __init__(self, *_: object) -> None: ...
+    def wait_stream(self, *_: object) -> None: ...
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
+    def query(self) -> bool:
+        return True
+
+
+class Group:
+    """Stands for a group whose messages are there at once. Theirs are all zeros, and so are the checksums."""
+
+    def send(self, *_: object) -> None: ...
+    def recv(self, *_: object) -> None: ...
+    def wait(self) -> None: ...
+    def _start_coalescing(self) -> None: ...
+    def _end_coalescing(self) -> Group:
+        return self
+
+
+class OnStreams(Transport):
+    """A transport that goes the way of a GPU."""
+
+    @property
+    def on_streams(self) -> bool:
+        return True
+
+
+class Guest:
+    """Stands for a guest that reads at once."""
+
+    def ready(self, *_: object) -> None: ...
+    def wait_until_read(self, *_: object) -> None: ...
+
+
+class Host:
+    """Stands for a host whose buckets are all there."""
+
+    def __init__(self, size: int) -> None:
+        self.buffers = torch.zeros(size, dtype=torch.uint8)
+
+    def wait_until_ready(self, *_: object) -> int:
+        return 0
+
+    def read(self, *_: object) -> None: ...
+
+
+@contextmanager
+def without_a_gpu() -> Iterator[None]:
+    """The CPU goes the way of a GPU, with nothing at its end."""
+    kernel = Kernel()
+    with (
+        patch.object(boxes, "TABLED", {"cpu"}),
+        patch.multiple(boxes_triton, _copy=kernel, _sum=kernel),
+        patch.multiple(torch.cuda, Stream=Queue, Event=Queue, current_stream=Queue, stream=lambda _: nullcontext()),
+    ):
+        yield
+
+
+@contextmanager
+def own_objects_alone() -> Iterator[None]:
+    """The garbage collector does not look through what this program made before, such as the tests that ran already."""
+    gc.collect()
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
+@dataclass
+class Sync:
+    """Both layouts and the plan between them."""
+
+    source: Layout
+    target: Layout
+    plan: Plan
+
+    @classmethod
+    def make(cls, shared: bool) -> Sync:
+        hf = dict(known(Path(MODEL)))
+        arch = architecture(hf)
+        source, target = arch.megatron_layout(hf, POLICY, "te"), arch.engine_layout(hf, TENSOR, ENGINES)
+        ends = len(source.shards), len(target.shards)
+        topology = Topology.shared(*ends) if shared else Topology.apart(*ends, engine=TENSOR)
+        return cls(source, target, plan(source, target, topology))
+
+    def measure(self, *, source: int | None = None, target: int | None = None) -> Overhead:
+        """One process's syncs, a policy rank's or an engine worker's."""
+        ranks = len(self.source.shards)
+        rank = source if source is not None else ranks + (target or 0)
+        layout, index = (self.source, source) if source is not None else (self.target, target)
+        assert index is not None
+        params = {name: torch.empty(shape, dtype=torch.bfloat16) for name, shape in layout.shards[index].params.items()}
+        size = ranks + len(self.target.shards)
+        place = {process: process for process in range(size)}
+        transport = OnStreams(Group(), rank, size, ("",) * size, CPU, 60.0, place=place)
+
+        def connect(_: object, hosts: dict[int, int], buffers: Any) -> tuple[dict[int, Guest], Host | None]:
+            buffers.flat.zero_()
+            guests = {p: Guest() for p, host in hosts.items() if host == rank != p}
+            return guests, Host(BUCKET + (1 << 20)) if hosts.get(rank, rank) != rank else None
+
+        with without_a_gpu(), own_objects_alone(), patch.object(execute, "connect", connect):
+            exchange = Exchange(
+                self.plan,
+                transport,
+                Wire(torch.bfloat16),
+                source=source,
+                source_layout=self.source,
+                target=target,
+                target_layout=self.target,
+                bucket_bytes=BUCKET,
+                target_base=ranks,
+            )
+
+            def run(checksums: bool) -> float:
+                start = time.process_time()
+                given = {"source": params} if source is not None else {"target": params}
+                self.report = exchange.run(**given, checksums=checksums)
+                return time.process_time() - start
+
+            first = run(False)
+            Kernel.launches = 0
+            later = min(run(False) for _ in range(LATER))
+            launches = Kernel.launches // LATER
+            checksums = min(run(True) for _ in range(LATER))
+            elsewhere = params
+            params = {name: torch.empty_like(tensor) for name, tensor in elsewhere.items()}
+            moved = run(False)
+        cargos = exchange._cargos
+        parts = sum(len(cargo.items) for cargo in cargos)
+        return Overhead(parts, len(cargos), first, later, checksums, moved, launches, self.report.table_bytes)
+
+
+def main() -> None:
+    """Measures all four kinds of process and prints a line for each."""
+    parser = argparse.ArgumentParser(description="Seconds of Python in a weight sync.")
+    parser.add_argument("--json", type=Path, help="write the figures there")
+    args = parser.parse_args()
+    found = {}
+    for where, shared in (("GPUs of their own", False), ("the same GPUs", True)):
+        made = Sync.make(shared)
+        found[f"policy rank, {where}"] = made.measure(source=0)
+        found[f"engine worker, {where}"] = made.measure(target=0)
+    columns = ("parts", "buckets", "first s", "later s", "with checksums s", "moved s", "launches", "tables MB")
+    print(f"{'':33} {'  '.join(columns)}")
+    for name, o in found.items():
+        seconds = (f"{s:.3f}" for s in (o.first, o.later, o.checksums, o.moved))
+        cells = (str(o.parts), str(o.buckets), *seconds, str(o.launches), f"{o.table_bytes / 1e6:.2f}")
+        print(f"{name:33} {'  '.join(cell.rjust(len(c)) for cell, c in zip(cells, columns, strict=True))}")
+    if args.json:
+        args.json.write_text(json.dumps({name: asdict(o) for name, o in found.items()}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,63 @@
+"""InfiniBand and RoCE: whether NCCL can use the adapters that a node has.
+
+NCCL opens them through libibverbs and a driver library for their kind. Where either is missing, in a container most of
+all, it takes TCP instead and says so only at NCCL_DEBUG=INFO.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_mega.preflight.finding import Finding
+
+ADAPTERS = Path("/sys/class/infiniband")
+REMEDY = "install libibverbs1 and ibverbs-providers, and let the container see /dev/infiniband"
+
+
+@dataclass(frozen=True)
+class FabricFacts:
+    """What a node says of its adapters."""
+
+    adapters: tuple[str, ...]
+    """Those that the kernel has."""
+    usable: int
+    """Those that libibverbs opens."""
+    error: str | None = None
+    """Why libibverbs cannot be asked."""
+
+
+def gather(adapters: Path = ADAPTERS, load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> FabricFacts:
+    """Asks the kernel and, where it has adapters, libibverbs.
+
+    Args:
+        adapters: The kernel's folder of them.
+        load: Loads a shared library.
+    """
+    names = tuple(sorted(entry.name for entry in adapters.iterdir())) if adapters.is_dir() else ()
+    if not names:
+        return FabricFacts((), 0)
+    try:
+        verbs = load("libibverbs.so.1")
+    except OSError as error:
+        return FabricFacts(names, 0, f"libibverbs cannot be loaded ({error})")
+    count = ctypes.c_int(0)
+    verbs.ibv_get_device_list.restype = ctypes.c_void_p
+    found = verbs.ibv_get_device_list(ctypes.byref(count))
+    if found:
+        verbs.ibv_free_device_list(ctypes.c_void_p(found))
+    return FabricFacts(names, count.value)
+
+
+def check(facts: Mapping[str, FabricFacts]) -> list[Finding]:
+    """Names the nodes whose adapters NCCL will not find. How fast the network then is, `network` measures."""
+    found = []
+    for node, f in facts.items():
+        if f.usable < len(f.adapters):
+            shown = ", ".join(f.adapters[:3]) + ("…" if len(f.adapters) > 3 else "")
+            why = f.error or f"libibverbs opens {f.usable} of {len(f.adapters)}"
+            text = f"{shown}: {why}, so NCCL talks over TCP; {REMEDY}"
+            found.append(Finding(node, "network", "warn", text))
+    return found

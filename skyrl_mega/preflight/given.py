@@ -1,0 +1,58 @@
+"""What a run is given and does not make itself: its model, its reference, its data. Read on this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models.known import how_to_get, hub_name
+from skyrl_mega.weights.headers import read_config
+
+
+def check_present(config: Config) -> None:
+    """Refuses a run of which something is not here, and names all of it.
+
+    Raises:
+        UserError: one line: keys, paths, how to get them.
+    """
+    if absent := list(_absent(config)):
+        raise UserError("; ".join(absent))
+
+
+def data_files(config: Config) -> dict[str, list[str]]:
+    """The setting that names them → parquet files."""
+    return {
+        "data.train": config.data.train,
+        "data.eval": config.data.eval,
+        "warmup.files": config.warmup.files if config.warmup.steps else [],
+    }
+
+
+def model_config(config: Config) -> Mapping[str, Any]:
+    """The config.json of `model.path`, or the one that `model.build` will write there.
+
+    Raises:
+        UserError: there is none.
+    """
+    path = Path(config.model.path)
+    if config.model.build is None or path.exists():
+        return read_config(path)
+    from skyrl_mega.models.tiny import hf_config
+
+    return hf_config(config.model.build)
+
+
+def _absent(config: Config) -> Iterator[str]:
+    models = {"model.path": None if config.model.build else config.model.path, "reference.path": config.reference.path}
+    for key, name in models.items():
+        if name and not Path(name).exists():
+            how = how_to_get(name) if hub_name(name) else "give a Hugging Face directory with config.json"
+            yield f"{key}: {name} is not there; {how}"
+    for key, files in data_files(config).items():
+        lacking = [] if config.data.prepare else [file for file in files if not Path(file).exists()]
+        if lacking:
+            do = "does" if len(lacking) == 1 else "do"
+            yield f"{key}: {', '.join(lacking)} {do} not exist; `python -m skyrl_mega.data` makes some"

@@ -1,0 +1,500 @@
+"""`make gpu` without a GPU: how proofs are run and kept, and all of them rehearsed with tiny sizes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu.__main__ import main
+from benchmarks.gpu.catalogue import PROOFS
+from benchmarks.gpu.proof import Bench, Proof
+from benchmarks.gpu.results import CUDA_ONLY, CUT, FAILED, NOT_HERE, PASSED, RUNNING, TIMEOUT, WAITING, Results, table
+from benchmarks.gpu.runner import Call, run
+from tests.conftest import ROOT
+
+DEVICE = {"name": "a GPU"}
+
+# ---- proofs that do as they are told ---------------------------------------------------------------------------------
+
+
+def good(bench: Bench) -> None:
+    bench.figure("speed", 30.0, "GB/s", limit=40.0, limit_of="a copy")
+    bench.holds("water is wet", True)
+
+
+def wrong(bench: Bench) -> None:
+    bench.figure("error", 0.5, "nats", at_most=0.1)
+    bench.figure("share", 0.5, "", at_least=0.4)
+    bench.holds("water is dry", False, "water")
+
+
+def not_a_number(bench: Bench) -> None:
+    bench.figure("error", float("nan"), "nats", at_most=0.1)
+
+
+def raises(bench: Bench) -> None:
+    bench.figure("before it", 1.0, "s")
+    raise RuntimeError("the root cause")
+
+
+def dies(bench: Bench) -> None:
+    print("last words", flush=True)
+    os._exit(7)
+
+
+def hangs(bench: Bench) -> None:
+    """With a process of its own, which hangs too."""
+    other = subprocess.Popen(["sleep", "600"])
+    bench.note("other", other.pid)
+    bench.figure("before it", 1.0, "s")
+    time.sleep(600)
+
+
+def cuda_only(bench: Bench) -> None:
+    bench.left_out("all of it")
+
+
+def counts(bench: Bench) -> None:
+    """Says how often it has run."""
+    path = Path(os.environ["PROOFS_RUN"])
+    path.write_text(path.read_text() + "x" if path.exists() else "x")
+    bench.figure("runs", len(path.read_text()), "")
+
+
+def proof(name: str, **more: Any) -> Proof:
+    values: dict[str, Any] = dict(name=name, about=name, entry=f"{__name__}:{name}", seconds=1.0, limit_s=60.0)
+    return Proof(**{**values, **more})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kept" / "gpu.json"
+
+
+def results(path: Path) -> Results:
+    return Results(path, DEVICE, {"python": "3"})
+
+
+def kept(path: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(path.read_text())["proofs"]
+    return found
+
+
+def quiet(budget_s: float = 120.0, **more: Any) -> Call:
+    return Call(budget_s, say=lambda _: None, **more)
+
+
+# ---- running and keeping ---------------------------------------------------------------------------------------------
+
+
+def test_what_goes_wrong_is_kept_and_the_next_proof_runs(path: Path) -> None:
+    proofs = [proof(name) for name in ("raises", "dies", "wrong", "not_a_number", "good")]
+    assert not run(proofs, results(path), quiet())
+    found = kept(path)
+    assert {name: found[name]["status"] for name in found} == {**dict.fromkeys(found, FAILED), "good": PASSED}
+    assert found["raises"]["figures"] == [{"name": "before it", "value": 1.0, "unit": "s"}]
+    assert found["raises"]["why"] == "RuntimeError: the root cause"
+    assert "in raises" in found["raises"]["traceback"]
+    assert "code 7" in found["dies"]["why"] and "last words" in found["dies"]["log"]
+    assert found["wrong"]["wrong"] == [
+        "error: 0.5 nats, at most 0.1 is allowed",
+        "not so: water is dry; seen: water",
+    ]
+    assert "nan" in found["not_a_number"]["wrong"][0]
+    (figure,) = found["good"]["figures"]
+    assert (figure["value"], figure["limit"], figure["ratio"]) == (30.0, 40.0, 0.75)
+    told = table(proofs, results(path))
+    header, *rows = told.splitlines()
+    assert header.split() == ["proof", "status", "figure", "limit", "ratio", "seconds"]
+    assert next(row for row in rows if row.startswith("good")).split()[1:7] == [
+        *("passed", "speed", "30", "GB/s", "40", "0.750")
+    ]  # fmt: skip
+    assert "raises: RuntimeError: the root cause" in rows
+
+
+def test_a_proof_that_hangs_ends_with_all_it_started(path: Path) -> None:
+    start = time.monotonic()
+    assert not run([proof("hangs", limit_s=4.0), proof("good")], results(path), quiet())
+    assert time.monotonic() - start < 60
+    found = kept(path)
+    assert (found["hangs"]["status"], found["good"]["status"]) == (TIMEOUT, PASSED)
+    assert found["hangs"]["figures"]
+    deadline = time.monotonic() + 5
+    while _runs(found["hangs"]["notes"]["other"]) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not _runs(found["hangs"]["notes"]["other"])
+
+
+def _runs(pid: int) -> bool:
+    """Neither gone nor waiting to be buried."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_figures_are_on_disk_while_the_proof_runs(path: Path) -> None:
+    """The next call of one whose runner was killed runs it anew."""
+    thread = threading.Thread(target=run, args=([proof("hangs", limit_s=8.0)], results(path), quiet()))
+    thread.start()
+    try:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            found = kept(path)["hangs"] if path.exists() else {}
+            if found.get("figures"):
+                break
+            time.sleep(0.05)
+        assert (found["status"], found["figures"][0]["name"]) == (RUNNING, "before it")
+    finally:
+        thread.join()
+    assert kept(path)["hangs"]["status"] == TIMEOUT
+    stopped = json.loads(path.read_text())
+    stopped["proofs"] = {"good": {"status": RUNNING, "figures": []}}
+    path.write_text(json.dumps(stopped))
+    assert run([proof("good")], results(path), quiet())
+
+
+def test_a_second_call_goes_on(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PROOFS_RUN", str(tmp_path / "runs"))
+    large = proof("good", seconds=100.0, limit_s=200.0)
+    # The first call has no time for the second proof.
+    assert not run([proof("counts"), large], results(path), quiet(50.0))
+    assert results(path).status(large) == WAITING
+    assert run([proof("counts"), large], results(path), quiet(150.0))
+    assert kept(path)["counts"]["figures"][0]["value"] == 1  # it has a verdict already
+    assert run([proof("counts")], results(path), quiet(again=True))
+    assert kept(path)["counts"]["figures"][0]["value"] == 2
+
+
+def test_what_the_end_of_a_call_cuts_short_has_no_verdict(path: Path) -> None:
+    cut = proof("hangs", limit_s=500.0)
+    start = time.monotonic()
+    assert not run([cut], results(path), quiet(13.0))
+    assert time.monotonic() - start < 20
+    assert kept(path)["hangs"]["status"] == CUT
+    assert not run([proof("hangs", limit_s=2.0)], results(path), quiet())  # begun anew
+    assert kept(path)["hangs"]["status"] == TIMEOUT
+
+
+def test_what_is_not_here(path: Path) -> None:
+    """Is no failure of a later stage, and one of the first."""
+    later = proof("good", stage=2, needs=("no_such_package.part",))
+    assert run([later], results(path), quiet())
+    assert kept(path)["good"] == {
+        **{"about": "good", "stage": 2, "status": NOT_HERE},
+        "why": "no_such_package.part cannot be imported here",
+    }
+    assert not run([proof("good", needs=("no_such_package",))], results(path), quiet())
+    assert kept(path)["good"]["status"] == FAILED
+
+
+def test_what_only_cuda_can_do_is_enough_for_a_rehearsal_alone(path: Path) -> None:
+    assert run([proof("cuda_only")], results(path), quiet(tiny=True))
+    assert kept(path)["cuda_only"]["status"] == CUDA_ONLY
+    assert not run([proof("cuda_only")], results(path), quiet())
+
+
+def test_mistakes_are_one_line(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def said(*arguments: str) -> str:
+        assert main(["--results", str(path), *arguments]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        return line.removeprefix("error: ")
+
+    assert said("--wheels", "no/folder").startswith("--wheels no/folder: no such folder")
+    assert said("--budget", "nan") == "--budget nan: allowed are seconds above 0"
+    assert said("--nonsense") == "unrecognized arguments: --nonsense; see python -m benchmarks.gpu --help"
+    assert said("--budget", "soon").startswith("argument --budget: invalid float value: 'soon'; see")
+    assert said("--stage", "4").startswith("argument --stage: invalid choice: 4")
+    assert said("--only", "nonsense").startswith("--only nonsense: no such proof; there are device,")
+    results(path).put(proof("good"), {"status": PASSED})
+    assert "holds figures of a GPU, this is a rehearsal on the CPU" in said("--rehearse")
+    path.write_text("{}")
+    assert "not a file of these proofs" in said("--rehearse")
+    assert "not a file of these proofs" in said("--list")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    assert "--rehearse" in said()
+
+
+def test_the_list_tells_what_is_known(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    results(path).put(next(p for p in PROOFS if p.name == "nccl"), {"status": PASSED})
+    assert main(["--list", "--results", str(path), "--stage", "1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [p.name for p in PROOFS if p.stage == 1]
+    assert [line.split()[0] for line in lines if " passed " in line] == ["nccl"]
+
+
+def test_every_proof_is_in_the_page() -> None:
+    page = (ROOT / "benchmarks" / "gpu" / "README.md").read_text()
+    assert [p.name for p in PROOFS if f"`{p.name}`" not in page] == []
+
+
+def test_wheels_are_installed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Into a folder of its own; a file that is none is the user's mistake."""
+    import tempfile
+    import zipfile
+
+    from benchmarks.gpu.wheels import install
+    from skyrl_mega.config.errors import UserError
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    assert install(folder) is None
+    info = "brought-1.0.dist-info"
+    with zipfile.ZipFile(folder / "brought-1.0-py3-none-any.whl", "w") as wheel:
+        wheel.writestr("brought.py", "here = True\n")
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: brought\nVersion: 1.0\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+    site = install(folder)
+    assert site is not None and (site / "brought.py").exists()
+    (site / "mark").touch()
+    assert install(folder) == site and (site / "mark").exists()
+    (folder / "broken-1.0-py3-none-any.whl").write_text("not a wheel")
+    with pytest.raises(UserError, match="--wheels"):
+        install(folder)
+
+
+# ---- Transformer Engine, brought in parts ----------------------------------------------------------------------------
+
+INIT = """
+import sys
+
+if "torch" not in sys.modules:
+    raise OSError("libnccl.so.2: cannot open shared object file")
+"""
+"""`transformer_engine`: its core is linked against libraries that come with torch, and that torch has loaded."""
+ENGINE = """
+from importlib.metadata import version
+from pathlib import Path
+
+libraries = Path(__file__).parents[1] / "wheel_lib"
+for name in ("core.so", "torch.so"):
+    if not (libraries / name).exists():
+        raise FileNotFoundError("Could not find shared object file")
+version("transformer-engine-torch")
+"""
+"""`transformer_engine.pytorch`, as far as it matters: megatron-core takes it, and lets this error through."""
+EXTENSION = """
+from setuptools import setup
+
+setup(
+    name="transformer_engine_torch",
+    version="1.0",
+    packages=["transformer_engine.wheel_lib"],
+    package_data={"transformer_engine.wheel_lib": ["*.so"]},
+)
+"""
+
+
+def wheel(folder: Path, name: str, files: dict[str, str]) -> None:
+    import zipfile
+
+    info = f"{name}-1.0.dist-info"
+    with zipfile.ZipFile(folder / f"{name}-1.0-py3-none-any.whl", "w") as file:
+        told = {"METADATA": f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n", "RECORD": ""}
+        told["WHEEL"] = "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        for path, text in {**files, **{f"{info}/{key}": value for key, value in told.items()}}.items():
+            file.writestr(path, text)
+
+
+@pytest.fixture
+def brought(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Wheels of its Python and its core, and the source of its extension, which all have one folder to themselves."""
+    import io
+    import tarfile
+    import tempfile
+
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    folder = tmp_path / "wheels"
+    folder.mkdir()
+    package = {"transformer_engine/__init__.py": INIT, "transformer_engine/pytorch/__init__.py": ENGINE}
+    wheel(folder, "transformer_engine", package)
+    wheel(folder, "transformer_engine_cu13", {"transformer_engine/wheel_lib/core.so": ""})
+    wheel(folder, "other", {"other.py": ""})
+    with tarfile.open(folder / "transformer_engine_torch-1.0.tar.gz", "w:gz") as source:
+        for path, text in {"setup.py": EXTENSION, "transformer_engine/wheel_lib/torch.so": "compiled"}.items():
+            entry = tarfile.TarInfo(f"transformer_engine_torch-1.0/{path}")
+            entry.size = len(text)
+            source.addfile(entry, io.BytesIO(text.encode()))
+    return folder
+
+
+def imports(bench: Bench) -> None:
+    """As megatron-core does it: an ImportError is another way to go on, and nothing else is."""
+    import other  # type: ignore[import-not-found]
+
+    bench.holds("it was brought", bool(other))
+    import torch  # noqa: F401
+
+    try:
+        import transformer_engine.pytorch  # type: ignore[import-not-found]
+    except ImportError:
+        bench.note("Transformer Engine", "absent")
+    else:
+        bench.note("Transformer Engine", Path(transformer_engine.__file__).parents[1].name)
+
+
+def test_transformer_engine_comes_whole_or_not_at_all(
+    brought: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its source is compiled between the stages, and one folder serves all of them, in this call and the next."""
+    from benchmarks.gpu import __main__ as command
+
+    needs = ("transformer_engine", "transformer-engine-torch")
+    before = proof("imports")
+    after = replace(before, name="after", stage=2, needs=needs)
+    build = next(p for p in PROOFS if p.name == "te_build")
+
+    def call(*proofs: Proof) -> dict[str, Any]:
+        monkeypatch.setattr(command, "PROOFS", proofs)
+        monkeypatch.setattr(sys, "path", [*sys.path])
+        assert main(["--rehearse", "--results", str(path), "--wheels", str(brought), "--again"]) == 0
+        return kept(path)
+
+    found = call(before, build, after)
+    assert [(name, p["status"], p.get("wrong")) for name, p in found.items()] == [
+        (name, PASSED, None) for name in ("imports", "te_build", "after")
+    ]
+    (site,) = (folder.name for folder in (brought.parent / "temporary").glob("skyrl-mega-gpu-*"))
+    assert [found[name]["notes"]["Transformer Engine"] for name in ("imports", "after")] == ["absent", site]
+    assert call(before)["imports"]["notes"]["Transformer Engine"] == site
+
+
+def test_transformer_engine_that_cannot_be_imported_stays_out(
+    brought: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that was made for another torch, say."""
+    from benchmarks.gpu import __main__ as command
+
+    (brought / "transformer_engine_torch-1.0.tar.gz").unlink()
+    wheel(brought, "transformer_engine_torch", {})
+    build = next(p for p in PROOFS if p.name == "te_build")
+    monkeypatch.setattr(command, "PROOFS", (build, proof("imports")))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    assert main(["--rehearse", "--results", str(path), "--wheels", str(brought)]) == 1
+    found = kept(path)
+    assert found["te_build"]["status"] == FAILED and "shared object" in found["te_build"]["wrong"][0]
+    assert (found["imports"]["status"], found["imports"]["notes"]) == (PASSED, {"Transformer Engine": "absent"})
+
+
+def test_what_a_proof_made_is_made_again_where_it_is_gone(
+    brought: Path, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine forgets its temporary folder; the results stay."""
+    monkeypatch.setenv("PROOFS_RUN", str(tmp_path / "runs"))
+    makes = proof("counts", makes="transformer_engine", stage=2)
+    waits = [makes, proof("good", needs=("transformer_engine",), stage=2)]
+    for proofs, wheels, times in ((waits, brought, 1), (waits, brought, 2), (waits, None, 2), ([makes], brought, 2)):
+        assert run(proofs, results(path), quiet(wheels=wheels))
+        assert kept(path)["counts"]["figures"][0]["value"] == times
+    assert not run(waits, results(path), quiet(budget_s=0.1, wheels=brought)), "no time for it is no success"
+    assert kept(path)["counts"]["status"] == WAITING
+    assert run([proof("good", makes="transformer_engine", stage=2)], results(path), quiet())
+    assert kept(path)["good"]["status"] == NOT_HERE
+
+
+# ---- what runs on a bare host ----------------------------------------------------------------------------------------
+
+BARE = """
+import importlib, pkgutil, sys
+
+class Absent:
+    names = {"ray", "vllm", "hydra", "omegaconf", "transformer_engine", "pytest", "tensorboard", "rich", "fastapi"}
+
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+modules = "policy.rank policy.objectives policy.checkpoint weights.execute weights.connection weights.local_channel"
+modules += " sizing.memory sizing.times sizing.fit models.known models.tiny models.megatron preflight.gpus"
+modules += " kernels.boxes"
+for name in modules.split():
+    importlib.import_module(f"skyrl_mega.{name}")
+import benchmarks.gpu
+for found in pkgutil.iter_modules(benchmarks.gpu.__path__):
+    importlib.import_module(f"benchmarks.gpu.{found.name}")
+import tests.kernels.cases
+"""
+"""Imports what the proofs use where nothing is that a bare host lacks."""
+
+
+def test_a_bare_host_has_all_that_the_proofs_import() -> None:
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", BARE], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+
+
+def test_a_pattern_shows_what_is_wrong() -> None:
+    import torch
+
+    from benchmarks.gpu import parts, pattern
+    from skyrl_mega.layout.parallel import Parallel
+    from skyrl_mega.models.registry import architecture
+
+    hf, _ = parts.slice_of_30b(tiny_size=True)
+    layout = architecture(hf).engine_layout(hf, 1, 1)
+    shard = layout.shards[0]
+    params = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shard.params.items()}
+    pattern.fill(shard, layout.tensors, params, version=1)
+    assert all(bool(p.isfinite().all()) for p in params.values())
+    assert pattern.different(shard, layout.tensors, params, version=1) == 0
+    whole = sum(piece.box.numel for piece in shard.pieces)
+    assert pattern.different(shard, layout.tensors, params, version=2) > 0.99 * whole
+    params["model.norm.weight"][3] += 1
+    assert pattern.different(shard, layout.tensors, params, version=1) == 1
+    # One tensor has the same elements however a rank's boxes cut it.
+    halves = architecture(hf).megatron_layout(hf, Parallel(ranks=2, tensor=2, expert_tensor=2), "local")
+    both = []
+    for half in halves.shards:
+        params = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in half.params.items()}
+        pattern.fill(half, halves.tensors, params, version=1)
+        both.append(params["0.decoder.layers.0.self_attention.linear_proj.weight"])
+    alone = architecture(hf).megatron_layout(hf, Parallel(), "local")
+    params = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in alone.shards[0].params.items()}
+    pattern.fill(alone.shards[0], alone.tensors, params, version=1)
+    assert torch.equal(torch.cat(both, 1), params["0.decoder.layers.0.self_attention.linear_proj.weight"])
+
+
+# ---- the rehearsal ---------------------------------------------------------------------------------------------------
+
+
+def rehearse(path: Path, *arguments: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--results", str(path), *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    return kept(path)
+
+
+def test_kernels_and_limits_are_rehearsed(path: Path) -> None:
+    found = rehearse(path, "--only", "device", "kernels")
+    assert [found[name]["status"] for name in ("device", "kernels")] == [PASSED, PASSED]
+
+
+@pytest.mark.slow
+def test_every_proof_of_the_first_stage_is_rehearsed(path: Path) -> None:
+    found = rehearse(path, "--stage", "1")
+    assert {name: proof["status"] for name, proof in found.items()} == {
+        p.name: CUDA_ONLY if p.name in ("exchange_segments", "fragmentation") else PASSED
+        for p in PROOFS
+        if p.stage == 1
+    }
+
+
+@pytest.mark.slow
+def test_an_engine_is_rehearsed(path: Path) -> None:
+    pytest.importorskip("vllm")
+    found = rehearse(path, "--stage", "3")
+    assert found["vllm"]["status"] == PASSED

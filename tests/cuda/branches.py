@@ -1,0 +1,289 @@
+"""What only CUDA enters: found in the source, told in docs/gpu.md, seen while tests/cuda runs.
+
+A branch is an expression: one that is true on CUDA alone (`x.is_cuda`, `device == "cuda"`, `transport.on_streams`), or
+one that only CUDA evaluates (`torch.cuda.…`, `"nccl"`, `pin_memory`, NVML). It is known by its file, its function and
+its text, so that other edits do not move it. `python -m tests.cuda.branches` prints, as rows of the table, what the
+list lacks, and what it names that is gone. With `--run` it also runs tests/cuda, the tests that the list names and
+those that follow, fills in who entered what is not listed, and prints the claims that are not true. `--write` puts all
+that into the table itself; what no rehearsal covers stays for a person to say.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+DOCUMENT = ROOT / "docs" / "gpu.md"
+FOLDERS = ("skyrl_mega", "kernels", "launch")
+CPU_ONLY = {"skyrl_mega/policy/cpu.py"}
+"""What stands for CUDA on a CPU: it names CUDA everywhere, and no GPU enters it."""
+NAMES = {"cuda": True, "nccl": True, "te": True, "cpu": False, "gloo": False, "local": False}
+"""Words that a device, a backend and a layer spec are compared with, and whether CUDA equals them."""
+SPECS = {"te", "local"}
+USED = {"nccl", "cuda"}
+"""Words that are handed on."""
+TRUE_ON_CUDA = {"is_cuda", "on_streams"}
+HEADER = "| where | branch | entered by | what no rehearsal covers |"
+
+
+@dataclass(frozen=True, order=True)
+class Branch:
+    """Known by these three; `where` is `file:function`."""
+
+    where: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the list."""
+
+    branch: Branch
+    entered_by: str
+    """A test file, as seen from tests/; or empty."""
+    not_covered: str
+
+
+# ---- in the source ---------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Scan(ast.NodeTransformer):
+    """Finds the branches of one module. With `wrap`, each calls `__cuda__(branch, occurrence, cuda's value, value)`."""
+
+    file: str
+    wrap: bool = False
+    found: Counter[Branch] = field(default_factory=Counter)
+    _path: list[str] = field(default_factory=list)
+
+    def visit_ClassDef(self, node: ast.ClassDef) -> ast.AST:
+        return self._scope(node)
+
+    def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
+        return self._scope(node)
+
+    def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> ast.AST:
+        return self._scope(node)
+
+    def _scope(self, node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) -> ast.AST:
+        self._path.append(node.name)
+        node.body = [self.visit(statement) for statement in node.body]
+        self._path.pop()
+        return node  # names of types and defaults are no branches
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.AST:
+        node.value = node.value and self.visit(node.value)
+        return node
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST:
+        return node if isinstance(node.value, ast.Constant) else self.generic_visit(node)
+
+    def visit_JoinedStr(self, node: ast.JoinedStr) -> ast.AST:
+        return node
+
+    def visit_Dict(self, node: ast.Dict) -> ast.AST:
+        node.values = [self.visit(value) for value in node.values]
+        return node  # a table by device: who reads it is the branch
+
+    def visit_Subscript(self, node: ast.Subscript) -> ast.AST:
+        node.value = self.visit(node.value)
+        return node
+
+    def visit_IfExp(self, node: ast.IfExp) -> ast.AST:
+        before = sum(self.found.values())
+        node.test = self.visit(node.test)
+        if sum(self.found.values()) == before or not isinstance(node.body, ast.Constant):
+            node.body = self.visit(node.body)
+        node.orelse = self.visit(node.orelse)
+        return node
+
+    def visit_Compare(self, node: ast.Compare) -> ast.AST:
+        words = {c.value for c in (node.left, *node.comparators) if isinstance(c, ast.Constant)}
+        if words & SPECS and "spec" not in ast.unparse(node):
+            return self.generic_visit(node)
+        known = {NAMES[word] for word in words & NAMES.keys()}
+        if len(known) == 1 and len(node.ops) == 1 and isinstance(node.ops[0], ast.Eq | ast.NotEq | ast.In | ast.NotIn):
+            return self._branch(node, isinstance(node.ops[0], ast.Eq | ast.In) is known.pop())
+        return self.generic_visit(node)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.AST:
+        if isinstance(node.ctx, ast.Load):
+            if node.attr in TRUE_ON_CUDA:
+                return self._branch(node, True)
+            if _of_cuda(node):
+                return self._branch(node, None)
+            if node.attr.startswith(("nvml", "NVML")):
+                return self._branch(node, None, "NVML")
+        return self.generic_visit(node)
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        called = ast.unparse(node.func)
+        if called in ("torch.cuda.is_available", "current_platform.is_cpu"):
+            return self._branch(node, called == "torch.cuda.is_available")
+        if called.endswith(".pin_memory") or any(k.arg == "pin_memory" for k in node.keywords):
+            return self._branch(node, None, "pin_memory")
+        arguments = [a.value for a in node.args if isinstance(a, ast.Constant)]
+        if "cpu" in arguments:  # both are allowed, or looked for
+            return node
+        return self.generic_visit(node)
+
+    def visit_Tuple(self, node: ast.Tuple) -> ast.AST:
+        values = [e.value for e in node.elts if isinstance(e, ast.Constant)]
+        return node if "cpu" in values else self.generic_visit(node)
+
+    def visit_Constant(self, node: ast.Constant) -> ast.AST:
+        return self._branch(node, None) if isinstance(node.value, str) and node.value in USED else node
+
+    def _branch(self, node: ast.expr, cuda: bool | None, text: str = "") -> ast.expr:
+        where = f"{self.file}:{'.'.join(self._path) or '<module>'}"
+        branch = Branch(where, text or ast.unparse(node).replace("'", '"'))
+        self.found[branch] += 1
+        if not self.wrap:
+            return node
+        arguments = (branch.where, branch.text, self.found[branch], cuda)
+        call = ast.Call(ast.Name("__cuda__", ast.Load()), [*map(ast.Constant, arguments), node], [])
+        return ast.fix_missing_locations(ast.copy_location(call, node))
+
+
+def _of_cuda(node: ast.Attribute) -> bool:
+    """`torch.cuda.x`, `dist.ProcessGroupNCCL`."""
+    inside = node.value
+    if isinstance(inside, ast.Attribute) and inside.attr == "cuda":
+        return isinstance(inside.value, ast.Name) and inside.value.id == "torch"
+    return node.attr == "ProcessGroupNCCL"
+
+
+def name_of(path: Path) -> str | None:
+    """How the list calls a module; None for one that is not looked at."""
+    try:
+        name = path.resolve().relative_to(ROOT).as_posix()  # skyrl_mega/kernels is kernels
+    except ValueError:
+        return None
+    known = name.split("/")[0] in FOLDERS and name not in CPU_ONLY and not name.endswith("_triton.py")
+    return name if known else None
+
+
+def find() -> Counter[Branch]:
+    """All branches of the project, and how often each occurs in its function."""
+    found: Counter[Branch] = Counter()
+    for folder in FOLDERS:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = name_of(path)
+            if name is not None:
+                scan = Scan(name)
+                scan.visit(ast.parse(path.read_text()))
+                found |= scan.found
+    return found
+
+
+# ---- in the list -----------------------------------------------------------------------------------------------------
+
+
+def table(text: str | None = None) -> list[Row]:
+    """The rows of docs/gpu.md."""
+    lines = (DOCUMENT.read_text() if text is None else text).splitlines()
+    if HEADER not in lines:
+        raise ValueError(f"{DOCUMENT.name} has no table with the header {HEADER}")
+    rows = []
+    for line in lines[lines.index(HEADER) + 2 :]:
+        if not line.startswith("|"):
+            break
+        cells = [cell.strip().replace("\\|", "|") for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
+        where, code, entered_by, not_covered = cells
+        rows.append(Row(Branch(where.strip("`"), code.strip("`")), entered_by.strip("`—"), not_covered))
+    return rows
+
+
+def line(row: Row) -> str:
+    """A row as it stands in the table."""
+    code = row.branch.text.replace("|", "\\|")
+    by = f"`{row.entered_by}`" if row.entered_by else "—"
+    return f"| `{row.branch.where}` | `{code}` | {by} | {row.not_covered} |"
+
+
+def unlisted(rows: Iterable[Row], found: Iterable[Branch]) -> list[Branch]:
+    """What is in nobody's list."""
+    return sorted(set(found) - {row.branch for row in rows})
+
+
+def gone(rows: Iterable[Row], found: Iterable[Branch]) -> list[Branch]:
+    """What the list names and the source has not."""
+    return sorted({row.branch for row in rows} - set(found))
+
+
+def claimed(rows: Iterable[Row]) -> list[str]:
+    """The test files that the list names outside of tests/cuda."""
+    return sorted({f"tests/{row.entered_by}" for row in rows if row.entered_by and "cuda/" not in row.entered_by})
+
+
+def not_entered(rows: Iterable[Row], found: Counter[Branch], seen: dict[tuple[Branch, int], set[str]]) -> list[Row]:
+    """Rows that claim a test which did not enter each of the branch's occurrences."""
+    return [
+        row
+        for row in rows
+        if row.entered_by
+        and not all(row.entered_by in seen.get((row.branch, i + 1), ()) for i in range(found[row.branch]))
+    ]
+
+
+def brought_up_to_date(
+    rows: Iterable[Row], found: Counter[Branch], seen: dict[tuple[Branch, int], set[str]] | None
+) -> list[Row]:
+    """The table as it should be: one row for each branch, entered by whom it was seen to be, if it was looked at."""
+    known = {row.branch: row for row in rows}
+    made = []
+    for branch in sorted(found):
+        old = known.get(branch, Row(branch, "", ""))
+        by = old.entered_by
+        if seen is not None:
+            tests = set.intersection(*(seen.get((branch, i + 1), set()) for i in range(found[branch])))
+            best = sorted(tests, key=lambda name: (not name.startswith("cuda/"), name))
+            by = by if by in tests else best[0] if best else ""
+        made.append(Row(branch, by, old.not_covered))
+    return made
+
+
+def write(rows: Iterable[Row]) -> None:
+    """Puts these rows in the place of the table's."""
+    lines = DOCUMENT.read_text().splitlines()
+    start = lines.index(HEADER) + 2
+    stop = next((i for i in range(start, len(lines)) if not lines[i].startswith("|")), len(lines))
+    lines[start:stop] = map(line, rows)
+    DOCUMENT.write_text("\n".join(lines) + "\n")
+
+
+def main() -> None:
+    """The command."""
+    parser = argparse.ArgumentParser(prog="python -m tests.cuda.branches", description="What only CUDA enters.")
+    parser.add_argument("--run", nargs="*", metavar="TESTS", help="run tests/cuda, and these; compare with the list")
+    parser.add_argument("--write", action="store_true", help="bring the table of docs/gpu.md up to date")
+    args = parser.parse_args()
+    found, rows = find(), table()
+    seen: dict[tuple[Branch, int], set[str]] | None = None
+    if args.run is not None:
+        from tests.cuda.entered import run_tests
+
+        seen = run_tests([*claimed(rows), *args.run])
+    now = brought_up_to_date(rows, found, seen)
+    new = set(unlisted(rows, found))
+    for row in now:
+        if row.branch in new:
+            print(line(row))
+    for branch in gone(rows, found):
+        print(f"gone: {branch.where} {branch.text}")
+    for row in () if seen is None else not_entered(rows, found, seen):
+        print(f"not entered by {row.entered_by}: {row.branch.where} {row.branch.text}")
+    if args.write:
+        write(now)
+    entered = sum(bool(row.entered_by) for row in now)
+    print(f"{entered} of {len(found)} branches are entered by a rehearsal ({entered / len(found):.0%})")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,154 @@
+"""What vLLM makes of an engine's arguments on a node of H100s: a program, as it tells vLLM's platform something else
+than the machine does.
+
+    python -m tests.cuda.engine_config inspect
+    python -m tests.cuda.engine_config '[[RECIPE, [SETTING, …], BYTES], …]'
+
+The second prints, as JSON, what `resolve` finds for each. vLLM's own configuration classes do it: those of the CPU
+build are the same Python files as the CUDA build's. What is put in place of something: the platform's answers about the
+device (`H100`), compiled operators (an empty module), and Triton's word that its driver is there.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import types
+from pathlib import Path
+from typing import Any
+
+MODELS = ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM")
+"""Architectures of the GPU recipes."""
+TOTAL = int(79.1 * 2**30)
+"""Memory of an H100 as CUDA gives it."""
+
+
+def pretend() -> None:
+    """Makes this process's vLLM take the machine for one with eight H100s. To be called before vLLM is imported."""
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # as in a Ray actor before its devices are set: no driver is looked for
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    sys.modules["vllm._C_stable_libtorch"] = types.ModuleType("vllm._C_stable_libtorch")
+    from vllm import platforms
+
+    platforms.vllm_version_matches_substr = lambda part: False  # "cpu" is in the version of this build
+    from vllm.platforms.cuda import CudaPlatformBase
+    from vllm.platforms.interface import DeviceCapability
+
+    class H100(CudaPlatformBase):
+        """Eight of them."""
+
+        @classmethod
+        def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+            return DeviceCapability(9, 0)
+
+        @classmethod
+        def get_device_name(cls, device_id: int = 0) -> str:
+            return "NVIDIA H100 80GB HBM3"
+
+        @classmethod
+        def get_device_total_memory(cls, device_id: int = 0) -> int:
+            return TOTAL
+
+        @classmethod
+        def device_count(cls) -> int:
+            return 8
+
+        @classmethod
+        def num_compute_units(cls, device_id: int = 0) -> int:
+            return 132
+
+        @classmethod
+        def is_fully_connected(cls, device_ids: list[int]) -> bool:
+            return True
+
+    platforms._current_platform = H100()
+
+
+def inspect() -> None:
+    """Has vLLM look at the models' classes, and keep what it finds in `VLLM_CACHE_ROOT`: it imports them for that, in
+    another process, which would here be one a model, and after `pretend` they cannot be imported."""
+    from vllm.model_executor.models import registry
+
+    registry._run_in_subprocess = lambda look: look()
+    for name in MODELS:
+        registry.ModelRegistry.models[name].inspect_model_cls()
+
+
+def resolve(recipe: Path, settings: list[str], former: int | None = None) -> dict[str, Any]:
+    """The configuration that vLLM's engine of a recipe has.
+
+    Args:
+        recipe: A file of `configs/`.
+        settings: Changes of it.
+        former: Bytes of the cache of an engine that ran before it; None for a first start.
+    """
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.usage.usage_lib import UsageContext
+
+    from skyrl_mega.config.compose import compose
+    from skyrl_mega.config.derived import length_limit
+    from skyrl_mega.models.known import known
+    from skyrl_mega.rollout.engine_spec import EngineSpec, Facts, arguments
+    from skyrl_mega.trainer.setup import longer
+    from skyrl_mega.weights.vllm_plugin import register
+
+    register()
+    config = compose(recipe, settings)
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(known(config.model.path)))
+        spec = EngineSpec(
+            path=folder,
+            dtype=config.model.dtype,
+            device="cuda",
+            rollout=config.rollout,
+            max_length=length_limit(config.rollout),
+            seed=config.run.seed,
+            extra=longer(config),
+        )
+        given = arguments(spec, None if former is None else Facts(cache_tokens=0, cache_bytes=former))
+        # Its tokenizer is not here; that changes nothing of what is looked at.
+        made = AsyncEngineArgs(**given | {"skip_tokenizer_init": True})
+        found = told(made.create_engine_config(UsageContext.ENGINE_CONTEXT))
+    plain = {key: value for key, value in given.items() if isinstance(value, (int, float, str, bool))}
+    return {"arguments": plain, "limit": length_limit(config.rollout)} | found
+
+
+def told(v: Any) -> dict[str, Any]:
+    """What the tests look at of vLLM's configuration, as plain values."""
+    compilation, scheduler = v.compilation_config, v.scheduler_config
+    return {
+        "v2": v.use_v2_model_runner,
+        "eager": v.model_config.enforce_eager,
+        "compilation": compilation.mode.name,
+        "graphs": compilation.cudagraph_mode.name,
+        "largest_graph": compilation.max_cudagraph_capture_size,
+        "async": scheduler.async_scheduling,
+        "chunked": scheduler.enable_chunked_prefill,
+        "batched_tokens": scheduler.max_num_batched_tokens,
+        "sequences": scheduler.max_num_seqs,
+        "prefixes": v.cache_config.enable_prefix_caching,
+        "fraction": v.cache_config.gpu_memory_utilization,
+        "cache_bytes": v.cache_config.kv_cache_memory_bytes,
+        "logprobs": v.model_config.logprobs_mode,
+        "seed": v.model_config.seed,
+        "generation_config": v.model_config.generation_config,
+        "length": v.model_config.max_model_len,
+        "transfer": v.weight_transfer_config.backend,
+        "extension": v.parallel_config.worker_extension_cls,
+        "worker": v.parallel_config.worker_cls,
+        "executor": v.parallel_config.distributed_executor_backend,
+        "tensor": v.parallel_config.tensor_parallel_size,
+        "expert_parallel": v.parallel_config.enable_expert_parallel,
+        "device": str(v.device_config.device_type),
+    }
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "inspect":
+        inspect()
+        sys.exit()
+    pretend()
+    asked = json.loads(sys.argv[1])
+    json.dump([resolve(Path(recipe), settings, former) for recipe, settings, former in asked], sys.stdout)

@@ -1,0 +1,152 @@
+"""A CUDA device that is not there, in two ways.
+
+`fake_cuda`: tensors have its device, shapes and types, and no memory. torch's `FakeTensorMode` runs every operation
+as far as that goes and refuses a CPU tensor among CUDA tensors. What depends on values is answered by `Known` as a
+full batch would; autograd's engine wants a device, so nothing goes backward.
+
+`CpuAsCuda`: tensors lie on the CPU, have values, and say that they are CUDA's, so that whatever asks for the device
+does what it does on a GPU, backward passes and optimizer steps included.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+
+from skyrl_mega.policy.cpu import _TYPE_NAMES, CudaAsCpu
+
+CUDA = torch.device("cuda", 0)
+
+
+class Known(TorchFunctionMode):
+    """Answers that only values could give: every mask is true everywhere, and tokens are even over experts."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if type(kwargs.get("device")) is int:  # for which torch would look for a device
+            kwargs["device"] = CUDA
+        if func is torch.Tensor.nonzero:
+            (x,) = args
+            assert x.dim() == 1
+            return torch.arange(len(x), device=x.device)[:, None]
+        if func is torch.Tensor.cuda:
+            return args[0].to(CUDA)
+        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
+            assert args[0].device.type == "cuda", args[0]  # megatron-core goes by the name, which lacks the device here
+            return _TYPE_NAMES[args[0].dtype]
+        return func(*args, **kwargs)
+
+
+class CpuAsCuda(CudaAsCpu):
+    """As `policy.cpu.CudaAsCpu`, but tensors answer as CUDA's."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+            return True
+        if func is torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+            return CUDA
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+class _Fake(FakeTensorMode):
+    """Keeps off a device that it is told is there."""
+
+    @property
+    def avoid_device_init(self) -> bool:
+        return True
+
+
+def _same_device(*tensors: Any, **_: Any) -> None:
+    """A collective of NCCL's, which takes CUDA tensors alone."""
+    assert all(t.device == CUDA for t in tensors if isinstance(t, torch.Tensor))
+
+
+def _apply(module: torch.nn.Module, fn: Any, recurse: bool = True) -> torch.nn.Module:
+    """torch's own swaps what is in a parameter, which a fake one does not allow: a new one in its place."""
+    for child in module.children():
+        child._apply(fn)
+    for name, p in module._parameters.items():
+        if p is not None and (moved := fn(p)) is not p:
+            new = torch.nn.Parameter(moved.detach(), p.requires_grad)
+            new.__dict__.update({k: v for k, v in p.__dict__.items() if k not in new.__dict__})
+            module._parameters[name] = new
+    for name, buffer in module._buffers.items():
+        module._buffers[name] = None if buffer is None else fn(buffer)
+    return module
+
+
+@contextmanager
+def _guarded() -> Iterator[None]:
+    """A tensor with a gradient asks for its device's guard, which torch without CUDA lacks: meta's, which does nothing.
+
+    torch does this itself where it is built with CUDA and there is no device.
+    """
+    library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libc10.so"))
+    guards = (ctypes.c_void_p * 16).in_dll(library, "_ZN3c104impl26device_guard_impl_registryE")
+    cuda, meta = 1, 14  # c10::DeviceType
+    before, guards[cuda] = guards[cuda], guards[cuda] or guards[meta]
+    try:
+        yield
+    finally:
+        guards[cuda] = before
+
+
+@contextmanager
+def fake_cuda() -> Iterator[FakeTensorMode]:
+    """torch believes in one H100 inside."""
+    stream = mock.MagicMock(name="stream", device=CUDA)
+    names: dict[str, Any] = dict(
+        is_available=lambda: True,
+        is_initialized=lambda: True,
+        current_device=lambda: 0,
+        device_count=lambda: 1,
+        set_device=lambda *_: None,
+        synchronize=lambda *_: None,
+        empty_cache=lambda: None,
+        current_stream=lambda *_: stream,
+        default_stream=lambda *_: stream,
+        Stream=lambda *_, **__: stream,
+        get_device_capability=lambda *_: (9, 0),
+        get_device_properties=lambda *_: SimpleNamespace(multi_processor_count=132, major=9, minor=0),
+        manual_seed=lambda *_: None,
+        random=SimpleNamespace(get_rng_state=lambda *_, **__: torch.empty(16, dtype=torch.uint8, device="cpu")),
+        get_rng_state=lambda *_, **__: torch.empty(16, dtype=torch.uint8, device="cpu"),
+        set_rng_state=lambda *_, **__: None,
+        default_generators=mock.MagicMock(name="generators"),
+        _lazy_init=lambda: None,
+    )
+    from megatron.core.distributed import param_and_grad_buffer as buffers
+    from megatron.core.models.common.embeddings import rope_utils
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    @contextmanager
+    def coalesced(*_: Any, **__: Any) -> Iterator[Any]:
+        yield mock.MagicMock(name="work")
+
+    with (
+        _guarded(),
+        _Fake(allow_non_fake_inputs=True) as mode,
+        mock.patch.multiple(torch.cuda, **names),
+        # It compares the states of generators; weights that are drawn have no values here anyway.
+        mock.patch.object(CudaRNGStatesTracker, "fork", return_value=nullcontext()),
+        mock.patch.object(torch.nn.Module, "_apply", _apply),
+        # What the collectives move has no values either, and these are not known to the mode.
+        mock.patch.object(buffers, "_coalescing_manager", coalesced),
+        mock.patch.object(buffers, "dist_all_gather_func", _same_device),
+        mock.patch.object(buffers, "dist_reduce_scatter_func", _same_device),
+        mock.patch.object(dist, "all_reduce", _same_device),
+        # It reads the sequences' lengths, one by one.
+        mock.patch.object(rope_utils, "_apply_rotary_pos_emb_thd", lambda t, *_, **__: t.clone()),
+        Known(),
+    ):
+        yield mode

@@ -1,0 +1,219 @@
+"""The policy on a CUDA device that is not there: what is built and where, and what a step computes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.models.tiny import build, hf_config
+from skyrl_mega.policy import objectives, spec
+from skyrl_mega.policy.packing import MicroBatch, pack
+from skyrl_mega.policy.rank import PolicyRank
+from tests.cuda.fake_cuda import CUDA, CpuAsCuda, fake_cuda
+from tests.cuda.ranks import fake_rank
+from tests.policy import layouts
+from tests.support.ranks import run_ranks
+
+MOE = BuildConfig(layers=2)
+DENSE = BuildConfig(architecture="qwen2", head_dim=16, layers=2, tied=True)
+
+
+def opened(config: BuildConfig, parallel: Parallel, dtype: torch.dtype, **changes: Any) -> PolicyRank:
+    policy = layouts.policy_config(spec="local", **changes)
+    return PolicyRank(hf_config(config), policy, parallel, dtype=dtype, device=CUDA)
+
+
+def tensors_of(rank: PolicyRank) -> dict[str, Tensor]:
+    """Everything that a rank allocates before its first step, but for Adam's moments."""
+    found = {f"parameter {name}": p for name, p in rank.params.items()}
+    found |= {f"gradient {name}": p.main_grad for name, p in rank.params.items()}  # type: ignore[attr-defined]
+    for i, chunk in enumerate(rank.chunks):
+        found |= {f"buffer {i} {name}": b for name, b in chunk.named_buffers()}
+    for i, part in enumerate(rank.optimizer.chained_optimizers):
+        for j, group in enumerate(part.optimizer.param_groups):
+            found |= {f"master {i} {j} {k}": p for k, p in enumerate(group["params"])}
+        for j, state in enumerate(part.optimizer.state.values()):
+            found |= {f"moment {i} {j} {kind}": t for kind, t in state.items() if kind != "step"}
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("config", "parallel", "rank"),
+    [
+        (MOE, Parallel(), 0),
+        (MOE, Parallel(4, tensor=2, expert=4), 3),
+        (MOE, Parallel(4, pipeline=2, virtual_pipeline=1), 3),
+        (DENSE, Parallel(2, pipeline=2, virtual_pipeline=1), 1),
+        (DENSE, Parallel(4, tensor=2, context=2), 2),
+    ],
+    ids=["moe", "moe TP2 EP4", "moe PP2", "dense PP2", "dense TP2 CP2"],
+)
+def test_all_that_a_rank_holds_is_on_its_device(
+    config: BuildConfig, parallel: Parallel, rank: int, dtype: torch.dtype
+) -> None:
+    with fake_cuda(), fake_rank(rank, parallel):
+        made = opened(config, parallel, dtype)
+        assert {name: tuple(p.shape) for name, p in made.params.items()} == dict(made.shard.params)
+        for name, tensor in tensors_of(made).items():
+            assert tensor.device == CUDA, name
+            wanted = dtype if name.startswith("parameter") else torch.float32
+            assert tensor.dtype == wanted, name
+        for chunk in made.chunks:  # what CUDA does by default
+            assert chunk.ddp_config.overlap_grad_reduce and chunk.ddp_config.overlap_param_gather
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_a_packed_row_is_on_the_device(context: int) -> None:
+    batch = layouts.some_batch(100)
+    with fake_cuda():
+        micro = pack(batch, context=context, context_rank=0, tensor=2, device=CUDA)
+        row = micro.row
+        tensors = [micro.tokens, micro.positions, micro.targets, micro.source, *micro.fields.values()]
+        tensors += [row.cu_seqlens_q, row.cu_seqlens_kv, row.sequence_L, row.position_L]
+        tensors += [row.global_L] if context > 1 else []
+        assert all(t.device == CUDA for t in tensors)
+        assert all(t.dtype == torch.float32 for t in micro.fields.values())
+        assert row.cu_seqlens_q.dtype == torch.int32 and micro.tokens.dtype == torch.int64
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize(
+    ("parallel", "rank", "changes"),
+    [(Parallel(), 0, {}), (Parallel(2, tensor=2), 1, {"recompute": True}), (Parallel(2, context=2), 1, {})],
+    ids=["one", "TP2", "CP2"],
+)
+def test_forward_through_layers_and_head(
+    parallel: Parallel, rank: int, changes: dict[str, Any], dtype: torch.dtype
+) -> None:
+    """In half precision the attention is torch's variable-length kernel, in float32 the padded grid."""
+    batch = layouts.some_batch(100)
+    micros = [batch.take(np.arange(0, 6)), batch.take(np.arange(6, 13))]
+    seen: list[tuple[Tensor, Tensor, MicroBatch]] = []
+
+    def finish(logprobs: Tensor, entropy: Tensor, micro: MicroBatch, _: int) -> tuple[Tensor, dict[str, Tensor]]:
+        seen.append((logprobs, entropy, micro))
+        loss, metrics = objectives.supervised(logprobs, entropy, micro.fields)
+        return loss, {"loss": loss.detach(), **metrics}
+
+    kernel = mock.Mock(side_effect=spec.varlen_attn)
+    with fake_cuda(), fake_rank(rank, parallel), mock.patch.object(spec, "varlen_attn", kernel):
+        made = opened(DENSE, parallel, dtype, **changes)
+        from megatron.core.pipeline_parallel import schedules
+
+        with mock.patch.object(schedules, "backward_step", return_value=None):
+            kept = made._run(micros, finish, 1.0, forward_only=False)
+        assert len(seen) == len(micros) == len(kept)
+        for logprobs, entropy, micro in seen:
+            assert logprobs.shape == entropy.shape == micro.targets.shape
+            assert logprobs.device == entropy.device == CUDA and logprobs.dtype == torch.float32
+            assert logprobs.requires_grad
+    assert kernel.call_count == (DENSE.layers * len(micros) if dtype == torch.bfloat16 else 0)
+
+
+# ---- with values ---------------------------------------------------------------------------------------------------
+
+
+def steps(rank: int, address: str, path: Path, parallel: Parallel, dtype: torch.dtype, as_cuda: bool) -> Any:
+    """Losses, norms and log-probs of a rank whose tensors say CUDA's, or the CPU's."""
+    changes: dict[str, Any] = {"spec": "local", "recompute": True} if as_cuda else {}
+    if not as_cuda:
+        return run_steps(layouts.open_rank(rank, address, path, parallel, layouts.policy_config(**changes), dtype))
+    with (
+        mock.patch.object(layouts, "CPU", CUDA),
+        mock.patch.object(layouts.cpu, "CudaAsCpu", CpuAsCuda),
+        mock.patch.object(dist, "init_process_group", on_gloo(dist.init_process_group)),
+        mock.patch.object(spec, "varlen_attn", one_by_one),
+    ):
+        made = layouts.open_rank(rank, address, path, parallel, layouts.policy_config(**changes), dtype)
+        assert all(c.ddp_config.overlap_param_gather for c in made.chunks)
+        return run_steps(made)
+
+
+def on_gloo(init: Any) -> Any:
+    def join(backend: str, *args: Any, device_id: torch.device | None, **options: Any) -> None:
+        assert (backend, device_id) == ("nccl", CUDA)
+        init("gloo", *args, **options)
+
+    return join
+
+
+def run_steps(made: PolicyRank) -> Any:
+    _, micros = layouts.deal(layouts.some_batch(100), made)
+    trained = [made.train(micros, objectives.supervised) for _ in range(3)]
+    pairs = made.logprobs(micros) or []
+    return trained, [(np.array(values), np.array(entropy)) for values, entropy in pairs]
+
+
+def one_by_one(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor, longest_q: int, longest_k: int,
+               *, window_size: tuple[int, int], enable_gqa: bool) -> Tensor:  # fmt: skip
+    """Attention of each sequence alone, as torch's kernel documents it: the causal mask ends at the last key."""
+    assert window_size == (-1, 0) and enable_gqa and cu_q.dtype == cu_k.dtype == torch.int32
+    ends_q, ends_k = cu_q.tolist(), cu_k.tolist()
+    assert ends_q[-1] == len(q) and ends_k[-1] == len(k) == len(v)
+    outs = []
+    for i in range(len(ends_q) - 1):
+        a, b, c, d = ends_q[i], ends_q[i + 1], ends_k[i], ends_k[i + 1]
+        assert b - a <= longest_q and d - c <= longest_k
+        groups = q.shape[1] // k.shape[1]
+        keys, values = (x[c:d].float().repeat_interleave(groups, 1) for x in (k, v))
+        scores = torch.einsum("qhd,khd->hqk", q[a:b].float(), keys) / q.shape[-1] ** 0.5
+        allowed = np.arange(d - c)[None] <= np.arange(b - a)[:, None] + (d - c) - (b - a)
+        scores = scores.masked_fill(~torch.from_numpy(allowed), float("-inf"))
+        outs.append(torch.einsum("hqk,khd->qhd", scores.softmax(-1), values).to(q.dtype))
+    return torch.cat(outs)
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in (("moe", MOE), ("dense", DENSE)):
+        build(config, folder / name, seed=1)
+    return {name: folder / name for name in ("moe", "dense")}
+
+
+@pytest.mark.parametrize(
+    ("model", "parallel"),
+    [
+        ("moe", Parallel(2, expert=2)),
+        ("dense", Parallel(2, tensor=2, expert_tensor=2)),
+        ("dense", Parallel(2, pipeline=2)),
+    ],
+    ids=["moe EP2", "dense TP2", "dense PP2"],
+)
+def test_steps_on_cuda_are_those_on_a_cpu(models: dict[str, Path], model: str, parallel: Parallel) -> None:
+    """float32: every branch for CUDA but the half-precision kernel; overlap is on, recomputation too."""
+    found, expected = (
+        run_ranks(parallel.ranks, steps, models[model], parallel, torch.float32, as_cuda) for as_cuda in (True, False)
+    )
+    compare(found, expected, 1e-4)
+
+
+@pytest.mark.parametrize("parallel", [Parallel(), Parallel(2, context=2)], ids=["one", "CP2"])
+def test_the_kernel_for_half_precision_attends_as_the_grid(models: dict[str, Path], parallel: Parallel) -> None:
+    """In bfloat16, whose noise is some 1e-2 here; `tests/policy/test_attention.py` holds it to 1e-6 in float32."""
+    found, expected = (
+        run_ranks(parallel.ranks, steps, models["dense"], parallel, torch.bfloat16, as_cuda)
+        for as_cuda in (True, False)
+    )
+    compare(found, expected, 5e-2)
+
+
+def compare(found: list[Any], expected: list[Any], rel: float) -> None:
+    for (one, logprobs), (other, others) in zip(found, expected, strict=True):
+        for a, b in zip(one, other, strict=True):
+            assert a.keys() == b.keys()
+            for name in set(a) & {"loss", "grad_norm", "lr"}:
+                assert a[name] == pytest.approx(b[name], rel=rel), name
+        for pair, same in zip(logprobs, others, strict=True):
+            for x, y in zip(pair, same, strict=True):
+                np.testing.assert_allclose(x, y, rtol=rel, atol=10 * rel)

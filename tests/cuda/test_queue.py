@@ -1,0 +1,235 @@
+"""Generation phases of the recipes for GPUs: a queue that takes an hour ends nothing by a time limit.
+
+Everything of a phase is real and has the recipe's settings as a run on GPUs resolves them: generator, agents, router,
+fleet and engine actors' code. Simulated are vLLM, which runs as many sequences at once as the planned cache holds, the
+messages between actors, and time (`tests/support/simulated_time.py`). `tests/rollout/test_waiting.py` has real actors
+and a real vLLM, with small queues and limits of seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray
+
+from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.fleet import Fleet
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.derived import FILL, length_limit
+from skyrl_mega.config.schema import Config, EnvironmentConfig
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.models.known import known
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.rollout import generator
+from skyrl_mega.rollout.engine import EngineSpec, Facts
+from skyrl_mega.rollout.threads import Call, Raised
+from skyrl_mega.rollout.trajectory import Status
+from skyrl_mega.sizing.batch import batch
+from skyrl_mega.sizing.fit import parallel_of
+from skyrl_mega.sizing.memory import engine_memory
+from skyrl_mega.sizing.times import at_once, generate_time
+from skyrl_mega.trainer import setup
+from tests.conftest import ROOT
+from tests.support import simulated_time
+from tests.support.simulated_engine import SimulatedEngine
+
+SCALE = 64
+"""A simulated token stands for so many: lengths and caches are divided by it, and the time of a token multiplied."""
+FLAGSHIPS = ("dapo", "searchr1_30b")
+USER = EnvironmentConfig(classes={"talk": "tests.rollout.user_envs:Talk"})
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A recipe, scaled, and what the dry run says of its engines."""
+
+    config: Config
+    cache: int
+    """Tokens that an engine's cache holds."""
+    token_s: float
+    """Seconds for one token of every sequence that runs."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of a trajectory's first request at most."""
+        return self.config.rollout.max_prompt_tokens + self.config.rollout.sampling.max_tokens
+
+    @property
+    def places(self) -> int:
+        """Sequences of that length that an engine runs at once."""
+        return min(self.config.rollout.concurrency, self.cache // self.longest)
+
+    @property
+    def limit_s(self) -> float:
+        """The time limit in question."""
+        return self.config.rollout.request_timeout_s
+
+
+def planned(recipe: str, *settings: str) -> Plan:
+    """`settings` change what is played, not what was planned."""
+    file = ROOT / "configs" / f"{recipe}.yaml"
+    config = compose(file)
+    hf, rollout = known(config.model.path), config.rollout
+    d = architecture(hf).describe(hf)
+    made = batch(config, parallel_of(config)[0])
+    cache = engine_memory(config, d).tokens
+    steps = made.sequences / rollout.engines * made.generated / at_once(config, cache, made)
+    lengths = {
+        "max_prompt_tokens": rollout.max_prompt_tokens,
+        "sampling.max_tokens": rollout.sampling.max_tokens,
+        "max_length": length_limit(rollout),
+    }
+    scaled = compose(file, [*settings, *(f"rollout.{key}={length // SCALE}" for key, length in lengths.items())])
+    return Plan(scaled, cache // SCALE, SCALE * generate_time(config, d, made) / steps)
+
+
+class LocalActors:
+    """`ActorGroup` as far as engines ask it, in the test's own process; no engine that is ended comes back."""
+
+    def __init__(self, name: str, specs: Sequence[EngineSpec], plan: Plan, faults: Sequence[int | None]) -> None:
+        self.name = name
+        self.facts = Facts(cache_tokens=plan.cache, cache_bytes=plan.cache)
+        self.engines = [
+            SimulatedEngine(spec, plan.places, plan.token_s, fault, self.facts)
+            for spec, fault in zip(specs, faults, strict=True)
+        ]
+        self.actors = [SimpleNamespace(generate_many=_Method(engine)) for engine in self.engines]
+        self.logs = [None] * len(specs)
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def call_all(self, method: str, timeout: float) -> list[Facts]:
+        """Of engines: `start`, whose vLLM follows when there is an event loop."""
+        assert method == "start"
+        return [self.facts] * len(self)
+
+    def replace(self, rank: int, timeout: float) -> None:
+        """There is no other."""
+        raise ActorFailed(f"{self.name}-{rank}", rank, "start", "no GPU is left")
+
+    def shutdown(self) -> None:
+        """Nothing to end."""
+
+
+class _Method:
+    """An actor's generator, whose items come one by one; what it raises comes as Ray brings it."""
+
+    def __init__(self, engine: SimulatedEngine) -> None:
+        self.engine = engine
+
+    def options(self, **_: Any) -> _Method:
+        return self
+
+    async def remote(self, *arguments: Any) -> AsyncIterator[Any]:
+        if not hasattr(self.engine, "llm"):
+            await self.engine.start()
+        try:
+            async for item in self.engine.generate_many(*arguments):
+                yield _arrived(item)
+        except Exception as error:
+            raise ray.exceptions.RayTaskError("generate_many", str(error), error).as_instanceof_cause() from None
+
+
+async def _arrived(item: Any) -> Any:
+    return item
+
+
+class Here:
+    """`Threads` without any: the environments' code takes no simulated time."""
+
+    def __init__(self, most: int) -> None:
+        pass
+
+    async def run(self, call: Call, limit_s: float) -> Any:
+        """The function's value."""
+        value, error = call.run()
+        if error is not None:
+            raise Raised(error)
+        return value
+
+
+Fleets = Callable[..., tuple[Fleet, LocalActors]]
+
+
+@pytest.fixture
+def fleets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fleets:
+    """Starts a plan's engines as a run on GPUs does."""
+    monkeypatch.setattr(generator, "Threads", Here)
+    (tmp_path / "config.json").write_text("{}")
+
+    def start(plan: Plan, first_stalls_after: int | None = None, say: Any = print) -> tuple[Fleet, LocalActors]:
+        made: list[LocalActors] = []
+
+        def spawn(name: str, _: type, arguments: list[dict[str, Any]], **__: Any) -> LocalActors:
+            faults = [first_stalls_after, *[None] * (len(arguments) - 1)]
+            made.append(LocalActors(name, [a["spec"] for a in arguments], plan, faults))
+            return made[0]
+
+        monkeypatch.setattr(setup, "ActorGroup", SimpleNamespace(spawn=spawn))
+        fleet = setup.start_engines(plan.config, tmp_path, "cuda", tmp_path, ExitStack(), say, None)
+        fleet.serve(range(len(made[0])))
+        return fleet, made[0]
+
+    return start
+
+
+def play(fleet: Fleet, plan: Plan, count: int) -> float:
+    """Plays so many trajectories, whose prompts and responses are as long as they may be. Seconds of the phase."""
+    rollout = plan.config.rollout
+    chat: Any = SimpleNamespace(
+        stop_tokens=(), first=lambda _: [1] * rollout.max_prompt_tokens, following=lambda *_: [2], text=lambda _: ""
+    )
+    prompts = [Prompt(i, [{"role": "user", "content": ""}], "talk", {}) for i in range(count)]
+    phase = generator.Generator(fleet, chat, rollout, USER)._generate(prompts, 1, rollout.sampling, "0/1", None)
+    trajectories, seconds = simulated_time.run(phase)
+    ended = {(t.status, t.response_length) for t in trajectories}
+    assert ended == {(Status.TRUNCATED_TOKENS, rollout.sampling.max_tokens)}
+    return seconds
+
+
+def test_a_step_of_dapo_waits_for_hours_and_ends(fleets: Fleets) -> None:
+    """As many trajectories as a step has, at the speed that the dry run expects, each as long as it may be."""
+    plan = planned("dapo")
+    fleet, actors = fleets(plan)
+    data = plan.config.data
+    count = data.prompts_per_step * data.samples_per_prompt
+    seconds = play(fleet, plan, count)
+    assert seconds > 10 * plan.limit_s
+    assert fleet.serving == list(range(len(actors)))
+    for engine in actors.engines:
+        assert engine.llm.most == FILL * plan.cache // plan.longest  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("recipe", FLAGSHIPS)
+def test_slow_tokens_and_a_queue_of_ten_caches_end_nothing(fleets: Fleets, recipe: str) -> None:
+    """One response alone takes longer than the limit."""
+    plan = planned(recipe, "rollout.engines=1")
+    slow = replace(plan, token_s=1.25 * plan.limit_s / plan.config.rollout.sampling.max_tokens)
+    fleet, _ = fleets(slow)
+    seconds = play(fleet, slow, 10 * slow.places)
+    assert seconds > 10 * plan.limit_s
+    assert fleet.serving == [0]
+
+
+@pytest.mark.parametrize("recipe", FLAGSHIPS)
+def test_an_engine_that_stands_still_is_found_within_the_limit(fleets: Fleets, recipe: str) -> None:
+    """Its requests, those in its queue too, are answered by the others."""
+    plan = planned(recipe)
+    found: list[tuple[float, str]] = []
+    tokens = 3
+    fleet, actors = fleets(
+        plan, tokens * plan.places, lambda text: found.append((asyncio.get_running_loop().time(), text))
+    )
+    play(fleet, plan, 3 * plan.places * len(actors))
+    [(seconds, text)] = found
+    assert f"got a token for {plan.limit_s:g} s" in text
+    assert 0 <= seconds - tokens * plan.token_s - plan.limit_s < 2
+    assert fleet.serving == list(range(1, len(actors)))

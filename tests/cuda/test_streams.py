@@ -1,0 +1,25 @@
+"""Streams, events, NCCL's and CUDA IPC's ways through `weights/`, without a GPU: in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import ROOT
+
+
+def test_the_exchange_on_streams() -> None:
+    pytest.importorskip("triton", reason="Triton is not installed: the kernels' text cannot run here")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/cuda/streamed.py"],
+        cwd=ROOT,
+        env=os.environ | {"TRITON_INTERPRET": "1"},
+        capture_output=True,
+        text=True,
+        timeout=480,
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout and "skipped" not in done.stdout

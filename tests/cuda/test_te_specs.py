@@ -1,0 +1,185 @@
+"""A policy of Transformer Engine's layers is what `models` says, what the local spec is, and clips by the right norm.
+
+Transformer Engine's and megatron-core's classes are the real ones (`te`), built for every rank of every layout.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import pickle
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from torch import Tensor
+
+from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.layout.parallel import Coordinates, Parallel
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.tiny import hf_config
+from tests.cuda import te
+from tests.cuda.ranks import Built, Case
+from tests.weights.grids import LAYOUTS, MODELS, global_tensors
+
+pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
+
+MORE_MODELS = MODELS | {"wide_moe": hf_config(BuildConfig(layers=2, heads=8, kv_heads=4, experts=8))}
+MORE_LAYOUTS = LAYOUTS | {
+    "tp4 ep8 dp2": Parallel(8, tensor=4, expert=8),
+    "tp4 ep2 etp2": Parallel(4, tensor=4, expert=2, expert_tensor=2),
+    "tp2 cp2 ep4 dp2": Parallel(8, tensor=2, context=2, expert=4),
+    "ep2 dp4": Parallel(4, expert=2),
+}
+
+PAIRS = [
+    *(("qwen3_moe", layout) for layout in LAYOUTS),
+    *(("qwen3_moe_mixed", layout) for layout in ("tp2 pp2 ep2", "tp2 ep2 etp2", "pp2 of 3 1 ep2", "cp2 ep2", "pp4")),
+    *(("wide_moe", layout) for layout in ("tp4 ep8 dp2", "tp4 ep2 etp2", "tp2 cp2 ep4 dp2", "ep2 dp4")),
+    *(("qwen2_tied", layout) for layout in ("one", "dp2", "tp2", "pp2", "pp2 vpp2", "pp3 of 1 2 1")),
+    *(("qwen3", layout) for layout in ("tp2", "pp2")),
+    *(("llama", layout) for layout in ("one", "tp2")),
+]  # fmt: skip
+DTYPES = {"one": "float32", "tp2": "float32", "tp2 ep2": "float32"}
+"""Master weights are another path through the optimizer than a float32 model's own; most layouts go the former."""
+
+Key = tuple[str, str, str]
+
+
+def case(model: str, layout: str, spec: str) -> Case:
+    hf = MORE_MODELS[model]
+    dtype = DTYPES.get(layout, "bfloat16")
+    return Case(hf, MORE_LAYOUTS[layout], spec, dtype, global_tensors(architecture(hf).tensors(hf), seed=3))
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, list[Built]]:
+    """Every rank of every pair in both specs, from one process with Transformer Engine's classes."""
+    keys = [(model, layout, spec) for model, layout in PAIRS for spec in ("te", "local")]
+    answers = tmp_path_factory.mktemp("te") / "answers.pickle"
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.cuda.ranks", str(answers)],
+        input=pickle.dumps([case(*key) for key in keys]),
+        cwd=Path(__file__).resolve().parents[2],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])},
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr.decode()[-3000:]
+    return dict(zip(keys, pickle.loads(answers.read_bytes()), strict=True))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "layout" in metafunc.fixturenames:
+        metafunc.parametrize(("model", "layout"), PAIRS, ids=[f"{m}-{p}".replace(" ", "_") for m, p in PAIRS])
+
+
+@pytest.mark.parametrize("spec", ["te", "local"])
+def test_names_shapes_and_order(built: dict[Key, list[Built]], model: str, layout: str, spec: Any) -> None:
+    hf, parallel = MORE_MODELS[model], MORE_LAYOUTS[layout]
+    for rank, found in enumerate(built[model, layout, spec]):
+        shard = architecture(hf).megatron_shard(hf, parallel, rank, spec)
+        assert list(found.params.items()) == list(shard.params.items())
+
+
+@pytest.mark.parametrize("spec", ["te", "local"])
+def test_every_gradient_counts_once_in_the_norm(
+    built: dict[Key, list[Built]], model: str, layout: str, spec: str
+) -> None:
+    """The squares that all ranks count add up to those of the whole gradients, which one process would have."""
+    ranks = built[model, layout, spec]
+    everybody = list(range(len(ranks)))
+    assert all(group == everybody for found in ranks for group in found.norm_ranks)
+    counted: dict[str, float] = defaultdict(float)
+    for found in ranks:
+        for part in found.parts:
+            for name, found_of in part.items():
+                counted["experts" if ".experts." in name else "others"] += found_of.squares
+    whole: dict[str, float] = defaultdict(float)
+    for name, gradient in case(model, layout, spec).gradients.items():
+        whole["experts" if ".experts." in name else "others"] += squared(gradient)
+    for kind in whole:
+        assert math.sqrt(counted[kind]) == pytest.approx(math.sqrt(whole[kind]), rel=1e-6), kind
+
+
+def squared(gradient: Tensor) -> float:
+    return float(gradient.double().square().sum())
+
+
+def test_attributes_are_the_local_specs(built: dict[Key, list[Built]], model: str, layout: str) -> None:
+    """By what a parameter holds: a name is not the same in both."""
+    hf, parallel = MORE_MODELS[model], MORE_LAYOUTS[layout]
+    for rank, (one, other) in enumerate(zip(built[model, layout, "te"], built[model, layout, "local"], strict=True)):
+        by_spec = [
+            {holds: meaning(found.attributes[name]) for name, holds in contents(hf, parallel, rank, spec)}
+            for spec, found in (("te", one), ("local", other))
+        ]
+        assert by_spec[0] == by_spec[1]
+
+
+def meaning(attributes: dict[str, Any]) -> dict[str, Any]:
+    """What megatron-core takes them for, with its defaults; where a shard is cut matters to no one but its loader."""
+    defaults = dict(tensor_model_parallel=False, allreduce=True, sequence_parallel=False, shared=False,
+                    shared_embedding=False)  # fmt: skip
+    found = {name: attributes.get(name, default) for name, default in defaults.items()}
+    assert "partition_dim" not in attributes or attributes["partition_dim"] in (-1, 0, 1)
+    return found
+
+
+def contents(hf: dict[str, Any], parallel: Parallel, rank: int, spec: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """For each parameter, the Hugging Face tensors in it and where they lie."""
+    held: dict[str, list[Any]] = defaultdict(list)
+    for piece in architecture(hf).megatron_shard(hf, parallel, rank, spec).pieces:
+        held[piece.param].append((piece.tensor, str(piece.box), piece.offset))
+    for name, pieces in held.items():
+        yield name, (name.split(".")[0], *pieces)
+
+
+@pytest.mark.parametrize("spec", ["te", "local"])
+def test_optimizers_share_out_every_parameter_once(
+    built: dict[Key, list[Built]], model: str, layout: str, spec: str
+) -> None:
+    """Experts have an optimizer of their own under expert parallelism; norms and biases do not decay."""
+    parallel = MORE_LAYOUTS[layout]
+    runs: dict[tuple[Any, ...], list[tuple[int, int]]] = defaultdict(list)
+    sizes: dict[tuple[Any, ...], int] = {}
+    for rank, found in enumerate(built[model, layout, spec]):
+        at = parallel.coordinates(rank)
+        for i, part in enumerate(found.parts):
+            for name, has in part.items():
+                assert has.decay == (0.0 if len(found.params[name]) == 1 else 1.0), name
+                assert i == int(".experts." in name and parallel.expert > 1), name
+                runs[place(at, name)].append(has.run)
+        sizes |= {place(at, name): math.prod(shape) for name, shape in found.params.items()}
+    assert set(runs) == set(sizes)
+    for held, parts in runs.items():
+        ends = [0, *(end for _, end in sorted(parts))]
+        assert [start for start, _ in sorted(parts)] == ends[:-1] and ends[-1] == sizes[held], held
+
+
+def place(at: Coordinates, name: str) -> tuple[Any, ...]:
+    """What the ranks have in common that hold the same of a parameter."""
+    return (at.pp, at.ep, at.etp, name) if ".experts." in name else (at.pp, at.tp, name)
+
+
+def test_the_sharded_state_covers_every_tensor_once(built: dict[Key, list[Built]], model: str, layout: str) -> None:
+    """What megatron-core would store of Transformer Engine's layers, over the ranks that store it."""
+    covered: dict[str, np.ndarray] = {}
+    for found in built[model, layout, "te"]:
+        for key, whole, offset, local, stores in found.stored:
+            count = covered.setdefault(key, np.zeros(whole, np.int8))
+            assert count.shape == tuple(whole)
+            if stores:
+                count[tuple(slice(o, o + n) for o, n in zip(offset, local, strict=True))] += 1
+    assert all((count == 1).all() for count in covered.values())
+    hf = MORE_MODELS[model]
+    padding = architecture(hf).padded_vocab(hf, MORE_LAYOUTS[layout].tensor) - hf["vocab_size"]
+    vocabularies = sum("word_embeddings" in key or "output_layer" in key for key in covered)
+    elements = sum(math.prod(shape) for shape in architecture(hf).tensors(hf).values())
+    assert sum(count.size for count in covered.values()) == elements + vocabularies * padding * hf["hidden_size"]

@@ -1,0 +1,209 @@
+"""How long a request waits is not limited; how long an engine stands still is.
+
+A simulated vLLM, whose cache and speed a test chooses, behind the real engine actor, router and fleet; and a real one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_mega.cluster.group import ActorGroup, gather
+from skyrl_mega.cluster.local import session
+from skyrl_mega.config.derived import FILL
+from skyrl_mega.config.schema import RolloutConfig
+from skyrl_mega.rollout.engine import Completion, Engine, EngineDied, Request, Sampling
+from skyrl_mega.rollout.engine_spec import EngineSpec, Facts, environment
+from skyrl_mega.rollout.router import IN_FLIGHT, Router
+from tests.support.engines import build_model, complete, serving, spec_of
+from tests.support.simulated_engine import SimulatedEngine
+
+LIMIT_S = 0.8
+SLOW_S = 10.0
+"""What a busy machine may take for the messages of a call; an engine whose actor does not answer is given 30 s more."""
+CACHE = 4
+"""Sequences that a simulated engine's cache holds."""
+
+
+def spec(folder: Path) -> EngineSpec:
+    (folder / "config.json").write_text("{}")
+    return spec_of(folder, RolloutConfig(request_timeout_s=LIMIT_S))
+
+
+def requests(count: int, tokens: int = 5) -> list[Request]:
+    return [Request(f"r{i}", [1] * 5, tokens, seed=i) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    with session(actors=2):
+        yield
+
+
+def simulated(folder: Path, *faults: int | None, token_s: float) -> ActorGroup:
+    arguments = [{"spec": spec(folder), "places": CACHE, "token_s": token_s, "stalls_after": fault} for fault in faults]
+    group = ActorGroup.spawn("engine", SimulatedEngine, arguments, timeout=60, logs=folder / "logs")
+    group.call_all("start", timeout=120)
+    return group
+
+
+def route(fleet: Any, asked: list[Request], concurrency: int = 16) -> dict[str, Completion]:
+    async def all_of_them() -> list[Completion]:
+        router = Router(fleet, Sampling(), concurrency, LIMIT_S)
+        return list(await asyncio.gather(*(router.generate(request) for request in asked)))
+
+    return {c.id: c for c in asyncio.run(all_of_them())}
+
+
+def test_a_queue_of_ten_caches_and_slow_tokens_end_nothing(ray: None, tmp_path: Path) -> None:
+    """One request alone takes longer than the limit, and the last ones wait for ten times as long."""
+    group = simulated(tmp_path, None, token_s=LIMIT_S / 4)
+    try:
+        start = time.monotonic()
+        answers = route(serving(group), requests(10 * CACHE))
+        assert time.monotonic() - start > 10 * LIMIT_S
+        assert all(answer.finish == "length" and len(answer.tokens) == 5 for answer in answers.values())
+        assert len(answers) == 10 * CACHE
+    finally:
+        group.shutdown()
+
+
+@pytest.mark.parametrize("tokens", [0, 30])
+def test_an_engine_that_stands_still_is_found_and_others_take_its_requests(
+    ray: None, tmp_path: Path, tokens: int
+) -> None:
+    """Also where no request has got a token, and where all that is left waits."""
+    group = simulated(tmp_path, tokens, None, token_s=0.02)
+    said: list[tuple[float, str]] = []
+    fleet = serving(group, restarts=1)
+    fleet.say = lambda text: said.append((time.monotonic(), text))
+    try:
+        (tmp_path / "well").touch()
+        start = time.monotonic()
+        answers = route(fleet, requests(8 * CACHE))
+        assert len(answers) == 8 * CACHE
+        assert fleet.serving == [1]
+        found, text = said[0]
+        assert f"got a token for {LIMIT_S:g} s" in text
+        assert found - start < 2 * LIMIT_S + SLOW_S
+    finally:
+        fleet.close()
+        group.shutdown()
+
+
+def test_a_pause_does_not_count_and_signs_of_life_come_meanwhile(tmp_path: Path) -> None:
+    async def run() -> tuple[list[Completion], int]:
+        engine = SimulatedEngine(spec(tmp_path), CACHE, token_s=0.02)
+        await engine.start()
+        ended: list[Completion] = []
+        signs = 0
+
+        async def weights() -> None:
+            await asyncio.sleep(0.05)
+            await engine.pause()
+            await asyncio.sleep(3 * LIMIT_S)
+            await engine.resume()
+
+        update = asyncio.create_task(weights())
+        async for some in engine.generate_many(requests(CACHE), Sampling()):
+            ended += some
+            signs += not some
+        await update
+        return ended, signs
+
+    ended, signs = asyncio.run(run())
+    assert len(ended) == CACHE
+    assert signs >= 6
+
+
+def test_time_in_which_the_engines_own_process_was_stopped_does_not_count(tmp_path: Path) -> None:
+    async def run() -> list[Completion]:
+        engine = SimulatedEngine(spec(tmp_path), CACHE, token_s=0.05)
+        await engine.start()
+        asyncio.get_running_loop().call_later(0.1, time.sleep, 2 * LIMIT_S)
+        return [c async for some in engine.generate_many(requests(CACHE), Sampling()) for c in some]
+
+    assert len(asyncio.run(run())) == CACHE
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_engine_is_given_what_its_cache_holds(ray: None, tmp_path: Path, known: bool) -> None:
+    """Each of the requests may become 10 tokens long, and the cache holds `CACHE` of that length."""
+    group = simulated(tmp_path, None, token_s=0.01)
+    fleet = serving(group)
+    if known:
+        fleet.facts = group.call_all("start", timeout=10)
+    try:
+        assert len(route(fleet, requests(20 * CACHE), concurrency=8)) == 20 * CACHE
+        [most] = group.call_all("most", timeout=10)
+        assert most == (FILL * CACHE if known else IN_FLIGHT * 8)
+        long = Request("long", [1] * 500, 1, 0)  # it fits nowhere; alone it may try
+        assert len(route(fleet, [long, *requests(3)])) == 4
+    finally:
+        group.shutdown()
+
+
+# ---- the real one --------------------------------------------------------------------------------------------------
+
+REAL = RolloutConfig(kv_cache_gib=0.01, request_timeout_s=2.0, concurrency=256)
+
+
+@pytest.fixture(scope="module")
+def real(tmp_path_factory: pytest.TempPathFactory, ray: None) -> Iterator[tuple[ActorGroup, Facts]]:
+    """A cache for 82 of the longest sequences: two layers, two heads of 32 for keys and for values, in float32."""
+    model = build_model(tmp_path_factory.mktemp("models") / "moe", "qwen3_moe", seed=3)
+    spec = spec_of(model, REAL, weights="auto")
+    group = ActorGroup.spawn("real", Engine, [{"spec": spec}], timeout=120, env=environment(spec), logs=model.parent)
+    [facts] = group.call_all("start", timeout=240)
+    yield group, facts
+    group.shutdown()
+
+
+def test_what_a_real_engine_says_of_its_cache(real: tuple[ActorGroup, Facts]) -> None:
+    _, facts = real
+    assert facts.cache_bytes == int(0.01 * 2**30)
+    token = 2 * 2 * 2 * 32 * 4
+    assert facts.cache_bytes // token * 0.97 < facts.cache_tokens <= facts.cache_bytes // token
+
+
+def test_a_real_engine_with_a_queue_ends_nothing_by_time(real: tuple[ActorGroup, Facts]) -> None:
+    group, _ = real
+    start = time.monotonic()
+    asked = [Request(f"real {i}", [5, 30, 31], 120, seed=i) for i in range(700)]
+    answers = complete(group, asked)
+    assert time.monotonic() - start > REAL.request_timeout_s, "too quick a machine: give it more"
+    assert len(answers) == 700
+
+
+def test_a_real_engine_that_is_stopped_is_found(real: tuple[ActorGroup, Facts]) -> None:
+    """Last: it ends the engine. vLLM's process answers nothing any more; that of the actor is well."""
+    from skyrl_mega.cluster import guard
+
+    group, _ = real
+    members = guard.members(group.where[0].pid)
+    (core,) = [pid for pid in members if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+    async def ask() -> float:
+        method = group.actors[0].generate_many.options(num_returns="streaming")
+        stream = method.remote([Request(f"stopped {i}", [5], 120, i) for i in range(500)], Sampling())
+        await anext(stream)
+        os.kill(core, signal.SIGSTOP)
+        start = time.monotonic()
+        async for reference in stream:
+            await reference
+        return time.monotonic() - start
+
+    start = time.monotonic()
+    with pytest.raises(Exception, match="stands still") as raised:
+        asyncio.run(ask())
+    assert isinstance(raised.value.cause, EngineDied)  # type: ignore[attr-defined]
+    assert time.monotonic() - start < 2 * REAL.request_timeout_s + SLOW_S
+    call = group.submit(0, "health")  # its actor still answers
+    assert gather([call], 10) == [0]

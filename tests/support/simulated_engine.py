@@ -1,0 +1,109 @@
+"""An engine actor around a simulated vLLM, whose cache and speed a test chooses."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from skyrl_mega.rollout.engine import Engine, EngineSpec, Facts
+
+
+@dataclass
+class _Sequence:
+    tokens: int
+    """It gets so many."""
+    got: list[int] = field(default_factory=list)
+    full: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def num_output_tokens(self) -> int:
+        return len(self.got)
+
+
+class SimulatedVllm:
+    """`AsyncLLM` as far as an engine asks it: the first `places` of the sequences get a token every `token_s`."""
+
+    def __init__(self, places: int, token_s: float, stalls_after: int | None) -> None:
+        self.places, self.token_s, self.stalls_after = places, token_s, stalls_after
+        self.errored, self.given, self.paused = False, 0, False
+        self.most = 0
+        """Requests that it had at once."""
+        self.output_processor = SimpleNamespace(request_states={})
+        self.engine_core = SimpleNamespace(
+            pause_scheduler_async=self.pause_generation, resume_scheduler_async=self.resume_generation
+        )
+        self.steps = asyncio.create_task(self._steps())
+
+    async def pause_generation(self, **_: Any) -> None:
+        """As vLLM's."""
+        self.paused = True
+
+    async def resume_generation(self) -> None:
+        """As vLLM's."""
+        self.paused = False
+
+    async def generate(self, prompt: Any, parameters: Any, request: str) -> AsyncIterator[Any]:
+        """As vLLM's: the whole output at the end. Every sequence becomes as long as it may."""
+        sequence = _Sequence(parameters.max_tokens)
+        states = self.output_processor.request_states
+        states[request] = SimpleNamespace(detokenizer=sequence)
+        self.most = max(self.most, len(states))
+        try:
+            await sequence.full.wait()
+        finally:
+            del states[request]
+        logprobs = SimpleNamespace(logprobs=[0.0] * sequence.tokens)
+        result = SimpleNamespace(
+            token_ids=sequence.got, logprobs=logprobs, finish_reason="length", weight_versions=None
+        )
+        yield SimpleNamespace(outputs=[result])
+
+    async def _steps(self) -> None:
+        while True:
+            await asyncio.sleep(self.token_s)
+            if self.paused or (self.stalls_after is not None and self.given >= self.stalls_after):
+                continue
+            states = self.output_processor.request_states.values()
+            for sequence in [state.detokenizer for state in states][: self.places]:
+                if len(sequence.got) < sequence.tokens:
+                    sequence.got.append(7)
+                    self.given += 1
+                if len(sequence.got) == sequence.tokens:
+                    sequence.full.set()
+
+
+class SimulatedEngine(Engine):
+    """The engine around it. A file named `well` in the model's folder ends its faults.
+
+    Args:
+        spec: As an engine's.
+        places: Sequences that its cache holds.
+        token_s: Seconds for one token of each of them.
+        stalls_after: Tokens after which it stands still; None: never.
+        facts: What it finds out about itself at its start.
+    """
+
+    def __init__(
+        self, spec: EngineSpec, places: int, token_s: float, stalls_after: int | None = None, facts: Facts | None = None
+    ) -> None:
+        super().__init__(spec)
+        self.places, self.token_s, self.stalls_after = places, token_s, stalls_after
+        self.facts = facts or Facts(cache_tokens=places * 10, cache_bytes=1)
+
+    async def start(self, former: Facts | None = None) -> Facts:
+        """Loads no model; vLLM's modules, which take seconds, as an engine does."""
+        from vllm import SamplingParams  # noqa: F401
+        from vllm.inputs.engine import tokens_input  # noqa: F401
+
+        well = (Path(self.spec.path) / "well").exists()
+        fault = None if well else self.stalls_after
+        self.llm = SimulatedVllm(self.places, self.token_s, fault)  # type: ignore[assignment]
+        self.watched = True
+        return self.facts
+
+    async def most(self) -> int:
+        """Requests that vLLM had at once."""
+        return self.llm.most  # type: ignore[attr-defined,no-any-return]
