@@ -196,6 +196,8 @@ class Transport:
             try:
                 self.store.set(f"lost/{self.rank}", json.dumps([peer, what, timed_out]))
                 self.store.set("lost/any", "")
+                # A set returns before the store has it: an answer from the store means that peers find it there.
+                self.store.check(["lost/any"])
             except RuntimeError:  # the store's host is gone too; the error that is raised says enough
                 self.store = None
 
@@ -217,8 +219,9 @@ class Transport:
                 time.sleep(0.02)
             else:
                 break
-        # Who lost each other in a circle: nobody knows better than this process.
-        return (peer, what, timed_out) if lost == self.rank else (lost, *found)
+        # Who lost each other in a circle: nobody knows better than this process, but for who left because he had waited
+        # too long.
+        return (peer, what, timed_out or found[1]) if lost == self.rank else (lost, *found)
 
 
 def call_off(store: TCPStore, group: str, cause: str) -> None:

@@ -17,7 +17,7 @@ from torch.distributed import TCPStore
 
 from skyrl_mega.weights import pipeline
 from skyrl_mega.weights.topology import Links, Topology
-from skyrl_mega.weights.transport import TransportError, call_off, host_store, join
+from skyrl_mega.weights.transport import Transport, TransportError, call_off, host_store, join
 from skyrl_mega.weights.wire import Wire
 from tests.support.ranks import _context, run_ranks
 from tests.weights.grids import LAYOUTS, MODELS, cut, empty, global_tensors
@@ -106,6 +106,49 @@ def test_a_lost_process_is_named_in_time(case: Case, victim: int, how: signal.Si
         assert ".weight" in what and what in message and "\n" not in message
         assert when - struck < (8 if how == signal.SIGKILL else case.timeout_s + 1)
         assert ("did not answer within 3 s" if how == signal.SIGSTOP else "went away") in message
+
+
+class SlowStore:
+    """A store as a peer sees it: what was set is there once the store has answered something that came after it."""
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, str]] = []
+        self.seen: dict[str, bytes] = {}
+
+    def set(self, key: str, value: str) -> None:
+        self.sent.append((key, value))
+
+    def check(self, keys: list[str]) -> bool:
+        self.seen.update((key, value.encode()) for key, value in self.sent)
+        self.sent.clear()
+        return all(key in self.seen for key in keys)
+
+    def get(self, key: str) -> bytes:
+        return self.seen[key]
+
+
+def transport(rank: int, store: Any) -> Transport:
+    return Transport(None, rank, 3, ("policy 0", "policy 1", "engine 2"), torch.device("cpu"), 3, store)
+
+
+def test_what_is_told_has_arrived_when_the_connection_closes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer that sees the connection close looks at once for why."""
+    store, arrived = SlowStore(), set()
+    monkeypatch.setattr(Transport, "close", lambda _: arrived.update(store.seen))
+    transport(1, store).failed(2, "a.weight", "", timed_out=True)
+    assert arrived == {"lost/1", "lost/any"}
+    told = str(transport(0, store).failed(1, "b.weight", "[file.cc] closed", timed_out=False))
+    assert told == "policy 0: engine 2 did not answer within 3 s while a.weight was under way (noticed by policy 1)"
+
+
+@pytest.mark.parametrize("timed_out", [True, False])
+def test_who_left_because_he_had_waited_too_long_did_not_go_away(timed_out: bool) -> None:
+    """Two who waited for each other, and one's time was over a moment earlier."""
+    store = SlowStore()
+    transport(1, store).failed(0, "a.weight", "closed", timed_out=timed_out)
+    told = str(transport(0, store).failed(1, "a.weight", "[file.cc] closed", timed_out=False))
+    verdict, cause = ("did not answer within 3 s", "") if timed_out else ("went away", ": closed")
+    assert told == f"policy 0: policy 1 {verdict} while a.weight was under way{cause}"
 
 
 def corrupt(rank: int, _: str, address: str, case: Case, how: str) -> str:

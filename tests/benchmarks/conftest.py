@@ -1,0 +1,12 @@
+"""What tests of `make gpu` share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "kept" / "gpu.json"
