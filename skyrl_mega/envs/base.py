@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar, NotRequired, TypedDict
 
+from skyrl_mega.envs.options import Option, filled
+
 Message = dict[str, str]
 """A chat message: `role` and `content`."""
 
@@ -40,6 +42,9 @@ class BaseTextEnv:
 
     rewrites_history: ClassVar[bool] = False
     """Whether `step` may give `messages`, a conversation that is not the old one with more behind it."""
+    OPTIONS: ClassVar[Mapping[str, Option] | None] = None
+    """Its options, as `skyrl_mega.envs.options` declares them: others, and values that they do not allow, are refused
+    before a run starts. None takes whatever is given."""
     metrics: ClassVar[tuple[str, ...]] = ()
     """Entries of the last step's metadata that are scores between 0 and 1, for `skyrl_mega.evaluate`; the first one is
     the accuracy. Without any, a sample is right when its reward is at least 1."""
@@ -53,6 +58,8 @@ class BaseTextEnv:
                 `max_turns`.
         """
         self.env_config: Mapping[str, Any] = env_config or {}
+        self.options: Mapping[str, Any] = filled(type(self).__name__, self.env_config, self.OPTIONS)
+        """`env_config`, and what is usual of the `OPTIONS` that it leaves out."""
         self.extras: Mapping[str, Any] = extras or {}
         spec = self.extras.get("reward_spec") or self.extras.get("reward_model") or {}  # the latter in DAPO's files
         self.ground_truth: Any = spec.get("ground_truth")
@@ -64,13 +71,13 @@ class BaseTextEnv:
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuses options that cannot be, whatever the machine; called before anything else is done.
+        """Refuses what `OPTIONS` cannot say of options, whatever the machine; called before anything else is done.
 
         Args:
-            options: `environment.options.<name>` of the configuration.
+            options: `environment.options.<name>` of the configuration, filled.
 
         Raises:
-            UserError: What is wrong, and the mend.
+            UserError: What is wrong, and the fix.
         """
 
     @classmethod
@@ -81,7 +88,7 @@ class BaseTextEnv:
             options: As `check_options`, which has seen them.
 
         Raises:
-            UserError: What is missing, and the mend.
+            UserError: What is missing, and the fix.
         """
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:

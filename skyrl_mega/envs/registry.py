@@ -21,6 +21,7 @@ from typing import Any
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs.base import BaseTextEnv
+from skyrl_mega.envs.options import filled
 
 BUILT_IN: Mapping[str, str] = {
     "addition": "skyrl_mega.envs.addition.env:AdditionEnv",
@@ -81,20 +82,36 @@ def make(name: str, extras: Mapping[str, Any], config: EnvironmentConfig, max_tu
     """
     given = dict(extras) if max_turns is None else {**extras, "max_turns": max_turns}
     cls = resolve(name, config)
-    return cls(env_config=_settings(cls, name, config), extras=given)
+    return cls(env_config=_settings(cls, config.options.get(name) or {}, config), extras=given)
 
 
 def check(config: EnvironmentConfig, used: Iterable[str] = ()) -> None:
-    """Resolves every registered class and every name in `used`, before any process starts.
+    """Resolves every registered class and every name in `used`, and checks all options, before any process starts.
 
     Raises:
-        UserError: An import path that leads nowhere, an unknown name, or options for a name that is not registered.
+        UserError: An import path that leads nowhere, an unknown name, options for a name that is not registered, or
+            options that an environment does not have.
     """
     for name in (*config.classes, *used, *filter(None, [config.default])):
         resolve(name, config)
     for name in config.options:
         if name not in names(config):
             raise UserError(f"environment.options.{name}: {unknown_name(name, config)}")
+        check_options(name, config)
+
+
+def check_options(name: str, config: EnvironmentConfig) -> Mapping[str, Any]:
+    """An environment's options, filled and checked.
+
+    Raises:
+        UserError: One that it does not have, or a value that it does not allow.
+    """
+    cls, key, given = resolve(name, config), f"environment.options.{name}", config.options.get(name)
+    if not issubclass(cls, BaseTextEnv):
+        return filled(key, given, None)
+    options = filled(key, given, cls.OPTIONS)
+    cls.check_options(options)
+    return options
 
 
 def check_ready(name: str, config: EnvironmentConfig) -> None:
@@ -105,13 +122,11 @@ def check_ready(name: str, config: EnvironmentConfig) -> None:
     """
     cls = resolve(name, config)
     if issubclass(cls, BaseTextEnv):
-        cls.check_options(config.options.get(name) or {})
-        cls.check_ready(_settings(cls, name, config))
+        cls.check_ready(_settings(cls, check_options(name, config), config))
 
 
-def _settings(cls: type[BaseTextEnv], name: str, config: EnvironmentConfig) -> Mapping[str, Any]:
-    """Its options; with `retriever`, the settings of the retrieval service, for one that asks it."""
-    options = config.options.get(name) or {}
+def _settings(cls: type[BaseTextEnv], options: Mapping[str, Any], config: EnvironmentConfig) -> Mapping[str, Any]:
+    """Options; with `retriever`, the settings of the retrieval service, for an environment that asks it."""
     return {**options, "retriever": config.retriever} if getattr(cls, "needs_retriever", False) else options
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
-from skyrl_mega.envs import BaseTextEnv, make
+from skyrl_mega.envs import BaseTextEnv, BaseTextEnvStepOutput, make
 from skyrl_mega.envs.registry import check_ready
 
 
@@ -43,10 +43,18 @@ def test_the_example_of_our_own_page_runs(tmp_path: Path) -> None:
 
 
 def test_extras_options_and_turns_reach_the_environment() -> None:
-    config = EnvironmentConfig(options={"gsm8k": {"temper": 1}})
-    env = make("gsm8k", {"reward_spec": {"ground_truth": "3"}, "data_source": "d"}, config, max_turns=4)
+    path = f"{__name__}:Free"
+    config = EnvironmentConfig(classes={"free": path}, options={"free": {"temper": 1}})
+    env = make("free", {"reward_spec": {"ground_truth": "3"}, "data_source": "d"}, config, max_turns=4)
     assert (env.ground_truth, env.max_turns, env.extras["max_turns"], env.turns) == ("3", 4, 4, 0)
-    assert env.extras["data_source"] == "d" and env.env_config == {"temper": 1}
+    assert env.extras["data_source"] == "d" and env.env_config == env.options == {"temper": 1}
+
+
+class Free(BaseTextEnv):
+    """It declares no options, and takes any."""
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        return BaseTextEnvStepOutput(observations=[], reward=0.0, done=True, metadata={})
 
 
 def test_without_a_step_it_says_whose() -> None:
@@ -110,5 +118,7 @@ def test_multiply_may_make_later_answers_worth_less() -> None:
 
 @pytest.mark.parametrize("options", [{"discount": 0}, {"discount": 1.1}, {"discount": "half"}, {"discount": True}])
 def test_a_discount_that_is_none(options: dict[str, object]) -> None:
-    with pytest.raises(UserError, match=r"environment\.options\.multiply\.discount=.*allowed: a number above 0"):
+    with pytest.raises(
+        UserError, match=r"environment\.options\.multiply\.discount = .*allowed is a number above 0 and at most 1"
+    ):
         check_ready("multiply", EnvironmentConfig(options={"multiply": options}))

@@ -189,14 +189,18 @@ def test_options(config: EnvironmentConfig) -> None:
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"rewrad": "f1"}, "environment.options.search.rewrad = f1: no such option; allowed: reward, wrong_answer"),
-        ({"reward": "bleu"}, "environment.options.search.reward = bleu: allowed: exact_match, f1"),
-        ({"wrong_answer": "no"}, "environment.options.search.wrong_answer = no: allowed: a number"),
+        (
+            {"rewrad": "f1"},
+            "environment.options.search.rewrad: there is no such option; did you mean reward? "
+            "allowed is a mapping of reward, wrong_answer",
+        ),
+        ({"reward": "bleu"}, "environment.options.search.reward = bleu: allowed is one of exact_match, f1"),
+        ({"wrong_answer": "no"}, "environment.options.search.wrong_answer = 'no': allowed is a number"),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], said: str) -> None:
     with pytest.raises(UserError) as caught:
-        SearchEnv.check_options(options)
+        registry.check(EnvironmentConfig(options={"search": options}))
     assert str(caught.value) == said
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_mega.envs.options import Option
 
 
 def units_first(number: int) -> str:
@@ -12,6 +16,8 @@ def units_first(number: int) -> str:
 
 class AdditionEnv(BaseTextEnv):
     """1 when the answer is exactly the reversed sum (white space around it is ignored), else 0; one turn."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Judges the answer."""

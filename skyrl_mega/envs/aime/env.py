@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from skyrl_mega.envs.math.env import MathEnv
+from skyrl_mega.envs.options import Option, number, switch
 
 
 class AimeEnv(MathEnv):
     """`MathEnv` with DAPO's settings: 1 and −1, answers compared as numbers or text and not by algebra."""
 
-    NAME: ClassVar[str] = "aime"
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {**MathEnv.DEFAULTS, "wrong": -1.0, "algebra": False}
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        **MathEnv.OPTIONS,
+        "wrong": number(-1.0, "reward of a wrong answer, or of none"),
+        "algebra": switch(False, "compares expressions beyond their text"),
+    }

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import ClassVar
 
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_mega.envs.options import Option
 
 
 def strict_answer(text: str) -> str | None:
@@ -18,6 +21,8 @@ def strict_answer(text: str) -> str | None:
 
 class Gsm8kEnv(BaseTextEnv):
     """1 when the strict answer equals the ground truth, else 0; one turn."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Judges the solution."""

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import ClassVar
 
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.gsm8k.env import strict_answer
+from skyrl_mega.envs.options import Option
 
 FORMAT_REWARD = 0.2
 """Shared by all turns: what a trajectory earns that keeps the format in every turn and never finds the answer."""
@@ -15,6 +17,7 @@ class Gsm8kMultiTurnEnv(BaseTextEnv):
     """SkyRL's rewards, turn by turn: 1 for the right answer, which ends it; 0.2 / max_turns for a wrong one in the
     format `#### number`; 0 for no answer."""
 
+    OPTIONS: ClassVar[Mapping[str, Option]] = {}
     metrics: ClassVar[tuple[str, ...]] = ("correct",)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

@@ -5,23 +5,11 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
-from skyrl_mega.envs.options import filled
-
-DEFAULTS: Mapping[str, Any] = {
-    "id": None,
-    "module": None,
-    "kwargs": {},
-    "tag": "action",
-    "invalid_reward": 0.0,
-    "invalid_ends": False,
-}
-"""`environment.options.gym`. id: as given to `gymnasium.make`; module: imported first, where it registers the id;
-kwargs: passed to `gymnasium.make`; tag: an action stands inside `<tag>…</tag>`, "" takes the policy's whole text;
-invalid_reward: of a turn without an action that the environment allows; invalid_ends: whether such a turn ends it."""
+from skyrl_mega.envs.options import Option, mapping, number, switch, text
 
 
 class GymEnv(BaseTextEnv):
@@ -33,20 +21,23 @@ class GymEnv(BaseTextEnv):
 
     requires_ground_truth = False
 
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "id": text(None, "as given to gymnasium.make"),
+        "module": text(None, "imported first, where it registers the id"),
+        "kwargs": mapping("passed to gymnasium.make"),
+        "tag": text("action", 'an action stands inside <tag>…</tag>; "" takes the whole text', empty=True),
+        "invalid_reward": number(0.0, "of a turn without an action that the environment allows"),
+        "invalid_ends": switch(False, "whether such a turn ends the trajectory"),
+    }
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
-        self.options = filled("gym", self.env_config, DEFAULTS)
         self.gym = _make(self.options)
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuses unknown options."""
-        filled("gym", options, DEFAULTS)
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
         """Makes one environment, to see that it can be and speaks text."""
-        made = _make(filled("gym", options, DEFAULTS))
+        made = _make(options)
         try:
             observation, _ = made.reset(seed=0)
             _text(observation)

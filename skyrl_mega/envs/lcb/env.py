@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.lcb.judge import cases, code_of, passed
-from skyrl_mega.envs.options import filled, one_of
+from skyrl_mega.envs.options import Option, choice, group, number, whole
 from skyrl_mega.envs.sandbox import Limits, Sandbox
-
-DEFAULTS: Mapping[str, Any] = {"reward": "all", "max_tests": 0, "timeout_s": 45.0, "sandbox": {}}
-"""`environment.options.lcb`. reward: all (1 when every test passes, else 0) or share (of the tests that pass);
-max_tests: the first ones only, 0 runs all; timeout_s: for all tests together, below `rollout.env_timeout_s`; sandbox:
-limits of one test."""
+from skyrl_mega.envs.sandbox.run import settings
 
 BOX = "environment.options.lcb.sandbox"
 LIMITS = Limits(wall_s=12, cpu_s=6, output_kib=4096)
@@ -23,25 +18,22 @@ LIMITS = Limits(wall_s=12, cpu_s=6, output_kib=4096)
 class LcbEnv(BaseTextEnv):
     """One turn: the last fenced block of the answer is the program; `reward_spec.ground_truth` has the tests."""
 
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "reward": choice("all", "share", doc="all: 1 when every test passes, else 0; share: of the tests that pass"),
+        "max_tests": whole(0, "the first ones only; 0 runs all", low=0),
+        "timeout_s": number(45.0, "for all tests together, below rollout.env_timeout_s", above=0, high=86400),
+        "sandbox": group(settings(LIMITS), "limits of one test"),
+    }
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
-        self.options = filled("lcb", self.env_config, DEFAULTS)
         self.box = Sandbox.of(self.options["sandbox"], BOX, LIMITS)
         self.cases = cases(self.ground_truth)
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuses unknown options and limits."""
-        given = filled("lcb", options, DEFAULTS)
-        one_of("lcb", "reward", given["reward"], ("all", "share"))
-        if not isinstance(given["max_tests"], int) or given["max_tests"] < 0:
-            raise UserError(f"environment.options.lcb.max_tests={given['max_tests']!r}; allowed: 0 (all) or more")
-        Sandbox.of(given["sandbox"], BOX)
-
-    @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
         """Refuses a machine that cannot confine."""
-        Sandbox.of(filled("lcb", options, DEFAULTS)["sandbox"], BOX).check(BOX)
+        Sandbox.of(options["sandbox"], BOX).check(BOX)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Runs the tests."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.math import check
 from skyrl_mega.envs.math.answer import TAIL, extract
-from skyrl_mega.envs.options import filled, one_of
+from skyrl_mega.envs.options import Option, choice, number, switch, whole
 
 
 class MathEnv(BaseTextEnv):
@@ -20,35 +19,19 @@ class MathEnv(BaseTextEnv):
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("correct",)
-    NAME: ClassVar[str] = "math"
-    DEFAULTS: ClassVar[Mapping[str, Any]] = {
-        "right": 1.0,
-        "wrong": 0.0,
-        "answer": "either",
-        "tail": TAIL,
-        "algebra": True,
-        "timeout_s": 5.0,
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "right": number(1.0, "reward of the right answer"),
+        "wrong": number(0.0, "reward of another one, or of none"),
+        "answer": choice("either", "boxed", "line", doc="the form that is looked for"),
+        "tail": whole(TAIL, "characters at the end that are looked at; 0 for all", low=0),
+        "algebra": switch(True, "compares expressions beyond their text"),
+        "timeout_s": number(5.0, "for one comparison", above=0, high=3600),
     }
-    """`environment.options.math`. answer: either, boxed or line; tail: characters that are looked at, 0 for all;
-    algebra: whether expressions are compared beyond their text; timeout_s: for one comparison."""
-
-    def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
-        super().__init__(env_config, extras)
-        self.options = filled(self.NAME, self.env_config, self.DEFAULTS)
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuses unknown options and rewards that are no numbers."""
-        given = filled(cls.NAME, options, cls.DEFAULTS)
-        one_of(cls.NAME, "answer", given["answer"], ("either", "boxed", "line"))
-        for key in ("right", "wrong", "tail", "timeout_s"):
-            if isinstance(given[key], bool) or not isinstance(given[key], int | float):
-                raise UserError(f"environment.options.{cls.NAME}.{key}={given[key]!r}; allowed: a number")
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
         """Refuses to start without the library that does algebra."""
-        if filled(cls.NAME, options, cls.DEFAULTS)["algebra"]:
+        if options["algebra"]:
             check.check()
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.math.check import same
-from skyrl_mega.envs.options import filled
+from skyrl_mega.envs.options import Option, group, whole
 from skyrl_mega.envs.sandbox import Limits, Outcome, Sandbox
-from skyrl_mega.envs.sandbox.run import python
-
-DEFAULTS: Mapping[str, Any] = {"shown_characters": 2000, "sandbox": {}}
-"""`environment.options.python`. shown_characters: of what a program printed, its end."""
+from skyrl_mega.envs.sandbox.run import python, settings
 
 BOX = "environment.options.python.sandbox"
 LIMITS = Limits(wall_s=10, cpu_s=10)
@@ -28,20 +25,19 @@ class PythonToolEnv(BaseTextEnv):
     """`<python>…</python>` is run, each time in a fresh process; what it printed comes back in `<output>…</output>`.
     `<answer>…</answer>` ends the trajectory: 1 when it equals the ground truth as a number or text, else 0."""
 
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "shown_characters": whole(2000, "of what a program printed, its end", low=1),
+        "sandbox": group(settings(LIMITS), "limits of one program"),
+    }
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
-        self.options = filled("python", self.env_config, DEFAULTS)
         self.box = Sandbox.of(self.options["sandbox"], BOX, LIMITS)
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuses unknown options and limits."""
-        Sandbox.of(filled("python", options, DEFAULTS)["sandbox"], BOX)
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
         """Refuses a machine that cannot confine."""
-        Sandbox.of(filled("python", options, DEFAULTS)["sandbox"], BOX).check(BOX)
+        Sandbox.of(options["sandbox"], BOX).check(BOX)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Runs a program, or judges the answer; the first of the two tags counts."""

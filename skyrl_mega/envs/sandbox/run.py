@@ -14,11 +14,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.envs.options import Option, filled, number, texts, whole
 
 CONFINEMENTS = {
     "files": "sees its own folder and the system's programs only (mount namespace or Landlock)",
@@ -29,6 +30,8 @@ CONFINEMENTS = {
 """What untrusted code needs around it, unless a setting does without; and what may provide it."""
 
 JAIL = Path(__file__).with_name("jail.py")
+MOST = 10**6
+"""No limit is larger: a million seconds, MiB, processes."""
 GRACE_S = 10.0
 """For the jail to report after its time is up."""
 
@@ -96,7 +99,7 @@ class Sandbox:
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None, key: str, default: Limits | None = None) -> Sandbox:
-        """From settings: any field of `Limits`, and `without`, a list of confinements.
+        """From settings, as `settings` declares them.
 
         Args:
             options: `environment.options.<name>.sandbox`.
@@ -106,18 +109,9 @@ class Sandbox:
         Raises:
             UserError: A setting that does not exist or cannot be.
         """
-        given = dict(options or {})
-        without = tuple(given.pop("without", ()))
-        for name in without:
-            if name not in CONFINEMENTS:
-                raise UserError(f"{key}.without: {name!r}; allowed: {', '.join(CONFINEMENTS)}")
-        names = [field.name for field in fields(Limits)]
-        for name, value in given.items():
-            if name not in names:
-                raise UserError(f"{key}.{name}: there is no such setting; allowed: without, {', '.join(names)}")
-            if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
-                raise UserError(f"{key}.{name}={value!r}; allowed: a number above 0")
-        return cls(replace(default or Limits(), **given), without)
+        given = filled(key, options, settings(default or Limits()))
+        without = tuple(given.pop("without"))
+        return cls(Limits(**given), without)
 
     def check(self, key: str = "sandbox") -> None:
         """Tries the machine.
@@ -131,11 +125,17 @@ class Sandbox:
         if missing:
             raise UserError(_lacking(missing, key))
         try:
-            self.run(python("-c", "pass"))
+            outcome = self.run(python("-c", "pass"))
         except RuntimeError as error:
             raise UserError(
                 f"{key}: {error}; let other users read and execute this interpreter, or allow user namespaces"
             ) from error
+        if outcome.status != "ok":
+            said = outcome.stderr.strip().rpartition("\n")[2][-200:] or f"exit code {outcome.exit}"
+            raise UserError(
+                f"{key}: under its limits not even an empty Python program runs ({outcome.status}: {said}); "
+                f"allowed are limits as usual or wider: {_usual()}"
+            )
 
     def run(
         self,
@@ -163,6 +163,20 @@ class Sandbox:
         with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as scratch:
             order = _order(self, argv, stdin, files or {}, folder, limits, scratch)
             return _play(order, limits)
+
+
+def settings(default: Limits) -> dict[str, Option]:
+    """The options of a sandbox whose limits are usually these."""
+    kinds = get_type_hints(Limits)
+    limits = {
+        name: (whole(usual, "", low=1, high=MOST) if kinds[name] is int else number(usual, "", above=0, high=MOST))
+        for name, usual in asdict(default).items()
+    }
+    return {"without": texts([], "confinements done without", choices=tuple(CONFINEMENTS)), **limits}
+
+
+def _usual() -> str:
+    return ", ".join(f"{name}={value:g}" for name, value in asdict(Limits()).items())
 
 
 def python(script: str = "main.py", *arguments: str) -> list[str]:

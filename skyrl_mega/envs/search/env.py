@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import RetrieverConfig
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_mega.envs.options import Option, choice, number
 from skyrl_mega.envs.search.score import exact_match, f1, targets_of
 from skyrl_mega.retriever.client import Hit, RetrievalError, shared_client
 
@@ -31,37 +32,26 @@ SCORES = {"exact_match": exact_match, "f1": f1}
 
 
 class SearchEnv(BaseTextEnv):
-    """One question. Options: `reward` (`exact_match` or `f1`), `wrong_answer` (reward of an answer that is wrong)."""
+    """One question."""
 
     metrics: ClassVar[tuple[str, ...]] = ("exact_match", "f1")
     needs_retriever: ClassVar[bool] = True
     """`env_config["retriever"]` is the configuration's `environment.retriever`."""
 
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "reward": choice(*SCORES, doc="what an answer's reward is"),
+        "wrong_answer": number(0.0, "reward of an answer that is wrong"),
+    }
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
-        super().__init__(env_config, extras)
-        self.retriever: RetrieverConfig = self.env_config["retriever"]
-        self.check_options({key: value for key, value in self.env_config.items() if key != "retriever"})
-        self.score = SCORES[self.env_config.get("reward", "exact_match")]
-        self.wrong_answer = float(self.env_config.get("wrong_answer", 0.0))
+        given = dict(env_config or {})
+        self.retriever: RetrieverConfig = given.pop("retriever")
+        super().__init__(given, extras)
+        self.score = SCORES[self.options["reward"]]
+        self.wrong_answer = float(self.options["wrong_answer"])
         self.targets = targets_of(self.ground_truth)
         self.searches: list[dict[str, Any]] = []
         """Query, ids found, seconds, and an error where there was one."""
-
-    @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuses options that it does not know.
-
-        Raises:
-            UserError: Key, value, what is allowed.
-        """
-        for key, value in options.items():
-            name = f"environment.options.search.{key} = {value}"
-            if key not in ("reward", "wrong_answer"):
-                raise UserError(f"{name}: no such option; allowed: reward, wrong_answer")
-            if key == "reward" and value not in SCORES:
-                raise UserError(f"{name}: allowed: {', '.join(SCORES)}")
-            if key == "wrong_answer" and (isinstance(value, bool) or not isinstance(value, int | float)):
-                raise UserError(f"{name}: allowed: a number")
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:

@@ -6,35 +6,24 @@ import re
 from collections.abc import Mapping
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
-from skyrl_mega.envs.options import filled
+from skyrl_mega.envs.options import Option, mapping, number, text, texts, whole
 from skyrl_mega.envs.sandbox import Sandbox
 from skyrl_mega.envs.swe.session import LocalSession, Ran, Session
 
-DEFAULTS: Mapping[str, Any] = {
-    "tasks": None,
-    "session": "local",
-    "session_options": {},
-    "protected": [
-        "tests/*",
-        "test_*.py",
-        "*_test.py",
-        "conftest.py",
-        "*/conftest.py",
-        "pytest.ini",
-        "sitecustomize.py",
-    ],
-    "command_timeout_s": 20.0,
-    "test_timeout_s": 30.0,
-    "shown_characters": 4000,
-}
-"""`environment.options.swe`. tasks: folder of the tasks; session: local or package.module:Class, see `Session`;
-protected: files that are as the task says when the tests run; shown_characters: of an output, its two ends. Both times
-together belong below `rollout.env_timeout_s`."""
-
+PROTECTED = [
+    "tests/*",
+    "test_*.py",
+    "*_test.py",
+    "conftest.py",
+    "*/conftest.py",
+    "pytest.ini",
+    "sitecustomize.py",
+]
+"""Files that decide what a test command does."""
 BOX = "environment.options.swe.session_options"
 INVALID = "Give one command inside <bash>…</bash>, or <submit/> when the work is done."
 
@@ -44,9 +33,20 @@ class SweEnv(BaseTextEnv):
     ends it. Then the protected files are restored and the row's ground truth, the test command, is run: 1 when its exit
     code is 0, else 0."""
 
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "tasks": text(None, "folder of the tasks"),
+        "session": text("local", "local or package.module:Class, see `Session`"),
+        "session_options": mapping("what the session is made with; of local, limits of its sandbox"),
+        "protected": texts(PROTECTED, "files that are as the task says when the tests run"),
+        "command_timeout_s": number(20.0, "for a command of the policy's", above=0, high=86400),
+        "test_timeout_s": number(
+            30.0, "for the tests; with the command's below rollout.env_timeout_s", above=0, high=86400
+        ),
+        "shown_characters": whole(4000, "of an output, its two ends", low=2),
+    }
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
-        self.options = filled("swe", self.env_config, DEFAULTS)
         name = str((self.extras.get("extra_info") or {}).get("task"))
         if self.options["tasks"] is None or not re.fullmatch(r"[\w-][\w.-]*", name):
             raise UserError(
@@ -58,19 +58,17 @@ class SweEnv(BaseTextEnv):
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuses unknown options, and a session class that is not there."""
-        given = filled("swe", options, DEFAULTS)
-        if _session(given["session"]) is LocalSession:
-            Sandbox.of(given["session_options"], BOX)
+        """Refuses a session class that is not there, and limits that cannot be."""
+        if _session(options["session"]) is LocalSession:
+            Sandbox.of(options["session_options"], BOX)
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
         """Refuses an absent folder of tasks, and for local sessions a machine that cannot confine."""
-        given = filled("swe", options, DEFAULTS)
-        if given["tasks"] is None or not Path(given["tasks"]).is_dir():
-            raise UserError(f"environment.options.swe.tasks={given['tasks']}: allowed: the folder of the tasks")
-        if _session(given["session"]) is LocalSession:
-            Sandbox.of(given["session_options"], BOX).check(BOX)
+        if options["tasks"] is None or not Path(options["tasks"]).is_dir():
+            raise UserError(f"environment.options.swe.tasks={options['tasks']}: allowed: the folder of the tasks")
+        if _session(options["session"]) is LocalSession:
+            Sandbox.of(options["session_options"], BOX).check(BOX)
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """Opens the session."""
@@ -83,15 +81,15 @@ class SweEnv(BaseTextEnv):
         tag = re.search(r"<bash>(.*?)</bash>|<submit\s*/?>", action, re.DOTALL)
         command = tag.group(1) if tag else None
         metadata: dict[str, Any] = {"command": command}
-        text = INVALID
+        shown = INVALID
         if command is not None:
             ran = self.session.run(command, float(self.options["command_timeout_s"]))
-            text, metadata["status"] = _report(ran, int(self.options["shown_characters"])), ran.status
+            shown, metadata["status"] = _report(ran, int(self.options["shown_characters"])), ran.status
             metadata["tool_calls"] = [{"name": "bash", "arguments": {"command": command}}]
         if (tag is not None and command is None) or self.turns >= self.max_turns:
             return self._judge(metadata)
         return BaseTextEnvStepOutput(
-            observations=[{"role": "user", "content": text}], reward=0.0, done=False, metadata=metadata
+            observations=[{"role": "user", "content": shown}], reward=0.0, done=False, metadata=metadata
         )
 
     def _judge(self, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
@@ -107,11 +105,11 @@ class SweEnv(BaseTextEnv):
 
 
 def _report(ran: Ran, most: int) -> str:
-    text = ran.output.rstrip("\n")
-    if len(text) > most:
-        text = f"{text[: most // 2]}\n… {len(text) - most} characters left out …\n{text[-(most // 2) :]}"
+    said = ran.output.rstrip("\n")
+    if len(said) > most:
+        said = f"{said[: most // 2]}\n… {len(said) - most} characters left out …\n{said[-(most // 2) :]}"
     how = f"exit code {ran.exit}" if ran.status in ("ok", "failed") else ran.status
-    return f"<output>\n{text}\n</output>\n({how})"
+    return f"<output>\n{said}\n</output>\n({how})"
 
 
 def _session(path: str) -> type[Session]:

@@ -5,31 +5,21 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
-from skyrl_mega.envs.options import filled
+from skyrl_mega.envs.options import Option, group, number, text, whole
 from skyrl_mega.envs.sandbox import Limits, Sandbox
+from skyrl_mega.envs.sandbox.run import settings
 from skyrl_mega.envs.text2sql.database import Database
 from skyrl_mega.envs.text2sql.reward import solution
 
 FOLDERS = {"synsql": "SynSQL-2.5M/databases", "spider": "spider/database", "bird": "bird/train/train_databases"}
 """Where a row's `data` has its databases below `db_path`, as SkyRL's users have laid them out."""
 
-DEFAULTS: Mapping[str, Any] = {
-    "db_path": None,
-    "query_timeout_s": 5.0,
-    "reward_timeout_s": 20.0,
-    "max_rows": 100_000,
-    "shown_rows": 50,
-    "shown_characters": 9000,
-    "sandbox": {},
-}
-"""`environment.options.text2sql`. The query's time, the rows and the characters shown are SkyRL-SQL's; its reward takes
-up to 30 s a query, and two of these are longer than the usual `rollout.env_timeout_s`."""
-
 BOX = "environment.options.text2sql.sandbox"
+LIMITS = Limits(processes=4)
 INVALID = "Your previous action is invalid: think inside <think>…</think>, then give one query inside <sql>…</sql>."
 
 
@@ -40,29 +30,35 @@ class Text2SqlEnv(BaseTextEnv):
     `reward_spec.ground_truth`, else 0. The row's `db_id` names the database: `<db_path>/<db_id>/<db_id>.sqlite`.
     """
 
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "db_path": text(None, "folder of the databases"),
+        "query_timeout_s": number(5.0, "for a query of the policy's", above=0, high=86400),
+        "reward_timeout_s": number(20.0, "for each of the two queries that are compared", above=0, high=86400),
+        "max_rows": whole(100_000, "rows of a result that are compared", low=1),
+        "shown_rows": whole(50, "rows that the policy sees", low=1),
+        "shown_characters": whole(9000, "characters of them that the policy sees", low=1),
+        "sandbox": group(settings(LIMITS), "limits of one query"),
+    }
+    """The query's time, the rows and the characters shown are SkyRL-SQL's; its reward takes up to 30 s a query, and two
+    of these are longer than the usual `rollout.env_timeout_s`."""
+
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
-        self.options = options = filled("text2sql", self.env_config, DEFAULTS)
-        box = Sandbox.of(options["sandbox"], BOX, Limits(processes=4))
+        options = self.options
+        box = Sandbox.of(options["sandbox"], BOX)
         file = find(options["db_path"], self.extras.get("db_id"), self.extras.get("data"))
         self.database = Database(file, box, int(options["max_rows"]), int(options["shown_rows"]))
         self.written: list[str] = []
         """What the policy wrote, turn by turn."""
 
     @classmethod
-    def check_options(cls, options: Mapping[str, Any]) -> None:
-        """Refuses unknown options and limits."""
-        Sandbox.of(filled("text2sql", options, DEFAULTS)["sandbox"], BOX)
-
-    @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
         """Refuses an absent folder of databases, and a machine that cannot confine."""
-        given = filled("text2sql", options, DEFAULTS)
-        if given["db_path"] is None or not Path(given["db_path"]).is_dir():
+        if options["db_path"] is None or not Path(options["db_path"]).is_dir():
             raise UserError(
-                f"environment.options.text2sql.db_path={given['db_path']}: allowed: the folder of the databases"
+                f"environment.options.text2sql.db_path={options['db_path']}: allowed: the folder of the databases"
             )
-        Sandbox.of(given["sandbox"], BOX).check(BOX)
+        Sandbox.of(options["sandbox"], BOX).check(BOX)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Runs a query, or judges the solution."""
@@ -75,12 +71,12 @@ class Text2SqlEnv(BaseTextEnv):
         if match is None:
             return self._answer(INVALID, {"sql": None})
         table = self.database.query(match.group(1), float(self.options["query_timeout_s"]))
-        text = table.text(int(self.options["shown_characters"]))
+        rows = table.text(int(self.options["shown_characters"]))
         calls = [{"name": "sql", "arguments": {"query": match.group(1)}}]
-        return self._answer(text, {"sql": match.group(1), "error": table.error, "tool_calls": calls})
+        return self._answer(rows, {"sql": match.group(1), "error": table.error, "tool_calls": calls})
 
-    def _answer(self, text: str, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
-        message = {"role": "user", "content": observation(text, self.max_turns - self.turns)}
+    def _answer(self, said: str, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
+        message = {"role": "user", "content": observation(said, self.max_turns - self.turns)}
         return BaseTextEnvStepOutput(observations=[message], reward=0.0, done=False, metadata=metadata)
 
     def _judge(self) -> tuple[float, dict[str, Any]]:
@@ -94,10 +90,10 @@ class Text2SqlEnv(BaseTextEnv):
         return float(same), metadata
 
 
-def observation(text: str, left: int) -> str:
+def observation(said: str, left: int) -> str:
     """What the policy reads after a query, in SkyRL-SQL's form."""
     reminder = f"<reminder>You have {left} turns left to complete the task.</reminder>"
-    return f"\n\n<observation>{text}\n{reminder}</observation>\n\n"
+    return f"\n\n<observation>{said}\n{reminder}</observation>\n\n"
 
 
 def find(folder: str | Path | None, db_id: Any, data: Any = None) -> Path:

@@ -20,7 +20,7 @@ from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs import make
 from skyrl_mega.envs.math.answer import extract, normal
 from skyrl_mega.envs.math.check import algebra, same
-from skyrl_mega.envs.math.env import MathEnv
+from skyrl_mega.envs.registry import check
 
 
 def reward(env: str, gold: Any, action: str, **options: Any) -> float:
@@ -241,5 +241,7 @@ def test_wrong_files_are_one_line(tmp_path: Path, record: Any, said: str) -> Non
 
 
 def test_wrong_options() -> None:
-    with pytest.raises(UserError, match=r"environment\.options\.math\.answer='last'; allowed: either, boxed, line"):
-        MathEnv.check_options({"answer": "last"})
+    with pytest.raises(
+        UserError, match=r"environment\.options\.math\.answer = last: allowed is one of either, boxed, line"
+    ):
+        check(EnvironmentConfig(options={"math": {"answer": "last"}}))

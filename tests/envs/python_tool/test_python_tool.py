@@ -13,7 +13,7 @@ from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs import BaseTextEnv, make
-from skyrl_mega.envs.python_tool.env import PythonToolEnv
+from skyrl_mega.envs.registry import check_ready
 
 
 def game(turns: int = 6, **sandbox: object) -> BaseTextEnv:
@@ -87,9 +87,9 @@ def test_data_and_their_answers(tmp_path: Path) -> None:
 
 
 def test_settings_are_checked_before_a_run() -> None:
-    with pytest.raises(UserError, match=r"environment\.options\.python\.sandbox\.wall: there is no such setting"):
-        PythonToolEnv.check_options({"sandbox": {"wall": 3}})
-    PythonToolEnv.check_ready({})
+    with pytest.raises(UserError, match=r"environment\.options\.python\.sandbox\.wall: there is no such option"):
+        check_ready("python", EnvironmentConfig(options={"python": {"sandbox": {"wall": 3}}}))
+    check_ready("python", EnvironmentConfig())
 
 
 def test_the_command_line(tmp_path: Path) -> None:

@@ -268,10 +268,13 @@ def test_it_refuses_where_the_machine_gives_too_little() -> None:
 @pytest.mark.parametrize(
     "options, said",
     [
-        ({"memory": 3}, r"sandbox\.memory: there is no such setting; allowed: without, wall_s"),
-        ({"wall_s": 0}, r"sandbox\.wall_s=0; allowed: a number above 0"),
-        ({"cpu_s": "3"}, "allowed: a number"),
-        ({"without": ["file"]}, "'file'; allowed: files, network, processes, limits"),
+        (
+            {"memory": 3},
+            r"sandbox\.memory: there is no such option; did you mean memory_mib\? allowed is a mapping of w",
+        ),
+        ({"wall_s": 0}, r"sandbox\.wall_s = 0: allowed is a number above 0"),
+        ({"cpu_s": "3"}, "allowed is a whole number from 1"),
+        ({"without": ["file"]}, r"\[file\]: allowed is a list of files, network, processes, limits"),
     ],
 )
 def test_wrong_settings(options: dict[str, object], said: str) -> None:

@@ -214,7 +214,7 @@ def test_a_file_of_skyrls_schema_loads_unchanged(databases: Path, tmp_path: Path
     assert make(prompt.env_class, prompt.extras, config, 6).step(GOOD)["reward"] == 1.0
     with pytest.raises(UserError, match=r"environment\.options\.text2sql\.db_path=None"):
         load_prompts([tmp_path / "train.parquet"], EnvironmentConfig())
-    with pytest.raises(UserError, match=r"text2sql\.db_pth: unknown; did you mean db_path"):
+    with pytest.raises(UserError, match=r"text2sql\.db_pth: there is no such option; did you mean db_path"):
         load_prompts([tmp_path / "train.parquet"], EnvironmentConfig(options={"text2sql": {"db_pth": "x"}}))
 
 
