@@ -11,20 +11,23 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.options import Option, filled, number, texts, whole
+from skyrl_mega.envs.sandbox import budget, folders, tree
+from skyrl_mega.envs.sandbox.workspace import Workspace, inodes
 
 CONFINEMENTS = {
-    "files": "sees its own folder and the system's programs only (mount namespace or Landlock)",
+    "files": "reads and writes its own folder, reads the system's programs (mount namespace, or Landlock; with seccomp "
+    "where it has no user of its own)",
     "network": "opens no socket (network namespace or seccomp)",
-    "processes": "neither sees nor signals other processes (PID namespace, a user of its own, or Landlock 6)",
+    "processes": "neither sees, signals nor slows other processes (PID namespace, a user of its own, or Landlock 6 "
+    "with seccomp)",
     "limits": "CPU, memory, processes, file size, open files (setrlimit)",
 }
 """What untrusted code needs around it, unless a setting does without; and what may provide it."""
@@ -32,6 +35,7 @@ CONFINEMENTS = {
 JAIL = Path(__file__).with_name("jail.py")
 MOST = 10**6
 """No limit is larger: a million seconds, MiB, processes."""
+INTERPRETER = ("bin", "lib", "lib64", "pyvenv.cfg")
 GRACE_S = 10.0
 """For the jail to report after its time is up."""
 
@@ -39,7 +43,7 @@ MENDS = {
     "files": "Linux 5.13 with Landlock, or user namespaces (sysctl kernel.unprivileged_userns_clone=1, or a container "
     "with --cap-add SYS_ADMIN)",
     "network": "user namespaces, or a kernel with seccomp on x86-64 or arm64",
-    "processes": "user namespaces, or run as root, or Linux 6.12 with Landlock",
+    "processes": "user namespaces, or run as root, or Linux 6.12 with Landlock and seccomp",
     "limits": "Linux",
 }
 
@@ -52,7 +56,9 @@ class Limits:
     cpu_s: int = 10
     """Of each process."""
     memory_mib: int = 512
-    """Address space of each process: all together `processes` times as much at most."""
+    """Address space of each process."""
+    total_mib: int = 8192
+    """Memory of all commands that run at once for this environment."""
     processes: int = 16
     """Processes and threads at once."""
     file_mib: int = 16
@@ -70,7 +76,7 @@ class Outcome:
 
     status: str
     """`ok` exit code 0, `failed` another one or a signal, `timeout` wall clock or CPU time, `output` printed too much,
-    `disk` wrote too much."""
+    `disk` wrote too much, `memory` had most of what is too much with all others at once."""
     exit: int | None
     """Exit code, −N for signal N, None when it was ended from outside or took its surroundings down with it."""
     stdout: str
@@ -90,12 +96,14 @@ class Sandbox:
         without: Confinements done without where the machine lacks them; keys of `CONFINEMENTS`.
         read: More files and folders that may be read, at their own paths.
         disabled: Mechanisms left alone (`namespaces`, `landlock`, `seccomp`), as on a machine without them.
+        name: Commands of all sandboxes of one name share `total_mib`.
     """
 
     limits: Limits = Limits()
     without: tuple[str, ...] = ()
     read: tuple[str, ...] = ()
     disabled: tuple[str, ...] = ()
+    name: str = "sandbox"
 
     @classmethod
     def of(cls, options: Mapping[str, Any] | None, key: str, default: Limits | None = None) -> Sandbox:
@@ -111,7 +119,7 @@ class Sandbox:
         """
         given = filled(key, options, settings(default or Limits()))
         without = tuple(given.pop("without"))
-        return cls(Limits(**given), without)
+        return cls(Limits(**given), without, name=key)
 
     def check(self, key: str = "sandbox") -> None:
         """Tries the machine.
@@ -143,7 +151,7 @@ class Sandbox:
         *,
         stdin: str = "",
         files: Mapping[str, str] | None = None,
-        folder: Path | None = None,
+        workspace: Workspace | None = None,
         limits: Limits | None = None,
     ) -> Outcome:
         """Runs a command and waits for it; everything that it started is dead when this returns.
@@ -152,7 +160,7 @@ class Sandbox:
             argv: The program's absolute path and its arguments.
             stdin: All that it can read.
             files: Relative path → text, written into the working folder before.
-            folder: A folder of the host as the working folder, kept afterwards; without one, it is empty and vanishes.
+            workspace: What to work in, kept afterwards; without one, the working folder is empty and vanishes.
             limits: Others than the sandbox's own.
 
         Raises:
@@ -160,9 +168,16 @@ class Sandbox:
             RuntimeError: The command cannot be started.
         """
         limits = limits or self.limits
-        with tempfile.TemporaryDirectory(prefix="sandbox-", ignore_cleanup_errors=True) as scratch:
-            order = _order(self, argv, stdin, files or {}, folder, limits, scratch)
-            return _play(order, limits)
+        scratch = folders.make()
+        try:
+            order = _order(self, argv, stdin, files or {}, workspace, limits, scratch)
+            return _play(order, limits, budget.of(self.name, limits.total_mib))
+        finally:
+            tree.remove(scratch)
+
+    def workspace(self) -> Workspace:
+        """A folder for commands that find what those before them left; `disk_mib` is all that it holds."""
+        return Workspace(_bytes(self.limits.disk_mib), "namespaces" not in self.disabled)
 
 
 def settings(default: Limits) -> dict[str, Option]:
@@ -196,40 +211,54 @@ def _order(
     argv: Sequence[str],
     stdin: str,
     files: Mapping[str, str],
-    folder: Path | None,
+    workspace: Workspace | None,
     limits: Limits,
     scratch: str,
 ) -> dict[str, Any]:
     paths = {"PATH": f"{Path(sys.prefix) / 'bin'}:/usr/local/bin:/usr/bin:/bin"}
     calm = {"LANG": "C.UTF-8", "PYTHONDONTWRITEBYTECODE": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    interpreter = {sys.prefix, sys.base_prefix, str(Path(sys.executable).resolve().parent.parent)}
     own_uid = secrets.randbelow(1 << 24) + 2_000_000_000  # shared with nobody, so that the process limit is its own
     return {
         "argv": list(argv),
         "env": {**paths, **calm},
         "stdin": stdin,
         "files": dict(files),
-        "folder": str(folder) if folder is not None else None,
+        "folder": workspace.place if workspace is not None else None,
+        "namespaces": dict(workspace.namespaces) if workspace is not None else {},
         "scratch": _made(scratch, "work"),
         "root": _made(scratch, "root"),
-        "read": sorted({*(p for p in interpreter if p not in ("/usr", "/")), *box.read}),
+        "read": sorted({*_interpreter(), *box.read}),
         "need": [name for name in CONFINEMENTS if name not in box.without],
         "disabled": list(box.disabled),
-        "uid": own_uid if folder is None else _owner(folder, own_uid),
+        "uid": own_uid if workspace is None else _owner(workspace.folder, own_uid),
         "limits": {
             "cpu": int(limits.cpu_s),
-            "memory": int(limits.memory_mib * 2**20),
+            "memory": _bytes(limits.memory_mib),
             "processes": int(limits.processes),
-            "file": int(limits.file_mib * 2**20),
-            "disk": int(limits.disk_mib * 2**20),
+            "file": _bytes(limits.file_mib),
+            "disk": _bytes(limits.disk_mib),
+            "inodes": inodes(_bytes(limits.disk_mib)),
             "open_files": int(limits.open_files),
         },
     }
 
 
+def _interpreter() -> Iterator[str]:
+    """What this interpreter needs, at each path by which it may know itself: not what a site keeps beside it."""
+    for prefix in (sys.prefix, sys.base_prefix, os.path.dirname(os.path.dirname(os.path.realpath(sys.executable)))):
+        for place in {prefix, os.path.realpath(prefix)} - {"/usr", "/"}:
+            for part in INTERPRETER:
+                if os.path.exists(path := os.path.join(place, part)):
+                    yield path
+                    yield os.path.realpath(path)
+
+
+def _bytes(mib: float) -> int:
+    return int(mib * 2**20)
+
+
 def _made(scratch: str, name: str) -> str:
-    os.chmod(scratch, 0o711)  # a user of its own passes through
-    path = os.path.join(os.path.realpath(scratch), name)
+    path = os.path.join(scratch, name)
     os.mkdir(path, 0o700)
     return path
 
@@ -240,7 +269,8 @@ def _owner(folder: Path, fresh: int) -> int:
     return uid if uid >= 2_000_000_000 else fresh
 
 
-def _play(order: dict[str, Any], limits: Limits) -> Outcome:
+def _play(order: dict[str, Any], limits: Limits, shared: budget.Budget) -> Outcome:
+    order["group"] = str(shared.group / "cgroup.procs") if shared.group is not None else None
     reading, writing = os.pipe()
     start = time.monotonic()
     try:
@@ -249,7 +279,7 @@ def _play(order: dict[str, Any], limits: Limits) -> Outcome:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=[writing],
+            pass_fds=[writing, *order["namespaces"].values()],
             cwd="/",
             env={"LANG": "C.UTF-8"},
         )
@@ -263,18 +293,22 @@ def _play(order: dict[str, Any], limits: Limits) -> Outcome:
         data = json.dumps(order).encode()
         process.stdin.write(struct.pack("Q", len(data)) + data)
         process.stdin.flush()
-        ended, pieces = _collect(process, report.fileno(), limits, start)
-        said = b"".join(pieces["report"])
-    if not said:
+        try:
+            ended, pieces = _collect(process, report.fileno(), limits, start, lambda used: shared.note(process, used))
+        finally:
+            shared.forget(process)
+    *_, last = b"".join(pieces["report"]).splitlines() or [b"{}"]
+    told = json.loads(last)
+    if "active" not in told:
         errors = b"".join(pieces["stderr"]).decode(errors="replace").strip()
         raise RuntimeError(f"the sandbox did not report: {errors[-500:]}")
-    return _outcome(order, limits, json.loads(said), ended, pieces, time.monotonic() - start)
+    return _outcome(order, limits, told, ended, pieces, time.monotonic() - start)
 
 
 def _collect(
-    process: subprocess.Popen[bytes], report: int, limits: Limits, start: float
+    process: subprocess.Popen[bytes], report: int, limits: Limits, start: float, too_much: Callable[[int], bool]
 ) -> tuple[str | None, dict[str, list[bytes]]]:
-    """Reads all three streams to their ends; ends the jail when time is up or too much is printed."""
+    """Reads all three streams to their ends; ends the jail when time is up, or it prints or holds too much."""
     assert process.stdin and process.stdout and process.stderr
     pieces: dict[str, list[bytes]] = {"stdout": [], "stderr": [], "report": []}
     left, ended, deadline = int(limits.output_kib * 1024), None, start + limits.wall_s
@@ -289,6 +323,8 @@ def _collect(
                     streams.unregister(key.fd)
                 elif key.data == "report":
                     pieces["report"].append(piece)
+                    if ended is None and any(map(too_much, _memory(piece))):
+                        ended = "memory"
                 else:
                     pieces[key.data].append(piece[: max(0, left)])
                     left -= len(piece)
@@ -303,6 +339,13 @@ def _collect(
                 process.stdin.close()
                 deadline = time.monotonic() + GRACE_S
     return ended, pieces
+
+
+def _memory(piece: bytes) -> Iterator[int]:
+    """Bytes of memory that whole lines of a report speak of; a line is written at once."""
+    for line in piece.splitlines():
+        if line.startswith(b'{"memory": '):
+            yield json.loads(line)["memory"]
 
 
 def _outcome(

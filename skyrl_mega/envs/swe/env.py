@@ -12,7 +12,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.options import Option, mapping, number, text, texts, whole
 from skyrl_mega.envs.sandbox import Sandbox
-from skyrl_mega.envs.swe.session import LocalSession, Ran, Session
+from skyrl_mega.envs.swe.session import BOX, LocalSession, Ran, Session
 
 PROTECTED = [
     "tests/*",
@@ -24,7 +24,6 @@ PROTECTED = [
     "sitecustomize.py",
 ]
 """Files that decide what a test command does."""
-BOX = "environment.options.swe.session_options"
 INVALID = "Give one command inside <bash>…</bash>, or <submit/> when the work is done."
 
 

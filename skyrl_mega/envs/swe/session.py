@@ -5,14 +5,15 @@ from __future__ import annotations
 import fnmatch
 import os
 import shutil
-import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.envs.sandbox import Sandbox
+from skyrl_mega.envs.sandbox import Sandbox, Workspace, tree
+
+BOX = "environment.options.swe.session_options"
 
 
 @dataclass(frozen=True)
@@ -53,35 +54,46 @@ class Session(Protocol):
 
 
 class LocalSession:
-    """A copy of the repository in a temporary folder, commands in the project's own sandbox."""
+    """A copy of the repository in a workspace, commands in the project's own sandbox."""
 
     def __init__(self, task: Path, options: Mapping[str, Any]) -> None:
         self.task = task
-        self.held: tempfile.TemporaryDirectory[str] | None = None
-        self.box = Sandbox.of(options, "environment.options.swe.session_options")
+        self.workspace: Workspace | None = None
+        self.spoilt: str | None = None
+        """Why the tests cannot be put where they belong, once that is so: every command fails then."""
+        self.box = Sandbox.of(options, BOX)
 
     def open(self, timeout_s: float) -> None:
         """Copies the repository."""
-        self.held = tempfile.TemporaryDirectory(prefix="session-", ignore_cleanup_errors=True)
+        self.workspace = self.box.workspace()
         _copy(self.task / "repo", self.folder)
 
     def run(self, command: str, timeout_s: float) -> Ran:
         """Runs `sh -c command` in the sandbox."""
+        if self.spoilt is not None:
+            return Ran("failed", None, self.spoilt)
         limits = replace(self.box.limits, wall_s=timeout_s, cpu_s=int(timeout_s) + 1)
-        outcome = self.box.run(["/bin/sh", "-c", command], folder=self.folder, limits=limits)
+        outcome = self.box.run(["/bin/sh", "-c", command], workspace=self._opened(), limits=limits)
         return Ran(outcome.status, outcome.exit, outcome.stdout + outcome.stderr)
 
     def restore(self, patterns: Iterable[str], timeout_s: float) -> None:
-        """Removes what matches and copies it anew, without following any link that was made there."""
+        """Removes what matches and copies it anew, without following any link that was made there.
+
+        A policy may have left no room for it, or a name that nothing can take: then the work has failed, not the run.
+        """
         folder, wanted = self.folder, list(patterns)
-        for path, folders, files in os.walk(folder, topdown=False):
-            for name in (*files, *folders):
-                file = Path(path, name)
-                if _matches(file.relative_to(folder), wanted):
-                    if file.is_dir() and not file.is_symlink():
-                        shutil.rmtree(file)
-                    else:
-                        file.unlink()
+        try:
+            for path in tree.folders(str(folder)):
+                for name in os.listdir(path):
+                    file = Path(path, name)
+                    if _matches(file.relative_to(folder), wanted):
+                        tree.remove(str(file))
+            self._bring(wanted)
+        except OSError as error:
+            self.spoilt = f"the tests cannot be restored: {error.strerror}"
+
+    def _bring(self, wanted: list[str]) -> None:
+        folder = self.folder
         owner = folder.stat().st_uid
         for source in (self.task / "repo", self.task / "hidden"):
             for file in sorted(source.rglob("*")) if source.is_dir() else []:
@@ -91,9 +103,9 @@ class LocalSession:
 
     def close(self, timeout_s: float) -> None:
         """Removes the copy."""
-        if self.held is not None:
-            self.held.cleanup()
-            self.held = None
+        if self.workspace is not None:
+            self.workspace.close()
+            self.workspace = None
 
     @property
     def folder(self) -> Path:
@@ -102,9 +114,12 @@ class LocalSession:
         Raises:
             RuntimeError: The session is not open.
         """
-        if self.held is None:
+        return self._opened().folder
+
+    def _opened(self) -> Workspace:
+        if self.workspace is None:
             raise RuntimeError("the session is not open")
-        return Path(self.held.name)
+        return self.workspace
 
 
 def _matches(relative: Path, patterns: Iterable[str]) -> bool:
@@ -114,7 +129,12 @@ def _matches(relative: Path, patterns: Iterable[str]) -> bool:
 def _copy(source: Path, folder: Path) -> None:
     if not source.is_dir():
         raise UserError(f"{source} does not exist; allowed: a task's folder has repo/")
-    shutil.copytree(source, folder, symlinks=True, dirs_exist_ok=True)
+    try:
+        shutil.copytree(source, folder, symlinks=True, dirs_exist_ok=True)
+    except (shutil.Error, OSError) as error:
+        if "No space left" not in str(error):
+            raise
+        raise UserError(f"{BOX}.disk_mib: {source} does not fit; give more than the repository takes") from error
 
 
 def _put(file: Path, folder: Path, relative: Path, owner: int) -> None:
@@ -131,7 +151,7 @@ def _put(file: Path, folder: Path, relative: Path, owner: int) -> None:
     if target.is_symlink() or target.is_file():
         target.unlink()
     elif target.is_dir():
-        shutil.rmtree(target)
+        tree.remove(str(target))
     shutil.copyfile(file, target)
     shutil.copymode(file, target)
     os.chown(target, owner, -1)

@@ -8,7 +8,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.envs.sandbox import CONFINEMENTS, Limits, Outcome, Sandbox, confinements
+from skyrl_mega.envs.sandbox import CONFINEMENTS, Limits, Outcome, Sandbox, Workspace, confinements
 from skyrl_mega.envs.sandbox.run import python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
@@ -37,9 +36,11 @@ def box(request: pytest.FixtureRequest) -> Sandbox:
     return Sandbox(SMALL, disabled=disabled)
 
 
-def play(box: Sandbox, code: str, limits: Limits = SMALL, stdin: str = "", folder: Path | None = None) -> Outcome:
+def play(
+    box: Sandbox, code: str, limits: Limits = SMALL, stdin: str = "", workspace: Workspace | None = None
+) -> Outcome:
     command = [SYSTEM, *python()[1:]] if box.disabled else python()
-    return box.run(command, files={"main.py": code}, limits=limits, stdin=stdin, folder=folder)
+    return box.run(command, files={"main.py": code}, limits=limits, stdin=stdin, workspace=workspace)
 
 
 def running(mark: str) -> list[str]:
@@ -224,19 +225,22 @@ def test_the_host_dies_and_nothing_stays(tmp_path: Path) -> None:
         time.sleep(0.1)
 
 
-def test_a_kept_folder(box: Sandbox, request: pytest.FixtureRequest) -> None:
-    folder = Path(tempfile.mkdtemp())  # pytest's own lie in a folder that only its user may enter
-    request.addfinalizer(lambda: shutil.rmtree(folder))
-    (folder / "given").write_text("from the host")
-    assert play(box, "open('made', 'w').write(open('given').read())", folder=folder).status == "ok"
-    assert play(box, "print(open('made').read())", folder=folder).stdout == "from the host\n"
-    assert (folder / "made").read_text() == "from the host"
+def test_a_workspace_is_kept_between_commands_and_bounded(box: Sandbox) -> None:
+    workspace = box.workspace()
+    (workspace.folder / "given").write_text("from the host")
+    assert play(box, "open('made', 'w').write(open('given').read())", workspace=workspace).status == "ok"
+    assert play(box, "print(open('made').read())", workspace=workspace).stdout == "from the host\n"
+    assert (workspace.folder / "made").read_text() == "from the host"
     grown = play(
         box,
         "import time\nfor i in range(40):\n    open(f'f{i}', 'wb').write(bytes(2**20))\ntime.sleep(30)",
-        folder=folder,
+        workspace=workspace,
     )
-    assert grown.status == "disk"
+    assert grown.status in ("disk", "failed") and workspace.used().bytes <= 2 * SMALL.disk_mib * 2**20
+    place = Path(workspace.place)
+    workspace.close()
+    workspace.close()
+    assert not place.exists() and not place.parent.exists()
 
 
 def test_many_at_once() -> None:

@@ -1,0 +1,178 @@
+"""How the jail confines itself: namespaces, a root of its own, another user, Landlock, seccomp. Standard library only.
+
+`result` hears which confinement holds and by what (`active`), and what the machine refused (`absent`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import kernel
+import syscalls
+import tree
+
+ROOMS = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/sbin", "/etc/ld.so.cache", "/etc/alternatives")
+"""What programs need to start."""
+
+DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+INSIDE = "/sandbox"
+"""The working folder where there is a mount namespace."""
+
+TRUNCATE = 3
+"""The Landlock ABI from which truncating a file needs leave."""
+
+
+def enter_namespaces(order: dict[str, Any], result: dict[str, Any]) -> bool:
+    """Leaves the host's namespaces, as root does or as a plain user does; False where the machine says no."""
+    uid, gid = os.geteuid(), os.getegid()
+    try:
+        if "namespaces" in order["disabled"]:
+            raise OSError("switched off")
+        if order["namespaces"]:  # those that the workspace lives in
+            for kind, flag in (("user", kernel.CLONE_NEWUSER), ("mnt", kernel.CLONE_NEWNS)):
+                if kind in order["namespaces"]:
+                    kernel.join(order["namespaces"][kind], flag)
+                    os.close(order["namespaces"][kind])
+            kernel.unshare(kernel.NAMESPACES)
+        elif uid == 0:  # a user namespace would not do: the kernel does not count root's processes there either
+            kernel.unshare(kernel.NAMESPACES)
+        else:
+            kernel.unshare(kernel.NAMESPACES | kernel.CLONE_NEWUSER)
+            kernel.map_own_user(kernel.INSIDE_UID, uid, gid)
+    except OSError as error:
+        if order["namespaces"]:
+            raise
+        result["absent"]["namespaces"] = str(error)
+        return False
+    result["active"] |= {"processes": ["PID namespace"], "network": ["network namespace"]}
+    return True
+
+
+def confine(order: dict[str, Any], result: dict[str, Any], namespaces: bool) -> bool:
+    """Confines this process for good; whether its disk is bounded by looking alone."""
+    active, absent = result["active"], result["absent"]
+    outside = os.path.realpath(order["folder"] or order["scratch"])
+    os.close(tree.enter(outside))  # what ran there before may have locked it
+    work, readable, writable = outside, [*ROOMS, *order["read"]], [outside, *DEVICES]
+    owner = os.geteuid()
+    if owner == 0:
+        owner = order["uid"]
+        _give(outside, owner)
+    counted = not order["namespaces"]
+    if namespaces:
+        try:
+            _new_root(order, outside, owner)
+            work, readable, writable = INSIDE, ["/"], [INSIDE, *DEVICES]
+            active["files"] = ["mount namespace"]
+            counted = counted and order["folder"] is not None
+        except OSError as error:
+            absent["mount namespace"] = str(error)
+    os.chdir(work)
+    order["env"] |= {"HOME": work, "TMPDIR": work}
+    shared = not namespaces
+    if owner != os.geteuid():
+        os.setgroups([])
+        os.setresgid(owner, owner, owner)
+        os.setresuid(owner, owner, owner)
+        active.setdefault("processes", []).append("user of its own")
+        shared = False
+    else:
+        kernel.drop_capabilities()
+    _write(order["files"])
+    _restrict(order, result, (readable, writable), shared, counted)
+    active["limits"] = ["rlimit"]
+    return counted
+
+
+def _write(files: dict[str, str]) -> None:
+    for name, text in files.items():
+        if os.path.dirname(name):
+            os.makedirs(os.path.dirname(name), exist_ok=True)
+        with open(name, "w", encoding="utf-8", errors="surrogateescape") as out:
+            out.write(text)
+
+
+def _restrict(
+    order: dict[str, Any], result: dict[str, Any], paths: tuple[list[str], list[str]], shared: bool, counted: bool
+) -> None:
+    """Landlock and seccomp. Where the process is `shared`, neither holds files or processes without the other."""
+    active, absent = result["active"], result["absent"]
+    kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
+    try:
+        if "landlock" in order["disabled"]:
+            raise OSError("switched off")
+        version = kernel.landlock(*paths)
+        if version >= TRUNCATE or not shared:
+            active.setdefault("files", []).append("Landlock")
+        if version >= 6:
+            active.setdefault("processes", []).append("Landlock")
+    except OSError as error:
+        absent["Landlock"] = str(error)
+    try:
+        if "seccomp" in order["disabled"]:
+            raise OSError("switched off")
+        syscalls.confine(shared, counted)
+        active.setdefault("network", []).append("seccomp")
+        if shared:
+            for name in ("files", "processes"):
+                if name in active:
+                    active[name].append("seccomp")
+    except OSError as error:
+        absent["seccomp"] = str(error)
+        if shared:
+            active.pop("files", None)
+            active.pop("processes", None)
+
+
+def _new_root(order: dict[str, Any], outside: str, owner: int) -> None:
+    """A root of its own: read-only binds of what programs need, a working folder, nothing else of the host."""
+    kernel.unshare(kernel.CLONE_NEWNS)  # the launcher keeps its root, to look at the folder's size
+    kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
+    root = order["root"]
+    keep = os.open(outside, os.O_PATH)  # the new root may hide it
+    kernel.mount("sandbox", root, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
+    for path in [*ROOMS, *order["read"], *DEVICES]:
+        _bind(path, root)
+    work = root + INSIDE
+    os.mkdir(work, 0o700)
+    if order["folder"] is None:
+        size = f"size={order['limits']['disk']},nr_inodes={order['limits']['inodes']},mode=700"
+        kernel.mount("work", work, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
+    else:
+        kernel.mount(f"/proc/self/fd/{keep}", work, None, kernel.MS_BIND)
+    os.close(keep)
+    if owner != os.geteuid():
+        os.chown(work, owner, owner)
+    kernel.pivot(root)
+    kernel.read_only("/")
+
+
+def _bind(path: str, root: str) -> None:
+    if not os.path.lexists(path):
+        return
+    target = root + path
+    os.makedirs(os.path.dirname(target), mode=0o755, exist_ok=True)
+    if os.path.lexists(target):
+        return  # inside something bound before
+    if os.path.islink(path):
+        os.symlink(os.readlink(path), target)
+        return
+    if os.path.isdir(path):
+        os.mkdir(target, 0o755)
+    else:
+        os.close(os.open(target, os.O_CREAT | os.O_WRONLY, 0o644))
+    kernel.mount(path, target, None, kernel.MS_BIND | kernel.MS_REC)
+    if path not in DEVICES:
+        kernel.read_only(target)
+
+
+def _give(folder: str, owner: int) -> None:
+    if os.stat(folder).st_uid == owner:
+        return
+    for path in tree.folders(folder):
+        for name in os.listdir(path):
+            with contextlib.suppress(FileNotFoundError):
+                os.lchown(os.path.join(path, name), owner, owner)
+    os.chown(folder, owner, owner)

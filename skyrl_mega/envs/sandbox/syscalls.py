@@ -1,0 +1,178 @@
+"""What a confined process may not ask the kernel for: a seccomp filter. x86-64 and arm64, standard library only.
+
+Three settings, by what else confines:
+
+- always: what no program here needs, or what reaches past every other confinement;
+- `shared`: the process has neither a PID namespace nor a user of its own. To the kernel it is then whoever trains, and
+  Landlock governs none of the calls that change other processes, or modes, owners, times and attributes of files;
+- `counted`: its disk is bounded by looking at it. What it could hide from the look is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+from typing import NamedTuple
+
+PR_SET_DUMPABLE, PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 4, 22, 2
+CLONE3 = 435
+NAMESPACES = 0x7E020000
+"""Every flag of clone that asks for one, CLONE_NEWUSER and CLONE_NEWCGROUP included."""
+NEWEST = 462
+"""The last call that these tables know (Linux 6.10); a later one does not exist inside, and C libraries do without."""
+
+ALLOW, REFUSE, ABSENT = 0x7FFF0000, 0x00050000 | errno.EPERM, 0x00050000 | errno.ENOSYS
+LOAD, EQUAL, AT_LEAST, BITS, RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+NUMBER, ARCH = 0, 4
+
+Line = tuple[int, int, int, int]
+
+
+class _Arch(NamedTuple):
+    audit: int
+    clone: int
+    prctl: int
+    prlimit: int
+    utimensat: int
+    always: frozenset[int]
+    shared: frozenset[int]
+    counted: frozenset[int]
+
+
+# By number where x86-64 and arm64 agree: io_uring, mounts, pidfd_getfd, mount_setattr, memfd_secret; then fchmodat2 and
+# process_madvise, process_mrelease.
+_ALWAYS = {*range(425, 428), *range(428, 434), 438, 442, 447}
+_SHARED = {452, 440, 448}
+
+_X86_64 = _Arch(
+    audit=0xC000003E,
+    clone=56,
+    prctl=157,
+    prlimit=302,
+    utimensat=280,
+    always=frozenset(
+        _ALWAYS
+        | {41, 101, 310, 311}  # socket, ptrace, process_vm_readv, process_vm_writev
+        | {165, 166, 155, 161, 272, 308}  # mount, umount2, pivot_root, chroot, unshare, setns
+        | {248, 249, 250, 321, 298, 323}  # add_key, request_key, keyctl, bpf, perf_event_open, userfaultfd
+        | {175, 176, 313, 246, 320, 169, 167, 168}  # modules, kexec, reboot, swapon, swapoff
+        | {303, 304, 312, 135, 179, 163, 319}  # handles, kcmp, personality, quotactl, acct, memfd_create
+        | {
+            29,
+            30,
+            31,
+            64,
+            65,
+            66,
+            220,
+            68,
+            69,
+            70,
+            71,
+            240,
+            241,
+        }  # System V IPC, mq_open, mq_unlink
+    ),
+    shared=frozenset(
+        _SHARED
+        | {
+            141,
+            142,
+            144,
+            203,
+            314,
+            251,
+        }  # setpriority, sched_set*, ioprio_set
+        | {256, 279}  # migrate_pages, move_pages
+        | {90, 91, 268, 92, 93, 94, 260}  # chmod, fchmod, fchmodat, chown, fchown, lchown, fchownat
+        | {132, 235, 261}  # utime, utimes, futimesat
+        | {188, 189, 190, 197, 198, 199}  # setxattr, removexattr and kin
+        | {253, 294, 254, 300, 301}  # inotify, fanotify: they tell what other programs do with files
+    ),
+    counted=frozenset({46, 307}),  # sendmsg, sendmmsg: a file in flight belongs to nobody
+)
+_ARM64 = _Arch(
+    audit=0xC00000B7,
+    clone=220,
+    prctl=167,
+    prlimit=261,
+    utimensat=88,
+    always=frozenset(
+        _ALWAYS
+        | {198, 117, 270, 271}
+        | {40, 39, 41, 51, 97, 268}
+        | {217, 218, 219, 280, 241, 282}
+        | {105, 106, 273, 104, 294, 142, 224, 225}
+        | {264, 265, 272, 92, 60, 89, 279}
+        | {194, 196, 195, 190, 193, 191, 192, 186, 189, 188, 187, 180, 181}
+    ),
+    shared=frozenset(
+        _SHARED
+        | {140, 118, 119, 122, 274, 30}
+        | {238, 239}
+        | {52, 53, 54, 55}
+        | {5, 6, 7, 14, 15, 16}
+        | {26, 27, 262, 263}
+    ),
+    counted=frozenset({211, 269}),
+)
+_ARCHS = {"x86_64": _X86_64, "aarch64": _ARM64}
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def confine(shared: bool, counted: bool) -> None:
+    """Refuses (EPERM) the calls above to this process and all that it starts, for good. Needs no_new_privs.
+
+    Raises:
+        OSError: The kernel has no seccomp, or the machine no table here.
+    """
+    arch = _ARCHS.get(platform.machine())
+    if arch is None:
+        raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}")
+    lines = program(arch, shared, counted)
+    code = b"".join(struct.pack("HBBI", *line) for line in lines)
+    buffer = ctypes.create_string_buffer(code, len(code))
+    filters = struct.pack("HxxxxxxP", len(lines), ctypes.addressof(buffer))
+    if _libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, filters, 0, 0) < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"seccomp: {os.strerror(number)}")
+
+
+def program(arch: _Arch, shared: bool, counted: bool) -> list[Line]:
+    """The filter's instructions."""
+    code: list[Line] = [
+        (LOAD, 0, 0, ARCH),
+        (EQUAL, 1, 0, arch.audit),
+        (RETURN, 0, 0, REFUSE),
+        (LOAD, 0, 0, NUMBER),
+        (AT_LEAST, 0, 1, 0x40000000),  # x32: the same calls by other numbers
+        (RETURN, 0, 0, REFUSE),
+        (AT_LEAST, 0, 1, NEWEST + 1),
+        (RETURN, 0, 0, ABSENT),
+        (EQUAL, 0, 1, CLONE3),  # its flags cannot be read here; the C library then takes clone
+        (RETURN, 0, 0, ABSENT),
+    ]
+    for number in sorted(arch.always | (arch.shared if shared else set()) | (arch.counted if counted else set())):
+        code += [(EQUAL, 0, 1, number), (RETURN, 0, 0, REFUSE)]
+    code += _when(arch.clone, [(LOAD, 0, 0, _low(0)), (BITS, 0, 1, NAMESPACES), (RETURN, 0, 0, REFUSE)])
+    if shared:
+        # Of itself alone, by pid 0; of open files alone, by no path; never out of sight of who counts what it holds.
+        code += _when(arch.prlimit, [(LOAD, 0, 0, _low(0)), (EQUAL, 1, 0, 0), (RETURN, 0, 0, REFUSE)])
+        no_path = [(LOAD, 0, 0, _low(1)), (EQUAL, 0, 2, 0), (LOAD, 0, 0, _low(1) + 4), (EQUAL, 1, 0, 0)]
+        code += _when(arch.utimensat, [*no_path, (RETURN, 0, 0, REFUSE)])
+        code += _when(arch.prctl, [(LOAD, 0, 0, _low(0)), (EQUAL, 0, 1, PR_SET_DUMPABLE), (RETURN, 0, 0, REFUSE)])
+    return [*code, (RETURN, 0, 0, ALLOW)]
+
+
+def _when(number: int, lines: list[Line]) -> list[Line]:
+    """`lines` for one call, which is allowed where they come to their end."""
+    return [(EQUAL, 0, len(lines) + 1, number), *lines, (RETURN, 0, 0, ALLOW)]
+
+
+def _low(argument: int) -> int:
+    """Where the lower half of an argument lies."""
+    return 16 + 8 * argument
