@@ -19,10 +19,10 @@ import httpx
 
 from skyrl_mega.config.derived import evaluation_sampling
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.sandboxes import ENVIRONMENT_THREADS
 from skyrl_mega.config.schema import Config, SamplingConfig
 from skyrl_mega.envs.base import Message
 from skyrl_mega.rollout.agent import Agent, Limits, Opened, Said, append, stream_seed
-from skyrl_mega.rollout.generator import THREADS
 from skyrl_mega.rollout.threads import Threads
 from skyrl_mega.rollout.trajectory import Kind, Step, Trajectory
 
@@ -205,7 +205,7 @@ class MessageAgent(Agent):
 
     def __init__(self, client: Client, config: Config) -> None:
         self.client, self.limits = client, Limits.of(config.rollout)
-        self.environments, self.threads = config.environment, Threads(THREADS)
+        self.environments, self.threads = config.environment, Threads(ENVIRONMENT_THREADS)
 
     def first(self, messages: list[Message]) -> list[int]:
         """None: the next reply says how many they were."""

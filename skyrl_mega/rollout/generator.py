@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NobodyServes
+from skyrl_mega.config.sandboxes import ENVIRONMENT_THREADS
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent import Agent, Limits, Opened
@@ -16,9 +17,6 @@ from skyrl_mega.rollout.engine import Sampling
 from skyrl_mega.rollout.router import Progress, Router
 from skyrl_mega.rollout.threads import Threads
 from skyrl_mega.rollout.trajectory import Trajectory
-
-THREADS = 64
-"""Environments that run their code at once."""
 
 
 class Generator:
@@ -83,7 +81,7 @@ class Generator:
         )
         router = Router(self.fleet, drawn, self.rollout.concurrency, self.rollout.request_timeout_s)
         limits = replace(Limits.of(self.rollout), turn=sampling.max_tokens)
-        return Agent(router, self.chat, self.environments, limits, Threads(THREADS))
+        return Agent(router, self.chat, self.environments, limits, Threads(ENVIRONMENT_THREADS))
 
     async def _generate(
         self,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from skyrl_mega.config.derived import engine_ranks
+from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import Config
 from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models import huggingface
@@ -44,11 +45,13 @@ class HostMemory:
     """Tokens and fields of one RL step in Ray's object store."""
     shm: int
     """/dev/shm without the object store."""
+    sandboxes: int
+    """What policies' programs may take, disks included; all of them run beside the driver."""
 
     @property
     def total(self) -> int:
         """All of it at once."""
-        return self.processes + self.device + self.reference + self.checkpoint + self.batch + self.shm
+        return self.processes + self.device + self.reference + self.checkpoint + self.batch + self.shm + self.sandboxes
 
 
 def host_memory(
@@ -75,6 +78,7 @@ def host_memory(
         reference=kept,
         checkpoint=len(node.policy) * (STAGING + INDEX) if config.checkpoint.every else 0,
         batch=int(tokens.sequences * tokens.longest * BATCH_BYTES) if first else 0,
+        sandboxes=int(sandboxes_mib(config) * 2**20) if first else 0,
         shm=(node.workers + len(node.engines)) * QUEUE * multi + (0 if cpu else processes * NCCL),
     )
 

@@ -222,3 +222,14 @@ def test_a_number_that_no_nodes_make(
 ) -> None:
     assert main(["--config", str(file), *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_what_sandboxes_may_take_together_is_planned(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "environment.options={text2sql: {sandbox: {total_mib: 2048, disk_mib: 10}}, swe: {}}"
+    sizes = ["data.prompts_per_step=100", "data.samples_per_prompt=2", options]
+    v = values(inputs / "config.yaml", capsys, *sizes)
+    first = v["nodes"][0]["host_memory"]
+    assert first["sandboxes"] == (2048 + 64 * 10 + 8192 + 200 * 64) * 2**20
+    assert v["nodes"][0]["host_memory_total"] == sum(first.values())
+    assert main(["--config", str(inputs / "config.yaml"), "--dry-run", *sizes, "cluster.host_memory_gib=20"]) == 2
+    assert "sandboxes 23.1" in capsys.readouterr().err

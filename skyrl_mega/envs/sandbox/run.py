@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.sandboxes import SANDBOX_DISK_MIB, SANDBOX_TOTAL_MIB
 from skyrl_mega.envs.options import Option, filled, number, texts, whole
 from skyrl_mega.envs.sandbox import budget, folders, tree
 from skyrl_mega.envs.sandbox.workspace import Workspace, inodes
@@ -57,13 +58,13 @@ class Limits:
     """Of each process."""
     memory_mib: int = 512
     """Address space of each process."""
-    total_mib: int = 8192
+    total_mib: int = SANDBOX_TOTAL_MIB
     """Memory of all commands that run at once for this environment."""
     processes: int = 16
     """Processes and threads at once."""
     file_mib: int = 16
     """Largest file."""
-    disk_mib: int = 64
+    disk_mib: int = SANDBOX_DISK_MIB
     """Of the working folder."""
     open_files: int = 128
     output_kib: int = 256
