@@ -33,10 +33,10 @@ SHARED = 0o666
 
 TREES = {
     "1200 folders deep": "i=0; while [ $i -lt 1200 ]; do mkdir d; cd d; i=$((i+1)); done",
-    "deeper than a path": "n=$(printf '%0200d' 0); i=0; while [ $i -lt 40 ]; do mkdir $n; cd $n; i=$((i+1));done",
+    "deeper than a path": "n=$(printf '%0200d' 0); i=0; while [ $i -lt 40 ]; do mkdir $n; cd $n; i=$((i+1)); done",
     "locked": "mkdir -m 0 a; mkdir b; >b/c; mkdir b/d; >b/d/e; chmod 0 b/d b/c b; chmod 0 .",
     "locked from birth": "umask 777; mkdir a; >f; mkdir tests/x",
-    "names": "touch \"$(printf 'a\\nb')\" \"$(printf '\\377\\376')\" -- -rf '*' ' ' '$HOME'; mkdir \"$(printf 'd\\n')\"",
+    "names": "touch \"$(printf 'a\\nb')\" \"$(printf '\\377')\" -- -rf '*' ' ' '$HOME'; mkdir \"$(printf 'd\\n')\"",
     "links": "ln -s . self; ln -s / root; ln -s loop loop; ln -s ../../.. up; mkdir t; ln -s ../t t/t; ln -s /etc etc",
     "wide": "i=0; while [ $i -lt 1500 ]; do >$i; i=$((i+1)); done",
     "pipes": "mkfifo p tests/p; rm -rf tests/test_a.py; mkfifo tests/test_a.py",
@@ -63,7 +63,8 @@ def main(source: str, work: str, *disabled: str) -> None:
             results |= found
     left = sorted(path.name for path in Path(work).glob("skyrl-sandbox-*/*") if path.name != "lock")
     results["cleaning up"]["nothing is left when all ended"] = "contained" if not left else f"left: {left}"
-    print(json.dumps({"active": confinements(disabled), "results": results}))
+    bare = confinements((*disabled, "seccomp"))
+    print(json.dumps({"active": confinements(disabled), "without_filter": bare, "results": results}))
 
 
 class Outside:
@@ -181,12 +182,9 @@ def disk(work: Path, disabled: tuple[str, ...]) -> Results:
         workspace = box.workspace()
         outcome = box.run([PYTHON, "-I", "main.py", name], files=program, workspace=workspace)
         held = [int(line.split()[1]) for line in outcome.stdout.splitlines() if line.startswith("held ")]
-        again = box.run(["/bin/true"], workspace=workspace)
         workspace.close()
         if os.path.lexists(os.path.dirname(workspace.place)):
             return f"left: {workspace.place}"
-        if again.status not in ("ok", "disk"):
-            return f"then {again}"
         return "contained" if max(held, default=0) <= 2 * LIMIT_MIB else f"{outcome.status}, held {held}"
 
     with ThreadPoolExecutor(4) as pool:
@@ -210,7 +208,6 @@ def trees(work: Path, disabled: tuple[str, ...]) -> Results:
             assert session.workspace is not None
             home = os.path.dirname(session.workspace.place)
             session.run(TREES[name], 10)
-            session.run("ls", 5)
             session.restore(["tests/*"], 5)
             tested = session.run("cat tests/test_a.py tests/test_b.py", 5)
             session.close(5)
@@ -229,12 +226,12 @@ def memory(work: Path, disabled: tuple[str, ...]) -> Results:
     """Sums of memory, of one command's processes and of several commands."""
     from skyrl_mega.envs.sandbox import Limits, Sandbox
 
-    limits = Limits(wall_s=10, memory_mib=300, total_mib=200, processes=12)
-    take = "data = bytearray(b'x') * (%d << 20)\ntime.sleep(1.5)\nprint('held')"
+    limits = Limits(wall_s=20, memory_mib=300, total_mib=200, processes=12)
+    take = "data = bytearray(b'x') * (%d << 20)\ntime.sleep(6)\nprint('held')"
     alone = {
         "children": "import os, time\n[os.fork() for _ in range(2)]\n" + take % 100,
         "daemons": "import os, time\nif os.fork() == 0:\n    os.setsid()\n    os.fork() and os.fork()\n"
-        "    data = bytearray(b'x') * (100 << 20)\ntime.sleep(1.5)\nprint('held')",
+        "    data = bytearray(b'x') * (100 << 20)\ntime.sleep(6)\nprint('held')",
         "one": "import time\n" + take % 250,
     }
 
@@ -246,7 +243,7 @@ def memory(work: Path, disabled: tuple[str, ...]) -> Results:
     results = {name: play(name, code) for name, code in alone.items()}
     box = Sandbox(limits, disabled=disabled, name="several")
     with ThreadPoolExecutor(4) as pool:
-        code = {"main.py": "import time\n" + take.replace("1.5", "3") % 90}
+        code = {"main.py": "import time\n" + take % 90}
         outcomes = list(pool.map(lambda _: box.run([PYTHON, "-I", "main.py"], files=code).status, range(4)))
     results["several at once"] = "contained" if outcomes.count("ok") <= 2 else str(outcomes)
     return {"memory": results}

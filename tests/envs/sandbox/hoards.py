@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable
 
-LIMIT_MIB, GREED_MIB, STEP_MIB = 8, 48, 4
+LIMIT_MIB, GREED_MIB, STEP_MIB = 8, 24, 4
 MIB = 2**20
 libc = ctypes.CDLL(None, use_errno=True)
 total = 0
@@ -32,8 +32,8 @@ def fill(take: Callable[[int], object], step: int = STEP_MIB) -> None:
 
 
 def hold() -> None:
-    """Waits to be ended."""
-    time.sleep(0.6)
+    """Waits to be ended, where there is a reason."""
+    time.sleep(8.0 if total > LIMIT_MIB else 0.0)
     print("held", total, flush=True)
 
 
@@ -105,7 +105,7 @@ def held_by_children() -> None:
     def take(n: int) -> None:
         fds = [nameless() for _ in range(3)]
         if os.fork() == 0:
-            time.sleep(9)
+            time.sleep(20)
             os._exit(0)
         for fd in fds:
             os.close(fd)
@@ -114,13 +114,15 @@ def held_by_children() -> None:
 
 
 def held_by_a_daemon() -> None:
+    reading, writing = os.pipe()
     if os.fork() == 0:
         os.setsid()
         if os.fork() == 0:
             keep_nameless()
             hold()
         os._exit(0)
-    time.sleep(1.0)
+    os.close(writing)
+    os.read(reading, 1)  # until the daemon has ended
 
 
 def held_by_a_thread_of_a_dead_leader() -> None:
@@ -220,7 +222,7 @@ def moved_about() -> None:
     os.mkdir("b")
     folders = [os.open(name, os.O_RDONLY) for name in "ab"]
     if os.fork() == 0:
-        end = time.monotonic() + 1
+        end = time.monotonic() + 9
         while time.monotonic() < end:
             for old, new in ("ac", "ba", "cb"):
                 os.rename(old, new)
