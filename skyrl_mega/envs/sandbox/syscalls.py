@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 import struct
 from typing import NamedTuple
 
@@ -127,9 +126,9 @@ def confine(shared: bool, counted: bool) -> None:
     Raises:
         OSError: The kernel has no seccomp, or the machine no table here.
     """
-    arch = _ARCHS.get(platform.machine())
+    arch = _ARCHS.get(os.uname().machine)
     if arch is None:
-        raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}")
+        raise OSError(errno.ENOSYS, f"no table of system calls for {os.uname().machine}")
     lines = program(arch, shared, counted)
     code = b"".join(struct.pack("HBBI", *line) for line in lines)
     buffer = ctypes.create_string_buffer(code, len(code))
