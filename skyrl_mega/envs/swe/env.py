@@ -13,6 +13,7 @@ from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.options import Option, mapping, number, text, texts, whole
 from skyrl_mega.envs.sandbox import Sandbox
 from skyrl_mega.envs.swe.session import LocalSession, Ran, Session
+from skyrl_mega.envs.tags import first
 
 PROTECTED = [
     "tests/*",
@@ -25,6 +26,7 @@ PROTECTED = [
 ]
 """Files that decide what a test command does."""
 BOX = "environment.options.swe.session_options"
+SUBMIT = re.compile(r"<submit\s*/?>")
 INVALID = "Give one command inside <bash>…</bash>, or <submit/> when the work is done."
 
 
@@ -78,15 +80,16 @@ class SweEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Runs a command, or judges the work; the first of the two tags counts."""
         self.turns += 1
-        tag = re.search(r"<bash>(.*?)</bash>|<submit\s*/?>", action, re.DOTALL)
-        command = tag.group(1) if tag else None
+        tag, submit = first(action, "bash"), SUBMIT.search(action)
+        done = submit is not None and (tag is None or submit.start() < tag.start)
+        command = tag.text if tag is not None and not done else None
         metadata: dict[str, Any] = {"command": command}
         shown = INVALID
         if command is not None:
             ran = self.session.run(command, float(self.options["command_timeout_s"]))
             shown, metadata["status"] = _report(ran, int(self.options["shown_characters"])), ran.status
             metadata["tool_calls"] = [{"name": "bash", "arguments": {"command": command}}]
-        if (tag is not None and command is None) or self.turns >= self.max_turns:
+        if done or self.turns >= self.max_turns:
             return self._judge(metadata)
         return BaseTextEnvStepOutput(
             observations=[{"role": "user", "content": shown}], reward=0.0, done=False, metadata=metadata

@@ -12,6 +12,7 @@ from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.options import Option, group, number, text, whole
 from skyrl_mega.envs.sandbox import Limits, Sandbox
 from skyrl_mega.envs.sandbox.run import settings
+from skyrl_mega.envs.tags import first
 from skyrl_mega.envs.text2sql.database import Database
 from skyrl_mega.envs.text2sql.reward import solution
 
@@ -67,13 +68,13 @@ class Text2SqlEnv(BaseTextEnv):
         if self.turns >= self.max_turns or ("<solution>" in action and "</solution>" in action):
             reward, metadata = self._judge()
             return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata=metadata)
-        match = re.search(r"<sql>(.*?)</sql>", action, re.DOTALL)
-        if match is None:
+        tag = first(action, "sql")
+        if tag is None:
             return self._answer(INVALID, {"sql": None})
-        table = self.database.query(match.group(1), float(self.options["query_timeout_s"]))
+        table = self.database.query(tag.text, float(self.options["query_timeout_s"]))
         rows = table.text(int(self.options["shown_characters"]))
-        calls = [{"name": "sql", "arguments": {"query": match.group(1)}}]
-        return self._answer(rows, {"sql": match.group(1), "error": table.error, "tool_calls": calls})
+        calls = [{"name": "sql", "arguments": {"query": tag.text}}]
+        return self._answer(rows, {"sql": tag.text, "error": table.error, "tool_calls": calls})
 
     def _answer(self, said: str, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
         message = {"role": "user", "content": observation(said, self.max_turns - self.turns)}
