@@ -25,7 +25,7 @@ WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Processes that do algebra, each for one pair of answers at a time; 120 MB each."""
 
 START_S = 120.0
-LONGEST = 1000
+LONGEST = 500
 """Characters of an answer that is read; a longer one is equal to its own text alone."""
 
 

@@ -27,6 +27,8 @@ PROTECTED = [
 """Files that decide what a test command does."""
 BOX = "environment.options.swe.session_options"
 SUBMIT = re.compile(r"<submit\s*/?>")
+LONGEST_COMMAND = 100_000
+"""Bytes; the kernel refuses an argument of 128 KiB."""
 INVALID = "Give one command inside <bash>…</bash>, or <submit/> when the work is done."
 
 
@@ -86,7 +88,7 @@ class SweEnv(BaseTextEnv):
         metadata: dict[str, Any] = {"command": command}
         shown = INVALID
         if command is not None:
-            ran = self.session.run(command, float(self.options["command_timeout_s"]))
+            ran = unfit(command) or self.session.run(command, float(self.options["command_timeout_s"]))
             shown, metadata["status"] = _report(ran, int(self.options["shown_characters"])), ran.status
             metadata["tool_calls"] = [{"name": "bash", "arguments": {"command": command}}]
         if done or self.turns >= self.max_turns:
@@ -105,6 +107,15 @@ class SweEnv(BaseTextEnv):
     def close(self) -> None:
         """Gives the session back."""
         self.session.close(float(self.options["command_timeout_s"]))
+
+
+def unfit(command: str) -> Ran | None:
+    """What becomes of a command that no shell can be given: it fails, as any other wrong command."""
+    if "\0" in command:
+        return Ran("failed", 2, "a command cannot contain NUL")
+    if len(command.encode()) > LONGEST_COMMAND:
+        return Ran("failed", 126, f"a command has {LONGEST_COMMAND} bytes at most")
+    return None
 
 
 def _report(ran: Ran, most: int) -> str:
