@@ -10,8 +10,9 @@ from typing import Any, ClassVar
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
-from skyrl_mega.envs.options import Option, mapping, number, text, texts, whole
+from skyrl_mega.envs.options import Option, choice, mapping, number, text, texts, whole
 from skyrl_mega.envs.sandbox import Sandbox
+from skyrl_mega.envs.swe.proof import Proof
 from skyrl_mega.envs.swe.session import LocalSession, Ran, Session
 from skyrl_mega.envs.tags import first
 
@@ -22,7 +23,22 @@ PROTECTED = [
     "conftest.py",
     "*/conftest.py",
     "pytest.ini",
+    ".pytest.ini",
+    "pytest.toml",
+    ".pytest.toml",
+    "tox.ini",
+    "setup.cfg",
+    "pyproject.toml",
     "sitecustomize.py",
+    "usercustomize.py",
+    "unittest.py",
+    "unittest/*",
+    "pytest.py",
+    "pytest/*",
+    "_pytest/*",
+    "*.pth",
+    "*.egg-info/*",
+    "*.dist-info/*",
 ]
 """Files that decide what a test command does."""
 BOX = "environment.options.swe.session_options"
@@ -35,13 +51,14 @@ INVALID = "Give one command inside <bash>…</bash>, or <submit/> when the work 
 class SweEnv(BaseTextEnv):
     """`<bash>…</bash>` runs in the trajectory's own session and answers with its output; `<submit/>`, or the last turn,
     ends it. Then the protected files are restored and the row's ground truth, the test command, is run: 1 when its exit
-    code is 0, else 0."""
+    code is 0 and its runner proves that it came to its end, else 0."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "tasks": text(None, "folder of the tasks"),
         "session": text("local", "local or package.module:Class, see `Session`"),
         "session_options": mapping("what the session is made with; of local, limits of its sandbox"),
         "protected": texts(PROTECTED, "files that are as the task says when the tests run"),
+        "proof": choice("auto", "runner", "exit", doc="what shows that the tests passed: see docs/swe.md"),
         "command_timeout_s": number(20.0, "for a command of the policy's", above=0, high=86400),
         "test_timeout_s": number(
             30.0, "for the tests; with the command's below rollout.env_timeout_s", above=0, high=86400
@@ -100,9 +117,12 @@ class SweEnv(BaseTextEnv):
     def _judge(self, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
         seconds = float(self.options["test_timeout_s"])
         self.session.restore(self.options["protected"], seconds)
-        ran = self.session.run(str(self.ground_truth), seconds)
-        metadata |= {"tests": ran.status, "tests_output": ran.output[-2000:]}
-        return BaseTextEnvStepOutput(observations=[], reward=float(ran.status == "ok"), done=True, metadata=metadata)
+        proof = Proof.of(str(self.ground_truth), self.options["proof"])
+        ran = self.session.run(proof.command, seconds)
+        passed = proof.passed(ran.output)
+        metadata |= {"tests": ran.status, "tests_passed": passed, "tests_output": proof.shown(ran.output)[-2000:]}
+        right = ran.status == "ok" and (proof.nonce is None or passed is not None)
+        return BaseTextEnvStepOutput(observations=[], reward=float(right), done=True, metadata=metadata)
 
     def close(self) -> None:
         """Gives the session back."""
