@@ -56,12 +56,12 @@ def init(env: BaseTextEnv, prompt: list[Message]) -> list[Message]:
 
 
 def step(env: BaseTextEnv, action: str) -> StepOutput:
-    """Takes a step.
+    """Takes a step. What the environment reads is valid Unicode, whatever was written.
 
     Raises:
         BadOutput: Its output is none.
     """
-    output = env.step(action)
+    output = env.step(action.encode(errors="replace").decode())
     if not isinstance(output, Mapping):
         raise BadOutput(f"step gave {_shown(output)}; allowed: a dict with {', '.join(KEYS)}")
     for key in ("observations", "reward", "done"):

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from skyrl_mega.envs.waiting import Clock
+
 log = logging.getLogger(__name__)
 
 
@@ -26,12 +28,14 @@ class Call:
         self.start: float | None = None
         self.end: float | None = None
         self._given_up = False
+        self._clock = Clock()
         self._lock = threading.Lock()
 
     def run(self) -> tuple[Any, BaseException | None]:
         """The function's value, or what it raised, whatever it is: `sys.exit` must end one call, not the program."""
         value, error = None, None
         self.start = time.perf_counter()
+        self._clock.run_here()
         try:
             value = self.function(*self.args)
         except BaseException as raised:
@@ -57,6 +61,10 @@ class Call:
             return 0.0
         return (self.end or time.perf_counter()) - self.start
 
+    def working(self) -> float:
+        """`seconds` without those in which it waited its turn for something shared."""
+        return self.seconds() - self._clock.waited()
+
 
 class Threads:
     """Runs calls, each in a thread of its own, so many at once.
@@ -76,7 +84,8 @@ class Threads:
 
         Args:
             call: Run once.
-            limit_s: Seconds that it may take; those before a place is free, or the machine has time, are not counted.
+            limit_s: Seconds that it may take; those before a place is free, in which it waits its
+                turn for something shared, or the machine has no time, are not counted.
 
         Raises:
             GivenUp: It took longer.
@@ -96,7 +105,7 @@ class Threads:
             threading.Thread(target=work, name="environment", daemon=True).start()
             try:
                 while not (await asyncio.wait([answer], timeout=limit_s))[0]:
-                    if call.seconds() > limit_s and call.give_up():
+                    if call.working() > limit_s and call.give_up():
                         raise GivenUp
             except asyncio.CancelledError:
                 call.give_up()

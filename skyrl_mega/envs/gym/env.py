@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.options import Option, mapping, number, switch, text
+from skyrl_mega.envs.tags import every
 
 
 class GymEnv(BaseTextEnv):
@@ -85,10 +86,10 @@ class GymEnv(BaseTextEnv):
 
         tag, space = self.options["tag"], self.gym.action_space
         if tag:
-            found = re.findall(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
+            found = list(every(text, tag))
             if not found:
                 return None, f"No action was found. Give one inside <{tag}>…</{tag}>."
-            text = found[-1].strip()
+            text = found[-1].text.strip()
         if not isinstance(space, gymnasium.spaces.Discrete):
             return text, None if space.contains(text) else f"{text[:100]!r} is no action here."
         low, high = int(space.start), int(space.start) + int(space.n) - 1

@@ -1,4 +1,4 @@
-"""Are two answers the same? By exact numbers where both are numbers, else by algebra, within a time."""
+"""Are two answers the same? As they are read; expressions by algebra, in processes that can be killed."""
 
 from __future__ import annotations
 
@@ -15,15 +15,18 @@ import weakref
 from pathlib import Path
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.envs.math.answer import normal, number
+from skyrl_mega.envs.math import cost
+from skyrl_mega.envs.math.comparing import matches
+from skyrl_mega.envs.math.reading import read
+from skyrl_mega.envs.waiting import waiting
 
 WORKER = Path(__file__).with_name("worker.py")
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Processes that do algebra, each for one pair of answers at a time; 120 MB each."""
 
 START_S = 120.0
-LONGEST = 1000
-"""Characters of an answer that are given to algebra."""
+LONGEST = 500
+"""Characters of an answer that is read; a longer one is equal to its own text alone."""
 
 
 def same(gold: str, answer: str, seconds: float | None) -> bool:
@@ -34,28 +37,40 @@ def same(gold: str, answer: str, seconds: float | None) -> bool:
         answer: What `extract` found.
         seconds: For the algebra; past it the answer counts as another one. None does without algebra.
     """
-    left, right = normal(gold), normal(answer)
-    if left == right:
-        return bool(left)
-    exact = number(left), number(right)
-    if exact[0] is not None and exact[1] is not None:
-        return exact[0] == exact[1]
-    if seconds is None or not right or len(right) > LONGEST:
+    if gold.strip() == answer.strip():
+        return bool(gold.strip())
+    if len(answer) > LONGEST:
         return False
-    return algebra(gold, answer, seconds)
+    left, right = read(gold), read(answer)
+    if left is None or right is None:
+        return False
+    spent = 0.0
+
+    def ask(one: str, other: str) -> bool:
+        nonlocal spent
+        if seconds is None or spent >= seconds or cost.refused(one) or cost.refused(other):
+            return False
+        result, took = algebra(one, other, seconds - spent)
+        spent += took
+        return result
+
+    return matches(left, right, ask)
 
 
-def algebra(gold: str, answer: str, seconds: float) -> bool:
-    """math-verify's opinion, from a worker that is killed when it takes longer."""
-    worker = _pool().take()
+def algebra(gold: str, answer: str, seconds: float) -> tuple[bool, float]:
+    """Whether two expressions are equal, from a worker that is killed when it takes longer; and how long it took."""
+    pool = _pool()
+    with waiting():
+        worker = pool.take()
+    start = time.monotonic()
     try:
         result = worker.ask(gold, answer, seconds)
     except (TimeoutError, OSError):
         worker.kill()
-        return False
+        result = None
     finally:
-        _pool().put(worker)
-    return result is True
+        pool.put(worker)
+    return result is True, time.monotonic() - start
 
 
 def check() -> None:

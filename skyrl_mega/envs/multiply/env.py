@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import ClassVar
 
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.options import Option, number
+from skyrl_mega.envs.tags import first_boxed
 
 
 class MultiplyEnv(BaseTextEnv):
@@ -28,11 +28,11 @@ class MultiplyEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Judges one answer."""
         self.turns += 1
-        match = re.search(r"\\boxed\{([^}]+)\}", action)
-        answer = match.group(1).strip() if match else None
+        boxed = first_boxed(action)
+        answer = boxed.strip() if boxed is not None else None
         correct = answer == str(self.ground_truth).strip()
         done = correct or self.turns >= self.max_turns
-        reply = "Wrong. Try again." if match else "Give the product in \\boxed{}."
+        reply = "Wrong. Try again." if answer is not None else "Give the product in \\boxed{}."
         discount = float(self.options["discount"])
         return BaseTextEnvStepOutput(
             observations=[] if done else [{"role": "user", "content": reply}],

@@ -11,6 +11,7 @@ from skyrl_mega.envs.math.check import same
 from skyrl_mega.envs.options import Option, group, whole
 from skyrl_mega.envs.sandbox import Limits, Outcome, Sandbox
 from skyrl_mega.envs.sandbox.run import python, settings
+from skyrl_mega.envs.tags import first
 
 BOX = "environment.options.python.sandbox"
 LIMITS = Limits(wall_s=10, cpu_s=10)
@@ -42,9 +43,9 @@ class PythonToolEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Runs a program, or judges the answer; the first of the two tags counts."""
         self.turns += 1
-        tag = re.search(r"<(python|answer)>(.*?)</\1>", action, re.DOTALL)
-        if tag and tag.group(1) == "answer":
-            answer = tag.group(2).strip()
+        tag = first(action, "python", "answer")
+        if tag and tag.name == "answer":
+            answer = tag.text.strip()
             correct = same(str(self.ground_truth), answer, None)
             return BaseTextEnvStepOutput(
                 observations=[], reward=float(correct), done=True, metadata={"parsed_answer": answer}
@@ -53,9 +54,9 @@ class PythonToolEnv(BaseTextEnv):
             return BaseTextEnvStepOutput(observations=[], reward=0.0, done=True, metadata={"parsed_answer": None})
         if tag is None:
             return _say("Give a program inside <python>…</python>, or the answer inside <answer>…</answer>.", {})
-        outcome = self.box.run(python(), files={"main.py": _plain(tag.group(2))})
+        outcome = self.box.run(python(), files={"main.py": _plain(tag.text)})
         text = report(outcome, int(self.options["shown_characters"]))
-        calls = [{"name": "python", "arguments": {"program": _plain(tag.group(2))}}]
+        calls = [{"name": "python", "arguments": {"program": _plain(tag.text)}}]
         return _say(text, {"status": outcome.status, "seconds": outcome.seconds, "tool_calls": calls})
 
 

@@ -8,7 +8,6 @@ is read from the policy's own words of that turn: nothing that was retrieved or 
 from __future__ import annotations
 
 import os
-import re
 import time
 from collections.abc import Mapping
 from typing import Any, ClassVar
@@ -18,9 +17,9 @@ from skyrl_mega.config.schema import RetrieverConfig
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.options import Option, choice, number
 from skyrl_mega.envs.search.score import exact_match, f1, targets_of
+from skyrl_mega.envs.tags import first
 from skyrl_mega.retriever.client import Hit, RetrievalError, shared_client
 
-ACTION = re.compile(r"<(search|answer)>(.*?)</\1>", re.DOTALL)
 INVALID = (
     "\nMy previous action is invalid. If I want to search, I should put the query between <search> and </search>. "
     "If I want to give the final answer, I should put the answer between <answer> and </answer>. Let me try again.\n"
@@ -66,8 +65,8 @@ class SearchEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Searches, or judges the answer."""
         self.turns += 1
-        found = ACTION.search(action)
-        kind, text = (found[1], found[2].strip()) if found else (None, "")
+        found = first(action, "search", "answer")
+        kind, text = (found.name, found.text.strip()) if found else (None, "")
         if kind == "answer":
             score = self.score(text, self.targets)
             judged = {"answer": text, "exact_match": exact_match(text, self.targets), "f1": f1(text, self.targets)}

@@ -10,9 +10,11 @@ from typing import Any, ClassVar
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
-from skyrl_mega.envs.options import Option, mapping, number, text, texts, whole
+from skyrl_mega.envs.options import Option, choice, mapping, number, text, texts, whole
 from skyrl_mega.envs.sandbox import Sandbox
+from skyrl_mega.envs.swe.proof import Proof
 from skyrl_mega.envs.swe.session import BOX, LocalSession, Ran, Session
+from skyrl_mega.envs.tags import first
 
 PROTECTED = [
     "tests/*",
@@ -21,22 +23,41 @@ PROTECTED = [
     "conftest.py",
     "*/conftest.py",
     "pytest.ini",
+    ".pytest.ini",
+    "pytest.toml",
+    ".pytest.toml",
+    "tox.ini",
+    "setup.cfg",
+    "pyproject.toml",
     "sitecustomize.py",
+    "usercustomize.py",
+    "unittest.py",
+    "unittest/*",
+    "pytest.py",
+    "pytest/*",
+    "_pytest/*",
+    "*.pth",
+    "*.egg-info/*",
+    "*.dist-info/*",
 ]
 """Files that decide what a test command does."""
+SUBMIT = re.compile(r"<submit\s*/?>")
+LONGEST_COMMAND = 100_000
+"""Bytes; the kernel refuses an argument of 128 KiB."""
 INVALID = "Give one command inside <bash>…</bash>, or <submit/> when the work is done."
 
 
 class SweEnv(BaseTextEnv):
     """`<bash>…</bash>` runs in the trajectory's own session and answers with its output; `<submit/>`, or the last turn,
     ends it. Then the protected files are restored and the row's ground truth, the test command, is run: 1 when its exit
-    code is 0, else 0."""
+    code is 0 and its runner proves that it came to its end, else 0."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "tasks": text(None, "folder of the tasks"),
         "session": text("local", "local or package.module:Class, see `Session`"),
         "session_options": mapping("what the session is made with; of local, limits of its sandbox"),
         "protected": texts(PROTECTED, "files that are as the task says when the tests run"),
+        "proof": choice("auto", "runner", "exit", doc="what shows that the tests passed: see docs/swe.md"),
         "command_timeout_s": number(20.0, "for a command of the policy's", above=0, high=86400),
         "test_timeout_s": number(
             30.0, "for the tests; with the command's below rollout.env_timeout_s", above=0, high=86400
@@ -77,15 +98,16 @@ class SweEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Runs a command, or judges the work; the first of the two tags counts."""
         self.turns += 1
-        tag = re.search(r"<bash>(.*?)</bash>|<submit\s*/?>", action, re.DOTALL)
-        command = tag.group(1) if tag else None
+        tag, submit = first(action, "bash"), SUBMIT.search(action)
+        done = submit is not None and (tag is None or submit.start() < tag.start)
+        command = tag.text if tag is not None and not done else None
         metadata: dict[str, Any] = {"command": command}
         shown = INVALID
         if command is not None:
-            ran = self.session.run(command, float(self.options["command_timeout_s"]))
+            ran = unfit(command) or self.session.run(command, float(self.options["command_timeout_s"]))
             shown, metadata["status"] = _report(ran, int(self.options["shown_characters"])), ran.status
             metadata["tool_calls"] = [{"name": "bash", "arguments": {"command": command}}]
-        if (tag is not None and command is None) or self.turns >= self.max_turns:
+        if done or self.turns >= self.max_turns:
             return self._judge(metadata)
         return BaseTextEnvStepOutput(
             observations=[{"role": "user", "content": shown}], reward=0.0, done=False, metadata=metadata
@@ -94,13 +116,25 @@ class SweEnv(BaseTextEnv):
     def _judge(self, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
         seconds = float(self.options["test_timeout_s"])
         self.session.restore(self.options["protected"], seconds)
-        ran = self.session.run(str(self.ground_truth), seconds)
-        metadata |= {"tests": ran.status, "tests_output": ran.output[-2000:]}
-        return BaseTextEnvStepOutput(observations=[], reward=float(ran.status == "ok"), done=True, metadata=metadata)
+        proof = Proof.of(str(self.ground_truth), self.options["proof"])
+        ran = self.session.run(proof.command, seconds)
+        passed = proof.passed(ran.output)
+        metadata |= {"tests": ran.status, "tests_passed": passed, "tests_output": proof.shown(ran.output)[-2000:]}
+        right = ran.status == "ok" and (proof.nonce is None or passed is not None)
+        return BaseTextEnvStepOutput(observations=[], reward=float(right), done=True, metadata=metadata)
 
     def close(self) -> None:
         """Gives the session back."""
         self.session.close(float(self.options["command_timeout_s"]))
+
+
+def unfit(command: str) -> Ran | None:
+    """What becomes of a command that no shell can be given: it fails, as any other wrong command."""
+    if "\0" in command:
+        return Ran("failed", 2, "a command cannot contain NUL")
+    if len(command.encode()) > LONGEST_COMMAND:
+        return Ran("failed", 126, f"a command has {LONGEST_COMMAND} bytes at most")
+    return None
 
 
 def _report(ran: Ran, most: int) -> str:

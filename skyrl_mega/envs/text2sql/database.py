@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,6 +51,7 @@ class Database:
         rows: Rows that a query may return; past it, an error.
         shown: Rows of them that the policy sees.
         width: Characters that it sees of a value.
+        compare: `set` or `rows`: when two results are the same.
     """
 
     file: Path
@@ -57,18 +59,19 @@ class Database:
     rows: int = 100_000
     shown: int = 50
     width: int = 200
+    compare: str = "set"
 
     def query(self, sql: str, seconds: float) -> Table:
         """Runs one query; whatever goes wrong is in the table's `error`."""
-        return _table(self._run([sql], seconds)["results"][0])
+        return _table(self._run([sql], seconds)[0][0])
 
     def same(self, sql: str, gold: str, seconds: float) -> tuple[bool, Table, Table]:
-        """Whether both run and give the same set of rows, and what each gave."""
-        told = self._run([sql, gold], seconds)
-        ours, theirs = map(_table, told["results"])
-        return told["same"], ours, theirs
+        """Whether both run and give the same rows, and what each gave."""
+        (ours, theirs), same = self._run([sql, gold], seconds)
+        return same, _table(ours), _table(theirs)
 
-    def _run(self, queries: list[str], seconds: float) -> dict[str, Any]:
+    def _run(self, queries: list[str], seconds: float) -> tuple[list[dict[str, Any]], bool]:
+        """What became of each query, and whether two gave the same."""
         file = str(self.file.resolve())
         order = {
             "database": file,
@@ -77,6 +80,7 @@ class Database:
             "rows": self.rows,
             "shown": self.shown,
             "width": self.width,
+            "compare": self.compare,
         }
         box = replace(self.box, read=(*self.box.read, file))
         whole = len(queries) * seconds
@@ -87,12 +91,13 @@ class Database:
             files={"query.py": PROGRAM.read_text(encoding="utf-8")},
             limits=limits,
         )
-        if outcome.status == "ok":
-            told: dict[str, Any] = json.loads(outcome.stdout)
-            return told
-        why = {"timeout": f"timeout: it ran longer than {seconds:g} s", "output": "it returns too much"}
-        error = why.get(outcome.status, "it needs more memory than a query may have")
-        return {"results": [{"error": error}] * len(queries), "same": False}
+        told = [json.loads(line) for line in outcome.stdout.splitlines(keepends=True) if line.endswith("\n")]
+        same = told.pop()["same"] if told and "same" in told[-1] else False
+        late = outcome.status == "timeout" or outcome.exit == -signal.SIGALRM
+        why = f"timeout: it ran longer than {seconds:g} s" if late else "it needs more memory than a query may have"
+        why = "it returns too much" if outcome.status == "output" else why
+        ended = [{"error": why}, *[{"error": "it was not run: the one before it was ended"}] * len(queries)]
+        return [*told, *ended][: len(queries)], same
 
 
 def _table(result: dict[str, Any]) -> Table:

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
-from skyrl_mega.envs.options import Option, group, number, text, whole
+from skyrl_mega.envs.options import Option, choice, group, number, text, whole
 from skyrl_mega.envs.sandbox import Limits, Sandbox
 from skyrl_mega.envs.sandbox.run import settings
+from skyrl_mega.envs.tags import first
 from skyrl_mega.envs.text2sql.database import Database
 from skyrl_mega.envs.text2sql.reward import solution
 
@@ -26,12 +27,17 @@ INVALID = "Your previous action is invalid: think inside <think>…</think>, the
 class Text2SqlEnv(BaseTextEnv):
     """`<sql>…</sql>` is run and its rows come back as an `<observation>`; `<solution>…</solution>` ends the trajectory.
 
-    The last step's reward is −1 when the format is broken, 1 when the solution gives the same set of rows as
+    The last step's reward is −1 when the format is broken, 1 when the solution gives the same rows as
     `reward_spec.ground_truth`, else 0. The row's `db_id` names the database: `<db_path>/<db_id>/<db_id>.sqlite`.
     """
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "db_path": text(None, "folder of the databases"),
+        "compare": choice(
+            "set",
+            "rows",
+            doc="set: as SkyRL; rows: duplicates and the order of ORDER BY count, columns may be permuted",
+        ),
         "query_timeout_s": number(5.0, "for a query of the policy's", above=0, high=86400),
         "reward_timeout_s": number(20.0, "for each of the two queries that are compared", above=0, high=86400),
         "max_rows": whole(100_000, "rows of a result that are compared", low=1),
@@ -47,7 +53,9 @@ class Text2SqlEnv(BaseTextEnv):
         options = self.options
         box = Sandbox.of(options["sandbox"], BOX)
         file = find(options["db_path"], self.extras.get("db_id"), self.extras.get("data"))
-        self.database = Database(file, box, int(options["max_rows"]), int(options["shown_rows"]))
+        self.database = Database(
+            file, box, int(options["max_rows"]), int(options["shown_rows"]), compare=options["compare"]
+        )
         self.written: list[str] = []
         """What the policy wrote, turn by turn."""
 
@@ -67,13 +75,13 @@ class Text2SqlEnv(BaseTextEnv):
         if self.turns >= self.max_turns or ("<solution>" in action and "</solution>" in action):
             reward, metadata = self._judge()
             return BaseTextEnvStepOutput(observations=[], reward=reward, done=True, metadata=metadata)
-        match = re.search(r"<sql>(.*?)</sql>", action, re.DOTALL)
-        if match is None:
+        tag = first(action, "sql")
+        if tag is None:
             return self._answer(INVALID, {"sql": None})
-        table = self.database.query(match.group(1), float(self.options["query_timeout_s"]))
+        table = self.database.query(tag.text, float(self.options["query_timeout_s"]))
         rows = table.text(int(self.options["shown_characters"]))
-        calls = [{"name": "sql", "arguments": {"query": match.group(1)}}]
-        return self._answer(rows, {"sql": match.group(1), "error": table.error, "tool_calls": calls})
+        calls = [{"name": "sql", "arguments": {"query": tag.text}}]
+        return self._answer(rows, {"sql": tag.text, "error": table.error, "tool_calls": calls})
 
     def _answer(self, said: str, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
         message = {"role": "user", "content": observation(said, self.max_turns - self.turns)}

@@ -10,6 +10,10 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from skyrl_mega.envs.tags import first
+
+SPOKEN = re.compile(r"\S")
+
 
 def solution(turns: Sequence[str]) -> str | None:
     """The SQL of the policy's solution; None when the format is broken.
@@ -24,9 +28,10 @@ def solution(turns: Sequence[str]) -> str | None:
         return None
     if re.search(r"</?(think|sql|observation)\b", inner, re.IGNORECASE):
         return None
-    if not re.search(r"<think>.*?</think>", text, re.DOTALL):
+    if first(text, "think") is None:
         return None
     for mark in re.finditer(r"</observation>", before, re.IGNORECASE):
-        if not before[mark.end() :].lstrip().lower().startswith("<think>"):
+        word = SPOKEN.search(before, mark.end())
+        if word is None or before[word.start() : word.start() + len("<think>")].lower() != "<think>":
             return None
     return inner.strip()

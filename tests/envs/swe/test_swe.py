@@ -45,9 +45,9 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
 COMMAND = "python -m unittest discover -s tests -t ."
 
 
-def game(tasks: Path, turns: int = 8, **options: Any) -> BaseTextEnv:
+def game(tasks: Path, turns: int = 8, command: str = COMMAND, **options: Any) -> BaseTextEnv:
     config = EnvironmentConfig(options={"swe": {"tasks": str(tasks), **options}})
-    row = {"reward_spec": {"ground_truth": COMMAND}, "extra_info": {"task": "cart"}}
+    row = {"reward_spec": {"ground_truth": command}, "extra_info": {"task": "cart"}}
     env = make("swe", row, config, turns)
     env.init([{"role": "user", "content": "Mend total."}])
     return env
@@ -85,6 +85,13 @@ def test_work_not_done_earns_nothing(tasks: Path) -> None:
     env.close()
 
 
+EXIT = "import os; os._exit(0)"
+TINY = (
+    "import unittest, os\n\nclass T(unittest.TestCase):\n    def test(self): pass\n\n"
+    "unittest.main(module=__name__, argv=['x'], exit=False)\nos._exit(0)"
+)
+
+
 @pytest.mark.parametrize(
     "cheat",
     [
@@ -93,14 +100,66 @@ def test_work_not_done_earns_nothing(tasks: Path) -> None:
         "rm -rf tests; ln -s shop tests",
         "rm tests/test_cart.py; ln -s /etc/hosts tests/test_cart.py",
         "rm -rf tests; echo > tests",
-        "printf 'import os; os._exit(0)' > tests/__init__.py",
-        "printf 'import os; os._exit(0)' > sitecustomize.py",
+        f"printf '{EXIT}' > tests/__init__.py",
+        f"printf '{EXIT}' > sitecustomize.py",
+        f"printf '{EXIT}' > shop/cart.py",
+        f"printf '{EXIT}' > unittest.py",
+        f"mkdir unittest; printf '{EXIT}' > unittest/__init__.py; printf '{EXIT}' > unittest/__main__.py",
+        f"printf '{EXIT}' > usercustomize.py",
+        f"p=$(python -m site --user-site); mkdir -p $p; printf '{EXIT}' > $p/usercustomize.py",
+        "printf 'raise SystemExit(0)' > shop/cart.py",
+        "printf 'import os\\nprint(\"Ran 1 test in 0.0s\\\\n\\\\nOK\", flush=True)\\nos._exit(0)' > shop/cart.py",
+        'printf \'import os\\nprint(chr(10)+"proof "+"0"*32+" 1", flush=True)\\nos._exit(0)\' > shop/cart.py',
+        "printf 'import unittest\\nunittest.TestCase.assertEqual = lambda *a: None\\ntotal = None' > shop/cart.py",
+        "printf 'import unittest\\nunittest.TestCase.run = lambda s, r: r.startTest(s)\\ntotal = 1' > shop/cart.py",
+        "printf 'import unittest\\ntotal = 1\\nraise unittest.SkipTest' > shop/cart.py",
+        f"cat > shop/cart.py <<'E'\n{TINY}\nE",
     ],
 )
-def test_changed_tests_are_restored(tasks: Path, cheat: str) -> None:
+def test_what_repairs_nothing_earns_nothing(tasks: Path, cheat: str) -> None:
     env = game(tasks)
     ran(env, cheat)
-    assert env.step("<submit/>")["reward"] == 0.0
+    output = env.step("<submit/>")
+    assert output["reward"] == 0.0, output["metadata"]
+    env.close()
+
+
+PYTEST = "python -m pytest -q -p no:cacheprovider"
+REPAIR = "sed -i 's/count + price/count * price/' shop/cart.py"
+EARLY = (
+    "import os, pytest\nopen('test_x.py', 'w').write('def test(): pass')\npytest.main(['-q', 'test_x.py'])\nos._exit(0)"
+)
+
+
+@pytest.mark.parametrize(
+    "command, done, reward",
+    [
+        (COMMAND, REPAIR, 1.0),
+        (f"{COMMAND} > log 2>&1", REPAIR, 1.0),  # wherever its output goes
+        (PYTEST, REPAIR, 1.0),
+        (PYTEST, f"printf '{EXIT}' > shop/cart.py", 0.0),
+        (PYTEST, f"printf '{EXIT}' > pytest.py", 0.0),
+        (PYTEST, f"cat > shop/cart.py <<'E'\n{EARLY}\nE", 0.0),
+        (PYTEST, "printf '[pytest]\\naddopts=--co' > .pytest.ini", 0.0),
+        (f"{PYTEST} --co", REPAIR, 0.0),  # no test was run
+        ("true", "true", 1.0),  # names no runner: its exit code is all that there is
+    ],
+)
+def test_a_runner_proves_its_end(tasks: Path, command: str, done: str, reward: float) -> None:
+    env = game(tasks, command=command, session_options={"memory_mib": 1024})
+    ran(env, done)
+    output = env.step("<submit/>")
+    assert output["reward"] == reward, output["metadata"]
+    assert "proof" not in output["metadata"]["tests_output"]
+    if reward and "unittest" in command:
+        assert output["metadata"]["tests_passed"] == 1
+    env.close()
+
+
+def test_the_tests_home_is_not_the_policys(tasks: Path) -> None:
+    env = game(tasks, command='test "$PWD" != "$HOME" && test -z "$(ls "$HOME" | grep -v sitecustomize)"')
+    ran(env, "touch here ~/there")
+    assert env.step("<submit/>")["reward"] == 1.0
     env.close()
 
 
@@ -154,7 +213,7 @@ class Remote:
         self.log.append("open")
 
     def run(self, command: str, timeout_s: float) -> Ran:
-        self.log.append(f"{command} {timeout_s:g}")
+        self.log.append(f"{command.splitlines()[-1]} {timeout_s:g}")
         return Ran("ok", 0, "done")
 
     def restore(self, patterns: Iterable[str], timeout_s: float) -> None:
@@ -165,7 +224,7 @@ class Remote:
 
 
 def test_a_session_of_ones_own(tasks: Path) -> None:
-    env = game(tasks, session=f"{__name__}:Remote", session_options={"image": "small"}, test_timeout_s=9)
+    env = game(tasks, session=f"{__name__}:Remote", session_options={"image": "small"}, test_timeout_s=9, proof="exit")
     ran(env, "make")
     assert env.step("<submit/>")["reward"] == 1.0
     env.close()

@@ -177,6 +177,46 @@ def test_endless_and_enormous_queries(databases: Path) -> None:
     assert time.monotonic() - start < 60
 
 
+def test_one_long_instruction_ends_in_time(databases: Path) -> None:
+    slow = "SELECT instr(hex(zeroblob(8000000)), hex(zeroblob(4000000))||'1')"  # a minute, in one opcode
+    start = time.monotonic()
+    assert "timeout: it ran longer than 1 s" in answered(env(databases, query_timeout_s=1), slow)
+    output = env(databases, gold=slow, reward_timeout_s=1).step(GOOD)
+    assert output["reward"] == 0.0 and output["metadata"]["error"] is None
+    assert "timeout" in output["metadata"]["gold_error"]
+    assert time.monotonic() - start < 8
+
+
+@pytest.mark.parametrize("sql", ["", "-- x", ";", "REINDEX", "/* x */", "SELECT 1 WHERE 0"])
+def test_what_returns_nothing_is_no_solution_where_gold_returns_nothing(databases: Path, sql: str) -> None:
+    output = env(databases, "SELECT name FROM pet WHERE id = 9").step(f"<think>x</think><solution>{sql}</solution>")
+    assert output["reward"] == float(sql.startswith("SELECT"))  # a query that finds nothing is right
+
+
+PETS = "SELECT id, name FROM pet ORDER BY id"
+
+
+@pytest.mark.parametrize(
+    "gold, sql, as_set, as_rows",
+    [
+        (PETS, "SELECT id, name FROM pet ORDER BY id", 1, 1),
+        (PETS, "SELECT id, name FROM pet ORDER BY id DESC", 1, 0),
+        (PETS, "SELECT name, id FROM pet ORDER BY id", 0, 1),
+        ("SELECT id, name FROM pet", "SELECT name, id FROM pet ORDER BY id DESC", 0, 1),
+        ("SELECT id FROM pet", "SELECT id FROM pet UNION ALL SELECT 1", 1, 0),
+        ("SELECT 1, 1, 2", "SELECT 2, 1, 1", 0, 1),
+        ("SELECT 1, 1, 2", "SELECT 2, 2, 1", 0, 0),
+        ("SELECT 1, 2 UNION ALL SELECT 2, 1", "SELECT 1, 1 UNION ALL SELECT 2, 2", 0, 0),  # columns alike, rows not
+        ("SELECT id FROM pet", "SELECT id, id FROM pet", 0, 0),
+        ("SELECT CAST(x'ff' AS TEXT)", "SELECT CAST(x'fe' AS TEXT)", 0, 0),
+        ("SELECT value FROM json_each('[1,2]')", "SELECT 1 UNION SELECT 2", 1, 1),
+    ],
+)
+def test_when_two_results_are_the_same(databases: Path, gold: str, sql: str, as_set: int, as_rows: int) -> None:
+    solution = f"<think>x</think><solution>{sql}</solution>"
+    assert [env(databases, gold, compare=c).step(solution)["reward"] for c in ("set", "rows")] == [as_set, as_rows]
+
+
 def test_long_results_are_cut(databases: Path) -> None:
     text = answered(env(databases, shown_rows=5), ENDLESS.format("x") + " LIMIT 80")
     assert "\n5\n(80 rows, cut)" in text and "\n6\n" not in text

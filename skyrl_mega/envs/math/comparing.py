@@ -1,0 +1,79 @@
+"""Do two readings say the same? Kind by kind, part by part; algebra is asked only about two expressions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from skyrl_mega.envs.math.reading import Reading
+
+Ask = Callable[[str, str], bool]
+"""Algebra's opinion of two expressions."""
+
+ORDERED = ("tuple", "ratio", "matrix", "relation")
+UNORDERED = ("list", "union")
+MOST_PARTS = 64
+
+
+def matches(gold: Reading, answer: Reading, ask: Ask) -> bool:
+    """Whether an answer says what the gold one says.
+
+    Args:
+        gold: The right answer.
+        answer: Another.
+        ask: Algebra.
+    """
+    if gold.unit and answer.unit and gold.unit != answer.unit:
+        return False
+    if "equation" in (gold.kind, answer.kind) or (gold.symbol and answer.symbol and gold.symbol != answer.symbol):
+        return _same_equation(gold, answer, ask)
+    if gold.kind in ("number", "expression") and answer.kind in ("number", "expression"):
+        if gold.value is not None and answer.value is not None:
+            return gold.value == answer.value
+        return gold.text == answer.text or ask(gold.text, answer.text)
+    if gold.kind != answer.kind:
+        whole = ("words", "name", "expression", "opaque", "base")
+        return gold.kind in whole and answer.kind in whole and gold.text == answer.text != ""
+    if gold.kind not in (*ORDERED, *UNORDERED):
+        return gold.text == answer.text != ""
+    if gold.shape != answer.shape or len(gold.parts) != len(answer.parts) or len(gold.parts) > MOST_PARTS:
+        return False
+    if gold.kind in ORDERED:
+        return all(matches(one, other, ask) for one, other in zip(gold.parts, answer.parts, strict=True))
+    return _same_parts(gold.parts, answer.parts, ask)
+
+
+def _same_parts(gold: Sequence[Reading], answer: Sequence[Reading], ask: Ask) -> bool:
+    """In any order, each once. Those that are the same without algebra find each other first."""
+    left = list(answer)
+    for asked in (_never, ask):
+        rest = []
+        for part in gold:
+            found = next((other for other in left if matches(part, other, asked)), None)
+            if found is None:
+                rest.append(part)
+            else:
+                left.remove(found)
+        gold = rest
+    return not gold and not left
+
+
+def _same_equation(gold: Reading, answer: Reading, ask: Ask) -> bool:
+    one, other = _difference(gold), _difference(answer)
+    if one is None or other is None:
+        return False
+    if not gold.symbol and not answer.symbol and gold.text == answer.text:
+        return True
+    return ask(one, other) or ask(one, f"-({other})")
+
+
+def _difference(reading: Reading) -> str | None:
+    """Left side minus right side."""
+    if reading.kind == "equation":
+        return f"{reading.parts[0].text}-({reading.parts[1].text})"
+    if reading.symbol and reading.kind in ("number", "expression"):
+        return f"{reading.symbol}-({reading.text})"
+    return None
+
+
+def _never(one: str, other: str) -> bool:
+    return False

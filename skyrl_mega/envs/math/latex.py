@@ -1,0 +1,110 @@
+"""The many ways to write the same LaTeX, made one; nothing here changes what an answer says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+UNICODE = {
+    "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "π": "\\pi ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ",
+    "°": "^\\circ ", "∪": "\\cup ", "≠": "\\ne ", "±": "\\pm ", "θ": "\\theta ", "½": "\\frac{1}{2}", "∈": "\\in ",
+    "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "∅": "\\emptyset ", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
+}  # fmt: skip
+SAME = {
+    "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "geq": "ge", "geqslant": "ge", "leq": "le", "leqslant": "le",
+    "lt": "<", "gt": ">", "neq": "ne", "textbf": "text", "textit": "text", "textrm": "text", "textnormal": "text",
+    "mathrm": "text", "mathbf": "text", "mathit": "text", "mbox": "text", "hbox": "text", "operatorname": "text",
+    "lbrace": "{", "rbrace": "}", "degree": "^\\circ", "varnothing": "emptyset", "infin": "infty", "times": "cdot",
+    "lvert": "|", "rvert": "|", "boldsymbol": "text", "bm": "text",
+}  # fmt: skip
+"""Commands → what is written for them."""
+
+DROPPED = ("left", "right", "displaystyle", "textstyle", "limits", "big", "Big", "bigl", "bigr", "Bigl", "Bigr", "rm")
+SPACES = ("quad", "qquad", "thinspace", "enspace", "hspace", "phantom")
+GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\,|\\ |\\!|~)(?=\d{3}(?!\d))")
+"""Between the groups of a long number, where nothing else can be meant."""
+
+
+def tidy(answer: str) -> str:
+    """An answer in one way of writing: one name per command, braces around every argument, no marks of layout."""
+    text = answer.strip()
+    for sign, command in UNICODE.items():
+        text = text.replace(sign, command)
+    text = (
+        text.replace("\\\\", "\\cr ")
+        .replace("{bmatrix}", "{pmatrix}")
+        .replace("\\$", "\\dollar ")
+        .replace("$", " ")
+        .replace("\\(", " ")
+        .replace("\\)", " ")
+    )
+    if text.startswith("**") and text.endswith("**"):
+        text = text.strip("*")
+    text = GROUPED.sub("", text)
+    text = re.sub(r"\\[,;:!> \n]|\\\[|\\\]|~", " ", text).replace("\\%", "%")
+    text = re.sub(r"\\([a-zA-Z]+)\*?", _command, text)
+    text = _unwrapped(text)
+    text = re.sub(r"\\frac\s*(?!\{)(\d|[a-zA-Z]|\\pi)", r"\\frac{\1}", text)
+    text = re.sub(r"(\\frac\s*\{[^{}]*\})\s*(\d|[a-zA-Z]|\\pi)", r"\1{\2}", text)
+    text = re.sub(r"(\\frac\s*\{(?:[^{}]|\{[^{}]*\})*\})\s*(\d|[a-zA-Z]|\\pi)", r"\1{\2}", text)
+    text = re.sub(r"\\sqrt\s*(\d|[a-zA-Z]|\\pi)", r"\\sqrt{\1}", text)
+    text = text.replace("<=", "\\le ").replace(">=", "\\ge ").replace("!=", "\\ne ").replace("**", "^")
+    return " ".join(text.split()).rstrip(".,; ")
+
+
+def _command(match: re.Match[str]) -> str:
+    name = match.group(1)
+    if name in DROPPED:
+        return " "
+    if name in SPACES:
+        return " "
+    written = SAME.get(name, name)
+    if written in ("{", "}"):
+        return f"\\{written} "
+    return (
+        f"\\{written}" + ("" if match.string[match.end() : match.end() + 1] in ("{", "[") else " ")
+        if (written.isalpha())
+        else f"{written} "
+    )
+
+
+def _unwrapped(text: str) -> str:
+    """`\\text{A}`, `\\mathbf{12}` as A, 12: without a word inside it is no text. Lone "or" and "and" are commas."""
+
+    def plain(match: re.Match[str]) -> str:
+        inner = match.group(1)
+        if inner.strip() in ("or", "and"):
+            return f" {inner.strip()} "
+        return match.group(0) if re.search(r"[A-Za-z]{2}", inner) else f" {inner} "
+
+    return re.sub(r"\\text\s*\{([^{}]*)\}", plain, text)
+
+
+def cut(text: str, separators: Iterable[str]) -> tuple[list[str], list[str]]:
+    """What stands between separators outside of all brackets, and the separators; the longest at a place counts."""
+    pieces, found, depth, at, last = [], [], 0, 0, 0
+    known = sorted(separators, key=len, reverse=True)
+    while at < len(text):
+        depth += (text[at] in "([{") - (text[at] in ")]}")
+        here = next((s for s in known if text.startswith(s, at)), None) if depth == 0 else None
+        if here is not None and here[0] == "\\" and text[at + len(here) : at + len(here) + 1].isalpha():
+            here = None  # the beginning of a longer command
+        if here is None:
+            at += 1
+            continue
+        pieces.append(text[last:at].strip())
+        found.append(here)
+        last = at = at + len(here)
+    return [*pieces, text[last:].strip()], found
+
+
+def wrapped(text: str, opening: str, closing: str) -> bool:
+    """Whether one pair of brackets is around all of a text."""
+    if not (text.startswith(opening) and text.endswith(closing)) or len(text) <= len(opening) + len(closing):
+        return False
+    depth = 0
+    for at, letter in enumerate(text):
+        depth += (letter in "([{") - (letter in ")]}")
+        if depth == 0 and at >= len(opening) - 1:
+            return at == len(text) - 1
+    return False

@@ -1,0 +1,314 @@
+"""What an answer says: a number, an expression, words, or something made of parts.
+
+Two answers are compared only where they say the same kind of thing, so that letters, lists, pairs, equations, ratios
+and percentages are kept apart. Words are taken off inside `\\text{}` or behind a number, and nowhere else; an equation
+stays whole unless its left side is one symbol. What is not understood is `opaque`, and equal to its own text alone.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from skyrl_mega.envs.math.latex import cut, tidy, wrapped
+from skyrl_mega.envs.math.units import MAGNITUDES, unit_of
+
+RELATIONS = {"<": "<", ">": ">", "\\le": "<=", "\\ge": ">=", "\\ne": "!="}
+FLIPPED = {">": "<", ">=": "<="}
+FUNCTIONS = ("sin", "cos", "tan", "cot", "sec", "csc", "arcsin", "arccos", "arctan", "sinh", "cosh", "tanh", "log",
+             "ln", "exp")  # fmt: skip
+COMMANDS = {*FUNCTIONS, "frac", "sqrt", "cdot", "pi", "infty", "binom", "alpha", "beta", "gamma", "delta", "epsilon",
+            "theta", "lambda", "mu", "phi", "varphi", "omega", "rho", "sigma", "tau", "div"}  # fmt: skip
+"""What may stand in an expression that algebra reads."""
+
+FIGURES = ("angle", "triangle", "overline", "overrightarrow", "widehat", "vec", "parallel", "perp")
+SYMBOL = re.compile(
+    r"(?:[A-Za-z]|\\(?!text|frac|sqrt|infty|pi)[a-z]+)\s*'*(?:_(?:\w|\{\s*\w+\s*\}))?\s*(?:\((?:[A-Za-z]\s*,?\s*)+\))?"
+    r"|[A-Z]{2,3}|\((?:\s*[A-Za-z]\s*,)+\s*[A-Za-z]\s*\)|\\text\{[^{}]*\}"
+)
+DIGITS = r"\d{1,300}"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An answer, read."""
+
+    kind: str
+    """number, expression, words, name, base, opaque; tuple, list, union, matrix, ratio, relation, equation of parts."""
+    text: str
+    """Written one way; what algebra is given of a number or an expression."""
+    value: Fraction | None = None
+    """Of a number."""
+    parts: tuple[Reading, ...] = ()
+    shape: str = ""
+    """Brackets of a tuple, operators of a relation, rows of a matrix."""
+    symbol: str = ""
+    """What stood before a single `=`."""
+    unit: str = ""
+
+
+def read(answer: str) -> Reading | None:
+    """What an answer says; None where it says nothing."""
+    text = tidy(answer)
+    return _whole(text) if text else None
+
+
+def _whole(text: str, depth: int = 0) -> Reading:
+    if depth > 12:
+        return _opaque(text)
+    text = text.strip()
+    if re.fullmatch(r"[^,()\[\]{}]*(?<![\d,])\d{1,3}(,\d{3})+(?![\d,])[^,]*", text):
+        text = re.sub(r"(?<=\d),(?=\d{3})", "", text)
+    listed = re.fullmatch(r"\\text\s*\{([^{}]*,[^{}]*)\}", text)
+    text = listed.group(1) if listed else text
+    pieces, _ = cut(text, [",", ";", " or ", " and "])
+    if len(pieces) > 1:
+        return _list([piece for piece in pieces if piece], text, depth)
+    for reader in (_related, _union, _bracketed, _matrix, _ratio, _both_signs):
+        found = reader(text, depth)
+        if found is not None:
+            return found
+    return _single(text)
+
+
+def _list(pieces: list[str], text: str, depth: int) -> Reading:
+    parts = tuple(_whole(piece, depth + 1) for piece in pieces)
+    symbols = {part.symbol for part in parts if part.symbol}
+    if len(parts) < 2:
+        return parts[0] if parts else _opaque(text)
+    if len(symbols) == 1 and parts[0].symbol:  # x = 1, 2 and x = 1 or x = 2
+        return Reading(
+            "list", _joined(text), parts=tuple(replace(part, symbol="") for part in parts), symbol=symbols.pop()
+        )
+    return Reading("list", _joined(text), parts=parts)
+
+
+def _related(text: str, depth: int) -> Reading | None:
+    """Equations, inequalities and `x \\in …`."""
+    sides, signs = cut(text, ["=", "\\in", *RELATIONS])
+    if not signs:
+        return None
+    if not all(sides):
+        return _opaque(text)
+    if signs[0] in ("=", "\\in"):
+        return _equation(text, sides, signs, depth)
+    if "=" in signs or "\\in" in signs:
+        return _opaque(text)
+    kinds = [RELATIONS[sign] for sign in signs]
+    if all(kind in FLIPPED for kind in kinds):
+        sides, kinds = sides[::-1], [FLIPPED[kind] for kind in kinds[::-1]]
+    parts = tuple(_single(side) for side in sides)
+    symbol = [at for at, side in enumerate(sides) if SYMBOL.fullmatch(side)]
+    if len(symbol) == 1 and all(kind in ("<", "<=") for kind in kinds) and (len(sides) == 2 or symbol == [1]):
+        at = symbol[0]
+        low = parts[0] if at > 0 else Reading("expression", "-\\infty")
+        high = parts[-1] if at < len(parts) - 1 else Reading("expression", "\\infty")
+        left = "[" if at > 0 and kinds[0] == "<=" else "("
+        right = "]" if at < len(parts) - 1 and kinds[-1] == "<=" else ")"
+        return Reading("tuple", _joined(text), parts=(low, high), shape=left + right, symbol=_joined(sides[at]))
+    return Reading("relation", _joined(text), parts=parts, shape=" ".join(kinds))
+
+
+def _equation(text: str, sides: list[str], signs: list[str], depth: int) -> Reading:
+    if SYMBOL.fullmatch(sides[0]):
+        rest = text[text.index(signs[0]) + len(signs[0]) :]
+        inner = _whole(rest, depth + 1)
+        if inner.symbol or inner.kind in ("equation", "opaque"):
+            return _opaque(text)
+        return replace(inner, symbol=_joined(sides[0]))
+    if len(sides) == 2 and signs == ["="] and SYMBOL.fullmatch(sides[1]):
+        return replace(_whole(sides[0], depth + 1), symbol=_joined(sides[1]))
+    parts = tuple(_single(side) for side in sides)
+    values = {part.value for part in parts}
+    if len(values) == 1 and None not in values:  # 6/8 = 3/4
+        return parts[-1]
+    if set(signs) != {"="} or len(parts) != 2 or any(part.kind not in ("number", "expression") for part in parts):
+        return _opaque(text)
+    return Reading("equation", _joined(text), parts=parts)
+
+
+def _union(text: str, depth: int) -> Reading | None:
+    pieces, _ = cut(text, ["\\cup"])
+    if len(pieces) < 2:
+        return None
+    return Reading("union", _joined(text), parts=tuple(_whole(piece, depth + 1) for piece in pieces))
+
+
+def _bracketed(text: str, depth: int) -> Reading | None:
+    """Pairs, intervals and sets; brackets around one thing alone are no more than brackets."""
+    for opening, closing in (("(", ")"), ("(", "]"), ("[", ")"), ("[", "]"), ("\\{", "\\}"), ("\\langle", "\\rangle")):
+        if not wrapped(text, opening, closing):
+            continue
+        inner = text[len(opening) : -len(closing)].strip().rstrip("\\").strip()
+        pieces, _ = cut(inner, [",", ";"])
+        if opening == "(" and closing == ")" and len(pieces) == 1:
+            return _whole(inner, depth + 1)
+        if len(pieces) == 1 and opening != "\\{":
+            return None
+        parts = tuple(_whole(piece, depth + 1) if piece else _opaque("") for piece in pieces)
+        if opening == "\\{":
+            return Reading("list", _joined(inner), parts=parts)
+        return Reading("tuple", _joined(text), parts=parts, shape=opening + closing)
+    return None
+
+
+def _matrix(text: str, depth: int) -> Reading | None:
+    match = re.fullmatch(r"\\begin\s*\{(pmatrix|vmatrix|array)\}(.*)\\end\s*\{\1\}", text, re.DOTALL)
+    if match is None:
+        return None
+    rows = [row.split("&") for row in re.split(r"\\cr\b", match.group(2)) if row.strip()]
+    parts = tuple(_whole(entry, depth + 1) for row in rows for entry in row)
+    return Reading("matrix", _joined(text), parts=parts, shape=f"{match.group(1)} {[len(row) for row in rows]}")
+
+
+def _ratio(text: str, depth: int) -> Reading | None:
+    pieces, _ = cut(text, [":"])
+    if len(pieces) < 2 or not all(pieces):
+        return None
+    return Reading("ratio", _joined(text), parts=tuple(_single(piece) for piece in pieces))
+
+
+def _both_signs(text: str, depth: int) -> Reading | None:
+    """`a \\pm b` is two numbers."""
+    if text.count("\\pm") != 1 or "\\mp" in text:
+        return None
+    plus, minus = (text.replace("\\pm", sign).strip().removeprefix("+") for sign in "+-")
+    return Reading("list", _joined(text), parts=(_single(plus), _single(minus)))
+
+
+def _single(text: str) -> Reading:
+    """A number, perhaps with a unit, an expression, or words."""
+    text = text.strip()
+    if wrapped(text, "(", ")"):
+        return _single(text[1:-1])
+    if wrapped(text, "{", "}"):
+        return _single(text[1:-1])
+    percent = re.fullmatch(r"(.*\d.*?)\s*(?:%|\\text\s*\{\s*percent\s*\}|percent)", text)
+    if percent:
+        value = number(percent.group(1))
+        return _opaque(text) if value is None else _number(value / 100)
+    if text.startswith("\\dollar"):
+        inner = _single(text.removeprefix("\\dollar").strip())
+        known = inner.kind in ("number", "expression") and inner.unit in ("", "dollar")
+        return replace(inner, unit="dollar") if known else _opaque(text)
+    value = number(text)
+    if value is not None:
+        return _number(value)
+    return _measured(text) or _worded(text) or _expression(text)
+
+
+def _measured(text: str) -> Reading | None:
+    """A number or an expression with a figure, and a unit or what is counted behind it."""
+    match = re.fullmatch(r"(.*?)\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\circ)\s*([CF])?", text)
+    if match and re.search(r"\d", match.group(1)):
+        core = _expression(match.group(1)) if number(match.group(1)) is None else _single(match.group(1))
+        return replace(core, unit="degree") if core.kind in ("number", "expression") else None
+    match = re.fullmatch(r"(.*?)\s*((?:\\text\s*\{[^{}]*\}\s*)+)(?:\^\s*\{?\s*([23])\s*\}?)?", text)
+    marked = match is not None
+    match = match or re.fullmatch(r"(.*[\d})])(\s*[A-Za-z][A-Za-z .'/-]*[A-Za-z])(?:\^\s*\{?\s*([23])\s*\}?)?", text)
+    if match is None or not re.search(r"\d", match.group(1)):
+        return None
+    words = " ".join(re.findall(r"[^\\{}]+", match.group(2).replace("\\text", " "))).strip()
+    exact = number(match.group(1))
+    if words.lower() in MAGNITUDES and exact is not None:
+        return _number(exact * 10 ** MAGNITUDES[words.lower()])
+    unit = unit_of(words, marked=marked)
+    if unit is None:
+        return None
+    core = _number(exact) if exact is not None else _expression(match.group(1))
+    if core.kind == "opaque":
+        return None
+    return replace(core, unit=unit + (f"^{match.group(3)}" if match.group(3) and unit else ""))
+
+
+def _worded(text: str) -> Reading | None:
+    """Words, names of figures, numbers with a base."""
+    base = re.fullmatch(r"(-?[0-9A-F]+)\s*_\s*\{?\s*(\d{1,2})\s*\}?", text)
+    if base and not re.fullmatch(r"[A-F]", base.group(1)):
+        return Reading("base", f"{base.group(1)}_{base.group(2)}")
+    words = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
+    if re.fullmatch(r"[A-Z]{2,}", words.strip()) or any(f"\\{figure}" in text for figure in FIGURES):
+        return Reading("name", _joined(words))
+    if re.search(r"[\\^_{}=<>]", words):
+        return None
+    found = re.findall(r"[A-Za-z]+", words)
+    bare = (
+        words == text
+        and not any(word in FUNCTIONS or word in ("pi", "sqrt") for word in found)
+        and not re.search(r"[-+*/()\[\]|!]|^\d|^[a-z]\s", words)
+        and (
+            any(len(word) >= 4 or re.fullmatch(r"[A-Z][a-z]+", word) for word in found)
+            or len(found) > 1 < min(map(len, found))
+        )
+    )
+    marked = words != text and not re.search(r"\d", re.sub(r"\\text\s*\{[^{}]*\}", "", text))
+    if found and (bare or marked) and re.search(r"[A-Za-z]{2}", words):
+        said = re.sub(r"^(?:an?|the) (?=\w\w)", "", " ".join(words.lower().split()).strip(" .()"))
+        return Reading("words", said)
+    return None
+
+
+def _expression(text: str) -> Reading:
+    """What algebra may read; opaque where there is anything that it could misread."""
+    spelled = re.sub(r"(?<![A-Za-z\\])(pi|infty|sqrt|" + "|".join(FUNCTIONS) + r")(?![a-z])", r"\\\1 ", text)
+    spelled = re.sub(r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", spelled.replace("*", "\\cdot "))
+    spelled = re.sub(r"_(\d)(?=\s)", r"_{\1}", spelled.replace("\\div", "/"))
+    known = all(name in COMMANDS for name in re.findall(r"\\([A-Za-z]+)", spelled))
+    letters = re.sub(r"\\[A-Za-z]+", "@", spelled)
+    if (
+        not known
+        or re.search(r"[^A-Za-z0-9+\-*/^_(){}\[\]|!.' \\]|\\[^A-Za-z]|\\$", spelled)
+        or re.search(r"[A-Za-z]{4}|\d\s+\.?\d|\d\.\s*\d*\.|\.\s*\.|[-+]\s*[-+]|[-+^_\\]$|\d{301}|\^\s*\\circ", letters)
+        or re.search(r"\d\s*\\frac\s*\{\s*\d+\s*\}\s*\{\s*\d+\s*\}", spelled)  # 2\frac{1}{2}x: a sum or a product
+        or not re.search(r"[A-Za-z0-9]", spelled)
+    ):
+        return _opaque(text)
+    exact = re.sub(r"(?<![\d_])(\d*)\.(\d+)", _as_fraction, spelled)
+    return Reading("expression", _joined(exact))
+
+
+def _as_fraction(match: re.Match[str]) -> str:
+    """`0.25` as `\\frac{25}{100}`: decimals are exact."""
+    return f"\\frac{{{int(match.group(1) + match.group(2))}}}{{{10 ** len(match.group(2))}}}"
+
+
+def number(text: str) -> Fraction | None:
+    """The exact value of a plain number: `-12`, `0.5`, `3/4`, `1 1/2`, `0.\\overline{6}`, `2\\cdot10^3`."""
+    text = text.strip()
+    sign = -1 if text.startswith("-") else 1
+    text = re.sub(r"^[-+]\s*", "", text, count=1)
+    if re.fullmatch(rf"(?:{DIGITS})?\.\d{{1,300}}|{DIGITS}\.?", text):
+        return sign * Fraction(text.rstrip(".") or "0")
+    match = re.fullmatch(rf"({DIGITS})?\s*\\frac\s*\{{\s*(-?\s*{DIGITS})\s*\}}\s*\{{\s*(-?\s*{DIGITS})\s*\}}", text)
+    match = match or re.fullmatch(rf"(?:({DIGITS})\s+)?({DIGITS})\s*/\s*({DIGITS})", text)
+    if match:
+        over, under = (int(match.group(at).replace(" ", "")) for at in (2, 3))
+        if under == 0 or (match.group(1) is not None and not 0 < over < under):  # 2 3/2 is no mixed number
+            return None
+        return sign * (Fraction(over, under) + int(match.group(1) or 0))
+    match = re.fullmatch(r"(\d{0,50})\.(\d{0,50})\s*\\overline\s*\{\s*(\d{1,50})\s*\}", text)
+    if match:
+        whole, fixed, again = match.groups()
+        tail = Fraction(int(again), 10 ** len(again) - 1) / 10 ** len(fixed)
+        return sign * (Fraction(int(whole + fixed or "0"), 10 ** len(fixed)) + tail)
+    match = re.fullmatch(r"(\d{1,50}(?:\.\d{1,50})?)\s*\\cdot\s*10\s*\^\s*(?:\{\s*(-?\d{1,3})\s*\}|(\d))", text)
+    if match:
+        return sign * Fraction(match.group(1)) * Fraction(10) ** int(match.group(2) or match.group(3))
+    return None
+
+
+def _number(value: Fraction) -> Reading:
+    top, bottom = value.numerator, value.denominator
+    return Reading("number", str(top) if bottom == 1 else f"\\frac{{{top}}}{{{bottom}}}", value)
+
+
+def _opaque(text: str) -> Reading:
+    return Reading("opaque", " ".join(text.split()))
+
+
+def _joined(text: str) -> str:
+    """Without spaces that say nothing, and without braces around one sign."""
+    text = re.sub(r"\s+", " ", text)
+    text = re.sub(r"(?<![A-Za-z]) | (?![A-Za-z])", "", text) if "\\" in text else text.replace(" ", "")
+    return re.sub(r"([\^_])\{(\w)\}(?!\d)", r"\1\2", text)
