@@ -24,6 +24,7 @@ from skyrl_mega.config.derived import (
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.schema import Config, OptimizerConfig
+from skyrl_mega.config.values import shown
 
 ENGINE_ARGUMENTS = {
     "model": "model.path",
@@ -84,7 +85,7 @@ def check_values(config: Config) -> None:
     """Every single value against what its key allows."""
     for name, value in _values(config, ""):
         if not (key := keys()[name]).allows(value):
-            raise UserError(f"{name} = {value}: allowed is {key.allowed}")
+            raise UserError(f"{name} = {shown(value)}: {key.rule.refusal(value)}")
 
 
 def _values(settings: Any, prefix: str) -> Iterator[tuple[str, Any]]:

@@ -22,6 +22,7 @@ from omegaconf.errors import OmegaConfBaseException
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys, names_in, nearest
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.values import shown
 
 
 def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -136,29 +137,23 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
     try:
         OmegaConf.update(config, key, value, merge=False, force_add=mapping is not None)
     except OmegaConfBaseException as error:
-        raise UserError(f"{key} = {_shown(value)}: allowed is {known[mapping or key].allowed}") from error
+        raise UserError(f"{key} = {shown(value)}: allowed is {known[mapping or key].allowed}") from error
 
 
 def _unknown(key: str, value: Any) -> str:
     near = nearest(key)
     group = next((name for name in reversed(_prefixes(key)) if name in keys()), "")
     if group and not keys()[group].group:
-        return f"{key} = {_shown(value)}: {group} is {keys()[group].allowed} and holds no other keys"
+        return f"{key} = {shown(value)}: {group} is {keys()[group].allowed} and holds no other keys"
     there = ", ".join(names_in(group))
     hint = f"did you mean {near}? " if near else ""
-    return f"{key} = {_shown(value)}: no such setting; {hint}allowed in {group or 'a configuration'}: {there}"
+    return f"{key} = {shown(value)}: no such setting; {hint}allowed in {group or 'a configuration'}: {there}"
 
 
 def _prefixes(key: str) -> list[str]:
     """a.b.c → a, a.b, a.b.c."""
     parts = key.split(".")
     return [".".join(parts[: n + 1]) for n in range(len(parts))]
-
-
-def _shown(value: Any) -> str:
-    """A value as it would be written in YAML, on one line, not too long."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
-    return text if len(text) <= 80 else text[:77] + "…"
 
 
 def _first_line(error: Exception) -> str:
