@@ -275,6 +275,21 @@ def _wire(c: Config) -> None:
         )
 
 
+def check_enough(c: Config, prompts: int, what: str) -> None:
+    """A step's prompts can be drawn at least once.
+
+    Args:
+        c: The settings.
+        prompts: How many there are.
+        what: Of what, for the error.
+    """
+    if c.run.steps != 0 and prompts * c.run.epochs < c.data.prompts_per_step:
+        raise UserError(
+            f"data.prompts_per_step = {c.data.prompts_per_step}: {prompts} {what}, and run.epochs = {c.run.epochs} "
+            f"draws {prompts * c.run.epochs}, so that no step could be taken; give at most that, or more epochs"
+        )
+
+
 def check_gpus(c: Config, training: bool = True) -> None:
     """Policy and reference (both only in training) have GPUs of their own, and so have engines, or those of policy
     ranks; an engine lies within a node."""

@@ -126,7 +126,7 @@ class BuildConfig:
     """Which architecture's config.json is written."""
     hidden: int = at_least(8, 64)
     """Hidden size."""
-    layers: int = between(1, 10_000, 2)
+    layers: int = between(1, 1000, 2)
     """Decoder layers."""
     heads: int = at_least(1, 4)
     """Attention heads."""

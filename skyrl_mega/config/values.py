@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from skyrl_mega.config.outside import is_unicode
+
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of text"}
 LARGEST = 10**12
 """No number is larger, whatever it counts."""
@@ -45,6 +47,8 @@ class Rule:
 
     def refusal(self, value: Any) -> str:
         """What to say of a value that is not allowed."""
+        if isinstance(value, Mapping) and self.type is dict:
+            return f"allowed is {self.words} without NaN, infinity and broken text"
         beyond = isinstance(value, int | float) and LARGEST < abs(value) < math.inf and self.high is None
         return f"allowed is {self.words}" + (f", and nothing beyond {LARGEST:g}" if beyond else "")
 
@@ -73,7 +77,7 @@ class Rule:
         )
 
     def _text(self, value: Any) -> bool:
-        fits = isinstance(value, str) and len(value) <= LONGEST_TEXT and "\0" not in value and _is_unicode(value)
+        fits = isinstance(value, str) and len(value) <= LONGEST_TEXT and "\0" not in value and is_unicode(value)
         return fits and (self.empty or value != "") and (not self.choices or value in self.choices)
 
     def _list(self, value: Any) -> bool:
@@ -127,10 +131,5 @@ def _is_plain(value: Any) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
     return (
-        value is None or isinstance(value, int) or (isinstance(value, str) and "\0" not in value and _is_unicode(value))
+        value is None or isinstance(value, int) or (isinstance(value, str) and "\0" not in value and is_unicode(value))
     )
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether it has no half of a surrogate pair, which no file takes."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
