@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from skyrl_mega.config.derived import (
     engine_data,
@@ -203,6 +204,8 @@ def _rollout(c: Config) -> None:
         if value == 0:
             raise UserError(f"{name} = 0: allowed is a number above 0 and at most 1")
     retriever = c.environment.retriever
+    if retriever.url is not None and not _is_address(retriever.url):
+        raise UserError(f"environment.retriever.url = {shown(retriever.url)}: allowed is http://host:port or https://…")
     if (retriever.url or retriever.index) and retriever.timeout_s >= r.env_timeout_s:
         raise UserError(
             f"environment.retriever.timeout_s = {retriever.timeout_s:g}: allowed is less than rollout.env_timeout_s = "
@@ -229,6 +232,14 @@ def _rollout(c: Config) -> None:
             instead = ENGINE_ARGUMENTS[name]
             mend = f"use {instead}" if instead else "leave it out"
             raise UserError(f"rollout.options.{name}: the run decides it; {mend}")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        return False
 
 
 def check_topology(c: Config) -> None:

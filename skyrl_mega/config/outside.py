@@ -39,8 +39,8 @@ def parsed(data: str | bytes, *, most: int = MOST_BYTES, deepest: int = DEEPEST)
     return value
 
 
-def check(value: Any, *, deepest: int = DEEPEST) -> None:
-    """Refuses nesting, numbers and text that nothing else here takes.
+def check(value: Any, *, deepest: int = DEEPEST, numbers: bool = True) -> None:
+    """Refuses nesting, text and, unless told otherwise, numbers that nothing else here takes.
 
     Raises:
         Malformed: There is some.
@@ -54,7 +54,7 @@ def check(value: Any, *, deepest: int = DEEPEST) -> None:
             waiting += ((part, depth + 1) for pair in value.items() for part in pair)
         elif isinstance(value, list | tuple):
             waiting += ((part, depth + 1) for part in value)
-        elif isinstance(value, float) and not math.isfinite(value):
+        elif numbers and isinstance(value, float) and not math.isfinite(value):
             raise Malformed(f"{value} is no number")
         elif isinstance(value, str) and not is_unicode(value):
             raise Malformed("it has half of a surrogate pair, which is no text")
