@@ -46,6 +46,10 @@ ENGINE_ARGUMENTS = {
 """vLLM's arguments that the run decides itself, and the setting to use instead (None: there is none)."""
 
 
+LONGEST_NAME = 255
+"""Bytes of a file's name."""
+
+
 def check(config: Config, *, planned: bool = False) -> None:
     """Refuses the first setting that is impossible. `planned`: nothing will be started, so what can only be planned
     passes, and `cluster.device = auto` means GPUs.
@@ -54,6 +58,7 @@ def check(config: Config, *, planned: bool = False) -> None:
         UserError: key, value, what is allowed, the mend.
     """
     check_values(config)
+    _paths(config)
     _run(config)
     _optimizer(config.policy.optimizer)
     _data(config)
@@ -74,6 +79,7 @@ def check_evaluation(config: Config, engines: bool = True) -> None:
         UserError: key, value, what is allowed, the mend.
     """
     check_values(config)
+    _paths(config)
     _name(config)
     _rollout(config)
     if engines:
@@ -113,6 +119,24 @@ def _name(c: Config) -> None:
         raise UserError(
             f"run.name = {c.run.name}: allowed are letters, digits and . _ + -; use run.directory for folders"
         )
+
+
+def _paths(c: Config) -> None:
+    """No part of a path is longer than a file's name may be; asking a file system for such a one is an error."""
+    named = {
+        "run.name": [c.run.name],
+        "run.directory": [c.run.directory],
+        "model.path": [c.model.path],
+        "reference.path": [c.reference.path or ""],
+        "data.train": c.data.train,
+        "data.eval": c.data.eval,
+        "warmup.files": c.warmup.files,
+        "environment.retriever.index": [c.environment.retriever.index or ""],
+    }
+    for key, paths in named.items():
+        for path in paths:
+            if any(len(part.encode()) > LONGEST_NAME for part in path.split("/")):
+                raise UserError(f"{key} = {shown(path)}: allowed are names of at most {LONGEST_NAME} bytes")
 
 
 def _model(c: Config) -> None:

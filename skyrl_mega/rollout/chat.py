@@ -60,6 +60,21 @@ class Chat:
         if MARK not in self._render([{"role": "user", "content": MARK}]):
             raise UserError(f"model.path={path}: the chat template leaves out what the user says; fix it")
 
+    def check_vocabulary(self, size: int) -> None:
+        """Refuses a token that ends a turn and that the model cannot say.
+
+        Args:
+            size: The model's `vocab_size`.
+
+        Raises:
+            UserError: There is one.
+        """
+        if beyond := [token for token in self.stop_tokens if token >= size]:
+            raise UserError(
+                f"model.path={self.path}: the end-of-turn token {beyond[0]} is not below config.json's vocab_size = "
+                f"{size}; the tokenizer (generation_config.json) is another model's, fetch it again"
+            )
+
     def first(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokens of a conversation's first messages, up to where the policy begins to speak.
 

@@ -56,6 +56,7 @@ def open_run(config: Config, folder: Path, console: Console, notice: Notice | No
     model = Path(config.model.path).absolute()
     hf = read_config(model)
     chat = Chat(str(model))
+    chat.check_vocabulary(architecture(hf).describe(hf).vocab)
     train, evaluation = prompts_of(config, chat, console)
     device = config.cluster.device
     with ExitStack() as stack:

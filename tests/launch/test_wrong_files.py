@@ -107,6 +107,11 @@ def test_tokenizers(model: Path, name: str, content: str, line: str) -> None:
     assert line in said(lambda: Chat(str(model)))
 
 
+def test_an_end_of_turn_that_the_model_cannot_say(model: Path) -> None:
+    (model / "generation_config.json").write_text('{"eos_token_id": [1, 100000]}')
+    assert "end-of-turn token 100000 is not below" in said(lambda: Chat(str(model)).check_vocabulary(128))
+
+
 def table(file: Path, **columns: pa.Array) -> Path:
     pq.write_table(pa.table(columns), file)
     return file
@@ -163,6 +168,8 @@ def test_an_engine_argument_that_vllm_does_not_have(inputs: Path) -> None:
 @pytest.mark.parametrize(
     "setting, line",
     [
+        ("model.path=" + "a" * 300, "allowed are names of at most 255 bytes"),
+        ("environment.retriever.url=nonsense", "environment.retriever.url = nonsense: allowed is http://host:port"),
         ("run.seed=-5", "run.seed = -5: allowed is a whole number from 0 to 4294967295"),
         (f"run.seed={10**30}", "run.seed = 10000000000000000000"),
         ("rollout.sampling.stop=['']", "rollout.sampling.stop = ['']: allowed is a list of text, none empty"),
