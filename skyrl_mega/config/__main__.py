@@ -23,7 +23,10 @@ A run is one YAML file and, after it on the command line, settings over the file
 - Lists are written `data.train=[a.parquet,b.parquet]`; text with `=` or other signs is quoted: `'run.directory="a=b"'`.
 - An unknown key, a wrong type or an impossible value ends in one line and exit code 2, before any process starts.
 - `--dry-run` checks everything and prints the settings and what follows from them ([dry-run.md](dry-run.md));
-  `config.yaml` in the run's folder has the same settings and can be given to `--config` again.
+  `config.yaml` in the run's folder has the same settings and can be given to `--config` again. A run replaces the one
+  that a run wrote, and refuses to replace one that a person wrote or edited.
+- A secret stands in the environment: `${oc.env:WANDB_API_KEY}` is written like this wherever settings are written
+  (`config.yaml`, the dry run, `report.html`); what looks like a token or a password is written as `***`.
 """
 
 

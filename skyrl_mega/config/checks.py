@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from typing import Any
+from urllib.parse import urlsplit
 
 from skyrl_mega.config.derived import (
     engine_data,
@@ -24,6 +25,7 @@ from skyrl_mega.config.derived import (
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.schema import Config, OptimizerConfig
+from skyrl_mega.config.values import shown
 
 ENGINE_ARGUMENTS = {
     "model": "model.path",
@@ -44,6 +46,10 @@ ENGINE_ARGUMENTS = {
 """vLLM's arguments that the run decides itself, and the setting to use instead (None: there is none)."""
 
 
+LONGEST_NAME = 255
+"""Bytes of a file's name."""
+
+
 def check(config: Config, *, planned: bool = False) -> None:
     """Refuses the first setting that is impossible. `planned`: nothing will be started, so what can only be planned
     passes, and `cluster.device = auto` means GPUs.
@@ -52,6 +58,7 @@ def check(config: Config, *, planned: bool = False) -> None:
         UserError: key, value, what is allowed, the mend.
     """
     check_values(config)
+    _paths(config)
     _run(config)
     _optimizer(config.policy.optimizer)
     _data(config)
@@ -72,6 +79,7 @@ def check_evaluation(config: Config, engines: bool = True) -> None:
         UserError: key, value, what is allowed, the mend.
     """
     check_values(config)
+    _paths(config)
     _name(config)
     _rollout(config)
     if engines:
@@ -84,7 +92,7 @@ def check_values(config: Config) -> None:
     """Every single value against what its key allows."""
     for name, value in _values(config, ""):
         if not (key := keys()[name]).allows(value):
-            raise UserError(f"{name} = {value}: allowed is {key.allowed}")
+            raise UserError(f"{name} = {shown(value)}: {key.rule.refusal(value)}")
 
 
 def _values(settings: Any, prefix: str) -> Iterator[tuple[str, Any]]:
@@ -111,6 +119,24 @@ def _name(c: Config) -> None:
         raise UserError(
             f"run.name = {c.run.name}: allowed are letters, digits and . _ + -; use run.directory for folders"
         )
+
+
+def _paths(c: Config) -> None:
+    """No part of a path is longer than a file's name may be; asking a file system for such a one is an error."""
+    named = {
+        "run.name": [c.run.name],
+        "run.directory": [c.run.directory],
+        "model.path": [c.model.path],
+        "reference.path": [c.reference.path or ""],
+        "data.train": c.data.train,
+        "data.eval": c.data.eval,
+        "warmup.files": c.warmup.files,
+        "environment.retriever.index": [c.environment.retriever.index or ""],
+    }
+    for key, paths in named.items():
+        for path in paths:
+            if any(len(part.encode()) > LONGEST_NAME for part in path.split("/")):
+                raise UserError(f"{key} = {shown(path)}: allowed are names of at most {LONGEST_NAME} bytes")
 
 
 def _model(c: Config) -> None:
@@ -202,6 +228,8 @@ def _rollout(c: Config) -> None:
         if value == 0:
             raise UserError(f"{name} = 0: allowed is a number above 0 and at most 1")
     retriever = c.environment.retriever
+    if retriever.url is not None and not _is_address(retriever.url):
+        raise UserError(f"environment.retriever.url = {shown(retriever.url)}: allowed is http://host:port or https://…")
     if (retriever.url or retriever.index) and retriever.timeout_s >= r.env_timeout_s:
         raise UserError(
             f"environment.retriever.timeout_s = {retriever.timeout_s:g}: allowed is less than rollout.env_timeout_s = "
@@ -228,6 +256,14 @@ def _rollout(c: Config) -> None:
             instead = ENGINE_ARGUMENTS[name]
             mend = f"use {instead}" if instead else "leave it out"
             raise UserError(f"rollout.options.{name}: the run decides it; {mend}")
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is none
+        return False
 
 
 def check_topology(c: Config) -> None:
@@ -271,6 +307,21 @@ def _wire(c: Config) -> None:
             f"weights.wire = {c.weights.wire}: allowed is fp8 where rollout.options.hf_overrides.quantization_config "
             "makes engines that take FP8 numbers and scales; or let them quantise what arrives, with "
             "rollout.options.quantization=fp8_per_block"
+        )
+
+
+def check_enough(c: Config, prompts: int, what: str) -> None:
+    """A step's prompts can be drawn at least once.
+
+    Args:
+        c: The settings.
+        prompts: How many there are.
+        what: Of what, for the error.
+    """
+    if c.run.steps != 0 and prompts * c.run.epochs < c.data.prompts_per_step:
+        raise UserError(
+            f"data.prompts_per_step = {c.data.prompts_per_step}: {prompts} {what}, and run.epochs = {c.run.epochs} "
+            f"draws {prompts * c.run.epochs}, so that no step could be taken; give at most that, or more epochs"
         )
 
 

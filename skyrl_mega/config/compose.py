@@ -6,7 +6,10 @@ Hydra composes the file and the groups that its `defaults` list names (`defaults
 
 from __future__ import annotations
 
+import re
+import warnings
 from collections.abc import Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,9 +22,20 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from skyrl_mega.config import outside, secrets
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys, names_in, nearest
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.values import shown
+
+GROUP = re.compile(r"\w+(/\w+)*")
+"""A folder of files of one group."""
+LARGEST = 2**20
+"""Bytes of a configuration."""
+LONGEST = 200
+"""Characters of an argument that an error shows."""
+DEEPEST = 50
+"""Mappings and lists of a configuration within each other."""
 
 
 def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -38,15 +52,18 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     chosen: list[Override] = []
     if path is not None:
         path = _file(Path(path))
-        chosen = [override for override in parsed if (path.parent / override.key_or_group).is_dir()]
+        chosen = [o for o in parsed if GROUP.fullmatch(o.key_or_group) and (path.parent / o.key_or_group).is_dir()]
         for key, value in _leaves(_files(path, chosen), ""):
             _assign(config, key, value)
     for override in parsed:
         if override not in chosen:
             for key, value in _leaves(override.value(), override.key_or_group):
                 _assign(config, key, value)
+    secrets.note(OmegaConf.to_container(config, resolve=False))
     try:
         return cast(Config, OmegaConf.to_object(config))
+    except RecursionError as error:
+        raise UserError("settings that name one another with ${…} in a circle; give one of them a value") from error
     except OmegaConfBaseException as error:  # an interpolation, which is resolved only here
         key = error.full_key or "?"
         allowed = f"allowed is {keys()[key].allowed}" if key in keys() else "name an existing key"
@@ -54,15 +71,19 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The settings as YAML that `compose` reads back."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config))
+    """The settings as YAML that `compose` reads back, secrets masked."""
+    return OmegaConf.to_yaml(OmegaConf.create(secrets.masked(asdict(config))))
 
 
 def _file(path: Path) -> Path:
     """The path of a configuration, which is there."""
     if path.suffix != ".yaml":
         raise UserError(f"--config {path}: allowed is a file that ends in .yaml")
-    if not path.is_file():
+    try:
+        there = path.is_file()
+    except (OSError, ValueError) as error:
+        raise UserError(f"--config {str(path)[:80]}: {outside.reason(error)}; give the path of a .yaml file") from error
+    if not there:
         near = sorted(file.name for file in path.parent.glob("*.yaml"))
         hint = f"{path.parent} has {', '.join(near)}" if near else f"{path.parent} has no .yaml file"
         raise UserError(f"--config {path}: no such file; {hint}")
@@ -73,10 +94,13 @@ def _parse(text: str) -> Override:
     """One `key=value` argument, in Hydra's grammar; `+key=value` is taken as `key=value`."""
     try:
         override = OverridesParser.create().parse_override(text)
-    except HydraException as error:
+        override.value()
+    except (HydraException, OmegaConfBaseException, RecursionError, ValueError) as error:
         raise UserError(
-            f"{text}: not of the form group.key=value; quote what has signs: 'run.directory=\"a=b\"'"
+            f"{text[:LONGEST]}: not of the form group.key=value; quote what has signs: 'run.directory=\"a=b\"'"
         ) from error
+    if not override.key_or_group:
+        raise UserError(f"{text}: no setting is named; allowed is group.key=value")
     if override.type == OverrideType.DEL:
         raise UserError(f"{text}: a setting cannot be taken away; give it a value: {override.key_or_group}=null")
     if override.is_sweep_override():
@@ -86,28 +110,58 @@ def _parse(text: str) -> Override:
 
 def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
     """The file and its groups as one tree, values as written."""
-    try:
-        own = yaml.safe_load(path.read_text())
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise _broken(path, error) from error
-    if own is None:
-        own = {}
-    if not isinstance(own, dict):
-        raise UserError(f"--config {path}: it holds a {type(own).__name__}; allowed is a mapping of groups to settings")
-    listed = {group for entry in own.get("defaults") or [] if isinstance(entry, dict) for group in entry}
+    listed = _listed(path)
     groups = [f"{'' if o.key_or_group in listed else '+'}{o.key_or_group}={o.value()}" for o in chosen]
     try:
-        with initialize_config_dir(str(path.parent.absolute()), version_base="1.3"):
+        with warnings.catch_warnings(), initialize_config_dir(str(path.parent.absolute()), version_base="1.3"):
+            warnings.simplefilter("ignore", UserWarning)  # two lines about `_self_`, before what is really wrong
             tree = hydra_compose(path.stem, groups)
+    except RecursionError as error:
+        raise UserError(f"--config {path}: its `defaults` go in a circle, or it nests too deep") from error
     except yaml.YAMLError as error:
         raise _broken(path, error) from error
     except MissingConfigException as error:
         missing = error.missing_cfg_file or "?"
         options = ", ".join(sorted(error.options or [])) or "nothing"
         raise UserError(f"{path}: {missing} is not in {path.parent}; allowed is {options}") from error
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(f"{path}: {_first_line(error)}; see `defaults` in docs/configuration.md") from error
+    except (HydraException, OmegaConfBaseException, OSError, ValueError, TypeError, AssertionError) as error:
+        # Hydra asserts and raises all kinds about what files hold.
+        raise UserError(
+            f"{path}: {_first_line(error) or type(error).__name__}; see `defaults` in docs/configuration.md"
+        ) from error
     return cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False))
+
+
+def _listed(path: Path) -> set[str]:
+    """The groups that a file's `defaults` name, after a look at the whole of it.
+
+    Raises:
+        UserError: It is no YAML, no mapping, or nests without end.
+    """
+    try:
+        own = yaml.safe_load(outside.read(path, "give a .yaml file that you may read", most=LARGEST))
+        own = {} if own is None else own
+        outside.check(own, deepest=DEEPEST, numbers=False)
+    except RecursionError as error:
+        raise UserError(f"--config {path}: it nests deeper than {DEEPEST} levels") from error
+    except outside.Malformed as error:
+        raise UserError(f"--config {path}: {error}") from error
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, a date of the 32nd
+        raise _broken(path, error) from error
+    if not isinstance(own, dict):
+        raise UserError(f"--config {path}: it holds a {type(own).__name__}; allowed is a mapping of groups to settings")
+    defaults = own.get("defaults") or []
+    entries = defaults if isinstance(defaults, list) else [defaults]
+    wrong = [e for e in entries if not isinstance(e, str) and not (isinstance(e, dict) and all(map(_is_text, e)))]
+    if defaults is not entries and defaults:
+        wrong = [defaults]
+    if wrong:
+        raise UserError(f"--config {path}: defaults: {shown(wrong[0])}; allowed is a list such as [algorithm: dapo]")
+    return {group for entry in entries if isinstance(entry, dict) for group in entry}
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
@@ -136,29 +190,23 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
     try:
         OmegaConf.update(config, key, value, merge=False, force_add=mapping is not None)
     except OmegaConfBaseException as error:
-        raise UserError(f"{key} = {_shown(value)}: allowed is {known[mapping or key].allowed}") from error
+        raise UserError(f"{key} = {shown(value)}: allowed is {known[mapping or key].allowed}") from error
 
 
 def _unknown(key: str, value: Any) -> str:
     near = nearest(key)
     group = next((name for name in reversed(_prefixes(key)) if name in keys()), "")
     if group and not keys()[group].group:
-        return f"{key} = {_shown(value)}: {group} is {keys()[group].allowed} and holds no other keys"
+        return f"{key} = {shown(value)}: {group} is {keys()[group].allowed} and holds no other keys"
     there = ", ".join(names_in(group))
     hint = f"did you mean {near}? " if near else ""
-    return f"{key} = {_shown(value)}: no such setting; {hint}allowed in {group or 'a configuration'}: {there}"
+    return f"{key} = {shown(value)}: no such setting; {hint}allowed in {group or 'a configuration'}: {there}"
 
 
 def _prefixes(key: str) -> list[str]:
     """a.b.c → a, a.b, a.b.c."""
     parts = key.split(".")
     return [".".join(parts[: n + 1]) for n in range(len(parts))]
-
-
-def _shown(value: Any) -> str:
-    """A value as it would be written in YAML, on one line, not too long."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10_000).removesuffix("...\n").strip()
-    return text if len(text) <= 80 else text[:77] + "…"
 
 
 def _first_line(error: Exception) -> str:

@@ -1,8 +1,16 @@
 """The one error that means: the user's input is wrong."""
 
+from __future__ import annotations
+
+from skyrl_mega.config.terminal import one_line
+
 
 class UserError(Exception):
-    """A mistake in what the user gave. Its text is one line: key or file, value, what is allowed, the mend.
+    """A mistake in what the user gave. Its text is one line: key or file, value, what is allowed, the fix.
 
     The launcher prints the line without a traceback and exits with code 2, before any process has started.
     """
+
+    def __str__(self) -> str:
+        """The line: nothing that it quotes breaks it or steers a terminal."""
+        return one_line(super().__str__())

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import inspect
-import math
 import types
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -13,8 +12,9 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.values import Rule
 
-WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of text"}
+TYPES = (int, float, bool, str, list, dict)
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Key:
     nullable: bool
     default: Any
     metadata: dict[str, Any]
-    """`allowed`, `low`, `high` as the schema gives them."""
+    """`allowed`, `low`, `high`, `empty` as the schema gives them."""
     doc: str
 
     @property
@@ -37,27 +37,29 @@ class Key:
         return is_dataclass(self.type)
 
     @property
+    def rule(self) -> Rule:
+        """What its value may be; of a group, whether it may be null."""
+        of = self.metadata
+        return Rule(
+            self.type if self.type in TYPES else dict,
+            self.nullable,
+            of.get("low"),
+            of.get("high"),
+            choices=of.get("allowed", ()),
+            empty=of.get("empty", True),
+        )
+
+    @property
     def allowed(self) -> str:
         """What may stand there, in words."""
-        low, high = self.metadata.get("low"), self.metadata.get("high")
-        if "allowed" in self.metadata:
-            words = "one of " + ", ".join(self.metadata["allowed"])
-        elif self.group:
-            words = "a group of " + ", ".join(field.name for field in fields(self.type))
-        else:
-            words = WORDS.get(self.type, "a mapping")
-            if high is not None:
-                words += f" from {low:g} to {high:g}"
-            elif low is not None:
-                words += f" of at least {low:g}"
+        if not self.group:
+            return self.rule.words
+        words = "a group of " + ", ".join(field.name for field in fields(self.type))
         return words + (" or null" if self.nullable else "")
 
     def allows(self, value: Any) -> bool:
-        """Whether `value`, of the key's type, is within `allowed`, `low` and `high`; what follows from others aside."""
-        low, high = self.metadata.get("low"), self.metadata.get("high")
-        if isinstance(value, float) or (low is not None and value is not None):
-            return math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high)
-        return "allowed" not in self.metadata or value in self.metadata["allowed"]
+        """Whether `value` is of the key's type and within its range; what follows from others aside."""
+        return self.rule.allows(value)
 
 
 @cache

@@ -26,6 +26,10 @@ def between(low: float, high: float, default: Any) -> Any:
     return field(default=default, metadata={"low": low, "high": high})
 
 
+MOST = 100_000
+"""Processes, nodes or samples: no run has more."""
+
+
 @dataclass
 class RunConfig:
     """Where a run lives and how long it goes."""
@@ -34,7 +38,7 @@ class RunConfig:
     """The run's name; its folder is `<directory>/<name>`."""
     directory: str = "runs"
     """The folder that holds runs."""
-    seed: int = 0
+    seed: int = between(0, 2**32 - 1, 0)
     """Seeds data order, initial weights that are built, and sampling."""
     steps: Optional[int] = at_least(0, None)
     """RL steps at most; None goes on until `epochs` are done."""
@@ -86,9 +90,9 @@ class ClusterConfig:
 
     device: str = one_of("auto", "cpu", "cuda")
     """Where policy and engines compute; auto takes CUDA when a device is visible."""
-    nodes: int = at_least(1, 1)
+    nodes: int = between(1, MOST, 1)
     """Nodes of the allocation."""
-    gpus_per_node: int = at_least(1, 8)
+    gpus_per_node: int = between(1, 1024, 8)
     """GPUs of one node (ignored on CPU)."""
     shared: bool = False
     """Policy and engines share the GPUs instead of having some each. Both stay in memory all the time: what
@@ -122,7 +126,7 @@ class BuildConfig:
     """Which architecture's config.json is written."""
     hidden: int = at_least(8, 64)
     """Hidden size."""
-    layers: int = at_least(1, 2)
+    layers: int = between(1, 1000, 2)
     """Decoder layers."""
     heads: int = at_least(1, 4)
     """Attention heads."""
@@ -222,7 +226,7 @@ class MoeConfig:
 class PolicyConfig:
     """The Megatron policy."""
 
-    ranks: Optional[int] = at_least(1, None)
+    ranks: Optional[int] = between(1, MOST, None)
     """Processes (GPUs) of the policy; None takes nodes · gpus_per_node."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
     """How the model is cut."""
@@ -242,7 +246,7 @@ class PolicyConfig:
     """Tokens whose logits exist at once while log-probs are computed."""
     recompute: bool = False
     """Recomputes every layer's activations in the backward pass."""
-    threads: int = at_least(1, 1)
+    threads: int = between(1, 4096, 1)
     """CPU threads of one rank (CPU only)."""
 
 
@@ -254,7 +258,7 @@ class ReferenceConfig:
     """Its weights; None takes `model.path`."""
     layout: Optional[LayoutConfig] = None
     """None shares the policy's ranks and layout; otherwise actors of its own in this layout."""
-    ranks: Optional[int] = at_least(1, None)
+    ranks: Optional[int] = between(1, MOST, None)
     """Processes of a reference with a layout of its own."""
 
 
@@ -270,7 +274,7 @@ class SamplingConfig:
     """Most likely tokens kept; -1 keeps all."""
     max_tokens: int = at_least(1, 1024)
     """Tokens generated in one turn at most."""
-    stop: list[str] = field(default_factory=list)
+    stop: list[str] = field(default_factory=list, metadata={"empty": False})
     """Strings that end a turn; they stay in the output."""
 
 
@@ -278,13 +282,13 @@ class SamplingConfig:
 class RolloutConfig:
     """vLLM engines and the agent loop."""
 
-    engines: int = at_least(1, 1)
+    engines: int = between(1, MOST, 1)
     """Engines, each in an actor of its own."""
     tensor: int = at_least(1, 1)
     """Tensor parallel size of one engine."""
     memory_fraction: float = between(0, 1, 0.6)
     """Share of a GPU's memory that vLLM may take (CUDA)."""
-    kv_cache_gib: float = at_least(0.01, 1.0)
+    kv_cache_gib: float = between(0.01, 10_000, 1.0)
     """KV cache of one engine worker (CPU)."""
     max_length: Optional[int] = at_least(1, None)
     """Longest sequence of an engine; None takes prompt + response limits."""
@@ -294,7 +298,7 @@ class RolloutConfig:
     """Tokens after the prompt over all turns; None takes turns · sampling.max_tokens."""
     max_turns: int = at_least(1, 1)
     """Turns of one trajectory at most."""
-    concurrency: int = at_least(1, 256)
+    concurrency: int = between(1, MOST, 256)
     """Sequences that one engine runs at once at most. It is given no more requests than fill its KV cache twice, were
     all as long as they may become."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -314,7 +318,7 @@ class RolloutConfig:
     Of an endpoint that is evaluated: seconds for one attempt."""
     restarts: int = at_least(0, 10)
     """Engines that are started again after a fault, in one run; past it the run ends and names the first cause."""
-    threads: int = at_least(1, 1)
+    threads: int = between(1, 4096, 1)
     """CPU threads of one engine worker (CPU only)."""
     eager: Optional[bool] = None
     """Runs the engine without compilation and CUDA graphs: every token then pays for thousands of launches from Python,
@@ -412,7 +416,7 @@ class DataConfig:
     """Prompts (groups) of one RL step."""
     mini_batch_prompts: Optional[int] = at_least(1, None)
     """Prompts of one optimizer step; None takes all of the RL step's."""
-    samples_per_prompt: int = at_least(1, 8)
+    samples_per_prompt: int = between(1, MOST, 8)
     """Trajectories of one prompt."""
     shuffle: bool = True
     """New order every epoch."""
@@ -464,7 +468,7 @@ class EvaluationConfig:
     """RL steps between evaluations; 0 never evaluates between start and end."""
     before: bool = True
     """Also before the first RL step."""
-    samples: int = at_least(1, 1)
+    samples: int = between(1, MOST, 1)
     """Samples per prompt: pass@n and average."""
     limit: Optional[int] = at_least(1, None)
     """Prompts of each set at most."""

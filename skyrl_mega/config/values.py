@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import yaml
 
+from skyrl_mega.config.outside import is_unicode
+from skyrl_mega.config.terminal import printable
+
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of text"}
+LARGEST = 10**12
+"""No number is larger, whatever it counts."""
 LONGEST_TEXT = 4000
 """Characters of one text: no path of a file may be longer."""
 WIDEST = 80
@@ -41,6 +46,13 @@ class Rule:
         """What may stand there."""
         return self._one() + (" or null" if self.nullable else "")
 
+    def refusal(self, value: Any) -> str:
+        """What to say of a value that is not allowed."""
+        if isinstance(value, Mapping) and self.type is dict:
+            return f"allowed is {self.words} without NaN, infinity and broken text"
+        beyond = isinstance(value, int | float) and LARGEST < abs(value) < math.inf and self.high is None
+        return f"allowed is {self.words}" + (f", and nothing beyond {LARGEST:g}" if beyond else "")
+
     def _one(self) -> str:
         if self.choices:
             return f"{'a list of' if self.type is list else 'one of'} {', '.join(self.choices)}"
@@ -48,28 +60,32 @@ class Rule:
         if not self.empty:
             text += " that is not empty" if self.type is str else ", none empty"
         if self.above is not None:
-            return f"{text} above {self.above:g}" + (f" and at most {self.high:g}" if self.high is not None else "")
-        if self.high is not None:
-            return f"{text} from {self.low:g} to {self.high:g}" if self.low is not None else f"{text} to {self.high:g}"
-        return f"{text} of at least {self.low:g}" if self.low is not None else text
+            return f"{text} above {_plain(self.above)}" + (f" and at most {_plain(self.high)}" if self.high else "")
+        if self.low is None:
+            return text
+        most = f" to {_plain(self.high)}" if self.high is not None else ""
+        return f"{text} from {_plain(self.low)}{most}" if most else f"{text} of at least {_plain(self.low)}"
 
     def _number(self, value: Any) -> bool:
         kinds = int if self.type is int else (int, float)
         return (
             isinstance(value, kinds)
             and not isinstance(value, bool)
-            and math.isfinite(value)
+            and -LARGEST <= value <= LARGEST
             and (self.low is None or value >= self.low)
             and (self.high is None or value <= self.high)
             and (self.above is None or value > self.above)
         )
 
     def _text(self, value: Any) -> bool:
-        fits = isinstance(value, str) and len(value) <= LONGEST_TEXT and "\0" not in value and _is_unicode(value)
+        fits = isinstance(value, str) and len(value) <= LONGEST_TEXT and "\0" not in value and is_unicode(value)
         return fits and (self.empty or value != "") and (not self.choices or value in self.choices)
 
     def _list(self, value: Any) -> bool:
         return isinstance(value, list | tuple) and all(map(self._text, value))
+
+    def _mapping(self, value: Any) -> bool:
+        return isinstance(value, Mapping) and all(map(_is_plain, _leaves(value)))
 
 
 _TESTS: Mapping[type, Callable[[Rule, Any], bool]] = {
@@ -78,20 +94,43 @@ _TESTS: Mapping[type, Callable[[Rule, Any], bool]] = {
     str: Rule._text,
     list: Rule._list,
     bool: lambda rule, value: isinstance(value, bool),
-    dict: lambda rule, value: isinstance(value, Mapping),
+    dict: Rule._mapping,
 }
 
 
 def shown(value: Any) -> str:
     """A value as YAML writes it, on one line and not too long; control characters as escapes."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     try:
         text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
     except (yaml.YAMLError, RecursionError):  # nothing that YAML has a form for
         text = ascii(value)
-    text = " ".join(text.removesuffix("\n").removesuffix("\n...").split())
+    text = printable(" ".join(text.removesuffix("\n").removesuffix("\n...").split()))
     return text if len(text) <= WIDEST else text[: WIDEST - 1] + "…"
 
 
-def _is_unicode(text: str) -> bool:
-    """Whether it has no half of a surrogate pair, which no file takes."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+def _plain(number: float) -> str:
+    return str(int(number)) if number == int(number) else f"{number:g}"
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Keys and values of nested mappings and lists."""
+    waiting = [value]
+    while waiting:
+        value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple):
+            waiting += value
+        else:
+            yield value
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a finite number, a text, true, false or null."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return (
+        value is None or isinstance(value, int) or (isinstance(value, str) and "\0" not in value and is_unicode(value))
+    )

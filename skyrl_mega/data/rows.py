@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
+from skyrl_mega.config.values import shown
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.base import ROLES, Message
 from skyrl_mega.envs.prompt import Prompt
@@ -117,14 +118,18 @@ def _batches(file: str | Path, key: str) -> Iterator[tuple[pa.RecordBatch, int]]
                 raise UserError(f"{key}: {file} has no rows")
             first = 0
             for batch in reader.iter_batches(ROWS_AT_ONCE):
+                _check_text(batch, first, f"{key}: {file}")
                 yield batch, first
                 first += len(batch)
-    except (pa.ArrowInvalid, OSError) as error:
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{key}: {file} cannot be read as parquet ({reason}); write it again") from error
 
 
 def _check_columns(schema: pa.Schema, file: str | Path, key: str) -> None:
+    twice = sorted({name for name in schema.names if schema.names.count(name) > 1})
+    if twice:
+        raise UserError(f"{key}: {file} has two columns {shown(twice[0])}; write it again with one of each name")
     if "prompt" not in schema.names:
         raise UserError(f"{key}: {file} has no column prompt (it has {', '.join(schema.names)}); {SCHEMA}")
     kind = schema.field("prompt").type
@@ -134,6 +139,24 @@ def _check_columns(schema: pa.Schema, file: str | Path, key: str) -> None:
         raise UserError(
             f"{key}: {file}, column env_class: its type is {schema.field('env_class').type}; allowed: string"
         )
+
+
+def _check_text(batch: pa.RecordBatch, first: int, where: str) -> None:
+    """All text of all columns is UTF-8: a file can say so and hold something else."""
+    try:
+        batch.validate(full=True)
+    except pa.ArrowInvalid as error:
+        column = next((name for name in batch.schema.names if _is_broken(batch[name])), "?")
+        at = next((row for row in range(len(batch)) if _is_broken(batch[column].slice(row, 1).take([0]))), 0)
+        raise UserError(f"{where}, row {first + at}, column {column}: it is no UTF-8; write it again") from error
+
+
+def _is_broken(values: pa.Array) -> bool:
+    try:
+        values.validate(full=True)
+    except pa.ArrowInvalid:
+        return True
+    return False
 
 
 def _check_messages(conversations: pa.Array, first: int, where: str, column: str) -> None:
@@ -150,7 +173,7 @@ def _check_messages(conversations: pa.Array, first: int, where: str, column: str
         if at >= 0:
             row = first + row_of[at].as_py()
             raise UserError(
-                f"{where}, row {row}, column {column}: {name} is {values[at].as_py()!r}; allowed: {allowed}"
+                f"{where}, row {row}, column {column}: {name} is {repr(values[at].as_py())[:80]}; allowed: {allowed}"
             )
 
 

@@ -102,7 +102,7 @@ def _one(key: str, value: Any, option: Option) -> Any:
     if option.inner is not None:
         return filled(key, value, option.inner)
     if not option.rule.allows(value):
-        raise UserError(f"{key} = {shown(value)}: allowed is {option.rule.words}")
+        raise UserError(f"{key} = {shown(value)}: {option.rule.refusal(value)}")
     return value
 
 

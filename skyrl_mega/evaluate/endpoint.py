@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import json
+import math
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -19,13 +19,21 @@ import httpx
 
 from skyrl_mega.config.derived import evaluation_sampling
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import Malformed
+from skyrl_mega.config.outside import parsed as parsed_json
 from skyrl_mega.config.sandboxes import ENVIRONMENT_THREADS
 from skyrl_mega.config.schema import Config, SamplingConfig
+from skyrl_mega.config.terminal import one_line
+from skyrl_mega.config.values import shown
 from skyrl_mega.envs.base import Message
 from skyrl_mega.rollout.agent import Agent, Limits, Opened, Said, append, stream_seed
 from skyrl_mega.rollout.threads import Threads
 from skyrl_mega.rollout.trajectory import Kind, Step, Trajectory
 
+MOST_BYTES = 64 * 2**20
+"""Of one answer, unpacked."""
+MOST_TOKENS = 2**22
+"""That an answer may say it had: each is counted in memory."""
 UNKNOWN = -1
 """A token that is counted and not known."""
 ATTEMPTS = 8
@@ -66,7 +74,11 @@ class Endpoint:
             parsed = httpx.URL(url)
         except httpx.InvalidURL as error:
             raise UserError(f"--endpoint {url}: {error}; allowed is http://host:port/v1") from error
-        if parsed.scheme not in ("http", "https") or not parsed.host:
+        if (
+            parsed.scheme not in ("http", "https")
+            or not parsed.host
+            or not 1 <= (80 if parsed.port is None else parsed.port) <= 65535
+        ):
             raise UserError(f"--endpoint {url}: allowed is http://host:port/v1 or https://…")
         if parsed.userinfo:
             raise UserError(
@@ -75,12 +87,12 @@ class Endpoint:
         if not model:
             raise UserError(f"--endpoint {url}: it needs --served-model, the name that it serves the model under")
         try:
-            fields = json.loads(extra)
-        except ValueError as error:
-            raise UserError(f"--request {extra}: {error}; allowed is a JSON object") from error
+            fields = parsed_json(extra)
+        except Malformed as error:
+            raise UserError(f"--request {extra[:200]}: {error}; allowed is a JSON object") from error
         if not isinstance(fields, dict):
             raise UserError(
-                f"--request {extra}: allowed is a JSON object, such as '{{\"max_completion_tokens\": 500}}'"
+                f"--request {extra[:200]}: allowed is a JSON object, such as '{{\"max_completion_tokens\": 500}}'"
             )
         base = url.rstrip("/").removesuffix("/chat/completions")
         if parsed.path in ("", "/"):
@@ -146,10 +158,9 @@ class Client:
         if answer is None:
             return None
         try:
-            choice, usage = answer["choices"][0], answer["usage"]
-            cut = choice["finish_reason"] == "length"
-            text = restored(choice["message"].get("content") or "", choice, sampling.stop)
-            return Reply(text, cut, int(usage["prompt_tokens"]), int(usage["completion_tokens"]))
+            return _reply(answer, sampling.stop)
+        except Malformed as error:
+            raise EndpointFailed(f"{self.endpoint.url} answered in another form: {error}") from error
         except (KeyError, TypeError, IndexError, AttributeError) as error:
             raise EndpointFailed(f"{self.endpoint.url} answered in another form: {error!r} is missing") from error
 
@@ -159,15 +170,15 @@ class Client:
             wanted = 0.0
             try:
                 async with asyncio.timeout(self.timeout_s):
-                    response = await self.http.post(url, json=body)
+                    response, data = await self._post(url, body)
             except TimeoutError:
                 cause = f"no answer within rollout.request_timeout_s = {self.timeout_s:g}"
             except httpx.TransportError as error:
                 cause = f"{type(error).__name__}: {error}".rstrip(": ")
             else:
                 if response.is_success:
-                    return self._json(response)
-                said = _message(response)
+                    return self._json(data)
+                said = self._hidden(_message(response, data))
                 if response.status_code == 400 and any(words in said for words in TOO_LONG):
                     return None
                 cause = f"HTTP {response.status_code}: {said}"
@@ -180,11 +191,25 @@ class Client:
                 pause = min(2 * pause, LONGEST_PAUSE_S)
         raise EndpointFailed(f"{url} gave no answer in {ATTEMPTS} attempts; the last: {cause}")
 
-    def _json(self, response: httpx.Response) -> Any:
+    async def _post(self, url: str, body: dict[str, Any]) -> tuple[httpx.Response, bytes]:
+        """An answer and its bytes, of which there are not too many."""
+        data = bytearray()
+        async with self.http.stream("POST", url, json=body) as response:
+            async for piece in response.aiter_bytes():
+                data += piece
+                if len(data) > MOST_BYTES:
+                    raise EndpointFailed(f"{self.endpoint.url} answered with more than {MOST_BYTES} bytes")
+        return response, bytes(data)
+
+    def _json(self, data: bytes) -> Any:
         try:
-            return response.json()
-        except ValueError as error:
-            raise EndpointFailed(f"{self.endpoint.url} answered in another form: no JSON") from error
+            return parsed_json(data)
+        except Malformed as error:
+            raise EndpointFailed(f"{self.endpoint.url} answered in another form: no JSON ({error})") from error
+
+    def _hidden(self, said: str) -> str:
+        """What it said, without the key: some repeat it."""
+        return said.replace(self.endpoint.key, "***") if self.endpoint.key else said
 
     def _mend(self, status: int) -> str:
         if status in (401, 403):
@@ -282,20 +307,37 @@ def _conversation(t: Trajectory) -> list[dict[str, str]]:
     return t.messages[sum(step.messages for step in t.steps[:last]) :]
 
 
-def _message(response: httpx.Response) -> str:
+def _reply(answer: Any, stops: Sequence[str]) -> Reply:
+    """The parts of an answer that are used, each of its type.
+
+    Raises:
+        Malformed: One is of another.
+    """
+    choice, usage = answer["choices"][0], answer["usage"]
+    text, finish = choice["message"].get("content"), choice["finish_reason"]
+    if not isinstance(text, str | None) or not isinstance(finish, str | None):
+        raise Malformed(f"content is {type(text).__name__}, finish_reason {type(finish).__name__}; allowed is text")
+    tokens = [usage[name] for name in ("prompt_tokens", "completion_tokens")]
+    if not all(type(n) is int and 0 <= n <= MOST_TOKENS for n in tokens):
+        raise Malformed(f"usage {shown(tokens)}; allowed are whole numbers from 0 to {MOST_TOKENS}")
+    return Reply(restored(text or "", choice, stops), finish == "length", *tokens)
+
+
+def _message(response: httpx.Response, data: bytes) -> str:
     """What the endpoint said of an error, on one line."""
     try:
-        said = response.json()
+        said = parsed_json(data)
         error = said.get("error", said)
         text = f"{error.get('message', error)} {error.get('code') or ''}" if isinstance(error, dict) else str(error)
-    except (ValueError, AttributeError):
-        text = response.text or response.reason_phrase
-    return " ".join(text.split())[:300]
+    except (Malformed, AttributeError):
+        text = data[:2000].decode(errors="replace") or response.reason_phrase
+    return one_line(text, 300)
 
 
 def _retry_after(response: httpx.Response) -> float:
     """Seconds that the endpoint asks for; 0 when it does not say (or says a date)."""
     try:
-        return float(response.headers.get("Retry-After", "0"))
+        seconds = float(response.headers.get("Retry-After", "0"))
     except ValueError:
         return 0.0
+    return seconds if 0 <= seconds < math.inf else 0.0

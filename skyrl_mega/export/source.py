@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from skyrl_mega.config import outside
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.trainer.checkpoints import Checkpoints
 from skyrl_mega.weights.checkpoint_header import refuse_old
@@ -97,9 +98,9 @@ def _model_of(run: Path | None, path: Path) -> Path:
             f"--model is missing: {path} has no config.yaml of a run beside it; give a Hugging Face directory"
         )
     try:
-        config = yaml.safe_load((run / "config.yaml").read_text())
+        config = yaml.safe_load(outside.read(run / "config.yaml", "give --model"))
         named, directory = Path(config["model"]["path"]), Path(config["run"]["directory"])
-    except (OSError, yaml.YAMLError, KeyError, TypeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError, KeyError, TypeError) as error:
         raise UserError(f"{run / 'config.yaml'}: has no model.path ({error}); give --model") from error
     places = [named]
     if not named.is_absolute() and not directory.is_absolute():

@@ -15,6 +15,7 @@ from skyrl_mega.config.checks import check
 from skyrl_mega.config.derived import engine_ranks, length_limit
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.secrets import masked
 from skyrl_mega.launch import inputs, layout
 from skyrl_mega.launch.refusal import with_mend
 from skyrl_mega.layout.parallel import Parallel
@@ -75,7 +76,7 @@ def values(config: Config, hf: Mapping[str, Any], absent: Sequence[str] = ()) ->
     made = batch(config, parallel)
     placed = nodes(config)
     return {
-        "config": asdict(config),
+        "config": masked(asdict(config)),
         "model": _model(config, d),
         "policy": _ranks(config, d, parallel, policy_memory),
         "reference": _ranks(config, d, reference, reference_memory) if reference else [],

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.config.checks import check_gpus
+from skyrl_mega.config.checks import check_enough, check_gpus
 from skyrl_mega.config.derived import (
     engine_data,
     expert_parallel,
@@ -29,6 +29,7 @@ from skyrl_mega.models.known import KNOWN, hub_name, known
 from skyrl_mega.models.megatron import TRANSFORMER_ENGINE, layer_spec
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.preflight import given
+from skyrl_mega.rollout import engine_arguments
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.weights import headers
 
@@ -177,7 +178,8 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
-    """An engine's cut of the model, and its longest sequence."""
+    """An engine's arguments, its cut of the model, and its longest sequence."""
+    engine_arguments.check(config.rollout.options)
     kind = architecture(hf)
     cut = config.rollout.tensor, expert_parallel(config.rollout)
     kind.check_engine(hf, *cut, data=engine_data(config.rollout))
@@ -283,7 +285,10 @@ def _check_data(config: Config, missing_ok: bool) -> None:
     def present(files: list[str]) -> list[str]:
         return [file for file in files if not missing_ok or Path(file).exists()]
 
-    check_files(present(config.data.train), config.environment, key="data.train")
+    train = present(config.data.train)
+    rows = check_files(train, config.environment, key="data.train")
+    if len(train) == len(config.data.train):
+        check_enough(config, rows, "rows in data.train")
     check_files(present(config.data.eval), config.environment, key="data.eval")
     if config.warmup.steps:
         load_demonstrations(present(config.warmup.files))

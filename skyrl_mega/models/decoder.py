@@ -9,12 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.values import shown
 
 Hf = Mapping[str, Any]
 """The content of a Hugging Face config.json."""
+
+LARGEST = 2**31 - 1
+MOST = {"num_hidden_layers": 1000, "num_experts": 4096, "num_local_experts": 4096}
+"""Whole numbers of a configuration at most: far above any model, and what its tensors can still be listed for."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +105,7 @@ def read_decoder(
         ffn=integer(hf, "intermediate_size"),
         vocab=integer(hf, "vocab_size"),
         max_length=integer(hf, "max_position_embeddings", 2048),
-        norm_eps=float(hf.get("rms_norm_eps", 1e-6)),
+        norm_eps=number(hf, "rms_norm_eps", 1e-6),
         tied=bool(hf.get("tie_word_embeddings", False)),
         rope=read_rope(hf),
         qk_norm=qk_norm,
@@ -114,18 +120,20 @@ def read_rope(hf: Hf) -> Rope:
     megatron-core 0.16 knows linear interpolation, and Llama 3's scaling with Llama 3.1's own constants.
     """
     key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
-    values = dict(hf.get(key) or {})
-    base = float(values.get("rope_theta") or hf.get("rope_theta") or 10000.0)
+    values = hf.get(key) or {}
+    if not isinstance(values, Mapping):
+        raise _wrong(hf, key, "a mapping")
+    base = number(values if values.get("rope_theta") else hf, "rope_theta", 10000.0)
     kind = values.get("rope_type", values.get("type", "default"))
     if values.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
         raise _wrong(hf, key, "a partial_rotary_factor of 1")
     if kind == "default":
         return Rope(base)
     if kind == "linear":
-        return Rope(base, "linear", float(values["factor"]))
+        return Rope(base, "linear", number(values, "factor"))
     constants = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
     if kind == "llama3" and all(values.get(name) == value for name, value in constants.items()):
-        return Rope(base, "llama3", float(values["factor"]))
+        return Rope(base, "llama3", number(values, "factor"))
     allowed = ", ".join(f"{name} {value}" for name, value in constants.items())
     raise _wrong(hf, key, f"rope_type default, linear, or llama3 with {allowed}")
 
@@ -137,9 +145,20 @@ def integer(hf: Hf, key: str, default: int | None = None) -> int:
         if default is None:
             raise UserError(f"config.json: {key} is missing; a {hf.get('model_type')} checkpoint has it")
         return default
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise _wrong(hf, key, "a positive integer")
+    most = MOST.get(key, LARGEST)
+    if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
+        raise _wrong(hf, key, f"a positive integer of at most {most}")
     return value
+
+
+def number(hf: Hf, key: str, default: float | None = None) -> float:
+    """A positive number of the configuration."""
+    value = hf.get(key)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
+        raise _wrong(hf, key, "a positive number")
+    return float(value)
 
 
 def only(hf: Hf, key: str, allowed: Any) -> None:
@@ -149,4 +168,4 @@ def only(hf: Hf, key: str, allowed: Any) -> None:
 
 
 def _wrong(hf: Hf, key: str, allowed: str) -> UserError:
-    return UserError(f"config.json: {key} is {hf.get(key)!r}; skyrl_mega supports {allowed}; choose another model")
+    return UserError(f"config.json: {key} is {shown(hf.get(key))}; skyrl_mega supports {allowed}; choose another model")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.values import shown
 from skyrl_mega.models.decoder import Decoder, Experts, Hf, integer, read_decoder
 
 EXPERT_COUNT = ("num_experts", "num_local_experts")
@@ -12,7 +13,10 @@ EXPERT_COUNT = ("num_experts", "num_local_experts")
 def describe(hf: Hf) -> Decoder:
     """The model that `hf` asks for."""
     layers, step = integer(hf, "num_hidden_layers"), integer(hf, "decoder_sparse_step", 1)
-    dense = set(hf.get("mlp_only_layers") or ())
+    listed = hf.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
+        raise UserError(f"config.json: mlp_only_layers is {shown(listed)}; allowed is a list of layers")
+    dense = set(listed)
     moe = frozenset(i for i in range(layers) if i not in dense and (i + 1) % step == 0)
     if not moe:
         raise UserError(

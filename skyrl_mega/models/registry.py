@@ -96,7 +96,7 @@ def architecture(hf: Hf) -> Architecture:
     Raises:
         UserError: the type is not one of those supported.
     """
-    found = ARCHITECTURES.get(hf.get("model_type", ""))
+    found = ARCHITECTURES.get(str(hf.get("model_type", "")))
     if found is None:
         raise UserError(
             f"config.json: model_type is {hf.get('model_type')!r}; supported are {', '.join(ARCHITECTURES)}; "

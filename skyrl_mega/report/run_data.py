@@ -11,8 +11,10 @@ from typing import Any
 
 import yaml
 
+from skyrl_mega.config import outside
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
+from skyrl_mega.config.secrets import masked
 from skyrl_mega.telemetry import metrics
 from skyrl_mega.telemetry.console import PLACES
 
@@ -125,9 +127,10 @@ def read(folder: Path) -> RunData:
         what = "no config.yaml there" if folder.is_dir() else "no such folder"
         raise UserError(f"{folder}: {what}; allowed: a run's folder, such as runs/<name>")
     try:
-        tree = yaml.safe_load((folder / "config.yaml").read_text()) or {}
-        settings = dict(_leaves(tree, "")) if isinstance(tree, dict) else {}
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        tree = yaml.safe_load(outside.read(folder / "config.yaml", "give a run's folder")) or {}
+        outside.check(tree, numbers=False)
+        settings = dict(_leaves(masked(tree), "")) if isinstance(tree, dict) else {}
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{folder / 'config.yaml'}: it is not YAML: {' '.join(str(error).split())}") from error
     file = folder / "metrics.jsonl"
     return RunData(folder, metrics.read(file) if file.is_file() else [], settings)

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.style import Style
 from rich.text import Text
 
+from skyrl_mega.config.terminal import printable
 from skyrl_mega.report.records import Part, Record
 from skyrl_mega.telemetry.table import duration
 
@@ -99,7 +100,7 @@ class View:
                 if part.by_policy:
                     yield f"policy {turn}", message["content"], POLICY, "┃", _note(part)
                 else:
-                    yield _plain(message["role"]), message["content"], ROLES.get(message["role"], "cyan"), "│", ""
+                    yield printable(message["role"]), message["content"], ROLES.get(message["role"], "cyan"), "│", ""
         if record.metadata:
             yield "judged", json.dumps(record.metadata, ensure_ascii=False), JUDGED, "·", ""
 
@@ -107,7 +108,7 @@ class View:
         """Lines that fit."""
         lines: list[Text] = []
         for line in content.strip("\n").split("\n"):
-            lines += Text(_plain(line.expandtabs(4))).wrap(self._console, self._width - MARGIN - 2) or [Text()]
+            lines += Text(printable(line.expandtabs(4))).wrap(self._console, self._width - MARGIN - 2) or [Text()]
         return lines
 
     def _cells(self, record: Record) -> list[str]:
@@ -145,11 +146,6 @@ def _note(part: Part) -> str:
         notes.append(f"env {_time(part.env_s)}")
     calls = [call if isinstance(call, str) else json.dumps(call, ensure_ascii=False) for call in part.tool_calls]
     return "\n".join([" · ".join(notes), *(f"call {call}" for call in calls)])
-
-
-def _plain(text: str) -> str:
-    """Control characters are written out, so that nothing steers the terminal."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _seconds(record: Record, phase: str) -> str:

@@ -11,6 +11,9 @@ from typing import Any
 
 import httpx
 
+from skyrl_mega.config.outside import parsed
+from skyrl_mega.config.terminal import one_line
+
 TOKEN_VARIABLE = "SKYRL_MEGA_RETRIEVER_TOKEN"
 """The environment variable that holds a service's token, for the service itself and for the command line."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
@@ -67,10 +70,7 @@ class Client:
             body["method"] = method
         reply = self._ask("POST", "/retrieve", body)
         try:
-            return [
-                [Hit(str(hit["document"]["id"]), hit["document"]["contents"], float(hit["score"])) for hit in hits]
-                for hits in reply["result"]
-            ]
+            return [[_hit(hit) for hit in hits] for hits in reply["result"]]
         except (KeyError, TypeError, ValueError) as error:
             raise RetrievalError(f"{self.url}/retrieve answered in another form: {error!r}") from error
 
@@ -97,7 +97,7 @@ class Client:
             try:
                 response = self._http.request(verb, self.url + path, json=body, timeout=limit)
                 if response.is_success:
-                    return response.json()
+                    return parsed(response.content)
                 cause = f"HTTP {response.status_code}: {_first_line(response)}"
                 if response.status_code not in WORTH_A_RETRY:
                     raise RetrievalError(f"{self.url}{path} refused: {cause}")
@@ -122,8 +122,15 @@ def shared_client(url: str, token: str | None, timeout_s: float) -> Client:
     return Client(url, token, timeout_s)
 
 
+def _hit(given: Any) -> Hit:
+    contents = given["document"]["contents"]
+    if not isinstance(contents, str):
+        raise TypeError(f"contents is {type(contents).__name__}; allowed is text")
+    return Hit(str(given["document"]["id"]), contents, float(given["score"]))
+
+
 def _first_line(response: httpx.Response) -> str:
-    return (response.text.strip().splitlines() or [response.reason_phrase])[0][:300]
+    return one_line((response.text.strip().splitlines() or [response.reason_phrase])[0], 300)
 
 
 def _retry_after(response: httpx.Response) -> float:

@@ -23,14 +23,18 @@ from typing import Annotated, Any
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field
+from pydantic import AfterValidator, BaseModel, Field
 from starlette.middleware.base import RequestResponseEndpoint
 
 from skyrl_mega import __version__
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import is_unicode
+from skyrl_mega.config.terminal import one_line
 from skyrl_mega.retriever.batcher import Batcher, Full, Limits
 from skyrl_mega.retriever.client import TOKEN_VARIABLE, Hit
+from skyrl_mega.retriever.connections import Bounded
 from skyrl_mega.retriever.index import Index, read_recipe
 
 RETRY_AFTER_S = 1
@@ -38,7 +42,19 @@ BODY_BYTES = 64 * 2**20
 LEAVE_S = 10
 """A service that is told to stop still answers what it has taken, for so long at most."""
 
-Query = Annotated[str, Field(max_length=20_000)]
+PASSAGES = 32_768
+"""Of one answer: queries · topk."""
+PASSAGES_AT_ONCE = 4 * PASSAGES
+"""Of all answers that are under way."""
+
+
+def _text(query: str) -> str:
+    if not is_unicode(query):
+        raise ValueError("half of a surrogate pair is no text")
+    return query
+
+
+Query = Annotated[str, Field(max_length=20_000), AfterValidator(_text)]
 
 
 class Question(BaseModel):
@@ -91,6 +107,9 @@ class Service:
         self.app.get("/health")(self.health)
         self.app.post("/retrieve")(self.retrieve)
         self.app.middleware("http")(self._admit)
+        self.app.exception_handler(RequestValidationError)(_refused)
+        self.promised = 0
+        """Passages of the answers that are under way."""
 
     async def health(self) -> JSONResponse:
         """Whether it answers, and over what. Needs no token, and tells nothing of the passages."""
@@ -109,10 +128,20 @@ class Service:
             raise HTTPException(413, f"{len(question.queries)} queries: allowed: {self.limits.waiting} in one request")
         if self.batcher is None:
             raise _later("the index is being read")
+        topk = question.topk or self.topk
+        passages = len(question.queries) * topk
+        if passages > PASSAGES:
+            many = f"{len(question.queries)} queries of topk {topk} are {passages} passages"
+            raise HTTPException(413, f"{many}: allowed: {PASSAGES} in one request")
+        if self.promised + passages > PASSAGES_AT_ONCE:
+            raise _later(f"{self.promised} passages are being looked for, allowed: {PASSAGES_AT_ONCE}")
+        self.promised += passages
         try:
-            found = await self.batcher.ask(question.queries, question.topk or self.topk, method)
+            found = await self.batcher.ask(question.queries, topk, method)
         except Full as error:
             raise _later(f"{self.batcher.waiting} queries are waiting, allowed: {self.limits.waiting}") from error
+        finally:
+            self.promised -= passages
         return {"result": [[_shown(hit, question.return_scores) for hit in hits] for hits in found]}
 
     async def _admit(self, request: Request, go_on: RequestResponseEndpoint) -> Response:
@@ -148,6 +177,13 @@ class Service:
         await self.batcher.run()
 
 
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    """What is wrong with a body, without the body: what it holds may not go into JSON."""
+    assert isinstance(error, RequestValidationError)
+    said = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:5]]
+    return JSONResponse({"detail": one_line("; ".join(said), 500)}, 422)
+
+
 def _shown(hit: Hit, with_score: bool) -> dict[str, Any]:
     document = {"id": hit.id, "contents": hit.contents}
     return {"document": document, "score": hit.score} if with_score else document
@@ -173,7 +209,9 @@ def serve(service: Service, host: str, port: int, ready_file: Path | None = None
     """
     check_address(host, service.token)
     server = uvicorn.Server(
-        uvicorn.Config(service.app, log_level="warning", access_log=False, timeout_graceful_shutdown=LEAVE_S)
+        uvicorn.Config(
+            service.app, http=Bounded, log_level="warning", access_log=False, timeout_graceful_shutdown=LEAVE_S
+        )
     )
     with _bound(host, port) as listening:
         url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
 import shlex
 import subprocess
 import sys
@@ -55,12 +56,26 @@ def service_of(
         except UserError as error:
             raise UserError(f"environment.retriever.build: {error}") from error
     logs.mkdir(parents=True, exist_ok=True)
-    own = OwnService(index, shlex.split(retriever.serve), logs / "retriever.log", retriever.token_variable, say)
+    with _token_in(retriever.token_variable):
+        own = OwnService(index, shlex.split(retriever.serve), logs / "retriever.log", retriever.token_variable, say)
+        try:
+            url = own.start()
+            yield replace(config, retriever=replace(retriever, url=url))
+        finally:
+            own.stop()
+
+
+@contextmanager
+def _token_in(variable: str) -> Iterator[None]:
+    """A token in this process's environment: without one the service would answer every user of this machine."""
+    if os.environ.get(variable):
+        yield
+        return
+    os.environ[variable] = secrets.token_urlsafe(32)
     try:
-        url = own.start()
-        yield replace(config, retriever=replace(retriever, url=url))
+        yield
     finally:
-        own.stop()
+        del os.environ[variable]
 
 
 class OwnService:

@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import json_object
+from skyrl_mega.config.values import shown
 
 MARK = "0assistant0turn0"
 """Stands for the policy's words while a template is rendered; plain, so that no template changes it."""
@@ -40,8 +42,12 @@ class Chat:
 
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
-        except (OSError, ValueError) as error:
-            raise UserError(f"model.path={path}: no tokenizer can be loaded: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # whatever two libraries and the directory's own files make of each other
+            said = (str(error).splitlines() or [""])[0] or "?"
+            raise UserError(
+                f"model.path={path}: no tokenizer can be loaded: {type(error).__name__}: {said}; fetch its "
+                "tokenizer.json and tokenizer_config.json again"
+            ) from error
         if not self.tokenizer.chat_template:
             raise UserError(f"model.path={path}: the tokenizer has no chat template; add chat_template.jinja there")
         self.path = path
@@ -51,6 +57,23 @@ class Chat:
         self._spelled = re.compile(f"(?=(?:{spelled})).", re.DOTALL)
         self._first = lru_cache(maxsize=4096)(self._opening)
         self._continue = lru_cache(maxsize=4096)(self._continuation)
+        if MARK not in self._render([{"role": "user", "content": MARK}]):
+            raise UserError(f"model.path={path}: the chat template leaves out what the user says; fix it")
+
+    def check_vocabulary(self, size: int) -> None:
+        """Refuses a token that ends a turn and that the model cannot say.
+
+        Args:
+            size: The model's `vocab_size`.
+
+        Raises:
+            UserError: There is one.
+        """
+        if beyond := [token for token in self.stop_tokens if token >= size]:
+            raise UserError(
+                f"model.path={self.path}: the end-of-turn token {beyond[0]} is not below config.json's vocab_size = "
+                f"{size}; the tokenizer (generation_config.json) is another model's, fetch it again"
+            )
 
     def first(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokens of a conversation's first messages, up to where the policy begins to speak.
@@ -91,12 +114,10 @@ class Chat:
 
     def _render(self, messages: list[dict[str, str]]) -> str:
         """The template's text, with a BREAK in every special token that a message spells."""
-        from jinja2 import TemplateError
-
         plain = [{**message, "content": self._broken(message["content"])} for message in messages]
         try:
             text: str = self.tokenizer.apply_chat_template(plain, tokenize=False, add_generation_prompt=True)
-        except TemplateError as error:
+        except Exception as error:  # the template is a program of its own: it may divide by zero
             roles = ", ".join(message["role"] for message in messages)
             raise Refused(f"model.path={self.path}: the chat template refuses messages of {roles}: {error}") from error
         return text
@@ -127,8 +148,11 @@ def stop_tokens(path: str, tokenizer: Any) -> tuple[int, ...]:
     found = {tokenizer.eos_token_id}
     file = Path(path) / "generation_config.json"
     if file.is_file():
-        ids = json.loads(file.read_text()).get("eos_token_id")
-        found |= set(ids) if isinstance(ids, list) else {ids}
+        ids = json_object(file, "fetch it again").get("eos_token_id")
+        listed = ids if isinstance(ids, list) else [ids]
+        if not all(token is None or (type(token) is int and 0 <= token < 2**31) for token in listed):
+            raise UserError(f"{file}: eos_token_id is {shown(ids)}; allowed is a token, or a list of tokens")
+        found |= set(listed)
     return tuple(sorted(token for token in found if token is not None))
 
 

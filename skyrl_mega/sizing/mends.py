@@ -49,12 +49,12 @@ PAIRED = (
 
 def _sizes(value: Any) -> Iterable[Any]:
     """Sizes near the value, the nearest first."""
-    return sorted((n for n in SIZES if n != value), key=lambda n: (abs(log(n / (value or 1))), n))
+    return sorted((n for n in SIZES if n != value), key=lambda n: (abs(log(n / max(value or 1, 1))), n))
 
 
 def _counts(value: Any) -> Iterable[Any]:
     """Counts near the value: a few more or fewer, halves and doubles."""
-    value = value or 8
+    value = value if value and value > 0 else 8
     near = (
         {value + k for k in range(-8, 9)} | {value * 2**k for k in range(1, 6)} | {value // 2**k for k in range(1, 6)}
     )

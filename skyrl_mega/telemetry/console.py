@@ -20,6 +20,7 @@ from typing import TextIO
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from skyrl_mega.config.terminal import printable
 from skyrl_mega.telemetry import table
 from skyrl_mega.telemetry.metrics import finite
 
@@ -109,7 +110,8 @@ class Console:
         self._leave(phase, completed=True)
 
     def say(self, text: str) -> None:
-        """One line."""
+        """One line; what steers a terminal is written out."""
+        text = printable(text, keep="\n\t")
         self._print(text)
         self._write_log(text)
 

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import yaml
+from omegaconf import OmegaConf
+
 from skyrl_mega.config.compose import dump
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
+
+SIGNED = "# Written by a run; sha256 of what follows: "
+GROUPS = frozenset({"run", "cluster", "model", "policy", "rollout", "algorithm", "data", "environment", "checkpoint"})
+"""What every run's settings have had."""
 
 
 @contextmanager
@@ -23,9 +32,12 @@ def run_folder(config: Config) -> Iterator[Path]:
     folder = Path(config.run.directory) / config.run.name
     try:
         (folder / "logs").mkdir(parents=True, exist_ok=True)
+        (folder / "logs" / "run.log").open("a").close()
+        if (folder / "checkpoints").exists() and not (folder / "checkpoints").is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(folder / "checkpoints"))
     except OSError as error:
         raise UserError(
-            f"run.directory = {config.run.directory}: {folder} cannot be made: {error.strerror}; "
+            f"run.directory = {config.run.directory}: {error.filename or folder} cannot be made: {error.strerror}; "
             "allowed is a folder that you may write to"
         ) from error
     with locked(folder, f"run.name = {config.run.name}", "give another run.name, or end that one"):
@@ -35,10 +47,51 @@ def run_folder(config: Config) -> Iterator[Path]:
                 f"checkpoint.resume = false: {folder} holds checkpoints up to {newest.name}; "
                 "give another run.name, or checkpoint.resume=true to go on from them"
             )
-        partial = folder / "config.yaml.partial"
-        partial.write_text(dump(config))
-        os.replace(partial, folder / "config.yaml")
+        _describe(folder, config)
         yield folder
+
+
+def _describe(folder: Path, config: Config) -> None:
+    """Writes `config.yaml`.
+
+    Raises:
+        UserError: There is one that a person wrote, or it cannot be written.
+    """
+    file, partial = folder / "config.yaml", folder / "config.yaml.partial"
+    text = dump(config)
+    try:
+        if file.exists() and not is_a_runs(file.read_bytes()):
+            raise UserError(
+                f"run.name = {config.run.name}: {file} was written or edited by hand, and a run writes its settings "
+                "there; move it to another folder, or give another run.name or run.directory"
+            )
+        partial.write_text(f"{SIGNED}{_digest(text)}\n{text}", encoding="utf-8")
+        os.replace(partial, file)
+    except OSError as error:
+        raise UserError(
+            f"run.directory = {config.run.directory}: {error.filename or file} cannot be written: {error.strerror}; "
+            "allowed is a folder with room that you may write to"
+        ) from error
+
+
+def is_a_runs(content: bytes) -> bool:
+    """Whether a run wrote this `config.yaml`, and nobody since.
+
+    It says so in its first line. Before there was this line, it was all groups in the very form that `dump` gives them.
+    """
+    text = content.decode(errors="replace")
+    first, _, rest = text.partition("\n")
+    if first.startswith(SIGNED):
+        return first == SIGNED + _digest(rest)
+    try:
+        tree = yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        return False
+    return isinstance(tree, dict) and tree.keys() >= GROUPS and OmegaConf.to_yaml(OmegaConf.create(tree)) == text
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 @contextmanager
@@ -50,7 +103,11 @@ def locked(folder: Path, key: str, mend: str) -> Iterator[None]:
     Raises:
         UserError: another one is at work in it; begins with `key`, ends with `mend`.
     """
-    with (folder / ".lock").open("a+") as lock:
+    try:
+        opened = (folder / ".lock").open("a+", errors="replace")
+    except OSError as error:
+        raise UserError(f"{key}: {folder / '.lock'} cannot be opened: {error.strerror}; {mend}") from error
+    with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:

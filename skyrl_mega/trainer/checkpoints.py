@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import json_object, parsed
 from skyrl_mega.weights.checkpoint_header import refuse_old, sync_folder
 
 _STATE = "state.json"
@@ -62,7 +63,7 @@ class Checkpoints:
 
     def state(self, checkpoint: Path) -> dict[str, Any]:
         """The driver's state in a checkpoint."""
-        state: dict[str, Any] = json.loads((checkpoint / _STATE).read_text())
+        state: dict[str, Any] = json_object(checkpoint / _STATE, "take another checkpoint")
         del state[_FILES]
         return state
 
@@ -120,13 +121,13 @@ def _sizes(checkpoint: Path) -> dict[str, int]:
 def _damage(checkpoint: Path) -> str | None:
     """What is wrong with a checkpoint; None where nothing is."""
     try:
-        told = json.loads((checkpoint / _STATE).read_text())[_FILES]
-    except (OSError, ValueError, KeyError) as error:
+        told = parsed((checkpoint / _STATE).read_bytes())[_FILES].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {_STATE} cannot be read ({type(error).__name__})"
     there = _sizes(checkpoint)
-    for name, size in told.items():
+    for name, size in told:
         if name not in there:
             return f"{name} is missing"
         if there[name] != size:
-            return f"{name} has {there[name]:,} bytes of {size:,}"
+            return f"{name} has {there[name]:,} bytes of {size}"
     return None

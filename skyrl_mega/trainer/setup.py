@@ -5,7 +5,6 @@ Actors up, weights loaded or restored, engines connected, all of it taken down a
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
@@ -18,7 +17,9 @@ from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup, settle
 from skyrl_mega.cluster.local import session
 from skyrl_mega.cluster.placement import Placement, beside
+from skyrl_mega.config.checks import check_enough
 from skyrl_mega.config.derived import gpus_needed, length_limit, policy_ranks, reference_ranks, response_limit
+from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, LayoutConfig
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.data.rows import load_demonstrations, load_prompts
@@ -43,6 +44,7 @@ from skyrl_mega.trainer.sampler import Sampler
 from skyrl_mega.trainer.seats import Seats, find_seats
 from skyrl_mega.trainer.stop import Notice
 from skyrl_mega.trainer.warmup import encode, warm_up
+from skyrl_mega.weights.headers import read_config
 from skyrl_mega.weights.sync import WeightSync
 
 
@@ -52,8 +54,9 @@ def open_run(config: Config, folder: Path, console: Console, notice: Notice | No
     config = replace(config, environment=with_absolute_paths(config.environment))
     logs = folder / "logs"
     model = Path(config.model.path).absolute()
-    hf = json.loads((model / "config.json").read_text())
+    hf = read_config(model)
     chat = Chat(str(model))
+    chat.check_vocabulary(architecture(hf).describe(hf).vocab)
     train, evaluation = prompts_of(config, chat, console)
     device = config.cluster.device
     with ExitStack() as stack:
@@ -135,7 +138,13 @@ def prompts_of(config: Config, chat: Chat, console: Console) -> tuple[list[Promp
                 f"{key}: {len(prompts) - len(fits)} of {len(prompts)} prompts are longer than "
                 f"rollout.max_prompt_tokens={config.rollout.max_prompt_tokens} and are left out"
             )
+        if prompts and not fits:
+            raise UserError(
+                f"rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}: all {len(prompts)} prompts of {key} "
+                f"are longer, the shortest has {min(len(chat.first(p.messages)) for p in prompts)} tokens; give more"
+            )
         kept.append(fits)
+    check_enough(config, len(kept[0]), "prompts of data.train fit rollout.max_prompt_tokens")
     return kept[0], kept[1]
 
 

@@ -33,6 +33,7 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import parsed
 from skyrl_mega.layout.box import Box
 from skyrl_mega.weights.checkpoint_header import Header
 from skyrl_mega.weights.headers import LONGEST_HEADER
@@ -171,7 +172,7 @@ def _entries(file: Path, header: Header, tensors: Collection[str]) -> Iterator[E
             length = int.from_bytes(opened.read(8), "little")
             if length > min(LONGEST_HEADER, header.files[file.name] - 8):
                 raise ValueError(f"its length is {length}")
-            table = json.loads(opened.read(length))
+            table = parsed(opened.read(length))
         crcs = table.pop("__metadata__")["crc32"]
         for at, (name, value) in enumerate(table.items()):
             if name[: name.rindex("[")] not in tensors:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import Malformed, parsed
 
 HEADER = "checkpoint.json"
 FORMAT = 1
@@ -80,11 +81,13 @@ def read_header(folder: Path) -> Header:
     refuse_old(folder)
     file = folder / HEADER
     try:
-        content = json.loads(file.read_text())
+        content = parsed(file.read_bytes())
         if content["format"] != FORMAT:
             raise UserError(f"{file}: format is {content['format']}; this version reads {FORMAT}, use the other one")
         shapes = {str(name): tuple(int(n) for n in shape) for name, shape in content["tensors"].items()}
         header = Header(**{**content, "tensors": shapes})
+        if not all(isinstance(name, str) and type(size) is int for name, size in header.files.items()):
+            raise Malformed("files are no names and sizes")
     except FileNotFoundError:
         raise UserError(f"{folder}: has no {HEADER}; it is no checkpoint, or its save was interrupted") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

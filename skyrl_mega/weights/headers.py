@@ -7,20 +7,24 @@ and data.
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import Malformed, json_object, parsed
 from skyrl_mega.models.registry import architecture
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 DTYPES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """Types that a weight may have on disk → bytes."""
+ALL_DTYPES = {**DTYPES, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+"""Types whose bytes are known, of tensors that nobody asks for too."""
+FETCH = "fetch it again; model.path must be a Hugging Face directory"
 LONGEST_HEADER = 100_000_000
 """Bytes; the format's own limit. A longer one is no safetensors file."""
 
@@ -44,7 +48,7 @@ def read_config(path: Path) -> dict[str, Any]:
     """The content of config.json. UserError when it is not there or not JSON."""
     if not path.is_dir():
         raise UserError(f"model.path: {path} is no directory; give a Hugging Face directory with config.json")
-    return _json(path / "config.json")
+    return json_object(path / "config.json", FETCH)
 
 
 def check_files(path: Path, hf: Mapping[str, Any] | None = None) -> dict[str, Entry]:
@@ -93,9 +97,9 @@ def read_header(file: Path) -> dict[str, Entry]:
                     f"{file}: {size} bytes, its header alone has {length}; the file is cut off or no safetensors file, "
                     "fetch it again"
                 )
-            header = json.loads(f.read(length))
+            header = parsed(f.read(length))
         header.pop("__metadata__", None)
-        needed = 8 + length + max((int(v["data_offsets"][1]) for v in header.values()), default=0)
+        needed = 8 + length + _tiled(header)
         entries = {name: Entry(file, str(v["dtype"]), tuple(v["shape"])) for name, v in header.items()}
     except OSError as error:
         raise UserError(f"{file}: cannot be read ({error.strerror}); fetch it again or fix model.path") from error
@@ -106,6 +110,25 @@ def read_header(file: Path) -> dict[str, Entry]:
     return entries
 
 
+def _tiled(header: Mapping[str, Any]) -> int:
+    """Bytes of all tensors, which follow one another without gap or overlap, each as long as its shape says.
+
+    Raises:
+        Malformed: They do not.
+    """
+    end = 0
+    for name, tensor in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+        (start, stop), shape, dtype = tensor["data_offsets"], tensor["shape"], tensor["dtype"]
+        if not all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in (start, stop, *shape)):
+            raise Malformed(f"tensor {name} has shape {shape} and offsets {start}, {stop}")
+        if start != end or stop < start:
+            raise Malformed(f"tensor {name} begins at {start}, where the one before ends at {end}")
+        if dtype in ALL_DTYPES and stop - start != prod(shape) * ALL_DTYPES[dtype]:
+            raise Malformed(f"tensor {name} of shape {shape} and type {dtype} has {stop - start} bytes")
+        end = stop
+    return end
+
+
 def _files(path: Path, tensors: Mapping[str, Any]) -> dict[str, Path]:
     """Tensor → the file that should hold it."""
     index = path / INDEX
@@ -114,25 +137,13 @@ def _files(path: Path, tensors: Mapping[str, Any]) -> dict[str, Path]:
         if not single.exists():
             raise UserError(f"{path}: holds neither {SINGLE} nor {INDEX}; give a directory with safetensors weights")
         return dict.fromkeys(tensors, single)
-    weight_map = _json(index).get("weight_map")
+    weight_map = json_object(index, FETCH).get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{index}: has no weight_map; fetch it again")
     for name in tensors:
         if name not in weight_map:
             raise UserError(f"{index}: tensor {name} is missing; download or export the checkpoint again")
         # A name from a file must not lead out of the directory.
-        if Path(str(weight_map[name])).name != weight_map[name]:
+        if Path(str(weight_map[name])).name != weight_map[name] or not weight_map[name].isprintable():
             raise UserError(f"{index}: {weight_map[name]!r} is no file name; fetch it again")
     return {name: path / weight_map[name] for name in tensors}
-
-
-def _json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{file}: is missing; model.path must be a Hugging Face directory") from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: cannot be read as JSON ({error}); fetch it again") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{file}: is no JSON object; fetch it again")
-    return content

@@ -100,7 +100,7 @@ def test_values_of_every_kind(folder: Path) -> None:
         ("policy.layout=3", "policy.layout = 3: allowed is a group of tensor, pipeline"),
         ("policy.layout=null", "policy.layout = null: allowed is a group of tensor"),
         ("run.seed=null", "run.seed = null: allowed is a whole number"),
-        ("policy.ranks=few", "policy.ranks = few: allowed is a whole number of at least 1 or null"),
+        ("policy.ranks=few", "policy.ranks = few: allowed is a whole number from 1 to 100000 or null"),
         ("data.train=x.parquet", "data.train = x.parquet: allowed is a list of text"),
         ("rollout.options=3", "rollout.options = 3: allowed is a mapping"),
         ("model.build.hiden=32", "model.build.hiden = 32: no such setting; did you mean model.build.hidden?"),

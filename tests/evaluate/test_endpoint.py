@@ -87,11 +87,61 @@ def test_a_refusal_is_the_users_to_mend_and_not_tried_again(fake: Fake, status: 
     assert len(fake.bodies) == 1
 
 
-@pytest.mark.parametrize("body", ["<html>", "{}", '{"choices": []}', '{"choices": [{"message": {"content": "a"}}]}'])
-def test_another_form_is_named(fake: Fake, body: str) -> None:
-    fake.script.append((200, {}, body))
-    with pytest.raises(EndpointFailed, match="another form"):
+def replied(content: object = "a", finish: object = "stop", prompt: object = 3, completion: object = 4) -> str:
+    choice = {"message": {"content": content}, "finish_reason": finish}
+    usage = {"prompt_tokens": prompt, "completion_tokens": completion}
+    return json.dumps({"choices": [choice], "usage": usage})
+
+
+FORMS = [
+    "<html>",
+    "{}",
+    "[]",
+    "5",
+    '{"choices": []}',
+    '{"choices": 5}',
+    '{"choices": [{"message": {"content": "a"}}]}',
+    "[" * 100_000,
+    *(replied(completion=n) for n in (10**9, 10**30, -1, 1.5, "4", None, True, float("nan"), float("inf"), [1])),
+    *(replied(prompt=n) for n in (10**9, "x", -3)),
+    *(replied(content=c) for c in (["a"], 5, {"text": "a"}, True, "\ud800")),
+    *(replied(finish=f) for f in (5, ["stop"], {})),
+]
+
+
+def test_another_form_is_named(fake: Fake) -> None:
+    for body in FORMS:
+        fake.script.append((200, {}, body))
+        with pytest.raises(EndpointFailed, match="another form") as caught:
+            talk(fake)
+        assert "\n" not in str(caught.value) and len(str(caught.value)) < 500, body[:100]
+
+
+def test_an_answer_without_end_is_not_read(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_BYTES", 10_000)
+    fake.script.append((200, {}, replied(content="a" * 20_000)))
+    with pytest.raises(EndpointFailed, match="more than 10000 bytes"):
         talk(fake)
+
+
+def test_an_error_shows_neither_the_key_nor_what_steers_a_terminal(fake: Fake) -> None:
+    for said in ("your key s3cret is wrong", '{"error": {"message": "s3cret\\u001b[2J"}}', "[" * 100_000):
+        fake.script.append((401, {}, said))
+        with pytest.raises(UserError, match="HTTP 401") as caught:
+            talk(fake, key="s3cret")
+        assert "s3cret" not in str(caught.value) and str(caught.value).isprintable()
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:99999", "http://127.0.0.1:0", "http://[::1", "http://a\x1b/", "x"])
+def test_addresses_that_are_none(url: str) -> None:
+    with pytest.raises(UserError, match=r"^--endpoint .*allowed is http"):
+        Endpoint.of(url, "m", "KEY", None, "{}")
+
+
+@pytest.mark.parametrize("extra", ["[", "5", '{"a": NaN}', "[" * 100_000])
+def test_fields_that_are_none(extra: str) -> None:
+    with pytest.raises(UserError, match=r"^--request .*allowed is a JSON object"):
+        Endpoint.of("http://x", "m", "KEY", None, extra)
 
 
 def test_so_many_at_once_and_no_more(fake: Fake) -> None:

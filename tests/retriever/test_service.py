@@ -50,11 +50,33 @@ def test_health(http: httpx.Client) -> None:
         ({"queries": ["x"], "topk": 0}, 422, "topk"),
         ({"queries": ["x"], "method": "dense"}, 422, "allowed: bm25"),
         ({"queries": ["x"] * 8193}, 413, "allowed: 8192 in one request"),
+        ({"queries": ["x"] * 3000, "topk": 1000}, 413, "3000000 passages: allowed: 32768 in one request"),
     ],
 )
 def test_wrong_requests(http: httpx.Client, body: dict[str, object], code: int, said: str) -> None:
     response = http.post("/retrieve", json=body)
     assert response.status_code == code and said in response.text
+
+
+@pytest.mark.parametrize(
+    "body, said",
+    [
+        (b'{"queries": ["x"], "topk": NaN}', "topk"),
+        (b'{"queries": ["\\ud800"]}', "queries"),
+        (b'{"queries": ["x"], "topk": 1e999}', "topk"),
+        (b'{"queries": NaN}', "queries"),
+        (b'{"queries": ' + b"[" * 5000, "parsing the body"),
+        (b"\xff", "body"),
+    ],
+)
+def test_what_no_json_holds_is_refused_and_not_a_fault(http: httpx.Client, body: bytes, said: str) -> None:
+    response = http.post("/retrieve", content=body, headers={"Content-Type": "application/json"})
+    assert response.status_code in (400, 422) and said in response.text
+
+
+def test_headers_that_are_too_long_are_not_read(http: httpx.Client) -> None:
+    with pytest.raises(httpx.TransportError):
+        http.get("/health", headers={"X": "a" * 2**20})
 
 
 def test_a_body_without_a_length_is_not_read(http: httpx.Client) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig, RetrieverConfig
-from skyrl_mega.retriever.client import Client, RetrievalError
+from skyrl_mega.retriever.client import TOKEN_VARIABLE, Client, RetrievalError
 from skyrl_mega.retriever.session import service_of
 from tests.retriever.services import ROOT
 
@@ -38,6 +38,11 @@ def pid_of(url: str) -> int:
     raise AssertionError(f"nobody listens on {url}")
 
 
+def token() -> str:
+    """Of a run's own service, which answers nobody else."""
+    return os.environ[TOKEN_VARIABLE]
+
+
 def gone(url: str) -> bool:
     end = time.monotonic() + 20
     while time.monotonic() < end:
@@ -56,7 +61,9 @@ def test_it_is_built_served_and_ended(corpus: Path, tmp_path: Path) -> None:
         with service_of(config, tmp_path / "logs", lines.append) as given:
             assert given == replace(config, retriever=replace(config.retriever, url=given.retriever.url))
             url = given.retriever.url
-            assert url is not None and len(Client(url).search(["capital of Hungary"])[0]) == 2
+            assert url is not None and len(Client(url, token()).search(["capital of Hungary"])[0]) == 2
+            with pytest.raises(RetrievalError, match="a bearer token is needed"):
+                Client(url).search(["capital of Hungary"])
         assert gone(url)
     assert "164 passages" in lines[-2] and lines[-1].endswith("up to date")
     assert "ready, 164 passages" in (tmp_path / "logs" / "retriever.log").read_text()
@@ -88,7 +95,7 @@ def test_no_request_is_lost_when_it_is_killed(bm25_index: Path, tmp_path: Path) 
     with service_of(own(bm25_index), tmp_path / "logs", lines.append) as given, ThreadPoolExecutor(8) as threads:
         url = given.retriever.url
         assert url is not None
-        client, end = Client(url, timeout_s=60), time.monotonic() + 3
+        client, end = Client(url, token(), timeout_s=60), time.monotonic() + 3
 
         def ask(_: int) -> int:
             answered = 0

@@ -9,8 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
-from skyrl_mega.config.compose import compose
+from skyrl_mega.config.compose import compose, dump
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import CheckpointConfig, Config, RunConfig
 from skyrl_mega.telemetry.run_dir import run_folder
@@ -71,4 +72,48 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         pytest.raises(UserError, match=r"run.directory = .*file: .* cannot be made"),
         run_folder(config(tmp_path / "file")),
     ):
+        pass
+
+
+def test_a_file_that_a_person_wrote_stays(tmp_path: Path) -> None:
+    file = tmp_path / "r" / "config.yaml"
+    file.parent.mkdir()
+    for text in ("run: {name: r}  # mine\n", "", "- x\n", "&a [*a]\n", f"# Written by a run\n{dump(Config())}"):
+        file.write_text(text)
+        with (
+            pytest.raises(UserError, match=r"run.name = r: .*config.yaml was written or edited by hand"),
+            run_folder(config(tmp_path)),
+        ):
+            pass
+        assert file.read_text() == text
+
+
+def test_a_run_writes_over_its_own_and_those_of_former_versions(tmp_path: Path) -> None:
+    file = tmp_path / "r" / "config.yaml"
+    file.parent.mkdir()
+    file.write_text(OmegaConf.to_yaml(OmegaConf.structured(config(tmp_path))))  # as it was before it had a first line
+    for _ in range(2):
+        with run_folder(config(tmp_path)):
+            assert compose(file) == config(tmp_path)
+    file.write_text(file.read_text().replace("seed: 0", "seed: 1"))
+    with pytest.raises(UserError, match="edited by hand"), run_folder(config(tmp_path)):
+        pass
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "config.yaml.partial", ".lock", "logs/run.log", "logs"])
+def test_what_should_be_a_file_is_something_else(tmp_path: Path, name: str) -> None:
+    place = tmp_path / "r" / name
+    place.parent.mkdir(parents=True)
+    if name == "logs":
+        place.touch()
+    else:
+        place.mkdir()
+    with pytest.raises(UserError, match=rf"^run\.\w+ = .*{name}.*(cannot be|by hand)"), run_folder(config(tmp_path)):
+        pass
+
+
+def test_checkpoints_that_are_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / "checkpoints").touch()
+    with pytest.raises(UserError, match="checkpoints cannot be made: Not a directory"), run_folder(config(tmp_path)):
         pass

@@ -1,0 +1,107 @@
+"""Reading what others wrote: bounded in size and depth, and each fault one line that names the file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from skyrl_mega.config.errors import UserError
+
+MOST_BYTES = 256 * 2**20
+DEEPEST = 100
+"""Mappings and lists within each other."""
+
+
+class Malformed(ValueError):
+    """Text that is not what it should be; says why, in a few words."""
+
+
+def parsed(data: str | bytes, *, most: int = MOST_BYTES, deepest: int = DEEPEST) -> Any:
+    """The value of a JSON text: finite numbers, proper text, not too deep.
+
+    Raises:
+        Malformed: It is something else.
+    """
+    if len(data) > most:
+        raise Malformed(f"it has {len(data)} bytes, allowed are {most}")
+    try:
+        value = json.loads(data, parse_constant=_constant)
+    except RecursionError as error:
+        raise Malformed(f"it nests deeper than {deepest} levels") from error
+    except UnicodeDecodeError as error:
+        raise Malformed(f"it is no UTF-8 at byte {error.start}") from error
+    except ValueError as error:  # JSON's own errors, numbers of too many digits
+        raise Malformed(str(error)) from error
+    check(value, deepest=deepest)
+    return value
+
+
+def check(value: Any, *, deepest: int = DEEPEST, numbers: bool = True) -> None:
+    """Refuses nesting, text and, unless told otherwise, numbers that nothing else here takes.
+
+    Raises:
+        Malformed: There is some.
+    """
+    waiting = [(value, 0)]
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > deepest:  # also where a YAML anchor holds itself
+            raise Malformed(f"it nests deeper than {deepest} levels")
+        if isinstance(value, Mapping):
+            waiting += ((part, depth + 1) for pair in value.items() for part in pair)
+        elif isinstance(value, list | tuple):
+            waiting += ((part, depth + 1) for part in value)
+        elif numbers and isinstance(value, float) and not math.isfinite(value):
+            raise Malformed(f"{value} is no number")
+        elif isinstance(value, str) and not is_unicode(value):
+            raise Malformed("it has half of a surrogate pair, which is no text")
+
+
+def json_object(file: Path, fix: str, *, most: int = MOST_BYTES) -> dict[str, Any]:
+    """The JSON object of a file.
+
+    Raises:
+        UserError: It cannot be read, or is none: the file, why, and `fix`.
+    """
+    try:
+        value = parsed(read(file, fix, most=most), most=most)
+    except Malformed as error:
+        raise UserError(f"{file}: cannot be read as JSON ({error}); {fix}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{file}: is no JSON object; {fix}")
+    return value
+
+
+def read(file: Path, fix: str, *, most: int = MOST_BYTES) -> bytes:
+    """A file's bytes.
+
+    Raises:
+        UserError: It cannot be read, or has more than `most` bytes.
+    """
+    try:
+        with file.open("rb") as opened:
+            data = opened.read(most + 1)
+    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+        raise UserError(f"{file}: {reason(error)}; {fix}") from error
+    if len(data) > most:
+        raise UserError(f"{file}: it has more than {most} bytes; {fix}")
+    return data
+
+
+def reason(error: Exception) -> str:
+    """Why a file cannot be read or written."""
+    if isinstance(error, FileNotFoundError):
+        return "is missing"
+    return f"cannot be read ({getattr(error, 'strerror', None) or error})"
+
+
+def is_unicode(text: str) -> bool:
+    """Whether it has no half of a surrogate pair, which no file takes."""
+    return not any("\ud800" <= character <= "\udfff" for character in text)
+
+
+def _constant(text: str) -> NoReturn:
+    raise Malformed(f"{text} is no number")

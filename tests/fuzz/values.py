@@ -1,0 +1,64 @@
+"""Values and bytes that nobody means."""
+
+from __future__ import annotations
+
+import base64
+from random import Random
+from typing import Any
+
+NUMBERS: list[Any] = [0, 1, -1, 2**31, 2**63, 10**30, -(10**9), 0.5, 1e-300, 1e308, "NAN", "INF", "-INF", True, False]
+TEXTS = ["", " ", "x", "null", "true", "-5", "1e5", "é", "\u202e", "\x1b[2J", "a\0b", "../..", "${run.name}", "${x"]
+TEXTS += ["[" * 200, "a" * 5000, "\n", "=", "<|im_end|>", "\ufdd0", "%s%n", "!!python/name:os.system", "&a [*a]", "\\"]
+TEXTS += ["'", "{{1/0}}", "${oc.env:HOME}", "${.name}"]
+
+
+def value(random: Random, depth: int = 0) -> Any:
+    """A number, a text, nothing, or a list or mapping of these."""
+    kind = random.random()
+    if kind < 0.35:
+        return random.choice(NUMBERS)
+    if kind < 0.75 or depth > 3:
+        return random.choice([*TEXTS, None])
+    if kind < 0.87:
+        return [value(random, depth + 1) for _ in range(random.randrange(4))]
+    return {str(random.choice(TEXTS)): value(random, depth + 1) for _ in range(random.randrange(4))}
+
+
+def real(drawn: Any) -> Any:
+    """A drawn value with its NaN and infinities, which JSON cannot hold."""
+    if isinstance(drawn, list):
+        return [real(one) for one in drawn]
+    if isinstance(drawn, dict):
+        return {name: real(one) for name, one in drawn.items()}
+    return float(drawn) if drawn in ("NAN", "INF", "-INF") else drawn
+
+
+def spoilt(random: Random, data: bytes) -> bytes:
+    """Bytes with some of them changed, doubled, left out or put in."""
+    out = bytearray(data)
+    for _ in range(random.choice((1, 1, 2, 5, 20))):
+        at = random.randrange(len(out) + 1)
+        match random.randrange(6):
+            case 0:
+                out[at : at + 1] = random.randbytes(1)
+            case 1:
+                del out[at : at + random.choice((1, 8, 100))]
+            case 2:
+                out[at:at] = random.randbytes(random.choice((1, 4)))
+            case 3:
+                out[at:at] = random.choice(TEXTS).encode(errors="surrogatepass")
+            case 4:
+                out[at:at] = random.choice((b"[", b"{", b'"', b":", b"-9", b"9" * 40, b"NaN", b"null", b"1e999"))
+            case _:
+                out[at:at] = out[at : at + random.randrange(50)]
+    return bytes(out)
+
+
+def packed(data: bytes) -> str:
+    """Bytes as JSON can hold them."""
+    return base64.b64encode(data).decode()
+
+
+def unpacked(text: str) -> bytes:
+    """The bytes of `packed`."""
+    return base64.b64decode(text)
