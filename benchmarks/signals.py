@@ -30,15 +30,8 @@ from tests.trainer import quickstart
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "signals.json"
 SETTINGS = (
-    *(
-        "run.steps=20",
-        "run.epochs=10",
-        "warmup.steps=4",
-        "checkpoint.every=2",
-        "evaluation.every=5",
-        "evaluation.limit=16",
-    ),
-    *("data.prompts_per_step=8", "rollout.kv_cache_gib=0.1"),
+    *("run.steps=20", "run.epochs=10", "warmup.steps=4", "checkpoint.every=2"),
+    *("evaluation.every=5", "evaluation.limit=16", "data.prompts_per_step=8", "rollout.kv_cache_gib=0.1"),
 )
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LINE = "stopped by {}; the same command goes on from the newest checkpoint\n"
@@ -68,9 +61,8 @@ def left(work: Path) -> list[str]:
     sockets = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
     ports = [f"port {int(words[1].rpartition(':')[2], 16)}" for words in sockets if words[3] == LISTENING]
     files = [str(p) for place in ("/tmp", "/dev/shm") for p in Path(place).iterdir() if p != work]
-    partial = [
-        str(p) for p in work.rglob("*") if (p.name.startswith(".") and p.name != ".lock") or ".partial" in p.name
-    ]
+    hidden = [p for p in work.rglob("*") if p.name.startswith(".") or p.suffix == ".partial"]
+    partial = [str(p) for p in hidden if p.name != ".lock"]
     for lock in work.glob("*/.lock"):
         with lock.open() as opened:
             try:
@@ -82,12 +74,8 @@ def left(work: Path) -> list[str]:
 
 def started(work: Path, name: str) -> subprocess.Popen[str]:
     """A run that takes signals."""
-    env = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONUNBUFFERED": "1",
-        "TORCHINDUCTOR_CACHE_DIR": str(work / "torch"),
-    }
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    env |= {"TORCHINDUCTOR_CACHE_DIR": str(work / "torch")}
     env |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch has a warning for a machine whose addresses have no names
     command = quickstart.command(work, *SETTINGS, f"run.name={name}")
     process = subprocess.Popen(
@@ -132,10 +120,9 @@ def inside(count: int, seed: int) -> int:
     whole = started(work, "whole")
     out, errors = whole.communicate(timeout=LIMIT_S)
     length = time.monotonic() - began
-    if whole.returncode or (remains := left(work)):
-        print(
-            f"the undisturbed run ended with {whole.returncode}\n{out}{errors}{remains if not whole.returncode else ''}"
-        )
+    remains = left(work)
+    if whole.returncode or remains:
+        print(f"the undisturbed run ended with {whole.returncode}\n{out}{errors}left: {remains}")
         return 1
     print(f"an undisturbed run takes {length:.1f} s", flush=True)
     results = []
@@ -148,9 +135,8 @@ def inside(count: int, seed: int) -> int:
             moment = draw.uniform(0, 2)  # the imports
         results.append(attempt(work, f"run{turn}", number, moment))
         r = results[-1]
-        print(
-            f"{turn + 1:3} {r['signal']:8} at {moment:5.1f} s: {r['code']} after {r['seconds']:.1f} s  {r['during'][:60]}"
-        )
+        came = f"{r['code']} after {r['seconds']:.1f} s"
+        print(f"{turn + 1:3} {r['signal']:8} at {r['moment_s']:6.2f} s: {came}  {r['during'][:60]}")
         if not r["good"]:
             print(json.dumps(r, indent=1))
         sys.stdout.flush()
