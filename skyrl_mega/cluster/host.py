@@ -80,8 +80,16 @@ def interface_of(address: str) -> str | None:
 _SIOCGIFADDR = 0x8915
 """Linux's request for an interface's address."""
 
+CACHE = "TORCHINDUCTOR_CACHE_DIR"
+"""Variable with the folder in which torch keeps what it has compiled."""
+
 _guards: list[subprocess.Popen[bytes]] = []
 """Held for the life of the process: a collected one would close its pipe."""
+
+
+def compiled() -> str:
+    """The folder that torch takes where nobody names one. It outlasts a run, whose temporary files do not."""
+    return f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
 
 
 def settle_in() -> None:
@@ -90,7 +98,7 @@ def settle_in() -> None:
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     # vLLM leaves sockets behind when it is ended from outside; what torch compiles is kept where it always is.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+    os.environ.setdefault(CACHE, compiled())
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="skyrl-actor-")
     _guards.append(start_guard("group", tempfile.tempdir))
     _guards[-1].wait()  # its first process; the guard itself is that one's child

@@ -11,13 +11,17 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 from skyrl_mega.cluster.errors import ClusterError
-from skyrl_mega.cluster.host import start_guard
+from skyrl_mega.cluster.host import CACHE, compiled, start_guard
+from skyrl_mega.cluster.leftovers import temporary_folder
 from skyrl_mega.cluster.placement import worker_nodes
 from skyrl_mega.config.errors import UserError
 
-PREFIX = "skyrl-"
+PREFIX = "skyrl-ray-"
+LONGEST_TMP = 20
+"""Characters of a folder that Ray's can be put into: a socket's path below has 86 more, and 107 are allowed."""
 OBJECT_STORE_BYTES = 256 * 2**20
 """Of a local cluster on CPU: tokens and metrics pass through it, never weights."""
 ENVIRONMENT = {
@@ -48,8 +52,8 @@ def session(
 
     With RAY_ADDRESS in the environment that cluster is joined, with its token where it wants one (RAY_AUTH_MODE=token
     and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH). Otherwise a private one starts on the loopback interface, without
-    dashboard, in a temporary folder of its own (its path is short: unix sockets allow 107 bytes), and ends with the
-    block. It dies with this process, whatever ends it.
+    dashboard, in a temporary folder of its own that no other user may enter, and ends with the block. It dies with this
+    process, whatever ends it.
 
     Args:
         actors: How many actors the private cluster must hold. They share the cores, so it is no claim on hardware.
@@ -73,9 +77,10 @@ def session(
     common = {"logging_level": log_level, "log_to_driver": False, "namespace": f"skyrl-mega-{os.getpid()}"}
     if ray.is_initialized():
         raise ClusterError("this process is connected to Ray already")
-    guard = None
-    try:
-        if address:
+    with contextlib.ExitStack() as stack:
+        folder = None if address else stack.enter_context(_guarded_folder())
+        stack.callback(ray.shutdown)
+        if folder is None:
             try:
                 with _own_signals():
                     ray.init(address=address, **common)
@@ -89,17 +94,15 @@ def session(
                 raise ClusterError(f"RAY_ADDRESS={address}: {_first_line(error)}") from error
             _wait_for_nodes(nodes, timeout_s, say)
         else:
-            folder = tempfile.mkdtemp(prefix=PREFIX, dir=_short_tmp())
-            guard = start_guard("cluster", folder)
             try:
-                with _own_signals():
+                with _own_signals(), _temporary_files_in(folder):
                     ray.init(
                         address="local",
                         num_cpus=actors,
                         num_gpus=gpus,
                         include_dashboard=False,
                         object_store_memory=OBJECT_STORE_BYTES if gpus == 0 else None,
-                        _temp_dir=folder,
+                        _temp_dir=str(folder / "r"),  # Ray opens it to everybody
                         _node_ip_address="127.0.0.1",
                         **common,
                     )
@@ -108,12 +111,6 @@ def session(
             if ray.util.get_node_ip_address() != "127.0.0.1":
                 raise ClusterError("Ray would listen beyond this machine: import skyrl_mega.cluster before ray")
         yield
-    finally:
-        ray.shutdown()
-        if guard is not None:
-            assert guard.stdin is not None
-            guard.stdin.close()
-            guard.wait()
 
 
 def gpus_joined(nodes: int, timeout_s: float) -> float:
@@ -122,6 +119,35 @@ def gpus_joined(nodes: int, timeout_s: float) -> float:
         import ray
 
         return float(ray.cluster_resources().get("GPU", 0))
+
+
+@contextlib.contextmanager
+def _guarded_folder() -> Iterator[Path]:
+    """A private cluster's folder; at the end of the block, or of this process, whatever lives in it is ended."""
+    with temporary_folder(_short_tmp(), PREFIX) as folder:
+        guard = start_guard("cluster", str(folder))
+        try:
+            yield folder
+        finally:
+            assert guard.stdin is not None
+            guard.stdin.close()
+            guard.wait()
+
+
+@contextlib.contextmanager
+def _temporary_files_in(folder: Path) -> Iterator[None]:
+    """Processes that are started inside the block, and theirs, have their temporary files in the folder."""
+    kept = {name: os.environ.get(name) for name in ("TMPDIR", CACHE)}
+    os.environ.setdefault(CACHE, compiled())
+    os.environ["TMPDIR"] = str(folder)
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextlib.contextmanager
@@ -165,9 +191,9 @@ def _wait_for_nodes(count: int, timeout_s: float, say: Callable[[str], None]) ->
         time.sleep(0.5)
 
 
-def _short_tmp() -> str:
+def _short_tmp() -> Path:
     tmp = tempfile.gettempdir()
-    return tmp if len(tmp) <= 40 else "/tmp"
+    return Path(tmp if len(tmp) <= LONGEST_TMP else "/tmp")
 
 
 def _first_line(error: BaseException) -> str:

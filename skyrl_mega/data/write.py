@@ -13,6 +13,8 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from skyrl_mega.cluster.leftovers import partial_file
+
 ROWS_AT_ONCE = 20_000
 PROGRESS_AFTER_S = 3.0
 
@@ -23,23 +25,19 @@ def write_rows(rows: Iterable[dict[str, Any]], file: Path) -> int:
     The first rows decide the schema. On an error nothing is left behind and an older file stays as it was.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
-    part = file.with_name(f".{file.name}.{os.getpid()}")
     count = 0
-    try:
-        with part.open("wb") as out:
-            rows = iter(rows)
-            first = pa.Table.from_pylist(list(itertools.islice(rows, ROWS_AT_ONCE)))
-            with pq.ParquetWriter(out, first.schema) as writer:
-                writer.write_table(first)
-                count += len(first)
-                while chunk := list(itertools.islice(rows, ROWS_AT_ONCE)):
-                    writer.write_table(pa.Table.from_pylist(chunk, schema=first.schema))
-                    count += len(chunk)
-            out.flush()
-            os.fsync(out.fileno())
+    with partial_file(file) as part, part.open("wb") as out:
+        rows = iter(rows)
+        first = pa.Table.from_pylist(list(itertools.islice(rows, ROWS_AT_ONCE)))
+        with pq.ParquetWriter(out, first.schema) as writer:
+            writer.write_table(first)
+            count += len(first)
+            while chunk := list(itertools.islice(rows, ROWS_AT_ONCE)):
+                writer.write_table(pa.Table.from_pylist(chunk, schema=first.schema))
+                count += len(chunk)
+        out.flush()
+        os.fsync(out.fileno())
         part.replace(file)
-    finally:
-        part.unlink(missing_ok=True)
     return count
 
 

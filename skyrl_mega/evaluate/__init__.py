@@ -1,1 +1,2 @@
-"""Scores of a model on several sets, beside published ones: `python -m skyrl_mega.evaluate`."""
+GOES_ON = "the same command goes on with the samples that are missing"
+"""What a person is told where an evaluation has ended early."""

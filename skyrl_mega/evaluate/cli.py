@@ -16,8 +16,10 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
+from skyrl_mega.evaluate import GOES_ON
 from skyrl_mega.evaluate.published import PUBLISHED, chosen
 from skyrl_mega.launch.cli import DONE, FAULT, Parser, guarded
 
@@ -76,8 +78,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns the exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    goes_on = "the same command goes on with the samples that are missing"
-    return guarded(lambda: _run(parser().parse_intermixed_args(argv)), "--json" in argv, goes_on)
+    return guarded(lambda: _run(parser().parse_intermixed_args(argv)), "--json" in argv)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -123,7 +124,7 @@ def _run(args: argparse.Namespace) -> int:
                 _draw(config, sets, results, endpoint, chat, console)
             except (ActorFailed, ClusterError, EndpointFailed) as error:
                 console.say(f"fault: {error}")
-                console.say(f"  logs  {folder / 'logs'}; the same command goes on with the samples that are missing")
+                console.say(f"  logs  {folder / 'logs'}; {GOES_ON}")
                 return FAULT
             published = {"auto": chosen([s.name for s in sets]), "none": []}.get(args.published, [args.published])
             _score(config, sets, results, endpoint, published, args.json, console)
@@ -227,6 +228,6 @@ def _score(
 
 def _write(file: Path, text: str) -> None:
     """A file that appears whole or not at all."""
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, file)
+    with partial_file(file) as partial:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, file)

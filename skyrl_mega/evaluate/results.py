@@ -16,6 +16,7 @@ from typing import Any, BinaryIO, NamedTuple
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.evaluate.sets import Draw, PromptSet
@@ -130,16 +131,14 @@ class Results:
     def write_parquet(self) -> None:
         """`<set>.parquet`, in the order of the prompts; each appears whole or not at all."""
         for name, samples in self.samples.items():
-            partial = self.folder / f".{name}.parquet.{os.getpid()}"
-            try:
+            file = self.folder / f"{name}.parquet"
+            with partial_file(file) as partial:
                 with self._file(name).open("rb") as lines, pq.ParquetWriter(partial, SCHEMA, compression="zstd") as out:
                     keys = sorted(samples)
                     for start in range(0, len(keys), ROWS_AT_ONCE):
                         rows = [_line(lines, samples[key].place) for key in keys[start : start + ROWS_AT_ONCE]]
                         out.write_table(pa.Table.from_pylist(rows, schema=SCHEMA))
-                os.replace(partial, self.folder / f"{name}.parquet")
-            finally:
-                partial.unlink(missing_ok=True)
+                os.replace(partial, file)
 
     def close(self) -> None:
         """Closes the files."""

@@ -2,7 +2,10 @@
 
 import sys
 
-from skyrl_mega.export.cli import main
+from skyrl_mega.cluster import driver
 
 if __name__ == "__main__":
+    driver.start("nothing is left of it, and the same command begins again")
+    from skyrl_mega.export.cli import main  # only the driver needs what it imports
+
     sys.exit(main())

@@ -5,22 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
 from skyrl_mega.config.errors import UserError
 
 DONE, FAULT, WRONG_INPUT = 0, 1, 2
 DTYPES = ("as-trained", "bfloat16", "float32")
-
-
-class Stopped(BaseException):
-    """SIGTERM or SIGINT; what was written so far is removed on its way up."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -35,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     p = Parser(
         prog="python -m skyrl_mega.export",
         description="Writes a run's checkpoint as a Hugging Face directory, without a GPU. Exit codes: 0 done, 2 the "
-        "input is wrong, 1 a fault.",
+        "input is wrong, 1 a fault, 75 stopped by a signal.",
         allow_abbrev=False,
     )
     p.add_argument("source", type=Path, metavar="RUN", help="a run's folder, or one checkpoint of it")
@@ -60,7 +54,6 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns the exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    before = {name: signal.signal(name, _stop) for name in (signal.SIGTERM, signal.SIGINT)}
     try:
         return _run(parser().parse_args(argv))
     except UserError as error:
@@ -68,12 +61,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(json.dumps({"error": str(error)}))
         print(f"error: {error}", file=sys.stderr)
         return WRONG_INPUT
-    except Stopped as stopped:
-        print(f"stopped by {stopped}; nothing is left of it", file=sys.stderr)
-        return FAULT
-    finally:
-        for name, handler in before.items():
-            signal.signal(name, handler)
 
 
 def _run(args: argparse.Namespace) -> int:
@@ -123,7 +110,3 @@ def _run(args: argparse.Namespace) -> int:
     print(f"  {size(done.nbytes)} in {done.seconds:.1f} s, {rate}")
     print(f"  {'read back and equal, bit by bit' if done.verified else 'not read back (--verify does)'}")
     return DONE
-
-
-def _stop(number: int, _: FrameType | None) -> NoReturn:
-    raise Stopped(signal.Signals(number).name)

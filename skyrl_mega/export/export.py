@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from skyrl_mega.cluster.channel import removed_at_the_end
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.export.job import Job, Origin, plan_job
 from skyrl_mega.export.pool import run
@@ -153,13 +154,14 @@ def _partial(output: Path) -> Iterator[Path]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"--output {output}: another export writes it now; wait for it, or end it") from None
-        try:
-            for left in partial.iterdir():
-                if left.name != _LOCK:
-                    left.unlink()
-            yield partial
-        finally:
-            shutil.rmtree(partial, ignore_errors=True)
+        with removed_at_the_end(partial):
+            try:
+                for left in partial.iterdir():
+                    if left.name != _LOCK:
+                        left.unlink()
+                yield partial
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
 
 
 def _allocate(file: int, size: int) -> None:

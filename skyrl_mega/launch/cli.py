@@ -8,20 +8,20 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import NoReturn
 
+from skyrl_mega.cluster.supervisor import FAULT, STOPPED
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
-from skyrl_mega.trainer.stop import Stopped
+from skyrl_mega.launch import GOES_ON
+from skyrl_mega.trainer.stop import Notice, Stopped
 
-DONE, FAULT, WRONG_INPUT, STOPPED = 0, 1, 2, 75
-"""Exit codes. STOPPED (EX_TEMPFAIL): ended early by a signal; the same command goes on from the newest checkpoint."""
+DONE, WRONG_INPUT = 0, 2
+"""Exit codes, beside FAULT and STOPPED."""
 
 
 class Parser(argparse.ArgumentParser):
@@ -63,20 +63,16 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns the exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    goes_on = "the same command goes on from the newest checkpoint"
-    return guarded(lambda: _run(parser().parse_intermixed_args(argv)), "--json" in argv, goes_on)
+    return guarded(lambda: _run(parser().parse_intermixed_args(argv)), "--json" in argv)
 
 
-def guarded(run: Callable[[], int], as_json: bool, goes_on: str) -> int:
+def guarded(run: Callable[[], int], as_json: bool) -> int:
     """Runs a command under the exit codes that all long commands have.
 
     Args:
         run: The command; a `UserError` that it raises is one line and WRONG_INPUT.
         as_json: The line is on standard output too, as JSON.
-        goes_on: What a person is told when a signal has ended it.
     """
-    for name in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
-        signal.signal(name, _stop)
     try:
         return run()
     except UserError as error:
@@ -84,8 +80,7 @@ def guarded(run: Callable[[], int], as_json: bool, goes_on: str) -> int:
             print(json.dumps({"error": str(error)}))
         print(f"error: {error}", file=sys.stderr)
         return WRONG_INPUT
-    except Stopped as stopped:
-        print(f"stopped by {stopped}; {goes_on}", file=sys.stderr)
+    except Stopped:  # the supervisor says so
         return STOPPED
 
 
@@ -127,10 +122,11 @@ def _run(args: argparse.Namespace) -> int:
         from skyrl_mega.report.overview import at_the_end
 
         try:
-            trainer.run(config, folder, console)
+            trainer.train(config, folder, console)
         except (ActorFailed, ClusterError, OSError) as error:
+            Notice().look()  # a signal that everything had is the cause then
             console.say(f"fault: {error}")
-            console.say(f"  logs  {folder / 'logs'}; the same command goes on from the newest checkpoint")
+            console.say(f"  logs  {folder / 'logs'}; {GOES_ON}")
             if isinstance(error, OSError):  # a disk that is full or gone: where, only the traceback tells
                 _keep_traceback(folder)
             at_the_end(folder, console.say)  # once more, or first: it names the fault
@@ -188,9 +184,3 @@ def _keep_traceback(folder: Path) -> None:
             log.write(told)
     except OSError:  # the log is on the disk that is full or gone
         print(told, file=sys.stderr)
-
-
-def _stop(number: int, frame: FrameType | None) -> NoReturn:
-    if number == signal.SIGTERM:  # it may come twice, from a scheduler and from our own parent: no reason to break off
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    raise Stopped(signal.Signals(number).name)

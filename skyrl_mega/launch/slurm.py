@@ -11,8 +11,8 @@
     code             the launcher's exit code; the job is over
     NODE.log         what `ray start` said there
 
-Every wait is bounded, and at the end, whatever it is, a node ends what it has started. Standard library only: it waits
-for hours beside a run.
+Every wait is bounded, and at the end, whatever it is, a node ends what it has started. A signal is noted, and found
+where this part waits; nothing is raised into a call. Standard library only: it waits for hours beside a run.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any
 
 from skyrl_mega.cluster.host import address_of, start_guard
 from skyrl_mega.cluster.local import ENVIRONMENT
@@ -128,7 +128,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder, *launcher = sys.argv[1:] if arguments is None else arguments
     job = Job.of(Path(folder), os.environ)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _cancelled)
+        signal.signal(number, _note)
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # some sites' Slurm sends it to every process: `stop` is what counts
     for name in ("up", "failed"):
         (job.folder / name).mkdir(parents=True, exist_ok=True)
@@ -152,9 +152,14 @@ def head(job: Job, launcher: Sequence[str]) -> int:
     given = [f"cluster.nodes={len(job.nodes)}", *([f"cluster.gpus_per_node={job.gpus}"] if job.gpus else [])]
     command = [sys.executable, "-m", "skyrl_mega.launch", *given, *launcher]
     job.say(shlex.join(["python", *command[1:]]))
-    checked = subprocess.run([*command, "--dry-run"], stdout=subprocess.DEVNULL, env=_environment())
-    if checked.returncode:
-        raise Ended(checked.returncode, "the launcher refuses its arguments")
+    checking = subprocess.Popen([*command, "--dry-run"], stdout=subprocess.DEVNULL, env=_environment())
+    try:
+        while (code := checking.poll()) is None:
+            pause()
+    finally:
+        _end(checking)
+    if code:
+        raise Ended(code, "the launcher refuses its arguments")
     with RayNode(job, HEAD) as node:
         address = node.started()
         job.mark("address", address)
@@ -188,7 +193,7 @@ def wait_for_all(job: Job, node: RayNode) -> None:
         if time.monotonic() - job.began > job.wait_s:
             missing = ", ".join(sorted(set(job.nodes) - set(up)))
             raise Ended(FAULT, f"{missing} did not come up within {job.wait_s:g} s (SKYRL_MEGA_START_S)")
-        time.sleep(LOOK_EVERY_S)
+        pause()
 
 
 def check_all(job: Job, node: RayNode) -> None:
@@ -207,11 +212,11 @@ def watch(job: Job, node: RayNode, launcher: subprocess.Popen[bytes]) -> int:
     told = False
     while (code := launcher.poll()) is None:
         check_all(job, node)
-        if not told and (job.folder / "stop").exists() and _catches(launcher.pid, signal.SIGUSR1):
+        if not told and (job.folder / "stop").exists() and _takes(launcher.pid, signal.SIGUSR1):
             told = True
             job.say("asked to end: the launcher writes a checkpoint")
             launcher.send_signal(signal.SIGUSR1)
-        time.sleep(LOOK_EVERY_S)
+        pause()
     return code if code >= 0 else 128 - code
 
 
@@ -222,13 +227,13 @@ def worker(job: Job) -> int:
             return 0
         if time.monotonic() - job.began > job.wait_s:
             raise Ended(FAULT, f"the head did not come up within {job.wait_s:g} s")
-        time.sleep(LOOK_EVERY_S)
+        pause()
     with RayNode(job, [f"--address={address.read_text()}"]) as node:
         node.started()
         job.mark(f"up/{job.node}")
         while not (job.folder / "code").exists():
             node.check()
-            time.sleep(LOOK_EVERY_S)
+            pause()
     return 0
 
 
@@ -241,9 +246,11 @@ class RayNode:
     def __init__(self, job: Job, options: Sequence[str]) -> None:
         self.job, self.log = job, job.folder / f"{job.node}.log"
         self.folder = Path("/tmp") / f"skyrl-{job.name}"
+        self.ray = self.folder / "r"
+        """Ray's own part of it, which Ray opens to every user; the folder above is closed to them."""
         self.command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
-            *(f"--temp-dir={self.folder}", f"--num-cpus={job.cpus}", f"--num-gpus={job.gpus}"),
+            *(f"--temp-dir={self.ray}", f"--num-cpus={job.cpus}", f"--num-gpus={job.gpus}"),
             *(*ANY_PORT, "--include-log-monitor=false", *options),
             *([f"--node-ip-address={_address(job.interface)}"] if job.interface else []),
             *os.environ.get("SKYRL_MEGA_RAY_OPTIONS", "").split(),
@@ -274,7 +281,7 @@ class RayNode:
         Raises:
             NodeFailed: It is not, in time or after so many tries: Ray itself gives a busy machine no more than 30 s.
         """
-        written = self.folder / "ray_current_cluster"  # Ray's last act in starting a node
+        written = self.ray / "ray_current_cluster"  # Ray's last act in starting a node
         tries = 1
         while not written.exists():
             if self._process.poll() is not None and tries < TRIES:
@@ -284,7 +291,7 @@ class RayNode:
             self.check()
             if time.monotonic() - self.job.began > self.job.wait_s:
                 raise NodeFailed(f"Ray did not start within {self.job.wait_s:g} s; its log: {self.log}")
-            time.sleep(LOOK_EVERY_S)
+            pause()
         return written.read_text().strip()
 
     def check(self) -> None:
@@ -325,16 +332,30 @@ def _address(interface: str) -> str:
     return address
 
 
-def _catches(process: int, number: signal.Signals) -> bool:
-    """Whether a process has a handler for the signal yet; before that it would be lost."""
+def _takes(process: int, number: signal.Signals) -> bool:
+    """Whether a process waits for the signal yet, as a supervisor does; before that it would be killed by it."""
     status = Path(f"/proc/{process}/status").read_text()
-    return bool(int(status.partition("SigCgt:")[2].split()[0], 16) >> (number - 1) & 1)
+    return bool(int(status.partition("SigBlk:")[2].split()[0], 16) >> (number - 1) & 1)
 
 
-def _cancelled(number: int, frame: FrameType | None) -> NoReturn:
-    for name in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(name, signal.SIG_IGN)  # what follows is the end already
-    raise Ended(CANCELLED, f"ended by {signal.Signals(number).name}")
+_came: list[int] = []
+"""Signals that have come."""
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    _came.append(number)
+
+
+def pause() -> None:
+    """A moment's wait.
+
+    Raises:
+        Ended: A signal has come.
+    """
+    if not _came:
+        time.sleep(LOOK_EVERY_S)
+    if _came:
+        raise Ended(CANCELLED, f"ended by {signal.Signals(_came[0]).name}")
 
 
 if __name__ == "__main__":

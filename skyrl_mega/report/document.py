@@ -18,6 +18,7 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.config.errors import UserError
 
 PAGE = """<!DOCTYPE html>
@@ -71,16 +72,14 @@ def save(file: Path, page: str) -> None:
     Raises:
         UserError: There is no such folder, or it may not be written to.
     """
-    partial = file.with_name(f".{file.name}.{os.getpid()}")
     try:
-        partial.write_text(page, encoding="utf-8")
-        os.replace(partial, file)
+        with partial_file(file) as partial:
+            partial.write_text(page, encoding="utf-8")
+            os.replace(partial, file)
     except OSError as error:
         raise UserError(
             f"--html {file}: {error.strerror}; allowed: a file in a folder that you may write to"
         ) from error
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def pack(value: Any) -> str:

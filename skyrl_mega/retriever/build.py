@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import shutil
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import pyarrow as pa
 
+from skyrl_mega.cluster.leftovers import temporary_folder
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.retriever.corpus import Passage, fingerprint, read_passages
 from skyrl_mega.retriever.embedder import MINILM, Embedder, model_folder
@@ -71,18 +71,13 @@ def build(
         if not output.is_dir() or (any(output.iterdir()) and not (output / "index.json").is_file()):
             raise UserError(f"--output {output}: it holds something else; allowed: a new folder, or one with an index")
     output.parent.mkdir(parents=True, exist_ok=True)
-    part = output.with_name(f".{output.name}.{os.getpid()}")
-    shutil.rmtree(part, ignore_errors=True)
-    part.mkdir()
-    try:
+    with temporary_folder(output.parent, f".{output.name}.", mode=0o777) as part:
         embeds = embedder(recipe, device, threads) if "dense" in methods else None
         count = _write(read_passages(corpus), part, recipe, embeds, say)
         (part / "index.json").write_text(recipe.text(count), encoding="utf-8")
         if output.exists():
             shutil.rmtree(output)
         part.replace(output)
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
     return True
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeVar
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NobodyServes
@@ -18,6 +19,10 @@ from skyrl_mega.rollout.router import Progress, Router
 from skyrl_mega.rollout.threads import Threads
 from skyrl_mega.rollout.trajectory import Trajectory
 
+Answer = TypeVar("Answer")
+
+LOOK_EVERY_S = 0.5
+
 
 class Generator:
     """Plays prompts on a group of engines.
@@ -28,6 +33,7 @@ class Generator:
         rollout: Budgets and timeouts.
         environments: Which environments there are.
         refill: Brings engines back to service where none is left; a phase is then played again from its start.
+        look: Asked twice a second while a phase is played; what it raises abandons the phase.
     """
 
     def __init__(
@@ -37,9 +43,10 @@ class Generator:
         rollout: RolloutConfig,
         environments: EnvironmentConfig,
         refill: Callable[[], object] | None = None,
+        look: Callable[[], None] = lambda: None,
     ) -> None:
         self.fleet, self.chat, self.rollout, self.environments = fleet, chat, rollout, environments
-        self.refill = refill
+        self.refill, self.look = refill, look
 
     def generate(
         self,
@@ -105,13 +112,20 @@ class Generator:
             return trajectory
 
         # All are opened before the first is played, so that the first requests leave together and in order.
-        opened = await asyncio.gather(*(agent.open(p, s) for p in prompts for s in range(samples)))
+        opened = await self._looking(asyncio.gather(*(agent.open(p, s) for p in prompts for s in range(samples))))
         tasks = [asyncio.create_task(play(o, place)) for place, o in enumerate(opened)]
         try:
-            return await asyncio.gather(*tasks)
+            return await self._looking(asyncio.gather(*tasks))
         except ActorFailed as error:
             # Raised in every task that waited: their frames would fill pages.
             raise error.with_traceback(None) from error.__cause__
         finally:
             for task in tasks:
                 task.cancel()
+
+    async def _looking(self, phase: asyncio.Future[list[Answer]]) -> list[Answer]:
+        """Its result, unless `look` raises before."""
+        while not phase.done():
+            self.look()
+            await asyncio.wait([phase], timeout=LOOK_EVERY_S)
+        return phase.result()

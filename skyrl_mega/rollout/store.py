@@ -10,6 +10,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
 
@@ -63,13 +64,10 @@ SCHEMA = pa.schema(
 def write(path: Path, trajectories: list[Trajectory]) -> None:
     """Writes trajectories to a parquet file, which appears whole or not at all."""
     path.parent.mkdir(exist_ok=True)  # and none above it: where a run's folder is gone, its disk is
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
+    with partial_file(path) as partial:
         table = pa.Table.from_pylist([_row(t) for t in trajectories], schema=SCHEMA)
         pq.write_table(table, partial, compression="zstd")
         os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
 
 
 def read(path: Path) -> list[Trajectory]:

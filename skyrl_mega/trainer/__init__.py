@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from skyrl_mega.trainer.run import Run
 
 
-def run(config: Config, folder: Path, console: Console) -> None:
+def train(config: Config, folder: Path, console: Console) -> None:
     """Trains as `config` says and leaves everything in `folder`. The inputs have been checked.
 
     What its engines survive it goes on through. After any other fault it is taken down and starts again from its
@@ -22,7 +22,7 @@ def run(config: Config, folder: Path, console: Console) -> None:
     Raises:
         UserError: What only shows once the data and the model are read.
         ActorFailed, ClusterError: An actor died, raised or did not answer; names the first cause.
-        Stopped: SIGUSR1 came.
+        Stopped: A signal came.
     """
     from skyrl_mega.cluster.errors import ActorFailed, ClusterError
     from skyrl_mega.trainer.checkpoints import refuse_old_ones
@@ -30,33 +30,32 @@ def run(config: Config, folder: Path, console: Console) -> None:
     from skyrl_mega.trainer.stop import Notice
 
     refuse_old_ones(folder / "checkpoints")
-    notice = Notice()
-    with notice.listening():
-        left = config.run.restarts
-        worked = False
-        while True:
-            try:
-                with open_run(config, folder, console, notice) as opened:
-                    before = opened.step
-                    try:
-                        finish(opened)
-                    finally:
-                        worked = worked or opened.step > before
-                return
-            except (ActorFailed, ClusterError) as error:
-                if not left or not worked:
-                    raise
-                left -= 1
-                console.say(f"fault: {error}")
-                console.say(f"the run starts again from its newest checkpoint ({left} restarts are left)")
+    left = config.run.restarts
+    worked = False
+    while True:
+        try:
+            with open_run(config, folder, console) as opened:
+                before = opened.step
+                try:
+                    finish(opened)
+                finally:
+                    worked = worked or opened.step > before
+            return
+        except (ActorFailed, ClusterError) as error:
+            Notice().look()  # a signal that everything had is the cause then
+            if not left or not worked:
+                raise
+            left -= 1
+            console.say(f"fault: {error}")
+            console.say(f"the run starts again from its newest checkpoint ({left} restarts are left)")
 
 
 def finish(run: Run) -> None:
     """All steps that are left, and what comes after them."""
     from skyrl_mega.report.overview import at_the_end
-    from skyrl_mega.trainer.loop import train
+    from skyrl_mega.trainer import loop
 
-    train(run)
+    loop.train(run)
     if run.config.checkpoint.export:
         with run.console.phase("export"):
             run.policy.export(run.folder / "model", Path(run.config.model.path).absolute())

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.cluster.channel import removed_at_the_end
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import json_object, parsed
 from skyrl_mega.weights.checkpoint_header import refuse_old, sync_folder
@@ -78,17 +79,18 @@ class Checkpoints:
         for old in self.folder.glob("step_*.partial"):
             shutil.rmtree(old)
         self.folder.mkdir(exist_ok=True)  # and not the run's folder: where that is gone, its disk is
-        (partial / "policy").mkdir(parents=True)
-        self._check_room()
-        save_policy(partial / "policy")
-        with (partial / _STATE).open("w") as opened:
-            json.dump({**state, _FILES: _sizes(partial)}, opened)
-            opened.flush()
-            os.fsync(opened.fileno())
-        sync_folder(partial)
-        if final.exists():
-            shutil.rmtree(final)
-        partial.rename(final)
+        with removed_at_the_end(partial):
+            (partial / "policy").mkdir(parents=True)
+            self._check_room()
+            save_policy(partial / "policy")
+            with (partial / _STATE).open("w") as opened:
+                json.dump({**state, _FILES: _sizes(partial)}, opened)
+                opened.flush()
+                os.fsync(opened.fileno())
+            sync_folder(partial)
+            if final.exists():
+                shutil.rmtree(final)
+            partial.rename(final)
         sync_folder(self.folder)
         for old in self.completed()[: -self.keep]:
             shutil.rmtree(old)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from skyrl_mega.algorithms.mismatch import mismatch
+from skyrl_mega.cluster.channel import heeding
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.trainer.batch import batch_of, mini_batches
 from skyrl_mega.trainer.run import Run, Step
@@ -16,18 +17,21 @@ def train(run: Run) -> None:
 
     Raises:
         Leaving: SIGUSR1 came; the steps done are in a checkpoint.
+        Stopped: Another signal did.
     """
-    run.begin()
-    try:
-        while not run.finished:
-            take_step(run)
-    except Leaving:
-        run.save_before_leaving()
-        raise
+    with heeding():
+        run.begin()
+        try:
+            while not run.finished:
+                take_step(run)
+        except Leaving:
+            run.save_before_leaving()
+            raise
 
 
 def take_step(run: Run) -> None:
     """One RL step. Until it touches the policy it can be abandoned."""
+    run.notice.look()
     step = run.next_step()
     groups = run.sampler.sample(step)
     with run.notice.held():

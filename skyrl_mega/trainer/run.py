@@ -35,11 +35,14 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
     trajectories: list[Trajectory] = field(default_factory=list)
     """All that were drawn, also those that dynamic sampling left out."""
+    look: Callable[[], None] = lambda: None
+    """Raises where the run is to end."""
     start: float = field(default_factory=time.perf_counter)
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
         """Times a phase as `time/<name>` and shows its progress; a phase that is entered again adds up."""
+        self.look()
         start = time.perf_counter()
         with self.console.phase(name, total) as progress:
             yield progress
@@ -78,7 +81,7 @@ class Run:
     save_owed: bool = False
     """A checkpoint was due and there was no room for it."""
     notice: Notice = field(default_factory=Notice)
-    """Whether the run is to end soon."""
+    """Whether the run is to end early."""
     place: dict[str, Any] = field(default_factory=dict)
     """The stream's state after the steps done."""
 
@@ -100,7 +103,7 @@ class Run:
     def next_step(self) -> Step:
         """The step after those done."""
         self.place = self.stream.state()
-        return Step(self.step + 1, self.console, dict(self.saving))
+        return Step(self.step + 1, self.console, dict(self.saving), look=self.notice.look)
 
     def complete(self, step: Step) -> None:
         """The step is done: its metrics are written."""

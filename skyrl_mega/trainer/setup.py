@@ -42,14 +42,13 @@ from skyrl_mega.trainer.evaluation import Evaluator
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.sampler import Sampler
 from skyrl_mega.trainer.seats import Seats, find_seats
-from skyrl_mega.trainer.stop import Notice
 from skyrl_mega.trainer.warmup import encode, warm_up
 from skyrl_mega.weights.headers import read_config
 from skyrl_mega.weights.sync import WeightSync
 
 
 @contextmanager
-def open_run(config: Config, folder: Path, console: Console, notice: Notice | None = None) -> Iterator[Run]:
+def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
     """A run that is ready for its first step: the engines hold the policy's weights. Leaves no process behind."""
     config = replace(config, environment=with_absolute_paths(config.environment))
     logs = folder / "logs"
@@ -103,13 +102,13 @@ def open_run(config: Config, folder: Path, console: Console, notice: Notice | No
             stream=stream,
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, console.say),
             response_limit=response_limit(config.rollout),
-            notice=notice or Notice(),
         )
         if not run.restore() and config.warmup.steps:
             learn_first(run, chat)
         run.metrics.rewind(run.step or -1)  # the evaluation before the first step is done again
         with console.phase("connect weights"):
             run.sync.sync(run.step)
+        generator.look = run.notice.look
         generator.refill = lambda: run.sync.sync(run.step)
         yield run
 

@@ -1,73 +1,63 @@
-"""How a run is asked to end early: at once, or as soon as nothing is lost.
+"""How a run ends early: at once, or as soon as nothing is lost.
 
     SIGTERM, SIGINT   at once; the next start goes back to the newest checkpoint
     SIGUSR1           soon: a step that has not touched the policy yet is abandoned, one that has is finished; then a
                       checkpoint is written. It is what Slurm's --signal should send. A second one: at once.
 
-All of them end with exit code 75, and the same command goes on.
+All of them end with exit code 75, and the same command goes on. Signals are the supervisor's (`cluster.supervisor`): it
+asks, and the run looks for that between its calls, and twice a second while it generates.
 """
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType
+
+from skyrl_mega.cluster import channel
+from skyrl_mega.cluster.channel import Asked
 
 
-class Stopped(KeyboardInterrupt):
-    """A signal came; everything is taken down on this error's way up. Its text is the signal's name.
-
-    It is a KeyboardInterrupt because an event loop swallows whatever else is raised in one of its callbacks.
-    """
+class Stopped(BaseException):
+    """Somebody has asked; everything is taken down on its way up. No Exception, as none of those who survive errors is
+    to survive it."""
 
 
 class Leaving(Stopped):
-    """The signal leaves time for a checkpoint, and nothing is under way that a checkpoint would have to wait for."""
+    """There is time for a checkpoint, and nothing is under way that a checkpoint would have to wait for."""
 
 
 class Notice:
-    """Whether the run has been asked to end soon."""
+    """Whether the run has been asked to end.
 
-    def __init__(self) -> None:
-        self.asked = False
+    Args:
+        asked: Tells what is asked by now.
+    """
+
+    def __init__(self, asked: Callable[[], Asked] = channel.asked) -> None:
+        self._asked = asked
         self._held = False
 
-    @contextmanager
-    def listening(self) -> Iterator[None]:
-        """SIGUSR1 gives this notice inside the block. Only in the main thread."""
-        before = signal.signal(signal.SIGUSR1, self.give)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGUSR1, before)
-
-    def give(self, number: int = signal.SIGUSR1, frame: FrameType | None = None) -> None:
-        """Asks, and raises Leaving unless something is held; the second time raises Stopped."""
-        name = signal.Signals(number).name
-        if self.asked:
-            raise Stopped(name)
-        self.asked = True
-        if not self._held:
-            raise Leaving(name)
+    def look(self) -> None:
+        """Raises Stopped where that is asked, and Leaving unless something is held."""
+        asked = self._asked()
+        if asked is Asked.NOW:
+            raise Stopped
+        if asked is Asked.SOON and not self._held:
+            raise Leaving
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """What is inside is begun only if nobody has asked, and then finished; Leaving is raised before or after it."""
-        self._obey()
+        self.look()
         with self.finishing():
             yield
-        self._obey()
+        self.look()
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """What is inside is finished, also where somebody has asked."""
+        """What is inside is finished, also where somebody has asked; but not where it is to end at once."""
         self._held = True
         try:
             yield
         finally:
             self._held = False
-
-    def _obey(self) -> None:
-        if self.asked:
-            raise Leaving(signal.SIGUSR1.name)

@@ -285,6 +285,23 @@ def test_an_address_where_nobody_answers_is_refused_in_one_line(monkeypatch: pyt
         pass
 
 
+def test_no_other_user_may_enter_rays_folder(ray: None) -> None:
+    """Ray opens its own folder to everybody; the one above is closed. What the workers leave lies there too."""
+    import ray as connected
+
+    opened = Path(connected._private.worker._global_node.get_temp_dir_path())
+    assert opened.parent.stat().st_mode & 0o777 == 0o700
+    if os.geteuid() == 0:
+        plant = subprocess.run(["touch", str(opened / "planted")], user=54321, capture_output=True, text=True)
+        assert plant.returncode and "Permission denied" in plant.stderr
+    group = spawn(1)
+    try:
+        temporary = group.call_one(0, "variable", "TMPDIR", timeout=10)
+        assert Path(temporary).parent == opened.parent
+    finally:
+        group.shutdown()
+
+
 SIGNALLED = """
     import os, signal, sys
     from skyrl_mega.cluster.local import session

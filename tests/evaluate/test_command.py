@@ -61,14 +61,9 @@ def command(fake: Fake, data: Path, output: Path, *more: str, at_once: int = 4) 
 
 def run(arguments: list[str]) -> tuple[int, str, str]:
     """The command in this process: exit code, standard output, standard error."""
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     out, errors = io.StringIO(), io.StringIO()
-    try:
-        with redirect_stdout(out), redirect_stderr(errors):
-            code = main(arguments)
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
+    with redirect_stdout(out), redirect_stderr(errors):
+        code = main(arguments)
     return code, out.getvalue(), errors.getvalue()
 
 

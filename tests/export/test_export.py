@@ -261,6 +261,8 @@ def test_several_processes_and_one_that_is_killed(run: Path, tmp_path: Path, mon
 
 PAUSED = """
 import sys, time
+from skyrl_mega.cluster import driver
+driver.start("nothing is left of it")
 from skyrl_mega.export import cli, job, progress
 
 def pause(phase, amount):
@@ -277,7 +279,7 @@ sys.exit(cli.main(sys.argv[1:]))
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
 def test_as_a_process_that_is_stopped(run: Path, tmp_path: Path, number: signal.Signals) -> None:
-    """No process is left, and no file where there was time to remove them."""
+    """No process is left, and no file where its supervisor lives."""
     started = subprocess.Popen(
         [sys.executable, "-c", PAUSED, str(run), "--output", str(tmp_path / "out"), "--workers", "2"],
         stdout=subprocess.PIPE,
@@ -288,10 +290,10 @@ def test_as_a_process_that_is_stopped(run: Path, tmp_path: Path, number: signal.
     while started.stdout.readline() not in ("writing\n", ""):
         pass
     family = psutil.Process(started.pid).children(recursive=True)
-    assert len(family) >= 3  # the fork server and two workers
+    assert len(family) >= 4  # the driver, the fork server and two workers
     started.send_signal(number)
     _, err = started.communicate(timeout=60)
     if number == signal.SIGTERM:
-        assert (started.returncode, err) == (1, "stopped by SIGTERM; nothing is left of it\n")
+        assert (started.returncode, err) == (75, "stopped by SIGTERM; nothing is left of it\n")
         assert list(tmp_path.iterdir()) == []
     assert psutil.wait_procs(family, timeout=30)[1] == []

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 import stat
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from skyrl_mega.launch import slurm
 from tests.slurm.cluster import ROOT
 
 SRUN = """
@@ -194,3 +196,18 @@ def test_without_the_repository_it_says_where_it_looked() -> None:
         text=True,
     )
     assert done.returncode == 2 and "/nowhere/launch/slurm.sh" in done.stderr
+
+
+def test_a_signal_is_found_where_a_node_waits_and_raises_into_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slurm, "_came", [])
+    monkeypatch.setattr(slurm, "LOOK_EVERY_S", 0.0)
+    slurm.pause()
+    before = signal.signal(signal.SIGTERM, slurm._note)
+    try:
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    with pytest.raises(slurm.Ended, match="ended by SIGTERM") as caught:
+        slurm.pause()
+    assert caught.value.code == slurm.CANCELLED

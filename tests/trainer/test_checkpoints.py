@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import pickle
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
+import skyrl_mega
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.trainer.checkpoints import Checkpoints, NoRoom
+from skyrl_mega.weights.box_files import read_entries
+from skyrl_mega.weights.checkpoint_header import Header, read_header, write_header
 
 
 class Usage(NamedTuple):
@@ -99,3 +104,60 @@ def test_an_earlier_versions_checkpoint_is_refused_by_name(tmp_path: Path) -> No
     with pytest.raises(UserError, match=r"step_000001/policy: is a distributed checkpoint .* model\.path") as told:
         checkpoints.newest()
     assert "\n" not in str(told.value)
+
+
+class Evil:
+    """Unpickled, it leaves a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.mark,)
+
+
+def test_looking_for_the_newest_runs_no_code_from_it(tmp_path: Path) -> None:
+    """Whatever file of a checkpoint is a pickle: also one of torch's, which earlier versions read."""
+    mark = tmp_path / "was here"
+    evil = pickle.dumps(Evil(mark))
+    pickle.loads(evil)
+    assert mark.exists()
+    mark.unlink()
+    header = Header("float32", 3, {}, {}, {"w": (2,)}, {"rank_00000.safetensors": len(evil)})
+
+    def save(folder: Path) -> None:
+        for name in (".metadata", "common.pt", "rank_00000.safetensors"):
+            (folder / name).write_bytes(evil)
+        write_header(folder, header)
+
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
+    checkpoints.save(3, {"step": 3}, save)
+    newest = checkpoints.newest()
+    assert newest is not None and checkpoints.state(newest) == {"step": 3}
+    with pytest.raises(UserError, match=r"rank_00000\.safetensors"):
+        read_entries(newest / "policy", read_header(newest / "policy"), {"w"})
+    (newest / "policy" / "checkpoint.json").unlink()
+    with pytest.raises(UserError, match=r"distributed checkpoint of torch"):
+        checkpoints.newest()
+    assert not mark.exists()
+
+
+def test_nothing_in_the_package_can_unpickle_a_file() -> None:
+    """The ways that there are, so that none comes back unseen."""
+    ways = {"pickle", "cloudpickle", "dill", "joblib", "shelve", "marshal", "torch.distributed.checkpoint"}
+    found = []
+    for file in Path(skyrl_mega.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Import):
+                names = {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                names = {node.module or ""} | {f"{node.module}.{alias.name}" for alias in node.names}
+            elif isinstance(node, ast.Call):
+                call = ast.unparse(node)
+                names = set()
+                if call.startswith("torch.load(") or "allow_pickle=True" in call or "weights_only=False" in call:
+                    found.append(f"{file.name}: {call}")
+            else:
+                continue
+            found += [f"{file.name}: {name}" for name in names & ways]
+    assert found == []

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from skyrl_mega.cluster.channel import Asked
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.telemetry.console import Console
@@ -21,22 +20,19 @@ from skyrl_mega.trainer.run import Run, Step
 from skyrl_mega.trainer.stop import Leaving, Notice, Stopped
 
 
-def signal_me() -> None:
-    os.kill(os.getpid(), signal.SIGUSR1)
-
-
 class FakeRun(Run):
-    """A run of 6 steps of 10 prompts that learns nothing; `faults` are called at moments of its steps."""
+    """A run of 6 steps of 10 prompts that learns nothing; `faults` say what is asked at moments of its steps."""
 
-    faults: dict[tuple[str, int], Callable[[], None]]
+    faults: dict[tuple[str, int], Asked]
+    asked: Asked = Asked.NOTHING
 
     def sample(self, step: Step) -> list[Any]:
         self.stream.take(10)
-        self.faults.get(("sample", step.number), lambda: None)()
+        self.asked = self.faults.get(("sample", step.number), self.asked)
         return []
 
     def keep(self, step: Step) -> None:
-        self.faults.get(("learn", step.number), lambda: None)()
+        self.asked = self.faults.get(("learn", step.number), self.asked)
 
 
 @pytest.fixture
@@ -44,11 +40,10 @@ def run(tmp_path: Path) -> Iterator[FakeRun]:
     config = Config()
     config.run.steps, config.data.prompts_per_step = 6, 10
     config.evaluation.every, config.evaluation.before, config.checkpoint.every = 0, False, 2
-    notice = Notice()
     fake: Any = SimpleNamespace(
         save=lambda folder: (folder / "weights").touch(), parallel=SimpleNamespace(ranks=1), sample=None
     )
-    with MetricsWriter(tmp_path, tensorboard=False) as metrics, notice.listening():
+    with MetricsWriter(tmp_path, tensorboard=False) as metrics:
         run = FakeRun(
             config=config,
             folder=tmp_path,
@@ -62,8 +57,8 @@ def run(tmp_path: Path) -> Iterator[FakeRun]:
             stream=PromptStream(100, batch=10),
             checkpoints=Checkpoints(tmp_path / "checkpoints", keep=9),
             response_limit=1,
-            notice=notice,
         )
+        run.notice = Notice(lambda: run.asked)
         run.faults = {}
         fake.sample = run.sample
         yield run
@@ -80,8 +75,8 @@ def steps(run: Run) -> list[int]:
 
 
 def test_a_step_that_only_generates_is_abandoned_and_the_ones_before_it_are_saved(run: FakeRun) -> None:
-    run.faults["sample", 4] = signal_me
-    with pytest.raises(Leaving, match="SIGUSR1"):
+    run.faults["sample", 4] = Asked.SOON
+    with pytest.raises(Leaving):
         train(run)
     assert steps(run) == [1, 2, 3]
     assert state(run)["step"] == 3
@@ -89,7 +84,7 @@ def test_a_step_that_only_generates_is_abandoned_and_the_ones_before_it_are_save
 
 
 def test_a_step_that_changes_the_policy_is_finished_and_saved(run: FakeRun) -> None:
-    run.faults["learn", 3] = signal_me
+    run.faults["learn", 3] = Asked.SOON
     with pytest.raises(Leaving):
         train(run)
     assert steps(run) == [1, 2, 3]
@@ -100,35 +95,22 @@ def test_a_checkpoint_that_is_there_is_not_written_again(run: FakeRun, monkeypat
     written: list[int] = []
     save = run.checkpoints.save
     monkeypatch.setattr(run.checkpoints, "save", lambda step, *rest: (written.append(step), save(step, *rest))[1])
-    run.faults["sample", 3] = signal_me
+    run.faults["sample", 3] = Asked.SOON
     with pytest.raises(Leaving):
         train(run)
     assert written == [2]
 
 
-def test_the_second_signal_ends_at_once(run: FakeRun) -> None:
-    def twice() -> None:
-        signal_me()
-        signal_me()
-
-    run.faults["learn", 3] = twice
+def test_what_is_to_end_at_once_is_neither_finished_nor_saved(run: FakeRun) -> None:
+    run.faults["learn", 3] = Asked.NOW
     with pytest.raises(Stopped) as caught:
         train(run)
     assert not isinstance(caught.value, Leaving)
-    assert steps(run) == [1, 2] and state(run)["step"] == 2
+    assert steps(run) == [1, 2, 3] and state(run)["step"] == 2
 
 
-def test_one_that_got_lost_is_obeyed_before_the_policy_is_touched(run: FakeRun) -> None:
-    """An event loop may swallow what a signal handler raises in one of its callbacks."""
-
-    def swallowed() -> None:
-        with pytest.raises(Leaving):
-            signal_me()
-
-    run.faults["sample", 3] = swallowed
-    with pytest.raises(Leaving):
-        train(run)
-    assert steps(run) == [1, 2] and state(run)["step"] == 2
+def test_no_handler_of_errors_takes_a_stop_for_one() -> None:
+    assert not issubclass(Stopped, Exception)
 
 
 def test_without_a_signal_all_steps_are_done(run: FakeRun) -> None:

@@ -1,0 +1,163 @@
+"""Signals at random moments of a real run, start-up included; says what each came to, and what was left.
+
+    .venv/bin/python -m benchmarks.signals [--count 40] [--seed 0]
+
+A small quickstart run is started again and again and gets SIGTERM, SIGINT or SIGUSR1 at a moment drawn uniformly from
+the length of an undisturbed one: from when the command takes signals, which is as soon as Python has started. Every
+fourth starts without data and model. Each must end with 75 and one line on standard error, and leave no process, port,
+shared memory, temporary file, partial file or lock. So that this machine's other processes do not matter it all happens
+in namespaces of its own, with an empty /tmp and /dev/shm; that needs root, or user namespaces. Takes about half a
+minute a signal on 2 cores; benchmarks/results/signals.json keeps the last result.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from tests.trainer import quickstart
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "signals.json"
+SETTINGS = (
+    *("run.steps=20", "run.epochs=10", "warmup.steps=4", "checkpoint.every=2"),
+    *("evaluation.every=5", "evaluation.limit=16", "data.prompts_per_step=8", "rollout.kv_cache_gib=0.1"),
+)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+LINE = "stopped by {}; the same command goes on from the newest checkpoint\n"
+LIMIT_S = 300.0
+LISTENING = "0A"
+"""A socket's state in /proc/net/tcp."""
+INSIDE = 'mount -t tmpfs tmpfs /tmp && mount -t tmpfs tmpfs /dev/shm && ip link set lo up && exec "$@"'
+
+
+def isolated(arguments: list[str]) -> list[str]:
+    """The command that runs this program with such arguments where nothing else runs."""
+    user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
+    spaces = ["unshare", *user, "--mount", "--pid", "--net", "--ipc", "--fork", "--kill-child", "--mount-proc"]
+    own = [sys.executable, "-m", "benchmarks.signals", "--inside", *arguments]
+    return [*spaces, "sh", "-c", INSIDE, "sh", *own]
+
+
+def left(work: Path) -> list[str]:
+    """What is there beside this process and its folder."""
+    processes = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if int(entry.name) != os.getpid() and (entry / "stat").read_text().rpartition(")")[2].split()[0] != "Z":
+                processes.append(f"process {(entry / 'cmdline').read_bytes().replace(bytes(1), b' ').decode()[:80]}")
+        except OSError:  # it ended meanwhile
+            continue
+    sockets = [line.split() for kind in ("tcp", "tcp6") for line in Path(f"/proc/net/{kind}").read_text().splitlines()]
+    ports = [f"port {int(words[1].rpartition(':')[2], 16)}" for words in sockets if words[3] == LISTENING]
+    files = [str(p) for place in ("/tmp", "/dev/shm") for p in Path(place).iterdir() if p != work]
+    hidden = [p for p in work.rglob("*") if p.name.startswith(".") or p.suffix == ".partial"]
+    partial = [str(p) for p in hidden if p.name != ".lock"]
+    for lock in work.glob("*/.lock"):
+        with lock.open() as opened:
+            try:
+                fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                partial.append(f"lock {lock}")
+    return processes + ports + files + partial
+
+
+def started(work: Path, name: str) -> subprocess.Popen[str]:
+    """A run that takes signals."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    env |= {"TORCHINDUCTOR_CACHE_DIR": str(work / "torch")}
+    env |= {"TORCH_CPP_LOG_LEVEL": "ERROR"}  # torch has a warning for a machine whose addresses have no names
+    command = quickstart.command(work, *SETTINGS, f"run.name={name}")
+    process = subprocess.Popen(
+        command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    while process.poll() is None:
+        status = Path(f"/proc/{process.pid}/status").read_text()
+        if int(status.partition("SigBlk:")[2].split()[0], 16) >> (signal.SIGUSR1 - 1) & 1:
+            break
+    return process
+
+
+def attempt(work: Path, name: str, number: signal.Signals, moment_s: float) -> dict[str, Any]:
+    """One run, one signal, and what came of it."""
+    process = started(work, name)
+    try:
+        process.wait(moment_s)
+    except subprocess.TimeoutExpired:
+        process.send_signal(number)
+    else:  # it was quicker than the first one
+        return attempt(work, f"{name}-", number, moment_s / 2)
+    sent = time.monotonic()
+    try:
+        out, errors = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, errors = process.communicate()
+        errors += f"no end within {LIMIT_S:g} s"
+    seconds, remains = time.monotonic() - sent, left(work)
+    good = process.returncode == 75 and errors == LINE.format(number.name) and "Traceback" not in out and not remains
+    said = out.strip().splitlines()
+    result = {"signal": number.name, "moment_s": round(moment_s, 2), "during": said[-1].strip() if said else "start-up"}
+    result |= {"code": process.returncode, "seconds": round(seconds, 2), "left": remains, "good": good}
+    return result if good else result | {"errors": errors, "out": out}
+
+
+def inside(count: int, seed: int) -> int:
+    """All signals, in namespaces of our own."""
+    work, draw = Path("/tmp/work"), random.Random(seed)
+    work.mkdir()
+    began = time.monotonic()
+    whole = started(work, "whole")
+    out, errors = whole.communicate(timeout=LIMIT_S)
+    length = time.monotonic() - began
+    remains = left(work)
+    if whole.returncode or remains:
+        print(f"the undisturbed run ended with {whole.returncode}\n{out}{errors}left: {remains}")
+        return 1
+    print(f"an undisturbed run takes {length:.1f} s", flush=True)
+    results = []
+    for turn in range(count):
+        if turn % 4 == 3:
+            for name in ("data", "model"):
+                shutil.rmtree(work / name, ignore_errors=True)
+        number, moment = draw.choice(SIGNALS), draw.uniform(0, length)
+        if turn % 8 == 0:
+            moment = draw.uniform(0, 2)  # the imports
+        results.append(attempt(work, f"run{turn}", number, moment))
+        r = results[-1]
+        came = f"{r['code']} after {r['seconds']:.1f} s"
+        print(f"{turn + 1:3} {r['signal']:8} at {r['moment_s']:6.2f} s: {came}  {r['during'][:60]}")
+        if not r["good"]:
+            print(json.dumps(r, indent=1))
+        sys.stdout.flush()
+        good, slowest = sum(r["good"] for r in results), max(r["seconds"] for r in results)
+        kept = {"count": len(results), "seed": seed, "good": good, "undisturbed_s": round(length, 1)}
+        RESULTS.write_text(json.dumps(kept | {"slowest_s": slowest, "signals": results}, indent=1) + "\n")
+    print(f"{good} of {count} ended with 75 and one line, and left nothing; the slowest took {slowest:.1f} s")
+    return 0 if good == count else 1
+
+
+def main() -> int:
+    """Runs it in namespaces of its own."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--count", type=int, default=40)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.inside:
+        return inside(args.count, args.seed)
+    return subprocess.run(isolated(sys.argv[1:]), check=False, cwd=ROOT).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,109 @@
+"""What a supervisor and its driver tell each other, through memory that both have since the fork.
+
+The supervisor asks the driver to end; the driver says whether it looks for that, and which files and folders must not
+outlast it. Nothing here blocks, writes to a disk, or interrupts a call. In a process without a supervisor nobody asks,
+and what is said goes nowhere.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from enum import IntEnum
+from pathlib import Path
+
+_ASKED, _HEEDED = 0, 1
+"""Places in the shared memory."""
+
+
+class Asked(IntEnum):
+    """What the driver is asked."""
+
+    NOTHING = 0
+    SOON = 1
+    """To end as soon as nothing is lost."""
+    NOW = 2
+    """To end at once; what it does not do within seconds is done by killing it."""
+
+
+class Channel:
+    """One supervisor's and its driver's. Made before the fork."""
+
+    def __init__(self) -> None:
+        self._flags = mmap.mmap(-1, mmap.PAGESIZE)
+        self._paths = os.memfd_create("paths")
+
+    @property
+    def asked(self) -> Asked:
+        """What the driver is asked by now."""
+        return Asked(self._flags[_ASKED])
+
+    def ask(self, what: Asked) -> None:
+        """Asks the driver."""
+        self._flags[_ASKED] = what
+
+    @property
+    def heeded(self) -> bool:
+        """Whether the driver looks for it at present."""
+        return bool(self._flags[_HEEDED])
+
+    def heed(self, heeded: bool) -> None:
+        """The driver looks for it from now on, or no longer."""
+        self._flags[_HEEDED] = heeded
+
+    def note(self, sign: str, path: Path) -> None:
+        """`+`: the driver is about to make this; `-`: it is gone, or may stay."""
+        os.write(self._paths, os.fsencode(f"{sign}{path.absolute()}\0"))
+
+    def left(self) -> list[Path]:
+        """What the driver has made and not removed."""
+        notes = os.fsdecode(os.pread(self._paths, os.fstat(self._paths).st_size, 0)).split("\0")[:-1]
+        there: dict[str, None] = {}
+        for note in notes:
+            if note[0] == "+":
+                there[note[1:]] = None
+            else:
+                there.pop(note[1:], None)
+        return [Path(path) for path in there]
+
+
+_own: Channel | None = None
+"""This process's, where it is a driver."""
+
+
+def join(channel: Channel) -> None:
+    """Makes it this process's."""
+    global _own
+    _own = channel
+
+
+def asked() -> Asked:
+    """What this process is asked by now."""
+    return Asked.NOTHING if _own is None else _own.asked
+
+
+@contextmanager
+def heeding() -> Iterator[None]:
+    """Says that this process looks for what it is `asked`, inside the block."""
+    if _own is None:
+        yield
+        return
+    _own.heed(True)
+    try:
+        yield
+    finally:
+        _own.heed(False)
+
+
+@contextmanager
+def removed_at_the_end(path: Path) -> Iterator[None]:
+    """Should this process not live to see the end of the block, its supervisor removes the file or folder."""
+    if _own is not None:
+        _own.note("+", path)
+    try:
+        yield
+    finally:
+        if _own is not None:
+            _own.note("-", path)

@@ -1,0 +1,58 @@
+"""The start of a long command: a supervisor stays behind, and the driver goes on (`supervisor`)."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+_TAKEN = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD, signal.SIGTSTP}
+_SUBREAPER, _DEATH_SIGNAL = 36, 1
+"""PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG."""
+
+
+def start(goes_on: str) -> None:
+    """Returns in a new process, the driver; the present one becomes its supervisor, and exits when it has ended.
+
+    To be called before anything heavy is imported, and before there are threads.
+
+    Args:
+        goes_on: What a person is told when a signal has ended it.
+    """
+    # First of all: from here on no signal is lost. SIGTTOU would come where the supervisor changes the foreground.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_TAKEN, signal.SIGTTOU})
+    from skyrl_mega.cluster import channel
+
+    shared, supervisor = channel.Channel(), os.getpid()
+    _prctl(_SUBREAPER, 1)
+    driver = os.fork()
+    if driver:
+        from skyrl_mega.cluster.supervisor import Supervisor
+
+        ignored = {number for number in (signal.SIGHUP,) if signal.getsignal(number) == signal.SIG_IGN}  # nohup
+        os._exit(Supervisor(driver, shared, _TAKEN - ignored, goes_on).run())
+    os.setpgid(0, 0)
+    _prctl(_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != supervisor:  # it was killed meanwhile
+        os._exit(1)
+
+    def pass_on(number: int, _: object) -> None:
+        """Ctrl-C where the driver has the foreground, as in a debugger."""
+        os.kill(supervisor, number)
+
+    signal.signal(signal.SIGINT, pass_on)
+    for number in (signal.SIGTERM, signal.SIGUSR1):  # some sites' Slurm sends them to every process of a job
+        signal.signal(number, _nothing)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    channel.join(shared)
+
+
+def _nothing(number: int, _: object) -> None:
+    """The supervisor has it too. Not SIG_IGN, which children would inherit."""
+
+
+def _prctl(option: int, value: int) -> None:
+    import ctypes
+
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        error = ctypes.get_errno()
+        raise OSError(error, os.strerror(error))

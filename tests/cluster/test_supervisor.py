@@ -1,0 +1,194 @@
+"""A command under its supervisor, whatever happens to either of them."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+START = """
+import os, signal, subprocess, sys, time
+from pathlib import Path
+from skyrl_mega.cluster import channel, driver
+from skyrl_mega.cluster.channel import Asked
+driver.start("the same command goes on")
+folder = Path(sys.argv[1])
+"""
+LEAVES = """
+(folder / "partial").mkdir()
+with channel.removed_at_the_end(folder / "partial"):
+    from multiprocessing.shared_memory import SharedMemory
+    from multiprocessing import resource_tracker
+    held = SharedMemory("skyrl-test-" + folder.name, create=True, size=4096)
+    resource_tracker.unregister(held._name, "shared_memory")
+    if os.fork() == 0:  # a daemon, as thorough as they come, that no signal ends
+        os.setsid()
+        if os.fork():
+            os._exit(0)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1):
+            signal.signal(number, signal.SIG_IGN)
+        print("ready", flush=True)
+        time.sleep(600)
+    os.wait()
+    time.sleep(600)
+"""
+"""Makes what a killed process leaves: a process, shared memory, a folder."""
+HEEDS = """
+with channel.heeding():
+    print("ready", flush=True)
+    while channel.asked() is Asked.NOTHING:
+        time.sleep(0.01)
+    print(channel.asked().name, flush=True)
+"""
+
+
+def start(folder: Path, program: str) -> subprocess.Popen[str]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", START + program, str(folder)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=ROOT,
+        env={**os.environ, "SKYRL_MEGA_TEST": str(folder)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    try:
+        out, errors = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    return process.returncode, out, errors
+
+
+def living(folder: Path) -> list[int]:
+    mark = f"SKYRL_MEGA_TEST={folder}".encode()
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if mark in (process / "environ").read_bytes().split(b"\0"):
+                found.append(int(process.name))
+        except OSError:
+            continue
+    return found
+
+
+def driver_of(process: subprocess.Popen[str]) -> int:
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+def test_a_signal_ends_all_with_75_and_one_line(tmp_path: Path, number: signal.Signals) -> None:
+    process = start(tmp_path, LEAVES)
+    process.send_signal(number)
+    assert end(process) == (75, "", f"stopped by {number.name}; the same command goes on\n")
+    assert living(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+    assert not Path(f"/dev/shm/skyrl-test-{tmp_path.name}").exists()
+
+
+def test_the_drivers_death_is_a_fault_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
+    process = start(tmp_path, LEAVES)
+    driver = driver_of(process)
+    os.kill(driver, signal.SIGKILL)
+    code, _, errors = end(process)
+    line = (
+        f"fault: the driver (process {driver}) was ended by SIGKILL, perhaps by the kernel for want of memory; the same"
+    )
+    assert code == 1 and errors == f"{line} command goes on\n"
+    assert living(tmp_path) == [] and list(tmp_path.iterdir()) == []
+
+
+def test_the_supervisors_death_is_the_drivers(tmp_path: Path) -> None:
+    process = start(tmp_path, 'print("ready", flush=True)\ntime.sleep(600)')
+    process.kill()
+    process.wait()
+    deadline = time.monotonic() + 10
+    while living(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert living(tmp_path) == []
+
+
+@pytest.mark.parametrize("code", [0, 1, 2])
+def test_without_a_signal_the_exit_code_is_the_drivers(tmp_path: Path, code: int) -> None:
+    assert end(start(tmp_path, f'print("ready", flush=True)\nsys.exit({code})')) == (code, "", "")
+
+
+def test_a_driver_that_looks_may_finish_in_order_and_is_not_interrupted(tmp_path: Path) -> None:
+    for number, asked, ends in ((signal.SIGUSR1, "SOON", 75), (signal.SIGTERM, "NOW", 0), (signal.SIGUSR1, "SOON", 0)):
+        process = start(tmp_path, f"{HEEDS}\nsys.exit({ends})")
+        process.send_signal(number)
+        line = f"stopped by {number.name}; the same command goes on\n"
+        finished = number == signal.SIGUSR1 and ends == 0
+        assert end(process) == ((0, "SOON\n", "") if finished else (75, f"{asked}\n", line))
+
+
+def test_a_second_signal_hastens(tmp_path: Path) -> None:
+    """A driver that looks and does not end has its time; it ends at once when it is told twice."""
+    began = time.monotonic()
+    for first in (signal.SIGUSR1, signal.SIGTERM):
+        process = start(tmp_path, f"{HEEDS}\n    time.sleep(600)")
+        process.send_signal(first)
+        assert process.stdout is not None
+        assert process.stdout.readline() in ("SOON\n", "NOW\n")
+        for _ in range(2 if first == signal.SIGUSR1 else 1):
+            process.send_signal(signal.SIGINT)
+            time.sleep(0.3)
+        code, _, errors = end(process)
+        assert code == 75 and len(errors.splitlines()) == 1
+    assert time.monotonic() - began < 8
+
+
+def test_in_a_terminal_a_debugger_reads(tmp_path: Path) -> None:
+    """It is in the background and has the foreground when it reads, as a debugger does."""
+    program = """
+print("tty", sys.stdout.isatty(), os.getpgrp() == os.getpid(), flush=True)
+breakpoint()
+print("went on", flush=True)
+time.sleep(600)
+"""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-c", START + program, str(tmp_path)])
+    seen = ""
+
+    def until(text: str) -> None:
+        nonlocal seen
+        while text not in seen:
+            seen += os.read(terminal, 4096).decode()
+
+    until("(Pdb) ")
+    assert "tty True True" in seen
+    os.write(terminal, b"p 6 * 7\n")
+    until("42")
+    os.write(terminal, b"q\n")
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert code == 1 and "BdbQuit" in seen + os.read(terminal, 65536).decode()
+
+
+def test_ctrl_c_in_a_terminal_reaches_the_supervisor(tmp_path: Path) -> None:
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-c", START + 'print("ready", flush=True)\ntime.sleep(600)', "."])
+    seen = ""
+    while "ready" not in seen:
+        seen += os.read(terminal, 4096).decode()
+    os.write(terminal, b"\x03")
+    while "goes on" not in seen:
+        seen += os.read(terminal, 4096).decode()
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 75
+    plain = re.sub(r"\x1b\[[?0-9;]*[a-zA-Z]", "", seen).replace("\r", "")
+    assert plain.endswith("stopped by SIGINT; the same command goes on\n") and "\x1b[?25h" in seen
