@@ -173,7 +173,7 @@ def _draw(
             _source(config, endpoint, chat, results.folder, console) as source,
             console.phase("evaluate", total=len(missing)) as progress,
         ):
-            draw_missing(source, missing, results, metrics, progress.update)
+            draw_missing(source, missing, results, metrics, progress.update, console.say)
 
 
 @contextmanager

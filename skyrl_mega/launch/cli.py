@@ -125,16 +125,22 @@ def _run(args: argparse.Namespace) -> int:
         from skyrl_mega import trainer
         from skyrl_mega.cluster.errors import ActorFailed, ClusterError
         from skyrl_mega.report.overview import at_the_end
+        from skyrl_mega.trainer.checkpoints import resumes_from
+        from skyrl_mega.trainer.health.watch import CannotLearn
 
         try:
             trainer.run(config, folder, console)
-        except (ActorFailed, ClusterError, OSError) as error:
+        except (ActorFailed, ClusterError, CannotLearn, OSError) as error:
             console.say(f"fault: {error}")
-            console.say(f"  logs  {folder / 'logs'}; the same command goes on from the newest checkpoint")
+            console.say(f"  logs  {folder / 'logs'}; {resumes_from(folder / 'checkpoints')}")
             if isinstance(error, OSError):  # a disk that is full or gone: where, only the traceback tells
                 _keep_traceback(folder)
             at_the_end(folder, console.say)  # once more, or first: it names the fault
             return FAULT
+        except UserError as error:
+            console.note(f"fault: {error}")  # the terminal has it as this command's last line
+            at_the_end(folder, console.say)
+            raise
         except Exception:
             _keep_traceback(folder)
             at_the_end(folder, console.say)

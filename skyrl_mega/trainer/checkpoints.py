@@ -101,6 +101,19 @@ class Checkpoints:
             raise NoRoom(f"it takes about {needed / 1e9:.3g} GB, and {self.folder} has {free / 1e9:.3g} GB free")
 
 
+def resumes_from(folder: Path) -> str:
+    """What the same command does after a run has ended early: what is saved, and nothing else, is promised.
+
+    Args:
+        folder: A run's `checkpoints/`.
+    """
+    for checkpoint in sorted(folder.glob("step_*"), reverse=True):
+        if checkpoint.suffix != ".partial" and _damage(checkpoint) is None:
+            step = json.loads((checkpoint / _STATE).read_text())["step"]
+            return f"{checkpoint} is saved: the same command resumes after step {step}"
+    return "no checkpoint is saved: the same command begins with the first step"
+
+
 def refuse_old_ones(folder: Path) -> None:
     """Refuses to resume from a checkpoint of an earlier version, before anything is started.
 
