@@ -121,7 +121,7 @@ class ClusterConfig:
 
 @dataclass
 class BuildConfig:
-    """A small model that the project builds with random weights, where `model.path` does not exist yet."""
+    """A small model with random weights. Where `model.path` exists already, it must have these sizes."""
 
     architecture: str = one_of("qwen3_moe", "qwen3", "qwen2", "llama")
     """Which architecture's config.json is written."""
@@ -162,7 +162,7 @@ class ModelConfig:
     max_length: Optional[int] = at_least(1, None)
     """Longest sequence, where it is another than config.json's max_position_embeddings."""
     build: Optional[BuildConfig] = None
-    """Builds the directory when it is not there (tests and the quickstart)."""
+    """Builds the directory when it is not there; one that is there and has other sizes is refused."""
 
 
 @dataclass
