@@ -19,9 +19,13 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from skyrl_mega.config import skyrl_keys
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys, names_in, nearest
 from skyrl_mega.config.schema import Config
+
+GROUPS = Path(__file__).parents[2] / "configs"
+"""Groups that come with the project; one beside a file goes before."""
 
 
 def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -38,7 +42,9 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     chosen: list[Override] = []
     if path is not None:
         path = _file(Path(path))
-        chosen = [override for override in parsed if (path.parent / override.key_or_group).is_dir()]
+        folders = (path.parent, GROUPS)
+        groups = [o for o in parsed if any((folder / o.key_or_group).is_dir() for folder in folders)]
+        chosen = [override for override in groups if not isinstance(override.value(), dict)]
         for key, value in _leaves(_files(path, chosen), ""):
             _assign(config, key, value)
     for override in parsed:
@@ -98,13 +104,18 @@ def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
     groups = [f"{'' if o.key_or_group in listed else '+'}{o.key_or_group}={o.value()}" for o in chosen]
     try:
         with initialize_config_dir(str(path.parent.absolute()), version_base="1.3"):
+            if GROUPS.is_dir():  # groups that are not beside the file
+                groups = [*groups, f"hydra.searchpath=[file://{GROUPS}]"]
             tree = hydra_compose(path.stem, groups)
     except yaml.YAMLError as error:
         raise _broken(path, error) from error
     except MissingConfigException as error:
         missing = error.missing_cfg_file or "?"
-        options = ", ".join(sorted(error.options or [])) or "nothing"
-        raise UserError(f"{path}: {missing} is not in {path.parent}; allowed is {options}") from error
+        group = missing.rpartition("/")[0]
+        there = sorted({file.stem for folder in (path.parent, GROUPS) for file in (folder / group).glob("*.yaml")})
+        allowed = f"allowed is {', '.join(there)}" if there else f"there is no {group or 'file'} of that name"
+        where = f"{path.parent}, nor among those that come with skyrl_mega ({GROUPS})"
+        raise UserError(f"{path}: {missing} is not in {where}; {allowed}") from error
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(f"{path}: {_first_line(error)}; see `defaults` in docs/configuration.md") from error
     return cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False))
@@ -140,6 +151,11 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
 
 
 def _unknown(key: str, value: Any) -> str:
+    while isinstance(value, dict) and value:  # a group of a file that no setting is in: its first entry
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    if skyrl := skyrl_keys.told(key):
+        return f"{key} = {_shown(value)}: no such setting; {skyrl}"
     near = nearest(key)
     group = next((name for name in reversed(_prefixes(key)) if name in keys()), "")
     if group and not keys()[group].group:

@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+from skyrl_mega.config.derived import idle_gpus
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.trainer.stop import Stopped
@@ -111,7 +112,7 @@ def _run(args: argparse.Namespace) -> int:
         check(config)
         hf = inputs.check_inputs(config)
     except UserError as error:
-        raise _mended(error, config) from error
+        raise _with_fix(error, config) from error
 
     from skyrl_mega.telemetry.console import Console
     from skyrl_mega.telemetry.run_dir import run_folder
@@ -120,7 +121,10 @@ def _run(args: argparse.Namespace) -> int:
         console.log_to(folder / "logs" / "run.log")
         config = inputs.prepare(config, console)
         if misfit := refusal.wrong(config, hf, planned=False):
-            raise refusal.with_mend(misfit, config, hf, planned=False)
+            raise refusal.with_fix(misfit, config, hf, planned=False)
+
+        if config.cluster.device == "cuda" and (idle := idle_gpus(config)):
+            console.say(f"note: {idle}")
 
         from skyrl_mega import trainer
         from skyrl_mega.cluster.errors import ActorFailed, ClusterError
@@ -167,7 +171,7 @@ def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
     return DONE
 
 
-def _mended(error: UserError, config: Config) -> UserError:
+def _with_fix(error: UserError, config: Config) -> UserError:
     """The refusal with what would work, where the model can be read."""
     from skyrl_mega.launch import inputs, refusal
 
@@ -175,7 +179,7 @@ def _mended(error: UserError, config: Config) -> UserError:
         hf = inputs.model_config(config)
     except UserError:
         return error
-    return refusal.with_mend(error, config, hf, planned=False)
+    return refusal.with_fix(error, config, hf, planned=False)
 
 
 def _enter(directory: str) -> None:

@@ -222,3 +222,25 @@ def test_a_number_that_no_nodes_make(
 ) -> None:
     assert main(["--config", str(file), *arguments]) == 2
     assert says in capsys.readouterr().err
+
+
+SHARED = "cluster.nodes=4 cluster.shared=true rollout.memory_fraction=0.3 rollout.engines="
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (SHARED + "3", "rollout.engines=3 of 8 GPUs: 8 of the policy's 32 GPUs have no engine and generate nothing"),
+        (SHARED + "4", None),
+        (
+            "rollout.engines=3",
+            "8 of 64 GPUs are nobody's: policy, reference and engines (rollout.engines=3 of 8 GPUs) ",
+        ),
+        ("rollout.engines=4", None),
+    ],
+)
+def test_gpus_with_nothing_to_do_are_told(tmp_path: Path, settings: str, told: str | None) -> None:
+    config = compose(large.write(tmp_path), settings.split())
+    notes = dry_run.values(config, *dry_run.checked(config))["notes"]
+    found = [note for note in notes if "nobody's" in note or "no engine" in note]
+    assert len(found) == bool(told) and all(note.startswith(told or "") for note in found)
