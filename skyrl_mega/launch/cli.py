@@ -106,7 +106,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.dry_run:
         return _dry_run(config, as_json=args.json)
 
-    from skyrl_mega.launch import inputs, refusal
+    from skyrl_mega.launch import inputs, refusal, resuming
 
     try:
         check(config)
@@ -117,8 +117,14 @@ def _run(args: argparse.Namespace) -> int:
     from skyrl_mega.telemetry.console import Console
     from skyrl_mega.telemetry.run_dir import run_folder
 
+    changed = resuming.changes(config)
     with Console(as_json=args.json) as console, run_folder(config) as folder:
         console.log_to(folder / "logs" / "run.log")
+        if changed:
+            console.say(resuming.told(changed))
+        if done := resuming.nothing_left(config):
+            console.say(done)
+            return DONE
         config = inputs.prepare(config, console)
         if misfit := refusal.wrong(config, hf, planned=False):
             raise refusal.with_fix(misfit, config, hf, planned=False)

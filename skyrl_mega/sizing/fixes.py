@@ -119,8 +119,9 @@ def nearest(config: Config, verdict: Verdict, message: str = "") -> list[Change]
     pairs = sorted(combinations(PAIRED, 2), key=lambda pair: -sum(key.startswith(about) for key in pair))
     bought = [] if MORE_NODES in named else [MORE_NODES]
     found: list[Change] = []
-    for keys in [(key,) for key in singles if key not in bought]:
-        found += islice(_passing(config, keys, verdict, end), 2 if keys[0] in named[:1] else 1)
+    for key in singles:
+        wanted = 0 if key in bought else 2 if key in named[:1] else 1
+        found += islice(_passing(config, (key,), verdict, end), wanted)
         if len(found) >= OFFERED:
             return found[:OFFERED]
     # Two settings, and only then what costs more machines.

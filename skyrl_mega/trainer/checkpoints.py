@@ -107,11 +107,17 @@ def resumes_from(folder: Path) -> str:
     Args:
         folder: A run's `checkpoints/`.
     """
-    for checkpoint in sorted(folder.glob("step_*"), reverse=True):
-        if checkpoint.suffix != ".partial" and _damage(checkpoint) is None:
-            step = json.loads((checkpoint / _STATE).read_text())["step"]
-            return f"{checkpoint} is saved: the same command resumes after step {step}"
-    return "no checkpoint is saved: the same command begins with the first step"
+    checkpoint = newest_whole(folder)
+    if checkpoint is None:
+        return "no checkpoint is saved: the same command begins with the first step"
+    step = json.loads((checkpoint / _STATE).read_text())["step"]
+    return f"{checkpoint} is saved: the same command resumes after step {step}"
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """The newest checkpoint in the folder that is not damaged; None without one."""
+    found = (p for p in sorted(folder.glob("step_*"), reverse=True) if p.suffix != ".partial" and _damage(p) is None)
+    return next(found, None)
 
 
 def refuse_old_ones(folder: Path) -> None:
