@@ -47,8 +47,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--dry-run",
         action="store_true",
-        help="check, print settings, layout, memory, sync plan and estimated times, and stop; needs no GPU",
+        help="check, print layout, memory, sync plan and estimated times, and stop; needs no GPU",
     )
+    p.add_argument("--settings", action="store_true", help="--dry-run prints every setting as well, at the end")
     p.add_argument(
         "--suggest",
         nargs="?",
@@ -104,7 +105,9 @@ def _run(args: argparse.Namespace) -> int:
     if args.suggest is not None:
         return _suggest(config, args.suggest, as_json=args.json)
     if args.dry_run:
-        return _dry_run(config, as_json=args.json)
+        return _dry_run(config, as_json=args.json, settings=args.settings)
+    if args.settings:
+        raise UserError("--settings: it is for --dry-run; a run writes its settings to config.yaml")
 
     from skyrl_mega.launch import inputs, refusal, resuming
 
@@ -158,12 +161,14 @@ def _run(args: argparse.Namespace) -> int:
     return DONE
 
 
-def _dry_run(config: Config, *, as_json: bool) -> int:
+def _dry_run(config: Config, *, as_json: bool, settings: bool) -> int:
     from skyrl_mega.config.compose import dump
     from skyrl_mega.launch import dry_run, dry_run_text
 
     found = dry_run.values(config, *dry_run.checked(config))
-    print(json.dumps(found) if as_json else f"{dump(config)}\n{dry_run_text.text(found)}")
+    print(json.dumps(found) if as_json else dry_run_text.text(found))
+    if settings and not as_json:
+        print(f"\nsettings:\n\n{dump(config)}", end="")
     return DONE
 
 
