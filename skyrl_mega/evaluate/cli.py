@@ -159,7 +159,11 @@ def _draw(
     samples = config.evaluation.samples
     missing = results.missing(draws(sets, samples, config.run.seed))
     total = sum(len(s.prompts) for s in sets) * samples
-    console.say(f"{len(sets)} sets, {total} samples; {total - len(missing)} are there already")
+    there = total - len(missing)
+    console.say(
+        f"{len(sets)} set{'s' if len(sets) > 1 else ''}, {total} sample{'s' if total > 1 else ''}; "
+        f"{there} {'is' if there == 1 else 'are'} there already"
+    )
     if not missing:
         return
 
@@ -221,6 +225,8 @@ def _score(
     _write(results.folder / "table.md", text)
     console.say(f"\n{text}")
     console.say(f"results  {results.folder}")
+    command = f"python -m skyrl_mega.report trajectories {results.folder} --html samples.html"
+    console.say(f"samples  {command}")
     if as_json:
         print(json.dumps(figures), flush=True)
 
