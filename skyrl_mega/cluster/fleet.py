@@ -13,6 +13,7 @@ from typing import Any
 
 from skyrl_mega.cluster.errors import ActorFailed, NodeGone
 from skyrl_mega.cluster.group import ActorGroup, Call, describe, gather, settle
+from skyrl_mega.cluster.last_words import with_cause
 
 
 class State(Enum):
@@ -106,7 +107,7 @@ class Fleet:
         """
         if self.states[rank] is State.STARTING:
             return
-        name = f"{self.group.name}-{rank}"
+        name, cause = f"{self.group.name}-{rank}", with_cause(cause, self.group.logs[rank])
         self._last = ActorFailed(name, rank, "service", f"{cause}; its log: {self.group.logs[rank]}")
         if self.restarts <= 0:
             raise self._last

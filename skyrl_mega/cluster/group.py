@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 from skyrl_mega.cluster import guard
 from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, ClusterError, NodeGone
 from skyrl_mega.cluster.host import Seat, Whereabouts, hosted, machine
+from skyrl_mega.cluster.last_words import with_cause
 from skyrl_mega.cluster.placement import Placement, Slot, by_gpu
 from skyrl_mega.config.errors import UserError
 
@@ -237,7 +238,7 @@ class Outcomes:
         call, error = (died or self.failures)[0]
         if isinstance(cause := cause_of(error), UserError):
             raise cause from None
-        text = describe(error) + (f"; its log: {call.log}" if call.log else "")
+        text = with_cause(describe(error), call.log) + (f"; its log: {call.log}" if call.log else "")
         kind = NodeGone if isinstance(error, ray.exceptions.ActorUnschedulableError) else ActorFailed
         raise kind(call.actor, call.rank, call.method, text, len(self.failures) - 1) from error
 

@@ -22,7 +22,7 @@ A run is one YAML file and, after it on the command line, settings over the file
 - `${run.name}` stands for another setting's value.
 - Lists are written `data.train=[a.parquet,b.parquet]`; text with `=` or other signs is quoted: `'run.directory="a=b"'`.
 - An unknown key, a wrong type or an impossible value ends in one line and exit code 2, before any process starts.
-- `--dry-run` checks everything and prints the settings and what follows from them ([dry-run.md](dry-run.md));
+- `--dry-run` checks everything and prints what follows, with `--settings` the settings too ([dry-run.md](dry-run.md));
   `config.yaml` in the run's folder has the same settings and can be given to `--config` again. A run replaces the one
   that a run wrote, and refuses to replace one that a person wrote or edited.
 - A secret stands in the environment: `${oc.env:WANDB_API_KEY}` is written like this wherever settings are written

@@ -22,7 +22,7 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from skyrl_mega.config import outside, secrets
+from skyrl_mega.config import outside, secrets, skyrl_keys
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys, names_in, nearest
 from skyrl_mega.config.schema import Config
@@ -36,6 +36,9 @@ LONGEST = 200
 """Characters of an argument that an error shows."""
 DEEPEST = 50
 """Mappings and lists of a configuration within each other."""
+
+GROUPS = Path(__file__).parents[2] / "configs"
+"""Groups that come with the project; one beside a file goes before."""
 
 
 def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
@@ -52,7 +55,10 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     chosen: list[Override] = []
     if path is not None:
         path = _file(Path(path))
-        chosen = [o for o in parsed if GROUP.fullmatch(o.key_or_group) and (path.parent / o.key_or_group).is_dir()]
+        folders = (path.parent, GROUPS)
+        named = [o for o in parsed if GROUP.fullmatch(o.key_or_group)]
+        groups = [o for o in named if any((folder / o.key_or_group).is_dir() for folder in folders)]
+        chosen = [override for override in groups if not isinstance(override.value(), dict)]
         for key, value in _leaves(_files(path, chosen), ""):
             _assign(config, key, value)
     for override in parsed:
@@ -115,6 +121,8 @@ def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(path.parent.absolute()), version_base="1.3"):
             warnings.simplefilter("ignore", UserWarning)  # two lines about `_self_`, before what is really wrong
+            if GROUPS.is_dir():  # groups that are not beside the file
+                groups = [*groups, f"hydra.searchpath=[file://{GROUPS}]"]
             tree = hydra_compose(path.stem, groups)
     except RecursionError as error:
         raise UserError(f"--config {path}: its `defaults` go in a circle, or it nests too deep") from error
@@ -122,8 +130,11 @@ def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
         raise _broken(path, error) from error
     except MissingConfigException as error:
         missing = error.missing_cfg_file or "?"
-        options = ", ".join(sorted(error.options or [])) or "nothing"
-        raise UserError(f"{path}: {missing} is not in {path.parent}; allowed is {options}") from error
+        group = missing.rpartition("/")[0]
+        there = sorted({file.stem for folder in (path.parent, GROUPS) for file in (folder / group).glob("*.yaml")})
+        allowed = f"allowed is {', '.join(there)}" if there else f"there is no {group or 'file'} of that name"
+        where = f"{path.parent}, nor among those that come with skyrl_mega ({GROUPS})"
+        raise UserError(f"{path}: {missing} is not in {where}; {allowed}") from error
     except (HydraException, OmegaConfBaseException, OSError, ValueError, TypeError, AssertionError) as error:
         # Hydra asserts and raises all kinds about what files hold.
         raise UserError(
@@ -194,6 +205,11 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
 
 
 def _unknown(key: str, value: Any) -> str:
+    while isinstance(value, dict) and value:  # a group of a file that no setting is in: its first entry
+        name, value = next(iter(value.items()))
+        key = f"{key}.{name}"
+    if skyrl := skyrl_keys.told(key):
+        return f"{key} = {shown(value)}: no such setting; {skyrl}"
     near = nearest(key)
     group = next((name for name in reversed(_prefixes(key)) if name in keys()), "")
     if group and not keys()[group].group:

@@ -34,6 +34,18 @@ def gpus_needed(config: Config) -> int:
     return policy_ranks(config) + reference_ranks(config) + apart
 
 
+def idle_gpus(config: Config) -> str | None:
+    """What to say of GPUs that have nothing to do, for a run on CUDA; None where all have."""
+    engines, policy = config.rollout.engines * engine_ranks(config.rollout), policy_ranks(config)
+    total = config.cluster.nodes * config.cluster.gpus_per_node
+    made = f"rollout.engines={config.rollout.engines} of {engine_ranks(config.rollout)} GPUs"
+    if config.cluster.shared and engines < policy:
+        return f"{made}: {policy - engines} of the policy's {policy} GPUs have no engine and generate nothing"
+    if (needed := gpus_needed(config)) < total:
+        return f"{total - needed} of {total} GPUs are nobody's: policy, reference and engines ({made}) take {needed}"
+    return None
+
+
 def expert_parallel(rollout: RolloutConfig) -> bool:
     """Whether engines deal whole experts to their workers."""
     return bool(rollout.options.get("enable_expert_parallel"))

@@ -47,6 +47,11 @@ class RunConfig:
     restarts: int = at_least(0, 3)
     """Times that a run in which a policy rank or a node failed starts again, from its newest checkpoint and in the same
     allocation. One that has not completed a step yet ends at once."""
+    patience: Optional[int] = at_least(0, 25)
+    """Steps one after another from which the policy cannot learn (docs/health.md), after which the run ends with exit
+    code 1; null or 0 never ends it. A single step to learn from starts the count again. The policy stays as it is in
+    such steps, so that only other prompts can help: with 512 a step, 25 steps are 12,800, more than a whole pass over
+    most data sets, and of a run of days they are hours."""
 
 
 @dataclass
@@ -120,7 +125,7 @@ class ClusterConfig:
 
 @dataclass
 class BuildConfig:
-    """A small model that the project builds with random weights, where `model.path` does not exist yet."""
+    """A small model with random weights. Where `model.path` exists already, it must have these sizes."""
 
     architecture: str = one_of("qwen3_moe", "qwen3", "qwen2", "llama")
     """Which architecture's config.json is written."""
@@ -161,7 +166,7 @@ class ModelConfig:
     max_length: Optional[int] = at_least(1, None)
     """Longest sequence, where it is another than config.json's max_position_embeddings."""
     build: Optional[BuildConfig] = None
-    """Builds the directory when it is not there (tests and the quickstart)."""
+    """Builds the directory when it is not there; one that is there and has other sizes is refused."""
 
 
 @dataclass
@@ -361,7 +366,8 @@ class DynamicSamplingConfig:
     enabled: bool = False
     """Whether groups with zero variance are replaced."""
     max_rounds: int = at_least(1, 10)
-    """Generation rounds for one step at most; past it the step takes the groups it has, and says so."""
+    """Generation rounds for one step at most; past it the step takes the groups it has, and says so where that
+    is at most half of them."""
 
 
 @dataclass

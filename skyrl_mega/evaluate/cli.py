@@ -160,7 +160,11 @@ def _draw(
     samples = config.evaluation.samples
     missing = results.missing(draws(sets, samples, config.run.seed))
     total = sum(len(s.prompts) for s in sets) * samples
-    console.say(f"{len(sets)} sets, {total} samples; {total - len(missing)} are there already")
+    there = total - len(missing)
+    console.say(
+        f"{len(sets)} set{'s' if len(sets) > 1 else ''}, {total} sample{'s' if total > 1 else ''}; "
+        f"{there} {'is' if there == 1 else 'are'} there already"
+    )
     if not missing:
         return
 
@@ -174,7 +178,7 @@ def _draw(
             _source(config, endpoint, chat, results.folder, console) as source,
             console.phase("evaluate", total=len(missing)) as progress,
         ):
-            draw_missing(source, missing, results, metrics, progress.update)
+            draw_missing(source, missing, results, metrics, progress.update, console.say)
 
 
 @contextmanager
@@ -222,6 +226,8 @@ def _score(
     _write(results.folder / "table.md", text)
     console.say(f"\n{text}")
     console.say(f"results  {results.folder}")
+    command = f"python -m skyrl_mega.report trajectories {results.folder} --html samples.html"
+    console.say(f"samples  {command}")
     if as_json:
         print(json.dumps(figures), flush=True)
 

@@ -12,6 +12,7 @@ from skyrl_mega.evaluate.results import Results, row_of
 from skyrl_mega.evaluate.sets import Draw
 from skyrl_mega.rollout.agent import Agent
 from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.trainer.health.failures import failures
 
 
 class Source(Protocol):
@@ -34,6 +35,7 @@ def draw_missing(
     results: Results,
     metrics: Callable[[str], tuple[str, ...]],
     progress: Callable[[int], None],
+    say: Callable[[str], None],
 ) -> None:
     """Draws samples and keeps each as it ends. Where all engines have died, goes on with the rest when one is back.
 
@@ -43,15 +45,20 @@ def draw_missing(
         results: Takes them.
         metrics: Those that an environment declares, by its name.
         progress: Called with the number of samples done.
+        say: Told of the first sample whose environment failed; the scores count all of them.
 
     Raises:
         ActorFailed, EndpointFailed: Nobody answers; the first cause. What has ended is kept.
         UserError: The endpoint refused.
     """
-    done = 0
+    done = failed = 0
 
     def ended(draw: Draw, trajectory: Trajectory) -> None:
-        nonlocal done
+        nonlocal done, failed
+        if trajectory.status.failed:
+            failed += 1
+            if failed == 1:
+                say(failures([trajectory]) or "")
         results.add(draw.set, row_of(trajectory, metrics(draw.prompt.env_class)))
         done += 1
         progress(done)

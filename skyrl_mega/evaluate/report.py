@@ -45,19 +45,21 @@ def own_table(sets: Sequence[SetScores]) -> str:
         for s in sets
     ]
     total = sum(s.prompts for s in sets)
-    for title, mean in ((SETS, mean_over_sets), (EXAMPLES, mean_over_examples)):
+    means = ((SETS, mean_over_sets), (EXAMPLES, mean_over_examples)) if len(sets) > 1 else ()
+    for title, mean in means:
         rows.append([title, str(total), *(_score(mean(sets, m)) for m in names), "", "", ""])
     lines = [grid(["set", "examples", *titles, "truncated", "failed", "tokens"], rows)]
+    both = f"{SETS}: every set counts the same. {EXAMPLES}: every example counts the same. " if means else ""
     lines += [
-        f"{SETS}: every set counts the same. {EXAMPLES}: every example counts the same. ±: standard error over "
-        f"examples. pass@{n}: an example with at least one right sample of {n}. tokens: that the policy wrote, mean of "
-        "a sample."
+        f"{both}±: standard error over examples. pass@{n}: an example with at least one right sample of {n}. tokens: "
+        "that the policy wrote, mean of a sample."
     ]
     if any(s.failed for s in sets):
         lines.append("failed: samples whose environment failed; they count with a reward of 0.")
     for s in sets:
         if s.left_out:
-            lines.append(f"{s.name}: {s.left_out} prompts longer than rollout.max_prompt_tokens are left out.")
+            what = "1 prompt longer" if s.left_out == 1 else f"{s.left_out} prompts longer"
+            lines.append(f"{s.name}: left out {what} than rollout.max_prompt_tokens.")
     return "\n\n".join(lines)
 
 

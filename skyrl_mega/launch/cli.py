@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import NoReturn
 
 from skyrl_mega.cluster.supervisor import FAULT, STOPPED
+from skyrl_mega.config.derived import idle_gpus
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
-from skyrl_mega.launch import GOES_ON
 from skyrl_mega.trainer.stop import Notice, Stopped
 
 DONE, WRONG_INPUT = 0, 2
@@ -46,8 +46,9 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--dry-run",
         action="store_true",
-        help="check, print settings, layout, memory, sync plan and estimated times, and stop; needs no GPU",
+        help="check, print layout, memory, sync plan and estimated times, and stop; needs no GPU",
     )
+    p.add_argument("--settings", action="store_true", help="--dry-run prints every setting as well, at the end")
     p.add_argument(
         "--suggest",
         nargs="?",
@@ -98,39 +99,56 @@ def _run(args: argparse.Namespace) -> int:
     if args.suggest is not None:
         return _suggest(config, args.suggest, as_json=args.json)
     if args.dry_run:
-        return _dry_run(config, as_json=args.json)
+        return _dry_run(config, as_json=args.json, settings=args.settings)
+    if args.settings:
+        raise UserError("--settings: it is for --dry-run; a run writes its settings to config.yaml")
 
-    from skyrl_mega.launch import inputs, refusal
+    from skyrl_mega.launch import inputs, refusal, resuming
 
     try:
         check(config)
         hf = inputs.check_inputs(config)
     except UserError as error:
-        raise _mended(error, config) from error
+        raise _with_fix(error, config) from error
 
     from skyrl_mega.telemetry.console import Console
     from skyrl_mega.telemetry.run_dir import run_folder
 
+    changed = resuming.changes(config)
     with Console(as_json=args.json) as console, run_folder(config) as folder:
         console.log_to(folder / "logs" / "run.log")
+        if changed:
+            console.say(resuming.told(changed))
+        if done := resuming.nothing_left(config):
+            console.say(done)
+            return DONE
         config = inputs.prepare(config, console)
         if misfit := refusal.wrong(config, hf, planned=False):
-            raise refusal.with_mend(misfit, config, hf, planned=False)
+            raise refusal.with_fix(misfit, config, hf, planned=False)
+
+        if config.cluster.device == "cuda" and (idle := idle_gpus(config)):
+            console.say(f"note: {idle}")
 
         from skyrl_mega import trainer
         from skyrl_mega.cluster.errors import ActorFailed, ClusterError
         from skyrl_mega.report.overview import at_the_end
+        from skyrl_mega.trainer.checkpoints import resumes_from
+        from skyrl_mega.trainer.health.watch import CannotLearn
 
         try:
             trainer.train(config, folder, console)
-        except (ActorFailed, ClusterError, OSError) as error:
+        except (ActorFailed, ClusterError, CannotLearn, OSError) as error:
             Notice().look()  # a signal that everything had is the cause then
             console.say(f"fault: {error}")
-            console.say(f"  logs  {folder / 'logs'}; {GOES_ON}")
+            console.say(f"  logs  {folder / 'logs'}; {resumes_from(folder / 'checkpoints')}")
             if isinstance(error, OSError):  # a disk that is full or gone: where, only the traceback tells
                 _keep_traceback(folder)
             at_the_end(folder, console.say)  # once more, or first: it names the fault
             return FAULT
+        except UserError as error:
+            console.note(f"fault: {error}")  # the terminal has it as this command's last line
+            at_the_end(folder, console.say)
+            raise
         except Exception:
             _keep_traceback(folder)
             at_the_end(folder, console.say)
@@ -138,12 +156,14 @@ def _run(args: argparse.Namespace) -> int:
     return DONE
 
 
-def _dry_run(config: Config, *, as_json: bool) -> int:
+def _dry_run(config: Config, *, as_json: bool, settings: bool) -> int:
     from skyrl_mega.config.compose import dump
     from skyrl_mega.launch import dry_run, dry_run_text
 
     found = dry_run.values(config, *dry_run.checked(config))
-    print(json.dumps(found) if as_json else f"{dump(config)}\n{dry_run_text.text(found)}")
+    print(json.dumps(found) if as_json else dry_run_text.text(found))
+    if settings and not as_json:
+        print(f"\nsettings:\n\n{dump(config)}", end="")
     return DONE
 
 
@@ -157,7 +177,7 @@ def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
     return DONE
 
 
-def _mended(error: UserError, config: Config) -> UserError:
+def _with_fix(error: UserError, config: Config) -> UserError:
     """The refusal with what would work, where the model can be read."""
     from skyrl_mega.launch import inputs, refusal
 
@@ -165,7 +185,7 @@ def _mended(error: UserError, config: Config) -> UserError:
         hf = inputs.model_config(config)
     except UserError:
         return error
-    return refusal.with_mend(error, config, hf, planned=False)
+    return refusal.with_fix(error, config, hf, planned=False)
 
 
 def _enter(directory: str) -> None:

@@ -12,12 +12,12 @@ from typing import Any
 
 from skyrl_mega.config import allocator
 from skyrl_mega.config.checks import check
-from skyrl_mega.config.derived import engine_ranks, length_limit
+from skyrl_mega.config.derived import engine_ranks, idle_gpus, length_limit
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.secrets import masked
 from skyrl_mega.launch import inputs, layout
-from skyrl_mega.launch.refusal import with_mend
+from skyrl_mega.launch.refusal import with_fix
 from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
@@ -62,7 +62,7 @@ def checked(config: Config) -> tuple[Mapping[str, Any], list[str]]:
         inputs.check_layouts(config, hf)
         fit.check(config, hf)
     except UserError as error:
-        raise with_mend(error, config, hf, planned=True) from error
+        raise with_fix(error, config, hf, planned=True) from error
     return hf, absent
 
 
@@ -204,6 +204,8 @@ def _engine_notes(config: Config, d: Decoder, made: Batch) -> list[str]:
     notes: list[str] = []
     if on_cpu(config):
         return notes
+    if idle := idle_gpus(config):
+        notes.append(idle)
     if rollout.tensor > d.kv_heads:
         notes.append(
             f"rollout.tensor={rollout.tensor} is above the model's {d.kv_heads} key/value heads: "

@@ -29,11 +29,36 @@ Values = Mapping[str, Any]
 
 def text(v: Values) -> str:
     """All sections."""
-    sections = [_model(v), *_policy("policy", v["policy"], v), *_policy("reference", v["reference"], v)]
+    sections = [_answer(v), _model(v), *_policy("policy", v["policy"], v), *_policy("reference", v["reference"], v)]
     sections += [*_engines(v), *_shared(v), _nodes(v), _batch(v)]
     sections += [_sync(v), _seconds(v)] if v["sync"] else []
     sections.append(_notes(v))
     return "\n\n".join(sections)
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`, `1,024 trajectories`."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def _answer(v: Values) -> str:
+    """What one wants to know first."""
+    peak = max(rank["memory"]["peak"] for rank in v["policy"])
+    ranks = counted(len(v["policy"]), "rank")
+    if v["gpu_memory"] is None:
+        host = max(node["host_memory_total"] for node in v["nodes"])
+        asks = f"about {_gib(host)} GiB of memory on the fullest node"
+        return f"it can run on {'this CPU' if len(v['nodes']) == 1 else 'CPUs'}: {ranks}, {asks}"
+    left = v["shared"]["margin"] if v["shared"] else v["gpu_memory"] - peak
+    room = (
+        f"{left / GIB:.1f} GiB are left" if left >= 0 else f"{-left / GIB:.1f} GiB are lacking by the estimates: tight"
+    )
+    where = "the fullest shared GPU" if v["shared"] else f"the fullest policy rank ({_gib(peak)} GiB)"
+    return (
+        f"it fits {counted(len(v['nodes']), 'node')}: of {_gib(v['gpu_memory'])} GiB of a GPU, {room} beside {where}; "
+        f"about {v['seconds']['step']:.0f} s a step"
+    )
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
@@ -66,19 +91,19 @@ def _policy(name: str, ranks: Sequence[Values], v: Values) -> list[str]:
     rows = [("ranks", *where, *what), *((runs(members), *cells) for cells, members in holding)]
     shape = {key: 1 + max(rank[key] for rank in ranks) for key in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
     sizes = " ".join(f"{key.upper()}{size}" for key, size in shape.items() if size > 1) or "alone"
-    lines = [f"{name}: {len(ranks)} ranks, {sizes}", *_cut(aligned(rows))]
+    lines = [f"{name}: {counted(len(ranks), 'rank')}, {sizes}", *_cut(aligned(rows))]
 
     cpu = v["gpu_memory"] is None
     keys = [key for key in COLUMNS if key == "peak" or any(rank["memory"][key] for rank in ranks)]
     needs = _grouped(ranks, lambda rank: (*(_gib(rank["memory"][key]) for key in keys), rank["memory"]["phase"]))
     rows = [("ranks", *(COLUMNS[key] for key in keys), "in"), *((runs(members), *cells) for cells, members in needs)]
-    counted = ", ".join(COLUMNS[key] for key in keys if key in v["counted"])
+    exact = ", ".join(COLUMNS[key] for key in keys if key in v["counted"])
     room = "of host memory" if cpu else f"of a GPU's {_gib(v['gpu_memory'])}"
     lines = [
         "\n".join(lines),
         f"memory of {name} ranks, GiB {room}\n"
         + "\n".join(_cut(aligned(rows)))
-        + f"\n  counted: {counted}; the others are estimates, ±{100 * v['margin']:.0f} %",
+        + f"\n  counted: {exact}; the others are estimates, ±{100 * v['margin']:.0f} %",
     ]
     return lines
 
@@ -96,10 +121,11 @@ def _engines(v: Values) -> list[str]:
 
     groups = _grouped(workers, cells, "worker")
     rows = [("workers", *what, *names), *((runs(members), *c) for c, members in groups)]
+    longest = counted(e["at_once"], "sequence")
     lines = [
-        f"engines: {e['count']} × {len(workers)} workers, tensor parallel {e['tensor']}; GiB of one worker",
+        f"engines: {e['count']} × {counted(len(workers), 'worker')}, tensor parallel {e['tensor']}; GiB of one worker",
         *_cut(aligned(rows)),
-        f"  {e['at_once']} sequences of the longest at once, {e['usual']} of the mean, of {e['concurrency']} "
+        f"  {longest} of the longest at once, {e['usual']} of the mean, of {e['concurrency']} "
         f"(rollout.concurrency); {e['waiting']:,} more of a step wait meanwhile",
     ]
     return ["\n".join(lines)]
@@ -152,13 +178,14 @@ def _nodes(v: Values) -> str:
 
 def _batch(v: Values) -> str:
     b = v["batch"]
-    row = b["row"]
+    row, usual = b["row"], counted(b["usual"], "micro-batch")
     return "\n".join(
         [
             "batch",
-            f"  {b['prompts']:,} prompts × {b['samples']} samples = {b['sequences']:,} trajectories in "
-            f"{b['mini_batches']} optimizer steps of {b['trajectories']:,}",
-            f"  on {b['data']} data-parallel ranks: {b['usual']} micro-batches each at the mean of {b['mean']:,.0f} "
+            f"  {counted(b['prompts'], 'prompt')} × {counted(b['samples'], 'sample')} = "
+            f"{counted(b['sequences'], 'trajectory')} in {counted(b['mini_batches'], 'optimizer step')} of "
+            f"{b['trajectories']:,}",
+            f"  on {counted(b['data'], 'data-parallel rank')}: {usual} each at the mean of {b['mean']:,.0f} "
             f"tokens a trajectory, {b['most']} at the limit of {b['longest']:,}",
             f"  a micro-batch has up to {b['budget']:,} tokens, {row['tokens']:,} on one rank",
         ]
@@ -172,7 +199,8 @@ def _sync(v: Values) -> str:
         [
             "weight sync",
             f"  {s['bytes']['network'] / 1e9:.2f} GB between nodes, {s['bytes']['fabric'] / 1e9:.2f} within nodes, "
-            f"{s['bytes']['local'] / 1e9:.2f} within GPUs; {s['parts']:,} parts on {s['routes']:,} routes",
+            f"{s['bytes']['local'] / 1e9:.2f} within GPUs; {counted(s['parts'], 'part')} on "
+            f"{counted(s['routes'], 'route')}",
             f"  predicted {s['predicted_seconds']:.3f} s ({slowest.replace('_', ' ')}), no plan can beat "
             f"{s['bound_seconds']:.3f} s; planned in {s['planning_seconds']:.1f} s",
             f"  with the host's work {s['sync_seconds']['first']:.2f} s the first time, "

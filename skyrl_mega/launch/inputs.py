@@ -33,6 +33,8 @@ from skyrl_mega.rollout import engine_arguments
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.weights import headers
 
+CPU_HEADS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of a head for which vLLM has attention on a CPU."""
 CPU_EXPERT_COLUMNS = 32
 """vLLM's CPU kernels pad an expert's width per worker to this multiple, and a padded layer cannot be updated twice."""
 
@@ -50,6 +52,7 @@ def check_inputs(config: Config) -> Mapping[str, Any]:
     given.check_present(config)
     check_rewriting(config)
     hf = model_config(config)
+    check_build(config, hf)
     check_layouts(config, hf)
     if config.reference.path:
         headers.check_files(Path(config.reference.path))
@@ -74,6 +77,7 @@ def planned_inputs(config: Config) -> tuple[Mapping[str, Any], list[str]]:
         absent.append(f"{path}/*.safetensors")
     elif path.exists() or config.model.build:
         hf = model_config(config)
+        check_build(config, hf)
     else:
         hf = _known(path)
         absent.append(str(path))
@@ -148,6 +152,25 @@ def model_config(config: Config) -> Mapping[str, Any]:
     return hf
 
 
+def check_build(config: Config, hf: Mapping[str, Any]) -> None:
+    """A model that is there has the sizes of `model.build`, which would otherwise be read by nobody.
+
+    Raises:
+        UserError: It has not; names setting, both values and the path.
+    """
+    if config.model.build is None:
+        return
+    from skyrl_mega.models.tiny import KEYS, hf_config
+
+    asked = hf_config(config.model.build)
+    for name, key in KEYS.items():
+        if key in asked and key in hf and hf[key] != asked[key]:
+            raise UserError(
+                f"model.build.{name} = {asked[key]}: {config.model.path} is there already and has {hf[key]} "
+                f"({key} in its config.json); remove that folder, name another model.path, or give model.build=null"
+            )
+
+
 def check_rewriting(config: Config) -> None:
     """An environment that rewrites the conversation needs samples that are not whole trajectories."""
     for name in filter(None, [*config.environment.classes, config.environment.default]):
@@ -184,6 +207,12 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
     cut = config.rollout.tensor, expert_parallel(config.rollout)
     kind.check_engine(hf, *cut, data=engine_data(config.rollout))
     decoder = kind.describe(hf)
+    if config.cluster.device == "cpu" and decoder.head_dim not in CPU_HEADS:
+        key = "model.build.head_dim" if config.model.build else f"model.path = {config.model.path}: head_dim"
+        raise UserError(
+            f"{key} = {decoder.head_dim}: vLLM has no attention of this width on a CPU; allowed are "
+            f"{', '.join(map(str, CPU_HEADS))}, or cluster.device=cuda"
+        )
     if fp8_parameters(config.rollout):
         engine.check_blocks(decoder, *cut, data=engine_data(config.rollout))
     if config.cluster.device == "cpu" and decoder.experts:

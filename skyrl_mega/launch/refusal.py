@@ -9,7 +9,7 @@ from skyrl_mega.config.checks import check, check_values
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.launch.inputs import check_layouts
-from skyrl_mega.sizing import fit, mends
+from skyrl_mega.sizing import fit, fixes
 from skyrl_mega.sizing.memory import on_cpu
 
 
@@ -27,20 +27,20 @@ def wrong(config: Config, hf: Mapping[str, Any], *, planned: bool, strict: bool 
     return None
 
 
-def with_mend(error: UserError, config: Config, hf: Mapping[str, Any], *, planned: bool) -> UserError:
+def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned: bool) -> UserError:
     """The refusal, and the nearest settings that pass every check of `wrong`, by estimates without a margin.
 
     A refusal that names none of the settings that are searched, or that is about a file, stays as it is.
     """
-    about_settings = any(key in str(error) or key.rpartition(".")[0] + ":" in str(error) for key in mends.NEAR)
+    about_settings = any(key in str(error) or key.rpartition(".")[0] + ":" in str(error) for key in fixes.NEAR)
     if not about_settings or wrong(config, hf, planned=planned) is None:
         return error
-    found = mends.nearest(config, lambda other: wrong(other, hf, planned=planned, strict=True), str(error))
+    found = fixes.nearest(config, lambda other: wrong(other, hf, planned=planned, strict=True), str(error))
+    more = "" if on_cpu(config) else "; --suggest searches further"
     if found:
-        return UserError(f"{error}; nearest that work: {'; or '.join(map(mends.text, found))}")
+        return UserError(f"{error}{more}; nearest that work: {'; or '.join(map(fixes.text, found))}")
     try:
         check_values(config)
     except UserError:
         return error  # a value outside of its own range: the line says the range, and no other setting changes that
-    more = "" if on_cpu(config) else "; --suggest searches further"
     return UserError(f"{error}; no change of one or two settings fixes it{more}")

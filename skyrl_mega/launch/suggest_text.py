@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import yaml
+
 from skyrl_mega.launch.dry_run_text import aligned
 from skyrl_mega.sizing.memory import GIB
 from skyrl_mega.sizing.suggest import Search, Suggestion
@@ -27,10 +29,23 @@ def text(search: Search) -> str:
         "by estimated times:",
         *aligned(rows, left=3),
         "",
-        "settings to paste:",
-        *(f"  {i + 1}  {s.overrides}" for i, s in enumerate(search.found[:PASTED])),
+        "settings to paste into the file (--json has them as arguments):",
     ]
+    for number, suggestion in enumerate(search.found[:PASTED], start=1):
+        lines += ["", f"# {number}", yaml.safe_dump(_tree(suggestion.settings), sort_keys=False).rstrip()]
     return "\n".join(lines)
+
+
+def _tree(settings: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested mappings."""
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        *groups, name = key.split(".")
+        inner = tree
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[name] = value
+    return tree
 
 
 def values(search: Search) -> dict[str, Any]:
@@ -41,7 +56,7 @@ def values(search: Search) -> dict[str, Any]:
         "complete": search.complete,
         "enough": search.enough,
         "found": [
-            {"overrides": s.overrides.split(), "peak": s.peak, "kv_tokens": s.kv_tokens, "seconds": s.seconds}
+            {"overrides": s.overrides, "peak": s.peak, "kv_tokens": s.kv_tokens, "seconds": s.seconds}
             for s in search.found
         ],
     }

@@ -25,6 +25,23 @@ CLASSES = {
 """The transformers class of each architecture, which vLLM goes by."""
 
 
+KEYS = {
+    "architecture": "model_type",
+    "hidden": "hidden_size",
+    "layers": "num_hidden_layers",
+    "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads",
+    "head_dim": "head_dim",
+    "ffn": "intermediate_size",
+    "experts": "num_experts",
+    "experts_per_token": "num_experts_per_tok",
+    "expert_ffn": "moe_intermediate_size",
+    "tied": "tie_word_embeddings",
+    "max_length": "max_position_embeddings",
+}
+"""Setting of `model.build` → the key of config.json that has it."""
+
+
 def hf_config(config: BuildConfig) -> dict[str, Any]:
     """The config.json of the model that `config` describes."""
     hf: dict[str, Any] = {

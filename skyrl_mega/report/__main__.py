@@ -33,7 +33,11 @@ def trajectories(argv: Sequence[str]) -> None:
         allow_abbrev=False,
     )
     p.add_argument(
-        "paths", nargs="+", type=Path, metavar="RUN_OR_FILE", help="runs/<name>, or a file of its trajectories/"
+        "paths",
+        nargs="+",
+        type=Path,
+        metavar="RUN_OR_FILE",
+        help="runs/<name>, a file of its trajectories/, or evaluation/",
     )
     p.add_argument("--step", metavar="N", help="of this step, or of steps N..M")
     p.add_argument(

@@ -43,7 +43,8 @@ def page(records: Sequence[Record], progress: Callable[[int], None] = lambda _: 
         views = []
         for record, t in zip(part, islice(tokens, len(part)), strict=True):
             views.append(_tokens(record, t, decoders.get(record.run), pieces))
-            sums.append({"wrote": int(t.mask.sum()), "logprob": _mean(t.logprobs[t.mask == 1])})
+            wrote = int(t.mask.sum()) if len(t.ids) else record.response_length
+            sums.append({"wrote": wrote, "logprob": _mean(t.logprobs[t.mask == 1])})
         blocks[f"text-{number}"] = [_text(record) for record in part]
         blocks[f"tokens-{number}"] = views
         progress(start + len(part))

@@ -66,6 +66,9 @@ SECTIONS: tuple[tuple[str, tuple[Plot, ...]], ...] = (
             Plot("response length", ("rollout/response_length_mean",), "tokens"),
             Plot("cut short or failed", ("rollout/truncated_fraction", "rollout/failed_fraction"), "share"),
             Plot("turns", ("rollout/turns_mean",)),
+            Plot(
+                "groups that differ", ("rollout/groups_differ", "rollout/answers_differ"), "share: in reward, in text"
+            ),
             Plot("tokens written", ("rollout/tokens",), "a step"),
             Plot("dynamic sampling", ("rollout/groups_left_out", "rollout/groups_missing"), "groups"),
         ),
@@ -270,8 +273,24 @@ def _fault(run: RunData, name: str, several: bool) -> str:
             f"<details class='fault warn'><summary>made good on the way: {len(run.survived)}</summary>"
             f"<pre>{escape(lines)}</pre></details>"
         )
+    if run.noticed:
+        cells = [(escape(found.kind), _when(found.steps), escape(found.text)) for found in run.noticed]
+        rows = "".join(
+            f"<tr><th>{kind}</th><td class='num'>{when}</td><td>{text}</td></tr>" for kind, when, text in cells
+        )
+        parts.append(
+            "<div class='fault warn'><b>What the run noticed about itself</b> "
+            f"<small class='soft'>docs/health.md</small><table class='settings'><tbody>{rows}</tbody></table></div>"
+        )
     title = f"<h3>{escape(name)}</h3>" if several and parts else ""
     return title + "".join(parts)
+
+
+def _when(steps: Sequence[int]) -> str:
+    """The steps in which something was so."""
+    if len(steps) == 1:
+        return f"step {steps[0]}"
+    return f"{len(steps)} steps, {steps[0]} to {steps[-1]}"
 
 
 def _settings(runs: Sequence[RunData], names: Sequence[str]) -> str:

@@ -29,6 +29,10 @@ NEEDED = (
     *("versions", "prompt_length", "seconds", "extras", *TOKENS),
 )
 """Columns without which a file is not one of trajectories."""
+EVALUATED = {"response_length": "response_tokens", "prompt_length": "prompt_tokens"}
+"""Of an evaluation's samples, which have no tokens: what a column is called there."""
+ABSENT_THERE = (*EVALUATED, "versions", *TOKENS)
+"""Columns that they need not have."""
 
 
 @dataclass(frozen=True)
@@ -170,13 +174,14 @@ def files_of(paths: Sequence[Path]) -> list[tuple[str, Path]]:
             hint = "the run has written none yet, or has telemetry.trajectories_every=0"
             raise UserError(f"{path}: no trajectories/*.parquet there; {hint}")
         run = folder.absolute().parent.name if folder.name == "trajectories" else folder.absolute().name
-        found += [(run, file) for file in files]
+        sets = (folder / "evaluation.json").is_file()  # an evaluation: a file is a set
+        found += [(file.stem if sets else run, file) for file in files]
     return list(dict.fromkeys(found))
 
 
 def step_of(file: Path) -> int | None:
-    """The step that a file's name says."""
-    number = re.search(r"(\d+)$", file.stem)
+    """The step that a file's name says; a set's name may end in a number too (`aime24`)."""
+    number = re.search(r"(?:^|step_?)(\d+)$", file.stem)
     return int(number[1]) if number else None
 
 
@@ -201,12 +206,17 @@ def load(
 
 
 def tokens_of(records: Sequence[Record]) -> Iterator[Tokens]:
-    """The tokens of some trajectories, in their order; each file is read once for neighbours of the same file."""
+    """The tokens of some trajectories, in their order, none for an evaluation's samples; each file is read once for
+    neighbours of the same file."""
     places: dict[Path, list[int]] = defaultdict(list)
+    without = {file: "tokens" not in pq.read_schema(file).names for file in {record.file for record in records}}
     for record in records:
         places[record.file].append(record.row)
     open_file, table, at = None, None, {}
     for record in records:
+        if without[record.file]:
+            yield Tokens(np.zeros(0, np.int32), np.zeros(0, np.int8), np.zeros(0, np.float32))
+            continue
         if record.file != open_file:
             open_file = record.file
             rows = sorted(set(places[open_file]))
@@ -280,9 +290,16 @@ def _guessed_parts(row: dict[str, Any]) -> list[Part]:
 def _rows(file: Path) -> list[dict[str, Any]]:
     try:
         names = pq.read_schema(file).names
-        if absent := [name for name in NEEDED if name not in names]:
+        evaluated = set(EVALUATED.values()) <= set(names)
+        needed = [name for name in NEEDED if not (evaluated and name in ABSENT_THERE)]
+        if absent := [name for name in needed if name not in names]:
             raise pa.ArrowInvalid(f"it has no column {absent[0]}")
-        return pq.read_table(file, columns=[name for name in names if name not in TOKENS]).to_pylist()
+        rows = pq.read_table(file, columns=[name for name in names if name not in TOKENS]).to_pylist()
+        if not evaluated:
+            return rows
+        return [{**row, "versions": [], **{name: row[there] for name, there in EVALUATED.items()}} for row in rows]
     except (OSError, pa.ArrowException) as error:
         reason = " ".join(str(error).split())
-        raise UserError(f"{file}: allowed: a file that a run wrote into trajectories/ ({reason})") from error
+        raise UserError(
+            f"{file}: allowed: a file that a run wrote into trajectories/, or an evaluation's samples ({reason})"
+        ) from error

@@ -26,6 +26,10 @@ TRACEBACK = "Traceback (most recent call last)"
 STEP = re.compile(r" *\d+  ")
 """A row of the table of steps."""
 SURVIVED = re.compile(r" is out of service: |^retriever: ended ")
+NOTICED = re.compile(r"health: (?:step |evaluation after step )(\d+): (\w+): (.*)", re.DOTALL)
+"""What a run said of its own health: step, kind, evidence."""
+STUCK = "health/stuck_steps"
+"""The one metric of its group that is no kind of finding."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +41,17 @@ class Fault:
     text: str
     last: bool
     """Whether nothing came after it: the run has not gone on."""
+
+
+@dataclass(frozen=True)
+class Noticed:
+    """One kind of thing that a run noticed about itself (docs/health.md)."""
+
+    kind: str
+    steps: list[int]
+    """In which it was so."""
+    text: str
+    """The evidence, as it was first told."""
 
 
 @dataclass(frozen=True)
@@ -110,6 +125,24 @@ class RunData:
         when, text = self.log[found[-1]]
         went_on = any(STEP.match(later) for _, later in self.log[found[-1] + 1 :])
         return Fault(when, text.removeprefix("fault: "), not went_on)
+
+    @cached_property
+    def noticed(self) -> list[Noticed]:
+        """What the run noticed, by the first step in which it did."""
+        told: dict[str, tuple[int, str]] = {}
+        for _, text in self.log:
+            if found := NOTICED.match(text):
+                told.setdefault(found[2], (int(found[1]), found[3]))
+        steps: dict[str, list[int]] = {kind: [] for kind in told}
+        for row in self.rows:
+            for name in row:
+                if name.startswith("health/") and name != STUCK:
+                    steps.setdefault(name.removeprefix("health/"), []).append(int(row["step"] or 0))
+        found_steps = {kind: at or [told[kind][0]] for kind, at in steps.items()}
+        return sorted(
+            (Noticed(kind, at, told[kind][1] if kind in told else "") for kind, at in found_steps.items()),
+            key=lambda noticed: noticed.steps[0],
+        )
 
     @property
     def survived(self) -> list[tuple[str, str]]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ from typing import Any, NamedTuple
 
 from skyrl_mega.config.derived import length_limit, response_limit
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig
-from skyrl_mega.envs import checked, registry
+from skyrl_mega.envs import blame, checked, registry
 from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.chat import Chat, Refused
@@ -19,8 +18,6 @@ from skyrl_mega.rollout.engine import Request
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.threads import Call, GivenUp, Raised, Threads
 from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
-
-log = logging.getLogger(__name__)
 
 LONGEST_ERROR = 2000
 """Characters of an environment's error that are kept."""
@@ -66,8 +63,8 @@ class Limits:
 class EnvironmentFault(Exception):
     """An environment raised, took too long or gave what it may not. Ends its own trajectory only."""
 
-    def __init__(self, status: Status, text: str) -> None:
-        self.status = status
+    def __init__(self, status: Status, text: str, at: str | None = None) -> None:
+        self.status, self.at = status, at
         super().__init__(text)
 
 
@@ -234,7 +231,7 @@ class Agent:
         else:
             if not self.limits.rewrites:
                 text = "step: messages is a new conversation; that needs rollout.step_wise, turns or merged"
-                raise _fault(t, Status.ERROR_ENV, text)
+                raise self._fault(t, Status.ERROR_ENV, text)
             new = self._tokens(t, "step: messages", self.first, answer.messages)
             response, length = t.response_length, len(new)
         if response >= self.limits.response or length >= self.limits.length:
@@ -250,7 +247,7 @@ class Agent:
         try:
             return render(*args)
         except Refused as error:
-            raise _fault(t, Status.ERROR_ENV, f"{what}: {error}") from error
+            raise self._fault(t, Status.ERROR_ENV, f"{what}: {error}") from error
 
     async def _env(self, t: Trajectory, what: str, call: Call) -> Any:
         """Runs the environment's code in a thread.
@@ -263,14 +260,20 @@ class Agent:
             return await self.threads.run(call, limit)
         except GivenUp:
             text = f"{what} took longer than rollout.env_timeout_s={limit:g}"
-            raise _fault(t, Status.ERROR_ENV_TIMEOUT, text) from None
+            raise self._fault(t, Status.ERROR_ENV_TIMEOUT, text) from None
         except Raised as raised:
             error = raised.error
             text = str(error) if isinstance(error, checked.BadOutput) else f"{what} raised {_shown(error)}"
-            raise _fault(t, Status.ERROR_ENV, text) from error
+            raise self._fault(t, Status.ERROR_ENV, text, error) from error
         finally:
             t.seconds["env"] += call.seconds()
             t.steps[-1].env_s += call.seconds()
+
+    def _fault(self, t: Trajectory, status: Status, text: str, error: BaseException | None = None) -> EnvironmentFault:
+        """What is kept of a fault, with the place in the environment's own file that it came from."""
+        text = text.encode(errors="backslashreplace").decode()[:LONGEST_ERROR]
+        at = blame.place(error, t.prompt.env_class, self.environments)
+        return EnvironmentFault(status, f"environment {t.prompt.env_class}: {text}", at)
 
     async def _close(self, opened: Opened) -> None:
         t, env = opened.trajectory, opened.env
@@ -280,7 +283,7 @@ class Agent:
         try:
             await self._env(t, "close", Call(env.close))
         except EnvironmentFault as fault:  # the trajectory itself is whole
-            _warn(t, fault)
+            t.metadata["close_error"] = f"{fault} (at {fault.at})" if fault.at else str(fault)
 
 
 def append(t: Trajectory, tokens: list[int], mask: int, logprobs: list[float] | None = None) -> None:
@@ -297,14 +300,10 @@ def _say(t: Trajectory, messages: list[Message]) -> None:
     t.steps[-1].messages += len(messages)
 
 
-def _fault(t: Trajectory, status: Status, text: str) -> EnvironmentFault:
-    text = text.encode(errors="backslashreplace").decode()[:LONGEST_ERROR]
-    return EnvironmentFault(status, f"environment {t.prompt.env_class}: {text}")
-
-
 def _fail(t: Trajectory, fault: EnvironmentFault) -> None:
     t.status, t.reward, t.metadata = fault.status, 0.0, {"error": str(fault)}
-    _warn(t, fault)
+    if fault.at:
+        t.metadata["at"] = fault.at
 
 
 def _shown(error: BaseException) -> str:
@@ -312,10 +311,6 @@ def _shown(error: BaseException) -> str:
         return repr(error)
     except Exception:  # its own words failed it
         return type(error).__name__
-
-
-def _warn(t: Trajectory, fault: EnvironmentFault) -> None:
-    log.warning("prompt %s, sample %s: %s", t.prompt.uid, t.sample, fault)
 
 
 def stream_seed(name: str) -> int:

@@ -5,11 +5,11 @@ Policy and engines are searched apart and put together: their times add up, and 
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
-from math import log
 from typing import Any
 
 from skyrl_mega.config.derived import length_limit, reference_ranks
@@ -36,8 +36,6 @@ FRACTIONS = {False: (0.9,), True: (0.3, 0.4, 0.5, 0.6, 0.7)}
 """By whether GPUs are shared, what is tried for `rollout.memory_fraction` beside the setting itself."""
 MORE = (5, 6, 8, 12, 16, 24, 32)
 """Quarters of the GPUs that are tried where nothing fits them."""
-ALIKE = 0.03
-"""Estimates that differ by less do not tell which layout is faster: the simpler one comes first."""
 
 
 @dataclass(frozen=True)
@@ -55,27 +53,36 @@ class Suggestion:
     """Of an RL step, estimated."""
 
     @property
-    def overrides(self) -> str:
-        """What to paste behind the command."""
+    def settings(self) -> dict[str, Any]:
+        """What makes these settings of the given ones, by dotted key."""
         c, layout = self.config, self.config.policy.layout
-        sizes = {
+        return {
             "cluster.nodes": c.cluster.nodes,
             "policy.ranks": c.policy.ranks,
             **{f"policy.layout.{name}": getattr(layout, name) for name in vars(LayoutConfig())},
             "policy.micro_tokens": c.policy.micro_tokens,
-            "policy.recompute": str(c.policy.recompute).lower(),
+            "policy.recompute": c.policy.recompute,
             "rollout.engines": c.rollout.engines,
             "rollout.tensor": c.rollout.tensor,
-            "rollout.memory_fraction": f"{c.rollout.memory_fraction:g}",
+            "rollout.memory_fraction": c.rollout.memory_fraction,
         }
-        return " ".join(f"{key}={'null' if value is None else value}" for key, value in sizes.items())
 
     @property
-    def order(self) -> tuple[int, ...]:
-        """The fastest first; of those that are alike, the one that cuts the model least."""
+    def overrides(self) -> list[str]:
+        """These as arguments of the command."""
+        return [f"{key}={json.dumps(value)}" for key, value in self.settings.items()]
+
+    @property
+    def order(self) -> tuple[float, ...]:
+        """The fastest first; of those that take the same time, the one that cuts the model least."""
         p = self.parallel
-        pace = round(log(self.seconds) / ALIKE)
-        return (pace, p.pipeline * p.virtual_pipeline, p.tensor * p.context, p.expert, self.config.policy.recompute)
+        return (
+            round(self.seconds, 1),
+            p.pipeline * p.virtual_pipeline,
+            p.tensor * p.context,
+            p.expert,
+            self.config.policy.recompute,
+        )
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,10 @@ class Console:
         self._print(text)
         self._write_log(text)
 
+    def note(self, text: str) -> None:
+        """One line in the run's log alone."""
+        self._write_log(text)
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The row of a step; the header comes again from time to time."""
         if self._rows % HEADER_EVERY == 0:

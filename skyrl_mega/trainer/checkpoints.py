@@ -104,6 +104,25 @@ class Checkpoints:
             raise NoRoom(f"it takes about {needed / 1e9:.3g} GB, and {self.folder} has {free / 1e9:.3g} GB free")
 
 
+def resumes_from(folder: Path) -> str:
+    """What the same command does after a run has ended early: what is saved, and nothing else, is promised.
+
+    Args:
+        folder: A run's `checkpoints/`.
+    """
+    checkpoint = newest_whole(folder)
+    if checkpoint is None:
+        return "no checkpoint is saved: the same command begins with the first step"
+    step = json.loads((checkpoint / _STATE).read_text())["step"]
+    return f"{checkpoint} is saved: the same command resumes after step {step}"
+
+
+def newest_whole(folder: Path) -> Path | None:
+    """The newest checkpoint in the folder that is not damaged; None without one."""
+    found = (p for p in sorted(folder.glob("step_*"), reverse=True) if p.suffix != ".partial" and _damage(p) is None)
+    return next(found, None)
+
+
 def refuse_old_ones(folder: Path) -> None:
     """Refuses to resume from a checkpoint of an earlier version, before anything is started.
 

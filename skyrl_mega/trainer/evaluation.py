@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
+from collections.abc import Callable
 
 import numpy as np
 
@@ -13,14 +14,16 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.telemetry.console import Phase
-from skyrl_mega.trainer.broken import refuse_broken
+from skyrl_mega.trainer.health.failures import failures, refuse_broken
 
 
 class Evaluator:
     """Asks the engines the evaluation prompts, `evaluation.samples` times each."""
 
-    def __init__(self, config: Config, prompts: list[Prompt], generator: Generator) -> None:
-        self.config, self.prompts, self.generator = config, prompts, generator
+    def __init__(
+        self, config: Config, prompts: list[Prompt], generator: Generator, say: Callable[[str], None] = print
+    ) -> None:
+        self.config, self.prompts, self.generator, self.say = config, prompts, generator, say
 
     @property
     def samples(self) -> int:
@@ -40,6 +43,8 @@ class Evaluator:
             progress=lambda done, _: progress.update(done),
         )
         refuse_broken(trajectories)
+        if told := failures(trajectories):
+            self.say(f"health: evaluation after step {step}: environment_fails: {told}")
         return scores(trajectories)
 
 

@@ -18,6 +18,7 @@ def train(run: Run) -> None:
     Raises:
         Leaving: SIGUSR1 came; the steps done are in a checkpoint.
         Stopped: Another signal did.
+        CannotLearn: The last `run.patience` steps taught the policy nothing.
     """
     with heeding():
         run.begin()
@@ -44,6 +45,7 @@ def take_step(run: Run) -> None:
             run.evaluate(step)
         run.complete(step)
         run.save_if_due()
+        run.health.end_if_stuck(step.number)
 
 
 def learn(run: Run, step: Step, groups: list[list[Trajectory]]) -> None:

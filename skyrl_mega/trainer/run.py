@@ -21,6 +21,8 @@ from skyrl_mega.telemetry.console import Console, Phase
 from skyrl_mega.telemetry.metrics import MetricsWriter
 from skyrl_mega.trainer.checkpoints import Checkpoints, NoRoom
 from skyrl_mega.trainer.evaluation import Evaluator
+from skyrl_mega.trainer.health.failures import refuse_broken
+from skyrl_mega.trainer.health.watch import Health
 from skyrl_mega.trainer.sampler import Sampler
 from skyrl_mega.trainer.stop import Notice
 from skyrl_mega.weights.sync import WeightSync
@@ -84,6 +86,11 @@ class Run:
     """Whether the run is to end early."""
     place: dict[str, Any] = field(default_factory=dict)
     """The stream's state after the steps done."""
+    health: Health = field(init=False)
+    """Whether the policy can learn from what the steps bring."""
+
+    def __post_init__(self) -> None:
+        self.health = Health(self.config)
 
     @property
     def temperature(self) -> float:
@@ -106,7 +113,7 @@ class Run:
         return Step(self.step + 1, self.console, dict(self.saving), look=self.notice.look)
 
     def complete(self, step: Step) -> None:
-        """The step is done: its metrics are written."""
+        """The step is done: its metrics are written, and what is wrong with it is said."""
         self.saving = {}
         seconds = time.perf_counter() - step.start
         phases = {k: v for k, v in step.metrics.items() if k.startswith("time/") and k.count("/") == 1}
@@ -120,16 +127,25 @@ class Run:
                 "perf/tokens_per_s_per_rank": tokens / seconds / gpus_needed(self.config),
             }
         )
+        verdict = self.health.see(step.number, step.metrics, step.trajectories)
+        step.record(verdict.metrics)
         self.step, self.place = step.number, self.stream.state()
         self.metrics.write(step.number, step.metrics)
         self.console.step(step.number, step.metrics)
+        for line in verdict.lines:
+            self.console.say(line)
 
     def keep(self, step: Step) -> None:
-        """Measures the step's trajectories and writes them for people to read."""
+        """Measures the step's trajectories and writes them for people to read.
+
+        Raises:
+            UserError: The environments of all of them failed.
+        """
         step.record(rollout_metrics(step.trajectories))
         every = self.config.telemetry.trajectories_every
         if every and step.number % every == 0:
             store.write(self.folder / "trajectories" / f"step_{step.number:06d}.parquet", step.trajectories)
+        refuse_broken(step.trajectories)
 
     def evaluate(self, step: Step) -> None:
         """Scores the evaluation prompts with the engines' weights."""

@@ -12,7 +12,6 @@ from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.trajectory import Trajectory
-from skyrl_mega.trainer.broken import refuse_broken
 
 if TYPE_CHECKING:
     from skyrl_mega.trainer.run import Step
@@ -68,5 +67,4 @@ class Sampler:
                 seed=f"{self.config.run.seed}/{step.number}/{number}",
                 progress=lambda done, _: progress.update(done),
             )
-        refuse_broken(drawn)
         return [drawn[i : i + samples] for i in range(0, len(drawn), samples)]

@@ -36,7 +36,7 @@ from skyrl_mega.rollout.engine import Engine
 from skyrl_mega.rollout.engine_spec import EngineSpec, environment
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.telemetry.console import Console
-from skyrl_mega.telemetry.metrics import MetricsWriter
+from skyrl_mega.telemetry.metrics import MetricsWriter, read
 from skyrl_mega.trainer.checkpoints import Checkpoints
 from skyrl_mega.trainer.evaluation import Evaluator
 from skyrl_mega.trainer.run import Run
@@ -98,7 +98,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
                 policy.group, fleet, hf, policy.parallel, config, device=device, plans=folder.absolute() / "plans"
             ),
             sampler=Sampler(config, train, stream, generator),
-            evaluator=Evaluator(config, evaluation, generator),
+            evaluator=Evaluator(config, evaluation, generator, console.say),
             stream=stream,
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, console.say),
             response_limit=response_limit(config.rollout),
@@ -106,6 +106,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         if not run.restore() and config.warmup.steps:
             learn_first(run, chat)
         run.metrics.rewind(run.step or -1)  # the evaluation before the first step is done again
+        run.health.remember(read(run.metrics.path))
         with console.phase("connect weights"):
             run.sync.sync(run.step)
         generator.look = run.notice.look

@@ -10,6 +10,7 @@ from skyrl_mega.config.compose import compose, dump
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys, nearest
 from skyrl_mega.config.schema import Config, LayoutConfig
+from skyrl_mega.config.skyrl_keys import SKYRL
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -177,3 +178,41 @@ def test_nearest_prefers_the_same_word_elsewhere() -> None:
 
 def test_every_key_is_documented() -> None:
     assert [name for name, key in keys().items() if not key.doc] == []
+
+
+def test_groups_that_come_with_the_project_are_found_from_anywhere(tmp_path: Path) -> None:
+    """README: copy configs/quickstart.yaml."""
+    (tmp_path / "mine.yaml").write_text((CONFIGS / "quickstart.yaml").read_text())
+    assert compose(tmp_path / "mine.yaml") == compose(CONFIGS / "quickstart.yaml")
+    assert compose(tmp_path / "mine.yaml", ["algorithm=grpo"]).algorithm.dynamic_sampling.enabled is False
+    (tmp_path / "algorithm").mkdir()
+    (tmp_path / "algorithm" / "dapo.yaml").write_text("clip_high: 0.77\n")
+    assert compose(tmp_path / "mine.yaml").algorithm.clip_high == 0.77, "one beside the file goes before"
+    with pytest.raises(UserError, match=r"algorithm/dpao is not in .*, nor among .*; allowed is dapo, grpo"):
+        compose(tmp_path / "mine.yaml", ["algorithm=dpao"])
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (
+            "data.train_batch_size=8",
+            "data.train_batch_size = 8: no such setting; it is SkyRL's, here it is data.prompts_pe",
+        ),
+        ("trainer.policy.model.path=m", "it is SkyRL's, here it is model.path"),
+        ("generator.max_turns=2", "it is SkyRL's, here it is rollout.max_turns"),
+        ("trainer.logger=wandb", "here it is telemetry.tensorboard"),
+        ("generator.use_conversation_multi_turn=false", "has no counterpart here: leave it out"),
+    ],
+)
+def test_skyrls_keys_are_told_what_they_are_called_here(folder: Path, given: str, told: str) -> None:
+    with pytest.raises(UserError) as caught:
+        compose(folder / "plain.yaml", [given])
+    assert told in str(caught.value)
+
+
+def test_skyrls_table_names_what_is_here(tmp_path: Path) -> None:
+    assert len(SKYRL) >= 40
+    assert {ours for ours in SKYRL.values() if ours} <= set(keys()) and not set(SKYRL) & set(keys())
+    with pytest.raises(UserError, match=r"^trainer\.policy\.model\.path = m: .*here it is model\.path"):
+        compose(write(tmp_path, "trainer: {policy: {model: {path: m}}}\n"))

@@ -133,3 +133,9 @@ def test_names_of_rows_are_plain_and_none_is_there_twice() -> None:
     for tables in PUBLISHED.values():
         for table in tables:
             assert all(len(column.values) == len(table.rows) for column in table.columns)
+
+
+def test_one_set_has_no_means_over_sets() -> None:
+    one, two = (report([of(name, 3, 0.5) for name in names], [], "a model") for names in (["a"], ["a", "b"]))
+    assert SETS not in one and EXAMPLES not in one and "| a" in one
+    assert SETS in two and EXAMPLES in two

@@ -60,15 +60,25 @@ def test_a_wrong_key_is_answered_at_once_without_torch(inputs: Path) -> None:
 
 def test_json_says_the_error_too(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--json", "--config", str(inputs / "config.yaml"), "run.seed=x"]) == 2
-    assert json.loads(capsys.readouterr().out) == {"error": "run.seed = x: allowed is a whole number from 0 to 4294967295"}
+    assert json.loads(capsys.readouterr().out) == {
+        "error": "run.seed = x: allowed is a whole number from 0 to 4294967295"
+    }
 
 
 def test_a_dry_run_prints_settings_and_seats_and_starts_nothing(inputs: Path) -> None:
-    arguments = ["--config", str(inputs / "config.yaml"), "--dry-run", "policy.layout.tensor=2", "run.seed=7"]
+    arguments = [
+        "--config",
+        str(inputs / "config.yaml"),
+        "--dry-run",
+        "--settings",
+        "policy.layout.tensor=2",
+        "run.seed=7",
+    ]
     ended = launch(*arguments)
     assert ended.returncode == 0, ended.stderr
-    settings, _, tables = ended.stdout.partition("\nmodel\n")
+    tables, _, settings = ended.stdout.partition("\nsettings:\n")
     assert yaml.safe_load(settings)["run"]["seed"] == 7
+    assert tables.startswith("it can run on this CPU: 4 ranks, about ")
     assert "policy: 4 ranks, TP2 DP2 EP2 EDP2" in tables
     assert tables.endswith("nothing was started (--dry-run)\n")
     ended = launch(*arguments, "--json")
@@ -85,8 +95,21 @@ def test_a_run_too_asks_whether_it_fits(inputs: Path, tmp_path: Path, capsys: py
 
 
 def test_options_may_stand_between_settings(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run.seed=3", "--config", str(inputs / "config.yaml"), "run.steps=4", "--dry-run", "run.name=q"]) == 0
-    run = yaml.safe_load(capsys.readouterr().out.partition("\nmodel\n")[0])["run"]
+    assert (
+        main(
+            [
+                "run.seed=3",
+                "--config",
+                str(inputs / "config.yaml"),
+                "run.steps=4",
+                "--dry-run",
+                "run.name=q",
+                "--settings",
+            ]
+        )
+        == 0
+    )
+    run = yaml.safe_load(capsys.readouterr().out.partition("\nsettings:\n")[2])["run"]
     assert (run["seed"], run["steps"], run["name"]) == (3, 4, "q")
 
 

@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
+from omegaconf import OmegaConf
 
 from skyrl_mega.config.compose import compose
+from skyrl_mega.config.schema import Config
 from skyrl_mega.launch import dry_run, dry_run_text, refusal
 from skyrl_mega.launch.cli import main
 from skyrl_mega.models.registry import architecture
@@ -38,6 +41,26 @@ def run(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def values(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(run(file, capsys, "--dry-run", "--json", *arguments))
     return found
+
+
+def compose_text(out: str) -> Config:
+    """The settings that a dry run prints last."""
+    given = OmegaConf.create(out.rpartition("\nsettings:\n\n")[2])
+    found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), given))
+    assert isinstance(found, Config)
+    return found
+
+
+def merged(tree: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Nested mappings, one over the other."""
+    return tree | {k: merged(tree.get(k, {}), v) if isinstance(v, dict) else v for k, v in over.items()}
+
+
+def test_counts_are_written_as_a_person_does() -> None:
+    counts = [(1, "rank"), (2, "trajectory"), (1, "micro-batch"), (1024, "micro-batch"), (3, "optimizer step")]
+    assert [dry_run_text.counted(*count) for count in counts] == [
+        "1 rank", "2 trajectories", "1 micro-batch", "1,024 micro-batches", "3 optimizer steps",
+    ]  # fmt: skip
 
 
 def test_30b_on_64_gpus(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,7 +94,11 @@ def test_30b_on_64_gpus(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_tables_line_up_and_are_compact(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run(file, capsys, "--dry-run")
-    text = out[out.index("\nmodel\n") :]
+    text = out
+    assert text.startswith("it fits 8 nodes: of 79.10 GiB of a GPU, "), "the answer comes first"
+    assert "\nrun:\n" not in text, "the settings are for who asks"
+    with_settings = run(file, capsys, "--dry-run", "--settings")
+    assert with_settings.startswith(out.partition("planned in")[0]) and compose_text(with_settings) == compose(file)
     assert max(map(len, text.splitlines())) <= 120
     lines = text.splitlines()
     start = lines.index("policy: 32 ranks, TP2 DP16 EP8 EDP4")
@@ -204,12 +231,17 @@ def test_what_is_suggested_fits(file: Path, gpus: int, model: list[str], capsys:
         assert sum(len(n.policy) + n.workers for n in nodes(config)) <= gpus
 
 
-def test_suggestions_for_people(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_suggestions_for_people(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run(file, capsys, "--suggest", "cluster.nodes=8")
-    table, _, paste = out.partition("\nsettings to paste:\n")
+    table, _, paste = out.partition("\nsettings to paste into the file (--json has them as arguments):\n")
+    seconds = [float(line.split()[-1]) for line in table.rstrip().splitlines()[2:]]
+    assert seconds == sorted(seconds)
     assert len(table.rstrip().splitlines()) == 2 + 10
     assert max(map(len, table.splitlines())) <= 120
-    assert len(paste.splitlines()) == 3 and "policy.layout.expert=" in paste
+    for text in re.split(r"# \d\n", paste)[1:]:
+        pasted = tmp_path / "pasted.yaml"
+        pasted.write_text(yaml.safe_dump(merged(yaml.safe_load(large.SETTINGS), yaml.safe_load(text))))
+        dry_run.checked(compose(pasted))
     assert run(file, capsys, "--suggest", "8").endswith(" GPUs are enough\n")
 
 
@@ -233,3 +265,25 @@ def test_what_sandboxes_may_take_together_is_planned(inputs: Path, capsys: pytes
     assert v["nodes"][0]["host_memory_total"] == sum(first.values())
     assert main(["--config", str(inputs / "config.yaml"), "--dry-run", *sizes, "cluster.host_memory_gib=20"]) == 2
     assert "sandboxes 23.1" in capsys.readouterr().err
+
+
+SHARED = "cluster.nodes=4 cluster.shared=true rollout.memory_fraction=0.3 rollout.engines="
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (SHARED + "3", "rollout.engines=3 of 8 GPUs: 8 of the policy's 32 GPUs have no engine and generate nothing"),
+        (SHARED + "4", None),
+        (
+            "rollout.engines=3",
+            "8 of 64 GPUs are nobody's: policy, reference and engines (rollout.engines=3 of 8 GPUs) ",
+        ),
+        ("rollout.engines=4", None),
+    ],
+)
+def test_gpus_with_nothing_to_do_are_told(tmp_path: Path, settings: str, told: str | None) -> None:
+    config = compose(large.write(tmp_path), settings.split())
+    notes = dry_run.values(config, *dry_run.checked(config))["notes"]
+    found = [note for note in notes if "nobody's" in note or "no engine" in note]
+    assert len(found) == bool(told) and all(note.startswith(told or "") for note in found)

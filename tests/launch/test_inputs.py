@@ -15,7 +15,7 @@ from skyrl_mega.cluster.devices import Signs
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.launch.inputs import check_inputs, prepare, with_device
+from skyrl_mega.launch.inputs import CPU_HEADS, check_inputs, planned_inputs, prepare, with_device
 from skyrl_mega.launch.layout import seats
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.sizing.fit import parallel_of
@@ -208,3 +208,46 @@ def test_gpus_that_torch_does_not_see_are_never_left_for_the_cpu(
         prepare(config, console)
     assert not (tmp_path / "model").exists()
     assert with_device(compose(inputs / "config.yaml", ["cluster.device=cpu"])).cluster.device == "cpu"
+
+
+def test_a_model_that_was_built_with_other_sizes_is_refused(inputs: Path) -> None:
+    """It would be trained as it is, and config.yaml would say otherwise."""
+    built = "model.build={layers: 4, max_length: 64}"
+    check_inputs(compose(inputs / "config.yaml", [built]))
+    for setting, parts in {
+        "model.build.hidden=256": ["model.build.hidden = 256", f"{inputs}/model", "has 64 (hidden_size", "remove"],
+        "model.build.architecture=llama": ["model.build.architecture = llama", "has qwen3_moe"],
+        "model.build.experts_per_token=4": ["model.build.experts_per_token = 4", "has 2"],
+    }.items():
+        said = refusal(inputs, built, setting)
+        assert all(part in said for part in parts), said
+        with pytest.raises(UserError, match=setting.partition("=")[0]):
+            planned_inputs(compose(inputs / "config.yaml", [built, setting]))
+
+
+def test_a_head_that_no_engine_on_a_cpu_serves_is_refused(inputs: Path, tmp_path: Path) -> None:
+    new = ["model.build={layers: 4, max_length: 64}", f"model.path={tmp_path}/new"]
+    for head_dim in (32, 64):
+        check_inputs(compose(inputs / "config.yaml", [*new, f"model.build.head_dim={head_dim}"]))
+    said = refusal(inputs, *new, "model.build.head_dim=16")
+    assert "model.build.head_dim = 16" in said and "allowed are 32, 48, 64" in said
+    gpu = compose(inputs / "config.yaml", [*new, "model.build.head_dim=16", "cluster.device=cuda"])
+    planned_inputs(gpu)
+
+
+def test_these_are_the_heads_that_vllm_has_attention_for() -> None:
+    """Asked of vLLM's kernels."""
+    import torch
+    from vllm.platforms import current_platform
+
+    current_platform.import_kernels()
+
+    def has(head_dim: int) -> bool:
+        one, two = torch.tensor([5], dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
+        try:
+            torch.ops._C.get_scheduler_metadata(1, 4, 2, head_dim, one, torch.float32, two, True, -1, "vec", True, None)
+        except RuntimeError:  # Unsupported CPU attention configuration
+            return False
+        return True
+
+    assert tuple(head_dim for head_dim in range(4, 600, 4) if has(head_dim)) == CPU_HEADS

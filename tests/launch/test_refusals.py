@@ -6,6 +6,7 @@ divide; groups that hang; settings that are silently dropped; sequences that do 
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -98,6 +99,17 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
             "nearest that work: weights.bucket_mib=64;",
         ],
     ),
+    ("no nodes", "cluster.nodes=0", ["cluster.nodes = 0: allowed is a whole number of at least 1", "cluster.nodes=8"]),
+    (
+        "the 30B on two nodes, without recomputation",
+        "cluster.nodes=2 cluster.shared=true policy.ranks=16 rollout.engines=2 policy.recompute=false "
+        "rollout.memory_fraction=0.35",
+        [
+            "--suggest searches further",
+            "--suggest searches further",
+            "policy.recompute=true rollout.memory_fraction=0.",
+        ],
+    ),
     ("less than no expert", "policy.layout.expert=-2", ["at least 1", "policy.layout.expert=8"]),
     ("groups of one", "data.samples_per_prompt=1", ["at least 2", "data.samples_per_prompt=2"]),
     # ---- settings that others drop in silence
@@ -105,7 +117,12 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
     ("an unknown model", "model.path=models/GPT-5", ["Qwen3-30B-A3B", "config.json"]),
 ]
 
-ALONE = ("--suggest searches further", "give 7.6 or more", "did you mean policy.optimizer.beta", "config.json")
+ALONE = (
+    "--suggest searches further",
+    "give 7.6 or more",
+    "did you mean policy.optimizer.beta",
+    "config.json",
+)
 """What stands in place of settings to paste."""
 
 
@@ -132,6 +149,8 @@ def test_it_is_refused_with_a_mend_that_works(
     assert out == "" and line.count("\n") == 1
     assert [part for part in says if part not in line] == [], line
     _, found, offered = line.rstrip("\n").partition("; nearest that work: ")
+    nodes = [int(n) for n in re.findall(r"cluster\.nodes=(\d+)", offered)]
+    assert max(nodes, default=0) <= 4 * 65, "nobody has so many"
     assert bool(found) == (says[-1] not in ALONE)
     for mend in offered.split("; or ") if found else []:
         dry_run.checked(compose(file, [*overrides, *split(mend)]))

@@ -156,3 +156,17 @@ def test_a_run_that_fails_leaves_its_page(tmp_path: Path, monkeypatch: pytest.Mo
             launch(arguments)
     text = text_of((tmp_path / "r" / "report.html").read_text())
     assert "The run ended by a fault" in text and str(error) in text
+
+
+def test_what_a_run_noticed_about_itself(run: Path) -> None:
+    rows = [{"step": s, "reward/mean": 0.0, "health/nothing_parsed": 1.0, "health/stuck_steps": s} for s in (1, 2, 3)]
+    rows.append({"step": 4, "health/slow": 1.0, "health/stuck_steps": 0.0})
+    metrics(run, [*rows, {"step": 5, "health/stuck_steps": 0.0}])
+    log(run, ROW.format(1, 1) + "2026-01-01 00:00:02  health: step 1: nothing_parsed: 'guess': null; e.g. '<b>'\n")
+    data = run_data.read(run)
+    assert [(n.kind, n.steps, n.text) for n in data.noticed] == [
+        ("nothing_parsed", [1, 2, 3], "'guess': null; e.g. '<b>'"),
+        ("slow", [4], ""),
+    ]
+    text = text_of(overview.write([run]).read_text())
+    assert "What the run noticed about itself" in text and "3 steps, 1 to 3" in text and "e.g. '<b>'" in text

@@ -14,7 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.evaluate.results import SCHEMA, row_of
 from skyrl_mega.report import records
+from skyrl_mega.report.browse import page
 from skyrl_mega.report.records import Query, Tokens
 from skyrl_mega.rollout import store
 from skyrl_mega.rollout.trajectory import Status
@@ -145,7 +147,7 @@ def test_another_file_is_refused(tmp_path: Path, content: bytes | None) -> None:
 
 def test_parquet_of_something_else_is_refused(tmp_path: Path) -> None:
     pq.write_table(pa.table({"uid": [1]}), tmp_path / "t.parquet")
-    with pytest.raises(UserError, match=r"trajectories/ \(it has no column sample\)"):
+    with pytest.raises(UserError, match=r"trajectories/, or .* samples \(it has no column sample\)"):
         found(tmp_path / "t.parquet")
 
 
@@ -171,3 +173,20 @@ def test_sorting(run: Path) -> None:
     assert by["prompt"] == [1, 1, 2, 8]
     unknown = [replace(r, step=None) for r in loaded]
     assert [r.uid for r in sorted(unknown, key=records.SORTS["step"])] == [1, 8, 1, 2], "by row where no step is known"
+
+
+def test_an_evaluations_samples_are_trajectories_without_tokens(tmp_path: Path) -> None:
+    """Several sets in a folder, whose names may end in a number."""
+    for name in ("guess", "aime24"):
+        rows = [row_of(single(uid=uid, text=f"{name} {uid}"), ()) for uid in (3, 4)]
+        pq.write_table(pa.Table.from_pylist(rows, schema=SCHEMA), tmp_path / f"{name}.parquet")
+    (tmp_path / "evaluation.json").write_text("{}")
+    loaded = records.load(records.files_of([tmp_path]), Query())
+    assert [(r.run, r.step, r.uid, r.response_length, r.prompt_length, r.weights) for r in loaded] == [
+        ("aime24", None, 3, 2, 2, "–"), ("aime24", None, 4, 2, 2, "–"),
+        ("guess", None, 3, 2, 2, "–"), ("guess", None, 4, 2, 2, "–"),
+    ]  # fmt: skip
+    assert [part.kind for part in loaded[0].parts] == ["prompt", "response"]
+    assert [len(t.ids) for t in records.tokens_of(loaded)] == [0] * 4
+    html = page(loaded)
+    assert "aime24, guess · trajectories" in html

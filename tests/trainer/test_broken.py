@@ -7,7 +7,7 @@ import pytest
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.trajectory import Status, Trajectory
-from skyrl_mega.trainer.broken import refuse_broken
+from skyrl_mega.trainer.health.failures import refuse_broken
 
 
 def ended(status: Status) -> Trajectory:

@@ -27,8 +27,10 @@ OFFERED = 3
 SECONDS = 5.0
 """Processor time of a search at most."""
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 128)
+MORE_NODES = "cluster.nodes"
 PAIRED = (
     "policy.recompute",
+    "rollout.memory_fraction",
     "policy.micro_tokens",
     "policy.layout.tensor",
     "policy.layout.expert",
@@ -38,7 +40,6 @@ PAIRED = (
     "cluster.nodes",
     "rollout.tensor",
     "rollout.engines",
-    "rollout.memory_fraction",
     "reference.ranks",
     "reference.layout.expert",
     "reference.layout.pipeline",
@@ -92,7 +93,7 @@ NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     "rollout.memory_fraction": _fractions,
     "rollout.tensor": _sizes,
     "rollout.engines": _counts,
-    "cluster.nodes": _higher,
+    MORE_NODES: lambda value: sorted(n for n in {2 * value, 4 * value, 8} if n > value),
     "reference.ranks": lambda value: [] if value is None else _counts(value),
     **{f"reference.layout.{name}": _sizes for name in ("tensor", "expert", "pipeline", "virtual_pipeline", "context")},
     "data.mini_batch_prompts": _counts,
@@ -113,18 +114,26 @@ def nearest(config: Config, verdict: Verdict, message: str = "") -> list[Change]
     """Changes of one key, else of two, after which nothing is wrong; keys that the message names come first."""
     end = time.process_time() + SECONDS
     named = [key for key in NEAR if _names(message, key)]
+    singles = [*named, *(key for key in NEAR if key not in named and not key.startswith(ONLY_NAMED))]
+    about = re.split(r"[.: ]", message)[0]
+    pairs = sorted(combinations(PAIRED, 2), key=lambda pair: -sum(key.startswith(about) for key in pair))
+    bought = [] if MORE_NODES in named else [MORE_NODES]
     found: list[Change] = []
-    for key in [*named, *(key for key in NEAR if key not in named and not key.startswith(ONLY_NAMED))]:
-        wanted = 2 if key in named[:1] else 1
+    for key in singles:
+        wanted = 0 if key in bought else 2 if key in named[:1] else 1
         found += islice(_passing(config, (key,), verdict, end), wanted)
         if len(found) >= OFFERED:
             return found[:OFFERED]
-    about = re.split(r"[.: ]", message)[0]
-    pairs = sorted(combinations(PAIRED, 2), key=lambda pair: -sum(key.startswith(about) for key in pair))
-    for pair in () if found else pairs:
-        found += islice(_passing(config, pair, verdict, end), 1)
-        if len(found) >= OFFERED:
-            break
+    # Two settings, and only then what costs more machines.
+    for group in (
+        [pair for pair in pairs if not set(bought) & set(pair)],
+        [(key,) for key in bought],
+        [pair for pair in pairs if set(bought) & set(pair)],
+    ):
+        for keys in () if found else group:
+            found += islice(_passing(config, keys, verdict, end), 1)
+            if len(found) >= OFFERED:
+                return found
     return found
 
 
@@ -187,6 +196,8 @@ def _doubled(value: Any, was: Any) -> bool:
     """Whether a whole number is another, so many times doubled or halved; true of everything else."""
     if not isinstance(value, int) or not isinstance(was, int) or isinstance(value, bool):
         return True
+    if value < 1 or was < 1:
+        return False
     more, rest = divmod(max(value, was), min(value, was))
     return rest == 0 and more & (more - 1) == 0
 

@@ -1,0 +1,109 @@
+"""A run that goes on: which settings changed since, which of them may not, and whether anything is left to do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.keys import keys
+from skyrl_mega.config.schema import Config
+from skyrl_mega.trainer.checkpoints import newest_whole
+
+FIXED = {
+    "run.seed": "it orders the data, of which the checkpoint knows the place",
+    "data.shuffle": "it orders the data, of which the checkpoint knows the place",
+    "model.build": "the checkpoint holds the weights of a model of these sizes",
+    "policy.moe.freeze_router": "the checkpoint has the optimizer's state of the weights that were trained",
+}
+"""Settings, or groups, that a checkpoint is bound to, and why (docs/faults.md)."""
+PLACES = ("run.directory", "run.name")
+"""Where the folder is found: a run may have been moved."""
+SHOWN = 12
+"""Changes that are told."""
+
+
+def checkpoint_of(config: Config) -> Path | None:
+    """The checkpoint that a run with these settings resumes from."""
+    if not config.checkpoint.resume:
+        return None
+    return newest_whole(Path(config.run.directory) / config.run.name / "checkpoints")
+
+
+def changes(config: Config) -> list[str]:
+    """`key old → new` of every setting that is not what it was when the run was last started; none without a
+    checkpoint. To be asked before the run's folder is opened, which writes the new settings there.
+
+    Raises:
+        UserError: A setting changed that the checkpoint is bound to.
+    """
+    file = Path(config.run.directory) / config.run.name / "config.yaml"
+    checkpoint = checkpoint_of(config)
+    if checkpoint is None or not file.is_file():
+        return []
+    try:
+        before = _flat(yaml.safe_load(file.read_text()) or {})
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(
+            f"{file} is not YAML: {' '.join(str(error).split())}; bring back the one that the run wrote, or remove it"
+        ) from error
+    now = _flat(asdict(config))
+    found = []
+    for name, key in keys().items():
+        if (key.group and not key.nullable) or name in PLACES:
+            continue
+        was, value = before.get(name, key.default), now.get(name, key.default)
+        if was == value or (key.group and (was is None) == (value is None)):
+            continue
+        bound = next((why for fixed, why in FIXED.items() if name == fixed or name.startswith(f"{fixed}.")), None)
+        if bound:
+            raise UserError(
+                f"{name} = {_written(value)}: {checkpoint} was made with {_written(was)}, and a resumed run keeps it: "
+                f"{bound}; set it back, or give another run.name"
+            )
+        found.append(f"{name} {_written(was)} → {_written(value)}")
+    return found
+
+
+def told(found: list[str]) -> str:
+    """The changes on one line."""
+    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return f"settings changed since the run was last started: {', '.join(found[:SHOWN])}{more}"
+
+
+def nothing_left(config: Config) -> str | None:
+    """What to say where all steps are done and everything is written; None where something is left."""
+    checkpoint = checkpoint_of(config)
+    if checkpoint is None:
+        return None
+    if config.checkpoint.export and not (checkpoint.parents[1] / "model").exists():
+        return None
+    state = json.loads((checkpoint / "state.json").read_text())
+    step, stream = state["step"], state["stream"]
+    if config.run.steps is not None and step >= config.run.steps:
+        return f"nothing to do: all {config.run.steps} steps are done ({checkpoint}); more run.steps train on"
+    left = stream["count"] * config.run.epochs - stream["position"]
+    if left < config.data.prompts_per_step:
+        return f"nothing to do: the prompts are used up after step {step} ({checkpoint}); more run.epochs train on"
+    return None
+
+
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted keys and values; groups too, as {} where they are there and None where not."""
+    known = keys()
+    found: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, dict) and key in known and known[key].group:
+            found |= {key: {}, **_flat(value, f"{key}.")}
+        else:
+            found[key] = value
+    return found
+
+
+def _written(value: Any) -> str:
+    return "a group" if value == {} else json.dumps(value, default=str, ensure_ascii=False)

@@ -1,0 +1,5 @@
+"""What a run notices about itself: steps that teach the policy nothing, and figures that have gone wrong. Pure.
+
+`seen.py` is what a watcher looks at; `rollouts.py` and `training.py` are the watchers, a function each; `watch.py` asks
+all of them after every step, and decides what is said, and when a run that cannot learn ends (docs/health.md).
+"""

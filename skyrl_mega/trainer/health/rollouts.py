@@ -1,0 +1,194 @@
+"""Watchers of what the policy wrote and what it earned. Each says what it found in a step, or None."""
+
+from __future__ import annotations
+
+from collections import Counter
+from statistics import mean, median
+
+from skyrl_mega.rollout.trajectory import Status
+from skyrl_mega.trainer.health.failures import failures
+from skyrl_mega.trainer.health.seen import Finding, Seen, example, plain, shown
+
+MANY = 32
+"""Groups, or turns, of one step in which a coincidence is out of the question."""
+LONG = 3
+"""Steps without a break after which it is with any number."""
+SOME = 8
+"""Trajectories of a step without which nothing is said of all of them."""
+NEARLY_ALL = 0.95
+TINY = 1e-6
+CUT = (Status.TRUNCATED_TOKENS, Status.TRUNCATED_TIME)
+
+
+def environment_fails(seen: Seen) -> Finding | None:
+    """Environments raise, take too long or break the contract. Where all of them do, the run ends at once."""
+    text = failures(seen.trajectories)
+    return Finding("environment_fails", text) if text else None
+
+
+def close_fails(seen: Seen) -> Finding | None:
+    """Environments raise when they are closed: trajectories are whole, and what they hold may not be released."""
+    errors = [t.metadata["close_error"] for t in seen.trajectories if "close_error" in t.metadata]
+    if not errors:
+        return None
+    return Finding("close_fails", f"{len(errors)} environments could not be closed; the first: {plain(str(errors[0]))}")
+
+
+def everything_cut(seen: Seen) -> Finding | None:
+    """No response ends by itself: nobody sees an answer, or the filter of overlong responses leaves none."""
+    cut = [t for t in seen.judged if t.status in CUT]
+    if len(seen.judged) < SOME or len(cut) < NEARLY_ALL * len(seen.judged):
+        return None
+    filtered = seen.config.algorithm.overlong.filter
+    rollout = seen.config.rollout
+    why = "; algorithm.overlong.filter takes all of them out of the loss" if filtered else ""
+    timed = sum(t.status is Status.TRUNCATED_TIME for t in cut)
+    limit = (
+        f"rollout.trajectory_timeout_s = {rollout.trajectory_timeout_s}"
+        if timed > len(cut) / 2
+        else (f"a limit of tokens (rollout.sampling.max_tokens = {rollout.sampling.max_tokens})")
+    )
+    return Finding(
+        "everything_cut",
+        f"{len(cut)} of {len(seen.judged)} responses were cut at {limit}{why}; {example(cut[0])}",
+        stuck=filtered or not _differ(seen),
+        explains=("nothing_parsed", "equal_rewards", "rewards_by_prompt", "stop_string_never_comes", "more_cut"),
+    )
+
+
+def nothing_parsed(seen: Seen) -> Finding | None:
+    """The environment found nothing in any answer: an entry of its metadata is null in all, and all earn the same."""
+    notes = [t.metadata for t in seen.judged]
+    if len(notes) < SOME or len({t.reward for t in seen.judged}) > 1:
+        return None
+    keys = [key for key in notes[0] if "error" not in key and all(_nothing(key, note) for note in notes)]
+    if not keys:
+        return None
+    value = "null" if notes[0][keys[0]] is None else "true"
+    return Finding(
+        "nothing_parsed",
+        f"the environment says {shown(keys[0])}: {value} of all {len(notes)} answers: it cannot read what the policy "
+        f"writes; {example(seen.judged[0])}",
+        stuck=True,
+        explains=("equal_rewards", "stop_string_never_comes"),
+    )
+
+
+def duplicated_samples(seen: Seen) -> Finding | None:
+    """The samples of a prompt are all the same text, for every prompt: there is nothing to compare."""
+    if seen.config.algorithm.advantage == "reinforce" or not _all(seen, "rollout/answers_differ"):
+        return None
+    return Finding(
+        "duplicated_samples",
+        f"the samples of a prompt are all alike, in each of {len(seen.groups)} groups (temperature "
+        f"{seen.config.rollout.sampling.temperature:g}, top_p {seen.config.rollout.sampling.top_p:g}); "
+        f"{example(seen.groups[0][0])}",
+        stuck=True,
+        explains=("equal_rewards", "rewards_by_prompt", "nothing_left", "entropy_collapsed"),
+    )
+
+
+def equal_rewards(seen: Seen) -> Finding | None:
+    """No group has rewards that differ: every advantage is 0.
+
+    Its name is `rewards_by_prompt` where they differ between prompts though the answers to one do too, and
+    `nothing_left` where all earn the most that was ever earned.
+    """
+    if not _all(seen, "rollout/groups_differ"):
+        return None
+    rewards = Counter(t.reward for group in seen.groups for t in group)
+    if len(rewards) > 1:
+        group = seen.groups[0]
+        return Finding(
+            "rewards_by_prompt",
+            f"rewards differ between prompts and never between the answers to one, in {len(seen.groups)} groups, "
+            f"though their answers do: no advantage; {example(group[0])}",
+            stuck=True,
+        )
+    [reward] = rewards
+    earned = [value for row in (*seen.first, *seen.past) if (value := row.get("reward/mean")) is not None]
+    if earned and max(earned) <= reward + TINY and min(earned) < reward - TINY:
+        text = f"all {rewards[reward]} answers earn {reward:g}, the most that this run has earned: nothing is left"
+        return Finding("nothing_left", text, explains=("entropy_collapsed", "gradient_vanished"))
+    distinct = len(set(seen.turns))
+    return Finding(
+        "equal_rewards",
+        f"none of {len(seen.groups)} groups has rewards that differ: all {rewards[reward]} are {reward:g}, of "
+        f"{distinct} different answers: no advantage, no gradient; {example(seen.groups[0][0])}",
+        stuck=True,
+        explains=("gradient_vanished",),
+    )
+
+
+def nothing_sampled(seen: Seen) -> Finding | None:
+    """Dynamic sampling used all of its rounds and found too few groups; `groups_missing` where it found some."""
+    missing, rounds = seen.figure("rollout/groups_missing"), seen.figure("rollout/rounds")
+    wanted, most = seen.config.data.prompts_per_step, seen.config.algorithm.dynamic_sampling.max_rounds
+    if not missing or rounds != most or missing < wanted / 2:
+        return None
+    drawn = len(seen.trajectories) // seen.config.data.samples_per_prompt
+    told = f"dynamic sampling left out {drawn - wanted + missing:.0f} of {drawn} groups, whose rewards are equal, in "
+    told += f"{most} rounds; "
+    if missing < wanted:
+        return Finding("groups_missing", f"{told}the step has {wanted - missing:.0f} of {wanted} groups")
+    return Finding(
+        "nothing_sampled",
+        f"{told}the step has none and trains nothing; {example(seen.trajectories[0])}",
+        stuck=True,
+        explains=("equal_rewards",),
+    )
+
+
+def stop_string_never_comes(seen: Seen) -> Finding | None:
+    """No turn has one of the strings that are to end it."""
+    steps = seen.lasting("rollout/stop_strings", 0.0)
+    if not steps or (len(seen.turns) < MANY and steps < LONG):
+        return None
+    stop = ", ".join(shown(text) for text in seen.config.rollout.sampling.stop)
+    longest = max(seen.turns, key=len)
+    return Finding(
+        "stop_string_never_comes",
+        f"none of {len(seen.turns)} turns has rollout.sampling.stop ({stop}) in it; e.g. {shown(longest)}",
+    )
+
+
+def more_cut(seen: Seen) -> Finding | None:
+    """Responses run into their limit that did not do so before."""
+    name = "rollout/truncated_fraction"
+    now, before = seen.last(name, 2), seen.past[:-1]
+    known = [value for row in before if (value := row.get(name)) is not None]
+    if len(now) < 2 or min(now) < 0.5 or len(known) < LONG or median(known) > 0.1:
+        return None
+    lengths = mean(t.response_length for t in seen.trajectories) if seen.trajectories else 0
+    return Finding(
+        "more_cut",
+        f"{now[0]:.0%} of the responses are cut short, {median(known):.0%} were before; mean length {lengths:.0f}",
+    )
+
+
+def _differ(seen: Seen) -> bool:
+    return bool(seen.figure("rollout/groups_differ"))
+
+
+def _all(seen: Seen, share: str) -> bool:
+    """Whether a share of groups is 0, and not by coincidence: of many groups, or in several steps."""
+    of = seen.judged if seen.config.algorithm.advantage == "reinforce" else seen.groups
+    steps = seen.lasting(share, 0.0)
+    return bool(seen.groups) and (steps >= LONG or (steps > 0 and len(of) >= MANY))
+
+
+def _nothing(key: str, note: dict[str, object]) -> bool:
+    return key in note and (note[key] is None or (key == "invalid" and note[key] is True))
+
+
+WATCHERS = (
+    environment_fails,
+    close_fails,
+    everything_cut,
+    duplicated_samples,
+    nothing_parsed,
+    nothing_sampled,
+    equal_rewards,
+    stop_string_never_comes,
+    more_cut,
+)

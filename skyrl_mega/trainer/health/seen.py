@@ -1,0 +1,161 @@
+"""A step as the watchers see it: its trajectories, its metrics, and the metrics of the steps before."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from statistics import median
+
+from skyrl_mega.config.schema import Config
+from skyrl_mega.rollout.trajectory import Kind, Trajectory
+
+LONGEST = 80
+"""Characters of what a policy wrote that are shown."""
+USUAL = 20
+"""Steps whose median is the usual value of a metric."""
+ONSET = 2
+"""The newest steps before this one, which the usual value leaves out: what has just begun is not yet usual."""
+SPEED = "perf/generate_tokens_per_s"
+KNOWN = 5
+"""Steps without which nothing is usual."""
+
+Row = Mapping[str, float | None]
+"""Metrics of a step."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a watcher found in a step."""
+
+    kind: str
+    """Its name: a metric `health/<kind>`, and a row of docs/health.md."""
+    text: str
+    """The evidence, on one line: counts, and a sample."""
+    stuck: bool = False
+    """Whether the policy learns nothing from such a step: `run.patience` counts these."""
+    explains: tuple[str, ...] = ()
+    """Kinds that follow from this one and are not told beside it."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A step, and what came before it."""
+
+    config: Config
+    number: int
+    metrics: Row
+    trajectories: Sequence[Trajectory]
+    """All that were drawn, the samples of a prompt one after another."""
+    past: Sequence[Row] = field(default_factory=tuple)
+    """Rows of the newest steps before this one, in order."""
+    first: Sequence[Row] = field(default_factory=tuple)
+    """Rows of the run's first steps."""
+
+    @cached_property
+    def judged(self) -> list[Trajectory]:
+        """The trajectories whose environment did not fail."""
+        return [t for t in self.trajectories if not t.status.failed]
+
+    @cached_property
+    def groups(self) -> list[list[Trajectory]]:
+        """The judged samples of each prompt, where there are two to compare.
+
+        Without a baseline (`algorithm.advantage = reinforce`) everything is compared with everything.
+        """
+        if self.config.algorithm.advantage == "reinforce":
+            return [self.judged] if len(self.judged) > 1 else []
+        samples = self.config.data.samples_per_prompt
+        drawn = [self.trajectories[i : i + samples] for i in range(0, len(self.trajectories), samples)]
+        judged = [[t for t in group if not t.status.failed] for group in drawn]
+        return [group for group in judged if len(group) > 1]
+
+    def shares(self) -> dict[str, float]:
+        """Metrics that watchers compare over steps: share of the groups with rewards that differ, with answers that
+        differ, and of turns with a stop string in them. Those that cannot be measured are left out."""
+        found: dict[str, float] = {}
+        if self.groups:
+            found["rollout/groups_differ"] = _share(len({t.reward for t in group}) > 1 for group in self.groups)
+            found["rollout/answers_differ"] = _share(len({tuple(words(t)) for t in group}) > 1 for group in self.groups)
+        if turns := self.turns if self.config.rollout.sampling.stop else []:
+            found["rollout/stop_strings"] = _share(self.stopped(text) for text in turns)
+        return found
+
+    @cached_property
+    def turns(self) -> list[str]:
+        """What the policy said in every turn of the step."""
+        return [text for t in self.judged for text in words(t)]
+
+    def stopped(self, text: str) -> bool:
+        """Whether a turn has one of `rollout.sampling.stop` in it."""
+        return any(stop in text for stop in self.config.rollout.sampling.stop)
+
+    def figure(self, name: str) -> float | None:
+        """A metric of this step; None where it was not measured. What is not finite is infinite."""
+        return _figure(self.metrics, name)
+
+    def usual(self, name: str) -> float | None:
+        """The median of a metric over the steps before, zeros left out; None before there are enough."""
+        known = [_figure(row, name) for row in self.past[: len(self.past) - ONSET]][-USUAL:]
+        values = [value for value in known if value and math.isfinite(value)]
+        return median(values) if len(values) >= KNOWN else None
+
+    def start(self, name: str) -> float | None:
+        """The median of a metric over the run's first steps; None before there are enough."""
+        values = [value for row in self.first if (value := _figure(row, name)) is not None and math.isfinite(value)]
+        return median(values) if len(values) >= KNOWN else None
+
+    def last(self, name: str, steps: int) -> list[float]:
+        """A metric of this step and of those before it, the newest first; of so many steps at most that have it."""
+        rows = [self.metrics, *reversed(self.past)]
+        return [value for row in rows if (value := _figure(row, name)) is not None][:steps]
+
+    def lasting(self, name: str, value: float) -> int:
+        """For how many steps up to this one, without a break, a metric has had this value."""
+        count = 0
+        for row in [self.metrics, *reversed(self.past)]:
+            if _figure(row, name) != value:
+                break
+            count += 1
+        return count
+
+
+def words(t: Trajectory) -> Iterator[str]:
+    """What the policy said in each turn of a trajectory."""
+    at = 0
+    for step in t.steps:
+        if step.kind is Kind.RESPONSE:
+            yield from (m["content"] for m in t.messages[at : at + step.messages] if m["role"] == "assistant")
+        at += step.messages
+
+
+def shown(text: str, longest: int = LONGEST) -> str:
+    """A text on one line, quoted, without characters that a terminal would obey; the end of it where it is long."""
+    return f"'{plain(text if len(text) <= longest else '…' + text[-longest:])}'"
+
+
+def plain(text: str) -> str:
+    """A text on one line, with characters that a terminal would obey written out."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def example(t: Trajectory) -> str:
+    """What a trajectory's last turn said, what it earned, and what its environment noted."""
+    said = next(reversed(list(words(t))), "")
+    noted = {key: value for key, value in t.metadata.items() if key != "tool_calls"}
+    note = f", metadata {shown(json.dumps(noted, ensure_ascii=False, default=str)[:LONGEST])}" if noted else ""
+    return f"e.g. {shown(said)} earned {t.reward:g}{note}"
+
+
+def _figure(row: Row, name: str) -> float | None:
+    if name not in row:
+        return None
+    value = row[name]
+    return math.inf if value is None or not math.isfinite(value) else float(value)
+
+
+def _share(found: Iterator[bool]) -> float:
+    each = list(found)
+    return sum(each) / len(each)

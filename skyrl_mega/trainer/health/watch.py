@@ -1,0 +1,125 @@
+"""All watchers after every step: what is said, what is measured, and when a run that cannot learn ends."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from skyrl_mega.config.schema import Config
+from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.trainer.health import rollouts, training
+from skyrl_mega.trainer.health.seen import ONSET, SPEED, USUAL, Finding, Row, Seen
+
+PREFIX = "health: "
+"""How a line begins that says what was found."""
+AGAIN = 10
+"""Steps for which what was said of a kind is not said again."""
+KEPT = USUAL + ONSET + 28
+"""Rows that are remembered."""
+FIRST = 10
+"""Rows that are the run's start."""
+STUCK = "health/stuck_steps"
+
+
+class CannotLearn(RuntimeError):
+    """The run has had `run.patience` steps one after another from which the policy learned nothing."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What is to be done about a step."""
+
+    metrics: dict[str, float]
+    """Figures under `health/`, for its row."""
+    lines: list[str]
+    """What a person is told."""
+    stuck: int
+    """Steps up to this one, without a break, from which nothing was learned."""
+
+
+@dataclass
+class Health:
+    """What a run remembers of itself."""
+
+    config: Config
+    past: deque[Row] = field(default_factory=lambda: deque(maxlen=KEPT))
+    first: list[Row] = field(default_factory=list)
+    stuck: int = 0
+    said: dict[str, int] = field(default_factory=dict)
+    """Kind → the step in which it was told last."""
+    told: dict[str, str] = field(default_factory=dict)
+    """Kind → its newest evidence."""
+
+    def remember(self, rows: Iterable[Row]) -> None:
+        """Steps that were done before this process: rows of metrics.jsonl. A resumed run goes on where it was, but a
+        run that had ended for want of patience has all of it again."""
+        for row in rows:
+            if row.get("step"):
+                self._keep(row)
+        self.stuck = int((self.past[-1].get(STUCK) or 0) if self.past else 0)
+        if self.config.run.patience and self.stuck >= self.config.run.patience:
+            self.stuck = 0
+
+    def see(self, number: int, metrics: Row, trajectories: Sequence[Trajectory]) -> Verdict:
+        """Looks at a step that is done."""
+        seen = Seen(self.config, number, metrics, trajectories, tuple(self.past), tuple(self.first))
+        measured = {**seen.shares(), **_speed(metrics)}
+        seen = Seen(self.config, number, {**metrics, **measured}, trajectories, seen.past, seen.first)
+        found = findings(seen)
+        self.stuck = self.stuck + 1 if any(finding.stuck for finding in found) else 0
+        measured |= {f"health/{finding.kind}": 1.0 for finding in found}
+        measured[STUCK] = float(self.stuck)
+        self._keep({**metrics, **measured})
+        self.told |= {finding.kind: finding.text for finding in found if finding.stuck}
+        return Verdict(
+            measured, [self._line(number, finding) for finding in found if self._is_news(number, finding)], self.stuck
+        )
+
+    def end_if_stuck(self, number: int) -> None:
+        """Ends a run that has had no step to learn from for `run.patience` steps.
+
+        Raises:
+            CannotLearn: Says why.
+        """
+        patience = self.config.run.patience
+        if patience and self.stuck >= patience:
+            why = "; ".join(
+                f"{kind}: {text}" for kind, text in self.told.items() if self.past[-1].get(f"health/{kind}")
+            )
+            steps = f"step {number} was" if patience == 1 else f"the last {patience} steps up to {number} were each"
+            raise CannotLearn(
+                f"{steps} one from which the policy cannot learn (run.patience = {patience}): {why}; "
+                "docs/health.md says what helps"
+            )
+
+    def _keep(self, row: Row) -> None:
+        self.past.append(row)
+        if len(self.first) < FIRST:
+            self.first.append(row)
+
+    def _is_news(self, number: int, finding: Finding) -> bool:
+        last = self.said.get(finding.kind)
+        if last is not None and number - last < AGAIN:
+            return False
+        self.said[finding.kind] = number
+        return True
+
+    def _line(self, number: int, finding: Finding) -> str:
+        left = (self.config.run.patience or 0) - self.stuck
+        ends = (
+            f"; the run ends after {left} more such step{'s' if left > 1 else ''}" if finding.stuck and left > 0 else ""
+        )
+        return f"{PREFIX}step {number}: {finding.kind}: {finding.text}{ends}"
+
+
+def findings(seen: Seen) -> list[Finding]:
+    """What all watchers find in a step, less what follows from another finding."""
+    found = [finding for watcher in (*rollouts.WATCHERS, *training.WATCHERS) if (finding := watcher(seen))]
+    explained = {kind for finding in found for kind in finding.explains}
+    return [finding for finding in found if finding.kind not in explained]
+
+
+def _speed(metrics: Row) -> dict[str, float]:
+    tokens, seconds = metrics.get("rollout/tokens"), metrics.get("time/generate")
+    return {SPEED: tokens / seconds} if tokens and seconds else {}

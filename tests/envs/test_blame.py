@@ -1,0 +1,48 @@
+"""A fault is traced to the line of the user's own file, however deep in other code it was raised."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.config.schema import EnvironmentConfig
+from skyrl_mega.envs import checked, registry
+from skyrl_mega.envs.blame import place
+
+SOURCE = """import json
+from skyrl_mega.envs import BaseTextEnv
+
+def parse(text):
+    return json.loads(text)
+
+class Mine(BaseTextEnv):
+    def init(self, prompt):
+        return 3
+
+    def step(self, action):
+        return parse(action)
+"""
+
+
+def test_the_innermost_line_that_is_the_users(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(SOURCE)
+    config = EnvironmentConfig(classes={"mine": f"{file}:Mine"})
+    env = registry.make("mine", {}, config)
+    with pytest.raises(ValueError) as raised:
+        checked.step(env, "{")  # json raises, four frames below
+    assert place(raised.value, "mine", config) == f"{file}, line 5, in parse: return json.loads(text)"
+    with pytest.raises(checked.BadOutput) as refused:
+        checked.init(env, [])
+    for error in (refused.value, None):  # what it gave is wrong, or it took too long: no line of it raised
+        assert place(error, "mine", config) == f"{file}, line 11, in step"
+
+
+def test_a_built_in_environment_is_its_own_file() -> None:
+    config = EnvironmentConfig()
+    with pytest.raises(AttributeError) as raised:
+        checked.step(registry.make("addition", {"reward_spec": {"ground_truth": "1"}}, config), None)  # type: ignore[arg-type]
+    at = place(raised.value, "addition", config)
+    assert at and "envs/addition/env.py, line " in at
+    assert place(raised.value, "unknown", config) is None
