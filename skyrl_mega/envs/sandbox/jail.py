@@ -30,7 +30,8 @@ NICE = 10
 """Below the trainer, whose machine it is."""
 LAST_TO_STAY = "1000"
 """Where memory runs out, the kernel ends this first."""
-MIB = 2**20
+TELL_S, MIB = 0.5, 2**20
+"""How often the host hears how much memory there is, and what change it hears of at once."""
 
 
 def main() -> None:
@@ -69,7 +70,7 @@ def launch(order: dict[str, Any], report: TextIO) -> dict[str, Any]:
 def _watch(order: dict[str, Any], child: int, status: int, result: dict[str, Any], report: TextIO) -> dict[str, Any]:
     """Waits until init is done, the host closes stdin, or the folder grows too large; tells of memory meanwhile."""
     told: dict[str, Any] = {}
-    watch, noted, rest = None, 0, b""
+    watch, noted, due, rest = None, 0, 0.0, b""
     while True:
         ready, _, _ = select.select([0, status], [], [], watch.pause if watch else None)
         if status in ready:
@@ -89,8 +90,8 @@ def _watch(order: dict[str, Any], child: int, status: int, result: dict[str, Any
             if stop is not None:
                 result["stopped"] = stop
                 return told
-            if abs(used - noted) >= MIB:
-                noted = used
+            if abs(used - noted) >= MIB or time.monotonic() >= due:  # also when it is another one that grows
+                noted, due = used, time.monotonic() + TELL_S
                 _tell(report, {"memory": used})
 
 

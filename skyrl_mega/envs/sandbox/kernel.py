@@ -9,7 +9,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 import struct
 from collections.abc import Iterable
 from typing import NamedTuple
@@ -131,9 +130,9 @@ def landlock(readable: Iterable[str], writable: Iterable[str]) -> int:
 
 
 def _arch() -> _Arch:
-    arch = _ARCHS.get(platform.machine())
+    arch = _ARCHS.get(os.uname().machine)
     if arch is None:
-        raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}")
+        raise OSError(errno.ENOSYS, f"no table of system calls for {os.uname().machine}")
     return arch
 
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import platform
 import struct
 from typing import NamedTuple
 
@@ -75,6 +74,7 @@ _X86_64 = _Arch(
             240,
             241,
         }  # System V IPC, mq_open, mq_unlink
+        | {300, 301}  # fanotify
     ),
     shared=frozenset(
         _SHARED
@@ -90,7 +90,7 @@ _X86_64 = _Arch(
         | {90, 91, 268, 92, 93, 94, 260}  # chmod, fchmod, fchmodat, chown, fchown, lchown, fchownat
         | {132, 235, 261}  # utime, utimes, futimesat
         | {188, 189, 190, 197, 198, 199}  # setxattr, removexattr and kin
-        | {253, 294, 254, 300, 301}  # inotify, fanotify: they tell what other programs do with files
+        | {253, 294, 254}  # inotify: it tells what other programs do with files
     ),
     counted=frozenset({46, 307}),  # sendmsg, sendmmsg: a file in flight belongs to nobody
 )
@@ -108,14 +108,10 @@ _ARM64 = _Arch(
         | {105, 106, 273, 104, 294, 142, 224, 225}
         | {264, 265, 272, 92, 60, 89, 279}
         | {194, 196, 195, 190, 193, 191, 192, 186, 189, 188, 187, 180, 181}
+        | {262, 263}
     ),
     shared=frozenset(
-        _SHARED
-        | {140, 118, 119, 122, 274, 30}
-        | {238, 239}
-        | {52, 53, 54, 55}
-        | {5, 6, 7, 14, 15, 16}
-        | {26, 27, 262, 263}
+        _SHARED | {140, 118, 119, 122, 274, 30} | {238, 239} | {52, 53, 54, 55} | {5, 6, 7, 14, 15, 16} | {26, 27}
     ),
     counted=frozenset({211, 269}),
 )
@@ -130,9 +126,9 @@ def confine(shared: bool, counted: bool) -> None:
     Raises:
         OSError: The kernel has no seccomp, or the machine no table here.
     """
-    arch = _ARCHS.get(platform.machine())
+    arch = _ARCHS.get(os.uname().machine)
     if arch is None:
-        raise OSError(errno.ENOSYS, f"no table of system calls for {platform.machine()}")
+        raise OSError(errno.ENOSYS, f"no table of system calls for {os.uname().machine}")
     lines = program(arch, shared, counted)
     code = b"".join(struct.pack("HBBI", *line) for line in lines)
     buffer = ctypes.create_string_buffer(code, len(code))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -158,7 +157,7 @@ def _remove_from(top: int, name: str) -> bool:
             except OSError:
                 with contextlib.suppress(OSError):
                     os.close(enter(entry, fd))  # its owner may move it only with all rights to it
-                    os.rename(entry, secrets.token_hex(8), src_dir_fd=fd, dst_dir_fd=top)
+                    os.rename(entry, os.urandom(8).hex(), src_dir_fd=fd, dst_dir_fd=top)
                     done = True
     finally:
         os.close(fd)

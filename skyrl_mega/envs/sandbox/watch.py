@@ -12,8 +12,8 @@ from collections.abc import Iterator
 
 import tree
 
-LOOK_S = 0.05
-"""Between two looks; looking takes a tenth of a core at most."""
+LOOK_S, LONGEST_S = 0.05, 1.0
+"""Between two looks: more where looking takes more than a tenth of a core, up to the longest."""
 HIDDEN_LOOKS = 4
 """For so many in a row a process may be out of sight: a moment between fork and exec is."""
 LISTS_CHILDREN = os.path.exists("/proc/thread-self/children")
@@ -43,13 +43,13 @@ class Watch:
 
     def look(self) -> tuple[str | None, int]:
         """`disk` where there is too much of it, and the bytes of memory that all processes have together."""
-        start = time.monotonic()
+        start = time.process_time()
         try:
             tasks = list(_tasks())
             used = _memory({pid for pid, _ in tasks}) if self.memory else 0
             return ("disk" if self.folder is not None and self._too_much(tasks) else None), used
         finally:
-            self.pause = max(LOOK_S, 10 * (time.monotonic() - start))
+            self.pause = min(LONGEST_S, max(LOOK_S, 10 * (time.process_time() - start)))
 
     def _too_much(self, tasks: list[tuple[int, str]]) -> bool:
         assert self.folder is not None

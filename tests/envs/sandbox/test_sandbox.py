@@ -13,9 +13,11 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.envs.sandbox import CONFINEMENTS, Limits, Outcome, Sandbox, Workspace, confinements
+from skyrl_mega.envs.sandbox import CONFINEMENTS, Limits, Outcome, Sandbox, Workspace, confinements, folders
+from skyrl_mega.envs.sandbox.budget import Budget
 from skyrl_mega.envs.sandbox.run import python
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
@@ -289,3 +291,58 @@ def test_wrong_settings(options: dict[str, object], said: str) -> None:
 def test_a_command_that_cannot_start_is_said_so() -> None:
     with pytest.raises(RuntimeError, match=r"cannot start .*/no/such"):
         Sandbox(SMALL).run(["/no/such"])
+
+
+def test_an_environment_behind_a_link_works_and_keeps_its_settings_to_itself(tmp_path: Path) -> None:
+    real, link = tmp_path / "real", tmp_path / "home" / ".venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", real], check=True)
+    (real / "pip.conf").write_text("password")
+    link.parent.mkdir()
+    link.symlink_to(real)
+    script = (
+        "import sys\nfrom skyrl_mega.envs.sandbox import Sandbox\nfrom skyrl_mega.envs.sandbox.run import python\n"
+        "Sandbox().check()\n"
+        "code = 'import os, sys; print(sys.prefix, *[os.path.exists(p + \"/pip.conf\") for p in sys.argv[1:]])'\n"
+        "outcome = Sandbox().run(python('main.py', *sys.argv[1:]), files={'main.py': code})\n"
+        "print(outcome.stdout, outcome.stderr)"
+    )
+    packages = [Path(__file__).parents[3], Path(yaml.__file__).parents[1]]
+    run = subprocess.run(
+        [link / "bin" / "python", "-c", script, link, real],
+        env={**os.environ, "PYTHONPATH": ":".join(map(str, packages))},
+        capture_output=True,
+        text=True,
+    )
+    assert run.stdout.split() == [str(link), "False", "False"], run.stderr
+
+
+def test_what_runs_inside_lets_the_trainer_go_first(box: Sandbox) -> None:
+    outcome = play(box, "import os\nprint(os.nice(0))")
+    assert int(outcome.stdout) == min(19, os.nice(0) + 10)
+
+
+@pytest.mark.parametrize("handed_on", [True, False], ids=["below a group that hands memory on", "elsewhere"])
+def test_a_group_bounds_memory_where_one_can_be_made(tmp_path: Path, handed_on: bool) -> None:
+    """Against a copy of what a kernel shows in /sys/fs/cgroup."""
+    parent = tmp_path / "job"
+    own = parent / "step"
+    own.mkdir(parents=True)
+    (parent / "cgroup.subtree_control").write_text("cpu memory\n" if handed_on else "cpu\n")
+    (own / "cgroup.subtree_control").write_text("")
+    (stale := parent / f"{folders.PREFIX}999999999-1-x").mkdir()
+    (tmp_path / "own").write_text("4:memory:/old\n0::/job/step\n")
+    budget = Budget(100, tmp_path, tmp_path / "own")
+    if not handed_on:
+        assert budget.group is None and stale.exists()
+        return
+    assert budget.group is not None and budget.group.parent == parent and not stale.exists()
+    assert (budget.group / "memory.max").read_text() == str(100 * 2**20)
+    assert budget.group.name.startswith(f"{folders.PREFIX}{os.getpid()}-") and folders.alive(budget.group.name)
+
+
+def test_the_largest_of_too_many_ends(tmp_path: Path) -> None:
+    budget = Budget(100, tmp_path, tmp_path / "none")
+    assert [budget.note("a", 60 * 2**20), budget.note("b", 30 * 2**20), budget.note("b", 50 * 2**20)] == [False] * 3
+    assert budget.note("a", 60 * 2**20)
+    budget.forget("a")
+    assert not budget.note("b", 99 * 2**20)

@@ -1,0 +1,112 @@
+"""Steps per second of what policies run in a sandbox, and how long one takes.
+
+    python -m benchmarks.sandbox [--seconds 10] [--at-once 2] [--only python sql]
+
+Prints JSON: for a Python program, for a query to SQLite and for a command in a session, steps per second, and
+milliseconds at the median and the 99th percentile. To compare two versions, run it in both, in turn, on a machine that
+does nothing else; `--only python sql` is what versions without `Sandbox.workspace` have too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sqlite3
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+from skyrl_mega.envs.sandbox import Limits, Sandbox
+from skyrl_mega.envs.sandbox.run import python
+from skyrl_mega.envs.text2sql.database import Database
+
+PROGRAM = "print(sum(i * i for i in range(10_000)))"
+QUERY = "SELECT name, sum(price) FROM sale JOIN item USING (id) GROUP BY name ORDER BY 2 DESC LIMIT 10"
+WARM_UP = 5
+"""Steps that are not counted."""
+
+Step = Callable[[], None]
+
+
+def main() -> None:
+    """Parses the command line and prints one JSON object."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=10.0, help="for each kind")
+    parser.add_argument("--at-once", type=int, default=2, help="steps at once")
+    parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS))
+    args = parser.parse_args()
+    print(json.dumps({kind: measure(KINDS[kind], args.seconds, args.at_once) for kind in args.only}, indent=1))
+
+
+def measure(kind: Callable[[], Iterator[Step]], seconds: float, at_once: int) -> dict[str, float]:
+    """Takes steps for so long, so many at once."""
+    with contextmanager(kind)() as step, ThreadPoolExecutor(at_once) as pool:
+        for _ in range(WARM_UP):
+            step()
+        start = time.perf_counter()
+
+        def work(_: int) -> list[float]:
+            taken = []
+            while (begin := time.perf_counter()) < start + seconds:
+                step()
+                taken.append(time.perf_counter() - begin)
+            return taken
+
+        taken = sorted(one for some in pool.map(work, range(at_once)) for one in some)
+        whole = time.perf_counter() - start
+    return {
+        "steps": len(taken),
+        "steps_per_second": round(len(taken) / whole, 2),
+        "median_ms": round(1000 * statistics.median(taken), 1),
+        "p99_ms": round(1000 * taken[int(0.99 * (len(taken) - 1))], 1),
+    }
+
+
+def _python() -> Iterator[Step]:
+    box = Sandbox(Limits())
+
+    def step() -> None:
+        outcome = box.run(python(), files={"main.py": PROGRAM})
+        assert outcome.stdout == "333283335000\n", outcome
+
+    yield step
+
+
+def _sql() -> Iterator[Step]:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "shop.sqlite"
+        with sqlite3.connect(file) as made:
+            made.execute("CREATE TABLE item (id INTEGER PRIMARY KEY, name TEXT)")
+            made.execute("CREATE TABLE sale (id INTEGER, price REAL)")
+            made.executemany("INSERT INTO item VALUES (?, ?)", ((i, f"item {i}") for i in range(100)))
+            made.executemany("INSERT INTO sale VALUES (?, ?)", ((i % 100, i / 7) for i in range(10_000)))
+        made.close()
+        database = Database(file, Sandbox(Limits(processes=4)))
+
+        def step() -> None:
+            table = database.query(QUERY, 5.0)
+            assert table.count == 10, table
+
+        yield step
+
+
+def _session() -> Iterator[Step]:
+    box = Sandbox(Limits())
+    workspace = box.workspace()
+
+    def step() -> None:
+        outcome = box.run(["/bin/sh", "-c", "echo hello | cat"], workspace=workspace)
+        assert outcome.stdout == "hello\n", outcome
+
+    yield step
+    workspace.close()
+
+
+KINDS = {"python": _python, "sql": _sql, "session": _session}
+
+if __name__ == "__main__":
+    main()
