@@ -9,6 +9,7 @@ from typing import Any
 
 from skyrl_mega.config.derived import evaluation_sampling, length_limit, response_limit
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.secrets import masked
 from skyrl_mega.evaluate.endpoint import Endpoint
 
 PLACES, BLOCK = 16, 64 * 1024
@@ -32,7 +33,7 @@ def identity(config: Config, endpoint: Endpoint | None) -> dict[str, Any]:
             "rollout.max_prompt_tokens": config.rollout.max_prompt_tokens,
         }
     else:
-        asked = {"--endpoint": endpoint.url, "--served-model": endpoint.model, "--request": endpoint.extra}
+        asked = {"--endpoint": endpoint.url, "--served-model": endpoint.model, "--request": masked(endpoint.extra)}
     return {
         **asked,
         "run.seed": config.run.seed,
@@ -46,7 +47,7 @@ def identity(config: Config, endpoint: Endpoint | None) -> dict[str, Any]:
         "rollout.max_length": length_limit(config.rollout),
         "environment.default": environment.default,
         "environment.classes": environment.classes,
-        "environment.options": json.loads(json.dumps(environment.options, default=str)),
+        "environment.options": masked(json.loads(json.dumps(environment.options, default=str))),
         "environment.retriever.index": environment.retriever.index,
         "environment.retriever.topk": environment.retriever.topk,
         "environment.retriever.passage_chars": environment.retriever.passage_chars,
