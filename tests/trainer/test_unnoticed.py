@@ -39,12 +39,12 @@ def test_a_parser_that_reads_nothing_ends_the_run_with_the_evidence(tmp_path: Pa
     process = quickstart.start(
         tmp_path, *SETTINGS, "environment.classes.addition=broken.py:Broken", "run.patience=2", "algorithm=grpo"
     )
-    out, _ = process.communicate(timeout=300)
+    out, _ = process.communicate(timeout=380)
     assert process.returncode == 1, out
     run = tmp_path / "r"
     rows = read(run / "metrics.jsonl")
     assert [row["health/stuck_steps"] for row in rows] == [1, 2]
-    assert all(row["health/nothing_parsed"] == 1 and row["policy/grad_norm"] == 0 for row in rows)
+    assert all(row["health/nothing_parsed"] == 1 and row["policy/grad_norm"] < 1e-6 for row in rows)
 
     said = [line for line in out.splitlines() if line.startswith("health: step 1: ")]
     kinds = {line.split(": ")[2]: line for line in said}
