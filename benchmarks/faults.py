@@ -93,10 +93,13 @@ class Trial:
             time.sleep(0.02)
 
     def signal(self, actor: str, number: int) -> None:
-        """Sends a signal to all processes of an actor class, or to the `driver`."""
+        """Sends a signal to a process of an actor class, to the `driver`, or to the `command`, which supervises it."""
         assert self.process is not None
-        if actor == "driver":
+        if actor == "command":
             self.process.send_signal(number)
+            return
+        if actor == "driver":
+            os.kill(quickstart.driver(self.process), number)
             return
         found = quickstart.actors(self.folder, actor)
         assert found, f"no process of {actor}"
@@ -151,9 +154,16 @@ def driver_killed(t: Trial) -> None:
     t.end()
 
 
-def driver_terminated(t: Trial) -> None:
+def command_killed(t: Trial) -> None:
     """And the same command again."""
-    to("driver", signal.SIGTERM, 0.3)(t)
+    to("command", signal.SIGKILL, 0.3)(t)
+    t.start()
+    t.end()
+
+
+def command_terminated(t: Trial) -> None:
+    """And the same command again."""
+    to("command", signal.SIGTERM, 0.3)(t)
     t.start()
     t.end()
 
@@ -172,7 +182,7 @@ def truncated(t: Trial) -> None:
     """The newest checkpoint has lost the end of a file when the run goes on."""
     t.start()
     t.row(5)
-    t.signal("driver", signal.SIGKILL)
+    t.signal("command", signal.SIGKILL)
     t.end()
     victim = max((t.runs / "run" / "checkpoints" / "step_000004" / "policy").glob("*.safetensors"))
     os.truncate(victim, victim.stat().st_size // 2)
@@ -279,8 +289,9 @@ FAULTS = [
     Fault("engine SIGSTOP", to("Engine", signal.SIGSTOP, 0.1)),
     Fault("policy SIGKILL", to("PolicyActor", signal.SIGKILL, 0.4)),
     Fault("policy SIGSTOP", to("PolicyActor", signal.SIGSTOP, 0.4)),
-    Fault("driver SIGKILL", driver_killed, (-signal.SIGKILL, 0)),
-    Fault("driver SIGTERM", driver_terminated, (75, 0)),
+    Fault("driver SIGKILL", driver_killed, (1, 0)),
+    Fault("command SIGKILL", command_killed, (-signal.SIGKILL, 0)),
+    Fault("command SIGTERM", command_terminated, (75, 0)),
     Fault("driver SIGSTOP 10 s", driver_stopped),
     Fault("policy's node SIGKILL", node("PolicyActor", signal.SIGKILL)),
     Fault("policy's node SIGSTOP", node("PolicyActor", signal.SIGSTOP)),

@@ -124,7 +124,8 @@ class Generator:
                 task.cancel()
 
     async def _looking(self, phase: asyncio.Future[list[Answer]]) -> list[Answer]:
-        """Its result, unless `look` raises before."""
+        """Its result, unless `look` raises before; what becomes of it then is nobody's concern."""
+        phase.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
         while not phase.done():
             self.look()
             await asyncio.wait([phase], timeout=LOOK_EVERY_S)

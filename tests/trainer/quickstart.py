@@ -52,6 +52,11 @@ def finish(folder: Path, *settings: str) -> str:
     return out
 
 
+def driver(process: subprocess.Popen[str]) -> int:
+    """The driver that a command supervises."""
+    return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
+
+
 def actors(folder: Path, kind: str) -> list[int]:
     """Processes of actors of a class, of runs below `folder`; their children, which have their names, are not."""
     name = f"ray::{kind}".encode()
