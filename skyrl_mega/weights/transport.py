@@ -206,8 +206,8 @@ class Transport:
     def _culprit(self, peer: int, what: str, timed_out: bool, deadline: Deadline | None) -> tuple[int, str, bool]:
         """Follows who lost whom from `peer` on; the last one has told of nobody.
 
-        After a timeout others are about to tell too: they are waited for until the deadline. And a connection that closed
-        may be that of somebody whose own wait has just timed out: gloo closes it before he can tell.
+        After a timeout others are about to tell too: they are waited for until the deadline. And a connection that
+        closed may be that of somebody whose own wait has just timed out: gloo closes it before he can tell.
         """
         lost, found, seen = peer, (what, timed_out), {self.rank}
         until = deadline.end - 0.05 if timed_out and deadline else time.monotonic() + min(GRACE_S, self.timeout_s / 10)
