@@ -24,7 +24,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore
 
 GRACE_S = 1.0
-"""Kept of a timeout, a tenth of it at most, to find out whom those that were waited for had waited for themselves."""
+"""Kept of a timeout, a tenth of it at most, to find out whom those that were waited for had waited for themselves.
+
+Nor is anybody said to have gone away before so long was left to him to tell of another."""
 
 
 TOLERANCE_S = 0.05
@@ -204,9 +206,11 @@ class Transport:
     def _culprit(self, peer: int, what: str, timed_out: bool, deadline: Deadline | None) -> tuple[int, str, bool]:
         """Follows who lost whom from `peer` on; the last one has told of nobody.
 
-        After a timeout others are about to tell too: they are waited for until the deadline.
+        After a timeout others are about to tell too: they are waited for until the deadline. And a connection that
+        closed may be that of somebody whose own wait has just timed out: gloo closes it before he can tell.
         """
         lost, found, seen = peer, (what, timed_out), {self.rank}
+        until = deadline.end - 0.05 if timed_out and deadline else time.monotonic() + min(GRACE_S, self.timeout_s / 10)
         while self.store is not None and lost not in seen:
             try:
                 told = self.store.check([f"lost/{lost}"]) and json.loads(self.store.get(f"lost/{lost}"))
@@ -215,7 +219,7 @@ class Transport:
             if told:
                 seen.add(lost)
                 lost, found = int(told[0]), (str(told[1]), bool(told[2]))
-            elif timed_out and deadline is not None and time.monotonic() < deadline.end - 0.05:
+            elif time.monotonic() < until:
                 time.sleep(0.02)
             else:
                 break

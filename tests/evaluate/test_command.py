@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -200,7 +201,7 @@ def test_another_model_or_other_settings_are_refused_by_name(fake: Fake, data: P
     write_rows(iter(rows), other / "two.parquet")
     code, _, errors = run(command(fake, other, output, "evaluation.limit=2"))
     assert code == 2
-    assert "row 0 of the set gsm8k was another one" in errors
+    assert re.search(r"row [01] of the set gsm8k was another one", errors), errors
     assert fake.bodies == []
 
 

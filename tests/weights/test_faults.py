@@ -141,6 +141,16 @@ def test_what_is_told_has_arrived_when_the_connection_closes(monkeypatch: pytest
     assert told == "policy 0: engine 2 did not answer within 3 s while a.weight was under way (noticed by policy 1)"
 
 
+def test_who_has_just_left_has_time_to_tell_why() -> None:
+    """A wait that times out closes gloo's connections before he who waited can tell."""
+    store = SlowStore()
+    with ThreadPoolExecutor(1) as pool:
+        noticed = pool.submit(transport(0, store).failed, 1, "b.weight", "[file.cc] closed", timed_out=False)
+        time.sleep(0.1)
+        transport(1, store).failed(2, "a.weight", "", timed_out=True)
+    assert "engine 2 did not answer within 3 s while a.weight" in str(noticed.result(10))
+
+
 @pytest.mark.parametrize("timed_out", [True, False])
 def test_who_left_because_he_had_waited_too_long_did_not_go_away(timed_out: bool) -> None:
     """Two who waited for each other, and one's time was over a moment earlier."""
