@@ -11,7 +11,7 @@ import pytest
 from skyrl_mega.config.compose import compose, dump
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.secrets import masked, note
-from skyrl_mega.sizing import mends
+from skyrl_mega.sizing import fixes
 
 HOSTILE: list[tuple[str, bytes, str]] = [
     ("defaults that are text", b"defaults: x\n", "defaults: x; allowed is a list such as"),
@@ -72,7 +72,7 @@ def test_a_missing_self_says_nothing_but_the_error(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("value", [-2, 0, -(10**9)])
 def test_values_near_one_out_of_its_range(value: int) -> None:
-    for key, near in mends.NEAR.items():
+    for key, near in fixes.NEAR.items():
         if key in ("policy.layout.tensor", "policy.ranks", "policy.micro_tokens"):
             assert all(other >= 1 for other in near(value) if other is not None)
 

@@ -41,8 +41,10 @@ def test_the_innermost_line_that_is_the_users(tmp_path: Path) -> None:
 
 def test_a_built_in_environment_is_its_own_file() -> None:
     config = EnvironmentConfig()
+    env = registry.make("addition", {"reward_spec": {"ground_truth": "1"}}, config)
+    del env.ground_truth
     with pytest.raises(AttributeError) as raised:
-        checked.step(registry.make("addition", {"reward_spec": {"ground_truth": "1"}}, config), None)  # type: ignore[arg-type]
+        checked.step(env, "1")
     at = place(raised.value, "addition", config)
     assert at and "envs/addition/env.py, line " in at
     assert place(raised.value, "unknown", config) is None

@@ -99,7 +99,11 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
             "nearest that work: weights.bucket_mib=64;",
         ],
     ),
-    ("no nodes", "cluster.nodes=0", ["cluster.nodes = 0: allowed is a whole number of at least 1", "cluster.nodes=8"]),
+    (
+        "no nodes",
+        "cluster.nodes=0",
+        ["cluster.nodes = 0: allowed is a whole number from 1 to 100000", "cluster.nodes=8"],
+    ),
     (
         "the 30B on two nodes, without recomputation",
         "cluster.nodes=2 cluster.shared=true policy.ranks=16 rollout.engines=2 policy.recompute=false "

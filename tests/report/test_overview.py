@@ -137,7 +137,7 @@ def test_a_run_that_fails_leaves_its_page(tmp_path: Path, monkeypatch: pytest.Mo
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(trainer, "run", fail)
+    monkeypatch.setattr(trainer, "train", fail)
     monkeypatch.setattr(inputs, "check_inputs", lambda config: {})
     monkeypatch.setattr(inputs, "prepare", lambda config, console: config)
     monkeypatch.setattr(refusal, "wrong", lambda config, hf, planned: None)

@@ -90,7 +90,7 @@ def test_it_comes_back_when_it_is_asked_to() -> None:
     [
         ((404, {}, b"no such page"), "refused: HTTP 404: no such page"),
         ((200, {}, b"{}"), "answered in another form"),
-        ((200, {}, b"<html>"), "JSONDecodeError"),
+        ((200, {}, b"<html>"), "Malformed: Expecting value"),
     ],
 )
 def test_a_refusal_is_not_tried_again(reply: tuple[int, dict[str, str], bytes], said: str) -> None:
