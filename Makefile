@@ -17,7 +17,7 @@ SEARCH ?= $(wildcard ../shared/data/search)
 SPIDER ?= $(wildcard ../shared/data/spider)
 MATH ?= $(wildcard ../shared/data/math)
 
-.PHONY: help quickstart multiply-cpu gsm8k-cpu searchr1-cpu sql-cpu dapo-cpu gpu test test-all check cuda cuda-check lock clean
+.PHONY: help quickstart multiply-cpu gsm8k-cpu searchr1-cpu sql-cpu dapo-cpu gpu test test-all check cuda cuda-check fuzz lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -73,6 +73,9 @@ test: $(READY)  ## every test that takes less than 20 seconds, at most 25 minute
 
 test-all: $(READY)  ## these and the slow ones: whole runs, faults, a Slurm cluster; about 50 minutes on 2 cores
 	$(PY) -m pytest $(ARGS)
+
+fuzz: $(READY)  ## random settings, files, models, replies and checkpoints, for an hour (ARGS="--seconds 60 --seed 7" adds options)
+	$(PY) -m tests.fuzz --seconds 3600 $(ARGS)
 
 check: $(READY)  ## formatter, linter, type checker
 	$(PY) -m ruff format --check .
