@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pty
 import re
+import select
 import signal
 import subprocess
 import sys
@@ -167,6 +168,11 @@ time.sleep(600)
     def until(text: str) -> None:
         nonlocal seen
         while text not in seen:
+            if not select.select([terminal], [], [], 30)[0]:
+                children = subprocess.run(
+                    ["ps", "-o", "pid,pgid,tpgid,stat,wchan:20,args", "-s", str(pid)], capture_output=True
+                )
+                pytest.fail(f"{seen!r}\n{children.stdout.decode()}")
             seen += os.read(terminal, 4096).decode()
 
     until("(Pdb) ")
