@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
+from collections.abc import Callable
 
 _TAKEN = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD, signal.SIGTSTP}
 _SUBREAPER, _DEATH_SIGNAL = 36, 1
 """PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG."""
+OPEN_FILES = 65536
 
 
-def start(goes_on: str) -> None:
+def start(goes_on: str, cleared: Callable[[], None] = lambda: None) -> None:
     """Returns in a new process, the driver; the present one becomes its supervisor, and exits when it has ended.
 
     To be called before anything heavy is imported, and before there are threads.
 
     Args:
         goes_on: What a person is told when a signal has ended it.
+        cleared: Called by the supervisor at the end, when no process of the driver is left.
     """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may have left it ignored: then nobody would tell of an end
     # First of all: from here on no signal is lost. SIGTTOU would come where the supervisor changes the foreground.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_TAKEN, signal.SIGTTOU})
     from skyrl_mega.cluster import channel
@@ -29,7 +34,7 @@ def start(goes_on: str) -> None:
         from skyrl_mega.cluster.supervisor import Supervisor
 
         ignored = {number for number in (signal.SIGHUP,) if signal.getsignal(number) == signal.SIG_IGN}  # nohup
-        os._exit(Supervisor(driver, shared, _TAKEN - ignored, goes_on).run())
+        os._exit(Supervisor(driver, shared, _TAKEN - ignored, goes_on, cleared).run())
     os.setpgid(0, 0)
     _prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != supervisor:  # it was killed meanwhile
@@ -43,7 +48,16 @@ def start(goes_on: str) -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):  # some sites' Slurm sends them to every process of a job
         signal.signal(number, _nothing)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    _raise_open_files()
     channel.join(shared)
+
+
+def _raise_open_files() -> None:
+    """Sessions of a step hold some files each, all at once; the usual limit is 1,024, though more is allowed."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _nothing(number: int, _: object) -> None:

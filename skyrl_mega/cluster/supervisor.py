@@ -40,10 +40,13 @@ class Supervisor:
         channel: To it.
         taken: Signals to wait for; they are blocked.
         goes_on: What a person is told when a signal has ended it.
+        cleared: Called when nothing of the driver is left; see `driver.start`.
     """
 
-    def __init__(self, driver: int, channel: Channel, taken: set[signal.Signals], goes_on: str) -> None:
-        self.driver, self.channel, self.taken, self.goes_on = driver, channel, taken, goes_on
+    def __init__(
+        self, driver: int, channel: Channel, taken: set[signal.Signals], goes_on: str, cleared: Callable[[], None]
+    ) -> None:
+        self.driver, self.channel, self.taken, self.goes_on, self.cleared = driver, channel, taken, goes_on, cleared
         self.terminal = Terminal(driver)
         self.by: str | None = None
         """The signal that ends it."""
@@ -71,6 +74,7 @@ class Supervisor:
                 leftovers.remove(path)
             except OSError as error:
                 _say(f"{path} is left: {error}")
+        self.cleared()
         self.terminal.restore(killed)
         return self._code()
 
@@ -79,6 +83,8 @@ class Supervisor:
             self.by = number.name
             self.channel.ask(Asked.SOON)
             return
+        if self.deadline is not None and number != signal.SIGINT:
+            return  # a scheduler tells every process of a job, and our own parent tells this one once more
         grace = GRACE_S if self.channel.heeded and self.deadline is None else 0.0
         if self.deadline is None:
             self.by = number.name

@@ -122,7 +122,8 @@ def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
         with warnings.catch_warnings(), initialize_config_dir(str(path.parent.absolute()), version_base="1.3"):
             warnings.simplefilter("ignore", UserWarning)  # two lines about `_self_`, before what is really wrong
             if GROUPS.is_dir():  # groups that are not beside the file
-                groups = [*groups, f"hydra.searchpath=[file://{GROUPS}]"]
+                quoted = str(GROUPS).replace("\\", "\\\\").replace("'", "\\'")
+                groups = [*groups, f"hydra.searchpath=['file://{quoted}']"]
             tree = hydra_compose(path.stem, groups)
     except RecursionError as error:
         raise UserError(f"--config {path}: its `defaults` go in a circle, or it nests too deep") from error

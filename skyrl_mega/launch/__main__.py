@@ -1,12 +1,21 @@
 """`python -m skyrl_mega.launch --config FILE [group.key=value …] [--dry-run] [--json]`."""
 
 import sys
+import tempfile
 
 from skyrl_mega.cluster import driver
 from skyrl_mega.launch import GOES_ON
 
+
+def sandboxes_left() -> None:
+    """Removes the folders of sandboxed programs that a killed driver could not remove."""
+    from skyrl_mega.envs.sandbox import folders
+
+    folders.sweep(tempfile.gettempdir())
+
+
 if __name__ == "__main__":
-    driver.start(GOES_ON)
+    driver.start(GOES_ON, sandboxes_left)
     from skyrl_mega.launch.cli import main  # only the driver needs what it imports
 
     sys.exit(main())

@@ -138,7 +138,8 @@ def _run(args: argparse.Namespace) -> int:
         try:
             trainer.train(config, folder, console)
         except (ActorFailed, ClusterError, CannotLearn, OSError) as error:
-            Notice().look()  # a signal that everything had is the cause then
+            if Notice().at_once:
+                raise Stopped from error
             console.say(f"fault: {error}")
             console.say(f"  logs  {folder / 'logs'}; {resumes_from(folder / 'checkpoints')}")
             if isinstance(error, OSError):  # a disk that is full or gone: where, only the traceback tells

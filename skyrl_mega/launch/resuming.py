@@ -12,12 +12,12 @@ import yaml
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.secrets import masked
 from skyrl_mega.trainer.checkpoints import newest_whole
 
 FIXED = {
     "run.seed": "it orders the data, of which the checkpoint knows the place",
     "data.shuffle": "it orders the data, of which the checkpoint knows the place",
-    "model.build": "the checkpoint holds the weights of a model of these sizes",
     "policy.moe.freeze_router": "the checkpoint has the optimizer's state of the weights that were trained",
 }
 """Settings, or groups, that a checkpoint is bound to, and why (docs/faults.md)."""
@@ -46,12 +46,16 @@ def changes(config: Config) -> list[str]:
     if checkpoint is None or not file.is_file():
         return []
     try:
-        before = _flat(yaml.safe_load(file.read_text()) or {})
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        tree = yaml.safe_load(file.read_text()) or {}
+        if not isinstance(tree, dict):
+            raise yaml.YAMLError("it is no mapping of settings")
+        before = _flat(tree)
+    except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise UserError(
-            f"{file} is not YAML: {' '.join(str(error).split())}; bring back the one that the run wrote, or remove it"
+            f"{file} cannot be read as settings: {' '.join(str(error).split())}; "
+            "bring back the one that the run wrote, or remove it"
         ) from error
-    now = _flat(asdict(config))
+    now = _flat(masked(asdict(config)))
     found = []
     for name, key in keys().items():
         if (key.group and not key.nullable) or name in PLACES:

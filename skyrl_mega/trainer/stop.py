@@ -45,6 +45,11 @@ class Notice:
         if asked is Asked.SOON and not self._held:
             raise Leaving
 
+    @property
+    def at_once(self) -> bool:
+        """Whether it is to end without finishing anything: whatever fails from then on follows from that."""
+        return self._asked() is Asked.NOW
+
     @contextmanager
     def held(self) -> Iterator[None]:
         """What is inside is begun only if nobody has asked, and then finished; Leaving is raised before or after it."""

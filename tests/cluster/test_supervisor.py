@@ -162,6 +162,7 @@ time.sleep(600)
     pid, terminal = pty.fork()
     if pid == 0:
         os.chdir(ROOT)
+        os.environ.pop("PYTHONBREAKPOINT", None)  # Ray's, once it has been in this process
         os.execv(sys.executable, [sys.executable, "-c", START + program, str(tmp_path)])
     seen = ""
 
@@ -169,10 +170,7 @@ time.sleep(600)
         nonlocal seen
         while text not in seen:
             if not select.select([terminal], [], [], 30)[0]:
-                children = subprocess.run(
-                    ["ps", "-o", "pid,pgid,tpgid,stat,wchan:20,args", "-s", str(pid)], capture_output=True
-                )
-                pytest.fail(f"{seen!r}\n{children.stdout.decode()}")
+                pytest.fail(f"no {text!r} within 30 s of {seen!r}")
             seen += os.read(terminal, 4096).decode()
 
     until("(Pdb) ")

@@ -251,7 +251,7 @@ PLANTED: dict[str, tuple[str, Config, Play, bool, str]] = {
         "entropy_collapsed",
         PLAIN,
         spoiled(PLAIN, **{"policy/entropy": 0.002, "reward/mean": 0.3}),
-        True,
+        False,
         "0.002 nats",
     ),
     "gradients vanished": (

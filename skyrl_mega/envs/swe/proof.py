@@ -47,14 +47,16 @@ class Proof:
             mode: `runner`: a runner must prove its end; `exit`: the exit code is enough; `auto`: a runner must where
                 the command names one of `RUNNERS`.
         """
+        alone = re.search(r"python[\d.]*\s+(?:-\S+\s+)*-\w*[EIS]", test)  # it looks for no proof on a path
         named = [runner for runner in RUNNERS if re.search(rf"\b{runner}\b|\bpy\.test\b", test)]
-        nonce = secrets.token_hex(16) if mode == "runner" or (mode == "auto" and named) else None
+        nonce = secrets.token_hex(16) if mode == "runner" or (mode == "auto" and named and not alone) else None
         end = f"end-{secrets.token_hex(8)}"
         prelude = PRELUDE.format(end=end, witness=WITNESS.read_text(encoding="utf-8"))
         if nonce is not None:
             runners = named or list(RUNNERS)
             options = 'PYTEST_ADDOPTS="-p sitecustomize"' if "pytest" in runners else ""
             prelude += WITNESSED.format(nonce=nonce, runners=",".join(runners), options=options)
+            test = re.sub(r"\bPYTHONPATH=", 'PYTHONPATH="$proof":', test)
         return cls(prelude + test, nonce)
 
     def passed(self, output: str) -> int | None:

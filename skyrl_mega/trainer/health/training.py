@@ -56,7 +56,9 @@ def entropy_collapsed(seen: Seen) -> Finding | None:
         return None
     was = "" if start is None else f", from {number(start)} at the start"
     rewards = "" if before is None else f"; reward {number(before)} → {number(earns)}"
-    return Finding("entropy_collapsed", f"entropy is {number(now[0])} nats a token{was}{rewards}", stuck=True)
+    text = f"entropy is {number(now[0])} nats a token{was}{rewards}"
+    # Where answers still earn differently there is something to learn from.
+    return Finding("entropy_collapsed", text, stuck=not seen.figure("rollout/groups_differ"))
 
 
 def gradient_vanished(seen: Seen) -> Finding | None:
