@@ -18,7 +18,9 @@ from skyrl_mega.envs.tags import first
 
 PROTECTED = [
     "tests/*",
+    "*/tests/*",
     "test_*.py",
+    "*/test_*.py",
     "*_test.py",
     "conftest.py",
     "*/conftest.py",
@@ -29,6 +31,8 @@ PROTECTED = [
     "tox.ini",
     "setup.cfg",
     "pyproject.toml",
+    "__pycache__/*",
+    "*/__pycache__/*",
     "sitecustomize.py",
     "usercustomize.py",
     "unittest.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs import BaseTextEnv, make
+from skyrl_mega.envs.swe.env import PROTECTED
 from skyrl_mega.envs.swe.session import LocalSession, Ran
 
 TEST = """
@@ -122,6 +124,13 @@ def test_what_repairs_nothing_earns_nothing(tasks: Path, cheat: str) -> None:
     output = env.step("<submit/>")
     assert output["reward"] == 0.0, output["metadata"]
     env.close()
+
+
+@pytest.mark.parametrize(
+    "name", ["pkg/tests/x.py", "pkg/test_x.py", "a/b/x_test.py", "__pycache__/test_x.cpython-311.pyc", "a/conftest.py"]
+)
+def test_tests_are_protected_in_every_folder(name: str) -> None:
+    assert any(fnmatch(name, pattern) for pattern in PROTECTED)
 
 
 PYTEST = "python -m pytest -q -p no:cacheprovider"
