@@ -87,6 +87,7 @@ def settings(folder: Path, faults: int) -> list[str]:
         *("model.build.hidden=64", "model.build.expert_ffn=64", "model.build.layers=4", "warmup.steps=20"),
         *("data.prompts_per_step=8", "data.samples_per_prompt=4", "algorithm.dynamic_sampling.enabled=false"),
         *("evaluation.every=0", "evaluation.before=false", "checkpoint.every=0", "telemetry.tensorboard=false"),
+        "run.patience=null",  # nobody minds that it learns nothing
         *("rollout.engines=2", f"rollout.restarts={faults + 2}", "rollout.request_timeout_s=20"),
         *(f"weights.timeout_s={TIMEOUT_S:g}", "weights.bucket_mib=0.02", f"run.steps={150 * faults}"),
         *(f"run.directory={folder}", f"model.path={folder}/model"),
