@@ -5,11 +5,14 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import skyrl_mega
 from skyrl_mega.envs.addition.env import AdditionEnv
 from skyrl_mega.envs.base import BaseTextEnvStepOutput
+from skyrl_mega.envs.options import Option, text
 
 _answers = itertools.count()
 """Answers judged in this process."""
@@ -18,9 +21,11 @@ _answers = itertools.count()
 class GateEnv(AdditionEnv):
     """Waits before the first answer after so many as the file `closed_after` says, until it says otherwise or is gone.
 
-    Options: `folder`, where that file is. While somebody waits, the folder has a file `waiting`. A file `driver` there
-    says where the code is and what was shipped.
+    While somebody waits, the folder has a file `waiting`. A file `driver` there says where the code is and what was
+    shipped.
     """
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {"folder": text(None, "where that file is")}
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         folder, number = Path(self.env_config["folder"]), next(_answers)
