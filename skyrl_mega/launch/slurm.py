@@ -212,7 +212,7 @@ def watch(job: Job, node: RayNode, launcher: subprocess.Popen[bytes]) -> int:
     told = False
     while (code := launcher.poll()) is None:
         check_all(job, node)
-        if not told and (job.folder / "stop").exists() and _takes(launcher.pid, signal.SIGUSR1):
+        if not told and (job.folder / "stop").exists() and _takes_signals(launcher.pid):
             told = True
             job.say("asked to end: the launcher writes a checkpoint")
             launcher.send_signal(signal.SIGUSR1)
@@ -332,10 +332,14 @@ def _address(interface: str) -> str:
     return address
 
 
-def _takes(process: int, number: signal.Signals) -> bool:
-    """Whether a process waits for the signal yet, as a supervisor does; before that it would be killed by it."""
+def _takes_signals(process: int) -> bool:
+    """Whether a process is a supervisor that waits for signals yet; before that one would be lost.
+
+    The kernel does not show a signal as blocked while somebody waits for it. SIGTTOU is blocked with the others, and
+    nobody waits for it (`cluster.driver`).
+    """
     status = Path(f"/proc/{process}/status").read_text()
-    return bool(int(status.partition("SigBlk:")[2].split()[0], 16) >> (number - 1) & 1)
+    return bool(int(status.partition("SigBlk:")[2].split()[0], 16) >> (signal.SIGTTOU - 1) & 1)
 
 
 _came: list[int] = []
