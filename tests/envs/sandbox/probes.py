@@ -174,7 +174,7 @@ def files(folder: str) -> Iterator[Attack]:
         "/proc/self/root": lambda: open(f"/proc/self/root{folder}/secret").read(),
         "/proc/self/cwd": lambda: open(f"/proc/self/cwd/../../../../../..{folder}/secret").read(),
         "dots": lambda: open(f"../../../../../../../..{folder}/secret").read(),
-        "/proc/1": lambda: os.listdir("/proc/1/root/etc"),
+        "/proc/1": lambda: os.listdir("/proc/1/root"),
         "/etc/passwd": lambda: open("/etc/passwd").read(),
         "home": lambda: os.listdir("/root"),
         "disk": lambda: os.open("/dev/vda", os.O_RDONLY),
