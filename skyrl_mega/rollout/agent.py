@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import time
 from collections.abc import Callable
@@ -126,22 +127,32 @@ class Agent:
         t = opened.trajectory
         t.seconds = {"generate": 0.0, "env": 0.0}
         t.steps = [Step(Kind.PROMPT, 0, 0)]
+        made: list[Any] = []
+        call = Call(self._make, prompt, made, late=lambda: [env.close() for env in made])
         try:
-            opened.env, messages = await self._env(t, "init", Call(self._make, prompt))
+            messages = await self._env(t, "init", call)
             tokens = self._tokens(t, "init: messages", self.first, messages)
         except EnvironmentFault as fault:
             _fail(t, fault)
             messages, tokens = prompt.messages, self.first(prompt.messages)
-            if opened.env is not None:
-                await self._close(opened)
+            opened.env = made[0] if made else None
+            await self.close(opened)
+        except asyncio.CancelledError:
+            if call.end is not None and made:  # else the thread closes it when it comes back
+                opened.env = made[0]
+                await self.close(opened)
+            raise
+        else:
+            opened.env = made[0]
         append(t, tokens, 0)
         _say(t, messages)
         t.prompt_length = len(t.tokens)
         return opened
 
-    def _make(self, prompt: Prompt) -> tuple[Any, list[Message]]:
-        env = registry.make(prompt.env_class, prompt.extras, self.environments, self.limits.turns)
-        return env, checked.init(env, list(prompt.messages))
+    def _make(self, prompt: Prompt, made: list[Any]) -> list[Message]:
+        """The first messages; `made` gets the environment, also where its `init` fails: it is closed all the same."""
+        made.append(registry.make(prompt.env_class, prompt.extras, self.environments, self.limits.turns))
+        return checked.init(made[0], list(prompt.messages))
 
     async def play(self, opened: Opened, name: str) -> Trajectory:
         """Plays to the end. What the policy produced enters `tokens` as it came and is never tokenised again.
@@ -161,7 +172,7 @@ class Agent:
         except EnvironmentFault as fault:
             _fail(t, fault)
         finally:
-            await self._close(opened)
+            await self.close(opened)
         return t
 
     async def _turn(self, opened: Opened, name: str) -> bool:
@@ -275,10 +286,11 @@ class Agent:
         at = blame.place(error, t.prompt.env_class, self.environments)
         return EnvironmentFault(status, f"environment {t.prompt.env_class}: {text}", at)
 
-    async def _close(self, opened: Opened) -> None:
+    async def close(self, opened: Opened) -> None:
+        """Closes the environment where that has not been done: `play` does, so this is for what is never played."""
         t, env = opened.trajectory, opened.env
         opened.env = None
-        if t.status is Status.ERROR_ENV_TIMEOUT:
+        if env is None or t.status is Status.ERROR_ENV_TIMEOUT:
             return  # a thread is still inside it, and closes it when it comes back
         try:
             await self._env(t, "close", Call(env.close))

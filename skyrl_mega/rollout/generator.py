@@ -112,16 +112,17 @@ class Generator:
             return trajectory
 
         # All are opened before the first is played, so that the first requests leave together and in order.
-        opened = await self._looking(asyncio.gather(*(agent.open(p, s) for p in prompts for s in range(samples))))
-        tasks = [asyncio.create_task(play(o, place)) for place, o in enumerate(opened)]
+        opening = [asyncio.create_task(agent.open(p, s)) for p in prompts for s in range(samples)]
+        playing: list[asyncio.Task[Trajectory]] = []
         try:
-            return await self._looking(asyncio.gather(*tasks))
+            opened = await self._looking(asyncio.gather(*opening))
+            playing += [asyncio.create_task(play(o, place)) for place, o in enumerate(opened)]
+            return await self._looking(asyncio.gather(*playing))
         except ActorFailed as error:
             # Raised in every task that waited: their frames would fill pages.
             raise error.with_traceback(None) from error.__cause__
         finally:
-            for task in tasks:
-                task.cancel()
+            await _closed(agent, opening, playing)
 
     async def _looking(self, phase: asyncio.Future[list[Answer]]) -> list[Answer]:
         """Its result, unless `look` raises before; what becomes of it then is nobody's concern."""
@@ -130,3 +131,12 @@ class Generator:
             self.look()
             await asyncio.wait([phase], timeout=LOOK_EVERY_S)
         return phase.result()
+
+
+async def _closed(agent: Agent, opening: list[asyncio.Task[Opened]], playing: list[asyncio.Task[Trajectory]]) -> None:
+    """Ends what is under way, and closes the environments that were opened and never played."""
+    for task in (*opening, *playing):
+        task.cancel()
+    await asyncio.gather(*opening, *playing, return_exceptions=True)
+    opened = [task.result() for task in opening if not task.cancelled() and task.exception() is None]
+    await asyncio.gather(*(agent.close(one) for one in opened))

@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import time
 from typing import Any
 
 import pytest
 
+from skyrl_mega.config.schema import EnvironmentConfig, SamplingConfig
+from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import generator
+from skyrl_mega.rollout.agent import Agent, Limits
+from skyrl_mega.rollout.chat import Chat
+from skyrl_mega.rollout.engine import Completion, Request
 from skyrl_mega.rollout.generator import Generator
+from skyrl_mega.rollout.threads import Threads
+from skyrl_mega.rollout.trajectory import Status
+from tests.rollout.user_envs import Counted
+from tests.support.scripted import Scripted, play
+
+COUNTED = EnvironmentConfig(classes={"counted": "tests.rollout.user_envs:Counted"})
 
 
 class Ending(BaseException):
@@ -41,3 +53,64 @@ def test_it_ends_soon_and_nobody_complains_of_it(monkeypatch: pytest.MonkeyPatch
         asyncio.run(phase())
     gc.collect()
     assert complaints == []
+
+
+class Mute:
+    """A router whose engine never answers."""
+
+    async def generate(self, request: Request) -> Completion:
+        await asyncio.sleep(600)
+        raise AssertionError
+
+
+class Played(Generator):
+    """Plays with an engine that never answers."""
+
+    def __init__(self, chat: Chat, after: int, threads: int) -> None:
+        looks = iter(range(after + 1))
+        nothing: Any = None
+
+        def look() -> None:
+            if next(looks) == after:
+                raise Ending
+
+        super().__init__(nothing, chat, nothing, COUNTED, look=look)
+        self.threads = threads
+
+    def agent(self, sampling: SamplingConfig) -> Agent:
+        limits = Limits(turn=10, response=10, length=1000, turns=2, env_timeout_s=60.0)
+        router: Any = Mute()
+        return Agent(router, self.chat, self.environments, limits, Threads(self.threads))
+
+
+def counted(uid: int, **extra: Any) -> Prompt:
+    return Prompt(uid, [{"role": "user", "content": "hello"}], "counted", {"reward_spec": {}, "extra_info": extra})
+
+
+def all_closed() -> bool:
+    """Whether what was made is closed, once each; a thread that was given up closes what it made when it is back."""
+    end = time.monotonic() + 10
+    while sorted(Counted.made) != sorted(Counted.closed) and time.monotonic() < end:
+        time.sleep(0.01)
+    return sorted(Counted.made) == sorted(Counted.closed)
+
+
+@pytest.mark.parametrize("after", [0, 2, 6, 20, 40])
+def test_whatever_was_opened_is_closed(characters_chat: Chat, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+    """Before anything is opened, while some are, when all are and the engine is asked."""
+    monkeypatch.setattr(generator, "LOOK_EVERY_S", 0.01)
+    Counted.made.clear()
+    Counted.closed.clear()
+    prompts = [counted(uid, opening_s=0.05) for uid in range(12)]
+    with pytest.raises(Ending):
+        asyncio.run(Played(characters_chat, after, threads=4)._generate(prompts, 1, SamplingConfig(), "0", None))
+    assert all_closed()
+
+
+def test_what_fails_as_it_opens_is_closed(characters_chat: Chat) -> None:
+    Counted.made.clear()
+    Counted.closed.clear()
+    given = [counted(0, fails=True), counted(1, opening_s=1.5), counted(2)]
+    played = play(characters_chat, COUNTED, [(p, Scripted(characters_chat, ["a"])) for p in given], env_timeout_s=0.3)
+    assert [t.status for t in played] == [Status.ERROR_ENV, Status.ERROR_ENV_TIMEOUT, Status.COMPLETED]
+    assert len(Counted.made) == 3 and all_closed()

@@ -131,6 +131,29 @@ class Stuck(BaseTextEnv):
         self.closed.append(self.extras["extra_info"]["fault"])
 
 
+class Counted(BaseTextEnv):
+    """Takes a while to open, and tells which have been made and which closed; fails in `init` as `extra_info` says."""
+
+    made: ClassVar[list[int]] = []
+    closed: ClassVar[list[int]] = []
+
+    def __init__(self, **kwargs: object) -> None:
+        super().__init__(**kwargs)  # type: ignore[arg-type]
+        self.made.append(id(self))
+
+    def init(self, prompt: list[Message]) -> Any:
+        time.sleep(self.extras["extra_info"].get("opening_s", 0.0))
+        if self.extras["extra_info"].get("fails"):
+            raise RuntimeError("no database")
+        return super().init(prompt)
+
+    def step(self, action: str) -> Any:
+        return good(done=True)
+
+    def close(self) -> None:
+        self.closed.append(id(self))
+
+
 class Rewriting(BaseTextEnv):
     """Puts a conversation of its own in the place of the old one in every turn but each third; done after six."""
 
