@@ -2,7 +2,8 @@
 
     SIGTERM, SIGINT, SIGHUP   at once: a driver that looks (`channel.heeding`) is asked and has 5 s, a second signal
                               makes them 0; then all its descendants are killed. Exit code 75
-    SIGUSR1                   soon: a driver that looks is asked and takes its time; for one that does not, at once
+    SIGUSR1                   soon: a driver that looks is asked and takes its time; for one that does not, at once. One
+                              more is the same one within 5 s, and at once after that
 
 The driver is never interrupted: nothing is raised into the calls of Ray, vLLM or torch that are under way. Whatever the
 moment and the call, one line says what happened, and no process, shared memory or temporary folder is left: this
@@ -26,6 +27,8 @@ STOPPED, FAULT = 75, 1
 """Exit codes. STOPPED (EX_TEMPFAIL): ended early by a signal; the same command goes on."""
 GRACE_S = 5.0
 """How long a driver that looks may take to end in order."""
+SAME_S = 5.0
+"""For how long a second SIGUSR1 is the first one: a scheduler tells every process of a job, and some pass it on."""
 GUARDS_S = 5.0
 """How long what a driver leaves that ended by itself may take, such as its guards."""
 END_S = 10.0
@@ -50,6 +53,8 @@ class Supervisor:
         self.terminal = Terminal(driver)
         self.by: str | None = None
         """The signal that ends it."""
+        self.asked_s: float | None = None
+        """When it was asked to end soon."""
         self.deadline: float | None = None
         """When a driver that was asked to end at once is killed."""
         self.status: int | None = None
@@ -79,8 +84,10 @@ class Supervisor:
         return self._code()
 
     def _signalled(self, number: signal.Signals) -> None:
+        if number == signal.SIGUSR1 and self.asked_s is not None and monotonic() < self.asked_s + SAME_S:
+            return
         if number == signal.SIGUSR1 and self.by is None and self.channel.heeded:
-            self.by = number.name
+            self.by, self.asked_s = number.name, monotonic()
             self.channel.ask(Asked.SOON)
             return
         if self.deadline is not None and number != signal.SIGINT:
@@ -147,17 +154,17 @@ def clear(patience_s: float, reap: Callable[[], None]) -> None:
 
 
 def descendants() -> set[int]:
-    """Living processes (no zombies) below this one."""
+    """Processes below this one that nobody has waited for. One that was killed may look dead, a zombie, while some of
+    its threads still hold its ports and its memory; this process waits for all of them in the end."""
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
             continue
         try:
             with open(f"/proc/{name}/stat", "rb") as stat:
-                state, parent = stat.read().rpartition(b")")[2].split()[:2]
+                parents[int(name)] = int(stat.read().rpartition(b")")[2].split()[1])
         except OSError:  # it ended meanwhile
             continue
-        parents[int(name)] = -1 if state == b"Z" else int(parent)
     found, wave = set(), {os.getpid()}
     while wave := {pid for pid, parent in parents.items() if parent in wave}:
         found |= wave

@@ -2,7 +2,8 @@
 
     SIGTERM, SIGINT   at once; the next start goes back to the newest checkpoint
     SIGUSR1           soon: a step that has not touched the policy yet is abandoned, one that has is finished; then a
-                      checkpoint is written. It is what Slurm's --signal should send. A second one: at once.
+                      checkpoint is written. It is what Slurm's --signal should send. A second one at least 5 s later:
+                      at once.
 
 All of them end with exit code 75, and the same command goes on. Signals are the supervisor's (`cluster.supervisor`): it
 asks, and the run looks for that between its calls, and twice a second while it generates.

@@ -7,6 +7,7 @@ import pty
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -149,6 +150,36 @@ def test_a_second_signal_hastens(tmp_path: Path) -> None:
         code, _, errors = end(process)
         assert code == 75 and len(errors.splitlines()) == 1
     assert time.monotonic() - began < 8
+
+
+def test_a_scheduler_that_tells_twice_does_not_hasten(tmp_path: Path) -> None:
+    """It tells every process of a job, some of which pass it on; a driver that has been asked goes on."""
+    process = start(tmp_path, f"{HEEDS}\n    time.sleep(0.5)\n    print('saved', flush=True)\nsys.exit(75)")
+    for _ in range(3):
+        process.send_signal(signal.SIGUSR1)
+        time.sleep(0.1)
+    assert end(process) == (75, "SOON\nsaved\n", "stopped by SIGUSR1; the same command goes on\n")
+
+
+HOLDS = """
+import ctypes, socket, threading
+listening = socket.create_server(("127.0.0.1", 0))
+(folder / "port").write_text(str(listening.getsockname()[1]))
+threading.Thread(target=time.sleep, args=(600,)).start()
+if os.fork():
+    os._exit(0)
+threading.Thread(target=lambda: (print("ready", flush=True), time.sleep(600))).start()
+ctypes.CDLL(None).pthread_exit(None)  # its first thread is a zombie, and it lives on
+"""
+
+
+def test_what_looks_dead_and_holds_a_port_is_ended(tmp_path: Path) -> None:
+    """A process whose first thread has ended is shown as a zombie while its others go on."""
+    process = start(tmp_path, HOLDS)
+    code, _, _ = end(process)
+    assert code == 0
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int((tmp_path / "port").read_text())))
 
 
 def test_in_a_terminal_a_debugger_reads(tmp_path: Path) -> None:
