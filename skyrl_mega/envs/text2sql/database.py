@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.envs.sandbox import Sandbox
+from skyrl_mega.envs.text2sql.ordering import orders_rows
 
 PROGRAM = Path(__file__).with_name("query.py")
 START_S = 10.0
@@ -65,13 +66,13 @@ class Database:
         """Runs one query; whatever goes wrong is in the table's `error`."""
         return _table(self._run([sql], seconds)[0][0])
 
-    def same(self, sql: str, gold: str, seconds: float) -> tuple[bool, Table, Table]:
-        """Whether both run and give the same rows, and what each gave."""
-        (ours, theirs), same = self._run([sql, gold], seconds)
-        return same, _table(ours), _table(theirs)
+    def differ(self, sql: str, gold: str, seconds: float) -> tuple[str | None, Table, Table]:
+        """Why a solution does not give what the gold query gives, None where it does; and what each gave."""
+        (ours, theirs), why = self._run([sql, gold], seconds)
+        return why, _table(ours), _table(theirs)
 
-    def _run(self, queries: list[str], seconds: float) -> tuple[list[dict[str, Any]], bool]:
-        """What became of each query, and whether two gave the same."""
+    def _run(self, queries: list[str], seconds: float) -> tuple[list[dict[str, Any]], str | None]:
+        """What became of each query, and why two gave different results."""
         file = str(self.file.resolve())
         order = {
             "database": file,
@@ -81,6 +82,7 @@ class Database:
             "shown": self.shown,
             "width": self.width,
             "compare": self.compare,
+            "ordered": orders_rows(queries[-1]),
         }
         box = replace(self.box, read=(*self.box.read, file))
         whole = len(queries) * seconds
@@ -92,12 +94,12 @@ class Database:
             limits=limits,
         )
         told = [json.loads(line) for line in outcome.stdout.splitlines(keepends=True) if line.endswith("\n")]
-        same = told.pop()["same"] if told and "same" in told[-1] else False
+        why = told.pop()["differ"] if told and "differ" in told[-1] else "a query was ended"
         late = outcome.status == "timeout" or outcome.exit == -signal.SIGALRM
-        why = f"timeout: it ran longer than {seconds:g} s" if late else "it needs more memory than a query may have"
-        why = "it returns too much" if outcome.status == "output" else why
-        ended = [{"error": why}, *[{"error": "it was not run: the one before it was ended"}] * len(queries)]
-        return [*told, *ended][: len(queries)], same
+        cause = f"timeout: it ran longer than {seconds:g} s" if late else "it needs more memory than a query may have"
+        cause = "it returns too much" if outcome.status == "output" else cause
+        ended = [{"error": cause}, *[{"error": "it was not run: the one before it was ended"}] * len(queries)]
+        return [*told, *ended][: len(queries)], why
 
 
 def _table(result: dict[str, Any]) -> Table:

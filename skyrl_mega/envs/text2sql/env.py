@@ -91,11 +91,13 @@ class Text2SqlEnv(BaseTextEnv):
         sql = solution(self.written)
         if sql is None:
             return -1.0, {"solution": None}
-        same, ours, gold = self.database.same(sql, str(self.ground_truth), float(self.options["reward_timeout_s"]))
+        why, ours, gold = self.database.differ(sql, str(self.ground_truth), float(self.options["reward_timeout_s"]))
         metadata = {"solution": sql, "error": ours.error}
         if gold.error is not None:
             metadata["gold_error"] = gold.error
-        return float(same), metadata
+        if why is not None:
+            metadata["differs"] = why
+        return float(why is None), metadata
 
 
 def observation(said: str, left: int) -> str:

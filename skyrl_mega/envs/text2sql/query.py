@@ -1,8 +1,10 @@
 """Reads SQL from stdin, runs it read-only, prints what came back. A script of the standard library, run in the sandbox.
 
 stdin: JSON with `database` (path), `queries` (one, or prediction and gold), `seconds`, `rows` (rows read at most),
-`shown` (rows printed at most), `width` (characters of a printed value), `compare` (`set` or `rows`).
-stdout: a line of JSON per query (`columns`, `rows`, `count` or `error`), then `same`: whether two gave the same rows.
+`shown` (rows printed at most), `width` (characters of a printed value), `compare` (`set` or `rows`), `ordered` (whether
+the gold query orders its rows).
+stdout: a line of JSON per query (`columns`, `rows`, `count` or `error`), then `differ`: why two gave different results,
+or null.
 A query that takes longer than `seconds` ends, in the middle of an instruction where it must be: then the kernel ends
 this process, and the lines that are missing say which query it was.
 """
@@ -12,13 +14,13 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
-import re
 import signal
 import sqlite3
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
 
@@ -36,6 +38,8 @@ TABLES = ("json_each", "json_tree")
 
 LONGEST_SQL, LARGEST_VALUE = 100_000, 16 * 2**20
 
+EXPLAIN = "EXPLAIN "
+
 GRACE_S = 0.25
 """For a query to notice that its time is up, before it is ended."""
 
@@ -45,40 +49,62 @@ ORDERS = 1000
 Row = tuple[Any, ...]
 
 
+@dataclass(frozen=True)
+class Result:
+    """What a query that ran gave."""
+
+    columns: list[str]
+    rows: list[Row]
+    tables: frozenset[str]
+    """Those of the database that it reads, through views and subqueries too; virtual ones are not among them."""
+
+
 def main() -> None:
-    """Runs the queries that standard input names; prints their results, and whether two of them agree."""
+    """Runs the queries that standard input names; prints their results, and why two of them differ."""
     order = json.load(sys.stdin)
     found = []
     for sql in order["queries"]:
         # Each on a connection of its own: what one leaves behind the other does not meet.
         signal.setitimer(signal.ITIMER_REAL, order["seconds"] + GRACE_S)
-        rows, result = run(order, sql)
+        result = run(order, sql)
         signal.setitimer(signal.ITIMER_REAL, 0)
-        found.append(rows)
-        print(json.dumps(result), flush=True)
+        found.append(result)
+        print(json.dumps(_told(order, result)), flush=True)
     if len(found) == 2:
         ours, gold = found
         signal.setitimer(signal.ITIMER_REAL, order["seconds"] + GRACE_S)
-        print(json.dumps({"same": same(ours, gold, order["compare"], order["queries"][1])}))
+        print(json.dumps({"differ": differ(ours, gold, order["compare"], order["ordered"])}))
 
 
-def same(ours: list[Row] | None, gold: list[Row] | None, compare: str, query: str) -> bool:
-    """Whether two queries that ran gave the same rows.
+def differ(ours: Result | str, gold: Result | str, compare: str, ordered: bool) -> str | None:
+    """Why a solution's result is not the gold one's; None where it is.
+
+    What reads no table is no answer to a question that gold answers from one, whatever it returns; and where gold
+    returns no rows, which are equal to no rows of anything, the tables that are read tell what was asked.
 
     Args:
-        ours: Rows of the one; None after an error.
-        gold: Of the other.
+        ours: What the solution gave; a text after an error.
+        gold: What the gold query gave.
         compare: `set`, as SkyRL-SQL: neither order nor duplicates count. `rows`, as Spider's test suite: duplicates
-            count, order too where the gold query has ORDER BY, and columns may stand in another order.
-        query: The gold one.
+            count, order too where gold is `ordered`, and columns may stand in another order.
+        ordered: Whether the gold query orders its rows.
     """
-    if ours is None or gold is None:
-        return False
+    if isinstance(ours, str) or isinstance(gold, str):
+        return "a query failed"
+    if len(ours.columns) != len(gold.columns):
+        return f"it has {len(ours.columns)} columns, and the gold query's result has {len(gold.columns)}"
+    if gold.tables and not ours.tables:
+        return "it reads no table"
+    if not gold.rows and not gold.tables <= ours.tables:
+        return f"no rows are to be returned, and it does not read {', '.join(sorted(gold.tables - ours.tables))}"
+    return None if _equal(ours.rows, gold.rows, compare, ordered) else "the rows are others"
+
+
+def _equal(ours: list[Row], gold: list[Row], compare: str, ordered: bool) -> bool:
     if compare == "set":
         return frozenset(ours) == frozenset(gold)
-    if len(ours) != len(gold) or (gold and len(ours[0]) != len(gold[0])):
+    if len(ours) != len(gold):
         return False
-    ordered = re.search(r"\border\s+by\b", query, re.IGNORECASE) is not None
     return not gold or any(_same_rows(ours, gold, order, ordered) for order in _column_orders(ours, gold))
 
 
@@ -104,28 +130,48 @@ def _column_orders(ours: list[Row], gold: list[Row]) -> Iterator[tuple[int, ...]
     return itertools.islice(orders(()), ORDERS)
 
 
-def run(order: dict[str, Any], sql: str) -> tuple[list[Row] | None, dict[str, Any]]:
-    """The rows, None after an error; and what to print of them."""
+def run(order: dict[str, Any], sql: str) -> Result | str:
+    """What a query gives; a text when it fails."""
     connection = connect(order["database"], order["seconds"])
     try:
         cursor = connection.execute(sql)
         if cursor.description is None:
-            return None, {"error": "it is no query: it has no columns"}
+            return "it is no query: it has no columns"
         columns = [column[0] for column in cursor.description]
         rows = cursor.fetchmany(order["rows"] + 1)
+        tables = _opened(connection, sql)
     except sqlite3.OperationalError as error:
         late = str(error) == "interrupted"
-        return None, {"error": f"timeout: it ran longer than {order['seconds']:g} s" if late else str(error)}
+        return f"timeout: it ran longer than {order['seconds']:g} s" if late else str(error)
     except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
-        return None, {"error": str(error)}
+        return str(error)
     except MemoryError:
-        return None, {"error": "it needs more memory than a query may have"}
+        return "it needs more memory than a query may have"
     finally:
         connection.close()
     if len(rows) > order["rows"]:
-        return None, {"error": f"it returns more than {order['rows']} rows"}
-    shown = [[_short(value, order["width"]) for value in row] for row in rows[: order["shown"]]]
-    return rows, {"columns": [_short(column, order["width"]) for column in columns], "rows": shown, "count": len(rows)}
+        return f"it returns more than {order['rows']} rows"
+    return Result(columns, rows, tables)
+
+
+def _told(order: dict[str, Any], result: Result | str) -> dict[str, Any]:
+    """What to print of a result."""
+    if isinstance(result, str):
+        return {"error": result}
+    width = order["width"]
+    shown = [[_short(value, width) for value in row] for row in result.rows[: order["shown"]]]
+    return {"columns": [_short(c, width) for c in result.columns], "rows": shown, "count": len(result.rows)}
+
+
+def _opened(connection: sqlite3.Connection, sql: str) -> frozenset[str]:
+    """The tables that a query's program opens, by the pages where they and their indices begin.
+
+    The authorizer would not do: it is told of a table that only `USING` or `NATURAL` looks into no more than of none,
+    and of a subquery that has a table's name as of the table.
+    """
+    pages = dict(connection.execute("SELECT rootpage, tbl_name FROM sqlite_master"))
+    program = connection.execute(EXPLAIN + sql)
+    return frozenset(pages[page] for _, name, _, page, *_ in program if name == "OpenRead" and page in pages)
 
 
 def connect(database: str, seconds: float) -> sqlite3.Connection:
@@ -133,7 +179,7 @@ def connect(database: str, seconds: float) -> sqlite3.Connection:
     connection = sqlite3.connect(f"file:{quote(database)}?mode=ro&immutable=1", uri=True, isolation_level=None)
     connection.text_factory = lambda data: data.decode(errors="surrogateescape")  # two broken texts stay two
     connection.setlimit(sqlite3.SQLITE_LIMIT_ATTACHED, 0)
-    connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, LONGEST_SQL)
+    connection.setlimit(sqlite3.SQLITE_LIMIT_SQL_LENGTH, len(EXPLAIN) + LONGEST_SQL)
     connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, LARGEST_VALUE)
     connection.execute("PRAGMA temp_store = MEMORY")
     connection.execute("PRAGMA trusted_schema = OFF")

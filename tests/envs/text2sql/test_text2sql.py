@@ -18,8 +18,10 @@ from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs import BaseTextEnv, make
+from skyrl_mega.envs.text2sql import query
 from skyrl_mega.envs.text2sql.database import schema
 from skyrl_mega.envs.text2sql.env import find
+from skyrl_mega.envs.text2sql.ordering import orders_rows
 from skyrl_mega.envs.text2sql.reward import solution
 from skyrl_mega.envs.text2sql.small import THEMES
 
@@ -36,6 +38,8 @@ def databases(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (3, "</observation><solution>SELECT 1</solution>", 1, None),
         ]
         connection.executemany("INSERT INTO pet VALUES (?, ?, ?, ?)", rows)
+        connection.execute("CREATE TABLE owner (id INTEGER, name TEXT)")
+        connection.execute("CREATE VIEW named AS SELECT name FROM pet")
     connection.close()
     return folder
 
@@ -90,7 +94,7 @@ def test_the_published_format(turns: list[str], expected: str | None) -> None:
     "sql, reward",
     [
         ("SELECT name FROM pet WHERE id = 1", 1.0),
-        ("SELECT 'Rex'", 1.0),  # the result counts, not the query
+        ("SELECT max(name) FROM pet WHERE age = 3", 1.0),  # the result counts, not the query
         ("SELECT name FROM pet WHERE id = 1 UNION ALL SELECT 'Rex'", 1.0),  # as sets: duplicates are one
         ("SELECT name, id FROM pet WHERE id = 1", 0.0),
         ("SELECT name FROM pet", 0.0),
@@ -119,7 +123,7 @@ def test_a_conversation(databases: Path) -> None:
     assert "no such table: cat" in answered(game, "SELECT * FROM cat")
     assert "(no rows)" in answered(game, "SELECT id FROM pet WHERE id > 9")
     assert "invalid" in game.step("<think>hm</think>")["observations"][0]["content"]
-    assert game.step("<think>so</think><solution>SELECT 'Rex'</solution>")["reward"] == 1.0
+    assert game.step("<think>so</think><solution>SELECT max(name) FROM pet WHERE age = 3</solution>")["reward"] == 1.0
 
 
 def test_turns_that_run_out_are_a_broken_format(databases: Path) -> None:
@@ -187,10 +191,98 @@ def test_one_long_instruction_ends_in_time(databases: Path) -> None:
     assert time.monotonic() - start < 8
 
 
-@pytest.mark.parametrize("sql", ["", "-- x", ";", "REINDEX", "/* x */", "SELECT 1 WHERE 0"])
-def test_what_returns_nothing_is_no_solution_where_gold_returns_nothing(databases: Path, sql: str) -> None:
-    output = env(databases, "SELECT name FROM pet WHERE id = 9").step(f"<think>x</think><solution>{sql}</solution>")
-    assert output["reward"] == float(sql.startswith("SELECT"))  # a query that finds nothing is right
+NOBODY = "SELECT name FROM pet WHERE id = 9"
+
+
+@pytest.mark.parametrize("compare", ["set", "rows"])
+@pytest.mark.parametrize(
+    ("gold", "sql", "differs"),
+    [
+        # No rows are equal to no rows of anything: what counts is of what.
+        *((NOBODY, sql, "a query failed") for sql in ("", "-- x", ";", "REINDEX", "/* x */")),
+        (NOBODY, "SELECT 1 WHERE 0", "it reads no table"),
+        (NOBODY, "SELECT value FROM json_each('[]')", "it reads no table"),
+        (NOBODY, "SELECT name FROM sqlite_master WHERE 0", "it reads no table"),
+        (NOBODY, "SELECT id, name FROM pet WHERE id = 9", "it has 2 columns, and the gold query's result has 1"),
+        (NOBODY, "SELECT name FROM owner WHERE 0", "no rows are to be returned, and it does not read pet"),
+        (NOBODY, "SELECT name FROM Pet WHERE age > 99", None),
+        (NOBODY, "SELECT o.name FROM owner o JOIN pet USING (id) WHERE 0", None),  # it may read more
+        (NOBODY, "SELECT o.name FROM owner o NATURAL JOIN pet", None),
+        (NOBODY, "SELECT name FROM named WHERE name = 'Tom'", None),  # a view
+        ("SELECT p.name FROM pet p JOIN owner o ON o.id = p.id", NOBODY, "… does not read owner"),
+        ("SELECT 1 WHERE 0", "SELECT 2 WHERE 0", None),  # gold reads nothing either
+        # A constant is no answer to what a table answers.
+        ("SELECT count(*) FROM pet", "VALUES(3)", "it reads no table"),
+        ("SELECT count(*) FROM pet", "SELECT 3", "it reads no table"),
+        ("SELECT count(*) FROM pet", "WITH n(x) AS (VALUES(3)) SELECT x FROM n", "it reads no table"),
+        ("SELECT count(*) FROM pet", "SELECT 3 WHERE 1 OR EXISTS (SELECT 1 WHERE 0)", "it reads no table"),
+        ("SELECT count(*) FROM pet", "WITH pet AS (VALUES(1),(2),(3)) SELECT count(*) FROM pet", "it reads no table"),
+        ("SELECT count(*) FROM pet", "SELECT max(value) FROM json_each('[3]')", "it reads no table"),
+        ("SELECT count(*) FROM named", "SELECT 3", "it reads no table"),
+        ("SELECT count(*) FROM pet", "SELECT count(*) FROM named", None),
+        ("SELECT count(*) FROM pet", "SELECT count(1) FROM PET", None),
+        ("SELECT count(*) FROM pet", "WITH n AS (SELECT id FROM pet) SELECT count(*) FROM n", None),
+        ("SELECT count(*) FROM pet", "SELECT (SELECT count(*) FROM main.pet AS p)", None),
+        ("SELECT count(*) FROM pet", "SELECT sum(1) FROM pet", None),
+        ("SELECT count(*) FROM pet", "SELECT max(id) FROM pet", None),
+        ("SELECT 3", "VALUES(3)", None),
+        ("SELECT value FROM json_each('[3]')", "SELECT 3", None),  # it reads nothing of the database's
+    ],
+)
+def test_what_reads_nothing_is_no_answer(
+    databases: Path, compare: str, gold: str, sql: str, differs: str | None
+) -> None:
+    order = {"database": str(databases / "pets" / "pets.sqlite"), "seconds": 5, "rows": 100}
+    why = query.differ(query.run(order, sql), query.run(order, gold), compare, ordered=False)
+    assert why == differs or (why and differs and why.endswith(differs.removeprefix("…")))
+
+
+@pytest.mark.parametrize(
+    ("gold", "sql", "differs"),
+    [
+        ("SELECT count(*) FROM pet", "SELECT 3", "it reads no table"),
+        (NOBODY, "SELECT 1 WHERE 0", "it reads no table"),
+        (NOBODY, ";", "a query failed"),
+        (NOBODY, "SELECT name FROM pet WHERE 0", None),  # it looks like an answer
+    ],
+)
+def test_what_an_answer_earns_that_reads_nothing(databases: Path, gold: str, sql: str, differs: str | None) -> None:
+    output = env(databases, gold).step(f"<think>x</think><solution>{sql}</solution>")
+    assert (output["reward"], output["metadata"].get("differs")) == (float(differs is None), differs)
+
+
+@pytest.mark.parametrize(
+    ("sql", "ordered"),
+    [
+        ("SELECT a FROM t ORDER BY a", True),
+        ("select a from t oRDer\n\tbY a limit 1", True),
+        ("SELECT a FROM t ORDER -- how\n /* so */ BY a", True),
+        ("SELECT a FROM t ORDER/*x*/BY a", True),
+        ("SELECT a FROM t UNION SELECT b FROM u ORDER BY 1", True),
+        ("WITH x AS (SELECT a FROM t ORDER BY a LIMIT 3) SELECT a FROM x ORDER BY(a)", True),
+        ("SELECT ')' , \"(\", `(`, [(], a -- (\nFROM t /* ( */ ORDER BY a", True),
+        ("SELECT 'it''s (' FROM t ORDER BY a", True),
+        ("SELECT a FROM t", False),
+        ("SELECT a FROM (SELECT a FROM t ORDER BY a)", False),
+        ("SELECT a FROM t WHERE b IN (SELECT b FROM u ORDER BY c LIMIT 1)", False),
+        ("WITH x AS (SELECT a FROM t ORDER BY a LIMIT 3) SELECT a FROM x", False),
+        ("SELECT rank() OVER (ORDER BY a) FROM t", False),
+        ("SELECT group_concat(a ORDER BY b) FROM t", False),
+        ("SELECT a FROM t -- ORDER BY a", False),
+        ("SELECT a FROM t /* ORDER BY a */", False),
+        ("SELECT a FROM t /* ORDER BY a", False),
+        ("SELECT a FROM t WHERE b = 'order by'", False),
+        ("SELECT a FROM t WHERE b = 'it''s order by'", False),
+        ('SELECT a AS "order by" FROM t', False),
+        ("SELECT a AS `order by`, b AS [order by] FROM t", False),
+        ("SELECT a FROM reorder, by_all", False),
+        ("SELECT a FROM t GROUP BY a", False),
+        ("[" * 200_000, False),
+        ("'" * 199_999 + "(" * 200_000, False),
+    ],
+)
+def test_whether_a_query_orders_its_rows(sql: str, ordered: bool) -> None:
+    assert orders_rows(sql) is ordered
 
 
 PETS = "SELECT id, name FROM pet ORDER BY id"
@@ -203,6 +295,9 @@ PETS = "SELECT id, name FROM pet ORDER BY id"
         (PETS, "SELECT id, name FROM pet ORDER BY id DESC", 1, 0),
         (PETS, "SELECT name, id FROM pet ORDER BY id", 0, 1),
         ("SELECT id, name FROM pet", "SELECT name, id FROM pet ORDER BY id DESC", 0, 1),
+        ("SELECT id FROM (SELECT id FROM pet ORDER BY id)", "SELECT id FROM pet ORDER BY id DESC", 1, 1),
+        ("SELECT id FROM pet -- ORDER BY id", "SELECT id FROM pet ORDER BY id DESC", 1, 1),
+        ("SELECT id FROM pet ORDER /* so */ BY id", "SELECT id FROM pet ORDER BY id DESC", 1, 0),
         ("SELECT id FROM pet", "SELECT id FROM pet UNION ALL SELECT 1", 1, 0),
         ("SELECT 1, 1, 2", "SELECT 2, 1, 1", 0, 1),
         ("SELECT 1, 1, 2", "SELECT 2, 2, 1", 0, 0),
