@@ -43,6 +43,12 @@ class Bounded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn ch
         if self._limit is None:
             self._wait()
 
+    def on_response_complete(self) -> None:
+        """One that is kept for a next request is the first to go where there are too many; uvicorn closes it in 5 s."""
+        super().on_response_complete()
+        if self.timeout_keep_alive_task is not None:
+            self.waiting[self] = None
+
     def connection_lost(self, exc: Exception | None) -> None:
         """Waits no more."""
         self._stop()
@@ -52,6 +58,7 @@ class Bounded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn ch
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def _wait(self) -> None:
+        self.waiting.pop(self, None)
         self.waiting[self] = None
         self._limit = self.loop.call_later(RECEIVE_S, self.transport.abort)
 
