@@ -28,7 +28,7 @@ STEP = re.compile(r" *\d+  ")
 SURVIVED = re.compile(r" is out of service: |^retriever: ended ")
 NOTICED = re.compile(r"health: (?:step |evaluation after step )(\d+): (\w+): (.*)", re.DOTALL)
 """What a run said of its own health: step, kind, evidence."""
-STUCK = "health/stuck_steps"
+STUCK = ("health/stuck_steps", "health/stuck_groups")
 """The one metric of its group that is no kind of finding."""
 
 
@@ -136,7 +136,7 @@ class RunData:
         steps: dict[str, list[int]] = {kind: [] for kind in told}
         for row in self.rows:
             for name in row:
-                if name.startswith("health/") and name != STUCK:
+                if name.startswith("health/") and name not in STUCK:
                     steps.setdefault(name.removeprefix("health/"), []).append(int(row["step"] or 0))
         found_steps = {kind: at or [told[kind][0]] for kind, at in steps.items()}
         return sorted(

@@ -12,6 +12,7 @@ from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.trainer.health.failures import all_failed
 
 if TYPE_CHECKING:
     from skyrl_mega.trainer.run import Step
@@ -28,7 +29,8 @@ class Sampler:
 
         With dynamic sampling (DAPO, arXiv:2503.14476, equation 11) groups whose rewards are all the same are left out
         and as many new prompts are drawn, in at most `max_rounds` rounds. A step that is then still short takes what
-        it has; `rollout/groups_missing` says how much that is.
+        it has; `rollout/groups_missing` says how much that is. Where every environment has failed, no more is drawn:
+        nothing that a policy says would be judged, and the run is about to end.
         """
         wanted, dynamic = self.config.data.prompts_per_step, self.config.algorithm.dynamic_sampling
         kept: list[list[Trajectory]] = []
@@ -39,6 +41,8 @@ class Sampler:
                 break  # the last epoch has no more prompts
             rounds += 1
             step.trajectories += [t for group in groups for t in group]
+            if all_failed(step.trajectories):
+                break
             if dynamic.enabled:
                 differs = informative_groups(torch.tensor([[t.reward for t in group] for group in groups]))
                 groups = [group for group, d in zip(groups, differs.tolist(), strict=True) if d]

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.health.failures import refuse_broken
+from skyrl_mega.trainer.run import Step
+from skyrl_mega.trainer.sampler import Sampler
 
 
 def ended(status: Status) -> Trajectory:
@@ -25,3 +32,38 @@ def test_all_failed_is_one_line_with_the_first_cause() -> None:
 def test_one_that_works_is_enough() -> None:
     refuse_broken([ended(Status.ERROR_ENV), ended(Status.TRUNCATED_TURNS)])
     refuse_broken([])
+
+
+class Plays:
+    """A generator whose trajectories end as a round says; counts the rounds."""
+
+    def __init__(self, *rounds: Status) -> None:
+        self.rounds, self.played = rounds, 0
+
+    def generate(self, prompts: list[Prompt], samples: int, **_: object) -> list[Trajectory]:
+        status = self.rounds[min(self.played, len(self.rounds) - 1)]
+        self.played += 1
+        return [ended(status) for _ in range(len(prompts) * samples)]
+
+
+@pytest.mark.parametrize(
+    ("rounds", "played"),
+    [
+        ((Status.ERROR_ENV,), 1),  # nothing can come of the others
+        ((Status.ERROR_ENV_TIMEOUT,), 1),
+        ((Status.COMPLETED, Status.ERROR_ENV), 4),  # it works, and perhaps again
+        ((Status.COMPLETED,), 4),
+    ],
+)
+def test_dynamic_sampling_draws_no_more_where_every_environment_fails(rounds: tuple[Status, ...], played: int) -> None:
+    config = Config()
+    config.data.prompts_per_step, config.data.samples_per_prompt = 2, 2
+    config.algorithm.dynamic_sampling.enabled, config.algorithm.dynamic_sampling.max_rounds = True, 4
+    generator: Any = Plays(*rounds)
+    prompts = [Prompt(i, [], "mine", {}) for i in range(8)]
+    step = Step(1, Console())
+    assert Sampler(config, prompts, PromptStream(8, batch=2), generator).sample(step) == []
+    assert generator.played == played == step.metrics["rollout/rounds"]
+    if played == 1:
+        with pytest.raises(UserError, match="all 4 trajectories failed"):
+            refuse_broken(step.trajectories)

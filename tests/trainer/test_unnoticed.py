@@ -37,7 +37,12 @@ SETTINGS = (
 def test_a_parser_that_reads_nothing_ends_the_run_with_the_evidence(tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text(ENVIRONMENT)
     process = quickstart.start(
-        tmp_path, *SETTINGS, "environment.classes.addition=broken.py:Broken", "run.patience=2", "algorithm=grpo"
+        tmp_path,
+        *SETTINGS,
+        "environment.classes.addition=broken.py:Broken",
+        "run.patience=2",
+        "run.patience_groups=0",
+        "algorithm=grpo",
     )
     out, _ = process.communicate(timeout=380)
     assert process.returncode == 1, out

@@ -17,13 +17,18 @@ def failures(trajectories: Sequence[Trajectory]) -> str | None:
     return f"{len(failed)} of {len(trajectories)} trajectories failed, the first one so: {_first(failed[0])}"
 
 
+def all_failed(trajectories: Sequence[Trajectory]) -> bool:
+    """Whether the environment of every trajectory failed; one that works is enough to go on."""
+    return bool(trajectories) and all(t.status.failed for t in trajectories)
+
+
 def refuse_broken(trajectories: Sequence[Trajectory]) -> None:
-    """Ends the run when the environment of every trajectory failed; one that works is enough to go on.
+    """Ends the run when the environment of every trajectory failed.
 
     Raises:
         UserError: Which environment, what the first one said, and where.
     """
-    if trajectories and all(t.status.failed for t in trajectories):
+    if all_failed(trajectories):
         first = trajectories[0]
         name = first.prompt.env_class
         raise UserError(

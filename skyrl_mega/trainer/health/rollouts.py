@@ -52,6 +52,7 @@ def everything_cut(seen: Seen) -> Finding | None:
         "everything_cut",
         f"{len(cut)} of {len(seen.judged)} responses were cut at {limit}{why}; {example(cut[0])}",
         stuck=filtered or not _differ(seen),
+        luck=True,
         explains=("nothing_parsed", "equal_rewards", "rewards_by_prompt", "stop_string_never_comes", "more_cut"),
     )
 
@@ -70,6 +71,7 @@ def nothing_parsed(seen: Seen) -> Finding | None:
         f"the environment says {shown(keys[0])}: {value} of all {len(notes)} answers: it cannot read what the policy "
         f"writes; {example(seen.judged[0])}",
         stuck=True,
+        luck=True,
         explains=("equal_rewards", "stop_string_never_comes"),
     )
 
@@ -84,6 +86,7 @@ def duplicated_samples(seen: Seen) -> Finding | None:
         f"{seen.config.rollout.sampling.temperature:g}, top_p {seen.config.rollout.sampling.top_p:g}); "
         f"{example(seen.groups[0][0])}",
         stuck=True,
+        luck=True,
         explains=("equal_rewards", "rewards_by_prompt", "nothing_left", "entropy_collapsed"),
     )
 
@@ -104,6 +107,7 @@ def equal_rewards(seen: Seen) -> Finding | None:
             f"rewards differ between prompts and never between the answers to one, in {len(seen.groups)} groups, "
             f"though their answers do: no advantage; {example(group[0])}",
             stuck=True,
+            luck=True,
         )
     [reward] = rewards
     earned = [value for row in (*seen.first, *seen.past) if (value := row.get("reward/mean")) is not None]
@@ -116,6 +120,7 @@ def equal_rewards(seen: Seen) -> Finding | None:
         f"none of {len(seen.groups)} groups has rewards that differ: all {rewards[reward]} are {reward:g}, of "
         f"{distinct} different answers: no advantage, no gradient; {example(seen.groups[0][0])}",
         stuck=True,
+        luck=True,
         explains=("gradient_vanished",),
     )
 
@@ -135,6 +140,7 @@ def nothing_sampled(seen: Seen) -> Finding | None:
         "nothing_sampled",
         f"{told}the step has none and trains nothing; {example(seen.trajectories[0])}",
         stuck=True,
+        luck=True,
         explains=("equal_rewards",),
     )
 
@@ -172,9 +178,8 @@ def _differ(seen: Seen) -> bool:
 
 def _all(seen: Seen, share: str) -> bool:
     """Whether a share of groups is 0, and not by coincidence: of many groups, or in several steps."""
-    of = seen.judged if seen.config.algorithm.advantage == "reinforce" else seen.groups
     steps = seen.lasting(share, 0.0)
-    return bool(seen.groups) and (steps >= LONG or (steps > 0 and len(of) >= MANY))
+    return bool(seen.groups) and (steps >= LONG or (steps > 0 and seen.compared >= MANY))
 
 
 def _nothing(key: str, note: dict[str, object]) -> bool:

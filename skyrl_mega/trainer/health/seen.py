@@ -36,6 +36,8 @@ class Finding:
     """The evidence, on one line: counts, and a sample."""
     stuck: bool = False
     """Whether the policy learns nothing from such a step: `run.patience` counts these."""
+    luck: bool = False
+    """Whether bad luck may explain it, so that `run.patience_groups` are needed too."""
     explains: tuple[str, ...] = ()
     """Kinds that follow from this one and are not told beside it."""
 
@@ -71,6 +73,11 @@ class Seen:
         drawn = [self.trajectories[i : i + samples] for i in range(0, len(self.trajectories), samples)]
         judged = [[t for t in group if not t.status.failed] for group in drawn]
         return [group for group in judged if len(group) > 1]
+
+    @property
+    def compared(self) -> int:
+        """Groups of the step, each of which may have had something to learn from; answers, where there are none."""
+        return len(self.judged if self.config.algorithm.advantage == "reinforce" else self.groups or self.judged)
 
     def shares(self) -> dict[str, float]:
         """Metrics that watchers compare over steps: share of the groups with rewards that differ, with answers that

@@ -58,7 +58,7 @@ def entropy_collapsed(seen: Seen) -> Finding | None:
     rewards = "" if before is None else f"; reward {number(before)} → {number(earns)}"
     text = f"entropy is {number(now[0])} nats a token{was}{rewards}"
     # Where answers still earn differently there is something to learn from.
-    return Finding("entropy_collapsed", text, stuck=not seen.figure("rollout/groups_differ"))
+    return Finding("entropy_collapsed", text, stuck=not seen.figure("rollout/groups_differ"), luck=True)
 
 
 def gradient_vanished(seen: Seen) -> Finding | None:

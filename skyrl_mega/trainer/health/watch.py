@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import ceil
 
 from skyrl_mega.config.schema import Config
 from skyrl_mega.rollout.trajectory import Trajectory
@@ -19,11 +20,12 @@ KEPT = USUAL + ONSET + 28
 """Rows that are remembered."""
 FIRST = 10
 """Rows that are the run's start."""
-STUCK = "health/stuck_steps"
+STUCK, STUCK_GROUPS = "health/stuck_steps", "health/stuck_groups"
+"""What is counted of the steps, without a break up to the newest one, from which nothing was learned."""
 
 
 class CannotLearn(RuntimeError):
-    """The run has had `run.patience` steps one after another from which the policy learned nothing."""
+    """The run has had `run.patience` steps, with `run.patience_groups`, from which the policy learned nothing."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,8 @@ class Health:
     past: deque[Row] = field(default_factory=lambda: deque(maxlen=KEPT))
     first: list[Row] = field(default_factory=list)
     stuck: int = 0
+    groups: int = 0
+    """Of the stuck steps, up to as many as are evidence enough; a step that luck does not explain is that by itself."""
     said: dict[str, int] = field(default_factory=dict)
     """Kind → the step in which it was told last."""
     told: dict[str, str] = field(default_factory=dict)
@@ -57,9 +61,10 @@ class Health:
         for row in rows:
             if row.get("step"):
                 self._keep(row)
-        self.stuck = int((self.past[-1].get(STUCK) or 0) if self.past else 0)
-        if self.config.run.patience and self.stuck >= self.config.run.patience:
-            self.stuck = 0
+        newest = self.past[-1] if self.past else {}
+        self.stuck, self.groups = (int(newest.get(name) or 0) for name in (STUCK, STUCK_GROUPS))
+        if self._out_of_patience:
+            self.stuck = self.groups = 0
 
     def see(self, number: int, metrics: Row, trajectories: Sequence[Trajectory]) -> Verdict:
         """Looks at a step that is done."""
@@ -67,31 +72,43 @@ class Health:
         measured = {**seen.shares(), **_speed(metrics)}
         seen = Seen(self.config, number, {**metrics, **measured}, trajectories, seen.past, seen.first)
         found = findings(seen)
-        self.stuck = self.stuck + 1 if any(finding.stuck for finding in found) else 0
+        self._count(seen, [finding for finding in found if finding.stuck])
         measured |= {f"health/{finding.kind}": 1.0 for finding in found}
-        measured[STUCK] = float(self.stuck)
+        measured |= {STUCK: float(self.stuck), STUCK_GROUPS: float(self.groups)}
         self._keep({**metrics, **measured})
         self.told |= {finding.kind: finding.text for finding in found if finding.stuck}
-        return Verdict(
-            measured, [self._line(number, finding) for finding in found if self._is_news(number, finding)], self.stuck
-        )
+        lines = [self._line(seen, finding) for finding in found if self._is_news(number, finding)]
+        return Verdict(measured, lines, self.stuck)
 
     def end_if_stuck(self, number: int) -> None:
-        """Ends a run that has had no step to learn from for `run.patience` steps.
+        """Ends a run that has had no step to learn from for `run.patience` steps with `run.patience_groups`.
 
         Raises:
             CannotLearn: Says why.
         """
-        patience = self.config.run.patience
-        if patience and self.stuck >= patience:
+        if self._out_of_patience:
             why = "; ".join(
                 f"{kind}: {text}" for kind, text in self.told.items() if self.past[-1].get(f"health/{kind}")
             )
-            steps = f"step {number} was" if patience == 1 else f"the last {patience} steps up to {number} were each"
+            run = self.config.run
+            steps = f"step {number} was" if self.stuck == 1 else f"the last {self.stuck} steps up to {number} were each"
             raise CannotLearn(
-                f"{steps} one from which the policy cannot learn (run.patience = {patience}): {why}; "
-                "docs/health.md says what helps"
+                f"{steps} one from which the policy cannot learn (run.patience = {run.patience}, run.patience_groups = "
+                f"{run.patience_groups}): {why}; docs/health.md says what helps"
             )
+
+    @property
+    def _out_of_patience(self) -> bool:
+        run = self.config.run
+        return bool(run.patience) and self.stuck >= (run.patience or 0) and self.groups >= run.patience_groups
+
+    def _count(self, seen: Seen, stuck: list[Finding]) -> None:
+        if not stuck:
+            self.stuck = self.groups = 0
+            return
+        enough = self.config.run.patience_groups
+        self.stuck += 1
+        self.groups = min(enough, self.groups + (seen.compared if all(f.luck for f in stuck) else enough))
 
     def _keep(self, row: Row) -> None:
         self.past.append(row)
@@ -105,12 +122,15 @@ class Health:
         self.said[finding.kind] = number
         return True
 
-    def _line(self, number: int, finding: Finding) -> str:
-        left = (self.config.run.patience or 0) - self.stuck
+    def _line(self, seen: Seen, finding: Finding) -> str:
+        run, left = self.config.run, 0
+        if run.patience:
+            missing = run.patience_groups - self.groups
+            left = max(run.patience - self.stuck, ceil(missing / max(1, seen.compared)))
         ends = (
             f"; the run ends after {left} more such step{'s' if left > 1 else ''}" if finding.stuck and left > 0 else ""
         )
-        return f"{PREFIX}step {number}: {finding.kind}: {finding.text}{ends}"
+        return f"{PREFIX}step {seen.number}: {finding.kind}: {finding.text}{ends}"
 
 
 def findings(seen: Seen) -> list[Finding]:
