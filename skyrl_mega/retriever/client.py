@@ -70,9 +70,12 @@ class Client:
             body["method"] = method
         reply = self._ask("POST", "/retrieve", body)
         try:
-            return [[_hit(hit) for hit in hits] for hits in reply["result"]]
+            found = [[_hit(hit) for hit in hits] for hits in reply["result"]]
         except (KeyError, TypeError, ValueError) as error:
             raise RetrievalError(f"{self.url}/retrieve answered in another form: {error!r}") from error
+        if len(found) != len(queries):
+            raise RetrievalError(f"{self.url}/retrieve answered {len(found)} queries of {len(queries)}")
+        return found
 
     def health(self) -> dict[str, Any]:
         """What the service says of itself: `ready`, `version`, `passages`, `methods`, `waiting`.
@@ -104,7 +107,7 @@ class Client:
                 wanted = _retry_after(response)
             except httpx.TransportError as error:
                 cause = f"{type(error).__name__}: {error}"
-            except (httpx.InvalidURL, ValueError) as error:  # no URL, or an answer that is no JSON
+            except (httpx.InvalidURL, httpx.DecodingError, ValueError) as error:  # no URL, or an answer that is no JSON
                 raise RetrievalError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
             rest = max(wanted, pause * random.uniform(0.5, 1.0))  # drawn, so that many do not come back at once
             left = self.timeout_s - (time.monotonic() - start)

@@ -42,6 +42,7 @@ class Chat:
 
         try:
             self.tokenizer: Any = AutoTokenizer.from_pretrained(path, local_files_only=True)
+            self.tokenizer.decode(self.encode(MARK))  # some faults show when it is first used
         except Exception as error:  # whatever two libraries and the directory's own files make of each other
             said = (str(error).splitlines() or [""])[0] or "?"
             raise UserError(

@@ -1,30 +1,24 @@
-"""The command line: feeds targets by turns for some seconds, and keeps the cases that end otherwise than they may."""
+"""The command line: feeds targets for some seconds, says how far it is, and keeps the cases that end otherwise than they may."""
 
 from __future__ import annotations
 
 import argparse
 import hashlib
 import json
-import signal
 import sys
-import tempfile
 import time
-import traceback
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from random import Random
-from types import FrameType
-from typing import Any, NoReturn
 
-from tests.fuzz.targets import TARGETS, one_line
+from rich.console import Console
+from rich.table import Table
+
+from tests.fuzz.feed import Ended, Share, case_of, feed
+from tests.fuzz.targets import TARGETS
 
 CASES = Path(__file__).with_name("cases")
-HANG_S = 20.0
-
-
-class Hung(BaseException):
-    """A case took longer than `HANG_S`. No reader can survive it by accident."""
+QUIET_S = 10.0
+"""Between two lines of progress."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -39,61 +33,76 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = args.only.split(",")
     if unknown := [name for name in names if name not in TARGETS]:
         p.error(f"--only {unknown[0]}: allowed: {', '.join(TARGETS)}")
-    print(f"seed {seed}", flush=True)
-    done, failed = fuzz(names, seed, args.seconds, args.keep)
-    print(", ".join(f"{name} {done[name]}" for name in names) + f"; {len(failed)} failed")
+    args.keep.mkdir(parents=True, exist_ok=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console.print(f"seed {seed}")
+    had, failed = fuzz(names, seed, args.seconds, args.keep, console)
+    console.print(table(had))
+    console.print(f"seed {seed}: {sum(share.cases for share in had.values())} cases, {len(failed)} failed")
     return 1 if failed else 0
 
 
-def fuzz(names: Sequence[str], seed: int, seconds: float, keep: Path) -> tuple[Counter[str], list[Path]]:
-    """Feeds targets by turns.
+def fuzz(
+    names: Sequence[str], seed: int, seconds: float, keep: Path, console: Console | None = None
+) -> tuple[dict[str, Share], list[Path]]:
+    """Feeds targets, at least one case each.
 
     Args:
         names: Targets.
         seed: Decides all cases.
         seconds: For how long.
         keep: Folder for cases that failed.
+        console: Where progress and failures are told.
 
     Returns:
-        How many cases each target had, and the files of those that failed.
+        What each target has had, and the files of the cases that failed.
     """
-    end, done, failed = time.monotonic() + seconds, Counter[str](), list[Path]()
-    while time.monotonic() < end:
-        for name in names:
-            case = TARGETS[name].make(Random(f"{seed}/{name}/{done[name]}"))
-            done[name] += 1
-            if (error := outcome(name, case)) is not None:
-                text = json.dumps({"target": name, "case": case}, indent=1)
-                file = keep / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}.json"
-                file.write_text(text)
-                failed.append(file)
-                print(f"{name} case {done[name] - 1} of seed {seed}, kept as {file}:\n{error}", file=sys.stderr)
-    return done, failed
+    had, failed = {name: Share() for name in names}, list[Path]()
+    start = said = time.monotonic()
+    for event in feed(names, seed, had):
+        if isinstance(event, Ended):
+            had[event.name].count(event)
+            if event.error is not None:
+                failed.append(kept(event, seed, keep))
+                if console:
+                    console.print(
+                        f"{event.name} case {event.number} of seed {seed}, kept as {failed[-1]}:\n{event.error}"
+                    )
+        now = time.monotonic()
+        if console and now - said >= QUIET_S:
+            said = now
+            console.print(progress(had, len(failed), seconds - (now - start)))
+        if now - start >= seconds and all(share.cases for share in had.values()):
+            break
+    return had, failed
 
 
-def outcome(name: str, case: Any) -> str | None:
-    """None where a case ends as it may, else the traceback."""
-    target = TARGETS[name]
-    before = signal.signal(signal.SIGALRM, _hang)
-    signal.setitimer(signal.ITIMER_REAL, HANG_S)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            target.run(case, Path(folder))
-    except target.errors as error:
-        try:
-            one_line(error)
-        except AssertionError:
-            return traceback.format_exc()
-    except (Exception, Hung):
-        return traceback.format_exc()
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-    return None
+def kept(ended: Ended, seed: int, folder: Path) -> Path:
+    """The file of a case that failed."""
+    text = json.dumps({"target": ended.name, "case": case_of(ended.name, seed, ended.number)}, indent=1)
+    file = folder / f"{ended.name}-{hashlib.sha256(text.encode()).hexdigest()[:10]}.json"
+    file.write_text(text)
+    return file
 
 
-def _hang(number: int, frame: FrameType | None) -> NoReturn:
-    raise Hung(f"longer than {HANG_S:g} s")
+def progress(had: Mapping[str, Share], failed: int, left: float) -> str:
+    """One line."""
+    counts = ", ".join(f"{name} {share.cases}" for name, share in had.items())
+    return f"{max(0.0, left):.0f} s left, {failed} failed: {counts}"
+
+
+def table(had: Mapping[str, Share]) -> Table:
+    """What each target has had."""
+    out = Table("target", "cases", "failed", "seconds", "slowest", "which")
+    for name, share in had.items():
+        slow = share.slowest
+        row = (
+            (name, share.cases, share.failed, f"{share.seconds:.0f}", f"{slow.seconds:.2f} s", slow.number)
+            if slow
+            else (name,)
+        )
+        out.add_row(*map(str, row))
+    return out
 
 
 if __name__ == "__main__":

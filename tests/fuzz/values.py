@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import json
 from random import Random
 from typing import Any
 
@@ -52,6 +53,23 @@ def spoilt(random: Random, data: bytes) -> bytes:
             case _:
                 out[at:at] = out[at : at + random.randrange(50)]
     return bytes(out)
+
+
+def replaced(random: Random, given: Any) -> Any:
+    """A copy of a JSON value in which something, however deep, is another value, or is left out."""
+    copy = at = json.loads(json.dumps(given))
+    for _ in range(random.randrange(1, 7)):
+        if not at:
+            break
+        key = random.choice(range(len(at)) if isinstance(at, list) else list(at))
+        if not isinstance(at[key], dict | list) or random.random() < 0.2:
+            if random.random() < 0.2:
+                del at[key]
+            else:
+                at[key] = real(value(random))
+            break
+        at = at[key]
+    return copy
 
 
 def packed(data: bytes) -> str:

@@ -1,0 +1,71 @@
+"""Trajectories of an environment, as a run plays them, and what they must earn."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from skyrl_mega.config.schema import EnvironmentConfig, RetrieverConfig
+from skyrl_mega.envs import checked, registry
+from tests.fuzz.words import Pieces, said
+
+STEP_S = 2.0
+"""CPU time of this thread for one step. What other processes do for it has its own limits."""
+
+
+def case_of(
+    truth: Any,
+    say: Sequence[Pieces],
+    reward: float | None,
+    low: float,
+    high: float,
+    *,
+    turns: int = 1,
+    options: Mapping[str, Any] | None = None,
+    **row: Any,
+) -> dict[str, Any]:
+    """A trajectory.
+
+    Args:
+        truth: `reward_spec.ground_truth`.
+        say: What the policy says, turn by turn.
+        reward: What all turns together must earn, known by how the texts are made; None where that is unknown.
+        low: The least that can be earned.
+        high: The most.
+        turns: `rollout.max_turns`.
+        options: Of the environment.
+        row: Further columns.
+    """
+    extras = {"reward_spec": {"ground_truth": truth}, **row}
+    return {"row": extras, "turns": turns, "options": options or {}, "say": say, "reward": reward, "range": [low, high]}
+
+
+def play(name: str, case: Mapping[str, Any], retriever: RetrieverConfig | None = None) -> None:
+    """Plays a trajectory to its end, or to the end of what is said.
+
+    Raises:
+        AssertionError: It earned what it must not, or took too long.
+    """
+    config = EnvironmentConfig(options={name: case["options"]}, retriever=retriever or RetrieverConfig())
+    registry.check(config)
+    env = registry.make(name, case["row"], config, case["turns"])
+    total, done = 0.0, False
+    try:
+        checked.init(env, [{"role": "user", "content": "x"}])
+        for pieces in case["say"]:
+            start = time.thread_time()
+            output = checked.step(env, said(pieces))
+            assert (took := time.thread_time() - start) < STEP_S, f"a step took {took:.1f} s of CPU time"
+            total, done = total + output.reward, output.done
+            if done:
+                break
+            assert output.observations, "it goes on and says nothing"
+    finally:
+        env.close()
+    low, high = case["range"]
+    assert low <= total <= high, f"earned {total}; allowed is {low} to {high}"
+    if case["reward"] is not None:
+        assert done, "it is not done"
+        assert math.isclose(total, case["reward"], abs_tol=1e-9), f"earned {total} and not {case['reward']}"

@@ -1,0 +1,172 @@
+"""What a case leaves behind: temporary files, processes, threads, descriptors, shared memory, a driver that is changed.
+
+`Watch` makes this process the parent of every orphan below it and gives it a temporary folder of its own, so that
+nothing of other programs on the machine is taken for something left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from skyrl_mega.envs.sandbox import folders
+
+GRACE_S = 3.0
+"""For what is on its way out: a thread that ends, a process that is collected."""
+SHARED_MEMORY = Path("/dev/shm")
+STAY = (b"envs/math/worker.py",)
+"""Processes of a pool: they serve the next case."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGPIPE)
+SUBREAPER = 36
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What there is at one moment."""
+
+    files: frozenset[str]
+    processes: frozenset[int]
+    threads: frozenset[threading.Thread]
+    shared: frozenset[str]
+    descriptors: frozenset[int]
+    driver: frozenset[str]
+    """Its folder, environment and the like, as `name=value`."""
+
+
+class Watch:
+    """Compares before and after. A context manager."""
+
+    def __init__(self) -> None:
+        self._stack = contextlib.ExitStack()
+        self._children = Children()
+
+    def __enter__(self) -> Watch:
+        self._root = self._stack.enter_context(tempfile.TemporaryDirectory(prefix="skyrl-fuzz-"))
+        os.chmod(self._root, 0o711)
+        self._roots = {self._root, tempfile.gettempdir()}
+        before = tempfile.tempdir
+        tempfile.tempdir = self._root
+        self._stack.callback(setattr, tempfile, "tempdir", before)
+        prctl = ctypes.CDLL(None).prctl
+        prctl(SUBREAPER, 1, 0, 0, 0)
+        self._stack.callback(prctl, SUBREAPER, 0, 0, 0, 0)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def seen(self) -> Seen:
+        """What there is now."""
+        return Seen(
+            frozenset(self._files()),
+            self._children.now(),
+            frozenset(threading.enumerate()),
+            frozenset(os.listdir(SHARED_MEMORY)) if SHARED_MEMORY.is_dir() else frozenset(),
+            frozenset(map(int, os.listdir("/proc/self/fd"))),
+            frozenset(_driver()),
+        )
+
+    def left(self, before: Seen) -> str:
+        """What is there now, after a grace, and was not before; "" where it is nothing."""
+        deadline = time.monotonic() + GRACE_S
+        while said := self._more(before):
+            if time.monotonic() > deadline:
+                return "; ".join(said)
+            gc.collect()
+            time.sleep(0.02)
+            self._children = Children()  # one that has ended meanwhile
+        return ""
+
+    def _more(self, before: Seen) -> list[str]:
+        now, said = self.seen(), []
+        for field in fields(Seen):
+            more = getattr(now, field.name) - getattr(before, field.name)
+            if field.name == "shared":
+                more = {name for name in more if not _held(str(SHARED_MEMORY / name))}
+            if field.name == "descriptors" and len(now.descriptors) <= len(before.descriptors):
+                continue  # one that was replaced
+            if more:
+                said.append(f"{field.name}: {', '.join(_shown(field.name, one) for one in more)[:500]}")
+        return said
+
+    def _files(self) -> Iterator[str]:
+        """Below the temporary folder, and in this process's own folder of sandboxes, wherever it was made."""
+        own = f"{folders.PREFIX}{folders.owner()}-"
+        for root in self._roots:
+            for name in os.listdir(root):
+                if name.startswith(own):
+                    yield from (f"{name}/{inner}" for inner in os.listdir(os.path.join(root, name)) if inner != "lock")
+                elif root == self._root:
+                    yield name
+
+
+class Children:
+    """Processes below this one, those that were given to it too; not those that stay."""
+
+    def __init__(self) -> None:
+        self._newest, self._known = "", frozenset[int]()
+
+    def now(self) -> frozenset[int]:
+        """Their numbers. Looks only where a process was started since the last time."""
+        try:
+            os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        except ChildProcessError:
+            return frozenset()
+        newest = Path("/proc/loadavg").read_text().split()[-1]
+        if newest != self._newest:
+            self._newest, self._known = newest, frozenset(_children())
+        return self._known
+
+
+def _children() -> Iterator[int]:
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+            if parent == os.getpid() and not _stays(pid):
+                yield int(pid)
+
+
+def _stays(pid: str) -> bool:
+    command = Path(f"/proc/{pid}/cmdline").read_bytes()
+    return any(name in command for name in STAY)
+
+
+def _driver() -> Iterator[str]:
+    yield f"folder={os.getcwd()}"
+    yield from (f"{name}={value}" for name, value in os.environ.items())
+    yield from (f"signal {number}={signal.getsignal(number)}" for number in SIGNALS)
+    yield f"recursion={sys.getrecursionlimit()}"
+    yield f"digits={sys.get_int_max_str_digits()}"
+    yield f"path={sys.path}"
+
+
+def _shown(kind: str, one: object) -> str:
+    with contextlib.suppress(OSError):
+        if kind == "processes":
+            return f"{one} {Path(f'/proc/{one}/cmdline').read_bytes()[:200]!r}"
+        if kind == "descriptors":
+            return f"{one} {os.readlink(f'/proc/self/fd/{one}')}"
+    return str(one)
+
+
+def _held(path: str) -> bool:
+    """Whether a process has a file open or mapped: shared memory of another program on this machine."""
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        with contextlib.suppress(OSError):
+            if path in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
+                return True
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    if os.readlink(f"/proc/{pid}/fd/{fd}") == path:
+                        return True
+    return False
