@@ -74,7 +74,7 @@ test: $(READY)  ## every test that takes less than 20 seconds, at most 25 minute
 test-all: $(READY)  ## these and the slow ones: whole runs, faults, a Slurm cluster; about 50 minutes on 2 cores
 	$(PY) -m pytest $(ARGS)
 
-fuzz: $(READY)  ## random settings, files, models, replies and checkpoints, for an hour (ARGS="--seconds 60 --seed 7" adds options)
+fuzz: $(READY)  ## hostile settings, files, replies, texts, programs and SQL, for an hour (ARGS="--seconds 60 --seed 7" adds options)
 	$(PY) -m tests.fuzz --seconds 3600 $(ARGS)
 
 check: $(READY)  ## formatter, linter, type checker

@@ -1,4 +1,4 @@
-"""The command line: feeds targets for some seconds, says how far it is, and keeps the cases that end otherwise than they may."""
+"""The command line: feeds targets for some seconds, says how far it is, keeps the cases that end as they must not."""
 
 from __future__ import annotations
 

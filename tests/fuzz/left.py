@@ -92,7 +92,7 @@ class Watch:
         for field in fields(Seen):
             more = getattr(now, field.name) - getattr(before, field.name)
             if field.name == "shared":
-                more = {name for name in more if not _held(str(SHARED_MEMORY / name))}
+                more = {name for name in more if not _held(SHARED_MEMORY / name)}
             if field.name == "descriptors" and len(now.descriptors) <= len(before.descriptors):
                 continue  # one that was replaced
             if more:
@@ -159,14 +159,19 @@ def _shown(kind: str, one: object) -> str:
     return str(one)
 
 
-def _held(path: str) -> bool:
-    """Whether a process has a file open or mapped: shared memory of another program on this machine."""
+def _held(file: Path) -> bool:
+    """Whether a process has a file of shared memory open or mapped, under whatever name: another program's, then."""
+    try:
+        inode = file.stat().st_ino
+    except FileNotFoundError:
+        return True  # its owner has removed it meanwhile
     for pid in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError):
-            if path in Path(f"/proc/{pid}/maps").read_text(errors="replace"):
+            mapped = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
+            if any(str(SHARED_MEMORY) in line and line.split()[4] == str(inode) for line in mapped):
                 return True
-            for fd in os.listdir(f"/proc/{pid}/fd"):
+            for fd in Path(f"/proc/{pid}/fd").iterdir():
                 with contextlib.suppress(OSError):
-                    if os.readlink(f"/proc/{pid}/fd/{fd}") == path:
+                    if str(SHARED_MEMORY) in os.readlink(fd) and fd.stat().st_ino == inode:
                         return True
     return False

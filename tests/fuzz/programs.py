@@ -36,8 +36,10 @@ def safe(act, way):
 
 FILES = (
     "open('f{n}', 'wb').write(bytes({big}))",
-    "fd = os.open('g{n}', os.O_CREAT | os.O_RDWR); os.unlink('g{n}'); os.posix_fallocate(fd, 0, {big}); kept.append(fd)",
-    "kept.append(os.open('.', os.O_TMPFILE | os.O_RDWR)); os.ftruncate(kept[-1], {big}); os.write(kept[-1], bytes({big}))",
+    "fd = os.open('g{n}', os.O_CREAT | os.O_RDWR); os.unlink('g{n}'); os.posix_fallocate(fd, 0, {big});"
+    " kept.append(fd)",
+    "kept.append(os.open('.', os.O_TMPFILE | os.O_RDWR)); os.ftruncate(kept[-1], {big});"
+    " os.write(kept[-1], bytes({big}))",
     "[open(f'e{n}_{{i}}', 'w').close() for i in range({many})]",
     "[os.mkdir(f'd{n}_{{i}}') for i in range({many})]",
     "[(os.mkdir('d'), os.chdir('d')) for _ in range({many})]",
@@ -63,14 +65,16 @@ OUTSIDE = (
     "open(given['outside'] + '/secret', 'w').write('x')",
     "print(open(given['outside'] + '/secret').read())",
     "open(given['outside'] + '/' + given['mark'], 'w').close()",
-    "[open(place + given['mark'], 'w').close() for place in ('/tmp/', '/', '/dev/shm/', '/var/tmp/', '/root/', '../', '../../', given['project'] + '/')]",
+    "[open(place + given['mark'], 'w').close() for place in ('/tmp/', '/', '/dev/shm/', '/var/tmp/',"
+    " '/root/', '../', '../../', given['project'] + '/')]",
     "os.unlink(given['outside'] + '/secret')",
     "os.chmod(given['outside'], 0o777); os.chown(given['outside'], 1, 1)",
     "os.utime(given['outside'] + '/secret', (1, 1))",
     "shutil.rmtree(given['outside'])",
     "open('/proc/sys/kernel/core_pattern', 'w').write('x'); open('/proc/sysrq-trigger', 'w').write('c')",
     "[print(open(f'/proc/{{given[\"pid\"]}}/{{name}}').read()) for name in ('environ', 'maps', 'stat')]",
-    "open(f'/proc/{{given[\"pid\"]}}/mem', 'wb').write(b'x'); open(f'/proc/{{given[\"pid\"]}}/oom_score_adj', 'w').write('1000')",
+    "open(f'/proc/{{given[\"pid\"]}}/mem', 'wb').write(b'x');"
+    " open(f'/proc/{{given[\"pid\"]}}/oom_score_adj', 'w').write('1000')",
     "print(os.listdir('/proc')); print(os.listdir('/proc/self/fd')); print(open('/proc/self/mountinfo').read())",
     "[print(os.read(fd, 10)) for fd in range(3, 64)]",
     '[os.write(fd, b\'{{"exit": 0, "active": {{}}}}\\n\') for fd in range(3, 64)]',
@@ -93,7 +97,8 @@ PROCESSES = (
     "os.setsid(); os.setpgid(0, 0)",
     "os.execv(sys.executable, [sys.executable, '-c', 'import time; time.sleep(60)', given['mark']])",
     "subprocess.Popen(['/bin/sh', '-c', 'trap \"\" TERM INT HUP; sleep 60 & sleep 60', given['mark']])",
-    "os.kill(given['pid'], {signal}); os.kill(-1, {signal}); os.kill(1, {signal}); os.kill(os.getppid(), {signal}); os.kill(0, {signal})",
+    "os.kill(given['pid'], {signal}); os.kill(-1, {signal}); os.kill(1, {signal}); os.kill(os.getppid(),"
+    " {signal}); os.kill(0, {signal})",
     "[signal.signal(n, signal.SIG_IGN) for n in range(1, 64) if n not in (9, 19)]",
     "os.kill(os.getpid(), {signal})",
     "os.kill(os.getppid(), signal.SIGSTOP); os.kill(os.getpid(), signal.SIGSTOP)",

@@ -10,7 +10,7 @@ from tests.fuzz.__main__ import CASES, fuzz
 from tests.fuzz.feed import outcome
 from tests.fuzz.targets import TARGETS
 
-SLICE_S = 5.0
+SLICE_S = 2.0
 
 
 def test_a_slice(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What a policy may write: pieces of text, each with how often it stands there, so that a case of megabytes is small."""
+"""What a policy may write: pieces of text, each with how often it stands there, so that a long case is short."""
 
 from __future__ import annotations
 

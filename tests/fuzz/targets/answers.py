@@ -65,7 +65,7 @@ def _hashed(random: Random, gold: int) -> tuple[Pieces, float | None]:
         [random.choice((" ", "\n", "\n#### 5", " dollars", "!", "\0", "")), 1],
         *([] if random.random() < 0.5 else [["\n", 1], *words(random, HASHES)]),
     ]
-    if len(after) == 1 and after[0][0] == "" or after[0][0] == "":
+    if (len(after) == 1 and after[0][0] == "") or after[0][0] == "":
         after = [["\n", 1], *after]
     match random.randrange(3):
         case 0:

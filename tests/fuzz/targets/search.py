@@ -8,7 +8,7 @@ import threading
 from functools import cache, partial
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 from skyrl_mega.config.schema import RetrieverConfig
 from tests.fuzz.judged import case_of, play
@@ -19,14 +19,20 @@ from tests.fuzz.words import CHARACTERS, Pieces, said, tags, without, words
 TAGS = [*tags("search", "answer", "information", "think"), "Doc 1(Title: x)"]
 CLOSED = ("<answer>", "</answer>", "<search>", "</search>")
 SYLLABLES = ("kal", "mar", "vex", "ojt", "quen", "bru", "zith", "lop", "drae", "fyn")
-HEADERS = {"Retry-After": ("0", "9" * 5000, "-1", "now"), "Content-Encoding": ("gzip", "br", "x"), "Content-Type": ("text/html",),
-           "Location": ("http://127.0.0.1:9/",), "Content-Length": ("5", "99999", "-1", "x"), "X": ("a" * 70_000,)}  # fmt: skip
+HEADERS = {
+    "Retry-After": ("0", "9" * 5000, "-1", "now"),
+    "Content-Encoding": ("gzip", "br", "x"),
+    "Content-Type": ("text/html",),
+    "Location": ("http://127.0.0.1:9/",),
+    "Content-Length": ("5", "99999", "-1", "x"),
+    "X": ("a" * 70_000,),
+}
 
 
 class _Service(http.server.BaseHTTPRequestHandler):
     """Answers each request with the next of the drawn replies, the last one for ever."""
 
-    replies: list[dict[str, Any]] = []
+    replies: ClassVar[list[dict[str, Any]]] = []
 
     def do_POST(self) -> None:
         self.rfile.read(int(self.headers["Content-Length"]))
