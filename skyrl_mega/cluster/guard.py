@@ -52,13 +52,15 @@ def members(group: int) -> list[int]:
 
 
 def shared_memory(pids: list[int]) -> set[str]:
-    """Names in /dev/shm of what these processes have mapped."""
-    found = set()
+    """Files in /dev/shm that these processes have mapped, by their numbers: a semaphore is mapped before it is named."""
+    device = os.stat(SHARED).st_dev
+    there, mapped = f"{os.major(device):02x}:{os.minor(device):02x}", set()
     for pid in pids:
         with contextlib.suppress(OSError):
             words = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
-            found |= {w[5] for w in words if len(w) == 6 and w[5].startswith(SHARED)}
-    return found
+            mapped |= {int(w[4]) for w in words if w[3] == there}
+    with os.scandir(SHARED) as entries:
+        return {entry.path for entry in entries if entry.inode() in mapped}
 
 
 def end_group(group: int) -> None:

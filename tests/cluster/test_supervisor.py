@@ -182,6 +182,21 @@ def test_what_looks_dead_and_holds_a_port_is_ended(tmp_path: Path) -> None:
         socket.create_connection(("127.0.0.1", int((tmp_path / "port").read_text())))
 
 
+def test_a_semaphore_whose_keeper_is_killed_too_is_removed(tmp_path: Path) -> None:
+    program = """
+import multiprocessing
+lock = multiprocessing.get_context("spawn").Lock()
+(folder / "name").write_text(lock._semlock.name)
+print("ready", flush=True)
+time.sleep(600)
+"""
+    process = start(tmp_path, program)
+    semaphore = Path("/dev/shm") / f"sem.{(tmp_path / 'name').read_text().removeprefix('/')}"
+    assert semaphore.exists()
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[0] == 75 and not semaphore.exists()
+
+
 def test_in_a_terminal_a_debugger_reads(tmp_path: Path) -> None:
     """It is in the background and has the foreground when it reads, as a debugger does."""
     program = """
