@@ -31,7 +31,8 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "signals.json"
 SETTINGS = (
     *("run.steps=20", "run.epochs=10", "warmup.steps=4", "checkpoint.every=2"),
-    *("evaluation.every=5", "evaluation.limit=16", "data.prompts_per_step=8", "rollout.kv_cache_gib=0.1"),
+    *("evaluation.every=5", "evaluation.limit=16", "data.prompts_per_step=16", "rollout.kv_cache_gib=0.1"),
+    "algorithm.dynamic_sampling.enabled=false",  # a step trains, whatever its rewards
 )
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 LINE = "stopped by {}; the same command goes on from the newest checkpoint\n"
