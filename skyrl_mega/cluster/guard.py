@@ -52,7 +52,7 @@ def members(group: int) -> list[int]:
 
 
 def shared_memory(pids: list[int]) -> set[str]:
-    """Files in /dev/shm that these processes have mapped, by their numbers: a semaphore is mapped before it is named."""
+    """Files in /dev/shm that these processes have mapped, by number: a semaphore is mapped before it has its name."""
     device = os.stat(SHARED).st_dev
     there, mapped = f"{os.major(device):02x}:{os.minor(device):02x}", set()
     for pid in pids:
