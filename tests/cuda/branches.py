@@ -222,14 +222,20 @@ def claimed(rows: Iterable[Row]) -> list[str]:
     return sorted({f"tests/{row.entered_by}" for row in rows if row.entered_by and "cuda/" not in row.entered_by})
 
 
+def occurrences(rows: Iterable[Row], found: Counter[Branch]) -> dict[str, list[tuple[Branch, int]]]:
+    """What each test file is said to enter: branch and occurrence."""
+    said: dict[str, list[tuple[Branch, int]]] = {}
+    for row in rows:
+        if row.entered_by:
+            said.setdefault(row.entered_by, []).extend((row.branch, i + 1) for i in range(found[row.branch]))
+    return said
+
+
 def not_entered(rows: Iterable[Row], found: Counter[Branch], seen: dict[tuple[Branch, int], set[str]]) -> list[Row]:
     """Rows that claim a test which did not enter each of the branch's occurrences."""
-    return [
-        row
-        for row in rows
-        if row.entered_by
-        and not all(row.entered_by in seen.get((row.branch, i + 1), ()) for i in range(found[row.branch]))
-    ]
+    said = occurrences(rows, found).items()
+    false = {one[0] for test, every in said for one in every if test not in seen.get(one, ())}
+    return [row for row in rows if row.branch in false]
 
 
 def brought_up_to_date(

@@ -10,12 +10,13 @@ from __future__ import annotations
 import ast
 import builtins
 import importlib.machinery
+import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -24,7 +25,7 @@ from tests.cuda.branches import ROOT, Branch, Scan, name_of
 
 FOLDER = "SKYRL_MEGA_ENTERED"
 """Environment variable: where a run of the tests keeps what was entered."""
-CURRENT = "current"
+CURRENT, WANTED = "current", "wanted"
 ENOUGH = 100
 """Of one branch in one process: hot loops need not ask for the test file any more."""
 
@@ -66,15 +67,25 @@ def install(folder: Path) -> None:
             if (*key, test) not in written:
                 written.add((*key, test))
                 with (folder / f"{os.getpid()}.tsv").open("a") as file:
-                    file.write("\t".join((where, text, str(occurrence), test)) + "\n")
+                    file.write(_line(Branch(where, text), occurrence, test) + "\n")
         return value
 
     builtins.__cuda__ = saw  # type: ignore[attr-defined]
     sys.meta_path.insert(0, _Finder)  # type: ignore[arg-type]
 
 
-def run_tests(more: Sequence[str] = (), timeout: float = 900) -> dict[tuple[Branch, int], set[str]]:
+def run_tests(
+    more: Sequence[str] = (),
+    wanted: Mapping[str, Sequence[tuple[Branch, int]]] | None = None,
+    timeout: float = 900,
+) -> dict[tuple[Branch, int], set[str]]:
     """Runs tests/cuda, its own list excepted, and more tests. Branch and occurrence → the test files that entered it.
+
+    Args:
+        more: Test files.
+        wanted: What each file is to enter; its tests after it has done so are left out, and files that are not named.
+            Without it all run.
+        timeout: Seconds.
 
     Raises:
         RuntimeError: A test failed.
@@ -82,6 +93,9 @@ def run_tests(more: Sequence[str] = (), timeout: float = 900) -> dict[tuple[Bran
     with tempfile.TemporaryDirectory() as name:
         folder, here = Path(name), Path(__file__).parent
         (folder / CURRENT).write_text("")
+        if wanted is not None:
+            lines = {test: [_line(branch, i, test) for branch, i in every] for test, every in wanted.items()}
+            (folder / WANTED).write_text(json.dumps(lines))
         environment = os.environ | {FOLDER: name, "PYTHONPATH": f"{here / 'recording'}:{ROOT}"}
         options = ["-q", "-m", "not slow", "-p", __name__, "-p", "no:cacheprovider"]
         options += ["--ignore", str(here / "test_branches.py")]
@@ -91,13 +105,27 @@ def run_tests(more: Sequence[str] = (), timeout: float = 900) -> dict[tuple[Bran
         if run.returncode:
             raise RuntimeError(f"tests fail under the recorder:\n{run.stdout[-4000:]}\n{run.stderr[-2000:]}")
         seen: dict[tuple[Branch, int], set[str]] = defaultdict(set)
-        for file in folder.glob("*.tsv"):
-            for line in file.read_text().splitlines():
-                where, text, occurrence, test = line.split("\t")
-                seen[Branch(where, text), int(occurrence)].add(test)
+        for line in _recorded(folder):
+            where, text, occurrence, test = line.split("\t")
+            seen[Branch(where, text), int(occurrence)].add(test)
     return dict(seen)
 
 
 def pytest_runtest_setup(item: Any) -> None:
-    """Pytest's: which test file runs now."""
-    (Path(os.environ[FOLDER]) / CURRENT).write_text(item.path.relative_to(ROOT / "tests").as_posix())
+    """Pytest's: which test file runs now; one that has entered all that it is to enter runs no further."""
+    folder, test = Path(os.environ[FOLDER]), item.path.relative_to(ROOT / "tests").as_posix()
+    (folder / CURRENT).write_text(test)
+    if (folder / WANTED).exists() and _recorded(folder).issuperset(
+        json.loads((folder / WANTED).read_text()).get(test, ())
+    ):
+        import pytest  # not above: every process of the run imports this module
+
+        pytest.skip("all is entered")
+
+
+def _recorded(folder: Path) -> set[str]:
+    return {line for file in folder.glob("*.tsv") for line in file.read_text().splitlines()}
+
+
+def _line(branch: Branch, occurrence: int, test: str) -> str:
+    return "\t".join((branch.where, branch.text, str(occurrence), test))
