@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from tests.fuzz.feed import Ended, Share, case_of, feed
+from skyrl_mega.config.terminal import printable
+from tests.fuzz.apart import feed_apart
+from tests.fuzz.feed import Began, Ended, Share, case_of, feed
 from tests.fuzz.targets import TARGETS
 
 CASES = Path(__file__).with_name("cases")
+Source = Callable[[Sequence[str], int, Mapping[str, Share]], Generator[Began | Ended]]
 QUIET_S = 10.0
 """Between two lines of progress."""
 
@@ -36,14 +40,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args.keep.mkdir(parents=True, exist_ok=True)
     console = Console(highlight=False, markup=False, soft_wrap=True)
     console.print(f"seed {seed}")
-    had, failed = fuzz(names, seed, args.seconds, args.keep, console)
+    had, failed = fuzz(names, seed, args.seconds, args.keep, console, feed_apart)
     console.print(table(had))
     console.print(f"seed {seed}: {sum(share.cases for share in had.values())} cases, {len(failed)} failed")
     return 1 if failed else 0
 
 
 def fuzz(
-    names: Sequence[str], seed: int, seconds: float, keep: Path, console: Console | None = None
+    names: Sequence[str],
+    seed: int,
+    seconds: float,
+    keep: Path,
+    console: Console | None = None,
+    source: Source = feed,
 ) -> tuple[dict[str, Share], list[Path]]:
     """Feeds targets, at least one case each.
 
@@ -53,27 +62,28 @@ def fuzz(
         seconds: For how long.
         keep: Folder for cases that failed.
         console: Where progress and failures are told.
+        source: Feeds.
 
     Returns:
         What each target has had, and the files of the cases that failed.
     """
     had, failed = {name: Share() for name in names}, list[Path]()
     start = said = time.monotonic()
-    for event in feed(names, seed, had):
-        if isinstance(event, Ended):
-            had[event.name].count(event)
-            if event.error is not None:
-                failed.append(kept(event, seed, keep))
-                if console:
-                    console.print(
-                        f"{event.name} case {event.number} of seed {seed}, kept as {failed[-1]}:\n{event.error}"
-                    )
-        now = time.monotonic()
-        if console and now - said >= QUIET_S:
-            said = now
-            console.print(progress(had, len(failed), seconds - (now - start)))
-        if now - start >= seconds and all(share.cases for share in had.values()):
-            break
+    with contextlib.closing(source(names, seed, had)) as events, contextlib.suppress(KeyboardInterrupt):
+        for event in events:
+            if isinstance(event, Ended):
+                had[event.name].count(event)
+                if event.error is not None:
+                    failed.append(kept(event, seed, keep))
+                    if console:
+                        told = f"{event.name} case {event.number} of seed {seed}, kept as {failed[-1]}:"
+                        console.print(f"{told}\n{printable(event.error, keep=chr(10))}")
+            now = time.monotonic()
+            if console and now - said >= QUIET_S:
+                said = now
+                console.print(progress(had, len(failed), seconds - (now - start)))
+            if now - start >= seconds and all(share.cases for share in had.values()):
+                break
     return had, failed
 
 

@@ -6,7 +6,7 @@ import signal
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -63,7 +63,7 @@ def case_of(name: str, seed: int, number: int) -> Any:
     return TARGETS[name].make(Random(f"{seed}/{name}/{number}"))
 
 
-def feed(names: Sequence[str], seed: int, had: Mapping[str, Share]) -> Iterator[Began | Ended]:
+def feed(names: Sequence[str], seed: int, had: Mapping[str, Share]) -> Generator[Began | Ended]:
     """Feeds without end; each time the target that has had the least time, so that slow ones have as much as quick
     ones.
 

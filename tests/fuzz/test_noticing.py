@@ -1,0 +1,125 @@
+"""The fuzzing notices what it must: a target that does wrong fails, each in its own way, and the others go on."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Generator, Iterable
+from typing import Any
+
+import pytest
+
+from tests.fuzz.apart import feed_apart
+from tests.fuzz.feed import Began, Ended, Share, feed
+from tests.fuzz.judged import case_of, play
+from tests.fuzz.target import Target
+from tests.fuzz.targets import TARGETS
+
+kept: list[Any] = []
+
+
+class Refused(Exception):
+    """A target's own error."""
+
+
+def wrong_reward() -> None:
+    play("gsm8k", case_of("5", [[["#### 5", 1]]], 0.0, 0.0, 1.0))
+
+
+def raises() -> None:
+    raise ValueError("x")
+
+
+def refuses_in_two_lines() -> None:
+    raise Refused("a\nb")
+
+
+def hangs() -> None:
+    time.sleep(60)
+
+
+def leaves_a_file() -> None:
+    kept.append(tempfile.mkstemp())
+
+
+def leaves_a_descriptor() -> None:
+    kept.append(os.open("/dev/null", os.O_RDONLY))
+
+
+def leaves_a_thread() -> None:
+    threading.Thread(target=time.sleep, args=(3,), daemon=True).start()
+
+
+def leaves_a_daemon() -> None:
+    subprocess.run(["/bin/sh", "-c", "setsid sleep 3 > /dev/null 2>&1 &"], check=True)
+
+
+def changes_the_environment() -> None:
+    os.environ["FUZZ_LEFT"] = str(len(kept))
+    kept.append(1)
+
+
+def ends_the_process() -> None:
+    os._exit(7)
+
+
+def hangs_and_hears_nothing() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    time.sleep(60)
+
+
+NOTICED: dict[Callable[[], None], str] = {
+    wrong_reward: "earned 1.0 and not 0.0",
+    raises: "ValueError: x",
+    refuses_in_two_lines: "Refused: a\nb",
+    hangs: "Hung: longer than its bound",
+    leaves_a_file: "left behind: files: tmp",
+    leaves_a_descriptor: "left behind: descriptors: ",
+    leaves_a_thread: "left behind: threads: ",
+    leaves_a_daemon: "left behind: processes: ",
+    changes_the_environment: "left behind: driver: FUZZ_LEFT=",
+}
+KILLED = {ends_the_process: "it ended the process, with exit code 7", hangs_and_hears_nothing: "no signal reaches it"}
+
+
+def errors(
+    acts: Iterable[Callable[[], None]],
+    source: Callable[..., Generator[Began | Ended]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> dict[str, str | None]:
+    """What is said of the second case of each, beside those of a target that does nothing wrong."""
+    for act in (*acts, time.monotonic):
+        target = Target(lambda random: 1, lambda case, folder, act=act: act(), (Refused,), bound_s=0.5)
+        monkeypatch.setitem(TARGETS, act.__name__, target)
+    names = [act.__name__ for act in (*acts, time.monotonic)]
+    had, said = {name: Share() for name in names}, dict[str, str | None]()
+    with contextlib.closing(source(names, 1, had)) as events:
+        for event in events:
+            if isinstance(event, Ended):
+                had[event.name].count(event)
+                said[event.name] = event.error
+            if all(share.cases >= 2 for share in had.values()):
+                return said
+    raise AssertionError
+
+
+def test_what_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.fuzz.left.GRACE_S", 0.2)
+    said = errors(NOTICED, feed, monkeypatch)
+    monkeypatch.delenv("FUZZ_LEFT")
+    assert said.pop("monotonic") is None
+    for act, what in NOTICED.items():
+        assert what in (said[act.__name__] or ""), act.__name__
+
+
+def test_a_process_that_dies_or_hangs_is_one_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.fuzz.apart.PATIENCE_S", 0.5)
+    said = errors(KILLED, feed_apart, monkeypatch)
+    assert said.pop("monotonic") is None
+    for act, what in KILLED.items():
+        assert what in (said[act.__name__] or ""), act.__name__
