@@ -64,8 +64,8 @@ def case_of(name: str, seed: int, number: int) -> Any:
 
 
 def feed(names: Sequence[str], seed: int, had: Mapping[str, Share]) -> Generator[Began | Ended]:
-    """Feeds without end; each time the target that has had the least time, so that slow ones have as much as quick
-    ones.
+    """Feeds without end; each time the target that has had the least of its share of the time, so that slow ones
+    are not fed less.
 
     Args:
         names: Targets.
@@ -75,7 +75,7 @@ def feed(names: Sequence[str], seed: int, had: Mapping[str, Share]) -> Generator
     with Watch() as watch:
         prepared = set[str]()
         while True:
-            name = min(names, key=lambda name: had[name].seconds)
+            name = min(names, key=lambda name: had[name].seconds / TARGETS[name].share)
             number = had[name].cases
             if name not in prepared:
                 TARGETS[name].prepare()

@@ -27,6 +27,8 @@ class Target:
     """How a case may end, beside well; one line each."""
     bound_s: float = 20.0
     """A case that takes longer hangs. Wide: the machine may be busy, and limits of environments are seconds."""
+    share: float = 1.0
+    """Of the time, beside others: more where a case is slow."""
     prepare: Callable[[], None] = nothing
     """Makes what all cases share and what stays until the process ends."""
 

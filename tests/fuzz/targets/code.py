@@ -236,7 +236,7 @@ def _prepare() -> None:
 
 
 TARGETS = {
-    "python": Target(_python, lambda case, folder: play("python", case), errors=(), bound_s=90.0),
-    "lcb": Target(_lcb, lambda case, folder: play("lcb", case), errors=(), bound_s=90.0),
-    "swe": Target(_swe, _run_swe, errors=(), bound_s=120.0, prepare=_prepare),
+    "python": Target(_python, lambda case, folder: play("python", case), errors=(), bound_s=90.0, share=4.0),
+    "lcb": Target(_lcb, lambda case, folder: play("lcb", case), errors=(), bound_s=90.0, share=4.0),
+    "swe": Target(_swe, _run_swe, errors=(), bound_s=120.0, share=4.0, prepare=_prepare),
 }

@@ -112,4 +112,4 @@ def _prepare() -> None:
     _boxes()
 
 
-TARGETS = {"programs": Target(_program, _run, errors=(), bound_s=60.0, prepare=_prepare)}
+TARGETS = {"programs": Target(_program, _run, errors=(), bound_s=60.0, share=4.0, prepare=_prepare)}

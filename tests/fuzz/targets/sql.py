@@ -132,6 +132,6 @@ def _prepare() -> None:
 
 
 TARGETS = {
-    "sql": Target(_sql, _run_sql, errors=(), bound_s=60.0, prepare=_prepare),
-    "text2sql": Target(_text2sql, _run_text2sql, errors=(), bound_s=90.0, prepare=_prepare),
+    "sql": Target(_sql, _run_sql, errors=(), bound_s=60.0, share=4.0, prepare=_prepare),
+    "text2sql": Target(_text2sql, _run_text2sql, errors=(), bound_s=90.0, share=4.0, prepare=_prepare),
 }
