@@ -13,6 +13,16 @@ and computes them once more. At 2 that happens only where most become longer tha
 the same time."""
 
 
+AHEAD = 2
+"""Trajectories of `skyrl_mega.evaluate` that are under way, as a multiple of the sequences that its engines run at
+once: some are in their environments."""
+
+
+def evaluated_at_once(config: Config, endpoint: bool) -> int:
+    """Trajectories that `skyrl_mega.evaluate` has under way, on an endpoint or on engines of its own."""
+    return config.rollout.concurrency * (1 if endpoint else AHEAD * config.rollout.engines)
+
+
 def policy_ranks(config: Config) -> int:
     """Processes of the policy."""
     return config.policy.ranks or config.cluster.nodes * config.cluster.gpus_per_node

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # the sandbox imports this file where nothing but the standard library is
@@ -9,25 +12,75 @@ if TYPE_CHECKING:  # the sandbox imports this file where nothing but the standar
 
 ENVIRONMENT_THREADS = 64
 """Environment steps at once."""
-SANDBOX_TOTAL_MIB, SANDBOX_DISK_MIB = 8192, 64
-"""Usual limits of a sandboxed environment: memory of all its commands at once, and disk of each."""
+SANDBOX_MEMORY_MIB, SANDBOX_DISK_MIB = 512, 64
+"""Usual limits of a sandboxed program: memory of each of its processes, and disk."""
+LEAST_TOTAL_MIB, SHARE = 8192, 8
+"""Memory of all programs of an environment at once: so much at least, else this part of the node's."""
 SANDBOXES = {"python": "sandbox", "lcb": "sandbox", "text2sql": "sandbox", "swe": "session_options"}
 """Environment → where `environment.options.<name>` has the limits of its sandbox."""
 SESSIONS = ("swe",)
 """Those whose disk is kept from step to step: every trajectory under way has one."""
+CGROUP = Path("/sys/fs/cgroup/memory.max")
+"""Where a container says what it may have of its machine."""
+MIB = 2**20
 
 
-def sandboxes_mib(config: Config) -> float:
+def usual_total_mib(node_mib: float) -> int:
+    """What all programs of an environment may have together where the settings do not say: no more than one process
+    each could take, and of a large node no more than an eighth."""
+    return int(min(max(LEAST_TOTAL_MIB, node_mib / SHARE), ENVIRONMENT_THREADS * SANDBOX_MEMORY_MIB))
+
+
+def machine_mib(limit: Path = CGROUP) -> float:
+    """Memory of this machine, or of the container that this is."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    with contextlib.suppress(OSError, ValueError):  # none, or "max"
+        sizes.append(int(limit.read_text()))
+    return min(sizes) / MIB
+
+
+def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
     """Memory of what policies run in sandboxes, disks included, which lie in memory too.
 
     Of every environment that the settings name: by its options, as the usual one, or in `data.prepare`.
+
+    Args:
+        config: The settings.
+        trajectories: Under way at once; without it, those of a step or of an evaluation, whichever are more.
     """
     named = {*config.environment.options, config.environment.default, *(config.data.prepare or "").split()[:1]}
-    trajectories = config.data.prompts_per_step * config.data.samples_per_prompt
+    if trajectories is None:
+        step = config.data.prompts_per_step * config.data.samples_per_prompt
+        trajectories = max(step, evaluated(config)) if named & {*SANDBOXES} else 0
+    node = config.cluster.host_memory_gib
+    usual = usual_total_mib(node * 1024 if node is not None else machine_mib())
     total = 0.0
     for name, key in SANDBOXES.items():
         if name in named:
             limits = (config.environment.options.get(name) or {}).get(key) or {}
             disks = trajectories if name in SESSIONS else min(trajectories, ENVIRONMENT_THREADS)
-            total += limits.get("total_mib", SANDBOX_TOTAL_MIB) + disks * limits.get("disk_mib", SANDBOX_DISK_MIB)
+            total += limits.get("total_mib", usual) + disks * limits.get("disk_mib", SANDBOX_DISK_MIB)
     return total
+
+
+def evaluated(config: Config) -> int:
+    """Trajectories of an evaluation during the run, which are all under way at once; 0 without one.
+
+    A file that is not there yet, or is no parquet file, counts as `evaluation.limit` rows: whether it must be there
+    is checked with the data.
+    """
+    if not (config.evaluation.every or config.evaluation.before):
+        return 0
+    prompts = 0
+    for file in config.data.eval:
+        prompts += min((n for n in (_rows(file), config.evaluation.limit) if n is not None), default=0)
+    return prompts * config.evaluation.samples
+
+
+def _rows(file: str) -> int | None:
+    import pyarrow.parquet as pq
+
+    try:
+        return int(pq.read_metadata(file).num_rows)
+    except (OSError, ValueError):
+        return None

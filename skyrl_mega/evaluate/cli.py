@@ -84,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     from skyrl_mega.config.checks import check_evaluation
     from skyrl_mega.config.compose import compose
+    from skyrl_mega.config.derived import evaluated_at_once
 
     config = compose(args.config, args.overrides)
     if args.model is not None:
@@ -96,6 +97,7 @@ def _run(args: argparse.Namespace) -> int:
     from skyrl_mega.evaluate.results import opened
     from skyrl_mega.evaluate.sets import load_sets, that_fit
     from skyrl_mega.launch import inputs
+    from skyrl_mega.sizing.fit import check_sandboxes
     from skyrl_mega.telemetry.console import Console
 
     registry.check(config.environment)
@@ -113,6 +115,8 @@ def _run(args: argparse.Namespace) -> int:
 
             chat = Chat(config.model.path)
             sets = that_fit(sets, chat, config.rollout.max_prompt_tokens)
+        samples = sum(len(s.prompts) for s in sets) * config.evaluation.samples
+        check_sandboxes(config, min(samples, evaluated_at_once(config, endpoint is not None)))
         folder = Path(args.output or Path(config.run.directory) / config.run.name / "evaluation")
         with opened(folder, identity(config, endpoint), sets, config.evaluation.samples) as results:
             console.log_to(folder / "logs" / "evaluate.log")
@@ -153,6 +157,7 @@ def _draw(
 ) -> None:
     """Draws what is missing; starts nothing where nothing is."""
     from skyrl_mega.envs import registry
+    from skyrl_mega.envs.sandbox import budget
     from skyrl_mega.evaluate.play import draw_missing
     from skyrl_mega.evaluate.sets import draws
     from skyrl_mega.retriever.session import service_of
@@ -179,6 +184,8 @@ def _draw(
             console.phase("evaluate", total=len(missing)) as progress,
         ):
             draw_missing(source, missing, results, metrics, progress.update, console.say)
+    if ended := budget.ended():
+        console.say(f"{budget.told(ended)}; they count as programs that failed")
 
 
 @contextmanager

@@ -9,17 +9,13 @@ from pathlib import Path
 
 from skyrl_mega.cluster.local import session
 from skyrl_mega.cluster.placement import reserve
-from skyrl_mega.config.derived import evaluation_sampling
+from skyrl_mega.config.derived import evaluated_at_once, evaluation_sampling
 from skyrl_mega.config.schema import Config
 from skyrl_mega.rollout.agent import Agent
 from skyrl_mega.rollout.chat import Chat
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.setup import start_engines
-
-AHEAD = 2
-"""Trajectories under way, as a multiple of the sequences that the engines run at once: some are in their
-environments."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class EngineSource:
     @property
     def at_once(self) -> int:
         """Trajectories at once."""
-        return AHEAD * self.config.rollout.engines * self.config.rollout.concurrency
+        return evaluated_at_once(self.config, endpoint=False)
 
     @asynccontextmanager
     async def agent(self) -> AsyncIterator[Agent]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import Config
 from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.decoder import Decoder
@@ -168,6 +169,25 @@ def _host(config: Config, d: Decoder, parallel: Parallel, reference: Parallel | 
                 f"cluster.host_memory_gib = {room:g}: node {number} needs about {_gib(memory.total)} GiB of host "
                 f"memory ({parts}); from {RAY_KILLS:.0%} on Ray ends processes"
             )
+
+
+def check_sandboxes(config: Config, trajectories: int) -> None:
+    """Refuses an evaluation by itself whose sandboxed programs may take more than the node has.
+
+    Args:
+        config: The settings.
+        trajectories: Under way at once.
+
+    Raises:
+        UserError: One line.
+    """
+    room, needed = config.cluster.host_memory_gib, int(sandboxes_mib(config, trajectories) * 2**20)
+    if room is not None and needed > RAY_KILLS * room * GIB:
+        raise UserError(
+            f"cluster.host_memory_gib = {room:g}: the sandboxed programs of {trajectories} trajectories at once may "
+            f"take {_gib(needed)} GiB of host memory; lower rollout.concurrency, or total_mib and disk_mib of "
+            "environment.options (docs/sandbox.md)"
+        )
 
 
 def check_sync(config: Config, seconds: float) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 from skyrl_mega.config.derived import gpus_needed
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
+from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.policy.policy import Policy
 from skyrl_mega.rollout import store
 from skyrl_mega.rollout.trajectory import Status, Trajectory
@@ -86,6 +87,8 @@ class Run:
     """Whether the run is to end early."""
     place: dict[str, Any] = field(default_factory=dict)
     """The stream's state after the steps done."""
+    ended_for_memory: int = 0
+    """Sandboxed programs, up to the newest step."""
     health: Health = field(init=False)
     """Whether the policy can learn from what the steps bring."""
 
@@ -127,6 +130,9 @@ class Run:
                 "perf/tokens_per_s_per_rank": tokens / seconds / gpus_needed(self.config),
             }
         )
+        if (ended := budget.ended()) is not None:
+            step.record({"environment/ended_for_memory": float(ended - self.ended_for_memory)})
+            self.ended_for_memory = ended
         verdict = self.health.see(step.number, step.metrics, step.trajectories)
         step.record(verdict.metrics)
         self.step, self.place = step.number, self.stream.state()

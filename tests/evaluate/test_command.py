@@ -96,6 +96,15 @@ def said(output: Path) -> dict[tuple[str, int, int], tuple[Any, ...]]:
     }
 
 
+def test_sandboxes_for_which_the_node_has_no_memory(fake: Fake, data: Path, tmp_path: Path) -> None:
+    options = "environment.options={python: {sandbox: {total_mib: 4000, disk_mib: 50}}}"
+    more = [options, "cluster.host_memory_gib=5"]
+    code, _, errors = run(command(fake, data, tmp_path / "out", *more, at_once=40))
+    assert code == 2 and "cluster.host_memory_gib = 5: the sandboxed programs of 40 trajectories at once" in errors
+    assert errors.count("\n") == 1 and not fake.bodies and not (tmp_path / "out").exists()
+    assert run(command(fake, data, tmp_path / "out", *more, at_once=10))[0] == 0
+
+
 def test_tables_scores_and_examples(fake: Fake, data: Path, tmp_path: Path) -> None:
     code, out, errors = run(command(fake, data, tmp_path / "out", "--json"))
     assert code == 0, errors

@@ -259,7 +259,7 @@ def test_a_number_that_no_nodes_make(
 def test_what_sandboxes_may_take_together_is_planned(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = "environment.options={text2sql: {sandbox: {total_mib: 2048, disk_mib: 10}}, swe: {}}"
     sizes = ["data.prompts_per_step=20", "data.samples_per_prompt=10", options]
-    v = values(inputs / "config.yaml", capsys, *sizes)
+    v = values(inputs / "config.yaml", capsys, *sizes, "cluster.host_memory_gib=60")
     first = v["nodes"][0]["host_memory"]
     assert first["sandboxes"] == (2048 + 64 * 10 + 8192 + 200 * 64) * 2**20
     assert v["nodes"][0]["host_memory_total"] == sum(first.values())

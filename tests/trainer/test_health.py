@@ -248,6 +248,13 @@ PLANTED: dict[str, tuple[str, Config, Play, bool, str]] = {
         False,
         "128 environments could not be closed",
     ),
+    "programs ended for memory": (
+        "ended_for_memory",
+        PLAIN,
+        spoiled(PLAIN, **{"environment/ended_for_memory": 3.0}),
+        False,
+        "ended for memory: 3; all that ran at once had more than total_mib",
+    ),
     "entropy collapsed": (
         "entropy_collapsed",
         PLAIN,

@@ -1,4 +1,4 @@
-"""What a completed step says of its speed."""
+"""What a completed step says of its speed, and of sandboxed programs that were ended."""
 
 from __future__ import annotations
 
@@ -8,20 +8,26 @@ from typing import Any
 import pytest
 
 from skyrl_mega.config.schema import Config, LayoutConfig
+from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.trainer.run import Run, Step
+
+SILENT: Any = SimpleNamespace(step=lambda *_: None, write=lambda *_: None, say=lambda *_: None, state=dict)
+
+
+def run_of(config: Config) -> Run:
+    """A run of which only the end of a step is looked at."""
+    policy: Any = SimpleNamespace(parallel=SimpleNamespace(ranks=config.policy.ranks))
+    nothing: Any = None
+    return Run(
+        config=config, folder=nothing, console=SILENT, metrics=SILENT, policy=policy, reference=None, sync=nothing,
+        sampler=nothing, evaluator=nothing, stream=SILENT, checkpoints=nothing, response_limit=1,
+    )  # fmt: skip
 
 
 def rates(config: Config) -> tuple[float, float]:
     """Tokens a second, and those of one GPU, of a step of 12,000 tokens."""
-    silent: Any = SimpleNamespace(step=lambda *_: None, write=lambda *_: None, state=dict)
-    policy: Any = SimpleNamespace(parallel=SimpleNamespace(ranks=config.policy.ranks))
-    nothing: Any = None
-    run = Run(
-        config=config, folder=nothing, console=silent, metrics=silent, policy=policy, reference=None, sync=nothing,
-        sampler=nothing, evaluator=nothing, stream=silent, checkpoints=nothing, response_limit=1,
-    )  # fmt: skip
-    step = Step(1, silent, {"rollout/tokens": 12_000.0})
-    run.complete(step)
+    step = Step(1, SILENT, {"rollout/tokens": 12_000.0})
+    run_of(config).complete(step)
     return step.metrics["perf/tokens_per_s"], step.metrics["perf/tokens_per_s_per_rank"]
 
 
@@ -40,3 +46,14 @@ def test_the_rate_of_one_gpu(shared: bool, reference: bool, gpus: int) -> None:
         config.reference.layout, config.reference.ranks = LayoutConfig(), 8
     total, one = rates(config)
     assert total / one == pytest.approx(gpus)
+
+
+def test_programs_that_were_ended_for_memory_are_a_figure_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = Config()
+    config.policy.ranks = 1
+    run, found = run_of(config), []
+    for number, so_far in enumerate((None, 0, 2, 5, 5), start=1):  # None: no sandbox has been used
+        monkeypatch.setattr(budget, "ended", lambda so_far=so_far: so_far)
+        run.complete(step := Step(number, SILENT))
+        found.append((step.metrics.get("environment/ended_for_memory"), step.metrics.get("health/ended_for_memory")))
+    assert found == [(None, None), (0, None), (2, 1), (3, 1), (0, None)]

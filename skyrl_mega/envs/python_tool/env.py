@@ -19,6 +19,7 @@ REASONS = {
     "timeout": "It ran out of time.",
     "output": "It printed too much and was ended.",
     "disk": "It wrote too much and was ended.",
+    "memory": "It was ended, as all programs at once had too much memory.",
 }
 
 

@@ -34,6 +34,8 @@ class Budget:
         self.total = int(total_mib * MIB)
         self.group = _group(self.total, root, own)
         """The cgroup's folder; None where there is none, and `note` does it."""
+        self.ended = 0
+        """Commands that were ended for it."""
         self._used: dict[object, int] = {}
         self._lock = threading.Lock()
 
@@ -47,6 +49,21 @@ class Budget:
         """Hears that a command has ended."""
         with self._lock:
             self._used.pop(who, None)
+
+    def count(self) -> None:
+        """Hears that a command was ended as one of too many."""
+        with self._lock:
+            self.ended += 1
+
+    def killed(self) -> int:
+        """Processes that the kernel has ended in the cgroup, as their sum was too large; 0 without one."""
+        if self.group is None:
+            return 0
+        with contextlib.suppress(OSError):
+            for line in (self.group / "memory.events").read_text().splitlines():
+                if line.startswith("oom_kill "):
+                    return int(line.split()[1])
+        return 0
 
     def close(self) -> None:
         """Removes the cgroup."""
@@ -63,6 +80,21 @@ def of(name: str, total_mib: float) -> Budget:
             _budgets[key] = Budget(total_mib)
             atexit.register(_budgets[key].close)
         return _budgets[key]
+
+
+def ended() -> int | None:
+    """Commands of this process's sandboxes that were ended for a budget so far; None where nothing ran in one."""
+    with _making:
+        own = [budget for (pid, *_), budget in _budgets.items() if pid == os.getpid()]
+    return sum(budget.ended for budget in own) if own else None
+
+
+def told(count: float) -> str:
+    """What to say of commands that were ended for a budget."""
+    return (
+        f"sandboxed programs ended for memory: {count:.0f}; all that ran at once had more than total_mib, and the "
+        "largest end first, honest ones too; raise total_mib of the environment's sandbox, or lower its memory_mib"
+    )
 
 
 _budgets: dict[tuple[int, str, float], Budget] = {}

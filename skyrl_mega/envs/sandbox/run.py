@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.sandboxes import SANDBOX_DISK_MIB, SANDBOX_TOTAL_MIB
+from skyrl_mega.config.sandboxes import SANDBOX_DISK_MIB, SANDBOX_MEMORY_MIB, machine_mib, usual_total_mib
 from skyrl_mega.envs.options import Option, filled, number, texts, whole
 from skyrl_mega.envs.sandbox import budget, folders, tree
 from skyrl_mega.envs.sandbox.workspace import Workspace, inodes
@@ -37,6 +37,8 @@ JAIL = Path(__file__).with_name("jail.py")
 MOST = 10**6
 """No limit is larger: a million seconds, MiB, processes."""
 INTERPRETER = ("bin", "lib", "lib64", "pyvenv.cfg")
+KILLED = (None, -signal.SIGKILL, 128 + signal.SIGKILL)
+"""What is left of a command in which the kernel ended a process; a shell tells it so of its own."""
 GRACE_S = 10.0
 """For the jail to report after its time is up."""
 
@@ -56,9 +58,9 @@ class Limits:
     wall_s: float = 10.0
     cpu_s: int = 10
     """Of each process."""
-    memory_mib: int = 512
+    memory_mib: int = SANDBOX_MEMORY_MIB
     """Address space of each process."""
-    total_mib: int = SANDBOX_TOTAL_MIB
+    total_mib: int = usual_total_mib(machine_mib())
     """Memory of all commands that run at once for this environment."""
     processes: int = 16
     """Processes and threads at once."""
@@ -273,7 +275,7 @@ def _owner(folder: Path, fresh: int) -> int:
 def _play(order: dict[str, Any], limits: Limits, shared: budget.Budget) -> Outcome:
     order["group"] = str(shared.group / "cgroup.procs") if shared.group is not None else None
     reading, writing = os.pipe()
-    start = time.monotonic()
+    start, killed = time.monotonic(), shared.killed()
     try:
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", str(JAIL), str(writing)],
@@ -303,6 +305,10 @@ def _play(order: dict[str, Any], limits: Limits, shared: budget.Budget) -> Outco
     if "active" not in told:
         errors = b"".join(pieces["stderr"]).decode(errors="replace").strip()
         raise RuntimeError(f"the sandbox did not report: {errors[-500:]}")
+    if ended is None and told.get("exit") in KILLED and shared.killed() > killed:
+        ended = "memory"
+    if ended == "memory":
+        shared.count()
     return _outcome(order, limits, told, ended, pieces, time.monotonic() - start)
 
 

@@ -14,6 +14,11 @@ from skyrl_mega.envs.sandbox import Sandbox
 from skyrl_mega.envs.text2sql.ordering import orders_rows
 
 PROGRAM = Path(__file__).with_name("query.py")
+ENDED = {
+    "output": "it returns too much",
+    "memory": "it was ended, as all queries at once had too much memory",
+}
+"""What to say of a query whose process the sandbox ended."""
 START_S = 10.0
 """For the process to start and to end, beside the query's own time."""
 
@@ -97,7 +102,7 @@ class Database:
         why = told.pop()["differ"] if told and "differ" in told[-1] else "a query was ended"
         late = outcome.status == "timeout" or outcome.exit == -signal.SIGALRM
         cause = f"timeout: it ran longer than {seconds:g} s" if late else "it needs more memory than a query may have"
-        cause = "it returns too much" if outcome.status == "output" else cause
+        cause = ENDED.get(outcome.status, cause)
         ended = [{"error": cause}, *[{"error": "it was not run: the one before it was ended"}] * len(queries)]
         return [*told, *ended][: len(queries)], why
 

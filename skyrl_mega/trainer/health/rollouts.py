@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from statistics import mean, median
 
+from skyrl_mega.envs.sandbox.budget import told
 from skyrl_mega.rollout.trajectory import Status
 from skyrl_mega.trainer.health.failures import failures
 from skyrl_mega.trainer.health.seen import Finding, Seen, example, plain, shown
@@ -32,6 +33,12 @@ def close_fails(seen: Seen) -> Finding | None:
     if not errors:
         return None
     return Finding("close_fails", f"{len(errors)} environments could not be closed; the first: {plain(str(errors[0]))}")
+
+
+def ended_for_memory(seen: Seen) -> Finding | None:
+    """Sandboxed programs were ended, perhaps for what others took: their rewards say little."""
+    count = seen.figure("environment/ended_for_memory")
+    return Finding("ended_for_memory", told(count)) if count else None
 
 
 def everything_cut(seen: Seen) -> Finding | None:
@@ -189,6 +196,7 @@ def _nothing(key: str, note: dict[str, object]) -> bool:
 WATCHERS = (
     environment_fails,
     close_fails,
+    ended_for_memory,
     everything_cut,
     duplicated_samples,
     nothing_parsed,

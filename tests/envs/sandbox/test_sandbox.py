@@ -16,7 +16,9 @@ import pytest
 import yaml
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.sandboxes import machine_mib, usual_total_mib
 from skyrl_mega.envs.sandbox import CONFINEMENTS, Limits, Outcome, Sandbox, Workspace, confinements, folders
+from skyrl_mega.envs.sandbox import budget as sandbox_budget
 from skyrl_mega.envs.sandbox.budget import Budget
 from skyrl_mega.envs.sandbox.run import python
 
@@ -338,6 +340,61 @@ def test_a_group_bounds_memory_where_one_can_be_made(tmp_path: Path, handed_on: 
     assert budget.group is not None and budget.group.parent == parent and not stale.exists()
     assert (budget.group / "memory.max").read_text() == str(100 * 2**20)
     assert budget.group.name.startswith(f"{folders.PREFIX}{os.getpid()}-") and folders.alive(budget.group.name)
+
+
+HOARDS = "data = bytearray(150 * 2**20)\nimport time\ntime.sleep(8)"
+
+
+def test_what_is_ended_for_memory_is_counted() -> None:
+    small, limits = Sandbox(name="counted"), Limits(total_mib=100)
+    assert play(small, "pass", limits).status == "ok"
+    before = sandbox_budget.ended()
+    assert before is not None and play(small, HOARDS, limits).status == "memory"
+    assert play(small, "import sys\nsys.exit(3)", limits).status == "failed"
+    assert sandbox_budget.ended() == before + 1
+
+
+@pytest.mark.parametrize(
+    ("code", "rises", "status"),
+    [
+        ("import os\nos.kill(os.getpid(), 9)", True, "memory"),
+        ("import sys\nsys.exit(137)", True, "memory"),  # what a shell says of its child
+        ("import os\nos.kill(os.getpid(), 9)", False, "failed"),
+        ("import sys\nsys.exit(1)", True, "failed"),  # it was another one
+        ("pass", True, "ok"),
+    ],
+)
+def test_what_the_kernel_ends_in_a_group(
+    box: Sandbox, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, rises: bool, status: str
+) -> None:
+    shared = Budget(10_000, tmp_path, tmp_path / "none")
+    kills = iter((4, 4 + rises))
+    monkeypatch.setattr(shared, "killed", lambda: next(kills))
+    monkeypatch.setattr(sandbox_budget, "of", lambda *_: shared)
+    assert play(box, code).status == status
+    assert shared.ended == (status == "memory")
+
+
+def test_how_many_the_kernel_has_ended(tmp_path: Path) -> None:
+    budget = Budget(100, tmp_path, tmp_path / "none")
+    assert budget.killed() == 0
+    budget.group = tmp_path
+    assert budget.killed() == 0
+    (tmp_path / "memory.events").write_text("low 0\nhigh 2\nmax 7\noom 3\noom_kill 5\noom_group_kill 1\n")
+    assert budget.killed() == 5
+
+
+@pytest.mark.parametrize(
+    ("node_gib", "mib"), [(1, 8192), (24, 8192), (64, 8192), (128, 16384), (200, 25600), (256, 32768), (2000, 32768)]
+)
+def test_the_usual_sum_follows_the_node(node_gib: float, mib: int, tmp_path: Path) -> None:
+    assert usual_total_mib(node_gib * 1024) == mib
+    (limit := tmp_path / "memory.max").write_text("max\n")
+    whole = machine_mib(limit)
+    assert whole == machine_mib(tmp_path / "none") > 0
+    limit.write_text(f"{2**28}\n")
+    assert machine_mib(limit) == 256
+    assert Limits().total_mib == usual_total_mib(machine_mib())
 
 
 def test_the_largest_of_too_many_ends(tmp_path: Path) -> None:

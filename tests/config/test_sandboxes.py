@@ -1,0 +1,65 @@
+"""What sandboxed programs may take together, as it is planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from skyrl_mega.config.sandboxes import evaluated, sandboxes_mib
+from skyrl_mega.config.schema import Config
+
+SESSIONS = {"swe": {"session_options": {"total_mib": 1000, "disk_mib": 10}}}
+SINGLE = {"python": {"sandbox": {"total_mib": 1000, "disk_mib": 10}}}
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Evaluation files of 30 and 5 rows, one that is not there and one that is no parquet file."""
+    folder = tmp_path_factory.mktemp("data")
+    names = [str(folder / name) for name in ("a.parquet", "b.parquet", "absent.parquet", "broken.parquet")]
+    for name, count in zip(names, (30, 5), strict=False):
+        pq.write_table(pa.table({"x": list(range(count))}), name)
+    Path(names[3]).write_text("no parquet")
+    return names
+
+
+@pytest.mark.parametrize(
+    ("options", "step", "evaluation", "disks"),
+    [
+        (SESSIONS, (4, 2), {"every": 0, "before": False}, 8),  # nothing is evaluated
+        (SESSIONS, (4, 2), {}, 35),
+        (SESSIONS, (4, 2), {"every": 0}, 35),  # before the first step
+        (SESSIONS, (4, 2), {"before": False}, 35),
+        (SESSIONS, (4, 2), {"samples": 3}, 105),
+        (SESSIONS, (4, 2), {"samples": 3, "limit": 10}, 105),  # 10, 5, and 10 each of two that may come to be
+        (SESSIONS, (4, 2), {"limit": 2}, 8),
+        (SESSIONS, (10, 8), {}, 80),  # a step has more
+        (SINGLE, (4, 2), {}, 35),
+        (SINGLE, (4, 2), {"samples": 3}, 64),  # no more run at once
+        (SINGLE, (4, 2), {"every": 0, "before": False}, 8),
+    ],
+)
+def test_evaluations_open_sandboxes_too(
+    files: list[str], options: dict[str, Any], step: tuple[int, int], evaluation: dict[str, Any], disks: int
+) -> None:
+    config = Config()
+    config.environment.options, config.data.eval = options, files
+    config.data.prompts_per_step, config.data.samples_per_prompt = step
+    for name, value in evaluation.items():
+        setattr(config.evaluation, name, value)
+    assert sandboxes_mib(config) == 1000 + 10 * disks
+    assert sandboxes_mib(config, trajectories=3) == 1000 + 10 * 3
+
+
+def test_the_usual_sum_is_planned_by_the_nodes_memory() -> None:
+    config = Config()
+    config.environment.default = "python"
+    for node_gib, total in ((60, 8192), (128, 16384), (1000, 32768)):
+        config.cluster.host_memory_gib = node_gib
+        assert sandboxes_mib(config) == total + 64 * 64
+    config.environment.default = None
+    assert sandboxes_mib(config) == 0 and evaluated(config) == 0
