@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tests.fuzz.target import Target
-from tests.fuzz.targets import answers, code, endpoint, files, programs, search, settings, sql, tokenizer
+from tests.fuzz.targets import answers, code, endpoint, files, programs, search, service, settings, sql, tokenizer
 
 TARGETS: Mapping[str, Target] = {
     **settings.TARGETS,
@@ -14,6 +14,7 @@ TARGETS: Mapping[str, Target] = {
     **endpoint.TARGETS,
     **answers.TARGETS,
     **search.TARGETS,
+    **service.TARGETS,
     **programs.TARGETS,
     **code.TARGETS,
     **sql.TARGETS,
