@@ -52,11 +52,11 @@ def leaves_a_descriptor() -> None:
 
 
 def leaves_a_thread() -> None:
-    threading.Thread(target=time.sleep, args=(3,), daemon=True).start()
+    threading.Thread(target=time.sleep, args=(6,), daemon=True).start()
 
 
 def leaves_a_daemon() -> None:
-    subprocess.run(["/bin/sh", "-c", "setsid sleep 3 > /dev/null 2>&1 &"], check=True)
+    subprocess.run(["/bin/sh", "-c", "setsid sleep 6 > /dev/null 2>&1 &"], check=True)
 
 
 def changes_the_environment() -> None:
@@ -84,6 +84,7 @@ NOTICED: dict[Callable[[], None], str] = {
     leaves_a_daemon: "left behind: processes: ",
     changes_the_environment: "left behind: driver: FUZZ_LEFT=",
 }
+HANG = (hangs, hangs_and_hears_nothing)
 KILLED = {ends_the_process: "it ended the process, with exit code 7", hangs_and_hears_nothing: "no signal reaches it"}
 
 
@@ -94,7 +95,9 @@ def errors(
 ) -> dict[str, str | None]:
     """What is said of the second case of each, beside those of a target that does nothing wrong."""
     for act in (*acts, time.monotonic):
-        target = Target(lambda random: 1, lambda case, folder, act=act: act(), (Refused,), bound_s=0.5)
+        target = Target(
+            lambda random: 1, lambda case, folder, act=act: act(), (Refused,), bound_s=0.5 if act in HANG else 20.0
+        )
         monkeypatch.setitem(TARGETS, act.__name__, target)
     names = [act.__name__ for act in (*acts, time.monotonic)]
     had, said = {name: Share() for name in names}, dict[str, str | None]()
