@@ -10,21 +10,22 @@ TAIL = 300
 
 def last_boxed(text: str) -> tuple[int, str] | None:
     """Where the last `\\boxed{…}` with balanced braces begins, and what is in it."""
-    start = text.rfind("\\boxed{")
-    if start < 0:
+    boxes = list(re.finditer(r"\\f?box(?:ed)?[ \t]*\{", text))
+    if not boxes:
         return None
-    depth = 0
-    for at in range(start + len("\\boxed"), len(text)):
+    start, inside = boxes[-1].span()
+    depth = 1
+    for at in range(inside, len(text)):
         depth += (text[at] == "{") - (text[at] == "}")
         if depth == 0:
-            return start, text[start + len("\\boxed{") : at]
+            return start, text[inside:at]
     return None
 
 
 def last_line(text: str) -> tuple[int, str] | None:
-    """Where the last `Answer: …` begins, and the rest of its line; capitals do not matter."""
-    lines = list(re.finditer(r"(?i)answer\s*:[ \t]*([^\n]+)", text))
-    return (lines[-1].start(), lines[-1].group(1).strip()) if lines else None
+    """Where the last `Answer: …` begins, and the rest of its line; capitals and `**` around do not matter."""
+    lines = list(re.finditer(r"(?i)answer(?:\*\*|__)?\s*:(?:\*\*|__)?[ \t]*([^\n]+)", text))
+    return (lines[-1].start(), lines[-1].group(1).strip().strip("*").strip()) if lines else None
 
 
 def extract(text: str, form: str) -> str | None:

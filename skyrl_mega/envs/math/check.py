@@ -17,6 +17,7 @@ from pathlib import Path
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.math import cost
 from skyrl_mega.envs.math.comparing import matches
+from skyrl_mega.envs.math.forms import copied
 from skyrl_mega.envs.math.reading import read
 from skyrl_mega.envs.waiting import waiting
 
@@ -29,13 +30,14 @@ LONGEST = 500
 """Characters of an answer that is read; a longer one is equal to its own text alone."""
 
 
-def same(gold: str, answer: str, seconds: float | None) -> bool:
+def same(gold: str, answer: str, seconds: float | None, question: str = "") -> bool:
     """Whether an answer equals the gold one.
 
     Args:
         gold: The right answer.
         answer: What `extract` found.
         seconds: For the algebra; past it the answer counts as another one. None does without algebra.
+        question: What was asked: an expression that is copied from it is no answer.
     """
     if gold.strip() == answer.strip():
         return bool(gold.strip())
@@ -54,7 +56,7 @@ def same(gold: str, answer: str, seconds: float | None) -> bool:
         spent += took
         return result
 
-    return matches(left, right, ask)
+    return matches(left, right, ask) and not copied(gold, answer, question)
 
 
 def algebra(gold: str, answer: str, seconds: float) -> tuple[bool, float]:

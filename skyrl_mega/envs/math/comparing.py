@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
+from skyrl_mega.envs.math.forms import unfinished
 from skyrl_mega.envs.math.reading import Reading
+from skyrl_mega.envs.math.units import agree
 
 Ask = Callable[[str, str], bool]
 """Algebra's opinion of two expressions."""
@@ -22,14 +26,16 @@ def matches(gold: Reading, answer: Reading, ask: Ask) -> bool:
         answer: Another.
         ask: Algebra.
     """
-    if gold.unit and answer.unit and gold.unit != answer.unit:
+    if not agree(gold.unit, answer.unit):
         return False
+    if "named" in (gold.kind, answer.kind):
+        return _same_names(gold, answer, ask)
     if "equation" in (gold.kind, answer.kind) or (gold.symbol and answer.symbol and gold.symbol != answer.symbol):
         return _same_equation(gold, answer, ask)
     if gold.kind in ("number", "expression") and answer.kind in ("number", "expression"):
         if gold.value is not None and answer.value is not None:
             return gold.value == answer.value
-        return gold.text == answer.text or ask(gold.text, answer.text)
+        return not unfinished(gold, answer) and (gold.text == answer.text or ask(gold.text, answer.text))
     if gold.kind != answer.kind:
         whole = ("words", "name", "expression", "opaque", "base")
         return gold.kind in whole and answer.kind in whole and gold.text == answer.text != ""
@@ -57,6 +63,24 @@ def _same_parts(gold: Sequence[Reading], answer: Sequence[Reading], ask: Ask) ->
     return not gold and not left
 
 
+def _same_names(gold: Reading, answer: Reading, ask: Ask) -> bool:
+    """Name by name; where one side has no names, in the order of the other's."""
+    if gold.kind == answer.kind:
+        there = {part.symbol: part for part in answer.parts}
+        parts = [there.get(part.symbol) for part in gold.parts]
+    else:
+        other = gold if answer.kind == "named" else answer
+        plain = not any(reading.symbol for reading in (other, *other.parts))
+        ordered = other.kind == "list" or other.shape == "()"
+        parts = list(answer.parts) if plain and ordered else []
+    if len(gold.parts) != len(answer.parts) or len(parts) != len(gold.parts):
+        return False
+    return all(
+        other is not None and matches(replace(one, symbol=""), replace(other, symbol=""), ask)
+        for one, other in zip(gold.parts, parts, strict=True)
+    )
+
+
 def _same_equation(gold: Reading, answer: Reading, ask: Ask) -> bool:
     one, other = _difference(gold), _difference(answer)
     if one is None or other is None:
@@ -70,7 +94,7 @@ def _difference(reading: Reading) -> str | None:
     """Left side minus right side."""
     if reading.kind == "equation":
         return f"{reading.parts[0].text}-({reading.parts[1].text})"
-    if reading.symbol and reading.kind in ("number", "expression"):
+    if re.fullmatch(r"[A-Za-z]", reading.symbol) and reading.kind in ("number", "expression"):
         return f"{reading.symbol}-({reading.text})"
     return None
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
+from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.math import check
 from skyrl_mega.envs.math.answer import TAIL, extract
 from skyrl_mega.envs.options import Option, choice, number, switch, whole
@@ -28,11 +28,19 @@ class MathEnv(BaseTextEnv):
         "timeout_s": number(5.0, "for one comparison", above=0, high=3600),
     }
 
+    question: str = ""
+    """What was asked, the last of the user's messages."""
+
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
         """Refuses to start without the library that does algebra."""
         if options["algebra"]:
             check.check()
+
+    def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
+        """Keeps the question: what is copied from it is no answer."""
+        self.question = next((m["content"] for m in reversed(prompt) if m["role"] == "user"), "")
+        return super().init(prompt)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Judges a solution."""
@@ -49,4 +57,4 @@ class MathEnv(BaseTextEnv):
     def is_right(self, answer: str) -> bool:
         """Whether an answer is the ground truth."""
         seconds = float(self.options["timeout_s"]) if self.options["algebra"] else None
-        return check.same(str(self.ground_truth), answer, seconds)
+        return check.same(str(self.ground_truth), answer, seconds, self.question)

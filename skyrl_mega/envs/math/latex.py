@@ -8,21 +8,33 @@ from collections.abc import Iterable
 UNICODE = {
     "−": "-", "–": "-", "×": "\\times ", "·": "\\cdot ", "π": "\\pi ", "∞": "\\infty ", "≤": "\\le ", "≥": "\\ge ",
     "°": "^\\circ ", "∪": "\\cup ", "≠": "\\ne ", "±": "\\pm ", "θ": "\\theta ", "½": "\\frac{1}{2}", "∈": "\\in ",
-    "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "∅": "\\emptyset ", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
+    "¼": "\\frac{1}{4}", "¾": "\\frac{3}{4}", "∅": "\\emptyset ", "≈": "\\approx ",
+    "√": "\\sqrt ", "²": "^2 ", "³": "^3 ", "…": "\\ldots ",
+    "€": "\\euro ", "£": "\\sterling ", "ℝ": "\\reals ", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
 }  # fmt: skip
 SAME = {
     "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "geq": "ge", "geqslant": "ge", "leq": "le", "leqslant": "le",
     "lt": "<", "gt": ">", "neq": "ne", "textbf": "text", "textit": "text", "textrm": "text", "textnormal": "text",
     "mathrm": "text", "mathbf": "text", "mathit": "text", "mbox": "text", "hbox": "text", "operatorname": "text",
     "lbrace": "{", "rbrace": "}", "degree": "^\\circ", "varnothing": "emptyset", "infin": "infty", "times": "cdot",
-    "lvert": "|", "rvert": "|", "boldsymbol": "text", "bm": "text",
+    "lvert": "|", "rvert": "|", "boldsymbol": "text", "bm": "text", "dbinom": "binom", "tbinom": "binom",
+    "dots": "ldots", "cdots": "ldots", "dotsc": "ldots", "simeq": "approx", "pounds": "sterling", "langle": "(",
+    "rangle": ")", "bar": "overline",
 }  # fmt: skip
 """Commands → what is written for them."""
 
 DROPPED = ("left", "right", "displaystyle", "textstyle", "limits", "big", "Big", "bigl", "bigr", "Bigl", "Bigr", "rm")
+ONE_LETTER_UNITS = ("m", "g", "s", "h", "l", "L", "V", "W", "N", "J", "K")
+"""What `\\text{ m}` behind a number is; it would be a variable elsewhere."""
 SPACES = ("quad", "qquad", "thinspace", "enspace", "hspace", "phantom")
 GROUPED = re.compile(r"(?<=\d)(?:\{,\}|,\\!|\\,|\\ |\\!|~)(?=\d{3}(?!\d))")
 """Between the groups of a long number, where nothing else can be meant."""
+
+BEFORE = re.compile(
+    r"(?i)^(?:(?:so|thus|therefore),? )?(?:the )?(?:final )?answer(?: is|\s*:)\s*:?\s*|^(?:=|\\(?:approx|sim)\b)\s*"
+)
+"""What may stand before an answer and says nothing about it."""
+MATRIX = r"\\begin{pmatrix}\1\\end{pmatrix}"
 
 
 def tidy(answer: str) -> str:
@@ -38,8 +50,11 @@ def tidy(answer: str) -> str:
         .replace("\\(", " ")
         .replace("\\)", " ")
     )
-    if text.startswith("**") and text.endswith("**"):
-        text = text.strip("*")
+    if text.startswith("**") or text.endswith("**"):
+        text = text.replace("**", " ").strip()
+    if wrapped(text, "\\boxed{", "}"):
+        text = text[len("\\boxed{") : -1]
+    text = text.replace("...", "\\ldots ")
     text = GROUPED.sub("", text)
     text = re.sub(r"\\[,;:!> \n]|\\\[|\\\]|~", " ", text).replace("\\%", "%")
     text = re.sub(r"\\([a-zA-Z]+)\*?", _command, text)
@@ -47,9 +62,16 @@ def tidy(answer: str) -> str:
     text = re.sub(r"\\frac\s*(?!\{)(\d|[a-zA-Z]|\\pi)", r"\\frac{\1}", text)
     text = re.sub(r"(\\frac\s*\{[^{}]*\})\s*(\d|[a-zA-Z]|\\pi)", r"\1{\2}", text)
     text = re.sub(r"(\\frac\s*\{(?:[^{}]|\{[^{}]*\})*\})\s*(\d|[a-zA-Z]|\\pi)", r"\1{\2}", text)
+    text = re.sub(r"\\binom\s*(\w)\s*(\w)", r"\\binom{\1}{\2}", text)
+    text = re.sub(r"\{([^{}]*?)\s*\\(over|choose)\b([^{}]*)\}", _infix, text)
     text = re.sub(r"\\sqrt\s*(\d|[a-zA-Z]|\\pi)", r"\\sqrt{\1}", text)
+    text = re.sub(r"\(\s*\\begin\s*\{(?:small)?matrix\}(.*)\\end\s*\{(?:small)?matrix\}\s*\)", MATRIX, text)
+    text = re.sub(r"\\\{\s*\\\}", r"\\emptyset ", re.sub(r"\\mathbb\s*\{?\s*R\s*\}?", r"\\reals ", text))
     text = text.replace("<=", "\\le ").replace(">=", "\\ge ").replace("!=", "\\ne ").replace("**", "^")
-    return " ".join(text.split()).rstrip(".,; ")
+    text = " ".join(text.split()).rstrip(".,; ")
+    while (inner := BEFORE.sub("", text)) != text:
+        text = inner
+    return text
 
 
 def _command(match: re.Match[str]) -> str:
@@ -68,6 +90,12 @@ def _command(match: re.Match[str]) -> str:
     )
 
 
+def _infix(match: re.Match[str]) -> str:
+    """`{1 \\over 2}`, `{5 \\choose 2}`."""
+    name = "frac" if match.group(2) == "over" else "binom"
+    return f"\\{name}{{{match.group(1).strip()}}}{{{match.group(3).strip()}}}"
+
+
 def _unwrapped(text: str) -> str:
     """`\\text{A}`, `\\mathbf{12}` as A, 12: without a word inside it is no text. Lone "or" and "and" are commas."""
 
@@ -75,6 +103,8 @@ def _unwrapped(text: str) -> str:
         inner = match.group(1)
         if inner.strip() in ("or", "and"):
             return f" {inner.strip()} "
+        if inner.strip() in ONE_LETTER_UNITS and re.search(r"[\d})]\s*$", match.string[: match.start()]):
+            return match.group(0)
         return match.group(0) if re.search(r"[A-Za-z]{2}", inner) else f" {inner} "
 
     return re.sub(r"\\text\s*\{([^{}]*)\}", plain, text)

@@ -24,9 +24,15 @@ COMMANDS = {*FUNCTIONS, "frac", "sqrt", "cdot", "pi", "infty", "binom", "alpha",
 
 FIGURES = ("angle", "triangle", "overline", "overrightarrow", "widehat", "vec", "parallel", "perp")
 SYMBOL = re.compile(
-    r"(?:[A-Za-z]|\\(?!text|frac|sqrt|infty|pi)[a-z]+)\s*'*(?:_(?:\w|\{\s*\w+\s*\}))?\s*(?:\((?:[A-Za-z]\s*,?\s*)+\))?"
-    r"|[A-Z]{2,3}|\((?:\s*[A-Za-z]\s*,)+\s*[A-Za-z]\s*\)|\\text\{[^{}]*\}"
+    r"(?:[A-Za-z]|\\(?!text|frac|sqrt|infty|pi)[a-z]+)\s*'*(?:_(?:\w|\{[^{}]*\}))?\s*(?:\((?:[A-Za-z]\s*,?\s*)+\))?"
+    r"|[fghpqFGHPQE]\s*'*(?:_(?:\w|\{[^{}]*\}))?\s*\([^()]*\)"
+    r"|[A-Z]{2,3}|\|[A-Z]{2}\||\((?:\s*[A-Za-z]\s*,)+\s*[A-Za-z]\s*\)|\\text\{[^{}]*\}"
 )
+"""What an equation names: `x`, `a_{n+1}`, `f'(x)`, `P(X = 3)`, `AB`, `(x,y)`."""
+
+CURRENCIES = {"dollar": "dollar", "euro": "euro", "sterling": "pound"}
+BASES = {"two": 2, "three": 3, "four": 4, "five": 5, "six": 6, "seven": 7, "eight": 8, "nine": 9, "ten": 10,
+         "twelve": 12, "sixteen": 16}  # fmt: skip
 DIGITS = r"\d{1,300}"
 
 
@@ -35,7 +41,8 @@ class Reading:
     """An answer, read."""
 
     kind: str
-    """number, expression, words, name, base, opaque; tuple, list, union, matrix, ratio, relation, equation of parts."""
+    """number, expression, words, name, base, opaque; tuple, list, named, union, matrix, ratio, relation, equation of
+    parts. `named` is a list of which each part has a symbol of its own."""
     text: str
     """Written one way; what algebra is given of a number or an expression."""
     value: Fraction | None = None
@@ -57,7 +64,9 @@ def read(answer: str) -> Reading | None:
 def _whole(text: str, depth: int = 0) -> Reading:
     if depth > 12:
         return _opaque(text)
-    text = text.strip()
+    text = re.sub(r"^([A-Z])\)$", r"\1", text.strip())
+    if text == "\\reals":
+        text = "(-\\infty,\\infty)"
     if re.fullmatch(r"[^,()\[\]{}]*(?<![\d,])\d{1,3}(,\d{3})+(?![\d,])[^,]*", text):
         text = re.sub(r"(?<=\d),(?=\d{3})", "", text)
     listed = re.fullmatch(r"\\text\s*\{([^{}]*,[^{}]*)\}", text)
@@ -77,6 +86,8 @@ def _list(pieces: list[str], text: str, depth: int) -> Reading:
     symbols = {part.symbol for part in parts if part.symbol}
     if len(parts) < 2:
         return parts[0] if parts else _opaque(text)
+    if len(symbols) == len(parts):  # x = 1, y = 2
+        return Reading("named", _joined(text), parts=parts)
     if len(symbols) == 1 and parts[0].symbol:  # x = 1, 2 and x = 1 or x = 2
         return Reading(
             "list", _joined(text), parts=tuple(replace(part, symbol="") for part in parts), symbol=symbols.pop()
@@ -86,14 +97,16 @@ def _list(pieces: list[str], text: str, depth: int) -> Reading:
 
 def _related(text: str, depth: int) -> Reading | None:
     """Equations, inequalities and `x \\in …`."""
-    sides, signs = cut(text, ["=", "\\in", *RELATIONS])
+    sides, signs = cut(text, ["=", "\\in", "\\approx", *RELATIONS])
     if not signs:
         return None
+    if signs == ["\\approx"] and SYMBOL.fullmatch(sides[0]):
+        signs = ["="]
     if not all(sides):
         return _opaque(text)
     if signs[0] in ("=", "\\in"):
         return _equation(text, sides, signs, depth)
-    if "=" in signs or "\\in" in signs:
+    if not all(sign in RELATIONS for sign in signs):
         return _opaque(text)
     kinds = [RELATIONS[sign] for sign in signs]
     if all(kind in FLIPPED for kind in kinds):
@@ -112,10 +125,14 @@ def _related(text: str, depth: int) -> Reading | None:
 
 def _equation(text: str, sides: list[str], signs: list[str], depth: int) -> Reading:
     if SYMBOL.fullmatch(sides[0]):
-        rest = text[text.index(signs[0]) + len(signs[0]) :]
+        rest = re.sub(r"^\s*(?:=|\\(?:in|approx))", "", text[len(sides[0]) :])
         inner = _whole(rest, depth + 1)
-        if inner.symbol or inner.kind in ("equation", "opaque"):
+        if inner.symbol or inner.kind in ("equation", "opaque", "named"):
             return _opaque(text)
+        names = sides[0].strip("() ").split(",")
+        if len(names) > 1 and inner.shape == "()" and len(names) == len(inner.parts) == len(set(names)):
+            pairs = zip(inner.parts, names, strict=True)
+            return Reading("named", _joined(text), parts=tuple(replace(part, symbol=_joined(n)) for part, n in pairs))
         return replace(inner, symbol=_joined(sides[0]))
     if len(sides) == 2 and signs == ["="] and SYMBOL.fullmatch(sides[1]):
         return replace(_whole(sides[0], depth + 1), symbol=_joined(sides[1]))
@@ -137,7 +154,7 @@ def _union(text: str, depth: int) -> Reading | None:
 
 def _bracketed(text: str, depth: int) -> Reading | None:
     """Pairs, intervals and sets; brackets around one thing alone are no more than brackets."""
-    for opening, closing in (("(", ")"), ("(", "]"), ("[", ")"), ("[", "]"), ("\\{", "\\}"), ("\\langle", "\\rangle")):
+    for opening, closing in (("(", ")"), ("(", "]"), ("[", ")"), ("[", "]"), ("\\{", "\\}")):
         if not wrapped(text, opening, closing):
             continue
         inner = text[len(opening) : -len(closing)].strip().rstrip("\\").strip()
@@ -188,14 +205,25 @@ def _single(text: str) -> Reading:
     if percent:
         value = number(percent.group(1))
         return _opaque(text) if value is None else _number(value / 100)
-    if text.startswith("\\dollar"):
-        inner = _single(text.removeprefix("\\dollar").strip())
-        known = inner.kind in ("number", "expression") and inner.unit in ("", "dollar")
-        return replace(inner, unit="dollar") if known else _opaque(text)
+    currency = re.match(r"\\(dollar|euro|sterling)\b", text)
+    if currency:
+        inner, unit = _single(text[currency.end() :]), CURRENCIES[currency.group(1)]
+        known = inner.kind in ("number", "expression") and inner.unit in ("", unit)
+        return replace(inner, unit=unit) if known else _opaque(text)
     value = number(text)
     if value is not None:
         return _number(value)
-    return _measured(text) or _worded(text) or _expression(text)
+    return _based(text) or _measured(text) or _worded(text) or _expression(text)
+
+
+def _based(text: str) -> Reading | None:
+    """`101_2`, `(101)_{\\text{two}}`, `101 base 2`."""
+    words = re.sub(r"\\text\s*\{([^{}]*)\}", r"\1", text)
+    match = re.fullmatch(r"\(?\s*(-?[0-9A-F]+)\s*\)?\s*(?:_\s*\{?|base)\s*(\d{1,2}|[a-z]{3,7})\s*\}?", words)
+    if match is None or re.fullmatch(r"[A-F]", match.group(1)):
+        return None
+    base = int(match.group(2)) if match.group(2).isdigit() else BASES.get(match.group(2))
+    return Reading("base", f"{match.group(1)}_{base}") if base else None
 
 
 def _measured(text: str) -> Reading | None:
@@ -203,7 +231,8 @@ def _measured(text: str) -> Reading | None:
     match = re.fullmatch(r"(.*?)\s*(?:\^\s*\{?\s*\\circ\s*\}?|\\circ)\s*([CF])?", text)
     if match and re.search(r"\d", match.group(1)):
         core = _expression(match.group(1)) if number(match.group(1)) is None else _single(match.group(1))
-        return replace(core, unit="degree") if core.kind in ("number", "expression") else None
+        degrees = f"degree {match.group(2)}" if match.group(2) else "degree"
+        return replace(core, unit=degrees) if core.kind in ("number", "expression") else None
     match = re.fullmatch(r"(.*?)\s*((?:\\text\s*\{[^{}]*\}\s*)+)(?:\^\s*\{?\s*([23])\s*\}?)?", text)
     marked = match is not None
     match = match or re.fullmatch(r"(.*[\d})])(\s*[A-Za-z][A-Za-z .'/-]*[A-Za-z])(?:\^\s*\{?\s*([23])\s*\}?)?", text)
@@ -223,10 +252,7 @@ def _measured(text: str) -> Reading | None:
 
 
 def _worded(text: str) -> Reading | None:
-    """Words, names of figures, numbers with a base."""
-    base = re.fullmatch(r"(-?[0-9A-F]+)\s*_\s*\{?\s*(\d{1,2})\s*\}?", text)
-    if base and not re.fullmatch(r"[A-F]", base.group(1)):
-        return Reading("base", f"{base.group(1)}_{base.group(2)}")
+    """Words, names of figures."""
     words = re.sub(r"\\text\s*\{([^{}]*)\}", r" \1 ", text)
     if re.fullmatch(r"[A-Z]{2,}", words.strip()) or any(f"\\{figure}" in text for figure in FIGURES):
         return Reading("name", _joined(words))
@@ -292,6 +318,15 @@ def number(text: str) -> Fraction | None:
         whole, fixed, again = match.groups()
         tail = Fraction(int(again), 10 ** len(again) - 1) / 10 ** len(fixed)
         return sign * (Fraction(int(whole + fixed or "0"), 10 ** len(fixed)) + tail)
+    match = re.fullmatch(r"(\d{0,50})\.(\d{1,50})\s*\\ldots", text)
+    if match:  # what stands at the end three times goes on
+        whole, digits = match.groups()
+        block = re.search(r"(\d+?)\1\1$", digits)
+        exact = block and number(f"{whole}.{digits[: block.start()]}\\overline{{{block.group(1)}}}")
+        return None if exact is None else sign * exact
+    match = re.fullmatch(r"(\d{1,50}(?:\.\d{1,50})?)[eE](?:([-+]?\d{1,3}))", text)
+    if match:
+        return sign * Fraction(match.group(1)) * Fraction(10) ** int(match.group(2))
     match = re.fullmatch(r"(\d{1,50}(?:\.\d{1,50})?)\s*\\cdot\s*10\s*\^\s*(?:\{\s*(-?\d{1,3})\s*\}|(\d))", text)
     if match:
         return sign * Fraction(match.group(1)) * Fraction(10) ** int(match.group(2) or match.group(3))

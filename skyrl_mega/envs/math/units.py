@@ -11,11 +11,12 @@ def _words(text: str) -> list[str]:
 
 MEASURES = {
     "cm": "centimeter centimetre", "mm": "millimeter millimetre", "m": "meter metre", "km": "kilometer kilometre",
-    "in": "inch inche", "ft": "foot feet", "yd": "yard", "mi": "mile", "sec": "second s", "min": "minute",
-    "hr": "hour h",
-    "day": "day", "week": "week", "month": "month", "year": "year yr", "kg": "kilogram", "g": "gram gm", "lb": "pound",
+    "in": "inch", "ft": "foot feet", "yd": "yard", "mi": "mile", "sec": "second s", "min": "minute",
+    "hr": "hour h", "day": "day", "week": "week", "month": "month", "year": "year yr",
+    "kg": "kilogram", "g": "gram gm", "lb": "pound",
     "oz": "ounce", "ton": "ton tonne", "l": "liter litre", "ml": "milliliter millilitre", "gal": "gallon",
     "dollar": "dollar usd buck", "cent": "cent", "euro": "euro", "degree": "degree deg", "radian": "radian rad",
+    "C": "celsius", "F": "fahrenheit", "am": "am", "pm": "pm",
     "mph": "mph", "unit": "unit", "watt": "watt", "volt": "volt", "acre": "acre",
 }  # fmt: skip
 KNOWN = {word: name for name, words in MEASURES.items() for word in (name, *words.split())}
@@ -24,10 +25,26 @@ COUNTED = frozenset(
         "way integer student meal edge digit multiple point solution root person people child boy girl dog "
         "cat coin card ball marble book apple orange triangle square rectangle side face vertex vertice "
         "number value time mark page step factor divisor term zero prime positive distinct right different "
-        "possible ordered pair game team vote seat sq cubic per each total a an the of "
+        "possible ordered pair game team vote seat sq cubic per each total a an the of cup pint quart gallon "
+        "tablespoon teaspoon spoon cookie candy candie cake slice pizza egg bottle can box bag jar basket piece item "
+        "toy car truck bus train bike bicycle chair table room house tree flower leaf row column ticket stamp sticker "
+        "pencil pen crayon shirt shoe sock hat friend family member player worker employee customer visitor adult kid "
+        "man men woman women teacher class school fish bird cow horse sheep chicken duck rabbit pig animal plant "
+        "lap trip question problem test combination arrangement permutation subset element set group "
+        "line segment circle angle diagonal block tile stone rock song word letter message call photo picture video "
+        "paper sheet brick board night goal run win loss"
     )
 )
 """What may stand behind a number outside of `\\text{}` beside the measures."""
+
+AFTER_NOUN = frozenset(
+    _words("of to in from per that with for each on by left total altogether remaining away long tall")
+)
+"""Where the noun of what is counted is over."""
+SAME_NOUNS = {
+    "people": "person", "men": "man", "women": "woman", "children": "child", "vertice": "vertex", "leave": "leaf",
+    "combination": "way", "possibility": "way", "arrangement": "way",
+}  # fmt: skip
 
 MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 OTHERWISE = frozenset(
@@ -41,22 +58,46 @@ OTHERWISE = frozenset(
 
 
 def unit_of(words: str, *, marked: bool) -> str | None:
-    """The unit that words behind a number name: "" where they count things, None where they say something else.
+    """What words behind a number name: a unit, or the noun of what is counted; None where they say something else.
 
     Args:
-        words: `square inches`, `cm`, `ways`.
+        words: `square inches`, `cm`, `p.m.`, `different ways`.
         marked: They stand in `\\text{}`; outside of it only known words count.
     """
-    found = re.findall(r"[a-z]+", words.lower())
-    if not found or len(found) > 6 or re.search(r"[^A-Za-z .'/-]", words) or OTHERWISE & set(found):
+    if re.search(r"[^A-Za-z .'/-]", words):
         return None
-    singular = [word.removesuffix("s") if len(word) > 2 else word for word in found]
-    if not marked and not all(word in KNOWN or word in COUNTED for word in singular):
+    found = re.findall(r"[a-z]+", re.sub(r"\b([ap])\.?\s*m\b\.?", r"\1m", words.lower()))
+    if not found or len(found) > 6 or OTHERWISE & set(found):
         return None
-    power = "^2" if {"square", "sq"} & set(singular) else "^3" if "cubic" in singular else ""
-    measures = [KNOWN[word] for word in singular if word in KNOWN]
-    if "per" in singular and measures[:2] == ["mi", "hr"]:
+    single = [_single(word) for word in found]
+    if not marked and not all(word in KNOWN or word in COUNTED for word in single):
+        return None
+    power = "^2" if {"square", "sq"} & set(single) else "^3" if "cubic" in single else ""
+    measures = [KNOWN[word] for word in single if word in KNOWN]
+    if "per" in single and measures[:2] == ["mi", "hr"]:
         return "mph"
     if len(measures) > 1:
         return " ".join(measures)
-    return measures[0] + power if measures else ""
+    return measures[0] + power if measures else _noun(single)
+
+
+def agree(one: str, other: str) -> bool:
+    """Whether two units may be the same. Who names none leaves it open, and degrees need not say of what."""
+    if not one or not other or one == other:
+        return True
+    return "degree" in (one, other) and one.startswith("degree") and other.startswith("degree")
+
+
+def _single(word: str) -> str:
+    if word in KNOWN or len(word) < 3 or word.endswith("ss"):
+        return word
+    if re.search(r"(?:x|ch|sh|ss)es$", word):
+        return word[:-2]
+    return word.removesuffix("s")
+
+
+def _noun(words: list[str]) -> str:
+    """The word that says what is counted: `way` of "different ways to sit"."""
+    end = next((at for at, word in enumerate(words) if at and word in AFTER_NOUN), len(words))
+    noun = words[end - 1]
+    return SAME_NOUNS.get(noun, noun)
