@@ -84,6 +84,17 @@ def test_gsm8k_is_strict(action: str, reward: float) -> None:
     assert (output["reward"], output["done"]) == (reward, True)
 
 
+@pytest.mark.parametrize("name", ["gsm8k", "gsm8k_multi_turn"])
+@pytest.mark.parametrize(
+    "gold, action, reward",
+    [("1,234", "#### 1,234", 1), ("1,234", "#### 1234", 1), ("$1,234", "#### 1234", 1), ("35", "#### 3.5", 0),
+     ("3.5", "#### 35", 0), ("1234", "#### 1.234", 0), (18, "#### 18", 1)],
+)  # fmt: skip
+def test_gsm8k_reads_gold_as_it_reads_an_answer(name: str, gold: object, action: str, reward: float) -> None:
+    output = make(name, {"reward_spec": {"ground_truth": gold}}, EnvironmentConfig(), max_turns=1).step(action)
+    assert (output["reward"] == 1) == (reward == 1)
+
+
 @pytest.mark.parametrize("action, reward", [("58", 1), (" 58\n", 1), ("85", 0), ("580", 0), ("", 0), ("5 8", 0)])
 def test_addition_is_exact(action: str, reward: float) -> None:
     assert (

@@ -61,6 +61,13 @@ def env_of(target: Any, config: EnvironmentConfig = NOBODY, turns: int = 4) -> S
         ("spa pool", ["swimming bath", "spa pool"], 1),
         ("Danube river", ["Danube"], 0),
         ("", ["Danube"], 0),
+        ("", ["A"], 0),  # unlike SQuAD's: what is left of neither is not the same
+        ("", ["!!!"], 0),
+        ("the", ["A"], 0),
+        ("?", ["!!!"], 0),
+        ("a", ["A"], 1),
+        ("!!!", ["!!!"], 1),
+        ("", [""], 1),
     ],
 )
 def test_exact_match(answer: str, targets: list[str], exact: float) -> None:
@@ -75,7 +82,9 @@ def test_exact_match(answer: str, targets: list[str], exact: float) -> None:
         ("cat cat dog", ["cat dog dog"], 2 / 3),
         ("river", ["Danube", "river Danube", "lake"], 2 / 3),
         ("x", ["y"], 0),
-        ("the", ["a"], 1),
+        ("the", ["a"], 0),
+        ("The", ["the"], 1),
+        ("", ["a"], 0),
         ("", ["y"], 0),
     ],
 )

@@ -19,6 +19,11 @@ def strict_answer(text: str) -> str | None:
     return match.group(1).replace(",", "") if match else None
 
 
+def is_right(answer: str | None, ground_truth: object) -> bool:
+    """Whether the strict answer is the ground truth, which may be written as `1,234` or `$1,234`."""
+    return answer is not None and answer == re.sub(r"[,$]", "", str(ground_truth)).strip()
+
+
 class Gsm8kEnv(BaseTextEnv):
     """1 when the strict answer equals the ground truth, else 0; one turn."""
 
@@ -29,7 +34,7 @@ class Gsm8kEnv(BaseTextEnv):
         answer = strict_answer(action)
         return BaseTextEnvStepOutput(
             observations=[],
-            reward=float(answer is not None and answer == str(self.ground_truth).strip()),
+            reward=float(is_right(answer, self.ground_truth)),
             done=True,
             metadata={"parsed_answer": answer},
         )

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
-from skyrl_mega.envs.gsm8k.env import strict_answer
+from skyrl_mega.envs.gsm8k.env import is_right, strict_answer
 from skyrl_mega.envs.options import Option
 
 FORMAT_REWARD = 0.2
@@ -24,7 +24,7 @@ class Gsm8kMultiTurnEnv(BaseTextEnv):
         """Judges one attempt."""
         self.turns += 1
         answer = strict_answer(action)
-        correct = answer is not None and answer == str(self.ground_truth).strip()
+        correct = is_right(answer, self.ground_truth)
         reward = 1.0 if correct else 0.0 if answer is None else FORMAT_REWARD / self.max_turns
         done = correct or self.turns >= self.max_turns
         return BaseTextEnvStepOutput(

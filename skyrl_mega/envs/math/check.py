@@ -24,6 +24,10 @@ from skyrl_mega.envs.waiting import waiting
 WORKER = Path(__file__).with_name("worker.py")
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // 2))
 """Processes that do algebra, each for one pair of answers at a time; 120 MB each."""
+QUICK_S = 0.5
+"""What takes longer goes on with the one process that is kept for it, where it holds up nothing but its like."""
+GRACE_S = 1.0
+"""After its time a worker tells that it is late; one that does not is killed, which costs seconds to start another."""
 
 START_S = 120.0
 LONGEST = 500
@@ -60,19 +64,33 @@ def same(gold: str, answer: str, seconds: float | None, question: str = "") -> b
 
 
 def algebra(gold: str, answer: str, seconds: float) -> tuple[bool, float]:
-    """Whether two expressions are equal, from a worker that is killed when it takes longer; and how long it took."""
-    pool = _pool()
+    """Whether two expressions are equal, from a worker that is stopped when it takes longer; and how long it took."""
+    quick, patient = _pools_here()
+    result, took = _asked(quick, gold, answer, min(seconds, QUICK_S))
+    if result == "late" and seconds > QUICK_S:
+        result, more = _asked(patient, gold, answer, seconds - QUICK_S)
+        took += more
+    return result is True, took
+
+
+def _asked(pool: Pool, gold: str, answer: str, seconds: float) -> tuple[bool | str | None, float]:
     with waiting():
         worker = pool.take()
     start = time.monotonic()
     try:
+        with waiting():
+            worker.ready()
+        start = time.monotonic()
         result = worker.ask(gold, answer, seconds)
-    except (TimeoutError, OSError):
+    except TimeoutError:
+        worker.kill()
+        result = "late"
+    except OSError:
         worker.kill()
         result = None
     finally:
         pool.put(worker)
-    return result is True, time.monotonic() - start
+    return result, time.monotonic() - start
 
 
 def check() -> None:
@@ -96,19 +114,27 @@ class Worker:
         self.process: subprocess.Popen[bytes] | None = None
         self.rest = b""
 
-    def ask(self, gold: str, answer: str, seconds: float) -> bool | None:
-        """The answer of the worker; None when its algebra failed.
+    def ready(self) -> None:
+        """Starts the process where there is none.
 
         Raises:
-            TimeoutError: It takes longer; it must be killed.
+            TimeoutError: It does not start; it must be killed.
             OSError: It died.
         """
         if self.process is None or self.process.poll() is not None:
             self._start()
-        assert self.process is not None and self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"gold": gold, "answer": answer}).encode() + b"\n")
+
+    def ask(self, gold: str, answer: str, seconds: float) -> bool | str | None:
+        """The answer of the worker; None when its algebra failed, "late" when it was not done in time.
+
+        Raises:
+            TimeoutError: It does not even tell that it is late; it must be killed.
+            OSError: It died.
+        """
+        assert self.process is not None and self.process.stdin is not None, "ready() comes first"
+        self.process.stdin.write(json.dumps({"gold": gold, "answer": answer, "seconds": seconds}).encode() + b"\n")
         self.process.stdin.flush()
-        result: bool | None = json.loads(self._line(seconds))
+        result: bool | str | None = json.loads(self._line(seconds + GRACE_S))
         return result
 
     def kill(self) -> None:
@@ -165,11 +191,11 @@ class Pool:
         self.free.put(worker)
 
 
-_pools: dict[int, Pool] = {}
+_pools: dict[int, tuple[Pool, Pool]] = {}
 _lock = threading.Lock()
 
 
-def _pool() -> Pool:
-    """This process's own: pipes are not shared with a fork."""
+def _pools_here() -> tuple[Pool, Pool]:
+    """This process's own, quick and patient: pipes are not shared with a fork."""
     with _lock:
-        return _pools.setdefault(os.getpid(), Pool(WORKERS))
+        return _pools.setdefault(os.getpid(), (Pool(WORKERS), Pool(1)))

@@ -1,81 +1,285 @@
-"""Expressions that algebra could not finish, told by a look at the text: nobody waits for them."""
+"""How much work an expression is for algebra, told from its text: what could not be finished is never handed over.
+
+The text is read once, from left to right, and every part of it gets a size: how many terms it has when it is multiplied
+out and brought over one denominator, how many bits its numbers have, its degree. Nothing is computed but these bounds.
+"""
 
 from __future__ import annotations
 
+import math
 import re
+from dataclasses import dataclass, replace
+from fractions import Fraction
 
-POWER = 10_000
-"""Largest exponent of a number."""
-FACTORIAL = 1000
-"""Largest number before a `!` or in a binomial."""
-SUM_POWER = 64
-"""Largest exponent of what stands in brackets: algebra may multiply it out."""
+BITS = 40_000
+"""Of all numbers when they are worked out: `1007^{1007}` has 10,000."""
+TERMS = 128
+"""When it is multiplied out, above and below the line."""
+WIDTH = 300
+"""Terms times letters: so many variables, so long a greatest common divisor."""
+DEGREE = 3000
 DEPTH = 20
+"""Brackets within brackets."""
+ROOTS, FUNCTIONS, LETTERS = 8, 8, 8
+"""How many roots, functions and different letters: simplifying them grows with their combinations."""
+CHOSEN = 20
+"""Largest k of a `\\binom{n}{k}` with letters."""
+FACTORIAL = 1000
+SMALL = 10**18
+
+TOKEN = re.compile(r"\\[A-Za-z]+|\d+|[^\s.]")
+NAMED = ("\\sin", "\\cos", "\\tan", "\\cot", "\\sec", "\\csc", "\\arcsin", "\\arccos", "\\arctan", "\\sinh", "\\cosh",
+         "\\tanh", "\\log", "\\ln", "\\exp")  # fmt: skip
+CLOSING = {"(": ")", "{": "}", "[": "]", "|": "|"}
+SIGNS = ("+", "-")
+ENDS = (")", "}", "]")
+
+
+class TooMuch(Exception):
+    """Algebra could not finish it, or could not read it."""
+
+
+@dataclass(frozen=True)
+class Size:
+    """Bounds of a part."""
+
+    top: float = 1
+    """Terms above the line."""
+    bottom: float = 1
+    bits: float = 0
+    degree: float = 0
+    value: Fraction | None = None
+    """Of a small constant."""
+    rational: bool = False
+    """No letter, root or function is in it."""
 
 
 def refused(text: str) -> bool:
-    """Whether an expression is a tower of powers, a huge factorial, or nested too deep."""
-    if _depth(text) > DEPTH or re.search(r"!\s*!|\^\s*\w+\s*\^", text):
+    """Whether an expression is too much for algebra, or none that it could read."""
+    try:
+        reader = _Reader(TOKEN.findall(text))
+        size = reader.sum(0)
+        wide = max(size.top, size.bottom) * len(reader.letters) > WIDTH
+        return (
+            wide
+            or reader.left()
+            or reader.roots > ROOTS
+            or reader.functions > FUNCTIONS
+            or len(reader.letters) > LETTERS
+        )
+    except TooMuch:
         return True
-    if any(_large_group(text, match.start()) for match in re.finditer(r"[)}]\s*!", text)):
-        return True
-    if any(int(found) > FACTORIAL for found in re.findall(r"(\d{1,300})\s*!", text)):
-        return True
-    if "\\binom" in text and any(int(found) > FACTORIAL for found in re.findall(r"\d+", text)):
-        return True
-    return any(_large(base, exponent) for base, exponent in _powers(text))
 
 
-def _large_group(text: str, end: int) -> bool:
-    """Whether the factorial of what is in brackets may be huge: `(n+1)!` is not, `(3!)!` and `(9^9)!` are."""
-    depth = 0
-    for start in range(end, -1, -1):
-        depth += (text[start] in ")}") - (text[start] in "({")
-        if depth == 0:
-            group = text[start : end + 1]
-            small = all(len(found) <= 2 for found in re.findall(r"\d+", group))
-            return not small or not re.search(r"[a-z]", group) or "!" in group or "^" in group
-    return True
+def _checked(size: Size) -> Size:
+    if max(size.top, size.bottom) > TERMS or size.bits > BITS or size.degree > DEGREE:
+        raise TooMuch
+    return replace(size, top=1.0, bottom=1.0) if size.rational else size
 
 
-def _powers(text: str) -> list[tuple[str, str]]:
-    """The letter before each `^`, and the exponent."""
-    found = []
-    for match in re.finditer(r"\^\s*", text):
-        start = match.end()
-        exponent = text[start : start + 1]
-        if exponent in ("{", "("):
-            exponent = text[start + 1 : _closed(text, start)]
-        before = text[: match.start()].rstrip()
-        found.append((before[-1:], exponent))
-    return found
+def _exact(size: Size, value: Fraction | None) -> Size:
+    small = value is not None and abs(value.numerator) <= SMALL and value.denominator <= SMALL
+    return _checked(replace(size, value=value if small else None))
 
 
-def _large(base: str, exponent: str) -> bool:
-    if "!" in exponent or exponent.count("^") > 1:
-        return True
-    if "^" in exponent:  # a tower of two: n^{2^k} is small, 9^{9^9} is not
-        numbers = [int(found) for found in re.findall(r"\d+", exponent)]
-        return bool(numbers) and (len(numbers) > 2 or max(numbers) > 13 or numbers[0] ** numbers[-1] > POWER)
-    numbers = [int(found[:9]) for found in re.findall(r"\d+", exponent)]
-    product = 1
-    for value in numbers:
-        product *= max(1, value)
-    return product > (SUM_POWER if base in (")", "}", "]") else POWER)
+def _added(one: Size, other: Size) -> Size:
+    size = Size(
+        one.top * other.bottom + other.top * one.bottom,
+        one.bottom * other.bottom,
+        one.bits + other.bits,
+        max(one.degree, other.degree),
+        rational=one.rational and other.rational,
+    )
+    return _exact(size, None if one.value is None or other.value is None else one.value + other.value)
 
 
-def _closed(text: str, start: int) -> int:
-    depth = 0
-    for at in range(start, len(text)):
-        depth += (text[at] in "({") - (text[at] in ")}")
-        if depth == 0:
-            return at
-    return len(text)
+def _multiplied(one: Size, other: Size) -> Size:
+    size = Size(
+        one.top * other.top,
+        one.bottom * other.bottom,
+        one.bits + other.bits,
+        one.degree + other.degree,
+        rational=one.rational and other.rational,
+    )
+    return _exact(size, None if one.value is None or other.value is None else one.value * other.value)
 
 
-def _depth(text: str) -> int:
-    depth = most = 0
-    for letter in text:
-        depth += (letter in "([{") - (letter in ")]}")
-        most = max(most, depth)
-    return most
+def _signed(size: Size, sign: int) -> Size:
+    return replace(size, value=None if size.value is None else sign * size.value)
+
+
+def _turned(size: Size) -> Size:
+    """One over it."""
+    value = 1 / size.value if size.value else None
+    return replace(size, top=size.bottom, bottom=size.top, value=value)
+
+
+def _power(base: Size, exponent: Size) -> Size:
+    value = exponent.value
+    times = _largest(exponent)
+    if max(base.bits, 1) * times > BITS or base.degree * times > DEGREE:
+        raise TooMuch
+    size = Size(
+        _terms(base.top, times),
+        _terms(base.bottom, times),
+        base.bits * times,
+        base.degree * times,
+        rational=base.rational and value is not None and value.denominator == 1,
+    )
+    exact = base.value**times if size.rational and base.value and size.bits < 256 else None
+    size = _exact(size, exact)
+    return _turned(size) if value is not None and value < 0 else size
+
+
+def _largest(size: Size) -> int:
+    """A bound of its magnitude. Letters may cancel, so that its numbers alone count: `n-n+9` is 9."""
+    if size.value is not None:
+        return math.ceil(abs(size.value))
+    if size.bits > math.log2(BITS):
+        raise TooMuch
+    return math.ceil(2**size.bits)
+
+
+def _terms(count: float, times: int) -> float:
+    """Of a sum of so many terms, so many times itself."""
+    if count == 1:
+        return 1
+    if times > TERMS:
+        raise TooMuch
+    return math.comb(int(count) + times - 1, times)
+
+
+def _factorial(size: Size) -> Size:
+    most = _largest(size)
+    if most > FACTORIAL or size.top * size.bottom > 4:
+        raise TooMuch
+    bits = most * math.log2(max(2, most)) if most > 1 else 1
+    return _checked(replace(size, top=1, bottom=1, bits=bits, value=None))
+
+
+def _chosen(over: Size, under: Size) -> Size:
+    if over.value is not None and under.value is not None:
+        bits = max(0.0, float(under.value)) * math.log2(max(2, abs(over.value)))
+        return _checked(Size(bits=bits, rational=True))
+    if _largest(under) > CHOSEN:
+        raise TooMuch
+    size = _multiplied(over, under)
+    return _checked(replace(size, top=1, bottom=1, bits=float(_largest(over)), value=None))
+
+
+class _Reader:
+    """A text, part by part."""
+
+    def __init__(self, tokens: list[str]) -> None:
+        self.tokens = tokens
+        self.at = 0
+        self.roots = self.functions = 0
+        self.letters: set[str] = set()
+        self.bars = 0
+        """Of absolute values that are open."""
+
+    def left(self) -> bool:
+        return self.at < len(self.tokens)
+
+    def next(self) -> str:
+        return self.tokens[self.at] if self.left() else ""
+
+    def take(self, *wanted: str) -> str:
+        token = self.next()
+        if not token or (wanted and token not in wanted):
+            raise TooMuch
+        self.at += 1
+        return token
+
+    def sum(self, depth: int) -> Size:
+        """Terms between signs."""
+        if depth > DEPTH:
+            raise TooMuch
+        size = self.term(depth)
+        while self.next() in SIGNS:
+            size = _added(size, self.term(depth))
+        return size
+
+    def term(self, depth: int) -> Size:
+        """A product with its signs."""
+        sign = 1
+        while self.next() in SIGNS:
+            sign = -sign if self.take() == "-" else sign
+        return _signed(self.product(depth), sign)
+
+    def product(self, depth: int) -> Size:
+        """Factors, with a sign for it between them or none."""
+        size = self.factor(depth)
+        while self.left() and self.next() not in (*ENDS, *SIGNS) and not (self.next() == "|" and self.bars):
+            sign = self.take() if self.next() in ("\\cdot", "*", "/") else ""
+            negative = bool(sign) and self.next() == "-" and bool(self.take())
+            other = _signed(self.factor(depth), -1 if negative else 1)
+            size = _multiplied(size, _turned(other) if sign == "/" else other)
+        return size
+
+    def factor(self, depth: int) -> Size:
+        """Something with its powers, factorials and indices."""
+        size = self.atom(depth)
+        while self.next() in ("^", "!", "_", "'"):
+            sign = self.take()
+            if sign == "^":
+                size = _power(size, self.argument(depth))
+                if self.next() == "^":  # x^2^3 can be read in two ways
+                    raise TooMuch
+            elif sign == "!":
+                if self.next() == "!":
+                    raise TooMuch
+                size = _factorial(size)
+            elif sign == "_":
+                self.argument(depth)
+        return size
+
+    def argument(self, depth: int) -> Size:
+        """What stands behind `^` or `_`: a group, or one thing. A tower of bare powers is written wrongly."""
+        if self.next() == "-":
+            self.take()
+            return _signed(self.atom(depth), -1)
+        return self.atom(depth)
+
+    def atom(self, depth: int) -> Size:
+        token = self.take()
+        if token.isdigit():
+            value = Fraction(int(token)) if len(token) <= 18 else None
+            return Size(bits=len(token) * 3.33, value=value, rational=True)
+        if token in CLOSING:
+            return self.group(token, depth)
+        if token == "\\frac":
+            over, under = self.argument(depth), self.argument(depth)
+            return _multiplied(over, _turned(under))
+        if token == "\\binom":
+            return _chosen(self.argument(depth), self.argument(depth))
+        if token == "\\sqrt":
+            return self.root(depth)
+        if token in NAMED:
+            return self.function(depth)
+        if token.isalpha() or (token[0] == "\\" and len(token) > 1):
+            self.letters.add(token)
+            return Size(degree=1)
+        raise TooMuch
+
+    def group(self, opening: str, depth: int) -> Size:
+        outside, self.bars = self.bars, int(opening == "|")
+        size = self.sum(depth + 1)
+        self.take(CLOSING[opening])
+        self.bars = outside
+        return _signed(size, -1) if opening == "|" and size.value is not None and size.value < 0 else size
+
+    def root(self, depth: int) -> Size:
+        self.roots += 1
+        if self.next() == "[":
+            self.group(self.take(), depth)
+        inside = self.argument(depth)
+        return replace(inside, value=None, rational=False)
+
+    def function(self, depth: int) -> Size:
+        self.functions += 1
+        while self.next() in ("^", "_"):
+            self.take()
+            self.argument(depth)
+        inside = self.factor(depth)
+        return replace(inside, top=1, bottom=1, value=None, rational=False, degree=1)

@@ -1,8 +1,9 @@
-"""Compares two expressions: a line of JSON in (`gold`, `answer`), a line out (true, false or null).
+"""Compares two expressions: a line of JSON in (`gold`, `answer`, `seconds`), a line out (true, false, null, or "late").
 
 math-verify's parser reads the LaTeX, sympy compares exactly.
 
-A process of its own, since symbolic algebra can take for ever and no thread can stop it: whoever started it kills it.
+A process of its own, since symbolic algebra can take for ever and no thread can stop it. A timer interrupts it; where
+it does not listen, in one long operation on large numbers, whoever started it kills it.
 It parses what a policy wrote, so it gives up sockets and files before it reads the first line.
 """
 
@@ -13,9 +14,18 @@ import logging
 import os
 import re
 import resource
+import signal
 import sys
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, NoReturn
 
-MEMORY = 4 * 2**30
+MEMORY = 2**30
+"""Address space; a comparison that wants more has failed."""
+
+
+class Late(BaseException):
+    """The time is over. No Exception: the library catches those in many places."""
 
 
 def main() -> None:
@@ -47,14 +57,26 @@ def main() -> None:
     same("\\frac{1}{2}", "x+1")  # loads what it loads late
     same("\\sqrt{8}+x", "2\\sqrt{2}+x")
     _confine()
+    signal.signal(signal.SIGALRM, _late)
     print("ready", flush=True)
     for line in sys.stdin:
-        order = json.loads(line)
-        try:
-            result = same(order["gold"], order["answer"])
-        except Exception:  # whatever algebra makes of a policy's text, it is no match
-            result = None
-        print(json.dumps(result), flush=True)
+        print(json.dumps(_timed(same, json.loads(line))), flush=True)
+
+
+def _timed(same: Callable[[str, str], bool], order: dict[str, Any]) -> bool | str | None:
+    try:
+        signal.setitimer(signal.ITIMER_REAL, order["seconds"])
+        return same(order["gold"], order["answer"])
+    except Late:
+        return "late"
+    except Exception:  # whatever algebra makes of a policy's text, it is no match
+        return None
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _late(number: int, frame: FrameType | None) -> NoReturn:
+    raise Late
 
 
 def _confine() -> None:

@@ -16,14 +16,19 @@ def normalise(text: str) -> str:
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text.lower().translate(PUNCTUATION)).split())
 
 
+def compared(text: str) -> str:
+    """What is compared: the normalised text, or the text itself where nothing is left of it, as of "A" and "!!!"."""
+    return normalise(text) or text.strip().lower()
+
+
 def exact_match(answer: str, targets: Iterable[str]) -> float:
     """1 when the answer equals one of the targets after normalisation, else 0."""
-    return float(normalise(answer) in {normalise(target) for target in targets})
+    return float(compared(answer) in {compared(target) for target in targets})
 
 
 def f1(answer: str, targets: Iterable[str]) -> float:
     """Harmonic mean of the words' precision and recall, against the nearest target."""
-    return max((_f1(normalise(answer).split(), normalise(target).split()) for target in targets), default=0.0)
+    return max((_f1(compared(answer).split(), compared(target).split()) for target in targets), default=0.0)
 
 
 def _f1(answer: Sequence[str], target: Sequence[str]) -> float:

@@ -22,7 +22,7 @@ from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs import make
 from skyrl_mega.envs.math import cost
 from skyrl_mega.envs.math.answer import extract
-from skyrl_mega.envs.math.check import _pool, algebra, same
+from skyrl_mega.envs.math.check import _pools_here, algebra, same
 from skyrl_mega.envs.math.reading import read
 from skyrl_mega.envs.registry import check
 from skyrl_mega.rollout.threads import Call
@@ -117,7 +117,7 @@ def test_what_an_answer_is_read_as(answer: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["9^{9^{9^9}}", "9^{9^9}", "9^9^9^9", "10^{9999999}", "(3!)!", "99999!", "(x+y)^{5000}", "x^{10!}",
+    "text", ["9^{9^{9^9}}", "9^{9^9}", "9^9^9^9", "10^{9999999}", "99999!", "(x+y)^{5000}", "x^{10!}",
              "\\binom{999999}{5000}", "((((((((((((((((((((((x))))))))))))))))))))))", "5!!", "2^{99999}"]
 )  # fmt: skip
 def test_what_algebra_could_not_finish_is_never_asked(text: str) -> None:
@@ -133,7 +133,7 @@ def test_what_is_asked_all_the_same(text: str) -> None:
 
 def test_waiting_for_a_worker_is_no_work() -> None:
     """A call whose turn comes late is not given up for it."""
-    pool = _pool()
+    pool, _ = _pools_here()
     taken = [pool.take() for _ in range(pool.free.qsize())]
     call = Call(lambda: same("\\sqrt{8}", "2\\sqrt{2}", 20))
     thread = threading.Thread(target=call.run)
