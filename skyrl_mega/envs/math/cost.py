@@ -18,8 +18,8 @@ TERMS = 128
 WIDTH = 300
 """Terms times letters: so many variables, so long a greatest common divisor."""
 DEGREE = 3000
-DEPTH = 20
-"""Brackets within brackets."""
+DEPTH = 30
+"""Brackets, fractions, roots and functions within each other."""
 ROOTS, FUNCTIONS, LETTERS = 8, 8, 8
 """How many roots, functions and different letters: simplifying them grows with their combinations."""
 CHOSEN = 20
@@ -159,7 +159,7 @@ def _factorial(size: Size) -> Size:
 
 def _chosen(over: Size, under: Size) -> Size:
     if over.value is not None and under.value is not None:
-        bits = max(0.0, float(under.value)) * math.log2(max(2, abs(over.value)))
+        bits = max(0.0, float(under.value)) * math.log2(max(2.0, abs(float(over.value))))
         return _checked(Size(bits=bits, rational=True))
     if _largest(under) > CHOSEN:
         raise TooMuch
@@ -193,8 +193,6 @@ class _Reader:
 
     def sum(self, depth: int) -> Size:
         """Terms between signs."""
-        if depth > DEPTH:
-            raise TooMuch
         size = self.term(depth)
         while self.next() in SIGNS:
             size = _added(size, self.term(depth))
@@ -242,6 +240,8 @@ class _Reader:
         return self.atom(depth)
 
     def atom(self, depth: int) -> Size:
+        if depth > DEPTH:
+            raise TooMuch
         token = self.take()
         if token.isdigit():
             value = Fraction(int(token)) if len(token) <= 18 else None
@@ -249,10 +249,10 @@ class _Reader:
         if token in CLOSING:
             return self.group(token, depth)
         if token == "\\frac":
-            over, under = self.argument(depth), self.argument(depth)
+            over, under = self.argument(depth + 1), self.argument(depth + 1)
             return _multiplied(over, _turned(under))
         if token == "\\binom":
-            return _chosen(self.argument(depth), self.argument(depth))
+            return _chosen(self.argument(depth + 1), self.argument(depth + 1))
         if token == "\\sqrt":
             return self.root(depth)
         if token in NAMED:
@@ -273,7 +273,7 @@ class _Reader:
         self.roots += 1
         if self.next() == "[":
             self.group(self.take(), depth)
-        inside = self.argument(depth)
+        inside = self.argument(depth + 1)
         return replace(inside, value=None, rational=False)
 
     def function(self, depth: int) -> Size:
@@ -281,5 +281,5 @@ class _Reader:
         while self.next() in ("^", "_"):
             self.take()
             self.argument(depth)
-        inside = self.factor(depth)
+        inside = self.factor(depth + 1)
         return replace(inside, top=1, bottom=1, value=None, rational=False, degree=1)

@@ -205,7 +205,7 @@ def _single(text: str) -> Reading:
     if percent:
         value = number(percent.group(1))
         return _opaque(text) if value is None else _number(value / 100)
-    currency = re.match(r"\\(dollar|euro|sterling)\b", text)
+    currency = re.match(r"\\(dollar|euro|sterling)\b(?!\s*\\(?:dollar|euro|sterling))", text)
     if currency:
         inner, unit = _single(text[currency.end() :]), CURRENCIES[currency.group(1)]
         known = inner.kind in ("number", "expression") and inner.unit in ("", unit)
