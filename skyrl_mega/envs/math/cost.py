@@ -18,7 +18,7 @@ TERMS = 128
 WIDTH = 300
 """Terms times letters: so many variables, so long a greatest common divisor."""
 DEGREE = 3000
-DEPTH = 30
+DEPTH = 20
 """Brackets, fractions, roots and functions within each other."""
 ROOTS, FUNCTIONS, LETTERS = 8, 8, 8
 """How many roots, functions and different letters: simplifying them grows with their combinations."""
