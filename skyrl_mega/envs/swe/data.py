@@ -11,6 +11,7 @@ from typing import Any
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.row import row
+from skyrl_mega.envs.swe.proof import NAMED
 
 SYSTEM = (
     "You work on a repository through a shell. In each turn give one command inside <bash>…</bash>; its output comes "
@@ -38,8 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--source",
         type=Path,
         help="a folder of tasks, each with repo/, task.json (instruction, test: the command that must succeed, split: "
-        "train or test) and hidden/, files that appear only when the tests run; without it, small ones are made in "
-        "OUTPUT/tasks",
+        "train or test, FAIL_TO_PASS and PASS_TO_PASS: tests that must pass) and hidden/, files that appear only when "
+        "the tests run; without it, small ones are made in OUTPUT/tasks",
     )
 
 
@@ -66,6 +67,10 @@ def _task(file: Path) -> dict[str, Any]:
     for key in ("instruction", "test"):
         if not isinstance(task.get(key), str) or not task[key].strip():
             raise UserError(f"{file}, key {key}: allowed: a string that is not empty")
+    for key in NAMED:
+        names = task.get(key, [])
+        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
+            raise UserError(f"{file}, key {key}: allowed: a list of the names of tests")
     if task["split"] not in ("train", "test"):
         raise UserError(f"{file}, key split: {task['split']!r}; allowed: train, test")
     if not (file.parent / "repo").is_dir():
@@ -80,7 +85,7 @@ def _rows(tasks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             prompt=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": task["instruction"]}],
             env_class="swe",
             ground_truth=task["test"],
-            extra_info={"split": task["split"], "task": task["name"]},
+            extra_info={"split": task["split"], "task": task["name"], **{key: task.get(key, []) for key in NAMED}},
         )
 
 

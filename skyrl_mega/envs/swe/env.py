@@ -12,7 +12,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.options import Option, choice, mapping, number, text, texts, whole
 from skyrl_mega.envs.sandbox import Sandbox
-from skyrl_mega.envs.swe.proof import Proof
+from skyrl_mega.envs.swe.proof import NAMED, Proof, started
 from skyrl_mega.envs.swe.session import BOX, LocalSession, Ran, Session
 from skyrl_mega.envs.tags import first
 
@@ -44,7 +44,7 @@ PROTECTED = [
     "*.egg-info/*",
     "*.dist-info/*",
 ]
-"""Files that decide what a test command does."""
+"""Files that decide what a test command does; beside them, what it starts (`proof.started`)."""
 SUBMIT = re.compile(r"<submit\s*/?>")
 LONGEST_COMMAND = 100_000
 """Bytes; the kernel refuses an argument of 128 KiB."""
@@ -54,7 +54,7 @@ INVALID = "Give one command inside <bash>…</bash>, or <submit/> when the work 
 class SweEnv(BaseTextEnv):
     """`<bash>…</bash>` runs in the trajectory's own session and answers with its output; `<submit/>`, or the last turn,
     ends it. Then the protected files are restored and the row's ground truth, the test command, is run: 1 when its exit
-    code is 0 and its runner proves that it came to its end, else 0."""
+    code is 0 and its runner proves that the tests passed, else 0."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "tasks": text(None, "folder of the tasks"),
@@ -119,12 +119,15 @@ class SweEnv(BaseTextEnv):
 
     def _judge(self, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
         seconds = float(self.options["test_timeout_s"])
-        self.session.restore(self.options["protected"], seconds)
-        proof = Proof.of(str(self.ground_truth), self.options["proof"])
+        test, known = str(self.ground_truth), self.extras.get("extra_info") or {}
+        self.session.restore([*self.options["protected"], *started(test, self.options["proof"])], seconds)
+        names = [name for key in NAMED for name in known.get(key) or ()]
+        proof = Proof.of(test, self.options["proof"], names)
         ran = self.session.run(proof.command, seconds)
-        passed = proof.passed(ran.output)
-        metadata |= {"tests": ran.status, "tests_passed": passed, "tests_output": proof.shown(ran.output)[-2000:]}
-        right = ran.status == "ok" and (proof.nonce is None or passed is not None)
+        verdict = proof.verdict(ran.output)
+        metadata |= {"tests": ran.status, "tests_passed": verdict.passed, "tests_unproved": verdict.why}
+        metadata["tests_output"] = proof.shown(ran.output)[-2000:]
+        right = ran.status == "ok" and verdict.why is None
         return BaseTextEnvStepOutput(observations=[], reward=float(right), done=True, metadata=metadata)
 
     def close(self) -> None:

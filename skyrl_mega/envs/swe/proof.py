@@ -2,31 +2,60 @@
 
 An exit code of 0 is no proof: a module under test may end the process, a file in the repository may take the place of
 the runner or tell it to collect only. So the command gets a home and a path that the policy could not prepare, and the
-runner's own count of passed tests comes back beside a number used once (`witness.py`).
+runner's own list of its tests, and of those that passed, comes back beside a key used once (`witness.py`).
 """
 
 from __future__ import annotations
 
+import base64
+import posixpath
 import re
 import secrets
+import zlib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 WITNESS = Path(__file__).with_name("witness.py")
 RUNNERS = ("unittest", "pytest")
+STARTS = {
+    "g?make": ("Makefile", "GNUmakefile", "*.mk"),
+    "nox": ("noxfile.py",),
+    "npm|npx|yarn|pnpm|bun": ("package.json",),
+    "just": ("justfile",),
+}
+"""Tool → the files that tell it what to do. What tox and pytest read is always protected."""
+NAMED = ("FAIL_TO_PASS", "PASS_TO_PASS")
+"""Of a row: the tests that must pass, as SWE-bench calls them."""
 
 PRELUDE = """\
 proof=$(mktemp -d "${{TMPDIR:-/tmp}}/.proof.XXXXXX") && cat > "$proof/sitecustomize.py" <<'{end}' || exit 97
 {witness}
 {end}
-exec 9>&1
 export HOME="$proof" PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
 unset PYTHONSTARTUP PYTHONHOME PYTHONINSPECT PYTHONUSERBASE PYTHONWARNINGS ENV BASH_ENV
 """
 """Before every test command."""
 WITNESSED = """\
-export PYTHONPATH="$proof" SKYRL_MEGA_PROOF={nonce} SKYRL_MEGA_RUNNERS={runners} {options}
+key=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
+printf 'proof-key %s\\n' "$key"
+printf '%s %s' "$key" {runners} > "$proof/key"
+exec 8< "$proof/key" 9>&1
+rm "$proof/key"
+unset key
+export PYTHONPATH="$proof" SKYRL_MEGA_WITNESS=1
 """
+"""Before one that has a witness. The key is made there, so that it is in no argument, variable or file."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What the runners of one test command showed."""
+
+    passed: int | None
+    """Tests that passed; None where no runner came to its end."""
+    why: str | None
+    """Why that proves nothing; None where it does."""
 
 
 @dataclass(frozen=True)
@@ -35,35 +64,85 @@ class Proof:
 
     command: str
     """For the shell."""
-    nonce: str | None
-    """None where the exit code is all that there is."""
+    mode: str
+    """`runner`: a runner must prove its end; `begun`: one that begins must; `exit`: the exit code is enough."""
+    names: frozenset[str] = frozenset()
+    """Tests that must pass; empty: all that the runners have."""
 
     @classmethod
-    def of(cls, test: str, mode: str) -> Proof:
+    def of(cls, test: str, mode: str, names: Collection[str] = ()) -> Proof:
         """For a task's test command.
 
         Args:
             test: The command.
-            mode: `runner`: a runner must prove its end; `exit`: the exit code is enough; `auto`: a runner must where
-                the command names one of `RUNNERS`.
+            mode: `runner`, `exit`, or `auto`: `runner` where the command names one of `RUNNERS`, else `begun`.
+            names: Tests that must pass, as the runner names them.
         """
-        alone = re.search(r"python[\d.]*\s+(?:-\S+\s+)*-\w*[EIS]", test)  # it looks for no proof on a path
         named = [runner for runner in RUNNERS if re.search(rf"\b{runner}\b|\bpy\.test\b", test)]
-        nonce = secrets.token_hex(16) if mode == "runner" or (mode == "auto" and named and not alone) else None
+        if mode == "auto":
+            alone = re.search(r"python[\d.]*\s+(?:-\S+\s+)*-\w*[EIS]", test)  # it looks for no witness on a path
+            mode = "exit" if alone and not names else "runner" if named or names else "begun"
         end = f"end-{secrets.token_hex(8)}"
         prelude = PRELUDE.format(end=end, witness=WITNESS.read_text(encoding="utf-8"))
-        if nonce is not None:
-            runners = named or list(RUNNERS)
-            options = 'PYTEST_ADDOPTS="-p sitecustomize"' if "pytest" in runners else ""
-            prelude += WITNESSED.format(nonce=nonce, runners=",".join(runners), options=options)
+        if mode != "exit":
+            prelude += WITNESSED.format(runners=",".join(named or RUNNERS))
             test = re.sub(r"\bPYTHONPATH=", 'PYTHONPATH="$proof":', test)
-        return cls(prelude + test, nonce)
+        return cls(prelude + test, mode, frozenset(names))
 
-    def passed(self, output: str) -> int | None:
-        """Tests that passed, as the runner told; None where it told nothing."""
-        match = self.nonce and re.search(rf"^proof {self.nonce} (\d+)$", output, re.MULTILINE)
-        return int(match.group(1)) if match else None
+    def verdict(self, output: str) -> Verdict:
+        """What the runners told."""
+        told = _told(output)
+        begun = {line.split()[1] for line in told if line.startswith("began ")}
+        ends = [line.split()[1:] for line in told if line.startswith("ended ")]
+        passed = sum(int(count) for _, count, _, _ in ends) if ends else None
+        if self.mode == "exit" or (self.mode == "begun" and not begun):
+            return Verdict(passed, None)
+        if not ends or begun != {run for run, *_ in ends}:
+            return Verdict(passed, "no runner came to its end" if not ends else "a runner did not come to its end")
+        if any(word != "intact" for *_, word in ends):
+            return Verdict(passed, "the runner or a test was changed while it ran")
+        if self.names:
+            missing = sorted(self.names - _names(told))
+            return Verdict(passed, f"{len(missing)} named tests did not pass: {missing[0]}" if missing else None)
+        some = next((f"{had} tests, {right} passed" for _, right, had, _ in ends if right != had), None)
+        return Verdict(passed, some if passed else "no test passed")
 
-    def shown(self, output: str) -> str:
+    @staticmethod
+    def shown(output: str) -> str:
         """What the command printed, without the proof."""
-        return re.sub(rf"\n?^proof {self.nonce} \d+$\n?", "", output, flags=re.MULTILINE) if self.nonce else output
+        return re.sub(r"\n?^proof(-key)? [0-9a-f]{32}( .*)?$\n?", "", output, flags=re.MULTILINE)
+
+
+def started(test: str, mode: str) -> list[str]:
+    """Patterns of the files in a repository that a test command starts, and that so decide what is tested.
+
+    Shell scripts, and the files of the tools in `STARTS`. A program that is started otherwise (`python main.py`,
+    `./main`) may be the work itself; where `mode` is `runner`, it is what starts a runner.
+    """
+    names = re.findall(r"(?:^|[\s;&|(])(?:\.|source|(?:ba|da|z|k)?sh)\s+(?:-\S+\s+)*([\w./-]+)", test)
+    names += re.findall(r"[\w./-]*\.(?:sh|bash)\b", test)
+    if mode == "runner":
+        names += re.findall(r"(?:^|[\s;&|(])python[\d.]*\s+([\w./][\w./-]*)", test)
+        names += re.findall(r"(?:^|[;&|(])\s*(\.\.?/[\w./-]+)", test)
+    names += [file for tool, files in STARTS.items() if re.search(rf"\b(?:{tool})\b", test) for file in files]
+    plain = {re.sub(r"^(\.{0,2}/)+", "", posixpath.normpath(name)) for name in names} - {"", ".", ".."}
+    return sorted(pattern for name in plain for pattern in (name, f"*/{name}"))
+
+
+def _told(output: str) -> list[str]:
+    """The lines beside the key; the first line that names one is printed before anything of the repository is run."""
+    key = re.search(r"^proof-key ([0-9a-f]{32})$", output, re.MULTILINE)
+    return re.findall(rf"^proof {key.group(1)} (.*)$", output, re.MULTILINE) if key else []
+
+
+def _names(told: list[str]) -> set[str]:
+    """The tests that passed."""
+    names, packed = set[str](), ""
+    for line in told:
+        what, _, rest = line.partition(" ")
+        if what == "names":
+            packed += rest
+        elif what == "ended" and packed:
+            names |= set(zlib.decompress(base64.b64decode(packed)).decode().splitlines())
+            packed = ""
+    return names

@@ -123,7 +123,8 @@ class LocalSession:
 
 
 def _matches(relative: Path, patterns: Iterable[str]) -> bool:
-    return any(fnmatch.fnmatch(str(relative), pattern) for pattern in patterns)
+    """Also in capitals: `EVIL.DIST-INFO` holds plug-ins as `evil.dist-info` does."""
+    return any(fnmatch.fnmatch(str(relative).lower(), pattern.lower()) for pattern in patterns)
 
 
 def _copy(source: Path, folder: Path) -> None:

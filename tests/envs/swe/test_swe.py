@@ -38,6 +38,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "tests/__init__.py": "",
         "tests/test_cart.py": TEST,
         "README.md": "A shop.",
+        "Makefile": "test:\n\tpython -m unittest discover -s tests -t .\n",
     }.items():
         (repo / path).parent.mkdir(parents=True, exist_ok=True)
         (repo / path).write_text(text)
@@ -115,6 +116,7 @@ TINY = (
         "printf 'import unittest\\nunittest.TestCase.assertEqual = lambda *a: None\\ntotal = None' > shop/cart.py",
         "printf 'import unittest\\nunittest.TestCase.run = lambda s, r: r.startTest(s)\\ntotal = 1' > shop/cart.py",
         "printf 'import unittest\\ntotal = 1\\nraise unittest.SkipTest' > shop/cart.py",
+        "printf 'import unittest.case as c\\ndef total(items): raise c._ShouldStop' > shop/cart.py",
         f"cat > shop/cart.py <<'E'\n{TINY}\nE",
     ],
 )
@@ -135,6 +137,7 @@ def test_tests_are_protected_in_every_folder(name: str) -> None:
 
 PYTEST = "python -m pytest -q -p no:cacheprovider"
 REPAIR = "sed -i 's/count + price/count * price/' shop/cart.py"
+END = "printf 'Name: x\\nVersion: 1\\n' > X.DIST-INFO/METADATA; echo 'import os; os._exit(0)' > x.py"
 EARLY = (
     "import os, pytest\nopen('test_x.py', 'w').write('def test(): pass')\npytest.main(['-q', 'test_x.py'])\nos._exit(0)"
 )
@@ -151,6 +154,10 @@ EARLY = (
         (PYTEST, f"cat > shop/cart.py <<'E'\n{EARLY}\nE", 0.0),
         (PYTEST, "printf '[pytest]\\naddopts=--co' > .pytest.ini", 0.0),
         (f"{PYTEST} --co", REPAIR, 0.0),  # no test was run
+        (PYTEST, f"mkdir X.DIST-INFO; printf '[pytest11]\\nx = x' > X.DIST-INFO/entry_points.txt; {END}", 0.0),
+        ("make test", REPAIR, 1.0),
+        ("make test", "printf 'test:\\n\\ttrue\\n' > Makefile", 0.0),
+        ("make test", f"printf '{EXIT}' > shop/cart.py", 0.0),  # a runner began
         ("true", "true", 1.0),  # names no runner: its exit code is all that there is
     ],
 )
@@ -159,7 +166,7 @@ def test_a_runner_proves_its_end(tasks: Path, command: str, done: str, reward: f
     ran(env, done)
     output = env.step("<submit/>")
     assert output["reward"] == reward, output["metadata"]
-    assert "proof" not in output["metadata"]["tests_output"]
+    assert "proof " not in output["metadata"]["tests_output"]
     if reward and "unittest" in command:
         assert output["metadata"]["tests_passed"] == 1
     env.close()
