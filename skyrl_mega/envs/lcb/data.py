@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import parsed
 from skyrl_mega.envs.row import row
 
 STDIN = "Read the input from standard input and print the answer to standard output."
@@ -63,9 +64,11 @@ def _read(file: Path) -> list[Task]:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
         raise UserError(f"{file}: it cannot be read: {error.strerror or error}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{file}: it is no UTF-8 at byte {error.start}") from error
     for index, line in enumerate(filter(str.strip, lines)):
         try:
-            record = json.loads(line)
+            record = parsed(line)
             starter = record.get("starter_code") or ""
             tests = [*json.loads(record["public_test_cases"]), *_private(record.get("private_test_cases") or "[]")]
             name = json.loads(record.get("metadata") or "{}").get("func_name")
@@ -73,7 +76,7 @@ def _read(file: Path) -> list[Task]:
             tasks.append(
                 (f"{record['question_content']}\n\n{form}", [{**t, "metadata": {"func_name": name}} for t in tests])
             )
-        except (KeyError, ValueError, zlib.error) as error:
+        except (KeyError, ValueError, TypeError, AttributeError, zlib.error) as error:  # values of other kinds, too
             raise UserError(f"{file}, row {index}: it is none of LiveCodeBench's: {error!r}") from error
     return tasks
 

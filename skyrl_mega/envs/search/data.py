@@ -160,7 +160,7 @@ def _questions(file: Path) -> Iterator[dict[str, Any]]:
         yield {
             "question": record["question"],
             "answers": _answers(record, where),
-            "titles": _titles(record),
+            "titles": _titles(record, where),
             "data_source": record.get("data_source") or file.stem,
         }
 
@@ -175,15 +175,21 @@ def _answers(record: dict[str, Any], where: str) -> list[str]:
     raise UserError(f"{where}: it has no answer; allowed is one of the columns {', '.join(ANSWERS)}")
 
 
-def _titles(record: dict[str, Any]) -> list[str]:
+def _titles(record: dict[str, Any], where: str) -> list[str]:
     """Titles of the passages that answer it, in the several forms of HotpotQA, 2Wiki and MuSiQue; [] when not said."""
     said = record.get("supporting_facts")
-    if isinstance(said, dict):  # the Hugging Face hub's form
-        titles = list(said.get("title") or [])
-    elif said:
-        titles = [fact[0] for fact in said]
-    else:
-        titles = [p["title"] for p in record.get("paragraphs") or [] if p.get("is_gold") or p.get("is_supporting")]
+    try:
+        if isinstance(said, dict):  # the Hugging Face hub's form
+            titles = list(said.get("title") or [])
+        elif said:
+            titles = [fact[0] for fact in said]
+        else:
+            passages = record.get("paragraphs") or []
+            titles = [p["title"] for p in passages if p.get("is_gold") or p.get("is_supporting")]
+    except (AttributeError, IndexError, KeyError, TypeError) as error:
+        raise UserError(f"{where}: supporting_facts or paragraphs are none of the known forms: {error!r}") from error
+    if not all(isinstance(title, str) for title in titles):
+        raise UserError(f"{where}: supporting_facts or paragraphs: titles that are no strings")
     return list(dict.fromkeys(titles))
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tests.fuzz.target import Target
-from tests.fuzz.targets import answers, code, endpoint, files, programs, search, service, settings, sql, tokenizer
+from tests.fuzz.targets import answers, code, data, endpoint, files, programs, search, service, settings, sql, tokenizer
 
 TARGETS: Mapping[str, Target] = {
     **settings.TARGETS,
     **files.TARGETS,
+    **data.TARGETS,
     **tokenizer.TARGETS,
     **endpoint.TARGETS,
     **answers.TARGETS,
