@@ -10,7 +10,7 @@ TAIL = 300
 
 def last_boxed(text: str) -> tuple[int, str] | None:
     """Where the last `\\boxed{…}` with balanced braces begins, and what is in it."""
-    boxes = list(re.finditer(r"\\f?box(?:ed)?[ \t]*\{", text))
+    boxes = list(re.finditer(r"\\(?:boxed|fbox)[ \t]*\{", text))
     if not boxes:
         return None
     start, inside = boxes[-1].span()
