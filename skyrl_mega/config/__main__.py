@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import sys
 from typing import Any
 
+from skyrl_mega.config.command import DONE, guarded
 from skyrl_mega.config.keys import Key, keys
 
 OPENING = """\
@@ -61,5 +63,11 @@ def _default(value: Any) -> str:
     return f"`{value:g}`" if isinstance(value, float) else f"`{value}`" if value != "" else "(empty)"
 
 
-if __name__ == "__main__":
+def main() -> int:
+    """Prints the manual; the exit code."""
     print(manual(), end="")
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(guarded(main))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -91,6 +91,23 @@ def read(file: Path, fix: str, *, most: int = MOST_BYTES) -> bytes:
     return data
 
 
+def lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Byte and content of each line that is not empty; a last one that has no end yet has no line break.
+
+    Raises:
+        OSError: The file cannot be read.
+        UserError: A line has more than MOST_BYTES.
+    """
+    place = 0
+    with file.open("rb") as opened:
+        while line := opened.readline(MOST_BYTES + 1):
+            if len(line) > MOST_BYTES:
+                raise UserError(f"{file}: the line at byte {place} has more than {MOST_BYTES} bytes; write it again")
+            if line.strip():
+                yield place, line
+            place += len(line)
+
+
 def reason(error: Exception) -> str:
     """Why a file cannot be read or written."""
     if isinstance(error, FileNotFoundError):
@@ -100,7 +117,11 @@ def reason(error: Exception) -> str:
 
 def is_unicode(text: str) -> bool:
     """Whether it has no half of a surrogate pair, which no file takes."""
-    return not any("\ud800" <= character <= "\udfff" for character in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _constant(text: str) -> NoReturn:

@@ -2,12 +2,15 @@
 
 import sys
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.command import DONE, guarded
 from skyrl_mega.data.prepare import prepare
 
+
+def main() -> int:
+    """Writes the files that the command line asks for; the exit code."""
+    prepare(sys.argv[1:])
+    return DONE
+
+
 if __name__ == "__main__":
-    try:
-        prepare(sys.argv[1:])
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    sys.exit(guarded(main))

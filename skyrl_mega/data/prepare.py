@@ -7,8 +7,8 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from skyrl_mega.config.command import Parser, integer, path_of
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.data.write import with_progress, write_rows
 from skyrl_mega.envs.addition import data as addition
@@ -39,21 +39,18 @@ RECIPES = {
 """Name → module with `add_arguments(parser)` and `tables(args)`."""
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Its complaints are a UserError, not a page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message} (--help lists the options)")
-
-
 def parser() -> argparse.ArgumentParser:
     """One subcommand per recipe, all with --output and --seed."""
-    root = OneLineParser(prog="python -m skyrl_mega.data", description="Prepares parquet files for training.")
+    root = Parser(prog="python -m skyrl_mega.data", description="Prepares parquet files for training.")
     commands = root.add_subparsers(dest="recipe", required=True, metavar="|".join(RECIPES))
     for name, recipe in RECIPES.items():
         command = commands.add_parser(name, help=(recipe.__doc__ or "").splitlines()[0])
-        command.add_argument("--output", type=Path, default=Path("data") / name, help="folder (default: %(default)s)")
-        command.add_argument("--seed", type=int, default=0, help="decides every random choice (default: 0)")
+        command.add_argument(
+            "--output", type=path_of, default=Path("data") / name, help="folder (default: %(default)s)"
+        )
+        command.add_argument(
+            "--seed", type=integer(0, 2**32 - 1), default=0, help="decides every random choice (default: 0)"
+        )
         recipe.add_arguments(command)
     return root
 
@@ -67,27 +64,24 @@ def prepare(arguments: str | Sequence[str]) -> list[Path]:
     Raises:
         UserError: An option or a source that is wrong.
     """
-    args = parser().parse_args(shlex.split(arguments) if isinstance(arguments, str) else list(arguments))
-    for option, low, high in (
-        ("train", 1, None),
-        ("test", 0, None),
-        ("demonstrations", 0, None),
-        ("limit", 1, None),
-        ("passages", 1, None),
-        ("shots", 0, None),
-        ("wrong", 0, 1),
-    ):
-        value = getattr(args, option, None)
-        if value is not None and (value < low or (high is not None and value > high)):
-            allowed = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise UserError(f"--{option} {value}: allowed: {allowed}")
+    args = parser().parse_args(_words(arguments) if isinstance(arguments, str) else list(arguments))
     written = []
-    for name, rows in RECIPES[args.recipe].tables(args).items():
-        file = args.output / name
-        try:
+    try:
+        for name, rows in RECIPES[args.recipe].tables(args).items():
+            file = args.output / name
             count = write_rows(with_progress(rows, str(file)), file)
-        except OSError as error:
-            raise UserError(f"--output {args.output}: {file} cannot be written: {error.strerror}") from error
-        print(f"{file}: {count} rows", file=sys.stderr)
-        written.append(file)
+            print(f"{file}: {count} rows", file=sys.stderr)
+            written.append(file)
+    except OSError as error:  # of a source, or of the folder of the output
+        raise UserError(
+            f"{error.filename or args.output} cannot be read or written: {error.strerror or error}; give a source that "
+            "you may read, and as --output a folder with room that you may write to"
+        ) from error
     return written
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text)
+    except ValueError as error:
+        raise UserError(f"{text}: {error}; close the quotation") from error

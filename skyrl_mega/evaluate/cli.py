@@ -17,11 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_mega.cluster.leftovers import partial_file
+from skyrl_mega.config.command import DONE, FAULT, Parser
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.evaluate import GOES_ON
 from skyrl_mega.evaluate.published import PUBLISHED, chosen
-from skyrl_mega.launch.cli import DONE, FAULT, Parser, guarded
+from skyrl_mega.launch.cli import stoppable
 
 if TYPE_CHECKING:
     from skyrl_mega.evaluate.endpoint import Endpoint
@@ -78,7 +79,7 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns the exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    return guarded(lambda: _run(parser().parse_intermixed_args(argv)), "--json" in argv)
+    return stoppable(lambda: _run(parser().parse_intermixed_args(argv)), "--json" in argv)
 
 
 def _run(args: argparse.Namespace) -> int:

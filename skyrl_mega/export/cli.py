@@ -8,20 +8,10 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
-from typing import NoReturn
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.command import DONE, FAULT, Parser, guarded, integer, path_of, real
 
-DONE, FAULT, WRONG_INPUT = 0, 1, 2
 DTYPES = ("as-trained", "bfloat16", "float32")
-
-
-class Parser(argparse.ArgumentParser):
-    """Its complaints are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m skyrl_mega.export --help")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -32,10 +22,14 @@ def parser() -> argparse.ArgumentParser:
         "input is wrong, 1 a fault, 75 stopped by a signal.",
         allow_abbrev=False,
     )
-    p.add_argument("source", type=Path, metavar="RUN", help="a run's folder, or one checkpoint of it")
-    p.add_argument("--output", type=Path, required=True, metavar="DIR", help="a new or an empty directory")
-    p.add_argument("--step", type=int, metavar="N", help="which checkpoint of the run (default: the newest)")
-    p.add_argument("--model", type=Path, metavar="DIR", help="configuration and tokenizer (default: the run's model)")
+    p.add_argument("source", type=path_of, metavar="RUN", help="a run's folder, or one checkpoint of it")
+    p.add_argument("--output", type=path_of, required=True, metavar="DIR", help="a new or an empty directory")
+    p.add_argument(
+        "--step", type=integer(0, 10**9), metavar="N", help="which checkpoint of the run (default: the newest)"
+    )
+    p.add_argument(
+        "--model", type=path_of, metavar="DIR", help="configuration and tokenizer (default: the run's model)"
+    )
     p.add_argument("--dtype", choices=DTYPES, default=DTYPES[0], help="of the files (default: %(default)s)")
     p.add_argument(
         "--from",
@@ -44,8 +38,14 @@ def parser() -> argparse.ArgumentParser:
         default="weights",
         help="what the model computes with, or the optimizer's float32 copies (default: %(default)s)",
     )
-    p.add_argument("--workers", type=int, metavar="N", help="processes (default: one a core, 16 at most)")
-    p.add_argument("--shard-gib", type=float, default=5.0, metavar="GIB", help="size of a file (default: %(default)s)")
+    p.add_argument("--workers", type=integer(1, 1024), metavar="N", help="processes (default: one a core, 16 at most)")
+    p.add_argument(
+        "--shard-gib",
+        type=real(0.001, 1e6),
+        default=5.0,
+        metavar="GIB",
+        help="size of a file (default: %(default)s)",
+    )
     p.add_argument("--verify", action="store_true", help="read every tensor back and compare it with the checkpoint")
     p.add_argument("--json", action="store_true", help="what was done as one JSON object on standard output")
     return p
@@ -54,21 +54,11 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns the exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    try:
-        return _run(parser().parse_args(argv))
-    except UserError as error:
-        if "--json" in argv:
-            print(json.dumps({"error": str(error)}))
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_INPUT
+    return guarded(lambda: _run(parser().parse_args(argv)), "--json" in argv)
 
 
 def _run(args: argparse.Namespace) -> int:
     workers = args.workers if args.workers is not None else min(16, len(os.sched_getaffinity(0)))
-    if workers < 1:
-        raise UserError(f"--workers {workers}: allowed is 1 or more")
-    if not args.shard_gib > 0:
-        raise UserError(f"--shard-gib {args.shard_gib}: allowed is a size above 0")
 
     from skyrl_mega.export.source import check_output, find
 

@@ -12,23 +12,13 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
-from skyrl_mega.cluster.supervisor import FAULT, STOPPED
+from skyrl_mega.cluster.supervisor import STOPPED
+from skyrl_mega.config.command import DONE, FAULT, Parser, guarded
 from skyrl_mega.config.derived import idle_gpus
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.trainer.stop import Notice, Stopped
-
-DONE, WRONG_INPUT = 0, 2
-"""Exit codes, beside FAULT and STOPPED."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Its complaints are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
 
 
 def parser() -> argparse.ArgumentParser:
@@ -64,23 +54,13 @@ def parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs the command and returns the exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    return guarded(lambda: _run(parser().parse_intermixed_args(argv)), "--json" in argv)
+    return stoppable(lambda: _run(parser().parse_intermixed_args(argv)), "--json" in argv)
 
 
-def guarded(run: Callable[[], int], as_json: bool) -> int:
-    """Runs a command under the exit codes that all long commands have.
-
-    Args:
-        run: The command; a `UserError` that it raises is one line and WRONG_INPUT.
-        as_json: The line is on standard output too, as JSON.
-    """
+def stoppable(run: Callable[[], int], as_json: bool) -> int:
+    """`command.guarded`, for a command that a signal may stop."""
     try:
-        return run()
-    except UserError as error:
-        if as_json:
-            print(json.dumps({"error": str(error)}))
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_INPUT
+        return guarded(run, as_json)
     except Stopped:  # the supervisor says so
         return STOPPED
 

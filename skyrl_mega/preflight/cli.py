@@ -9,18 +9,9 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from skyrl_mega.config.command import DONE, FAULT, Parser, guarded
 from skyrl_mega.config.errors import UserError
-
-DONE, FAULT, WRONG_INPUT = 0, 1, 2
-
-
-class Parser(argparse.ArgumentParser):
-    """Its complaints are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m skyrl_mega.preflight --help")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,13 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     p.add_argument("--config", required=True, metavar="FILE", help="a .yaml file of a run")
     p.add_argument("--json", action="store_true", help="the report as one JSON object on standard output")
     p.add_argument("overrides", nargs="*", metavar="group.key=value", help="settings over the file's")
-    try:
-        return _run(p.parse_intermixed_args(argv))
-    except UserError as error:
-        if "--json" in argv:
-            print(json.dumps({"error": str(error)}))
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_INPUT
+    return guarded(lambda: _run(p.parse_intermixed_args(argv)), "--json" in argv)
 
 
 def _run(args: argparse.Namespace) -> int:

@@ -5,24 +5,12 @@
 
 from __future__ import annotations
 
-import argparse
 import math
-import os
 import sys
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from typing import NoReturn
 
+from skyrl_mega.config.command import DONE, MOST, Parser, guarded, integer, path_of
 from skyrl_mega.config.errors import UserError
-
-DONE, WRONG_INPUT = 0, 2
-
-
-class Parser(argparse.ArgumentParser):
-    """Its complaints are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see {self.prog} --help")
 
 
 def trajectories(argv: Sequence[str]) -> None:
@@ -35,7 +23,7 @@ def trajectories(argv: Sequence[str]) -> None:
     p.add_argument(
         "paths",
         nargs="+",
-        type=Path,
+        type=path_of,
         metavar="RUN_OR_FILE",
         help="runs/<name>, a file of its trajectories/, or evaluation/",
     )
@@ -55,15 +43,15 @@ def trajectories(argv: Sequence[str]) -> None:
         metavar="KEY",
         help="step, reward, tokens, turns, seconds or prompt; -reward puts the largest first",
     )
-    p.add_argument("--limit", type=int, metavar="N", help="the first N; without it 20 as text, all of them as a page")
+    p.add_argument(
+        "--limit", type=integer(1, MOST), metavar="N", help="the first N; without it 20 as text, all of them as a page"
+    )
     p.add_argument("--brief", action="store_true", help="one line each, without the conversation")
-    p.add_argument("--html", type=Path, metavar="FILE", help="writes a page for a browser instead, in one file")
+    p.add_argument("--html", type=path_of, metavar="FILE", help="writes a page for a browser instead, in one file")
     args = p.parse_args(_with_values(argv))
 
     from skyrl_mega.report import records, show
 
-    if args.limit is not None and args.limit < 1:
-        raise UserError(f"--limit {args.limit}: allowed: at least 1")
     key = args.sort.removeprefix("-")
     if key not in records.SORTS:
         raise UserError(f"--sort {args.sort}: allowed: {', '.join(records.SORTS)}, each also with - before it")
@@ -87,8 +75,8 @@ def run(argv: Sequence[str]) -> None:
         description="Writes one page on how a run went; with several runs, how they compare.",
         allow_abbrev=False,
     )
-    p.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's folder, such as runs/<name>")
-    p.add_argument("--html", type=Path, metavar="FILE", help="without it RUN/report.html, of the first run")
+    p.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder, such as runs/<name>")
+    p.add_argument("--html", type=path_of, metavar="FILE", help="without it RUN/report.html, of the first run")
     args = p.parse_args(argv)
 
     from skyrl_mega.report import overview
@@ -105,15 +93,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     top = Parser(prog="python -m skyrl_mega.report", description=__doc__, allow_abbrev=False)
     top.add_argument("command", choices=COMMANDS, help="each has --help of its own")
-    try:
+
+    def shown() -> int:
         COMMANDS[top.parse_args(argv[:1]).command](argv[1:])
-        sys.stdout.flush()
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_INPUT
-    except BrokenPipeError:  # the reader had enough, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    return DONE
+        return DONE
+
+    return guarded(shown)
 
 
 def _with_values(argv: Sequence[str]) -> list[str]:

@@ -13,10 +13,16 @@ from pathlib import Path
 import yaml
 from tokenizers import Tokenizer
 
+from skyrl_mega.config import outside
+from skyrl_mega.config.errors import UserError
+
 REPLACEMENT = "\ufffd"
 """What a decoder writes for bytes that are not yet a character."""
 LONGEST = 8
 """Tokens that may share one character, or a few."""
+
+
+FIX = "bring back the file that the run had, or move it away: tokens are then shown by their numbers"
 
 
 class Decoder:
@@ -63,12 +69,23 @@ def decoder_of(run: Path) -> Decoder | None:
     config = run / "config.yaml"
     if not config.is_file():
         return None
-    model = ((yaml.safe_load(config.read_text()) or {}).get("model") or {}).get("path")
-    return _first(folder / model for folder in (Path.cwd(), *run.absolute().parents)) if model else None
+    try:
+        tree = yaml.safe_load(outside.read(config, FIX))
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise UserError(f"{config}: it is not YAML: {' '.join(str(error).split())}; {FIX}") from error
+    group = tree.get("model") if isinstance(tree, dict) else None
+    model = group.get("path") if isinstance(group, dict) else None
+    if not isinstance(model, str) or not model or "\0" in model:
+        return None
+    return _first(folder / model for folder in (Path.cwd(), *run.absolute().parents))
 
 
 def _first(models: Iterable[Path]) -> Decoder | None:
     for model in models:
-        if (model / "tokenizer.json").is_file():
-            return Decoder(Tokenizer.from_file(str(model / "tokenizer.json")))
+        file = model / "tokenizer.json"
+        if file.is_file():
+            try:
+                return Decoder(Tokenizer.from_file(str(file)))
+            except Exception as error:  # tokenizers raises nothing narrower
+                raise UserError(f"{file}: it is no tokenizer ({error}); {FIX}") from error
     return None

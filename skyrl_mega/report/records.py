@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -16,23 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.report import rows
 from skyrl_mega.rollout.trajectory import Status
-
-TOKENS = ("tokens", "mask", "logprobs")
-"""What is read only for trajectories that are shown."""
-NEEDED = (
-    *("uid", "sample", "status", "reward", "turns", "response_length", "env_class", "metadata", "messages"),
-    *("versions", "prompt_length", "seconds", "extras", *TOKENS),
-)
-"""Columns without which a file is not one of trajectories."""
-EVALUATED = {"response_length": "response_tokens", "prompt_length": "prompt_tokens"}
-"""Of an evaluation's samples, which have no tokens: what a column is called there."""
-ABSENT_THERE = (*EVALUATED, "versions", *TOKENS)
-"""Columns that they need not have."""
 
 
 @dataclass(frozen=True)
@@ -208,23 +194,15 @@ def load(
 def tokens_of(records: Sequence[Record]) -> Iterator[Tokens]:
     """The tokens of some trajectories, in their order, none for an evaluation's samples; each file is read once for
     neighbours of the same file."""
-    places: dict[Path, list[int]] = defaultdict(list)
-    without = {file: "tokens" not in pq.read_schema(file).names for file in {record.file for record in records}}
+    open_file, table = None, None
     for record in records:
-        places[record.file].append(record.row)
-    open_file, table, at = None, None, {}
-    for record in records:
-        if without[record.file]:
+        if record.file != open_file:
+            open_file, table = record.file, rows.tokens(record.file)
+        if table is None:
             yield Tokens(np.zeros(0, np.int32), np.zeros(0, np.int8), np.zeros(0, np.float32))
             continue
-        if record.file != open_file:
-            open_file = record.file
-            rows = sorted(set(places[open_file]))
-            table = pq.read_table(open_file, columns=list(TOKENS)).take(pa.array(rows)).combine_chunks()
-            at = {row: i for i, row in enumerate(rows)}
-        assert table is not None
-        ids, mask, logprobs = (table[name][at[record.row]].values.to_numpy(zero_copy_only=False) for name in TOKENS)
-        yield Tokens(ids, mask, logprobs)
+        ids, mask, logprobs = (table[name][record.row].values for name in rows.TOKENS)
+        yield Tokens(*(values.to_numpy(zero_copy_only=False) for values in (ids, mask, logprobs)))
 
 
 def statuses(words: Sequence[str]) -> frozenset[str]:
@@ -241,7 +219,7 @@ def statuses(words: Sequence[str]) -> frozenset[str]:
 
 
 def _records(run: str, step: int | None, file: Path) -> Iterator[Record]:
-    for i, row in enumerate(_rows(file)):
+    for i, row in enumerate(rows.read(file)):
         yield Record(
             run=run,
             step=step,
@@ -257,9 +235,9 @@ def _records(run: str, step: int | None, file: Path) -> Iterator[Record]:
             env_class=row["env_class"],
             messages=row["messages"],
             versions=[(span["version"], span["start"]) for span in row["versions"]],
-            metadata=json.loads(row["metadata"]),
-            seconds=json.loads(row["seconds"]),
-            extras=json.loads(row["extras"]),
+            metadata=row["metadata"],
+            seconds=row["seconds"],
+            extras=row["extras"],
             parts=_stored_parts(row) or _guessed_parts(row),
         )
 
@@ -269,8 +247,7 @@ def _stored_parts(row: dict[str, Any]) -> list[Part]:
     for step in row.get("steps") or []:
         messages = row["messages"][at : at + step["messages"]]
         at += step["messages"]
-        calls = tuple(json.loads(call) for call in step["tool_calls"] or ())
-        parts.append(Part(**{**step, "messages": messages, "tool_calls": calls}))
+        parts.append(Part(**{**step, "messages": messages}))
     return parts
 
 
@@ -285,21 +262,3 @@ def _guessed_parts(row: dict[str, Any]) -> list[Part]:
         if a < b:
             parts.append(Part(kind, row["messages"][a:b]))
     return parts
-
-
-def _rows(file: Path) -> list[dict[str, Any]]:
-    try:
-        names = pq.read_schema(file).names
-        evaluated = set(EVALUATED.values()) <= set(names)
-        needed = [name for name in NEEDED if not (evaluated and name in ABSENT_THERE)]
-        if absent := [name for name in needed if name not in names]:
-            raise pa.ArrowInvalid(f"it has no column {absent[0]}")
-        rows = pq.read_table(file, columns=[name for name in names if name not in TOKENS]).to_pylist()
-        if not evaluated:
-            return rows
-        return [{**row, "versions": [], **{name: row[there] for name, there in EVALUATED.items()}} for row in rows]
-    except (OSError, pa.ArrowException) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(
-            f"{file}: allowed: a file that a run wrote into trajectories/, or an evaluation's samples ({reason})"
-        ) from error

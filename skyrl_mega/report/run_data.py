@@ -114,7 +114,9 @@ class RunData:
     def log(self) -> list[tuple[str, str]]:
         """Time and text of each entry of `logs/run.log`; a traceback has no time of its own."""
         file = self.folder / "logs" / "run.log"
-        return list(_entries(file.read_text(errors="replace"))) if file.is_file() else []
+        if not file.is_file():
+            return []
+        return list(_entries(outside.read(file, "give a log that you may read").decode(errors="replace")))
 
     @property
     def fault(self) -> Fault | None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,8 +56,8 @@ def as_page(wanted: Wanted, file: Path) -> None:
     from skyrl_mega.report.browse import page
 
     found = _found(wanted)[: wanted.limit]
-    with Progress(out=sys.stderr) as console, console.phase("page", total=len(found)) as phase:
-        save(file, page(found, phase.update))
+    with _progress("page", len(found)) as update:
+        save(file, page(found, update))
     print(f"{summary(found)}\n{file}: {file.stat().st_size / 1e6:.1f} MB, open it in a browser")
 
 
@@ -71,6 +72,16 @@ def summary(records: Sequence[Record]) -> str:
 
 def _found(wanted: Wanted) -> list[Record]:
     files = files_of(wanted.paths)
-    with Progress(out=sys.stderr) as console, console.phase("read trajectories", total=len(files)) as phase:
-        records = load(files, wanted.query, phase.update)
+    with _progress("read trajectories", len(files)) as update:
+        records = load(files, wanted.query, update)
     return sorted(records, key=SORTS[wanted.sort], reverse=wanted.descending)
+
+
+@contextmanager
+def _progress(name: str, total: int) -> Iterator[Callable[[int], None]]:
+    """A line that moves, on a terminal; elsewhere nothing, so that an error is the only line."""
+    if not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    with Progress(out=sys.stderr) as console, console.phase(name, total=total) as phase:
+        yield phase.update

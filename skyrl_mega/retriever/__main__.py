@@ -2,12 +2,8 @@
 
 import sys
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.command import guarded
 from skyrl_mega.retriever.commands import main
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    sys.exit(guarded(lambda: main(sys.argv[1:])))

@@ -7,8 +7,8 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn
 
+from skyrl_mega.config.command import MOST, Parser, integer, path_of, real
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.retriever.client import TOKEN_VARIABLE, Client, RetrievalError
 
@@ -16,16 +16,9 @@ METHODS = ("dense", "bm25")
 DTYPES = ("float32", "bfloat16", "float16")
 
 
-class OneLineParser(argparse.ArgumentParser):
-    """Its complaints are a UserError, not a page of usage."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{self.prog}: {message} (--help lists the options)")
-
-
 def parser() -> argparse.ArgumentParser:
     """One subcommand each: build, serve, query."""
-    root = OneLineParser(prog="python -m skyrl_mega.retriever", description="Searches passages for environments.")
+    root = Parser(prog="python -m skyrl_mega.retriever", description="Searches passages for environments.")
     commands = root.add_subparsers(dest="command", required=True, metavar="build|serve|query")
     _add_build(commands.add_parser("build", help="makes an index from a corpus"))
     _add_serve(commands.add_parser("serve", help="answers searches over HTTP"))
@@ -40,7 +33,6 @@ def main(arguments: Sequence[str]) -> int:
         UserError: An option, a file or an address that is wrong.
     """
     args = parser().parse_args(list(arguments))
-    _check_numbers(args)
     if args.command == "build":
         _build(args)
     elif args.command == "serve":
@@ -53,13 +45,12 @@ def main(arguments: Sequence[str]) -> int:
 def build_index(arguments: Sequence[str], output: Path, say: Callable[[str], None]) -> bool:
     """`build` with its own --output and its lines told to `say`; whether it was built now."""
     args = parser().parse_args(["build", *arguments, "--output", str(output)])
-    _check_numbers(args)
     return _build(args, say)
 
 
 def _add_build(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--corpus", type=Path, required=True, help=".jsonl or .parquet with id, title, text")
-    p.add_argument("--output", type=Path, required=True, help="the index folder; one that is up to date is left")
+    p.add_argument("--corpus", type=path_of, required=True, help=".jsonl or .parquet with id, title, text")
+    p.add_argument("--output", type=path_of, required=True, help="the index folder; one that is up to date is left")
     p.add_argument(
         "--methods",
         nargs="+",
@@ -72,23 +63,31 @@ def _add_build(p: argparse.ArgumentParser) -> None:
     p.add_argument("--passage-prefix", default="", help='before each passage; E5 wants "passage: "')
     p.add_argument("--dtype", choices=DTYPES, default="float32", help="the model computes in it (default: float32)")
     p.add_argument("--faiss", default="Flat", help="FAISS index: Flat is exact; HNSW32; IVF4096,SQ8 … (default: Flat)")
-    p.add_argument("--limit", type=int, help="the first so many passages")
+    p.add_argument("--limit", type=integer(1, MOST), help="the first so many passages")
     _add_device(p)
 
 
 def _add_serve(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--index", type=Path, required=True, help="the index folder")
+    p.add_argument("--index", type=path_of, required=True, help="the index folder")
     p.add_argument(
         "--host", default="127.0.0.1", help=f"others than loopback need ${TOKEN_VARIABLE} (default: %(default)s)"
     )
-    p.add_argument("--port", type=int, default=8000, help="0 takes a free one (default: %(default)s)")
-    p.add_argument("--topk", type=int, default=3, help="passages where a request does not say (default: %(default)s)")
+    p.add_argument("--port", type=integer(0, 65535), default=8000, help="0 takes a free one (default: %(default)s)")
+    p.add_argument(
+        "--topk", type=integer(1, 1000), default=3, help="passages where a request does not say (default: %(default)s)"
+    )
     p.add_argument("--method", choices=METHODS, help="where a request does not say (default: the index's first)")
-    p.add_argument("--batch", type=int, default=64, help="queries searched together at most (default: %(default)s)")
-    p.add_argument("--wait-ms", type=float, default=3.0, help="a batch waits so long for more (default: %(default)s)")
-    p.add_argument("--waiting", type=int, default=8192, help="waiting queries; past it 503 (default: %(default)s)")
+    p.add_argument(
+        "--batch", type=integer(1, 10**6), default=64, help="queries searched together at most (default: %(default)s)"
+    )
+    p.add_argument(
+        "--wait-ms", type=real(0, 1000), default=3.0, help="a batch waits so long for more (default: %(default)s)"
+    )
+    p.add_argument(
+        "--waiting", type=integer(1, 10**7), default=8192, help="waiting queries; past it 503 (default: %(default)s)"
+    )
     p.add_argument("--faiss-search", default="", help="FAISS search parameters, efSearch=128 or nprobe=32")
-    p.add_argument("--ready-file", type=Path, help="written when it answers: JSON with url and pid")
+    p.add_argument("--ready-file", type=path_of, help="written when it answers: JSON with url and pid")
     p.add_argument("--with-stdin", action="store_true", help="ends when standard input does")
     _add_device(p)
 
@@ -96,31 +95,18 @@ def _add_serve(p: argparse.ArgumentParser) -> None:
 def _add_query(p: argparse.ArgumentParser) -> None:
     p.add_argument("queries", nargs="+", help="what to look for")
     p.add_argument("--url", default="http://127.0.0.1:8000", help="the service (default: %(default)s)")
-    p.add_argument("--topk", type=int, default=3, help="passages of each query (default: %(default)s)")
+    p.add_argument("--topk", type=integer(1, 1000), default=3, help="passages of each query (default: %(default)s)")
     p.add_argument("--method", choices=METHODS, help="default: the service's own")
-    p.add_argument("--timeout", type=float, default=30.0, help="seconds, retries included (default: %(default)s)")
+    p.add_argument(
+        "--timeout", type=real(0.1, 10**6), default=30.0, help="seconds, retries included (default: %(default)s)"
+    )
 
 
 def _add_device(p: argparse.ArgumentParser) -> None:
     p.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="of the embedding model")
-    p.add_argument("--threads", type=int, help="CPU threads of the embedding model (default: torch's own number)")
-
-
-def _check_numbers(args: argparse.Namespace) -> None:
-    for option, low, high in (
-        ("limit", 1, None),
-        ("threads", 1, None),
-        ("port", 0, 65535),
-        ("topk", 1, 1000),
-        ("batch", 1, None),
-        ("wait_ms", 0, 1000),
-        ("waiting", 1, None),
-        ("timeout", 0.1, None),
-    ):
-        value = getattr(args, option, None)
-        if value is not None and (value < low or (high is not None and value > high)):
-            allowed = f"at least {low}" if high is None else f"between {low} and {high}"
-            raise UserError(f"--{option.replace('_', '-')} {value}: allowed: {allowed}")
+    p.add_argument(
+        "--threads", type=integer(1, 4096), help="CPU threads of the embedding model (default: torch's own number)"
+    )
 
 
 def _say(line: str) -> None:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.records import records
 
 SUFFIXES = (".jsonl", ".parquet")
 FORM = "allowed: id, title and text, or id and contents, all strings (an id may be a whole number)"
@@ -48,28 +45,6 @@ def fingerprint(file: Path) -> str:
 def contents(title: str, text: str) -> str:
     """Title and text as one string, as Search-R1's corpora have them."""
     return f'"{title}"\n{text}'
-
-
-def records(file: Path) -> Iterator[Any]:
-    """Every row of a `.parquet`, `.json` (a list) or JSON-lines file; only a `.json` file is in memory as a whole.
-
-    Raises:
-        UserError: There is no such file, or it is not what its suffix says.
-    """
-    try:
-        if file.suffix == ".parquet":
-            with pq.ParquetFile(file) as reader:
-                for batch in reader.iter_batches(10_000):
-                    yield from batch.to_pylist()
-        elif file.suffix == ".json":
-            yield from json.loads(file.read_text(encoding="utf-8"))
-        else:
-            with file.open(encoding="utf-8") as lines:
-                yield from (json.loads(line) for line in lines if line.strip())
-    except FileNotFoundError as error:
-        raise UserError(f"{file}: no such file; allowed: an existing file, .jsonl, .json or .parquet") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, pa.ArrowInvalid) as error:
-        raise UserError(f"{file}: it cannot be read as {file.suffix or 'JSON lines'}: {error}") from error
 
 
 def _passage(record: Any, where: str) -> Passage:

@@ -15,11 +15,12 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import IO, TextIO
 
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
+from skyrl_mega.config.command import nobody_reads
 from skyrl_mega.config.terminal import printable
 from skyrl_mega.telemetry import table
 from skyrl_mega.telemetry.metrics import finite
@@ -210,8 +211,11 @@ class Console:
         self._write_log(text)
 
     def _print(self, text: str, style: str | None = None) -> None:
-        self._out.print(text, style=style, soft_wrap=True)
-        self._out.file.flush()
+        try:
+            self._out.print(text, style=style, soft_wrap=True)
+            self._out.file.flush()
+        except BrokenPipeError:
+            self._alone(self._out.file)
 
     def _write_log(self, text: str) -> None:
         if self._log:
@@ -219,4 +223,12 @@ class Console:
 
     def _emit(self, row: dict[str, object]) -> None:
         if self._json:
-            print(json.dumps(row), file=self._json, flush=True)
+            try:
+                print(json.dumps(row), file=self._json, flush=True)
+            except BrokenPipeError:
+                self._alone(self._json)
+
+    def _alone(self, stream: IO[str]) -> None:
+        """Nobody reads any more, as where `| head` has ended: what runs goes on, and its log says so."""
+        nobody_reads(stream)
+        self._write_log("nobody reads what is printed; it goes to this log alone from here on")

@@ -8,10 +8,17 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import Malformed, lines, parsed, reason
+from skyrl_mega.config.values import LARGEST, shown
 
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
+
+
+FIX = "remove that row, or give another run"
 
 
 class MetricsWriter:
@@ -38,7 +45,8 @@ class MetricsWriter:
 
         TensorBoard forgets the same steps. Call it before the first `write`.
         """
-        kept = [line for line in self.path.read_text().splitlines(keepends=True) if _step(line) <= step]
+        text = self.path.read_text(errors="replace")
+        kept = [line for line in text.splitlines(keepends=True) if _step(line) <= step]
         partial = self.path.with_suffix(".partial")
         partial.write_text("".join(kept))
         self._file.close()
@@ -81,13 +89,45 @@ def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def read(path: Path) -> list[dict[str, float | None]]:
-    """The rows of a metrics.jsonl, in order; half a last row is left out."""
-    return [json.loads(line) for line in path.read_text().splitlines() if _step(line) < math.inf]
+    """The rows of a metrics.jsonl, in order; half a last row, which a kill may leave, is left out.
+
+    Raises:
+        UserError: The file cannot be read, or a row is none: which, and why.
+    """
+    rows: list[dict[str, float | None]] = []
+    try:
+        for _, line in lines(path):
+            if line.endswith(b"\n"):
+                rows.append(_row(line))
+    except Malformed as error:
+        raise UserError(f"{path}, row {len(rows) + 1}: {error}; {FIX}") from error
+    except OSError as error:
+        raise UserError(f"{path}: {reason(error)}; {FIX}") from error
+    return rows
+
+
+def _row(line: bytes | str) -> dict[str, float | None]:
+    """A row that is whole.
+
+    Raises:
+        Malformed: It is none, as half a row that a kill left.
+    """
+    row = parsed(line)
+    if not isinstance(row, dict) or not _is_step(row.get("step")):
+        raise Malformed("it has no step, a whole number from 0")
+    for name, value in row.items():
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float)):
+            raise Malformed(f"{name}: {shown(value)}; allowed is a number or null")
+    return row
 
 
 def _step(line: str) -> float:
     """The step of a row; infinite for a line that is no whole row."""
     try:
-        return float(json.loads(line)["step"])
-    except (json.JSONDecodeError, KeyError, TypeError):
+        return float(_row(line)["step"] or 0)
+    except Malformed:
         return math.inf
+
+
+def _is_step(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST

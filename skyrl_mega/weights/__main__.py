@@ -12,21 +12,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from skyrl_mega.config.checks import check_topology, check_values
+from skyrl_mega.config.command import DONE, FAULT, Parser, guarded
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
-
-DONE, FAULT, WRONG_INPUT = 0, 1, 2
-
-
-class Parser(argparse.ArgumentParser):
-    """Its complaints are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UserError(f"{message}; see python -m skyrl_mega.weights --help")
 
 
 def plan(argv: Sequence[str]) -> int:
@@ -84,13 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     argv = list(sys.argv[1:] if arguments is None else arguments)
     top = Parser(prog="python -m skyrl_mega.weights", description=__doc__, allow_abbrev=False)
     top.add_argument("command", choices=COMMANDS, help="each has --help of its own")
-    try:
-        return COMMANDS[top.parse_args(argv[:1]).command](argv[1:])
-    except UserError as error:
-        if "--json" in argv:
-            print(json.dumps({"error": str(error)}))
-        print(f"error: {error}", file=sys.stderr)
-        return WRONG_INPUT
+    return guarded(lambda: COMMANDS[top.parse_args(argv[:1]).command](argv[1:]), "--json" in argv)
 
 
 def _parser(command: str, about: str) -> Parser:

@@ -235,13 +235,13 @@ def test_a_bad_source_row_is_named_and_leaves_nothing(tmp_path: Path, line: str,
     "arguments, said",
     [
         ("addition --digits 0", "--digits"),
-        ("addition --wrong 1.5", "--wrong 1.5: allowed: between 0 and 1"),
-        ("addition --train 0", "--train 0: allowed: at least 1"),
+        ("addition --wrong 1.5", "--wrong 1.5: allowed is a number from 0 to 1"),
+        ("addition --train 0", "--train 0: allowed is a whole number from 1 to"),
         ("addition --train 9000", "8100 pairs"),
         ("addition --trian 3", "--trian"),
         ("adition", "invalid choice: 'adition'"),
         ("gsm8k --source absent", "--source absent"),
-        ("gsm8k --shots -1", "--shots -1: allowed: at least 0"),
+        ("gsm8k --shots -1", "--shots -1: allowed is a whole number from 0 to 1000"),
     ],
 )
 def test_wrong_arguments_are_one_line(
@@ -258,7 +258,9 @@ def test_the_command_ends_with_code_2_and_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "skyrl_mega.data", "addition", "--wrong", "2", "--output", str(tmp_path)]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 2
-    assert result.stderr.splitlines() == ["--wrong 2.0: allowed: between 0 and 1"]
+    assert result.stderr.splitlines() == [
+        "error: --wrong 2: allowed is a number from 0 to 1; see python -m skyrl_mega.data addition --help"
+    ]
 
 
 def test_a_failed_write_keeps_the_older_file(tmp_path: Path) -> None:

@@ -138,7 +138,7 @@ def test_real_questions_over_the_real_corpus(shared: Path, tmp_path: Path) -> No
         ("--source absent", "--source absent: allowed: a file, or a folder with train and test"),
         ("--source {bad}", "row 0: it has no answer; allowed is one of the columns golden_answers"),
         ("--source {bad} --shots 99", "--shots 99: allowed: at most"),
-        ("--source {bad} --passages 0", "--passages 0: allowed: at least 1"),
+        ("--source {bad} --passages 0", "--passages 0: allowed is a whole number from 1 to"),
         ("--source {bad} --held-out absent.jsonl", "absent.jsonl: no such file"),
     ],
 )

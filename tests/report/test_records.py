@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.evaluate.results import SCHEMA, row_of
-from skyrl_mega.report import records
+from skyrl_mega.report import records, rows
 from skyrl_mega.report.browse import page
 from skyrl_mega.report.records import Query, Tokens
 from skyrl_mega.rollout import store
@@ -161,7 +161,7 @@ def test_wrong_places_and_steps(tmp_path: Path, run: Path) -> None:
 
 
 def test_the_present_store_has_what_is_needed() -> None:
-    assert set(records.NEEDED) <= set(store.SCHEMA.names)
+    assert set(rows.NEEDED) <= set(store.SCHEMA.names)
 
 
 def test_sorting(run: Path) -> None:

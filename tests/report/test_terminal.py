@@ -152,7 +152,7 @@ def test_several_runs_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[st
         (["trajectories", "RUN", "--step", "one"], "--step one: allowed"),
         (["trajectories", "RUN", "--step", "7"], "--step: no file of that step"),
         (["trajectories", "RUN", "--sort", "colour"], "--sort colour: allowed: step, reward"),
-        (["trajectories", "RUN", "--limit", "0"], "--limit 0: allowed: at least 1"),
+        (["trajectories", "RUN", "--limit", "0"], "--limit 0: allowed is a whole number from 1 to"),
         (["trajectories", "RUN", "--html", "/does/not/exist/x.html"], "--html /does/not/exist/x.html: No such file"),
         (["run", "/does/not/exist"], "/does/not/exist: no such folder; allowed: a run's folder"),
         (["runs"], "invalid choice: 'runs'"),

@@ -113,7 +113,7 @@ def test_a_token_is_asked_for(bm25_index: Path, tmp_path: Path) -> None:
         (["--host", "example.org"], "others can reach it"),
         (["--index", "absent"], "holds no index.json"),
         (["--method", "dense"], "--method dense: allowed by"),
-        (["--port", "70000"], "--port 70000: allowed: between 0 and 65535"),
+        (["--port", "70000"], "--port 70000: allowed is a whole number from 0 to 65535"),
         (["--prot", "1"], "--prot"),
     ],
 )

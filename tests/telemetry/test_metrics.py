@@ -10,9 +10,11 @@ import sys
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from skyrl_mega.config.errors import UserError
 from skyrl_mega.telemetry.metrics import MetricsWriter, read
 
 
@@ -63,3 +65,29 @@ def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("policy/loss")] == [(1, 1), (2, 2), (3, 6), (4, 8), (5, 10)]
+
+
+@pytest.mark.parametrize(
+    "row, said",
+    [
+        (b'{"step": 2', "Expecting"),
+        (b"\x00\xff\x80", "metrics.jsonl"),
+        (b'{"step": 2, "a": NaN}', "NaN is no number"),
+        (b"[" * 5000, "nests deeper"),
+        (b"[1]", "it has no step"),
+        (b'{"step": "2"}', "it has no step"),
+        (b'{"step": -1}', "it has no step"),
+        (b'{"step": 2, "a": "text"}', "a: text; allowed is a number or null"),
+        (b'{"step": 2, "a": [1]}', "allowed is a number or null"),
+        (b'{"step": 2, "a": true}', "allowed is a number or null"),
+    ],
+)
+def test_a_broken_row_is_named(row: bytes, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(b'{"step": 1, "a": 1}\n' + row + b'\n{"step": 3}\n{"ste')
+    with pytest.raises(UserError, match="row 2") as caught:
+        read(file)
+    assert said in str(caught.value)
+    with MetricsWriter(tmp_path, tensorboard=False) as metrics:
+        metrics.rewind(3)  # a resumed run leaves out what is no row
+    assert [line["step"] for line in read(file)] == [1, 3]

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_mega.config.command import ROWS, integer, real
 from skyrl_mega.envs.addition.env import units_first
 from skyrl_mega.envs.pairs import disjoint_pairs
 from skyrl_mega.envs.row import row
@@ -15,11 +16,13 @@ from skyrl_mega.envs.row import row
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m skyrl_mega.data addition`."""
-    parser.add_argument("--train", type=int, default=6000, help="training problems")
-    parser.add_argument("--test", type=int, default=512, help="held-out problems")
-    parser.add_argument("--demonstrations", type=int, default=20000, help="solved training problems for the warm-up")
-    parser.add_argument("--wrong", type=float, default=0.3, help="share of the demonstrations that are wrong")
-    parser.add_argument("--digits", type=int, default=2, choices=range(1, 10), help="digits of each number")
+    parser.add_argument("--train", type=integer(1, ROWS), default=6000, help="training problems")
+    parser.add_argument("--test", type=integer(0, ROWS), default=512, help="held-out problems")
+    parser.add_argument(
+        "--demonstrations", type=integer(0, ROWS), default=20000, help="solved training problems for the warm-up"
+    )
+    parser.add_argument("--wrong", type=real(0, 1), default=0.3, help="share of the demonstrations that are wrong")
+    parser.add_argument("--digits", type=integer(1, 9), default=2, help="digits of each number")
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
+from skyrl_mega.config.command import MOST, integer, path_of
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.records import records
 from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.gsm8k.env import strict_answer
 from skyrl_mega.envs.row import row
@@ -29,14 +27,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m skyrl_mega.data gsm8k`."""
     parser.add_argument(
         "--source",
-        type=Path,
+        type=path_of,
         help="a folder with train and test as .jsonl, .json or .parquet, or one such file (a training set unless it "
         "is called test); without it, openai/gsm8k is read from the Hugging Face hub",
     )
-    parser.add_argument("--limit", type=int, help="rows of each split at most")
+    parser.add_argument("--limit", type=integer(1, MOST), help="rows of each split at most")
     parser.add_argument(
         "--shots",
-        type=int,
+        type=integer(0, 1000),
         default=0,
         help="the N shortest training questions, with their solutions, as earlier turns before each question; "
         "they are left out of the rows (default: 0)",
@@ -81,17 +79,15 @@ def _shots(files: dict[str, Path], count: int) -> list[dict[str, str]]:
         return []
     if "train" not in files:
         raise UserError(f"--shots {count}: they are taken from a training set, and there is none in the source")
-    records = [
-        record | {"answer": re.sub(r"<<.*?>>", "", record["answer"])} for _, record, _ in _checked(files["train"])
-    ]
-    return sorted(records, key=lambda record: len(record["question"]) + len(record["answer"]))[:count]
+    shown = [record | {"answer": re.sub(r"<<.*?>>", "", record["answer"])} for _, record, _ in _checked(files["train"])]
+    return sorted(shown, key=lambda record: len(record["question"]) + len(record["answer"]))[:count]
 
 
 def _rows(file: Path, split: str, limit: int | None, shots: list[dict[str, str]]) -> Iterator[dict[str, Any]]:
     examples = [message for shot in shots for message in (_asked(shot["question"]), _answered(shot["answer"]))]
     shown = {shot["question"] for shot in shots}
-    records = (found for found in _checked(file) if found[1]["question"] not in shown)
-    for index, record, ground_truth in itertools.islice(records, limit):
+    kept = (found for found in _checked(file) if found[1]["question"] not in shown)
+    for index, record, ground_truth in itertools.islice(kept, limit):
         yield row(
             data_source="openai/gsm8k",
             prompt=[*examples, _asked(record["question"])],
@@ -111,7 +107,7 @@ def _answered(answer: str) -> Message:
 
 def _checked(file: Path) -> Iterator[tuple[int, dict[str, str], str]]:
     """Index, record and ground truth of each row; UserError at the first that is wrong."""
-    for index, record in enumerate(_records(file)):
+    for index, record in enumerate(records(file)):
         for column in ("question", "answer"):
             if not isinstance(record, dict) or not isinstance(record.get(column), str):
                 raise UserError(f"{file}, row {index}, column {column}: allowed: a string")
@@ -119,16 +115,3 @@ def _checked(file: Path) -> Iterator[tuple[int, dict[str, str], str]]:
         if ground_truth is None:
             raise UserError(f"{file}, row {index}, column answer: it must end in '#### number'")
         yield index, record, ground_truth
-
-
-def _records(file: Path) -> Iterator[Any]:
-    try:
-        if file.suffix == ".parquet":
-            yield from pq.read_table(file).to_pylist()
-        elif file.suffix == ".json":
-            yield from json.loads(file.read_text(encoding="utf-8"))
-        else:
-            with file.open(encoding="utf-8") as lines:
-                yield from (json.loads(line) for line in lines if line.strip())
-    except (json.JSONDecodeError, UnicodeDecodeError, pa.ArrowInvalid) as error:
-        raise UserError(f"{file}: it cannot be read as {file.suffix or 'JSON lines'}: {error}") from error

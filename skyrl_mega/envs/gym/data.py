@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_mega.config.command import ROWS, integer
 from skyrl_mega.envs.row import row
 
 PROMPT = "You act in an environment. In each turn give one action inside <action>…</action>."
@@ -15,8 +16,8 @@ PROMPT = "You act in an environment. In each turn give one action inside <action
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m skyrl_mega.data gym`."""
-    parser.add_argument("--train", type=int, default=1000, help="training rows (default: 1000)")
-    parser.add_argument("--test", type=int, default=100, help="held-out rows (default: 100)")
+    parser.add_argument("--train", type=integer(1, ROWS), default=1000, help="training rows (default: 1000)")
+    parser.add_argument("--test", type=integer(0, ROWS), default=100, help="held-out rows (default: 100)")
     parser.add_argument("--prompt", default=PROMPT, help="the system message: the rules (default: %(default)r)")
 
 

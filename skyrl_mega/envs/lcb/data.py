@@ -13,21 +13,25 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_mega.config import outside
+from skyrl_mega.config.command import MOST, integer, path_of
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import parsed
+from skyrl_mega.config.records import records
 from skyrl_mega.envs.row import row
 
 STDIN = "Read the input from standard input and print the answer to standard output."
 STARTER = "Complete this code; keep its names:\n```python\n{starter}\n```"
+LARGEST = 2**30
+"""Bytes of a task's tests."""
 LAST = "Give the whole program in one ```python block."
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m skyrl_mega.data lcb`."""
     form = "a .jsonl file of LiveCodeBench's code_generation_lite"
-    parser.add_argument("--train-file", type=Path, help=f"{form}; without files, small tasks are made")
-    parser.add_argument("--test-file", type=Path, help="such a file; its tasks are left out of the training rows")
-    parser.add_argument("--limit", type=int, help="rows of each split at most")
+    parser.add_argument("--train-file", type=path_of, help=f"{form}; without files, small tasks are made")
+    parser.add_argument("--test-file", type=path_of, help="such a file; its tasks are left out of the training rows")
+    parser.add_argument("--limit", type=integer(1, MOST), help="rows of each split at most")
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
@@ -60,23 +64,16 @@ def _rows(tasks: list[Task], split: str) -> Iterator[dict[str, Any]]:
 
 def _read(file: Path) -> list[Task]:
     tasks = []
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise UserError(f"{file}: it cannot be read: {error.strerror or error}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{file}: it is no UTF-8 at byte {error.start}") from error
-    for index, line in enumerate(filter(str.strip, lines)):
+    for index, record in enumerate(records(file)):
         try:
-            record = parsed(line)
             starter = record.get("starter_code") or ""
-            tests = [*json.loads(record["public_test_cases"]), *_private(record.get("private_test_cases") or "[]")]
-            name = json.loads(record.get("metadata") or "{}").get("func_name")
+            tests = [*outside.parsed(record["public_test_cases"]), *_private(record.get("private_test_cases") or "[]")]
+            name = outside.parsed(record.get("metadata") or "{}").get("func_name")
             form = STARTER.format(starter=starter) if starter else STDIN
             tasks.append(
                 (f"{record['question_content']}\n\n{form}", [{**t, "metadata": {"func_name": name}} for t in tests])
             )
-        except (KeyError, ValueError, TypeError, AttributeError, zlib.error) as error:  # values of other kinds, too
+        except (AttributeError, KeyError, TypeError, ValueError, zlib.error) as error:
             raise UserError(f"{file}, row {index}: it is none of LiveCodeBench's: {error!r}") from error
     return tasks
 
@@ -86,12 +83,21 @@ def _private(text: str) -> list[dict[str, Any]]:
     if text.lstrip().startswith("["):
         plain = text
     else:
-        strings = [a for _, a, _ in pickletools.genops(zlib.decompress(base64.b64decode(text))) if isinstance(a, str)]
+        strings = [a for _, a, _ in pickletools.genops(_unpacked(text)) if isinstance(a, str)]
         if len(strings) != 1:
             raise ValueError("private_test_cases holds more than a string")
         plain = strings[0]
-    tests: list[dict[str, Any]] = json.loads(plain)
+    tests: list[dict[str, Any]] = outside.parsed(plain)
     return tests
+
+
+def _unpacked(text: str) -> bytes:
+    """What base64 of zlib holds, which may be a thousand times as long."""
+    stream = zlib.decompressobj()
+    data = stream.decompress(base64.b64decode(text), LARGEST)
+    if stream.unconsumed_tail:
+        raise ValueError(f"private_test_cases holds more than {LARGEST} bytes")
+    return data
 
 
 def _small(rng: np.random.Generator) -> tuple[list[Task], list[Task]]:

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 
+from skyrl_mega.config.command import MOST, integer, path_of
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.envs.base import Message
+from skyrl_mega.config.records import records
+from skyrl_mega.envs.base import ROLES, Message
 from skyrl_mega.envs.row import row
 
 BEFORE = (
@@ -32,13 +31,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "a .parquet, .json or .jsonl file with problem or question and answer, or as DAPO-Math-17k: prompt, and "
         "reward_model.ground_truth or label"
     )
-    parser.add_argument("--train-file", type=Path, help=f"{form}; without it, small problems are made")
-    parser.add_argument("--test-file", type=Path, help="such a file; its problems are left out of the training rows")
-    parser.add_argument("--limit", type=int, help="rows of each split at most, drawn at random")
-    parser.add_argument("--longest", type=int, help="characters of a training problem at most")
+    parser.add_argument("--train-file", type=path_of, help=f"{form}; without it, small problems are made")
+    parser.add_argument("--test-file", type=path_of, help="such a file; its problems are left out of the training rows")
+    parser.add_argument("--limit", type=integer(1, MOST), help="rows of each split at most, drawn at random")
+    parser.add_argument("--longest", type=integer(1, MOST), help="characters of a training problem at most")
     parser.add_argument(
         "--shots",
-        type=int,
+        type=integer(0, 1000),
         default=0,
         help="the N shortest training problems, with their answers alone, as earlier turns before each problem; they "
         "are left out of the rows (default: 0)",
@@ -82,7 +81,7 @@ def asked(problem: str) -> list[Message]:
 
 def _problems(file: Path) -> list[Problem]:
     """Those that have an answer. Published files have a few rows whose answer was lost."""
-    found = [_problem(record, file, index) for index, record in enumerate(_records(file))]
+    found = [_problem(record, file, index) for index, record in enumerate(records(file))]
     kept = [(messages, answer) for messages, answer in found if answer]
     if len(kept) < len(found):
         lost = len(found) - len(kept)
@@ -93,7 +92,8 @@ def _problems(file: Path) -> list[Problem]:
 def _problem(record: Any, file: Path, index: int) -> Problem:
     """A row's problem, with "" for an answer that is there and empty."""
     given = record if isinstance(record, dict) else {}
-    spec = given.get("reward_model") or given.get("reward_spec") or {}
+    spec = given.get("reward_model") or given.get("reward_spec")
+    spec = spec if isinstance(spec, dict) else {}
     said = [place[key] for place, key in ((given, "answer"), (given, "label"), (spec, "ground_truth")) if key in place]
     answer = next((a for a in said if a is not None), "")
     if not said or not isinstance(answer, str | int):
@@ -101,28 +101,20 @@ def _problem(record: Any, file: Path, index: int) -> Problem:
             f"{file}, row {index}: it has no answer; allowed: answer, label or reward_model.ground_truth, a string"
         )
     if given.get("prompt"):
-        messages = [{"role": m["role"], "content": m["content"]} for m in given["prompt"]]
-        return messages, str(answer).strip()
+        return _messages(given["prompt"], f"{file}, row {index}"), str(answer).strip()
     problem = given.get("problem") or given.get("question")
     if not isinstance(problem, str):
         raise UserError(f"{file}, row {index}: it has no problem; allowed: problem, question or prompt")
     return asked(problem), str(answer).strip()
 
 
-def _records(file: Path) -> Iterator[Any]:
-    try:
-        if file.suffix == ".parquet":
-            with pq.ParquetFile(file) as reader:  # DAPO-Math-17k repeats its problems 100 times
-                for batch in reader.iter_batches(16_384):
-                    yield from batch.to_pylist()
-        elif file.suffix == ".json":
-            yield from json.loads(file.read_text(encoding="utf-8"))
-        else:
-            yield from (json.loads(line) for line in file.read_text(encoding="utf-8").splitlines() if line.strip())
-    except OSError as error:
-        raise UserError(f"{file}: it cannot be read: {error.strerror or error}") from error
-    except (json.JSONDecodeError, UnicodeDecodeError, pa.ArrowInvalid) as error:
-        raise UserError(f"{file}: it cannot be read as {file.suffix or 'JSON lines'}: {error}") from error
+def _messages(prompt: Any, where: str) -> list[Message]:
+    messages = prompt if isinstance(prompt, list) else [prompt]
+    for message in messages:
+        text = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(text, str) or message.get("role") not in ROLES:
+            raise UserError(f"{where}, prompt: allowed is a list of messages, each with role and content")
+    return [{"role": message["role"], "content": message["content"]} for message in messages]
 
 
 def _once(problems: list[Problem], known: set[str], longest: int | None) -> list[Problem]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_mega.config.command import ROWS, integer, real
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.multiply.env import MultiplyEnv
@@ -20,19 +21,21 @@ SYSTEM = "You solve multiplication problems. Give the product in \\boxed{}, for 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m skyrl_mega.data multiply`."""
-    parser.add_argument("--train", type=int, default=10000, help="training problems")
-    parser.add_argument("--test", type=int, default=200, help="held-out problems")
-    parser.add_argument("--digits", type=int, default=4, choices=range(1, 10), help="digits of each number")
-    parser.add_argument("--second", type=int, choices=range(1, 10), help="digits of the second number, if others")
+    parser.add_argument("--train", type=integer(1, ROWS), default=10000, help="training problems")
+    parser.add_argument("--test", type=integer(0, ROWS), default=200, help="held-out problems")
+    parser.add_argument("--digits", type=integer(1, 9), default=4, help="digits of each number")
+    parser.add_argument("--second", type=integer(1, 9), help="digits of the second number, if others")
     parser.add_argument("--plain", action="store_true", help="leave the system message out")
     parser.add_argument(
         "--demonstrations",
-        type=int,
+        type=integer(0, ROWS),
         default=0,
         help="conversations for the warm-up; needs --digits 2 or more, --second 1",
     )
-    parser.add_argument("--wrong", type=float, default=0.5, help="how likely each attempt of a demonstration is wrong")
-    parser.add_argument("--turns", type=int, default=3, help="attempts of a demonstration at most")
+    parser.add_argument(
+        "--wrong", type=real(0, 1), default=0.5, help="how likely each attempt of a demonstration is wrong"
+    )
+    parser.add_argument("--turns", type=integer(1, 1000), default=3, help="attempts of a demonstration at most")
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:

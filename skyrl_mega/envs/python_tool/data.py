@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_mega.config.command import ROWS, integer
 from skyrl_mega.envs.row import row
 
 SYSTEM = (
@@ -40,8 +41,8 @@ KINDS: list[Callable[[int, int], tuple[str, int]]] = [_primes, _digits, _divisor
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m skyrl_mega.data python`."""
-    parser.add_argument("--train", type=int, default=1000, help="training questions (default: 1000)")
-    parser.add_argument("--test", type=int, default=200, help="held-out questions (default: 200)")
+    parser.add_argument("--train", type=integer(1, ROWS), default=1000, help="training questions (default: 1000)")
+    parser.add_argument("--test", type=integer(0, ROWS), default=200, help="held-out questions (default: 200)")
 
 
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:

@@ -9,7 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.config.command import path_of
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import json_object
 from skyrl_mega.envs.row import row
 from skyrl_mega.envs.swe.proof import NAMED
 
@@ -18,6 +20,8 @@ SYSTEM = (
     "back. When the work is done, write <submit/>; then the tests are run."
 )
 
+LARGEST = 2**24
+"""Bytes of a task.json."""
 BUGS: dict[str, tuple[str, str, str, str, str]] = {
     "mean": ("mean of a list", "numbers", "sum(numbers) / (len(numbers) - 1)", "[2, 4, 9]", "5.0"),
     "spread": ("largest minus the smallest", "numbers", "max(numbers) + min(numbers)", "[3, 8]", "5"),
@@ -37,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m skyrl_mega.data swe`."""
     parser.add_argument(
         "--source",
-        type=Path,
+        type=path_of,
         help="a folder of tasks, each with repo/, task.json (instruction, test: the command that must succeed, split: "
         "train or test, FAIL_TO_PASS and PASS_TO_PASS: tests that must pass) and hidden/, files that appear only when "
         "the tests run; without it, small ones are made in OUTPUT/tasks",
@@ -59,10 +63,7 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
 
 
 def _task(file: Path) -> dict[str, Any]:
-    try:
-        given = json.loads(file.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: it cannot be read as JSON: {error}") from error
+    given = json_object(file, "give a task's instruction and test", most=LARGEST)
     task = {"split": "train", **given, "name": file.parent.name}
     for key in ("instruction", "test"):
         if not isinstance(task.get(key), str) or not task[key].strip():
@@ -90,7 +91,7 @@ def _rows(tasks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _make(folder: Path, name: str) -> None:
-    """A package of one function with a bug, and a hidden test that fails until it is mended."""
+    """A package of one function with a bug, and a hidden test that fails until it is fixed."""
     what, argument, wrong, example, wanted = BUGS[name]
     body = f'"""Small tools."""\n\n\ndef {name}({argument}):\n    """The {what}."""\n    return {wrong}\n'
     test = textwrap.dedent(f"""\
@@ -104,7 +105,7 @@ def _make(folder: Path, name: str) -> None:
                 self.assertEqual({name}({example}), {wanted})
         """)
     task = {
-        "instruction": f"The function {name} in tools.py should give the {what}, but its result is wrong. Mend it.",
+        "instruction": f"The function {name} in tools.py should give the {what}, but its result is wrong. Fix it.",
         "test": "python -m unittest discover -s tests -t .",
         "split": "test" if name in HELD_OUT else "train",
     }

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from skyrl_mega.config.command import MOST, integer, path_of
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.records import records
 from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.row import row
 from skyrl_mega.envs.sandbox import Limits, Sandbox
@@ -40,19 +41,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `python -m skyrl_mega.data text2sql`."""
     parser.add_argument(
         "--source",
-        type=Path,
+        type=path_of,
         help="a folder as Spider's or BIRD's: train.json(l), dev.json(l) with db_id, question and query (or SQL), and "
         "database/<db_id>/<db_id>.sqlite; without it, small databases are made in OUTPUT/database",
     )
-    parser.add_argument("--limit", type=int, help="rows of each split at most, drawn at random")
-    parser.add_argument("--turns", type=int, default=6, help="turns that the prompt promises (default: 6)")
-    parser.add_argument("--schema", type=int, default=6000, help="characters of a schema that is shown (default: 6000)")
+    parser.add_argument("--limit", type=integer(1, MOST), help="rows of each split at most, drawn at random")
+    parser.add_argument("--turns", type=integer(1, 1000), default=6, help="turns that the prompt promises (default: 6)")
     parser.add_argument(
-        "--longest", type=int, help="characters of a schema; questions to larger databases are left out"
+        "--schema", type=integer(1, MOST), default=6000, help="characters of a schema that is shown (default: 6000)"
+    )
+    parser.add_argument(
+        "--longest", type=integer(1, MOST), help="characters of a schema; questions to larger databases are left out"
     )
     parser.add_argument(
         "--shots",
-        type=int,
+        type=integer(0, 1000),
         default=0,
         help="N training questions, with a query, what it returns and the solution, as earlier turns before each "
         "question; they are left out of the rows (default: 0)",
@@ -102,17 +105,7 @@ def _splits(source: Path) -> dict[str, list[dict[str, Any]]]:
     if not found:
         allowed = ", ".join(name for names in FILES.values() for name in names)
         raise UserError(f"--source {source}: it has no questions; allowed: {allowed}")
-    return {split: [_record(r, file, i) for i, r in enumerate(_read(file))] for split, file in found.items()}
-
-
-def _read(file: Path) -> list[Any]:
-    try:
-        text = file.read_text(encoding="utf-8")
-        if file.suffix == ".json":
-            return list(json.loads(text))
-        return [json.loads(line) for line in text.splitlines() if line.strip()]
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{file}: it cannot be read as {file.suffix[1:]}: {error}") from error
+    return {split: [_record(r, file, i) for i, r in enumerate(records(file))] for split, file in found.items()}
 
 
 def _record(record: Any, file: Path, index: int) -> dict[str, Any]:
@@ -126,7 +119,7 @@ def _record(record: Any, file: Path, index: int) -> dict[str, Any]:
     for column, value in found.items():
         if not isinstance(value, str) or not value:
             raise UserError(f"{file}, row {index}, column {column}: allowed: a string that is not empty")
-    return {**found, "evidence": given.get("evidence") or ""}
+    return {**found, "evidence": str(given.get("evidence") or "")}
 
 
 def _about_small(records: list[dict[str, Any]], folder: Path, longest: int) -> list[dict[str, Any]]:

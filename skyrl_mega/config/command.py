@@ -1,0 +1,138 @@
+"""The outer edge of every command: options with ranges, one line for a wrong input, and a reader that goes away."""
+
+from __future__ import annotations
+
+import argparse
+import io
+import json
+import os
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import is_unicode, reason
+from skyrl_mega.config.terminal import one_line, printable
+from skyrl_mega.config.values import LONGEST_TEXT, Rule, shown
+
+DONE, FAULT, WRONG_INPUT = 0, 1, 2
+"""Exit codes; a command that a signal can stop has 75 beside them."""
+ROWS, MOST = 10**7, 10**9
+"""Rows that an option may ask to be made, and rows or characters that it may cut at."""
+LONGEST_NAME = 255
+"""Bytes of one name in a path."""
+LONGEST = 40
+"""Characters of a value that an error shows."""
+
+SIGN = "= "
+"""Before a value that an option's type refuses: argparse sets a colon between them."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Its complaints are a UserError, not a page of usage. What no file takes as text is refused."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As the base class."""
+        words = sys.argv[1:] if args is None else list(args)
+        for word in words:
+            if "\0" in word or not is_unicode(word):
+                raise UserError(f"{shown(word)}: allowed is text in UTF-8 without NUL; see {self.prog} --help")
+        return super().parse_known_args(words, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        named = message.removeprefix("argument ").replace(f": {SIGN}", " ", 1)
+        raise UserError(f"{named}; see {self.prog} --help")
+
+
+def guarded(run: Callable[[], int], as_json: bool = False) -> int:
+    """Runs a command under the exit codes that all commands have.
+
+    A reader of standard output that went away, as `| head` does, is no error: it had what it wanted.
+
+    Args:
+        run: The command; a `UserError` that it raises is one line and WRONG_INPUT.
+        as_json: The line is on standard output too, as JSON.
+    """
+    _open_streams()
+    try:
+        code = _lines(run, as_json)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        nobody_reads(sys.stdout)
+        return DONE
+    except OSError as error:
+        if error.filename is not None:
+            complain(f"error: {one_line(str(error.filename))}: {reason(error)}; name one that you may read or write")
+            return WRONG_INPUT
+        nobody_reads(sys.stdout)  # it may be what failed, as where a disk is full
+        complain(f"fault: {one_line(str(error))}")
+        return FAULT
+    return code
+
+
+def complain(line: str) -> None:
+    """Writes a line to standard error, if somebody reads there."""
+    try:
+        print(line, file=sys.stderr, flush=True)
+    except OSError:
+        nobody_reads(sys.stderr)
+
+
+def nobody_reads(stream: IO[str]) -> None:
+    """From now on what is written to a standard stream goes nowhere, also what is flushed when Python ends."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(null, stream.fileno())
+    os.close(null)
+
+
+def integer(low: int, high: int) -> Callable[[str], int]:
+    """The `type` of an option that is a whole number in a range."""
+    return partial(_number, Rule(int, low=low, high=high))
+
+
+def real(low: float, high: float) -> Callable[[str], float]:
+    """The `type` of an option that is a number in a range."""
+    return partial(_number, Rule(float, low=low, high=high))
+
+
+def path_of(text: str) -> Path:
+    """The `type` of an option that is a file or a folder."""
+    if not text or len(text) > LONGEST_TEXT or any(len(part.encode()) > LONGEST_NAME for part in text.split("/")):
+        raise argparse.ArgumentTypeError(f"{SIGN}{_quoted(text)}: allowed is the path of a file or folder")
+    return Path(text)
+
+
+def _lines(run: Callable[[], int], as_json: bool) -> int:
+    try:
+        return run()
+    except UserError as error:
+        if as_json:
+            print(json.dumps({"error": str(error)}))
+        complain(f"error: {error}")
+        return WRONG_INPUT
+
+
+def _open_streams() -> None:
+    """A stream that is closed, or cannot write a character, ends no command."""
+    for name in ("stdout", "stderr"):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
+        elif isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def _number(rule: Rule, text: str) -> Any:
+    try:
+        value = rule.type(text)
+    except ValueError:  # also where it has more digits than Python reads
+        value = None
+    if not rule.allows(value):
+        raise argparse.ArgumentTypeError(f"{SIGN}{_quoted(text)}: {rule.refusal(None)}")
+    return value
+
+
+def _quoted(text: str) -> str:
+    return printable(text[:LONGEST]) or "''"

@@ -1,0 +1,106 @@
+"""Rows of a trajectory file, or of an evaluation's samples: each column has its type and each text its form, or the
+file is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from skyrl_mega.config import outside
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.rollout import store
+
+TOKENS = ("tokens", "mask", "logprobs")
+"""What is read only for trajectories that are shown."""
+NEEDED = (
+    *("uid", "sample", "status", "reward", "turns", "response_length", "env_class", "metadata", "messages"),
+    *("versions", "prompt_length", "seconds", "extras", *TOKENS),
+)
+"""Columns without which a file is not one of trajectories."""
+EVALUATED = {"response_length": "response_tokens", "prompt_length": "prompt_tokens"}
+"""Of an evaluation's samples, which have no tokens: what a column is called there."""
+ABSENT_THERE = (*EVALUATED, "versions", *TOKENS)
+"""Columns that they need not have."""
+JSON = ("metadata", "seconds", "extras")
+"""Columns of JSON objects."""
+LARGEST = 2**34
+"""Bytes of a file's columns, unpacked."""
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    """All rows without their tokens; JSON as what it says.
+
+    Raises:
+        UserError: The file is not one of trajectories.
+    """
+    try:
+        rows = _table(file).to_pylist()
+        for number, row in enumerate(rows):
+            for name in JSON:
+                row[name] = _object(row[name], number, name)
+            for step in row.get("steps") or ():
+                step["tool_calls"] = tuple(map(json.loads, step["tool_calls"] or ()))
+            if any(message[key] is None for message in row["messages"] for key in ("role", "content")):
+                raise outside.Malformed(f"row {number}, messages: one has no role or no content")
+        return rows
+    except (OSError, pa.ArrowException, ValueError, RecursionError) as error:  # ValueError: JSON's, and broken UTF-8
+        raise _refusal(file, error) from error
+
+
+def tokens(file: Path) -> pa.Table | None:
+    """The tokens of all rows; None of an evaluation's samples, which have none.
+
+    Raises:
+        UserError: The file is not one of trajectories.
+    """
+    try:
+        if "tokens" not in pq.read_schema(file).names:
+            return None
+        table = pq.read_table(file, columns=list(TOKENS))
+        return pa.table({name: table[name].cast(store.SCHEMA.field(name).type) for name in TOKENS})
+    except (OSError, pa.ArrowException) as error:
+        raise _refusal(file, error) from error
+
+
+def _table(file: Path) -> pa.Table:
+    """All columns but the tokens, under the names and with the types that a run writes."""
+    with pq.ParquetFile(file) as opened:
+        names, about = opened.schema_arrow.names, opened.metadata
+        size = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
+        evaluated = set(EVALUATED.values()) <= set(names)
+        needed = [name for name in NEEDED if not (evaluated and name in ABSENT_THERE)]
+        if absent := [name for name in needed if name not in names]:
+            raise pa.ArrowInvalid(f"it has no column {absent[0]}")
+        if size > LARGEST:
+            raise pa.ArrowInvalid(f"its columns have {size} bytes, allowed are {LARGEST}")
+        table = opened.read(columns=[name for name in names if name not in TOKENS])
+    columns = {name: table[name] for name in names if name in store.SCHEMA.names and name not in TOKENS}
+    if evaluated:
+        columns |= {name: table[there] for name, there in EVALUATED.items()}
+        columns["versions"] = pa.array([[]] * len(table), store.SCHEMA.field("versions").type)
+    typed = {name: column.cast(store.SCHEMA.field(name).type) for name, column in columns.items()}
+    empty = [name for name in (*needed, *EVALUATED) if name in typed and typed[name].null_count]
+    if empty:
+        raise pa.ArrowInvalid(f"column {empty[0]} has rows without a value")
+    return pa.table(typed)
+
+
+def _object(text: str, row: int, name: str) -> dict[str, Any]:
+    value = json.loads(text)
+    numbers = name != "seconds" or (
+        isinstance(value, dict) and all(isinstance(part, int | float) for part in value.values())
+    )
+    if not isinstance(value, dict) or not numbers:
+        raise outside.Malformed(f"row {row}, column {name}: it is no JSON object{'' if numbers else ' of numbers'}")
+    return value
+
+
+def _refusal(file: Path, error: Exception) -> UserError:
+    reason = getattr(error, "strerror", None) or " ".join(str(error).split()) or type(error).__name__
+    return UserError(
+        f"{file}: allowed: a file that a run wrote into trajectories/, or an evaluation's samples ({reason})"
+    )
