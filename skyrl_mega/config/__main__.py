@@ -27,8 +27,9 @@ A run is one YAML file and, after it on the command line, settings over the file
 - `--dry-run` checks everything and prints what follows, with `--settings` the settings too ([dry-run.md](dry-run.md));
   `config.yaml` in the run's folder has the same settings and can be given to `--config` again. A run replaces the one
   that a run wrote, and refuses to replace one that a person wrote or edited.
-- A secret stands in the environment: `${oc.env:WANDB_API_KEY}` is written like this wherever settings are written
-  (`config.yaml`, the dry run, `report.html`); what looks like a token or a password is written as `***`.
+- A secret stands in the environment: text that is taken from there, `${oc.env:WANDB_API_KEY}`, is written like this
+  wherever settings are written (`config.yaml`, the dry run, `report.html`) and in errors; what looks like a token or a
+  password is written as `***`, and refused when such a file is given again: give that setting anew.
 """
 
 

@@ -65,15 +65,23 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
         if override not in chosen:
             for key, value in _leaves(override.value(), override.key_or_group):
                 _assign(config, key, value)
-    secrets.note(OmegaConf.to_container(config, resolve=False))
+    written = OmegaConf.to_container(config, resolve=False)
+    if found := secrets.still_masked(written):
+        raise UserError(
+            f"{found[0]} = {found[1]}: a secret that was masked when these settings were written; give it again, best "
+            f"from the environment: '{found[0]}=${{oc.env:NAME}}'"
+        )
+    secrets.note(written)
     try:
-        return cast(Config, OmegaConf.to_object(config))
+        made = cast(Config, OmegaConf.to_object(config))
     except RecursionError as error:
         raise UserError("settings that name one another with ${…} in a circle; give one of them a value") from error
     except OmegaConfBaseException as error:  # an interpolation, which is resolved only here
         key = error.full_key or "?"
         allowed = f"allowed is {keys()[key].allowed}" if key in keys() else "name an existing key"
         raise UserError(f"{key}: {_first_line(error)}; {allowed}") from error
+    secrets.note_resolved(written, asdict(made))
+    return made
 
 
 def dump(config: Config) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from skyrl_mega.config.secrets import hidden
 from skyrl_mega.config.terminal import one_line
 
 
@@ -12,5 +13,5 @@ class UserError(Exception):
     """
 
     def __str__(self) -> str:
-        """The line: nothing that it quotes breaks it or steers a terminal."""
-        return one_line(super().__str__())
+        """The line: nothing that it quotes breaks it, steers a terminal, or was taken from the environment."""
+        return one_line(hidden(super().__str__(), everything=True))

@@ -1,21 +1,21 @@
 """Passwords and tokens among settings: whoever writes settings where others may read them writes these masked.
 
-A value that a setting takes from the environment is written as it was taken, `${oc.env:NAME}`, so that the settings can
-be given again; one that stands in the settings themselves becomes `***`.
+Text that a setting takes from the environment is written as it was taken, `${oc.env:NAME}`, so that the settings can be
+given again; a password or a token that stands in the settings themselves becomes `***`, which nobody can give again.
 """
 
 from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 MASK = "***"
-TAKEN = re.compile(r"\$\{oc\.env:\s*([A-Za-z_]\w*)\s*(?:,[^}]*)?\}")
+ENV = re.compile(r"oc\.env:\s*([^,}\s]+)")
 NAMED = re.compile(
-    r"(?:^|[_.-])(?:(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)token|secret|passwo?r?d|passwd|auth|credentials?"
-    r"|(?:api|access|secret|private|auth|wandb)_?key)$",
+    r"(?:^|[_.-])(?:(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)token|secret|pass|passwo?r?d|passwd|passphrase|pwd|pin|auth"
+    r"|authori[sz]ation|credentials?|cookie|bearer|api|apikey|(?:api|access|secret|private|auth|wandb)_?key)$",
     re.IGNORECASE,
 )
 """Names of variables and options that hold a secret; `max_tokens`, `eos_token` and `answer_key` do not."""
@@ -24,49 +24,129 @@ TOKENS = re.compile(
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|^[0-9a-f]{40}$"
 )
 """The forms that providers give their tokens. 40 hexadecimal digits are Weights & Biases'; within a path, a commit."""
-IN_URL = re.compile(r"(?<=://)(?:[^/@\s$]|\$(?!\{oc\.env:))+(?=@)|(?<=://)[^/@\s$]+:(?=\$\{oc\.env:)")
-"""What stands before a host, but for what was taken from the environment."""
+IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+"""What stands before a host."""
+FREE = re.compile(r"(?:^|\.)(?:\w*options|retriever)\.")
+"""Settings whose meaning is not known here: what they take from the environment may be a secret, whatever its name."""
+SHORT = 8
+"""Characters below which a secret is only seen where it is a word."""
+LITERAL = "rollout.sampling.stop"
+"""A setting in which three stars mean three stars."""
 
-_TAKEN: dict[str, str] = {}
-"""Value → the variable that it came from, of this process's settings."""
-
-
-def note(settings: Any, key: str = "") -> None:
-    """Remembers which secrets settings, as written, take from the environment.
-
-    Args:
-        settings: Mappings, lists and values.
-        key: The key that they stand under.
-    """
-    if isinstance(settings, Mapping):
-        for name, value in settings.items():
-            note(value, str(name))
-    elif isinstance(settings, list | tuple):
-        for value in settings:
-            note(value, key)
-    elif isinstance(settings, str):
-        for name in TAKEN.findall(settings):
-            value = os.environ.get(name, "")
-            if value and (NAMED.search(name) or NAMED.search(key) or TOKENS.search(value)):
-                _TAKEN[value] = f"${{oc.env:{name}}}"
+_written: dict[str, tuple[str, str]] = {}
+"""Key → what was written there and what it stands for, of this process's settings that name the environment."""
+_taken: dict[str, str] = {}
+"""Text → the interpolation that it came from."""
+_secret: set[str] = set()
+"""Those of `_taken` that nothing but settings may show."""
 
 
-def masked(value: Any, name: str = "") -> Any:
+def note(settings: Any) -> None:
+    """Remembers what settings, as written, take from the environment, before anything is made of them."""
+    for key, raw in leaves(settings):
+        for name in ENV.findall(raw) if isinstance(raw, str) else ():
+            if value := os.environ.get(name):
+                _taken[value] = f"${{oc.env:{name}}}"
+                if NAMED.search(_words(name)) or NAMED.search(_words(key)) or TOKENS.search(value) or FREE.search(key):
+                    _secret.add(value)
+
+
+def note_resolved(settings: Any, resolved: Any) -> None:
+    """Remembers, of the same settings, what is to be written in place of what they stand for."""
+    _written.clear()
+    values = dict(leaves(resolved))
+    for key, raw in leaves(settings):
+        value = values.get(key)
+        if not isinstance(raw, str) or "${" not in raw or raw == value:
+            continue
+        if isinstance(value, str) and ("oc.env" in raw or any(part in value for part in _taken)):
+            _written[key] = raw, value
+        elif "oc.env" in raw and not isinstance(value, str):  # a number: nothing that hides
+            for name in ENV.findall(raw):
+                _taken.pop(os.environ.get(name, ""), None)
+
+
+def still_masked(settings: Any) -> tuple[str, str] | None:
+    """Key and value of a secret that was masked when settings were written, and not given again."""
+    for key, value in leaves(settings):
+        in_url = isinstance(value, str) and f"://{MASK}@" in value
+        if (value == MASK or in_url) and not key.startswith(LITERAL):
+            return key, value
+    return None
+
+
+def masked(value: Any, key: str = "") -> Any:
     """Settings, or one of them, without secrets.
 
     Args:
         value: Mappings, lists and values.
-        name: The key that it stands under.
+        key: The key that it stands under, dotted from the top.
     """
     if isinstance(value, Mapping):
-        return {key: masked(inner, str(key)) for key, inner in value.items()}
+        return {name: masked(inner, _below(key, name)) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [masked(inner, name) for inner in value]
+        return [masked(inner, _below(key, place)) for place, inner in enumerate(value)]
     if not isinstance(value, str) or not value:
         return value
-    kept = value
-    for secret in sorted(_TAKEN, key=len, reverse=True):
-        kept = kept.replace(secret, _TAKEN[secret])
-    if NAMED.search(name):
-        return kept if TAKEN.fullmatch(kept) else MASK
-    return IN_URL.sub(MASK, TOKENS.sub(MASK, kept))
+    raw, resolved = _written.get(key, ("", None))
+    if value == resolved:
+        return IN_URL.sub(lambda found: _but_taken(found[0]), raw)
+    if NAMED.search(_words(re.sub(r"(\.\d+)+$", "", key))):
+        return value if _only_taken(value) else MASK
+    if TOKENS.search(value):
+        return MASK
+    return hidden(IN_URL.sub(lambda found: _but_taken(found[0]), value))
+
+
+def hidden(text: str, everything: bool = False) -> str:
+    """A text in which no secret stands that settings took from the environment.
+
+    Args:
+        text: For people.
+        everything: Nor anything else that they took from there, such as the path of a folder.
+    """
+    for value in sorted(_taken if everything else _secret & _taken.keys(), key=len, reverse=True):
+        if value in text:
+            word = re.escape(value)
+            pattern = rf"(?<!\w){word}(?!\w)" if len(value) < SHORT else word
+            text = re.sub(pattern, _taken[value], text)
+    return text
+
+
+def all_hidden(value: Any) -> Any:
+    """`hidden`, of every text in mappings and lists."""
+    if isinstance(value, Mapping):
+        return {name: all_hidden(inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [all_hidden(inner) for inner in value]
+    return hidden(value) if isinstance(value, str) else value
+
+
+def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted key and value of everything in mappings and lists."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from leaves(inner, _below(key, name))
+    elif isinstance(value, list | tuple):
+        for place, inner in enumerate(value):
+            yield from leaves(inner, _below(key, place))
+    else:
+        yield key, value
+
+
+def _below(key: str, name: Any) -> str:
+    return f"{key}.{name}" if key else str(name)
+
+
+def _words(name: str) -> str:
+    """dbPass → db_Pass."""
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name)
+
+
+def _only_taken(text: str) -> bool:
+    return bool(re.fullmatch(r"(?:\w+\s+)?\$\{oc\.env:[^}]*\}", text))
+
+
+def _but_taken(text: str) -> str:
+    """What stands before a host, where it is not from the environment altogether."""
+    return text if re.fullmatch(r"(?:[\w.-]+:)?(?:\$\{oc\.env:[^}]*\}:?)+", text) else MASK

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from skyrl_mega.config.outside import is_unicode
+from skyrl_mega.config.secrets import hidden
 from skyrl_mega.config.terminal import printable
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of text"}
@@ -106,6 +107,7 @@ def shown(value: Any) -> str:
         text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
     except (yaml.YAMLError, RecursionError):  # nothing that YAML has a form for
         text = ascii(value)
+    text = hidden(text, everything=True)
     text = printable(" ".join(text.removesuffix("\n").removesuffix("\n...").split()))
     return text if len(text) <= WIDEST else text[: WIDEST - 1] + "…"
 

@@ -9,7 +9,6 @@ from typing import Any
 
 from skyrl_mega.config.derived import evaluation_sampling, length_limit, response_limit
 from skyrl_mega.config.schema import Config
-from skyrl_mega.config.secrets import masked
 from skyrl_mega.evaluate.endpoint import Endpoint
 
 PLACES, BLOCK = 16, 64 * 1024
@@ -33,7 +32,11 @@ def identity(config: Config, endpoint: Endpoint | None) -> dict[str, Any]:
             "rollout.max_prompt_tokens": config.rollout.max_prompt_tokens,
         }
     else:
-        asked = {"--endpoint": endpoint.url, "--served-model": endpoint.model, "--request": masked(endpoint.extra)}
+        asked = {
+            "--endpoint": endpoint.url,
+            "--served-model": endpoint.model,
+            "--request (its content)": digest(endpoint.extra),
+        }
     return {
         **asked,
         "run.seed": config.run.seed,
@@ -47,11 +50,18 @@ def identity(config: Config, endpoint: Endpoint | None) -> dict[str, Any]:
         "rollout.max_length": length_limit(config.rollout),
         "environment.default": environment.default,
         "environment.classes": environment.classes,
-        "environment.options": masked(json.loads(json.dumps(environment.options, default=str))),
+        "environment.options (their content)": digest(environment.options),
         "environment.retriever.index": environment.retriever.index,
         "environment.retriever.topk": environment.retriever.topk,
         "environment.retriever.passage_chars": environment.retriever.passage_chars,
     }
+
+
+def digest(options: Any) -> str:
+    """What stands for options, whose values may be secrets: the same for the same values, wherever they came from, and
+    slow to guess from."""
+    text = json.dumps(options, default=str, sort_keys=True)
+    return hashlib.scrypt(text.encode(), salt=b"skyrl_mega.evaluate", n=2**13, r=8, p=1, dklen=8).hex()
 
 
 def fingerprint(model: Path) -> str:

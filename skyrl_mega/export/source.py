@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from skyrl_mega.config import outside
 from skyrl_mega.config.errors import UserError
@@ -98,9 +100,9 @@ def _model_of(run: Path | None, path: Path) -> Path:
             f"--model is missing: {path} has no config.yaml of a run beside it; give a Hugging Face directory"
         )
     try:
-        config = yaml.safe_load(outside.read(run / "config.yaml", "give --model"))
+        config = OmegaConf.create(yaml.safe_load(outside.read(run / "config.yaml", "give --model")))
         named, directory = Path(config["model"]["path"]), Path(config["run"]["directory"])
-    except (yaml.YAMLError, ValueError, RecursionError, KeyError, TypeError) as error:
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError, KeyError, TypeError) as error:
         raise UserError(f"{run / 'config.yaml'}: has no model.path ({error}); give --model") from error
     places = [named]
     if not named.is_absolute() and not directory.is_absolute():

@@ -139,9 +139,10 @@ def _run(args: argparse.Namespace) -> int:
 
 def _dry_run(config: Config, *, as_json: bool, settings: bool) -> int:
     from skyrl_mega.config.compose import dump
+    from skyrl_mega.config.secrets import all_hidden
     from skyrl_mega.launch import dry_run, dry_run_text
 
-    found = dry_run.values(config, *dry_run.checked(config))
+    found = all_hidden(dry_run.values(config, *dry_run.checked(config)))
     print(json.dumps(found) if as_json else dry_run_text.text(found))
     if settings and not as_json:
         print(f"\nsettings:\n\n{dump(config)}", end="")

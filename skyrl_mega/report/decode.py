@@ -11,6 +11,8 @@ from functools import cache
 from pathlib import Path
 
 import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 from tokenizers import Tokenizer
 
 from skyrl_mega.config import outside
@@ -73,8 +75,10 @@ def decoder_of(run: Path) -> Decoder | None:
         tree = yaml.safe_load(outside.read(config, FIX))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{config}: it is not YAML: {' '.join(str(error).split())}; {FIX}") from error
-    group = tree.get("model") if isinstance(tree, dict) else None
-    model = group.get("path") if isinstance(group, dict) else None
+    try:
+        model = OmegaConf.select(OmegaConf.create(tree), "model.path") if isinstance(tree, dict) else None
+    except OmegaConfBaseException:  # it names a variable that is not set here
+        return None
     if not isinstance(model, str) or not model or "\0" in model:
         return None
     return _first(folder / model for folder in (Path.cwd(), *run.absolute().parents))

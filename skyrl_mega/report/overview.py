@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.keys import keys
+from skyrl_mega.config.secrets import hidden
 from skyrl_mega.report import plots
 from skyrl_mega.report.document import document, save
 from skyrl_mega.report.run_data import RunData, read
@@ -136,8 +137,8 @@ def page(runs: Sequence[RunData]) -> str:
 
 def _names(runs: Sequence[RunData]) -> list[str]:
     """The folders' names, or their paths where two are the same."""
-    names = [run.name for run in runs]
-    return names if len(set(names)) == len(names) else [str(run.folder) for run in runs]
+    names = [hidden(run.name) for run in runs]
+    return names if len(set(names)) == len(names) else [hidden(str(run.folder)) for run in runs]
 
 
 def _legend(names: Sequence[str]) -> str:
@@ -321,14 +322,14 @@ def _settings(runs: Sequence[RunData], names: Sequence[str]) -> str:
 
 def _places(run: RunData, name: str) -> str:
     """Where everything is, and the command for the trajectories."""
-    rows = [(what, str(place), "") for what, place in run.places if what != "report"]
-    rows += [("checkpoint", str(folder), f"{size / 1e6:,.1f} MB") for folder, size in run.checkpoints]
+    rows = [(what, hidden(str(place)), "") for what, place in run.places if what != "report"]
+    rows += [("checkpoint", hidden(str(folder)), f"{size / 1e6:,.1f} MB") for folder, size in run.checkpoints]
     cells = "".join(
         f"<tr><th>{escape(what)}</th><td><code>{escape(place)}</code></td><td class='num soft'>{escape(size)}</td></tr>"
         for what, place, size in rows
     )
     title = f"Where everything is{f': {escape(name)}' if name else ''}"
-    command = f"python -m skyrl_mega.report trajectories {run.folder} --html trajectories.html"
+    command = f"python -m skyrl_mega.report trajectories {hidden(str(run.folder))} --html trajectories.html"
     return (
         f"<section><h2>{title}</h2><div class='wide'><table class='settings'><tbody>{cells}</tbody></table></div>"
         f"<p class='soft'>What the policy wrote: <code>{escape(command)}</code></p></section>"

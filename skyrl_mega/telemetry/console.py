@@ -21,6 +21,7 @@ import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from skyrl_mega.config.command import nobody_reads
+from skyrl_mega.config.secrets import hidden
 from skyrl_mega.config.terminal import printable
 from skyrl_mega.telemetry import table
 from skyrl_mega.telemetry.metrics import finite
@@ -112,13 +113,13 @@ class Console:
 
     def say(self, text: str) -> None:
         """One line; what steers a terminal is written out."""
-        text = printable(text, keep="\n\t")
+        text = printable(hidden(text), keep="\n\t")
         self._print(text)
         self._write_log(text)
 
     def note(self, text: str) -> None:
         """One line in the run's log alone."""
-        self._write_log(text)
+        self._write_log(hidden(text))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The row of a step; the header comes again from time to time."""

@@ -60,11 +60,13 @@ def _describe(folder: Path, config: Config) -> None:
     file, partial = folder / "config.yaml", folder / "config.yaml.partial"
     text = dump(config)
     try:
-        if file.exists() and not is_a_runs(file.read_bytes()):
+        if file.is_symlink() or (file.exists() and not is_a_runs(file.read_bytes())):
             raise UserError(
-                f"run.name = {config.run.name}: {file} was written or edited by hand, and a run writes its settings "
-                "there; move it to another folder, or give another run.name or run.directory"
+                f"run.name = {config.run.name}: {file} was written or edited by hand, or is a link, and a run "
+                "writes its settings there; move it to another folder, or give another run.name or run.directory"
             )
+        if partial.is_symlink():
+            partial.unlink()  # what it points to is not ours
         partial.write_text(f"{SIGNED}{_digest(text)}\n{text}", encoding="utf-8")
         os.replace(partial, file)
     except OSError as error:

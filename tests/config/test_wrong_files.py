@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import json
+import io
 import warnings
 from pathlib import Path
 
 import pytest
 
+from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose, dump
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.secrets import masked, note
+from skyrl_mega.config.secrets import masked
 from skyrl_mega.sizing import fixes
+from skyrl_mega.telemetry.console import Console
 
 HOSTILE: list[tuple[str, bytes, str]] = [
     ("defaults that are text", b"defaults: x\n", "defaults: x; allowed is a list such as"),
@@ -94,15 +96,59 @@ def test_secrets_are_written_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyP
     written = dump(config)
     for hidden in (secret, "hunter22", "hf_abc", "me:pw"):
         assert hidden not in written
-    assert "Bearer ${oc.env:MY_API_KEY}" in written and "max_tokens: 5" in written and "/data/of/mine" in written
-    (tmp_path / "again.yaml").write_text(written)
-    assert compose(tmp_path / "again.yaml").environment.options["mine"]["header"] == f"Bearer {secret}"
-
-
-def test_what_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", "0123456789abcdef" * 2 + "01234567")
-    note({"a": ["x ${oc.env:WANDB_API_KEY,none}"]})
-    found = masked({"a": ["0123456789abcdef" * 2 + "01234567"], "tokens": 3, "token_variable": "T", "api_key": "k"})
-    assert json.dumps(found) == json.dumps(
-        {"a": ["${oc.env:WANDB_API_KEY}"], "tokens": 3, "token_variable": "T", "api_key": "***"}
+    assert (
+        "Bearer ${oc.env:MY_API_KEY}" in written
+        and "max_tokens: 5" in written
+        and "directory: ${oc.env:FOLDER_OF_RUNS}" in written
     )
+    (tmp_path / "again.yaml").write_text(written)
+    given = [f"environment.options.{key}=again" for key in ("mine.password", "other.hf", "other.url")]
+    assert compose(tmp_path / "again.yaml", given).environment.options["mine"]["header"] == f"Bearer {secret}"
+
+
+def test_what_is_masked() -> None:
+    given = {"a": {"tokens": 3, "token_variable": "T", "api_key": "k", "dbPass": "x", "pwd": "y", "auth": ["z", ""]},
+             "url": "https://me:pw@host/x", "text": "Bearer hf_" + "a" * 20, "eos_token": "</s>"}  # fmt: skip
+    assert masked(given) == {
+        "a": {"tokens": 3, "token_variable": "T", "api_key": "***", "dbPass": "***", "pwd": "***", "auth": ["***", ""]},
+        "url": "https://***@host/x", "text": "***", "eos_token": "</s>",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("value", ["hunter2", "q7", "1234", "correct horse: battery", "x" * 100])
+@pytest.mark.parametrize("variable", ["X", "db_pass", "SOMETHING"])
+def test_what_comes_from_the_environment_is_shown_nowhere(
+    value: str, variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(variable, value)
+    taken = f"${{oc.env:{variable}}}"
+    options = f"environment.options.mine={{credential: '{taken}', plain: '{taken}', list: ['{taken}', 'a {taken} b']}}"
+    config = compose(None, [options, "environment.options.mine.again=${environment.options.mine.plain}",
+                            "data.train=[t.parquet]", "model.path=Qwen3-30B-A3B"])  # fmt: skip
+    mine = config.environment.options["mine"]
+    assert mine["plain"] == mine["credential"] == mine["again"] == value
+    (tmp_path / "it.yaml").write_text(dump(config))
+    assert value not in dump(config)
+    assert compose(tmp_path / "it.yaml") == config
+    console = Console(out=io.StringIO())
+    console.log_to(tmp_path / "run.log")
+    console.say(f"gives {value}, or {value!r}")
+    console.close()
+    assert value not in (tmp_path / "run.log").read_text() and taken in (tmp_path / "run.log").read_text()
+    for wrong in ("run.seed", "run.steps", "policy.layout.tensor", "algorithm.advantage", "rollout.top"):
+        with pytest.raises(UserError) as caught:
+            check(compose(None, [f"{wrong}={taken}"]))
+        assert value not in str(caught.value) or (value == "1234" and wrong == "run.seed")
+    with pytest.raises(UserError) as caught:
+        check(compose(None, [f"model.path={taken}", "data.train=[t.parquet]", f"run.name='a b/{taken}'"]))
+    assert value not in str(caught.value)
+
+
+def test_masked_settings_are_not_taken_for_values(tmp_path: Path) -> None:
+    for key, value in (("environment.options.mine.password", "***"), ("environment.options.mine.url", "http://***@h")):
+        (tmp_path / "it.yaml").write_text(dump(compose(None, [f"{key}=\"{value}\"".replace("***", "secret")]
+                                                       if "url" in key else [f"{key}=secret"])))  # fmt: skip
+        with pytest.raises(UserError, match=rf"^{key} = .*a secret that was masked .* give it again"):
+            compose(tmp_path / "it.yaml")
+        assert compose(tmp_path / "it.yaml", [f"{key}=again"])
+    assert compose(None, ["rollout.sampling.stop=['***']"]).rollout.sampling.stop == ["***"]

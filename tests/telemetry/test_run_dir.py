@@ -100,6 +100,24 @@ def test_a_run_writes_over_its_own_and_those_of_former_versions(tmp_path: Path) 
         pass
 
 
+def test_a_link_in_place_of_the_settings_stays(tmp_path: Path) -> None:
+    with run_folder(config(tmp_path)) as folder:
+        pass
+    file, elsewhere = folder / "config.yaml", tmp_path / "elsewhere"
+    file.rename(elsewhere)
+    written = elsewhere.read_bytes()
+    for target in (elsewhere, tmp_path / "nothing", folder):
+        file.symlink_to(target)
+        with pytest.raises(UserError, match=r"config.yaml was .* or is a link"), run_folder(config(tmp_path)):
+            pass
+        assert file.is_symlink()
+        file.unlink()
+    (folder / "config.yaml.partial").symlink_to(elsewhere)
+    with run_folder(config(tmp_path)):
+        assert not file.is_symlink()
+    assert elsewhere.read_bytes() == written
+
+
 @pytest.mark.parametrize("name", ["config.yaml", "config.yaml.partial", ".lock", "logs/run.log", "logs"])
 def test_what_should_be_a_file_is_something_else(tmp_path: Path, name: str) -> None:
     place = tmp_path / "r" / name
