@@ -207,6 +207,9 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
             OmegaConf.update(config, name, OmegaConf.structured(known[name].type), merge=False)
     if key in known and known[key].group and value == {}:
         return
+    if key in known and known[key].type is list and isinstance(value, list) and not all(map(_is_text, value)):
+        wrong = next(entry for entry in value if not _is_text(entry))
+        raise UserError(f"{key} = {shown(value)}: {shown(wrong)} is no text; allowed is {known[key].allowed}")
     try:
         OmegaConf.update(config, key, value, merge=False, force_add=mapping is not None)
     except OmegaConfBaseException as error:

@@ -55,6 +55,15 @@ def parser() -> argparse.ArgumentParser:
     return root
 
 
+def check(arguments: str) -> None:
+    """Refuses a command line before anything is made.
+
+    Raises:
+        UserError: An option that is not there, or a value that it does not allow.
+    """
+    parser().parse_args(_words(arguments))
+
+
 def prepare(arguments: str | Sequence[str]) -> list[Path]:
     """Writes the files that the command line asks for and returns them.
 

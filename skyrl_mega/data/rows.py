@@ -164,6 +164,10 @@ def _check_messages(conversations: pa.Array, first: int, where: str, column: str
     empty = pc.equal(pc.fill_null(pc.list_value_length(conversations), 0), 0)
     _refuse(empty, first, where, column, f"it is empty; {SCHEMA}")
     row_of, messages = pc.list_parent_indices(conversations), pc.list_flatten(conversations)
+    said = pc.is_in(pa.array(range(len(conversations))), row_of.filter(_worded(pc.struct_field(messages, "content"))))
+    _refuse(
+        pc.invert(said), first, where, column, "its messages have no words; allowed: at least one that says something"
+    )
     role, content = pc.struct_field(messages, "role"), pc.struct_field(messages, "content")
     for name, values, bad, allowed in (
         ("role", role, pc.invert(pc.is_in(_plain(role), pa.array(ROLES))), ", ".join(ROLES)),
@@ -214,6 +218,20 @@ def _check_environments(
             "it is missing; allowed: what the environment compares with; an environment that needs none sets "
             "requires_ground_truth = False",
         )
+    _check_truths(batch, env_class, first, where, config)
+
+
+def _check_truths(
+    batch: pa.RecordBatch, env_class: pa.Array, first: int, where: str, config: EnvironmentConfig
+) -> None:
+    """Lets each environment refuse what it could not compare an answer with."""
+    names = env_class.to_pylist()
+    checks = {name: getattr(registry.resolve(name, config), "wrong_ground_truth", None) for name in set(names)}
+    for field in ("reward_spec", "reward_model"):
+        for row, (name, truth) in enumerate(zip(names, _field(batch, field, "ground_truth").to_pylist(), strict=True)):
+            check = checks[name]
+            if check and truth is not None and (refused := check(truth)):
+                raise UserError(f"{where}, row {first + row}, column {field}.ground_truth = {shown(truth)}: {refused}")
 
 
 def _all(first: pa.Array, *others: pa.Array) -> pa.Array:
@@ -243,6 +261,11 @@ def _filled(values: pa.Array) -> pa.Array:
     if not _is_string(values.type):
         return pa.array([False] * len(values))
     return pc.fill_null(pc.greater(pc.binary_length(_plain(values)), 0), False)
+
+
+def _worded(texts: pa.Array) -> pa.Array:
+    """True where a text has more than spaces; a missing one is refused by its own name."""
+    return pc.fill_null(pc.greater(pc.binary_length(pc.utf8_trim_whitespace(_plain(texts))), 0), True)
 
 
 def _plain(strings: pa.Array) -> pa.Array:

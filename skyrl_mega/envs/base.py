@@ -91,6 +91,28 @@ class BaseTextEnv:
             UserError: What is missing, and the fix.
         """
 
+    @classmethod
+    def wrong_ground_truth(cls, truth: Any) -> str | None:
+        """What is wrong with a row's `reward_spec.ground_truth`, and what is allowed; None where nothing is.
+
+        Asked of every row before a run starts.
+
+        Args:
+            truth: Not None.
+        """
+        if cls.requires_ground_truth and isinstance(truth, str) and not truth.strip():
+            return "it is empty; allowed is what the environment compares with"
+        return None
+
+    @classmethod
+    def longest_step_s(cls, options: Mapping[str, Any]) -> float:
+        """Seconds that one step may take by the options' own limits; to be below `rollout.env_timeout_s`.
+
+        Args:
+            options: As `check_options`, which has seen them.
+        """
+        return 0.0
+
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """Opens the conversation: the messages that the policy sees first, and information for people."""
         return prompt, {}

@@ -104,7 +104,8 @@ def _run(args: argparse.Namespace) -> int:
     registry.check(config.environment)
     config = replace(config, environment=registry.with_absolute_paths(config.environment))
     if endpoint is None:
-        inputs.check_engine(config, inputs.model_config(config))
+        hf = inputs.model_config(config)
+        inputs.check_engine(config, hf)
         config = inputs.with_device(config, training=False)
     with Console(as_json=args.json) as console:
         if not args.sets:
@@ -112,9 +113,11 @@ def _run(args: argparse.Namespace) -> int:
         sets = load_sets(config, args.sets)
         chat = None
         if endpoint is None:
+            from skyrl_mega.models.registry import architecture
             from skyrl_mega.rollout.chat import Chat
 
             chat = Chat(config.model.path)
+            chat.check_vocabulary(architecture(hf).describe(hf).vocab)
             sets = that_fit(sets, chat, config.rollout.max_prompt_tokens)
         samples = sum(len(s.prompts) for s in sets) * config.evaluation.samples
         check_sandboxes(config, min(samples, evaluated_at_once(config, endpoint is not None)))

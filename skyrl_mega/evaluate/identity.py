@@ -9,6 +9,7 @@ from typing import Any
 
 from skyrl_mega.config.derived import evaluation_sampling, length_limit, response_limit
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.secrets import masked
 from skyrl_mega.evaluate.endpoint import Endpoint
 
 PLACES, BLOCK = 16, 64 * 1024
@@ -35,7 +36,7 @@ def identity(config: Config, endpoint: Endpoint | None) -> dict[str, Any]:
         asked = {
             "--endpoint": endpoint.url,
             "--served-model": endpoint.model,
-            "--request (its content)": digest(endpoint.extra),
+            "--request": shown(endpoint.extra),
         }
     return {
         **asked,
@@ -50,18 +51,29 @@ def identity(config: Config, endpoint: Endpoint | None) -> dict[str, Any]:
         "rollout.max_length": length_limit(config.rollout),
         "environment.default": environment.default,
         "environment.classes": environment.classes,
-        "environment.options (their content)": digest(environment.options),
+        "environment.options": shown(environment.options, "environment.options"),
         "environment.retriever.index": environment.retriever.index,
         "environment.retriever.topk": environment.retriever.topk,
         "environment.retriever.passage_chars": environment.retriever.passage_chars,
     }
 
 
-def digest(options: Any) -> str:
-    """What stands for options, whose values may be secrets: the same for the same values, wherever they came from, and
-    slow to guess from."""
-    text = json.dumps(options, default=str, sort_keys=True)
-    return hashlib.scrypt(text.encode(), salt=b"skyrl_mega.evaluate", n=2**13, r=8, p=1, dklen=8).hex()
+def shown(options: Any, key: str = "") -> Any:
+    """Options as JSON values; a digest of them where some are secrets."""
+    plain = json.loads(json.dumps(options, default=str))
+    return plain if masked(plain, key) == plain else digest(plain)
+
+
+def alike(one: Any, other: Any) -> bool:
+    """Whether two values of an identity are the same, wherever they came from: either may be shown as a digest."""
+    return one == other or digest(one) == other or one == digest(other)
+
+
+def digest(value: Any) -> str:
+    """The same for the same value, and slow to guess from."""
+    text = json.dumps(value, sort_keys=True)
+    found = hashlib.scrypt(text.encode(), salt=b"skyrl_mega.evaluate", n=2**13, r=8, p=1, dklen=8)
+    return f"scrypt {found.hex()}"
 
 
 def fingerprint(model: Path) -> str:

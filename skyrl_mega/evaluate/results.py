@@ -18,7 +18,9 @@ import pyarrow.parquet as pq
 
 from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import Malformed, json_object, parsed
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.evaluate.identity import alike
 from skyrl_mega.evaluate.sets import Draw, PromptSet
 from skyrl_mega.rollout import store
 from skyrl_mega.rollout.trajectory import Status, Trajectory
@@ -49,6 +51,8 @@ SCHEMA = pa.schema(
 """`uid` is the row in the set's file. `response_tokens` counts what the policy wrote, without observations. `metrics`,
 `metadata`, `seconds` and `extras` are JSON."""
 ROWS_AT_ONCE = 1000
+LARGEST = 2**24
+"""Bytes of an evaluation.json."""
 
 
 class Sample(NamedTuple):
@@ -190,10 +194,10 @@ def opened(folder: Path, identity: Mapping[str, Any], sets: Sequence[PromptSet],
 def _claim(folder: Path, identity: Mapping[str, Any]) -> None:
     file = folder / "evaluation.json"
     if file.exists():
-        before = json.loads(file.read_text())
+        before = json_object(file, "give another --output", most=LARGEST)
         for key in [*identity, *before]:
             old, new = (json.dumps(d[key], sort_keys=True) if key in d else "nothing" for d in (before, identity))
-            if old != new:
+            if old != new and not alike(before.get(key), identity.get(key)):
                 raise UserError(
                     f"--output {folder}: it holds an evaluation with {key} = {old}, and this one has {new}; "
                     "give another --output, or set it back"
@@ -214,8 +218,29 @@ def _rows(file: Path) -> Iterator[tuple[int, dict[str, Any]]]:
             if not line.endswith(b"\n"):
                 lines.truncate(place)
                 return
-            yield place, json.loads(line)
+            yield place, _checked(file, place, line)
             place += len(line)
+
+
+def _checked(file: Path, place: int, line: bytes) -> dict[str, Any]:
+    """A line's sample.
+
+    Raises:
+        UserError: It is none.
+    """
+    try:
+        row = parsed(line)
+        pa.Table.from_pylist([row], schema=SCHEMA)
+        if absent := [name for name in SCHEMA.names if not isinstance(row, dict) or row.get(name) is None]:
+            raise Malformed(f"it has no {absent[0]}")
+        _sample(row, place)
+    except (ValueError, TypeError, AttributeError, pa.ArrowException) as error:
+        raise UserError(
+            f"{file}, at byte {place}: it is no sample ({' '.join(str(error).split())}); cut the file off there, and "
+            "what is missing is drawn again"
+        ) from error
+    found: dict[str, Any] = row
+    return found
 
 
 def _line(lines: BinaryIO, place: int) -> dict[str, Any]:

@@ -73,7 +73,7 @@ def that_fit(sets: Sequence[PromptSet], chat: Chat, longest: int) -> list[Prompt
     """
     kept = []
     for s in sets:
-        prompts = [p for p in s.prompts if len(chat.first(p.messages)) <= longest]
+        prompts = [p for p in s.prompts if len(chat.prompt(p.messages, f"the set {s.name}, row {p.uid}")) <= longest]
         if not prompts:
             raise UserError(
                 f"rollout.max_prompt_tokens = {longest}: all {len(s.prompts)} prompts of the set {s.name} are longer; "

@@ -56,7 +56,10 @@ def check_inputs(config: Config) -> Mapping[str, Any]:
     check_layouts(config, hf)
     if config.reference.path:
         headers.check_files(Path(config.reference.path))
+    _check_preparation(config)
+    _check_waits(config)
     _check_data(config, missing_ok=config.data.prepare is not None)
+    check_chat(config, hf)
     return hf
 
 
@@ -89,8 +92,48 @@ def planned_inputs(config: Config) -> tuple[Mapping[str, Any], list[str]]:
             absent.append(str(reference))
     if not config.data.prepare:
         absent += [file for file in _files(config) if not Path(file).exists()]
+    _check_preparation(config)
+    _check_waits(config)
     _check_data(config, missing_ok=True)
+    check_chat(config, hf)
     return hf, absent
+
+
+def check_chat(config: Config, hf: Mapping[str, Any]) -> None:
+    """Tokenizer, chat template and the tokens that end a turn, where the model's are here.
+
+    Raises:
+        UserError: One of them cannot be used.
+    """
+    path = Path(config.model.path)
+    if not any(path.glob("tokenizer*")):
+        return
+    from skyrl_mega.rollout.chat import Chat
+
+    Chat(str(path)).check_vocabulary(architecture(hf).describe(hf).vocab)
+
+
+def _check_preparation(config: Config) -> None:
+    if config.data.prepare:
+        from skyrl_mega.data.prepare import check
+
+        try:
+            check(config.data.prepare)
+        except UserError as error:
+            raise UserError(f"data.prepare: {error}") from error
+
+
+def _check_waits(config: Config) -> None:
+    """An environment ends its own work before its step is ended, which would void the trajectory."""
+    for name in dict.fromkeys([*config.environment.options, *filter(None, [config.environment.default])]):
+        longest = getattr(registry.resolve(name, config.environment), "longest_step_s", None)
+        seconds = longest(registry.check_options(name, config.environment)) if longest else 0.0
+        if seconds >= config.rollout.env_timeout_s:
+            raise UserError(
+                f"rollout.env_timeout_s = {config.rollout.env_timeout_s:g}: a step of environment {name} may take "
+                f"{seconds:g} s by its own time limits; allowed is more than that, or lower "
+                f"environment.options.{name}'s timeouts"
+            )
 
 
 def _known(path: Path) -> Mapping[str, Any]:

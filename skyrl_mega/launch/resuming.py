@@ -11,8 +11,10 @@ import yaml
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
+from skyrl_mega.config.outside import json_object
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.secrets import masked
+from skyrl_mega.config.values import Rule
 from skyrl_mega.trainer.checkpoints import newest_whole
 
 FIXED = {
@@ -23,6 +25,9 @@ FIXED = {
 """Settings, or groups, that a checkpoint is bound to, and why (docs/faults.md)."""
 PLACES = ("run.directory", "run.name")
 """Where the folder is found: a run may have been moved."""
+LARGEST = 2**24
+"""Bytes of a state.json."""
+WHOLE = Rule(int, low=0)
 SHOWN = 12
 """Changes that are told."""
 
@@ -84,16 +89,34 @@ def nothing_left(config: Config) -> str | None:
     checkpoint = checkpoint_of(config)
     if checkpoint is None:
         return None
+    step, count, position = _place(checkpoint)
     if config.checkpoint.export and not (checkpoint.parents[1] / "model").exists():
         return None
-    state = json.loads((checkpoint / "state.json").read_text())
-    step, stream = state["step"], state["stream"]
     if config.run.steps is not None and step >= config.run.steps:
         return f"nothing to do: all {config.run.steps} steps are done ({checkpoint}); more run.steps train on"
-    left = stream["count"] * config.run.epochs - stream["position"]
+    left = count * config.run.epochs - position
     if left < config.data.prompts_per_step:
         return f"nothing to do: the prompts are used up after step {step} ({checkpoint}); more run.epochs train on"
     return None
+
+
+def _place(checkpoint: Path) -> tuple[int, int, int]:
+    """The step that a checkpoint was taken after, the prompts that there were, and how many had been drawn.
+
+    Raises:
+        UserError: Its state.json says something else.
+    """
+    fix = f"remove {checkpoint}, and the run resumes from the one before"
+    state = json_object(checkpoint / "state.json", fix, most=LARGEST)
+    stream = state.get("stream")
+    found = [state.get("step"), *((stream.get("count"), stream.get("position")) if isinstance(stream, dict) else ())]
+    ordered = isinstance(stream, dict) and {"seed", "shuffle"} <= stream.keys()
+    if len(found) != 3 or not all(WHOLE.allows(value) for value in found) or not ordered:
+        raise UserError(
+            f"{checkpoint / 'state.json'}: it lacks one of step, stream.count, stream.position (each {WHOLE.words}), "
+            f"stream.seed and stream.shuffle; {fix}"
+        )
+    return found[0], found[1], found[2]
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -29,10 +29,11 @@ def text(search: Search) -> str:
         "by estimated times:",
         *aligned(rows, left=3),
         "",
-        "settings to paste into the file (--json has them as arguments):",
+        "settings for the file, in place of those that it has in the same groups (--json has them as arguments):",
     ]
     for number, suggestion in enumerate(search.found[:PASTED], start=1):
-        lines += ["", f"# {number}", yaml.safe_dump(_tree(suggestion.settings), sort_keys=False).rstrip()]
+        written = yaml.safe_dump(_tree(suggestion.settings), sort_keys=False).rstrip().splitlines()
+        lines += ["", f"# {number}", *(written if number == 1 else (f"# {line}" for line in written))]
     return "\n".join(lines)
 
 

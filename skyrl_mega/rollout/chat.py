@@ -52,6 +52,8 @@ class Chat:
         if not self.tokenizer.chat_template:
             raise UserError(f"model.path={path}: the tokenizer has no chat template; add chat_template.jinja there")
         self.path = path
+        self.vocabulary: int | None = None
+        """The model's `vocab_size`, once `check_vocabulary` was told."""
         self.stop_tokens = stop_tokens(path, self.tokenizer)
         self.control = control_tokens(self.tokenizer, self.stop_tokens)
         spelled = "|".join(re.escape(text) for text in self.control.values()) or "(?!)"
@@ -70,11 +72,30 @@ class Chat:
         Raises:
             UserError: There is one.
         """
+        self.vocabulary = size
         if beyond := [token for token in self.stop_tokens if token >= size]:
             raise UserError(
                 f"model.path={self.path}: the end-of-turn token {beyond[0]} is not below config.json's vocab_size = "
                 f"{size}; the tokenizer (generation_config.json) is another model's, fetch it again"
             )
+
+    def prompt(self, messages: list[dict[str, str]], place: str) -> list[int]:
+        """`first`, of a prompt of the data.
+
+        Args:
+            messages: The prompt.
+            place: Its file and row, for the error.
+
+        Raises:
+            UserError: The model has no such token.
+        """
+        tokens = self.first(messages)
+        if self.vocabulary is not None and (largest := max(tokens, default=0)) >= self.vocabulary:
+            raise UserError(
+                f"{place}: its token {largest} is not below config.json's vocab_size = {self.vocabulary}; the "
+                f"tokenizer of model.path={self.path} is another model's, fetch it again"
+            )
+        return tokens
 
     def first(self, messages: list[dict[str, str]]) -> list[int]:
         """Tokens of a conversation's first messages, up to where the policy begins to speak.

@@ -132,7 +132,8 @@ def prompts_of(config: Config, chat: Chat, console: Console) -> tuple[list[Promp
         ("data.eval", config.data.eval, config.evaluation.limit),
     ):
         prompts = load_prompts(files, config.environment, key=key, limit=limit) if files else []
-        fits = [p for p in prompts if len(chat.first(p.messages)) <= config.rollout.max_prompt_tokens]
+        limit_tokens = config.rollout.max_prompt_tokens
+        fits = [p for p in prompts if len(chat.prompt(p.messages, f"{key}, row {p.uid}")) <= limit_tokens]
         if len(fits) < len(prompts):
             console.say(
                 f"{key}: {len(prompts) - len(fits)} of {len(prompts)} prompts are longer than "

@@ -47,7 +47,11 @@ def expected(path: Path) -> dict[str, tuple[int, ...]]:
 def read_config(path: Path) -> dict[str, Any]:
     """The content of config.json. UserError when it is not there or not JSON."""
     if not path.is_dir():
-        raise UserError(f"model.path: {path} is no directory; give a Hugging Face directory with config.json")
+        what = "is no directory" if path.exists() else "is not there"
+        raise UserError(
+            f"model.path: {path} {what}; give a Hugging Face directory with config.json, *.safetensors and "
+            "tokenizer.json"
+        )
     return json_object(path / "config.json", FETCH)
 
 

@@ -158,8 +158,8 @@ def spoil(run: Path, how: str) -> list[str]:
         ("a file is there", ["--output", "empty directory"]),
         ("the directory is full", ["--output", "empty directory"]),
         ("a type it cannot do", ["--dtype", "float16", "as-trained"]),
-        ("no worker", ["--workers 0", "1 or more"]),
-        ("no size", ["--shard-gib 0", "above 0"]),
+        ("no worker", ["--workers 0", "a whole number from 1"]),
+        ("no size", ["--shard-gib 0", "a number from 0.001"]),
     ],
 )
 def test_refusals(

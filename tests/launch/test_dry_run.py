@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from omegaconf import OmegaConf
+from omegaconf._utils import get_yaml_loader
 
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.schema import Config
@@ -233,12 +234,16 @@ def test_what_is_suggested_fits(file: Path, gpus: int, model: list[str], capsys:
 
 def test_suggestions_for_people(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run(file, capsys, "--suggest", "cluster.nodes=8")
-    table, _, paste = out.partition("\nsettings to paste into the file (--json has them as arguments):\n")
+    table, _, paste = out.partition(
+        "\nsettings for the file, in place of those that it has in the same groups (--json has them as arguments):\n"
+    )
     seconds = [float(line.split()[-1]) for line in table.rstrip().splitlines()[2:]]
     assert seconds == sorted(seconds)
     assert len(table.rstrip().splitlines()) == 2 + 10
     assert max(map(len, table.splitlines())) <= 120
+    assert yaml.load(paste, get_yaml_loader())  # refuses keys that are there twice
     for text in re.split(r"# \d\n", paste)[1:]:
+        text = re.sub(r"(?m)^# ", "", text)
         pasted = tmp_path / "pasted.yaml"
         pasted.write_text(yaml.safe_dump(merged(yaml.safe_load(large.SETTINGS), yaml.safe_load(text))))
         dry_run.checked(compose(pasted))

@@ -91,3 +91,17 @@ def test_a_fault_promises_what_is_saved(folder: Path) -> None:
     (checkpoints / "step_000002" / "state.json").write_text(json.dumps({}))
     assert resumes_from(checkpoints) == "no checkpoint is saved: the same command begins with the first step"
     assert resumes_from(folder / "absent").startswith("no checkpoint is saved")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"step": 2}, {"step": "2", "stream": {}}, {"step": 2, "stream": 5}, {"step": True, "stream": {"count": 1}},
+     {"step": 2, "stream": {"count": -1, "position": 0, "seed": 0, "shuffle": True}},
+     {"step": 2, "stream": {"count": 20, "position": 8}}],
+)  # fmt: skip
+def test_an_odd_state_is_one_line(folder: Path, state: object) -> None:
+    file = folder / "runs" / "r" / "checkpoints" / "step_000002" / "state.json"
+    kept = json.loads(file.read_text())["files"]
+    file.write_text(json.dumps({**state, "files": kept} if isinstance(state, dict) else state))
+    with pytest.raises(UserError, match=r"state\.json: .*step_000002"):
+        resuming.nothing_left(config(folder))

@@ -16,7 +16,7 @@ import pytest
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.launch.inputs import check_inputs
+from skyrl_mega.launch.inputs import check_inputs, planned_inputs
 from skyrl_mega.rollout.chat import Chat
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.setup import prompts_of
@@ -112,6 +112,54 @@ def test_an_end_of_turn_that_the_model_cannot_say(model: Path) -> None:
     assert "end-of-turn token 100000 is not below" in said(lambda: Chat(str(model)).check_vocabulary(128))
 
 
+@pytest.mark.parametrize("name, content, line", TOKENIZERS[::3])
+def test_a_run_and_its_dry_run_refuse_alike(inputs: Path, model: Path, name: str, content: str, line: str) -> None:
+    (model / name).write_text(content)
+    config = compose(inputs / "config.yaml", [f"model.path={model}"])
+    for checked in (check_inputs, planned_inputs):
+        with pytest.raises(UserError, match=line):
+            checked(config)
+
+
+def test_a_wrong_preparation_is_refused_before_it_begins(inputs: Path) -> None:
+    for wrong, line in (("nothing", "invalid choice: 'nothing'"), ("addition --wrong nan", "--wrong nan"),
+                        ("addition 'x", "data.prepare: addition 'x: No closing quotation")):  # fmt: skip
+        config = compose(inputs / "config.yaml", [f'data.prepare="{wrong}"', "data.train=[absent.parquet]"])
+        for checked in (check_inputs, planned_inputs):
+            with pytest.raises(UserError) as caught:
+                checked(config)
+            assert line in str(caught.value)
+
+
+def test_a_prompt_that_the_model_has_no_token_for(model: Path) -> None:
+    chat = Chat(str(model))
+    chat.check_vocabulary(128)
+    messages = [{"role": "user", "content": "1+1"}]
+    largest = max(chat.prompt(messages, "here"))
+    chat.vocabulary = largest
+    line = said(lambda: chat.prompt(messages, "data.train, row 7"))
+    assert line.startswith(f"data.train, row 7: its token {largest} is not below config.json's vocab_size = {largest}")
+
+
+@pytest.mark.parametrize("truth", ["nan", " NaN ", "-inf", "Infinity", "", " "])
+def test_a_truth_that_no_answer_equals(inputs: Path, tmp_path: Path, truth: str) -> None:
+    rows = [{"ground_truth": "1"}, {"ground_truth": truth}]
+    kind = pa.struct([("ground_truth", pa.string())])
+    file = table(tmp_path / "t.parquet", prompt=conversations(b"1", b"2"), reward_spec=pa.array(rows, kind))
+    line = refused(inputs, f"data.train=[{file}]", "environment.default=math")
+    assert "row 1, column reward_spec.ground_truth = " in line and "allowed is" in line
+
+
+def test_a_prompt_without_words(inputs: Path, tmp_path: Path) -> None:
+    file = table(tmp_path / "t.parquet", prompt=conversations(b"1", b" \n"))
+    assert "row 1, column prompt: its messages have no words" in refused(inputs, f"data.train=[{file}]")
+
+
+def test_limits_of_time_that_do_not_fit_in_a_step(inputs: Path) -> None:
+    line = "rollout.env_timeout_s = 60: a step of environment swe may take 70 s by its own time limits"
+    assert line in refused(inputs, "environment.options.swe={tasks: x, command_timeout_s: 40}")
+
+
 def table(file: Path, **columns: pa.Array) -> Path:
     pq.write_table(pa.table(columns), file)
     return file
@@ -179,6 +227,8 @@ def test_an_engine_argument_that_vllm_does_not_have(inputs: Path) -> None:
         (f"data.samples_per_prompt={10**30}", "data.samples_per_prompt = 1000000"),
         ("policy.threads=1000000000", "policy.threads = 1000000000"),
         ("rollout.kv_cache_gib=1000000", "rollout.kv_cache_gib = 1000000"),
+        ("weights.bucket_mib=1e12", "weights.bucket_mib = 1000000000000.0: allowed is a number from 0.001 to 65536"),
+        ("data.train=[1,2]", "data.train = [1, 2]: 1 is no text; allowed is a list of text"),
         ("policy.layout.tensor=-2", "policy.layout.tensor = -2: allowed is a whole number of at least 1"),
         (f"evaluation.limit={10**30}", "and nothing beyond 1e+12"),
         ('run.name="a\\x1b[31m"', "run.name = "),

@@ -35,6 +35,11 @@ class LcbEnv(BaseTextEnv):
         """Refuses a machine that cannot confine."""
         Sandbox.of(options["sandbox"], BOX).check(BOX)
 
+    @classmethod
+    def longest_step_s(cls, options: Mapping[str, Any]) -> float:
+        """All tests'."""
+        return float(options["timeout_s"])
+
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Runs the tests."""
         code = code_of(action)

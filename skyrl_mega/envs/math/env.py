@@ -42,6 +42,14 @@ class MathEnv(BaseTextEnv):
         self.question = next((m["content"] for m in reversed(prompt) if m["role"] == "user"), "")
         return super().init(prompt)
 
+    @classmethod
+    def wrong_ground_truth(cls, truth: Any) -> str | None:
+        """As the base class; and no NaN or infinity."""
+        number = str(truth).strip().lower().lstrip("+-")
+        if number in ("nan", "inf", "infinity"):
+            return "it is no number; allowed is an answer that can be right"
+        return super().wrong_ground_truth(truth)
+
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Judges a solution."""
         text = action.split("<|im_end|>")[0]

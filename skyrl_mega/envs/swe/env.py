@@ -94,6 +94,11 @@ class SweEnv(BaseTextEnv):
         if _session(options["session"]) is LocalSession:
             Sandbox.of(options["session_options"], BOX).check(BOX)
 
+    @classmethod
+    def longest_step_s(cls, options: Mapping[str, Any]) -> float:
+        """The last command's, then the tests'."""
+        return float(options["command_timeout_s"]) + float(options["test_timeout_s"])
+
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """Opens the session."""
         self.session.open(float(self.options["command_timeout_s"]))
