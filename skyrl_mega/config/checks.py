@@ -1,6 +1,6 @@
 """Every check of settings that needs no machine and reads no file.
 
-Each refusal is one line: key, value, what is allowed, the mend. What depends on the model, the data or the devices is
+Each refusal is one line: key, value, what is allowed, the fix. What depends on the model, the data or the devices is
 checked by `skyrl_mega.launch.inputs`.
 """
 
@@ -55,7 +55,7 @@ def check(config: Config, *, planned: bool = False) -> None:
     passes, and `cluster.device = auto` means GPUs.
 
     Raises:
-        UserError: key, value, what is allowed, the mend.
+        UserError: key, value, what is allowed, the fix.
     """
     check_values(config)
     _paths(config)
@@ -76,7 +76,7 @@ def check_evaluation(config: Config, engines: bool = True) -> None:
         engines: Whether engines of its own are started, or an endpoint is asked.
 
     Raises:
-        UserError: key, value, what is allowed, the mend.
+        UserError: key, value, what is allowed, the fix.
     """
     check_values(config)
     _paths(config)
@@ -254,8 +254,8 @@ def _rollout(c: Config) -> None:
     for name in r.options:
         if name in ENGINE_ARGUMENTS:
             instead = ENGINE_ARGUMENTS[name]
-            mend = f"use {instead}" if instead else "leave it out"
-            raise UserError(f"rollout.options.{name}: the run decides it; {mend}")
+            fix = f"use {instead}" if instead else "leave it out"
+            raise UserError(f"rollout.options.{name}: the run decides it; {fix}")
 
 
 def _is_address(url: str) -> bool:
@@ -353,10 +353,10 @@ def check_gpus(c: Config, training: bool = True) -> None:
         parts = f"policy {policy}" + (f" + reference {reference}" if reference else "")
         parts += f" + engines {engines}" if engines else ""
         room = total - reference - engines
-        mend = f"policy.ranks={room}" if room > 0 else "fewer rollout.engines"
+        fix = f"policy.ranks={room}" if room > 0 else "fewer rollout.engines"
         raise UserError(
             f"policy.ranks = {c.policy.ranks or 'null'}: {parts} GPUs are more than cluster.nodes · "
-            f"gpus_per_node = {total}; allowed is a sum of at most {total}: {mend}, or more nodes"
+            f"gpus_per_node = {total}; allowed is a sum of at most {total}: {fix}, or more nodes"
         )
 
 

@@ -61,7 +61,7 @@ def resolve(name: str, config: EnvironmentConfig) -> type[BaseTextEnv]:
 
 
 def unknown_name(name: str, config: EnvironmentConfig) -> str:
-    """What to say of a name that is not registered: the nearest, the allowed, the mend."""
+    """What to say of a name that is not registered: the nearest, the allowed, the fix."""
     allowed = names(config)
     near = get_close_matches(name, allowed, n=1)
     hint = f"did you mean {near[0]!r}? " if near else ""

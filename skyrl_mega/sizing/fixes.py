@@ -23,7 +23,7 @@ Change = tuple[tuple[str, Any], ...]
 """Keys with their new values."""
 
 OFFERED = 3
-"""Mends that are shown at most."""
+"""Fixes that are shown at most."""
 SECONDS = 5.0
 """Processor time of a search at most."""
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 128)

@@ -97,25 +97,25 @@ def _digest(text: str) -> str:
 
 
 @contextmanager
-def locked(folder: Path, key: str, mend: str) -> Iterator[None]:
+def locked(folder: Path, key: str, fix: str) -> Iterator[None]:
     """A folder that no other process works in until the context ends.
 
     The lock is the kernel's (flock on `.lock`): it ends with this process, however that ends.
 
     Raises:
-        UserError: another one is at work in it; begins with `key`, ends with `mend`.
+        UserError: another one is at work in it; begins with `key`, ends with `fix`.
     """
     try:
         opened = (folder / ".lock").open("a+", errors="replace")
     except OSError as error:
-        raise UserError(f"{key}: {folder / '.lock'} cannot be opened: {error.strerror}; {mend}") from error
+        raise UserError(f"{key}: {folder / '.lock'} cannot be opened: {error.strerror}; {fix}") from error
     with opened as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
             lock.seek(0)
             raise UserError(
-                f"{key}: another run (process {lock.read().strip() or 'unknown'}) is at work in {folder}; {mend}"
+                f"{key}: another run (process {lock.read().strip() or 'unknown'}) is at work in {folder}; {fix}"
             ) from error
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")

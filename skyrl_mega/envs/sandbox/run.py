@@ -42,7 +42,7 @@ KILLED = (None, -signal.SIGKILL, 128 + signal.SIGKILL)
 GRACE_S = 10.0
 """For the jail to report after its time is up."""
 
-MENDS = {
+NEEDS = {
     "files": "Linux 5.13 with Landlock, or user namespaces (sysctl kernel.unprivileged_userns_clone=1, or a container "
     "with --cap-add SYS_ADMIN)",
     "network": "user namespaces, or a kernel with seccomp on x86-64 or arm64",
@@ -379,8 +379,8 @@ def _outcome(
 
 def _lacking(missing: Iterable[str], key: str) -> str:
     names = list(missing)
-    mends = "; or ".join(dict.fromkeys(MENDS[name] for name in names))
+    needs = "; or ".join(dict.fromkeys(NEEDS[name] for name in names))
     return (
-        f"{key}: this machine cannot confine untrusted code in {', '.join(names)}; needed: {mends}; "
+        f"{key}: this machine cannot confine untrusted code in {', '.join(names)}; needed: {needs}; "
         f"to run without: {key}.without={json.dumps(names)}"
     )
