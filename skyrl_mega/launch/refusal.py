@@ -43,4 +43,4 @@ def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned
         check_values(config)
     except UserError:
         return error  # a value outside of its own range: the line says the range, and no other setting changes that
-    return UserError(f"{error}; no change of one or two settings fixes it{more}")
+    return UserError(f"{error}; nothing near these settings was found to fix it{more}")

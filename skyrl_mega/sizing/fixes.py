@@ -77,7 +77,16 @@ def _fractions(value: Any) -> Iterable[Any]:
     return sorted((f for f in steps if f != value), key=lambda f: abs(f - value))
 
 
-ONLY_NAMED = ("data.", "rollout.max_", "rollout.sampling.", "reference.", "policy.layout.expert_tensor", "rollout.conc")
+ONLY_NAMED = (
+    "data.",
+    "cluster.shared",
+    "rollout.kv",
+    "rollout.max_",
+    "rollout.sampling.",
+    "reference.",
+    "policy.layout.expert_tensor",
+    "rollout.conc",
+)
 """Beginnings of keys that are changed only where a refusal names them: they change what is learned, or are odd."""
 
 NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
@@ -91,6 +100,8 @@ NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     "policy.layout.last_stage_layers": lambda value: [] if value is None else [None, *_counts(value)],
     "policy.ranks": _counts,
     "rollout.memory_fraction": _fractions,
+    "rollout.kv_cache_gib": _lower,
+    "cluster.shared": lambda value: [not value],
     "rollout.tensor": _sizes,
     "rollout.engines": _counts,
     MORE_NODES: lambda value: sorted(n for n in {2 * value, 4 * value, 8} if n > value),
