@@ -246,7 +246,7 @@ def test_a_fault_is_exit_code_1_and_what_ended_is_kept(fake: Fake, data: Path, t
     "arguments, part",
     [
         ([], "model.path is not set"),
-        (["--model", "/does/not/exist"], "/does/not/exist is no directory"),
+        (["--model", "/does/not/exist"], "/does/not/exist is not there"),
         (["--endpoint", "http://127.0.0.1:1"], "--served-model"),
         (["--endpoint", "http://127.0.0.1:1", "--served-model", "m"], "data.eval is empty"),
         (["--endpoint", "http://127.0.0.1:1", "--served-model", "m", "--set", "a=b"], "b does not exist"),

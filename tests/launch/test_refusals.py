@@ -95,7 +95,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         "no bucket",
         "weights.bucket_mib=0",
         [
-            "weights.bucket_mib = 0.0: allowed is a number of at least 0.001",
+            "weights.bucket_mib = 0.0: allowed is a number from 0.001 to 65536",
             "nearest that work: weights.bucket_mib=64;",
         ],
     ),

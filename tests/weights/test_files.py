@@ -203,7 +203,7 @@ def spoil(path: Path, how: str) -> None:
         ("no weights", ["model.safetensors", "neither"]),
         ("no config", ["config.json", "is missing"]),
         ("broken config", ["config.json", "JSON"]),
-        ("no directory", ["model.path", "is no directory"]),
+        ("no directory", ["model.path", "is not there"]),
     ],
 )
 def test_a_spoiled_directory_is_refused_in_one_line(how: str, words: list[str], tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ def test_a_recipe_is_planned_before_its_model_is_built(capsys: pytest.CaptureFix
     ("arguments", "says"),
     [
         ([], "model.path is not set"),
-        (["--model", "nowhere"], "nowhere is no directory"),
+        (["--model", "nowhere"], "nowhere is not there"),
         (["policy.rank=3"], "did you mean policy.ranks?"),
         (["policy.ranks=0"], "policy.ranks = 0: allowed is"),
         (["cluster.topology.nics_per_node=16"], "cluster.topology.nics_per_node = 16: allowed is at most"),
