@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from skyrl_mega.config import outside
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.rollout import store
+from skyrl_mega.rollout.trajectory import Status
 
 TOKENS = ("tokens", "mask", "logprobs")
 """What is read only for trajectories that are shown."""
@@ -27,6 +29,7 @@ ABSENT_THERE = (*EVALUATED, "versions", *TOKENS)
 """Columns that they need not have."""
 JSON = ("metadata", "seconds", "extras")
 """Columns of JSON objects."""
+_STATUSES = tuple(status.value for status in Status)
 LARGEST = 2**34
 """Bytes of a file's columns, unpacked."""
 
@@ -44,6 +47,8 @@ def read(file: Path) -> list[dict[str, Any]]:
                 row[name] = _object(row[name], number, name)
             for step in row.get("steps") or ():
                 step["tool_calls"] = tuple(map(json.loads, step["tool_calls"] or ()))
+            if row["status"] not in _STATUSES:
+                raise outside.Malformed(f"row {number}, status: allowed: {', '.join(Status)}")
             if any(message[key] is None for message in row["messages"] for key in ("role", "content")):
                 raise outside.Malformed(f"row {number}, messages: one has no role or no content")
         return rows
@@ -61,7 +66,11 @@ def tokens(file: Path) -> pa.Table | None:
         if "tokens" not in pq.read_schema(file).names:
             return None
         table = pq.read_table(file, columns=list(TOKENS))
-        return pa.table({name: table[name].cast(store.SCHEMA.field(name).type) for name in TOKENS})
+        typed = pa.table({name: table[name].cast(store.SCHEMA.field(name).type) for name in TOKENS})
+        lengths = [pc.list_value_length(typed[name]) for name in TOKENS]
+        if any(one.null_count or not one.equals(lengths[0]) for one in lengths):
+            raise pa.ArrowInvalid(f"columns {', '.join(TOKENS)} have rows of different lengths, or without a value")
+        return typed
     except (OSError, pa.ArrowException) as error:
         raise _refusal(file, error) from error
 

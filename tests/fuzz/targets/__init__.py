@@ -5,7 +5,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tests.fuzz.target import Target
-from tests.fuzz.targets import answers, code, data, endpoint, files, programs, search, service, settings, sql, tokenizer
+from tests.fuzz.targets import (
+    answers,
+    code,
+    data,
+    endpoint,
+    files,
+    programs,
+    report,
+    search,
+    service,
+    settings,
+    sql,
+    tokenizer,
+)
 
 TARGETS: Mapping[str, Target] = {
     **settings.TARGETS,
@@ -14,6 +27,7 @@ TARGETS: Mapping[str, Target] = {
     **tokenizer.TARGETS,
     **endpoint.TARGETS,
     **answers.TARGETS,
+    **report.TARGETS,
     **search.TARGETS,
     **service.TARGETS,
     **programs.TARGETS,

@@ -19,6 +19,14 @@ SOURCES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "gsm8k --source {folder} --shots 1",
         {"{}.jsonl": {"question": "1+1?", "answer": "It is <<1+1=2>>2.\n#### 2"}},
     ),
+    "math": (
+        "math --train-file {folder}/train.jsonl --test-file {folder}/test.jsonl --shots 1",
+        {"{}.jsonl": {"problem": "What is $1+1$?", "answer": "2"}},
+    ),
+    "dapo": (
+        "math --env aime --train-file {folder}/train.jsonl",
+        {"{}.jsonl": {"prompt": [{"role": "user", "content": "x"}], "reward_model": {"ground_truth": "2"}}},
+    ),
     "text2sql": (
         "text2sql --source {folder} --turns 3 --longest 5000",
         {
@@ -55,6 +63,10 @@ SOURCES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             }
         },
     ),
+    "swe": (
+        "swe --source {folder}",
+        {"tasks/task.json": {"instruction": "Fix it.", "test": "true", "split": "train"}},
+    ),
 }
 
 
@@ -67,8 +79,9 @@ def _data(random: Random) -> Any:
             if random.random() < 0.6:
                 records[1] = random.choice((replaced(random, record), real(value(random))))
             file = pattern.format(split)
+            one = json.dumps(records[1] if name == "swe" else records)
             lines = "\n".join(map(json.dumps, records))
-            data = (lines if file.endswith("l") else json.dumps(records)).encode()
+            data = (lines if file.endswith("l") else one).encode()
             files[file] = packed(spoilt(random, data) if random.random() < 0.25 else data)
     return {"arguments": SOURCES[name][0], "files": files}
 
@@ -78,6 +91,7 @@ def _run(case: Any, folder: Path) -> None:
     for name, data in case["files"].items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(unpacked(data))
+    (source / "tasks" / "repo").mkdir(parents=True, exist_ok=True)
     (source / "database" / "library").mkdir(parents=True)
     queries.write(source / "database" / "library" / "library.sqlite")
     with contextlib.redirect_stderr(io.StringIO()):

@@ -1,0 +1,85 @@
+"""A run's folder as the report reads it: settings, rows of metrics, log, trajectories."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from skyrl_mega.report.__main__ import run, trajectories
+from tests.fuzz.target import Target
+from tests.fuzz.targets.settings import FILE
+from tests.fuzz.values import packed, real, replaced, spoilt, unpacked, value
+
+LOG = b"2026-01-01 00:00:00  step 1\nfault: x\nTraceback (most recent call last):\n  x\n"
+SAMPLE: dict[str, Any] = {
+    "uid": 1,
+    "sample": 0,
+    "status": "completed",
+    "reward": 1.0,
+    "turns": 1,
+    "response_length": 2,
+    "prompt_length": 2,
+    "env_class": "gsm8k",
+    "metadata": '{"a": 1}',
+    "messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}],
+    "versions": [{"version": 1, "start": 2}],
+    "seconds": '{"total": 1.0}',
+    "extras": "{}",
+    "tokens": [1, 2, 3, 4],
+    "mask": [0, 0, 1, 1],
+    "logprobs": [0.0, 0.0, -1.0, -0.5],
+}
+
+
+def _report(random: Random) -> Any:
+    rows = [{"step": step, "reward/mean": step / 4, "time/step": 1.0, "loss/policy": 0.1} for step in range(4)]
+    for _ in range(random.randrange(3)):
+        row = random.choice(rows)
+        row[random.choice([*row, "health/stuck", "x"])] = real(value(random))
+    metrics = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    files = {
+        "config.yaml": FILE,
+        "metrics.jsonl": metrics,
+        "logs/run.log": LOG,
+        "trajectories/step_000001.parquet": _samples(random),
+    }
+    return {name: packed(spoilt(random, data) if random.random() < 0.25 else data) for name, data in files.items()}
+
+
+def _samples(random: Random) -> bytes:
+    samples = [SAMPLE, SAMPLE]
+    if random.random() < 0.5:
+        name = random.choice(list(SAMPLE))
+        changed = json.dumps(real(value(random))) if name in ("metadata", "seconds", "extras") else value(random)
+        samples = [{**SAMPLE, name: changed}] * 2
+    elif random.random() < 0.5:
+        samples = [replaced(random, SAMPLE)]
+    buffer = io.BytesIO()
+    try:
+        pq.write_table(pa.Table.from_pylist(samples), buffer, compression="none")
+    except (pa.ArrowException, OverflowError, UnicodeEncodeError):
+        pq.write_table(pa.Table.from_pylist([SAMPLE]), buffer, compression="none")
+    return buffer.getvalue()
+
+
+def _run(case: Any, folder: Path) -> None:
+    for name, data in case.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(unpacked(data))
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        run([str(folder), "--html", str(folder / "run.html")])
+        trajectories([str(folder)])
+        trajectories([str(folder), "--html", str(folder / "all.html"), "--search", "y", "--sort", "-reward"])
+    for text in (printed.getvalue(), (folder / "run.html").read_text(), (folder / "all.html").read_text()):
+        text.encode()
+        assert "\x1b" not in text and "\0" not in text
+
+
+TARGETS = {"report": Target(_report, _run)}
