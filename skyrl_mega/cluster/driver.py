@@ -25,16 +25,16 @@ def start(goes_on: str, cleared: Callable[[], None] = lambda: None) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may have left it ignored: then nobody would tell of an end
     # First of all: from here on no signal is lost. SIGTTOU would come where the supervisor changes the foreground.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_TAKEN, signal.SIGTTOU})
-    from skyrl_mega.cluster import channel
+    from skyrl_mega.cluster import channel, guard
 
-    shared, supervisor = channel.Channel(), os.getpid()
+    shared, others, supervisor = channel.Channel(), guard.numbers(), os.getpid()
     _prctl(_SUBREAPER, 1)
     driver = os.fork()
     if driver:
         from skyrl_mega.cluster.supervisor import Supervisor
 
         ignored = {number for number in (signal.SIGHUP,) if signal.getsignal(number) == signal.SIG_IGN}  # nohup
-        os._exit(Supervisor(driver, shared, _TAKEN - ignored, goes_on, cleared).run())
+        os._exit(Supervisor(driver, shared, _TAKEN - ignored, goes_on, cleared, others).run())
     os.setpgid(0, 0)
     _prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != supervisor:  # it was killed meanwhile

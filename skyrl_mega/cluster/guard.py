@@ -51,8 +51,19 @@ def members(group: int) -> list[int]:
     return processes(belongs)
 
 
+def numbers() -> set[int]:
+    """Of the files in /dev/shm. What is there before a command starts is somebody else's."""
+    try:
+        with os.scandir(SHARED) as entries:
+            return {entry.inode() for entry in entries}
+    except OSError:  # a machine without it
+        return set()
+
+
 def shared_memory(pids: list[int]) -> set[str]:
     """Files in /dev/shm that these processes have mapped, by number: a semaphore is mapped before it has its name."""
+    if not os.path.isdir(SHARED):
+        return set()
     device = os.stat(SHARED).st_dev
     there, mapped = f"{os.major(device):02x}:{os.minor(device):02x}", set()
     for pid in pids:
@@ -73,11 +84,17 @@ def end_group(group: int) -> None:
         time.sleep(0.02)
 
 
-def unlink(names: set[str]) -> None:
-    """Removes shared memory that nobody has mapped any more."""
+def unlink(names: set[str], others: set[int]) -> None:
+    """Removes shared memory that nobody has mapped any more.
+
+    Args:
+        names: What to remove.
+        others: `numbers` of what stays.
+    """
     for name in names - shared_memory(processes(lambda entry: True)):
         with contextlib.suppress(OSError):  # whoever made it removed it, or it never had a name for long
-            os.unlink(name)
+            if os.stat(name).st_ino not in others:
+                os.unlink(name)
 
 
 def end_cluster(folder: str, driver: int) -> None:
@@ -106,6 +123,7 @@ def main(what: str, pid: str, folder: str) -> None:
     if group and os.fork() > 0:
         os._exit(0)  # Ray's workers kill their children on exit: the guard must not be one
     segments: set[str] = set()
+    others = numbers()
     with contextlib.suppress(ProcessLookupError):  # it is gone already
         ends = [0, os.pidfd_open(int(pid))]  # nothing is ever written to 0: it is ready at end of file
         while not select.select(ends, [], [], LOOK_EVERY_S if group else None)[0]:
@@ -113,7 +131,7 @@ def main(what: str, pid: str, folder: str) -> None:
     if group:
         segments |= shared_memory(members(int(pid)))
         end_group(int(pid))
-        unlink(segments)
+        unlink(segments, others)
         shutil.rmtree(folder, ignore_errors=True)
     else:
         end_cluster(folder, int(pid))

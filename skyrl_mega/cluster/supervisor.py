@@ -44,13 +44,20 @@ class Supervisor:
         taken: Signals to wait for; they are blocked.
         goes_on: What a person is told when a signal has ended it.
         cleared: Called when nothing of the driver is left; see `driver.start`.
+        others: `guard.numbers` of the shared memory that was there before the driver.
     """
 
     def __init__(
-        self, driver: int, channel: Channel, taken: set[signal.Signals], goes_on: str, cleared: Callable[[], None]
+        self,
+        driver: int,
+        channel: Channel,
+        taken: set[signal.Signals],
+        goes_on: str,
+        cleared: Callable[[], None],
+        others: set[int],
     ) -> None:
         self.driver, self.channel, self.taken, self.goes_on, self.cleared = driver, channel, taken, goes_on, cleared
-        self.terminal = Terminal(driver)
+        self.terminal, self.others = Terminal(driver), others
         self.by: str | None = None
         """The signal that ends it."""
         self.asked_s: float | None = None
@@ -73,7 +80,7 @@ class Supervisor:
             else:
                 self._signalled(signal.Signals(number))
         killed = self.status is None or os.WIFSIGNALED(self.status)
-        clear(0.0 if killed else GUARDS_S, self._reap)
+        clear(0.0 if killed else GUARDS_S, self._reap, self.others)
         for path in self.channel.left():
             try:
                 leftovers.remove(path)
@@ -128,12 +135,13 @@ class Supervisor:
         return code
 
 
-def clear(patience_s: float, reap: Callable[[], None]) -> None:
+def clear(patience_s: float, reap: Callable[[], None], others: set[int]) -> None:
     """Ends all descendants of this process, a subreaper, and removes the shared memory that only they had.
 
     Args:
         patience_s: Seconds that they may take to end by themselves.
         reap: Waits for children that have ended.
+        others: `guard.numbers` of the shared memory that was there before them.
     """
     deadline = monotonic() + patience_s
     while descendants() and monotonic() < deadline:
@@ -150,7 +158,7 @@ def clear(patience_s: float, reap: Callable[[], None]) -> None:
         reap()
         sleep(0.02)
     reap()
-    guard.unlink(names)
+    guard.unlink(names, others)
 
 
 def descendants() -> set[int]:

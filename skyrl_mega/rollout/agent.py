@@ -138,7 +138,7 @@ class Agent:
             opened.env = made[0] if made else None
             await self.close(opened)
         except asyncio.CancelledError:
-            if call.end is not None and made:  # else the thread closes it when it comes back
+            if made and not call.given_up:  # else the thread closes it when it comes back
                 opened.env = made[0]
                 await self.close(opened)
             raise
@@ -192,7 +192,13 @@ class Agent:
         _say(t, [{"role": "assistant", "content": said.text}])
 
         step = t.steps[-1]
-        answer = await self._env(t, "step", Call(checked.step, opened.env, said.text, late=opened.env.close))
+        call = Call(checked.step, opened.env, said.text, late=opened.env.close)
+        try:
+            answer = await self._env(t, "step", call)
+        except asyncio.CancelledError:
+            if call.given_up:  # its thread is still inside, and closes it when it comes back
+                opened.env = None
+            raise
         step.reward, step.tool_calls = answer.reward, answer.tool_calls
         t.reward += answer.reward
         t.metadata = answer.metadata

@@ -27,7 +27,8 @@ class Call:
         self.function, self.args, self.late = function, args, late
         self.start: float | None = None
         self.end: float | None = None
-        self._given_up = False
+        self.given_up = False
+        """Nobody waits for it any more, and it had not ended then."""
         self._clock = Clock()
         self._lock = threading.Lock()
 
@@ -42,7 +43,7 @@ class Call:
             error = raised
         with self._lock:
             self.end = time.perf_counter()
-        if self._given_up and self.late is not None:
+        if self.given_up and self.late is not None:
             try:
                 self.late()
             except Exception as raised:
@@ -52,8 +53,8 @@ class Call:
     def give_up(self) -> bool:
         """Nobody waits for the function any more; False where it has ended already."""
         with self._lock:
-            self._given_up = self.end is None
-        return self._given_up
+            self.given_up = self.end is None
+        return self.given_up
 
     def seconds(self) -> float:
         """For how long it has been running; 0 before it has begun."""

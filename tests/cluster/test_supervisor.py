@@ -197,6 +197,25 @@ time.sleep(600)
     assert end(process)[0] == 75 and not semaphore.exists()
 
 
+def test_a_file_in_shared_memory_that_was_there_before_stays(tmp_path: Path) -> None:
+    mine = Path("/dev/shm") / f"skyrl-test-mine-{os.getpid()}"
+    mine.write_bytes(bytes(4096))
+    try:
+        program = f"""
+import mmap
+with open({str(mine)!r}, "r+b") as file:
+    held = mmap.mmap(file.fileno(), 0)
+held[0] = 1
+print("ready", flush=True)
+time.sleep(600)
+"""
+        process = start(tmp_path, program)
+        process.send_signal(signal.SIGTERM)
+        assert end(process)[0] == 75 and mine.read_bytes()[0] == 1
+    finally:
+        mine.unlink(missing_ok=True)
+
+
 def test_in_a_terminal_a_debugger_reads(tmp_path: Path) -> None:
     """It is in the background and has the foreground when it reads, as a debugger does."""
     program = """

@@ -64,9 +64,9 @@ class Mute:
 
 
 class Played(Generator):
-    """Plays with an engine that never answers."""
+    """Plays with a policy that says what it is given, or never anything; ends at a look."""
 
-    def __init__(self, chat: Chat, after: int, threads: int) -> None:
+    def __init__(self, chat: Chat, after: int, threads: int, lines: list[str] | None = None) -> None:
         looks = iter(range(after + 1))
         nothing: Any = None
 
@@ -76,11 +76,11 @@ class Played(Generator):
 
         super().__init__(nothing, chat, nothing, COUNTED, look=look)
         self.threads = threads
+        self.router: Any = Mute() if lines is None else Scripted(chat, lines)
 
     def agent(self, sampling: SamplingConfig) -> Agent:
         limits = Limits(turn=10, response=10, length=1000, turns=2, env_timeout_s=60.0)
-        router: Any = Mute()
-        return Agent(router, self.chat, self.environments, limits, Threads(self.threads))
+        return Agent(self.router, self.chat, self.environments, limits, Threads(self.threads))
 
 
 def counted(uid: int, **extra: Any) -> Prompt:
@@ -105,6 +105,17 @@ def test_whatever_was_opened_is_closed(characters_chat: Chat, monkeypatch: pytes
     with pytest.raises(Ending):
         asyncio.run(Played(characters_chat, after, threads=4)._generate(prompts, 1, SamplingConfig(), "0", None))
     assert all_closed()
+
+
+def test_a_step_under_way_is_not_closed_over(characters_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generator, "LOOK_EVERY_S", 0.01)
+    Counted.made.clear()
+    Counted.closed.clear()
+    prompts = [counted(uid, step_s=0.5) for uid in range(6)]
+    played = Played(characters_chat, 10, threads=4, lines=["a"] * 6)
+    with pytest.raises(Ending):
+        asyncio.run(played._generate(prompts, 1, SamplingConfig(), "0", None))
+    assert len(Counted.made) == 6 and all_closed()
 
 
 def test_what_fails_as_it_opens_is_closed(characters_chat: Chat) -> None:

@@ -148,6 +148,8 @@ class Counted(BaseTextEnv):
         return super().init(prompt)
 
     def step(self, action: str) -> Any:
+        time.sleep(self.extras["extra_info"].get("step_s", 0.0))
+        assert id(self) not in self.closed, "closed while a step ran"
         return good(done=True)
 
     def close(self) -> None:

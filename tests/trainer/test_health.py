@@ -455,6 +455,7 @@ def test_bad_luck_in_small_steps_ends_no_run() -> None:
         (settings(64, 2), "rewards that never differ", 25),
         (settings(64, 1, advantage="reinforce"), "rewards that never differ", 25),
         (settings(8, 2), "a loss that is no number", 25),  # no luck explains that
+        (settings(8, 2), "answers that nobody can read", 25),
         (settings(8, 2), "everything clipped", 26),  # the first step alone says nothing yet
         (settings(8, 2, patience=3, groups=0), "rewards that never differ", 5),
     ],
@@ -462,6 +463,9 @@ def test_bad_luck_in_small_steps_ends_no_run() -> None:
 def test_when_a_run_ends_that_cannot_learn(config: Config, name: str, end: int) -> None:
     plays = {
         "rewards that never differ": every(config, lambda i, t: said(t.prompt.uid, f"a{i}", 0.0)),
+        "answers that nobody can read": every(
+            config, lambda i, t: said(t.prompt.uid, f"a{i}", 0.0, metadata={"parsed_answer": None})
+        ),
         "a loss that is no number": spoiled(config, **{"policy/loss": math.nan}),
         "everything clipped": spoiled(config, **{"policy/clip_fraction": 0.97}),
     }

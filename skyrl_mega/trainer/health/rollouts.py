@@ -59,7 +59,6 @@ def everything_cut(seen: Seen) -> Finding | None:
         "everything_cut",
         f"{len(cut)} of {len(seen.judged)} responses were cut at {limit}{why}; {example(cut[0])}",
         stuck=filtered or not _differ(seen),
-        luck=True,
         explains=("nothing_parsed", "equal_rewards", "rewards_by_prompt", "stop_string_never_comes", "more_cut"),
     )
 
@@ -78,7 +77,6 @@ def nothing_parsed(seen: Seen) -> Finding | None:
         f"the environment says {shown(keys[0])}: {value} of all {len(notes)} answers: it cannot read what the policy "
         f"writes; {example(seen.judged[0])}",
         stuck=True,
-        luck=True,
         explains=("equal_rewards", "stop_string_never_comes"),
     )
 
@@ -93,7 +91,6 @@ def duplicated_samples(seen: Seen) -> Finding | None:
         f"{seen.config.rollout.sampling.temperature:g}, top_p {seen.config.rollout.sampling.top_p:g}); "
         f"{example(seen.groups[0][0])}",
         stuck=True,
-        luck=True,
         explains=("equal_rewards", "rewards_by_prompt", "nothing_left", "entropy_collapsed"),
     )
 
