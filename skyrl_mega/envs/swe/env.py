@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -12,8 +14,9 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.options import Option, choice, mapping, number, text, texts, whole
 from skyrl_mega.envs.sandbox import Sandbox
-from skyrl_mega.envs.swe.proof import NAMED, Proof, started
+from skyrl_mega.envs.swe.proof import NAMED, Proof, Verdict, started
 from skyrl_mega.envs.swe.session import BOX, LocalSession, Ran, Session
+from skyrl_mega.envs.swe.untouched import skipped
 from skyrl_mega.envs.tags import first
 
 PROTECTED = [
@@ -76,9 +79,11 @@ class SweEnv(BaseTextEnv):
             raise UserError(
                 f"environment.options.swe.tasks={self.options['tasks']}, task {name!r}: allowed: a folder, a name"
             )
-        self.session: Session = _session(self.options["session"])(
-            Path(self.options["tasks"]) / name, self.options["session_options"]
-        )
+        self.task = Path(self.options["tasks"]) / name
+        self.session = self._new_session()
+
+    def _new_session(self) -> Session:
+        return _session(self.options["session"])(self.task, self.options["session_options"])
 
     @classmethod
     def check_options(cls, options: Mapping[str, Any]) -> None:
@@ -96,7 +101,7 @@ class SweEnv(BaseTextEnv):
 
     @classmethod
     def longest_step_s(cls, options: Mapping[str, Any]) -> float:
-        """The last command's, then the tests'."""
+        """The last command's, then the tests'; those of the untouched repository get what these leave of it."""
         return float(options["command_timeout_s"]) + float(options["test_timeout_s"])
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
@@ -107,6 +112,7 @@ class SweEnv(BaseTextEnv):
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Runs a command, or judges the work; the first of the two tags counts."""
         self.turns += 1
+        deadline = time.monotonic() + self.longest_step_s(self.options)
         tag, submit = first(action, "bash"), SUBMIT.search(action)
         done = submit is not None and (tag is None or submit.start() < tag.start)
         command = tag.text if tag is not None and not done else None
@@ -117,23 +123,41 @@ class SweEnv(BaseTextEnv):
             shown, metadata["status"] = _report(ran, int(self.options["shown_characters"])), ran.status
             metadata["tool_calls"] = [{"name": "bash", "arguments": {"command": command}}]
         if done or self.turns >= self.max_turns:
-            return self._judge(metadata)
+            return self._judge(metadata, deadline)
         return BaseTextEnvStepOutput(
             observations=[{"role": "user", "content": shown}], reward=0.0, done=False, metadata=metadata
         )
 
-    def _judge(self, metadata: dict[str, Any]) -> BaseTextEnvStepOutput:
+    def _judge(self, metadata: dict[str, Any], deadline: float) -> BaseTextEnvStepOutput:
         seconds = float(self.options["test_timeout_s"])
         test, known = str(self.ground_truth), self.extras.get("extra_info") or {}
-        self.session.restore([*self.options["protected"], *started(test, self.options["proof"])], seconds)
+        patterns = [*self.options["protected"], *started(test, self.options["proof"])]
+        self.session.restore(patterns, seconds)
         names = [name for key in NAMED for name in known.get(key) or ()]
         proof = Proof.of(test, self.options["proof"], names)
         ran = self.session.run(proof.command, seconds)
         verdict = proof.verdict(ran.output)
+        if ran.status == "ok" and verdict.skipped:
+            verdict = self._compared(proof, ran.output, patterns, min(seconds, deadline - time.monotonic()))
         metadata |= {"tests": ran.status, "tests_passed": verdict.passed, "tests_unproved": verdict.why}
         metadata["tests_output"] = proof.shown(ran.output)[-2000:]
         right = ran.status == "ok" and verdict.why is None
         return BaseTextEnvStepOutput(observations=[], reward=float(right), done=True, metadata=metadata)
+
+    def _compared(self, proof: Proof, output: str, patterns: list[str], seconds: float) -> Verdict:
+        """The verdict, with what the untouched repository skips too."""
+        test, options = str(self.ground_truth), self.options
+        known = skipped(
+            (options["session"], repr(options["session_options"]), self.task, test, *patterns),
+            self._new_session,
+            patterns,
+            Proof.of(test, options["proof"], untouched=True),
+            (float(options["command_timeout_s"]), max(seconds, 0.1)),
+        )
+        if known is None:
+            why = "tests are skipped, and the untouched repository's own run did not end: raise test_timeout_s"
+            return replace(proof.verdict(output), why=why)
+        return proof.verdict(output, known)
 
     def close(self) -> None:
         """Gives the session back."""

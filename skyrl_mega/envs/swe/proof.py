@@ -43,7 +43,7 @@ printf '%s %s' "$key" {runners} > "$proof/key"
 exec 8< "$proof/key" 9>&1
 rm "$proof/key"
 unset key
-export PYTHONPATH="$proof" SKYRL_MEGA_WITNESS=1
+export PYTHONPATH="$proof" SKYRL_MEGA_WITNESS={repository}
 """
 """Before one that has a witness. The key is made there, so that it is in no argument, variable or file."""
 
@@ -56,6 +56,21 @@ class Verdict:
     """Tests that passed; None where no runner came to its end."""
     why: str | None
     """Why that proves nothing; None where it does."""
+    skipped: frozenset[str] = frozenset()
+    """Where `why` is these alone: tests that were skipped or expected to fail."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """What one runner's run came to."""
+
+    process: str
+    had: int
+    """Tests."""
+    intact: bool
+    passed: frozenset[str]
+    skipped: frozenset[str]
+    """Of the others, those that the runner skipped or expected to fail."""
 
 
 @dataclass(frozen=True)
@@ -70,13 +85,14 @@ class Proof:
     """Tests that must pass; empty: all that the runners have."""
 
     @classmethod
-    def of(cls, test: str, mode: str, names: Collection[str] = ()) -> Proof:
+    def of(cls, test: str, mode: str, names: Collection[str] = (), untouched: bool = False) -> Proof:
         """For a task's test command.
 
         Args:
             test: The command.
             mode: `runner`, `exit`, or `auto`: `runner` where the command names one of `RUNNERS`, else `begun`.
             names: Tests that must pass, as the runner names them.
+            untouched: To learn what is skipped in the repository as the task has it; what fails there stops nothing.
         """
         named = [runner for runner in RUNNERS if re.search(rf"\b{runner}\b|\bpy\.test\b", test)]
         if mode == "auto":
@@ -85,27 +101,45 @@ class Proof:
         end = f"end-{secrets.token_hex(8)}"
         prelude = PRELUDE.format(end=end, witness=WITNESS.read_text(encoding="utf-8"))
         if mode != "exit":
-            prelude += WITNESSED.format(runners=",".join(named or RUNNERS))
+            prelude += WITNESSED.format(
+                runners=",".join(named or RUNNERS), repository="untouched" if untouched else "worked_on"
+            )
             test = re.sub(r"\bPYTHONPATH=", 'PYTHONPATH="$proof":', test)
         return cls(prelude + test, mode, frozenset(names))
 
-    def verdict(self, output: str) -> Verdict:
-        """What the runners told."""
-        told = _told(output)
-        begun = {line.split()[1] for line in told if line.startswith("began ")}
-        ends = [line.split()[1:] for line in told if line.startswith("ended ")]
-        passed = sum(int(count) for _, count, _, _ in ends) if ends else None
+    def verdict(self, output: str, known: Collection[str] = ()) -> Verdict:
+        """What the runners told.
+
+        Args:
+            output: Of the command.
+            known: Tests that are skipped, or expected to fail, in the untouched repository too.
+        """
+        begun, runs = _told(output)
+        passed = sum(len(run.passed) for run in runs) if runs else None
         if self.mode == "exit" or (self.mode == "begun" and not begun):
             return Verdict(passed, None)
-        if not ends or begun != {run for run, *_ in ends}:
-            return Verdict(passed, "no runner came to its end" if not ends else "a runner did not come to its end")
-        if any(word != "intact" for *_, word in ends):
+        if not runs or begun != {run.process for run in runs}:
+            return Verdict(passed, "no runner came to its end" if not runs else "a runner did not come to its end")
+        if not all(run.intact for run in runs):
             return Verdict(passed, "the runner or a test was changed while it ran")
         if self.names:
-            missing = sorted(self.names - _names(told))
+            missing = sorted(self.names - {name for run in runs for name in run.passed})
             return Verdict(passed, f"{len(missing)} named tests did not pass: {missing[0]}" if missing else None)
-        some = next((f"{had} tests, {right} passed" for _, right, had, _ in ends if right != had), None)
-        return Verdict(passed, some if passed else "no test passed")
+        if not passed:
+            return Verdict(passed, "no test passed")
+        some = next((run for run in runs if run.had != len(run.passed | run.skipped)), None)
+        if some is not None:
+            return Verdict(passed, f"{some.had} tests, {len(some.passed)} passed")
+        skipped = frozenset(name for run in runs for name in run.skipped).difference(known)
+        if not skipped:
+            return Verdict(passed, None)
+        why = f"{len(skipped)} tests are skipped that the untouched repository does not skip: {min(skipped)}"
+        return Verdict(passed, why, skipped)
+
+    @staticmethod
+    def skipped(output: str) -> frozenset[str]:
+        """The tests that a run skipped or expected to fail."""
+        return frozenset(name for run in _told(output)[1] for name in run.skipped)
 
     @staticmethod
     def shown(output: str) -> str:
@@ -129,20 +163,25 @@ def started(test: str, mode: str) -> list[str]:
     return sorted(pattern for name in plain for pattern in (name, f"*/{name}"))
 
 
-def _told(output: str) -> list[str]:
-    """The lines beside the key; the first line that names one is printed before anything of the repository is run."""
+def _told(output: str) -> tuple[set[str], list[Run]]:
+    """The processes in which a runner began, and the runs that ended.
+
+    Only lines beside the key count; the first line that names one is printed before anything of the repository is run.
+    """
     key = re.search(r"^proof-key ([0-9a-f]{32})$", output, re.MULTILINE)
-    return re.findall(rf"^proof {key.group(1)} (.*)$", output, re.MULTILINE) if key else []
+    begun, runs, packed = set[str](), list[Run](), {"passed": "", "skipped": ""}
+    for line in re.findall(rf"^proof {key.group(1)} (.*)$", output, re.MULTILINE) if key else ():
+        what, *rest = line.split()
+        if what == "began":
+            begun.add(rest[0])
+        elif what == "ended":
+            names = {word: _unpacked(text) for word, text in packed.items()}
+            runs.append(Run(rest[0], int(rest[1]), rest[2] == "intact", **names))
+            packed = dict.fromkeys(packed, "")
+        else:
+            packed[what] += "".join(rest)
+    return begun, runs
 
 
-def _names(told: list[str]) -> set[str]:
-    """The tests that passed."""
-    names, packed = set[str](), ""
-    for line in told:
-        what, _, rest = line.partition(" ")
-        if what == "names":
-            packed += rest
-        elif what == "ended" and packed:
-            names |= set(zlib.decompress(base64.b64decode(packed)).decode().splitlines())
-            packed = ""
-    return names
+def _unpacked(text: str) -> frozenset[str]:
+    return frozenset(zlib.decompress(base64.b64decode(text)).decode().split("\n") if text else ())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import subprocess
 import sys
 import textwrap
+import zlib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -78,13 +80,13 @@ RAISED = {
             try: key = thing.cell_contents
             except Exception: continue
             if isinstance(key, str) and re.fullmatch('[0-9a-f]{32}', key):
-                os.write(1, f'\\nproof {key} ended {os.getpid()} 3 3 intact\\n'.encode())
+                os.write(1, f'\\nproof {key} ended {os.getpid()} 3 intact\\n'.encode())
         os._exit(0)""",
     "the key, where processes are started": """
         import os, re
         for name in ('environ', 'cmdline'):
             for key in set(re.findall('[0-9a-f]{32}', open('/proc/self/' + name).read())):
-                os.write(1, f'\\nproof {key} ended {os.getpid()} 3 3 intact\\n'.encode())
+                os.write(1, f'\\nproof {key} ended {os.getpid()} 3 intact\\n'.encode())
         os._exit(0)""",
     "the witness's words": "import os, sys; sys.audit('skyrl_mega.witness', 'ended'); os._exit(0)",
 }
@@ -195,6 +197,7 @@ def test_what_honest_tests_do_is_paid(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 KEY = "0123456789abcdef" * 2
+TWO = "passed " + base64.b64encode(zlib.compress(b"a\nb")).decode()
 
 
 def told(*lines: str) -> str:
@@ -208,13 +211,13 @@ def told(*lines: str) -> str:
         ("begun", "", None),  # nothing that began is known: the exit code is all that there is
         ("begun", told("began 7"), "no runner"),
         ("runner", "", "no runner"),
-        ("runner", told("began 7", "ended 7 2 2 intact"), None),
-        ("runner", told("began 7", "ended 7 2 2 intact", "began 8"), "a runner did not"),  # pytest a; pytest b
-        ("runner", told("began 7", "ended 7 2 2 changed"), "was changed"),
-        ("runner", told("began 7", "ended 7 1 2 intact"), "2 tests, 1 passed"),
-        ("runner", told("began 7", "ended 7 0 0 intact"), "no test passed"),
-        ("runner", told("began 7") + f"proof {'f' * 32} ended 7 2 2 intact\n", "no runner"),  # a key of its own
-        ("runner", told("began 7") + f"proof-key {'f' * 32}\nproof {'f' * 32} ended 7 2 2 intact\n", "no runner"),
+        ("runner", told("began 7", TWO, "ended 7 2 intact"), None),
+        ("runner", told("began 7", TWO, "ended 7 2 intact", "began 8"), "a runner did not"),  # pytest a; pytest b
+        ("runner", told("began 7", TWO, "ended 7 2 changed"), "was changed"),
+        ("runner", told("began 7", TWO, "ended 7 3 intact"), "3 tests, 2 passed"),
+        ("runner", told("began 7", "ended 7 0 intact"), "no test passed"),
+        ("runner", told("began 7") + f"proof {'f' * 32} ended 7 2 intact\n", "no runner"),  # a key of its own
+        ("runner", told("began 7") + f"proof-key {'f' * 32}\nproof {'f' * 32} ended 7 2 intact\n", "no runner"),
     ],
 )
 def test_what_a_runner_told(mode: str, output: str, why: str | None) -> None:
@@ -225,8 +228,9 @@ def test_what_a_runner_told(mode: str, output: str, why: str | None) -> None:
 def test_named_tests_must_pass_and_others_may_be_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     skips = TESTS["pytest"] + "\n        import pytest\n        @pytest.mark.skip\n        def test_windows(): pass\n"
     monkeypatch.setitem(TESTS, "pytest", skips)
-    good = "def total(n): return n * n"
-    assert judged(tmp_path, good, "pytest") == (False, Verdict(3, "4 tests, 3 passed"))
+    good, windows = "def total(n): return n * n", "test_shop.py::test_windows"
+    why = f"1 tests are skipped that the untouched repository does not skip: {windows}"
+    assert judged(tmp_path, good, "pytest") == (False, Verdict(3, why, frozenset([windows])))
     names = ["test_shop.py::test_total", "test_shop.py::test_z"]
     assert judged(tmp_path, good, "pytest", names) == (True, Verdict(3, None))
     skipped = "import pytest\ndef total(n): pytest.skip('x')"
