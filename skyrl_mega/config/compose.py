@@ -79,7 +79,7 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     except OmegaConfBaseException as error:  # an interpolation, which is resolved only here
         key = error.full_key or "?"
         allowed = f"allowed is {keys()[key].allowed}" if key in keys() else "name an existing key"
-        raise UserError(f"{key}: {_first_line(error)}; {allowed}") from error
+        raise UserError(f"{key}: {secrets.hidden(_first_line(error), short=True)}; {allowed}") from error
     secrets.note_resolved(written, asdict(made))
     return made
 
@@ -207,9 +207,11 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
             OmegaConf.update(config, name, OmegaConf.structured(known[name].type), merge=False)
     if key in known and known[key].group and value == {}:
         return
-    if key in known and known[key].type is list and isinstance(value, list) and not all(map(_is_text, value)):
-        wrong = next(entry for entry in value if not _is_text(entry))
-        raise UserError(f"{key} = {shown(value)}: {shown(wrong)} is no text; allowed is {known[key].allowed}")
+    if key in known and known[key].type is list and isinstance(value, list):
+        for entry in value:
+            if not isinstance(entry, str | int | float) or isinstance(entry, bool):
+                raise UserError(f"{key} = {shown(value)}: {shown(entry)} is no text; allowed is {known[key].allowed}")
+        value = [str(entry) for entry in value]  # a stop string of digits, a file that is named by a year
     try:
         OmegaConf.update(config, key, value, merge=False, force_add=mapping is not None)
     except OmegaConfBaseException as error:

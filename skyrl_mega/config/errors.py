@@ -14,4 +14,4 @@ class UserError(Exception):
 
     def __str__(self) -> str:
         """The line: nothing that it quotes breaks it, steers a terminal, or was taken from the environment."""
-        return one_line(hidden(super().__str__(), everything=True))
+        return one_line(hidden(super().__str__()))

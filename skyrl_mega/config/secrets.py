@@ -1,7 +1,8 @@
 """Passwords and tokens among settings: whoever writes settings where others may read them writes these masked.
 
-Text that a setting takes from the environment is written as it was taken, `${oc.env:NAME}`, so that the settings can be
-given again; a password or a token that stands in the settings themselves becomes `***`, which nobody can give again.
+A secret that a setting takes from the environment is written as it was taken, `${oc.env:NAME}`, so that the settings
+can be given again; a password or a token that stands in the settings themselves becomes `***`, which nobody can give
+again. Whatever else comes from the environment is an ordinary value, and written.
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ from typing import Any
 MASK = "***"
 ENV = re.compile(r"oc\.env:\s*([^,}\s]+)")
 NAMED = re.compile(
-    r"(?:^|[_.-])(?:(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)token|secret|pass|passwo?r?d|passwd|passphrase|pwd|pin|auth"
-    r"|authori[sz]ation|credentials?|cookie|bearer|api|apikey|(?:api|access|secret|private|auth|wandb)_?key)$",
+    r"(?:^|[_.-])(?:(?<!eos_)(?<!bos_)(?<!pad_)(?<!unk_)token|secret|passwo?r?d|passwd|passphrase|pwd|auth"
+    r"|(?:db|database|user|root|admin|mail|smtp|mysql|postgres|pg|redis|proxy|http|ssh)_pass"
+    r"|authori[sz]ation|credentials?|cookie|bearer|apikey|(?:api|access|secret|private|auth|wandb)_?key)$",
     re.IGNORECASE,
 )
-"""Names of variables and options that hold a secret; `max_tokens`, `eos_token` and `answer_key` do not."""
+"""Names of variables and options that hold a secret; `max_tokens`, `eos_token`, `two_pass` and `answer_key` do not."""
 TOKENS = re.compile(
     r"hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|^[0-9a-f]{40}$"
@@ -26,29 +28,25 @@ TOKENS = re.compile(
 """The forms that providers give their tokens. 40 hexadecimal digits are Weights & Biases'; within a path, a commit."""
 IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 """What stands before a host."""
-FREE = re.compile(r"(?:^|\.)(?:\w*options|retriever)\.")
-"""Settings whose meaning is not known here: what they take from the environment may be a secret, whatever its name."""
 SHORT = 8
-"""Characters below which a secret is only seen where it is a word."""
+"""Characters below which a secret may as well be a word of any line, and is looked for only where a value is shown."""
 LITERAL = "rollout.sampling.stop"
 """A setting in which three stars mean three stars."""
 
 _written: dict[str, tuple[str, str]] = {}
-"""Key → what was written there and what it stands for, of this process's settings that name the environment."""
+"""Key → what was written there and what it stands for, where a setting has a secret from the environment."""
 _taken: dict[str, str] = {}
-"""Text → the interpolation that it came from."""
-_secret: set[str] = set()
-"""Those of `_taken` that nothing but settings may show."""
+"""Secret → the interpolation that it came from."""
 
 
 def note(settings: Any) -> None:
-    """Remembers what settings, as written, take from the environment, before anything is made of them."""
+    """Remembers the secrets that settings, as written, take from the environment, before anything is made of them."""
     for key, raw in leaves(settings):
         for name in ENV.findall(raw) if isinstance(raw, str) else ():
-            if value := os.environ.get(name):
+            value = os.environ.get(name)
+            before_host = any(f"oc.env:{name}" in part for part in IN_URL.findall(raw))
+            if value and (_is_named(name) or _is_named(key) or before_host or _has_form(value)):
                 _taken[value] = f"${{oc.env:{name}}}"
-                if NAMED.search(_words(name)) or NAMED.search(_words(key)) or TOKENS.search(value) or FREE.search(key):
-                    _secret.add(value)
 
 
 def note_resolved(settings: Any, resolved: Any) -> None:
@@ -59,7 +57,7 @@ def note_resolved(settings: Any, resolved: Any) -> None:
         value = values.get(key)
         if not isinstance(raw, str) or "${" not in raw or raw == value:
             continue
-        if isinstance(value, str) and ("oc.env" in raw or any(part in value for part in _taken)):
+        if isinstance(value, str) and any(part in value for part in _taken):
             _written[key] = raw, value
         elif "oc.env" in raw and not isinstance(value, str):  # a number: nothing that hides
             for name in ENV.findall(raw):
@@ -91,25 +89,25 @@ def masked(value: Any, key: str = "") -> Any:
     raw, resolved = _written.get(key, ("", None))
     if value == resolved:
         return IN_URL.sub(lambda found: _but_taken(found[0]), raw)
-    if NAMED.search(_words(re.sub(r"(\.\d+)+$", "", key))):
+    if _is_named(key):
         return value if _only_taken(value) else MASK
     if TOKENS.search(value):
         return MASK
     return hidden(IN_URL.sub(lambda found: _but_taken(found[0]), value))
 
 
-def hidden(text: str, everything: bool = False) -> str:
+def hidden(text: str, short: bool = False) -> str:
     """A text in which no secret stands that settings took from the environment.
 
     Args:
         text: For people.
-        everything: Nor anything else that they took from there, such as the path of a folder.
+        short: Short secrets too, where they are words: for a text that shows a setting's value, and little else.
     """
-    for value in sorted(_taken if everything else _secret & _taken.keys(), key=len, reverse=True):
-        if value in text:
-            word = re.escape(value)
-            pattern = rf"(?<!\w){word}(?!\w)" if len(value) < SHORT else word
-            text = re.sub(pattern, _taken[value], text)
+    for value in sorted(_taken, key=len, reverse=True):
+        if len(value) >= SHORT:
+            text = text.replace(value, _taken[value])
+        elif short:
+            text = _taken[value].join(re.split(rf"(?<!\w){re.escape(value)}(?!\w)", text))
     return text
 
 
@@ -136,6 +134,16 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
 
 def _below(key: str, name: Any) -> str:
     return f"{key}.{name}" if key else str(name)
+
+
+def _is_named(name: str) -> bool:
+    """Whether a variable or a key, also one within a list, has the name of a secret."""
+    return bool(NAMED.search(_words(re.sub(r"(\.\d+)+$", "", name))))
+
+
+def _has_form(value: str) -> bool:
+    """Whether a value looks like a token, or is an address with a password."""
+    return bool(TOKENS.search(value) or IN_URL.search(value))
 
 
 def _words(name: str) -> str:

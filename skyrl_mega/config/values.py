@@ -107,7 +107,7 @@ def shown(value: Any) -> str:
         text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
     except (yaml.YAMLError, RecursionError):  # nothing that YAML has a form for
         text = ascii(value)
-    text = hidden(text, everything=True)
+    text = hidden(text, short=True)
     text = printable(" ".join(text.removesuffix("\n").removesuffix("\n...").split()))
     return text if len(text) <= WIDEST else text[: WIDEST - 1] + "…"
 

@@ -49,6 +49,20 @@ def test_what_changed_is_told_in_one_line(folder: Path) -> None:
     ]
 
 
+def test_another_value_from_the_environment_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["model={path: '${oc.env:A_MODEL}'}", "environment.options.mine={password: '${oc.env:A_WORD}'}"]
+    base = ["run.name=r", f"run.directory={tmp_path}/runs", *given]
+    for name, value in {"A_MODEL": "/models/one", "A_WORD": "first-secret"}.items():
+        monkeypatch.setenv(name, value)
+    run = tmp_path / "runs" / "r"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(dump(compose(None, base)))
+    save(run, 2, 8)
+    for name, value in {"A_MODEL": "/models/two", "A_WORD": "second-secret"}.items():
+        monkeypatch.setenv(name, value)
+    assert resuming.changes(compose(None, base)) == ['model.path "/models/one" → "/models/two"']
+
+
 FIXED = ("run.seed=1", "data.shuffle=false")
 
 
