@@ -17,7 +17,7 @@ from pathlib import Path
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.math import cost
 from skyrl_mega.envs.math.comparing import matches
-from skyrl_mega.envs.math.forms import copied
+from skyrl_mega.envs.math.forms import copied, unfactored
 from skyrl_mega.envs.math.reading import read
 from skyrl_mega.envs.waiting import waiting
 
@@ -41,7 +41,7 @@ def same(gold: str, answer: str, seconds: float | None, question: str = "") -> b
         gold: The right answer.
         answer: What `extract` found.
         seconds: For the algebra; past it the answer counts as another one. None does without algebra.
-        question: What was asked: an expression that is copied from it is no answer.
+        question: What was asked: an expression that is copied from it is no answer, nor a sum where factors are wanted.
     """
     if gold.strip() == answer.strip():
         return bool(gold.strip())
@@ -60,7 +60,9 @@ def same(gold: str, answer: str, seconds: float | None, question: str = "") -> b
         spent += took
         return result
 
-    return matches(left, right, ask) and not copied(gold, answer, question)
+    if not matches(left, right, ask):
+        return False
+    return not copied(gold, answer, question) and not unfactored(gold, answer, question)
 
 
 def algebra(gold: str, answer: str, seconds: float) -> tuple[bool, float]:

@@ -1,17 +1,18 @@
 """Has an answer been worked out? Algebra finds the question's own expression equal to its result; that is no answer.
 
-Two rules. What is left to be done where gold has done it: a sum where gold is a single term, more than one operation
-where gold is a number. And what stands in the question already: an expression that is copied from it, also with its
-terms in another order, where gold is written in another way.
+Three rules. What is left to be done where gold has done it: a sum where gold is a single term, more than one operation
+where gold is a number. What was to be factored has fewer factors than gold. And what stands in the question already: an
+expression that is copied from it, also with its terms in another order, where gold is written in another way.
 """
 
 from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Iterator
 from fractions import Fraction
 
-from skyrl_mega.envs.math.latex import tidy
+from skyrl_mega.envs.math.latex import tidy, wrapped
 from skyrl_mega.envs.math.reading import FUNCTIONS, Reading, read
 
 PLAIN = r"\(?(?:\d+|\\frac\{\d+\}\{\d+\})\)?"
@@ -25,7 +26,9 @@ TERM = re.compile(r"(?<=[\w)}\]!.])\s*[-+]")
 """A sign between two terms, not in front of one."""
 SIMPLE = ("frac", "sqrt", "cdot", "pi")
 TOKEN = re.compile(r"\\[A-Za-z]+|\d+(?:\.\d+)?|\.\d+|[A-Za-z]+|[-+*/^!=<>(]")
-NOTHING = re.compile(r"[-+]\s*0+(?![\d.])|(?:\\cdot|/|\^)\s*\{?1\}?(?![\d.])")
+NOTHING = re.compile(r"[-+]\s*0+(?![\d.])(?:\s*[a-z](?:\^\d|\^\{\d+\})?)*|(?:\\cdot|/|\^)\s*\{?1\}?(?![\d.])")
+INNER = r"\{((?:[^{}]|\{[^{}]*\})*)\}"
+FRACTION = re.compile(rf"\\frac\s*{INNER}\s*{INNER}")
 ALONE = re.compile(r"\(\s*(\w|\d+)\s*\)")
 SPOKEN = {"\\frac": "/", "\\div": "/", "\\cdot": "*"}
 OPERATIONS = {*"+-/^!=<>"} | {
@@ -33,6 +36,15 @@ OPERATIONS = {*"+-/^!=<>"} | {
 }
 BETWEEN = frozenset("+-^=<>")
 """What no expression begins with, but for a minus, and none ends with."""
+TASKS = (
+    *("simplif", "evaluat", "comput", "calculat", "rationali", "express", "writ", "reduc", "find", "what", "determin"),
+    *("convert", "equivalent"),
+)
+"""How words begin that say what is to be worked out: the value that follows them."""
+NEAR = 12
+"""Tokens between such a word and the value, none of them `=`."""
+TO_FACTOR = re.compile(r"(?i)\bfactor(?:ed|ing|i[sz](?:e|ed|es|ing|ation))?\b")
+FACTOR = re.compile(r"\([^()]*\)(?:\^\{?(\d{1,3})\}?)?")
 LONGEST_WORD = 3
 """Letters in a row that may be a product; longer ones are words."""
 QUESTION = 20_000
@@ -62,23 +74,46 @@ def copied(gold: str, answer: str, question: str) -> bool:
         answer: Another that is equal to it.
         question: What was asked.
     """
-    said = read(answer)
-    if said is None or not question:
+    said, right = read(answer), read(gold)
+    if said is None or right is None or not question:
         return False
     asked = tokens(tidy(question[-QUESTION:]))
-    right = read(gold)
-    known = [Counter(tokens(part.text)) for part in _leaves(right)] if right is not None else []
-    known.append(Counter(tokens(tidy(gold))))
+    known = [_form(part.text) for part in _leaves(right)] + [_form(tidy(gold))]
     for text in _open(said, tidy(answer)):
         found = tokens(text)
-        if OPERATIONS & set(found) and Counter(found) not in known and _window(asked, found):
+        if not OPERATIONS & set(found) or _form(text) in known:
+            continue
+        if any(not _is_value(text) or _told(asked[:start]) for start in _windows(asked, found)):
             return True
     return False
 
 
+def unfactored(gold: str, answer: str, question: str) -> bool:
+    """Whether a question asks for factors and an answer has a sum outside of them, or fewer than gold."""
+    if not TO_FACTOR.search(question[-QUESTION:]):
+        return False
+    want, found = _factors(tidy(gold)), _factors(tidy(answer))
+    return want > 0 and found < want
+
+
+def _form(text: str) -> Counter[str]:
+    """How a text is written, whatever its brackets."""
+    return Counter(token for token in tokens(text) if token != "(")
+
+
+def _factors(text: str) -> int:
+    """Sums in brackets that are multiplied, each as often as its power says; 0 where there is a sum outside of them."""
+    text = text.lstrip("- ")
+    if wrapped(text, "(", ")"):
+        return 0
+    powers = [int(match.group(1) or 1) for match in FACTOR.finditer(text) if TERM.search(match.group(0))]
+    return 0 if TERM.search(FACTOR.sub(" x ", text)) else sum(powers)
+
+
 def tokens(text: str) -> list[str]:
-    """Numbers, letters, operations and opening brackets, not what changes nothing: `+0`, `\\cdot 1`, `^1`, `(2)`."""
-    text = ALONE.sub(r" \1 ", NOTHING.sub(" ", text.replace("*", "\\cdot ")))
+    """Numbers, letters, operations, opening brackets; nothing that changes nothing: `+0x`, `\\cdot 1`, `^1`, `(2)`."""
+    text = FRACTION.sub(r"(\1)/(\2)", NOTHING.sub(" ", text.replace("*", "\\cdot ")))
+    text = ALONE.sub(r" \1 ", text)
     found: list[str] = []
     for token in TOKEN.findall(text):
         if token[0].isdigit() or token[0] == ".":
@@ -109,16 +144,30 @@ def _leaves(reading: Reading) -> list[Reading]:
     return [reading, *(leaf for part in reading.parts for leaf in _leaves(part))]
 
 
-def _window(asked: list[str], found: list[str]) -> bool:
-    """Whether the same tokens stand together in the question, in any order."""
+def _is_value(text: str) -> bool:
+    """Whether a text is one number with at most fractions, roots and powers: a question may give it, and mean it."""
+    names = re.findall(r"\\([A-Za-z]+)", text)
+    letters = re.search(r"[A-Za-z!]", re.sub(r"\\[A-Za-z]+", " ", text))
+    return not letters and not TERM.search(text) and set(names) <= {"frac", "sqrt", "pi", "overline", "ldots"}
+
+
+def _told(before: list[str]) -> bool:
+    """Whether the question says to work out what stands behind these tokens."""
+    near = before[-NEAR:]
+    while "=" in near:
+        near = near[near.index("=") + 1 :]
+    return any(token.lower().startswith(TASKS) for token in near)
+
+
+def _windows(asked: list[str], found: list[str]) -> Iterator[int]:
+    """Where the same tokens stand together in the question, in any order."""
     size, want = len(found), Counter(found)
     here = Counter(asked[:size])
     for end in range(size, len(asked) + 1):
         if here == want and asked[end - 1] not in BETWEEN and (found[0] == "-" or asked[end - size] not in BETWEEN):
-            return True
+            yield end - size
         if end < len(asked):
             here[asked[end]] += 1
             here[asked[end - size]] -= 1
             if not here[asked[end - size]]:
                 del here[asked[end - size]]
-    return False

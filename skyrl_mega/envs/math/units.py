@@ -10,7 +10,7 @@ def _words(text: str) -> list[str]:
 
 
 MEASURES = {
-    "cm": "centimeter centimetre", "mm": "millimeter millimetre", "m": "meter metre", "km": "kilometer kilometre",
+    "cm": "centimeter centimetre cc", "mm": "millimeter millimetre", "m": "meter metre", "km": "kilometer kilometre",
     "in": "inch", "ft": "foot feet", "yd": "yard", "mi": "mile", "sec": "second s", "min": "minute",
     "hr": "hour h", "day": "day", "week": "week", "month": "month", "year": "year yr",
     "kg": "kilogram", "g": "gram gm", "lb": "pound",
@@ -26,13 +26,13 @@ COUNTED = frozenset(
         "cat coin card ball marble book apple orange triangle square rectangle side face vertex vertice "
         "number value time mark page step factor divisor term zero prime positive distinct right different "
         "possible ordered pair game team vote seat sq cubic per each total a an the of cup pint quart gallon "
-        "tablespoon teaspoon spoon cookie candy candie cake slice pizza egg bottle can box bag jar basket piece item "
+        "tablespoon teaspoon spoon cookie candy cake slice pizza egg bottle can box bag jar basket piece item "
         "toy car truck bus train bike bicycle chair table room house tree flower leaf row column ticket stamp sticker "
         "pencil pen crayon shirt shoe sock hat friend family member player worker employee customer visitor adult kid "
         "man men woman women teacher class school fish bird cow horse sheep chicken duck rabbit pig animal plant "
         "lap trip question problem test combination arrangement permutation subset element set group "
         "line segment circle angle diagonal block tile stone rock song word letter message call photo picture video "
-        "paper sheet brick board night goal run win loss"
+        "paper sheet brick board night goal run win loss possibility squared cubed"
     )
 )
 """What may stand behind a number outside of `\\text{}` beside the measures."""
@@ -41,10 +41,19 @@ AFTER_NOUN = frozenset(
     _words("of to in from per that with for each on by left total altogether remaining away long tall")
 )
 """Where the noun of what is counted is over."""
-SAME_NOUNS = {
-    "people": "person", "men": "man", "women": "woman", "children": "child", "vertice": "vertex", "leave": "leaf",
-    "combination": "way", "possibility": "way", "arrangement": "way",
-}  # fmt: skip
+SAME_NOUNS = {"men": "man", "women": "woman", "children": "child", "kid": "child", "vertice": "vertex"}
+CONTRASTS = [
+    frozenset(_words(words))
+    for words in (
+        "boy girl", "man woman", "child adult", "student teacher", "row column", "win loss", "head tail",
+        "face edge vertex diagonal", "triangle square rectangle circle pentagon hexagon", "combination permutation",
+        "apple pear orange banana peach plum lemon grape", "cat dog cow horse sheep pig chicken duck rabbit bird fish",
+        "car truck bus train bike bicycle", "red blue green yellow white black orange purple",
+        "penny nickel dime quarter", "cup pint quart tablespoon teaspoon spoon",
+        "florin zloty yen yuan peso rupee franc ruble krona crown shilling pence",
+    )
+]  # fmt: skip
+"""Nouns that exclude each other. Two others may count the same: kids and children, solutions and pairs."""
 
 MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 OTHERWISE = frozenset(
@@ -72,7 +81,7 @@ def unit_of(words: str, *, marked: bool) -> str | None:
     single = [_single(word) for word in found]
     if not marked and not all(word in KNOWN or word in COUNTED for word in single):
         return None
-    power = "^2" if {"square", "sq"} & set(single) else "^3" if "cubic" in single else ""
+    power = "^2" if {"square", "sq", "squared"} & {*single} else "^3" if {"cubic", "cubed", "cc"} & {*single} else ""
     measures = [KNOWN[word] for word in single if word in KNOWN]
     if "per" in single and measures[:2] == ["mi", "hr"]:
         return "mph"
@@ -82,10 +91,20 @@ def unit_of(words: str, *, marked: bool) -> str | None:
 
 
 def agree(one: str, other: str) -> bool:
-    """Whether two units may be the same. Who names none leaves it open, and degrees need not say of what."""
+    """Whether two units may be the same.
+
+    Who names none leaves it open, and degrees need not say of what. Measures are their own; nouns differ from measures,
+    and from each other where they exclude each other.
+    """
     if not one or not other or one == other:
         return True
-    return "degree" in (one, other) and one.startswith("degree") and other.startswith("degree")
+    if _measured(one) or _measured(other):
+        return "degree" in (one, other) and one.startswith("degree") and other.startswith("degree")
+    return not any(one in nouns and other in nouns for nouns in CONTRASTS)
+
+
+def _measured(unit: str) -> bool:
+    return "^" in unit or unit.split()[0] in MEASURES
 
 
 def _single(word: str) -> str:
@@ -93,6 +112,8 @@ def _single(word: str) -> str:
         return word
     if re.search(r"(?:x|ch|sh|ss)es$", word):
         return word[:-2]
+    if word.endswith("ies") and word[:-1] not in COUNTED:
+        return word[:-3] + "y"
     return word.removesuffix("s")
 
 
