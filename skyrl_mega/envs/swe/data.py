@@ -13,7 +13,7 @@ from skyrl_mega.config.command import path_of
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import json_object
 from skyrl_mega.envs.row import row
-from skyrl_mega.envs.swe.proof import NAMED
+from skyrl_mega.envs.swe.proof import NAMED, named
 
 SYSTEM = (
     "You work on a repository through a shell. In each turn give one command inside <bash>…</bash>; its output comes "
@@ -69,9 +69,10 @@ def _task(file: Path) -> dict[str, Any]:
         if not isinstance(task.get(key), str) or not task[key].strip():
             raise UserError(f"{file}, key {key}: allowed: a string that is not empty")
     for key in NAMED:
-        names = task.get(key, [])
-        if not isinstance(names, list) or not all(isinstance(name, str) and name for name in names):
-            raise UserError(f"{file}, key {key}: allowed: a list of the names of tests")
+        try:
+            task[key] = named({key: task.get(key, [])})
+        except UserError as error:
+            raise UserError(f"{file}, key {error}") from error
     if task["split"] not in ("train", "test"):
         raise UserError(f"{file}, key split: {task['split']!r}; allowed: train, test")
     if not (file.parent / "repo").is_dir():
@@ -86,7 +87,7 @@ def _rows(tasks: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
             prompt=[{"role": "system", "content": SYSTEM}, {"role": "user", "content": task["instruction"]}],
             env_class="swe",
             ground_truth=task["test"],
-            extra_info={"split": task["split"], "task": task["name"], **{key: task.get(key, []) for key in NAMED}},
+            extra_info={"split": task["split"], "task": task["name"], **{key: task[key] for key in NAMED}},
         )
 
 

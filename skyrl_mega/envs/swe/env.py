@@ -14,7 +14,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.options import Option, choice, mapping, number, text, texts, whole
 from skyrl_mega.envs.sandbox import Sandbox
-from skyrl_mega.envs.swe.proof import NAMED, Proof, Verdict, started
+from skyrl_mega.envs.swe.proof import Proof, Verdict, named, started
 from skyrl_mega.envs.swe.session import BOX, LocalSession, Ran, Session
 from skyrl_mega.envs.swe.untouched import skipped
 from skyrl_mega.envs.tags import first
@@ -74,11 +74,16 @@ class SweEnv(BaseTextEnv):
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
         super().__init__(env_config, extras)
-        name = str((self.extras.get("extra_info") or {}).get("task"))
+        info = self.extras.get("extra_info") or {}
+        name = str(info.get("task"))
         if self.options["tasks"] is None or not re.fullmatch(r"[\w-][\w.-]*", name):
             raise UserError(
                 f"environment.options.swe.tasks={self.options['tasks']}, task {name!r}: allowed: a folder, a name"
             )
+        try:
+            self.names = named(info)
+        except UserError as error:
+            raise UserError(f"task {name}, extra_info, {error}") from error
         self.task = Path(self.options["tasks"]) / name
         self.session = self._new_session()
 
@@ -130,11 +135,10 @@ class SweEnv(BaseTextEnv):
 
     def _judge(self, metadata: dict[str, Any], deadline: float) -> BaseTextEnvStepOutput:
         seconds = float(self.options["test_timeout_s"])
-        test, known = str(self.ground_truth), self.extras.get("extra_info") or {}
+        test = str(self.ground_truth)
         patterns = [*self.options["protected"], *started(test, self.options["proof"])]
         self.session.restore(patterns, seconds)
-        names = [name for key in NAMED for name in known.get(key) or ()]
-        proof = Proof.of(test, self.options["proof"], names)
+        proof = Proof.of(test, self.options["proof"], self.names)
         ran = self.session.run(proof.command, seconds)
         verdict = proof.verdict(ran.output)
         if ran.status == "ok" and verdict.skipped:

@@ -8,16 +8,19 @@ runner's own list of its tests, and of those that passed, comes back beside a ke
 from __future__ import annotations
 
 import base64
+import json
 import posixpath
 import re
 import secrets
 import zlib
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+from skyrl_mega.config.errors import UserError
 
 WITNESS = Path(__file__).with_name("witness.py")
-RUNNERS = ("unittest", "pytest")
 STARTS = {
     "g?make": ("Makefile", "GNUmakefile", "*.mk"),
     "nox": ("noxfile.py",),
@@ -39,7 +42,7 @@ unset PYTHONSTARTUP PYTHONHOME PYTHONINSPECT PYTHONUSERBASE PYTHONWARNINGS ENV B
 WITNESSED = """\
 key=$(od -An -N16 -tx1 /dev/urandom | tr -d ' \\n')
 printf 'proof-key %s\\n' "$key"
-printf '%s %s' "$key" {runners} > "$proof/key"
+printf '%s' "$key" > "$proof/key"
 exec 8< "$proof/key" 9>&1
 rm "$proof/key"
 unset key
@@ -90,20 +93,18 @@ class Proof:
 
         Args:
             test: The command.
-            mode: `runner`, `exit`, or `auto`: `runner` where the command names one of `RUNNERS`, else `begun`.
+            mode: `runner`, `exit`, or `auto`: `runner` where the command names a runner, else `begun`.
             names: Tests that must pass, as the runner names them.
             untouched: To learn what is skipped in the repository as the task has it; what fails there stops nothing.
         """
-        named = [runner for runner in RUNNERS if re.search(rf"\b{runner}\b|\bpy\.test\b", test)]
+        named = re.search(r"\b(unittest|pytest|py\.test)\b", test)
         if mode == "auto":
             alone = re.search(r"python[\d.]*\s+(?:-\S+\s+)*-\w*[EIS]", test)  # it looks for no witness on a path
-            mode = "exit" if alone and not names else "runner" if named or names else "begun"
+            mode = "exit" if alone and not names else "runner" if named else "begun"
         end = f"end-{secrets.token_hex(8)}"
         prelude = PRELUDE.format(end=end, witness=WITNESS.read_text(encoding="utf-8"))
         if mode != "exit":
-            prelude += WITNESSED.format(
-                runners=",".join(named or RUNNERS), repository="untouched" if untouched else "worked_on"
-            )
+            prelude += WITNESSED.format(repository="untouched" if untouched else "worked_on")
             test = re.sub(r"\bPYTHONPATH=", 'PYTHONPATH="$proof":', test)
         return cls(prelude + test, mode, frozenset(names))
 
@@ -123,7 +124,8 @@ class Proof:
         if not all(run.intact for run in runs):
             return Verdict(passed, "the runner or a test was changed while it ran")
         if self.names:
-            missing = sorted(self.names - {name for run in runs for name in run.passed})
+            right = {name for run in runs for name in run.passed}
+            missing = sorted(name for name in self.names if right.isdisjoint(_spellings(name)))
             return Verdict(passed, f"{len(missing)} named tests did not pass: {missing[0]}" if missing else None)
         if not passed:
             return Verdict(passed, "no test passed")
@@ -152,7 +154,10 @@ def started(test: str, mode: str) -> list[str]:
 
     Shell scripts, and the files of the tools in `STARTS`. A program that is started otherwise (`python main.py`,
     `./main`) may be the work itself; where `mode` is `runner`, it is what starts a runner.
+    Where it is `exit`, nothing, as a Makefile may be the work too.
     """
+    if mode == "exit":
+        return []
     names = re.findall(r"(?:^|[\s;&|(])(?:\.|source|(?:ba|da|z|k)?sh)\s+(?:-\S+\s+)*([\w./-]+)", test)
     names += re.findall(r"[\w./-]*\.(?:sh|bash)\b", test)
     if mode == "runner":
@@ -185,3 +190,31 @@ def _told(output: str) -> tuple[set[str], list[Run]]:
 
 def _unpacked(text: str) -> frozenset[str]:
     return frozenset(zlib.decompress(base64.b64decode(text)).decode().split("\n") if text else ())
+
+
+def _spellings(name: str) -> set[str]:
+    """Of a test's name: unittest prints `test (module.Class)`, since Python 3.11 `test (module.Class.test)`."""
+    match = re.fullmatch(r"(\w+) \(([\w.]+)\)", name)
+    return {name, f"{match[2]}.{match[1]}", match[2]} if match else {name}
+
+
+def named(known: Mapping[str, Any]) -> list[str]:
+    """The tests that a row says must pass.
+
+    Args:
+        known: Its lists by `NAMED`, which SWE-bench writes as JSON text.
+
+    Raises:
+        UserError: They are something else.
+    """
+    names = []
+    for key in NAMED:
+        given = known.get(key)
+        try:
+            given = json.loads(given) if isinstance(given, str) else list(given if given is not None else ())
+        except (ValueError, TypeError):
+            given = None
+        if not isinstance(given, list) or not all(isinstance(name, str) and name for name in given):
+            raise UserError(f"{key}: {known[key]!r}; allowed: a list of the names of tests")
+        names += given
+    return names

@@ -97,12 +97,10 @@ def _keeper(key, out, own, depth):
             state["hooks"], state["impls"], state["apart"] = name, name(), value
         elif what == "listed":
             codes.update(name)
-            if state["hooks"]:
-                (impls, calls), (had, called) = state["hooks"](), state["impls"]
-                added = [impl for impl in impls if impl not in had]
-                if calls != called or [i for i in added if not i.__code__.co_filename.endswith("conftest.py")]:
-                    state["changed"] = True
-                state["impls"] = impls, calls
+            hooks = state["hooks"] and state["hooks"]()
+            check(hooks, loading=True)
+            state["impls"] = hooks
+            refresh()
         elif what == "skipped":
             skipped.update(name)
         elif what == "reported":
@@ -125,19 +123,30 @@ def _keeper(key, out, own, depth):
             check(state["hooks"] and state["hooks"]())
             tests[-1][2].pop()
             tests[-1][2][0] = "a part"
-        elif tests and what == "finished" and tests[-1][0] is sender and tests.pop()[2] == ["a part"]:
-            clean.add(name)
+        elif tests and what == "finished" and tests[-1][0] is sender:
+            parts = tests.pop()[2]
+            if not tests:
+                check(state["hooks"] and state["hooks"](), whole=True)
+            if parts == ["a part"]:
+                clean.add(name)
 
-    def check(impls):
-        if not state["intact"]() or impls != state["impls"]:
+    def check(hooks, whole=False, loading=False):
+        if not state["intact"](whole, loading):
             state["changed"] = True
+        if hooks:
+            (impls, calls), (had, called) = hooks, state["impls"]
+            lost = [impl for impl in had if impl not in impls and not loading]
+            added = [impl for impl in impls if impl not in had]
+            if calls != called or lost or [i for i in added if not i.__code__.co_filename.endswith("conftest.py")]:
+                state["changed"] = True
 
     def refresh():
         state["intact"], found = watch()
         functions.update(found)
 
     def end():
-        check(state["impls"])  # a session that has ended has other hooks
+        if not state["hooks"]:  # a session of pytest's that has ended is made of something else
+            check(None, whole=True)
         right = {name for name in codes if state["apart"] or name in clean}
         if state["hooks"]:
             right = {name for name in right if reports.get(name) == phases}
@@ -160,7 +169,11 @@ def _tell(out, key, line, names=(), write=os.write, pack=zlib.compress, text=bas
 
 
 def _watch():
-    """A function that tells whether the runners are made of what they are made of now, and the functions in them."""
+    """A function that tells whether the runners are made of what they are made of now, and the functions in them.
+
+    The builtins are looked at where it is asked for the `whole`: a test may replace them until it is torn down. While
+    tests are `loading`, a `conftest.py`, which is the task's own, may replace functions.
+    """
     modules = {name: module for name, module in sys.modules.items() if RUNNERS.fullmatch(name)}
     bound, seen = (staticmethod, classmethod, property), set()
     places: list = [(sys.modules, modules, 0, ())]  # namespace, what it must have, its size, names that are not to come
@@ -177,11 +190,16 @@ def _watch():
     for module in modules.values():
         add(vars(module), vars(builtins))
 
-    def intact(len=len):
+    shared, function = vars(builtins), type(_functions)
+
+    def intact(whole, loading, len=len, type=type):
         for namespace, made_of, size, hidden in places:
             get = namespace.get
             for name, value in made_of.items():
-                if get(name) is not value:
+                now = get(name)
+                if now is value or (namespace is shared and not whole):
+                    continue
+                if not loading or type(now) is not function or not now.__code__.co_filename.endswith("conftest.py"):
                     return False
             if hidden and len(namespace) != size and not hidden.isdisjoint(namespace):
                 return False
@@ -306,7 +324,7 @@ def _pytest(pytest, send, untouched):
             apart = session.config.pluginmanager.hasplugin("dsession")  # xdist: the tests are run in other processes
             manager, names = session.config.pluginmanager, [f"pytest_{name}" for name in HOOKS]
 
-            def hooks():
+            def hooks(getattr=getattr, id=id, map=map):
                 callers = [getattr(session.config.hook, name) for name in names]
                 impls = [impl.function for caller in callers for impl in caller.get_hookimpls()]
                 return impls, [id(getattr(manager, "_inner_hookexec", None)), *map(id, callers)]
@@ -359,7 +377,7 @@ def _pytest(pytest, send, untouched):
 
 def _begin(untouched):
     try:
-        key, runners = os.pread(8, 4096, 0).decode().split()
+        key = os.pread(8, 4096, 0).decode()
         out = os.dup(9)  # stdout of the whole command, whatever becomes of this process's own
     except (OSError, ValueError):  # a Python that another started: it has neither
         return
@@ -368,12 +386,11 @@ def _begin(untouched):
     own: set = set()
     keepers: list = []
     send = getattr(sys, "audit", None) or (lambda event, *given: keepers[0](event, given))
-    functions = _unittest(send, untouched) if "unittest" in runners else []
-    if "pytest" in runners:
-        with contextlib.suppress(ImportError):
-            import pytest
+    functions = _unittest(send, untouched)
+    with contextlib.suppress(ImportError):
+        import pytest
 
-            functions += _pytest(pytest, send, untouched)
+        functions += _pytest(pytest, send, untouched)
     own.update(function.__code__ for function in functions)
     if hasattr(sys, "addaudithook"):
         sys.addaudithook(_keeper(key, out, own, 1))

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.envs.swe.proof import Proof, Verdict, started
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.envs.swe.proof import Proof, Verdict, named, started
 
 TESTS = {
     "unittest": """
@@ -242,6 +243,7 @@ def test_named_tests_must_pass_and_others_may_be_skipped(tmp_path: Path, monkeyp
     ("command", "mode", "files"),
     [
         ("make test", "auto", {"Makefile", "GNUmakefile", "*.mk"}),
+        ("make test", "exit", set()),  # it may be the work itself
         ("cd a && ./run.sh -x", "auto", {"run.sh"}),
         ("bash -e ci/run; sh b.sh", "auto", {"ci/run", "b.sh"}),
         ("npm test", "auto", {"package.json"}),
@@ -253,3 +255,67 @@ def test_named_tests_must_pass_and_others_may_be_skipped(tmp_path: Path, monkeyp
 )
 def test_what_a_command_starts_is_protected(command: str, mode: str, files: set[str]) -> None:
     assert set(started(command, mode)) == files | {f"*/{file}" for file in files}
+
+
+PATCHES = {
+    "builtins until it is torn down": (
+        "def test_total(monkeypatch): monkeypatch.setattr('builtins.sum', lambda _: 9); assert sum([1]) == 9",
+        "",
+    ),
+    "a function of pytest's that conftest.py wraps": (
+        "def test_total(): pass",
+        """
+        import _pytest.skipping as s
+        true = s.evaluate_skip_marks
+        s.evaluate_skip_marks = lambda item: true(item)""",
+    ),
+    "a plug-in that a fixture of conftest.py registers": (
+        "def test_total(): pass",
+        """
+        import pytest
+        class Plugin:
+            def pytest_runtest_logreport(self, report): pass
+        @pytest.fixture(scope="session", autouse=True)
+        def plugin(pytestconfig):
+            pytestconfig.pluginmanager.register(Plugin(), "x")
+            yield
+            pytestconfig.pluginmanager.unregister(name="x")""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PATCHES)
+def test_what_a_task_replaces_itself_is_paid(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    test, conftest = PATCHES[name]
+    monkeypatch.setitem(TESTS, "pytest", f"{test}\ndef test_z(): pass\n")
+    (tmp_path / "conftest.py").write_text(textwrap.dedent(conftest))
+    assert judged(tmp_path, "", "pytest") == (True, Verdict(2, None))
+
+
+def test_builtins_that_stay_replaced_prove_nothing(tmp_path: Path) -> None:
+    shop = "import builtins\ndef total(n):\n    builtins.sum = 1\n    return 9"
+    assert judged(tmp_path, shop, "pytest")[1].why == "the runner or a test was changed while it ran"
+
+
+def test_a_runner_that_the_command_does_not_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "Makefile").write_text(f"unittest:\n\t{COMMANDS['pytest']}\n")
+    script = "import unittest\nunittest.TextTestRunner().run(unittest.defaultTestLoader.discover('.'))\n"
+    (tmp_path / "runtests.py").write_text(script)
+    good = "def total(n): return n * n"
+    monkeypatch.setitem(COMMANDS, "pytest", "make unittest")
+    assert judged(tmp_path, good, "pytest") == (True, Verdict(3, None))
+    names = ["test_total (test_shop.Test)", "test_z (test_shop.Test.test_z)"]
+    assert judged(tmp_path, good, "unittest", names) == (True, Verdict(3, None))
+    monkeypatch.setitem(COMMANDS, "unittest", f"{sys.executable} runtests.py")
+    assert judged(tmp_path, good, "unittest", names)[0]
+
+
+@pytest.mark.parametrize("given", [["a"], '["a"]', ("a",)])
+def test_names_as_swe_bench_has_them(given: object) -> None:
+    assert named({"FAIL_TO_PASS": given, "PASS_TO_PASS": None}) == ["a"]
+
+
+@pytest.mark.parametrize("given", ["a", '{"a": 1}', [1], 7, [""]])
+def test_names_that_are_none(given: object) -> None:
+    with pytest.raises(UserError, match=r"FAIL_TO_PASS: .* allowed: a list of the names of tests"):
+        named({"FAIL_TO_PASS": given})
