@@ -139,8 +139,8 @@ def test_mistakes_are_one_line(path: Path, capsys: pytest.CaptureFixture[str], m
     assert said("--wheels", "no/folder").startswith("--wheels no/folder: no such folder")
     assert said("--budget", "nan") == "--budget nan: allowed are seconds above 0"
     assert said("--nonsense") == "unrecognized arguments: --nonsense; see python -m benchmarks.gpu --help"
-    assert said("--budget", "soon").startswith("argument --budget: invalid float value: 'soon'; see")
-    assert said("--stage", "4").startswith("argument --stage: invalid choice: 4")
+    assert said("--budget", "soon").startswith("--budget: invalid float value: 'soon'; see")
+    assert said("--stage", "4").startswith("--stage: invalid choice: 4")
     assert said("--only", "nonsense").startswith("--only nonsense: no such proof; there are device,")
     results(path).put(proof("good"), {"status": PASSED})
     assert "holds figures of a GPU, this is a rehearsal on the CPU" in said("--rehearse")
