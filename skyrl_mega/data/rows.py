@@ -19,7 +19,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.config.values import shown
 from skyrl_mega.envs import registry
-from skyrl_mega.envs.base import ROLES, Message
+from skyrl_mega.envs.base import ROLES, BaseTextEnv, Message
 from skyrl_mega.envs.prompt import Prompt
 
 ROWS_AT_ONCE = 65_536
@@ -86,6 +86,7 @@ def load_demonstrations(files: Sequence[str | Path], *, key: str = "warmup.files
         for batch, first in _batches(file, key):
             where, shown = f"{key}: {file}", _field(batch, "extra_info", "demonstration")
             _check_messages(batch["prompt"], first, where, "prompt")
+            _check_words(batch["prompt"], first, where)
             if _is_conversation(shown.type):
                 _check_messages(shown, first, where, column)
                 turns = [_messages(conversation) for conversation in shown.to_pylist()]
@@ -164,10 +165,6 @@ def _check_messages(conversations: pa.Array, first: int, where: str, column: str
     empty = pc.equal(pc.fill_null(pc.list_value_length(conversations), 0), 0)
     _refuse(empty, first, where, column, f"it is empty; {SCHEMA}")
     row_of, messages = pc.list_parent_indices(conversations), pc.list_flatten(conversations)
-    said = pc.is_in(pa.array(range(len(conversations))), row_of.filter(_worded(pc.struct_field(messages, "content"))))
-    _refuse(
-        pc.invert(said), first, where, column, "its messages have no words; allowed: at least one that says something"
-    )
     role, content = pc.struct_field(messages, "role"), pc.struct_field(messages, "content")
     for name, values, bad, allowed in (
         ("role", role, pc.invert(pc.is_in(_plain(role), pa.array(ROLES))), ", ".join(ROLES)),
@@ -179,6 +176,21 @@ def _check_messages(conversations: pa.Array, first: int, where: str, column: str
             raise UserError(
                 f"{where}, row {row}, column {column}: {name} is {repr(values[at].as_py())[:80]}; allowed: {allowed}"
             )
+
+
+def _check_words(conversations: pa.Array, first: int, where: str, among: pa.Array | None = None) -> None:
+    """Some message of every prompt says something; of those rows only where `among` is true."""
+    row_of, messages = pc.list_parent_indices(conversations), pc.list_flatten(conversations)
+    said = pc.is_in(pa.array(range(len(conversations))), row_of.filter(_worded(pc.struct_field(messages, "content"))))
+    silent = pc.invert(said) if among is None else pc.and_(pc.invert(said), among)
+    _refuse(silent, first, where, "prompt", "its messages have no words; allowed: at least one that says something")
+
+
+def _writes_prompts(name: str, config: EnvironmentConfig) -> bool:
+    """Whether an environment may write the first messages itself, so that a row's are a placeholder."""
+    kind = registry.resolve(name, config)
+    built_in = name in registry.BUILT_IN and name not in config.classes
+    return getattr(kind, "init", None) is not BaseTextEnv.init and not (built_in and kind.requires_ground_truth)
 
 
 def _check_environments(
@@ -203,6 +215,8 @@ def _check_environments(
             _refuse(unknown, first, where, "env_class", registry.unknown_name(name, config))
     for name in used:
         registry.check_ready(name, config)
+    given = [name for name in used if not _writes_prompts(name, config)]
+    _check_words(batch["prompt"], first, where, pc.is_in(env_class, pa.array(given, pa.string())))
     judged = [n for n in used if getattr(registry.resolve(n, config), "requires_ground_truth", True)]
     if judged:
         missing = _all(
@@ -227,8 +241,15 @@ def _check_truths(
     """Lets each environment refuse what it could not compare an answer with."""
     names = env_class.to_pylist()
     checks = {name: getattr(registry.resolve(name, config), "wrong_ground_truth", None) for name in set(names)}
+    compared = {n for n in checks if n in registry.BUILT_IN and registry.resolve(n, config).requires_ground_truth}
+    compared -= config.classes.keys()  # what the user's own make of an empty text, they know
     for field in ("reward_spec", "reward_model"):
         for row, (name, truth) in enumerate(zip(names, _field(batch, field, "ground_truth").to_pylist(), strict=True)):
+            if name in compared and isinstance(truth, str) and not truth.strip():
+                raise UserError(
+                    f"{where}, row {first + row}, column {field}.ground_truth = {shown(truth)}: it is empty; "
+                    "allowed is what the environment compares with"
+                )
             check = checks[name]
             if check and truth is not None and (refused := check(truth)):
                 raise UserError(f"{where}, row {first + row}, column {field}.ground_truth = {shown(truth)}: {refused}")

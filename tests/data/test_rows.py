@@ -190,3 +190,20 @@ def test_100k_rows_are_checked_in_no_time(tmp_path: Path) -> None:
     started = time.perf_counter()
     assert check_files([file], CONFIG) == 100_000
     assert time.perf_counter() - started < 3  # 0.1 s alone on one core; a loop over Python rows takes longer
+
+
+def test_what_an_environment_of_ones_own_may_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "writes_first.py").write_text(
+        "from skyrl_mega.envs.base import BaseTextEnv\n\n\nclass Own(BaseTextEnv):\n"
+        "    def init(self, prompt):\n        return [{'role': 'user', 'content': 'go'}], {}\n\n"
+        "    def step(self, action):\n        raise NotImplementedError\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    config = EnvironmentConfig(classes={"own": "writes_first:Own"})
+    row = {"prompt": [{"role": "user", "content": ""}], "env_class": "own", "reward_spec": {"ground_truth": ""}}
+    assert check_files([write(tmp_path / "a.parquet", [row])], config) == 1
+    infinite = {**GOOD, "env_class": "math", "reward_spec": {"ground_truth": "infinity"}}
+    assert check_files([write(tmp_path / "b.parquet", [infinite])], config) == 1
+    assert "no words" in refused(write(tmp_path / "c.parquet", [{**row, "env_class": "multiply"}]), config)
+    empty = {**GOOD, "reward_spec": {"ground_truth": ""}}
+    assert "it is empty" in refused(write(tmp_path / "d.parquet", [empty]), config)

@@ -141,7 +141,7 @@ def test_a_prompt_that_the_model_has_no_token_for(model: Path) -> None:
     assert line.startswith(f"data.train, row 7: its token {largest} is not below config.json's vocab_size = {largest}")
 
 
-@pytest.mark.parametrize("truth", ["nan", " NaN ", "-inf", "Infinity", "", " "])
+@pytest.mark.parametrize("truth", ["nan", " NaN ", "", " "])
 def test_a_truth_that_no_answer_equals(inputs: Path, tmp_path: Path, truth: str) -> None:
     rows = [{"ground_truth": "1"}, {"ground_truth": truth}]
     kind = pa.struct([("ground_truth", pa.string())])
@@ -152,7 +152,9 @@ def test_a_truth_that_no_answer_equals(inputs: Path, tmp_path: Path, truth: str)
 
 def test_a_prompt_without_words(inputs: Path, tmp_path: Path) -> None:
     file = table(tmp_path / "t.parquet", prompt=conversations(b"1", b" \n"))
-    assert "row 1, column prompt: its messages have no words" in refused(inputs, f"data.train=[{file}]")
+    assert "row 1, column prompt: its messages have no words" in refused(
+        inputs, f"data.train=[{file}]", "environment.default=gsm8k"
+    )
 
 
 def test_limits_of_time_that_do_not_fit_in_a_step(inputs: Path) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import re
 import signal
 import sqlite3
 import sys
@@ -39,6 +40,8 @@ TABLES = ("json_each", "json_tree")
 LONGEST_SQL, LARGEST_VALUE = 100_000, 16 * 2**20
 
 EXPLAIN = "EXPLAIN "
+NOTHING = re.compile(r"(?:[ \t\r\n\f;]|--[^\n]*|/\*.*?\*/)*", re.DOTALL)
+"""What may stand before a query, but not between `EXPLAIN` and it: empty statements, and comments."""
 
 GRACE_S = 0.25
 """For a query to notice that its time is up, before it is ended."""
@@ -170,7 +173,7 @@ def _opened(connection: sqlite3.Connection, sql: str) -> frozenset[str]:
     and of a subquery that has a table's name as of the table.
     """
     pages = dict(connection.execute("SELECT rootpage, tbl_name FROM sqlite_master"))
-    program = connection.execute(EXPLAIN + sql)
+    program = connection.execute(EXPLAIN + NOTHING.sub("", sql, count=1))
     return frozenset(pages[page] for _, name, _, page, *_ in program if name == "OpenRead" and page in pages)
 
 

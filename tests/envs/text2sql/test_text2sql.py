@@ -98,6 +98,7 @@ def test_the_published_format(turns: list[str], expected: str | None) -> None:
         ("SELECT name FROM pet WHERE id = 1 UNION ALL SELECT 'Rex'", 1.0),  # as sets: duplicates are one
         ("SELECT name, id FROM pet WHERE id = 1", 0.0),
         ("SELECT name FROM pet", 0.0),
+        (";; \n/* of -- 7 */ -- the one\n SELECT name FROM pet WHERE id = 1", 1.0),
         ("SELECT name FROM pet WHERE id = 9", 0.0),
         ("SELECT nam FROM pet", 0.0),
         ("", 0.0),
