@@ -91,7 +91,7 @@ def launch(folder: Path, *settings: str) -> list[store.Trajectory]:
 
 @pytest.mark.slow
 def test_the_pages_files_over_several_turns(tmp_path: Path) -> None:
-    environment, rows, _, patient = blocks()
+    environment, rows, *_, patient = blocks()
     paste(tmp_path, environment + "\n\n" + patient, rows)
     mine = "environment.classes.multiply=my_env.py:PatientMultiplyEnv"
     played = launch(tmp_path, mine, "rollout.max_turns=3", "rollout.max_response_tokens=128")
