@@ -21,6 +21,7 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 from skyrl_mega.cluster import channel, driver
 from skyrl_mega.cluster.channel import Asked
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # the tests may run under nohup
 driver.start("the same command goes on")
 folder = Path(sys.argv[1])
 """

@@ -78,8 +78,11 @@ class Watch:
 
     def left(self, before: Seen) -> str:
         """What is there now, after a grace, and was not before; "" where it is nothing."""
-        deadline = time.monotonic() + GRACE_S
-        while said := self._more(before):
+        deadline, lasting = (
+            time.monotonic() + GRACE_S,
+            [set(os.listdir(SHARED_MEMORY))] if SHARED_MEMORY.is_dir() else [],
+        )
+        while said := self._more(before, lasting):
             if time.monotonic() > deadline:
                 return "; ".join(said)
             gc.collect()
@@ -87,12 +90,14 @@ class Watch:
             self._children = Children()  # one that has ended meanwhile
         return ""
 
-    def _more(self, before: Seen) -> list[str]:
+    def _more(self, before: Seen, lasting: list[set[str]]) -> list[str]:
+        """What there is now and was not before. `lasting`: shared memory that every look so far has found."""
         now, said = self.seen(), []
         for field in fields(Seen):
             more = getattr(now, field.name) - getattr(before, field.name)
             if field.name == "shared":
-                more = {name for name in more if not _held(SHARED_MEMORY / name)}
+                more = {name for name in more & lasting[-1] if not _held(SHARED_MEMORY / name)} if lasting else set()
+                lasting.append(more)
             if field.name == "descriptors" and len(now.descriptors) <= len(before.descriptors):
                 continue  # one that was replaced
             if more:
