@@ -52,11 +52,11 @@ def leaves_a_descriptor() -> None:
 
 
 def leaves_a_thread() -> None:
-    threading.Thread(target=time.sleep, args=(6,), daemon=True).start()
+    threading.Thread(target=time.sleep, args=(15,), daemon=True).start()
 
 
 def leaves_a_daemon() -> None:
-    subprocess.run(["/bin/sh", "-c", "setsid sleep 6 > /dev/null 2>&1 &"], check=True)
+    subprocess.run(["/bin/sh", "-c", "setsid sleep 15 > /dev/null 2>&1 &"], check=True)
 
 
 def changes_the_environment() -> None:
