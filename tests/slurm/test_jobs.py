@@ -17,7 +17,7 @@ from tests.slurm.conftest import PROMPTS, SAMPLES, Submitted
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 Tiny = Callable[..., list[str]]
-SLOW = ["data.train=[rows/train.parquet]", "data.prepare=multiply --output rows --train 20000000"]
+SLOW = ["data.train=[rows/train.parquet]", "data.prepare=multiply --output rows --train 10000000"]
 """Minutes of preparation: what a test wants to interrupt."""
 
 
