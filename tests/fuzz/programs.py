@@ -66,7 +66,7 @@ OUTSIDE = (
     "print(open(given['outside'] + '/secret').read())",
     "open(given['outside'] + '/' + given['mark'], 'w').close()",
     "[open(place + given['mark'], 'w').close() for place in ('/tmp/', '/', '/dev/shm/', '/var/tmp/',"
-    " '/root/', '../', '../../', given['project'] + '/')]",
+    " '/home/', '../', '../../', given['project'] + '/')]",
     "os.unlink(given['outside'] + '/secret')",
     "os.chmod(given['outside'], 0o777); os.chown(given['outside'], 1, 1)",
     "os.utime(given['outside'] + '/secret', (1, 1))",
