@@ -17,7 +17,7 @@ SEARCH ?= $(wildcard ../shared/data/search)
 SPIDER ?= $(wildcard ../shared/data/spider)
 MATH ?= $(wildcard ../shared/data/math)
 
-.PHONY: help quickstart multiply-cpu gsm8k-cpu searchr1-cpu sql-cpu dapo-cpu gpu test test-all check cuda cuda-check fuzz lock clean
+.PHONY: help setup quickstart multiply-cpu gsm8k-cpu searchr1-cpu sql-cpu dapo-cpu gpu test test-all check cuda cuda-check fuzz lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -25,6 +25,8 @@ help:  ## this list
 $(READY): requirements/cpu.lock requirements/install.sh requirements/verify.py pyproject.toml
 	@requirements/install.sh $(PYTHON)
 	@touch $@
+
+setup: $(READY)  ## the environment in .venv, with `python` in .venv/bin
 
 quickstart: $(READY)  ## trains a small mixture-of-experts policy with RL, on this machine's CPU (ARGS="run.seed=1" adds settings)
 	$(PY) -m skyrl_mega.launch --config configs/quickstart.yaml $(ARGS)

@@ -27,13 +27,15 @@ import torch.distributed as dist
 
 from benchmarks.host import Memory, forget, uss_mb
 from skyrl_mega.config.schema import BuildConfig
-from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.tiny import build
-from tests.policy import layouts
+from skyrl_mega.parallel.dims import ParallelDims
+from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 
 
-def measure(rank: int, address: str, path: Path, parallel: Parallel, folder: Path, repeat: int) -> list[dict[str, Any]]:
+def measure(
+    rank: int, address: str, path: Path, parallel: ParallelDims, folder: Path, repeat: int
+) -> list[dict[str, Any]]:
     """Rounds of one rank: seconds and memory of a save and a load."""
     opened = layouts.open_rank(rank, address, path, parallel, layouts.policy_config(), torch.bfloat16)
     rounds = []

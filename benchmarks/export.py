@@ -30,12 +30,12 @@ import torch
 from benchmarks.host import Memory, forget
 from skyrl_mega.export.export import export
 from skyrl_mega.export.source import Source
-from skyrl_mega.layout.flat import flat_pieces
-from skyrl_mega.layout.parallel import Parallel
-from skyrl_mega.models import megatron, stored
+from skyrl_mega.hf_checkpoint.box_files import WEIGHT, Part, file_name, write_boxes
+from skyrl_mega.hf_checkpoint.box_header import Header, write_header
+from skyrl_mega.models import dist_checkpoint, megatron
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.weights.box_files import WEIGHT, Part, file_name, write_boxes
-from skyrl_mega.weights.checkpoint_header import Header, write_header
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.parallel.flat import flat_pieces
 
 RANKS, TENSOR, EXPERT = 8, 2, 4
 BLOCK = 16 << 20
@@ -57,14 +57,14 @@ def config(layers: int) -> dict[str, Any]:
 def write_checkpoint(folder: Path, hf: dict[str, Any]) -> int:
     """Random weights; bytes written."""
     folder.mkdir()
-    d, parallel = architecture(hf).describe(hf), Parallel(RANKS, tensor=TENSOR, expert=EXPERT)
+    d, parallel = architecture(hf).describe(hf), ParallelDims(RANKS, tensor=TENSOR, expert=EXPERT)
     random = torch.randn(151936 * 1024, dtype=torch.bfloat16)
     files = {}
     for rank in range(RANKS):
         shard = megatron.shard(d, parallel, rank, "te")
         everything = {param: (0, prod(shape)) for param, shape in shard.params.items()}
         parts = []
-        for piece in flat_pieces(shard, stored.written(d, parallel, rank, shard, {}, everything)):
+        for piece in flat_pieces(shard, dist_checkpoint.written(d, parallel, rank, shard, {}, everything)):
             shift = int(torch.randint(len(random) - piece.box.numel + 1, ()))
             values = random[shift : shift + piece.box.numel].view(piece.box.shape)
             parts.append(Part(piece.tensor, piece.box, WEIGHT, values))

@@ -44,7 +44,7 @@ SETTINGS = (
         "checkpoint.export=true",
         "evaluation.every=0",
     ),
-    *("evaluation.before=false", "telemetry.tensorboard=false", "telemetry.trajectories_every=0"),
+    *("evaluation.before=false", "telemetry.trackers=[]", "telemetry.trajectories_every=0"),
     # Every step trains: weights that nothing changes would be the same after any fault.
     *("algorithm.dynamic_sampling.enabled=false", "algorithm.overlong.filter=false"),
     f"environment.classes.addition={ROOT}/benchmarks/fault_env.py:ParityEnv",
@@ -257,7 +257,7 @@ def node(actor: str, number: int) -> Callable[[Trial], None]:
                 os.kill(pid, number)
             add(names[2])
             t.end()
-            ours = (b"PolicyActor", b"Engine", b"guard.py")
+            ours = (b"MegatronActor", b"VllmEngine", b"reaper.py")
             for pid in (pid for name in names if name != lost for pid in processes(name)):
                 words = Path(f"/proc/{pid}/cmdline").read_bytes()
                 if any(word in words for word in ours):
@@ -285,17 +285,17 @@ class Fault:
 
 
 FAULTS = [
-    Fault("engine SIGKILL", to("Engine", signal.SIGKILL, 0.1)),
-    Fault("engine SIGSTOP", to("Engine", signal.SIGSTOP, 0.1)),
-    Fault("policy SIGKILL", to("PolicyActor", signal.SIGKILL, 0.4)),
-    Fault("policy SIGSTOP", to("PolicyActor", signal.SIGSTOP, 0.4)),
+    Fault("engine SIGKILL", to("VllmEngine", signal.SIGKILL, 0.1)),
+    Fault("engine SIGSTOP", to("VllmEngine", signal.SIGSTOP, 0.1)),
+    Fault("policy SIGKILL", to("MegatronActor", signal.SIGKILL, 0.4)),
+    Fault("policy SIGSTOP", to("MegatronActor", signal.SIGSTOP, 0.4)),
     Fault("driver SIGKILL", driver_killed, (1, 0)),
     Fault("command SIGKILL", command_killed, (-signal.SIGKILL, 0)),
     Fault("command SIGTERM", command_terminated, (75, 0)),
     Fault("driver SIGSTOP 10 s", driver_stopped),
-    Fault("policy's node SIGKILL", node("PolicyActor", signal.SIGKILL)),
-    Fault("policy's node SIGSTOP", node("PolicyActor", signal.SIGSTOP)),
-    Fault("engine's node SIGKILL", node("Engine", signal.SIGKILL)),
+    Fault("policy's node SIGKILL", node("MegatronActor", signal.SIGKILL)),
+    Fault("policy's node SIGSTOP", node("MegatronActor", signal.SIGSTOP)),
+    Fault("engine's node SIGKILL", node("VllmEngine", signal.SIGKILL)),
     Fault("checkpoint truncated", truncated, (-signal.SIGKILL, 0)),
     Fault("disk full", full_disk, disk=True),
     Fault("disk full at first", full_at_first, (1, 0), disk=True),

@@ -22,11 +22,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from skyrl_mega.cluster import guard
+from skyrl_mega.cli import inputs
+from skyrl_mega.cluster import reaper
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
-from skyrl_mega.launch import inputs
 from skyrl_mega.telemetry.console import Console, Phase
 from skyrl_mega.telemetry.run_dir import run_folder
 from skyrl_mega.trainer.loop import train
@@ -72,7 +72,7 @@ class Saboteur(Console):
         engine = self.random.randrange(2)
         what = signal.SIGKILL if self.left % 2 else signal.SIGSTOP
         group = self.fleet.group.where[engine].pid
-        workers = [pid for pid in guard.members(group) if b"VLLM" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+        workers = [pid for pid in reaper.members(group) if b"VLLM" in Path(f"/proc/{pid}/cmdline").read_bytes()]
         victim = self.random.choice(workers)
         os.kill(victim, what)
         self.left -= 1
@@ -86,7 +86,7 @@ def settings(folder: Path, faults: int) -> list[str]:
     return [
         *("model.build.hidden=64", "model.build.expert_ffn=64", "model.build.layers=4", "warmup.steps=20"),
         *("data.prompts_per_step=8", "data.samples_per_prompt=4", "algorithm.dynamic_sampling.enabled=false"),
-        *("evaluation.every=0", "evaluation.before=false", "checkpoint.every=0", "telemetry.tensorboard=false"),
+        *("evaluation.every=0", "evaluation.before=false", "checkpoint.every=0", "telemetry.trackers=[]"),
         "run.patience=null",  # nobody minds that it learns nothing
         *("rollout.engines=2", f"rollout.restarts={faults + 2}", "rollout.request_timeout_s=20"),
         *(f"weights.timeout_s={TIMEOUT_S:g}", "weights.bucket_mib=0.02", f"run.steps={150 * faults}"),

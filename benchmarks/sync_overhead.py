@@ -23,19 +23,19 @@ from unittest.mock import patch
 import torch
 
 from skyrl_mega.kernels import boxes, boxes_triton
-from skyrl_mega.layout.box import Layout
-from skyrl_mega.layout.parallel import Parallel
-from skyrl_mega.models.known import known
+from skyrl_mega.models.published import known
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.weights import execute
-from skyrl_mega.weights.execute import Exchange
-from skyrl_mega.weights.plan import Plan, plan
-from skyrl_mega.weights.topology import Topology
-from skyrl_mega.weights.transport import Transport
-from skyrl_mega.weights.wire import Wire
+from skyrl_mega.parallel.box import Layout
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.weights.exchange import exchange as execute
+from skyrl_mega.weights.exchange.exchange import Exchange
+from skyrl_mega.weights.fp8.format import Wire
+from skyrl_mega.weights.plan.plan import Plan, plan
+from skyrl_mega.weights.plan.topology import Topology
+from skyrl_mega.weights.transports.group import Transport
 
 MODEL = "Qwen/Qwen3-30B-A3B"
-POLICY, TENSOR, ENGINES = Parallel(32, tensor=2, expert=8), 8, 4
+POLICY, TENSOR, ENGINES = ParallelDims(32, tensor=2, expert=8), 8, 4
 BUCKET = 64 << 20
 CPU = torch.device("cpu")
 LATER = 5

@@ -38,7 +38,7 @@ from rich.table import Table
 from weight_sync_plot import write_plot
 from weight_sync_rank import DTYPE, Scenario, shard_bytes
 
-from skyrl_mega.layout.box import Layout
+from skyrl_mega.parallel.box import Layout
 
 RANKS_PER_NODE = 2
 LAYOUTS = {

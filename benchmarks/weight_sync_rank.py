@@ -33,14 +33,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_mega.kernels import block_fp8
-from skyrl_mega.layout.box import Box, Layout, Piece, Shard
-from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.weights.execute import Exchange
-from skyrl_mega.weights.plan import plan
-from skyrl_mega.weights.topology import Links, Topology
-from skyrl_mega.weights.transport import host_store, join
-from skyrl_mega.weights.wire import Wire, quantised, with_scales
+from skyrl_mega.parallel.box import Box, Layout, Piece, Shard
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.weights.exchange.exchange import Exchange
+from skyrl_mega.weights.fp8.format import Wire, quantised, with_scales
+from skyrl_mega.weights.plan.plan import plan
+from skyrl_mega.weights.plan.topology import Links, Topology
+from skyrl_mega.weights.transports.group import host_store, join
 
 DTYPE = torch.bfloat16
 STORE_PORT = 29400
@@ -58,7 +58,7 @@ class Scenario:
     hf: dict[str, Any]
     """config.json."""
     parallel: dict[str, Any]
-    """Fields of the policy's `Parallel`."""
+    """Fields of the policy's `ParallelDims`."""
     engine_tensor: int
     engines: int
     ranks_per_node: int
@@ -99,7 +99,7 @@ class Scenario:
         """Of the policy and of the engines."""
         arch = architecture(self.hf)
         return (
-            arch.megatron_layout(self.hf, Parallel(**self.parallel), "te"),
+            arch.megatron_layout(self.hf, ParallelDims(**self.parallel), "te"),
             arch.engine_layout(self.hf, self.engine_tensor, self.engines),
         )
 

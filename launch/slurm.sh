@@ -1,7 +1,7 @@
 # What every slurm/*.sbatch does, once it has said how much it wants: `run LAUNCHER-ARGUMENTS…` in an allocation.
 #
 #   1. One task on each node starts Ray there; the first node's waits for all and runs the launcher, once
-#      (skyrl_mega/launch/slurm.py). They talk through a folder, runs/slurm/<job>-<start>/, where their logs are too.
+#      (skyrl_mega/cluster/slurm_node.py). They talk through a folder, runs/slurm/<job>-<start>/, where their logs are too.
 #   2. SIGUSR1 (#SBATCH --signal=B:USR1@600, or scancel --signal=USR1 --batch JOB): the launcher writes a checkpoint and
 #      exits with 75. The job is queued again, and goes on from there.
 #   3. A node that does not answer, or whose Ray has ended, but not all of them: the job is queued again, without it.
@@ -51,7 +51,7 @@ run() {
     # shellcheck disable=SC2086  # SKYRL_MEGA_SRUN is several words
     srun --nodes="$nodes" --ntasks="$nodes" --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_ON_NODE" --cpu-bind=none \
         --mem=0 --mpi=none --export=ALL --wait=60 --kill-on-bad-exit=0 "${flags[@]}" ${SKYRL_MEGA_SRUN:-} \
-        "${inside[@]}" "${python:-python3}" -m skyrl_mega.launch.slurm "$folder" "$@" &
+        "${inside[@]}" "${python:-python3}" -m skyrl_mega.cluster.slurm_node "$folder" "$@" &
     while kill -0 $! 2>/dev/null; do wait $! && code=0 || code=$?; done
     [[ -s $folder/code ]] && code=$(<"$folder/code")
 

@@ -98,7 +98,7 @@ LAYOUTS: list[tuple[str, int, dict[str, int]]] = [
     ("qwen2", 4, {"tensor": 4}),
     ("llama", 2, {"tensor": 2}),
 ]
-"""Model, ranks, and what `Parallel` takes."""
+"""Model, ranks, and what `ParallelDims` takes."""
 ENGINES: list[tuple[str, int, bool]] = [
     ("qwen3_moe", 1, False),
     ("qwen3_moe", 2, False),
@@ -153,10 +153,10 @@ def policy() -> None:
     cuda: Any = torch.cuda
     cuda.is_available, cuda.device_count = (lambda: True), (lambda: 1)
     cuda.get_device_capability = lambda *_: (9, 0)
-    from skyrl_mega.layout.parallel import Parallel
+    from skyrl_mega.megatron import cpu
     from skyrl_mega.models.megatron import require_transformer_engine
     from skyrl_mega.models.registry import architecture
-    from skyrl_mega.policy import cpu
+    from skyrl_mega.parallel.dims import ParallelDims
 
     require_transformer_engine()  # what is not there yet, the stand-in keeps from being imported
     cpu.stand_in()
@@ -164,7 +164,7 @@ def policy() -> None:
     with cpu.CudaAsCpu():
         for name, ranks, sizes in LAYOUTS:
             hf = MODELS[name]
-            parallel = Parallel(ranks=ranks, **sizes)
+            parallel = ParallelDims(ranks=ranks, **sizes)
             start, counts = time.monotonic(), set()
             for rank in range(ranks):
                 kinds, found = _megatron(hf, parallel, rank)
@@ -191,7 +191,7 @@ def _megatron(hf: dict[str, Any], parallel: Any, rank: int) -> tuple[set[str], S
     from megatron.core import parallel_state
 
     from skyrl_mega.config.schema import PolicyConfig
-    from skyrl_mega.policy import build
+    from skyrl_mega.megatron import model as build
 
     device = torch.device("cpu")
     with faked_groups(), mock.patch.object(build, "layer_spec", return_value="te"):

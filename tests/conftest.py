@@ -2,18 +2,36 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 import skyrl_mega.cluster  # noqa: F401  (before any test's module imports Ray: it then listens on loopback alone)
 
 if TYPE_CHECKING:
-    from skyrl_mega.rollout.chat import Chat
+    from skyrl_mega.rollout.renderer import Renderer
 
 ROOT = Path(__file__).parents[1]
+
+# The same examples every time, and no limit on an example's seconds: a busy machine must not fail what is right.
+# HYPOTHESIS_PROFILE=explore draws new examples.
+slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
+settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=slow_is_fine)
+settings.register_profile("explore", deadline=None, print_blob=True, suppress_health_check=slow_is_fine)
+settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+@pytest.fixture(autouse=True)
+def attention_of_one_model() -> Iterator[None]:
+    """megatron-core tells Transformer Engine by variables which attention a model has: the next test's has its own."""
+    yield
+    for name in [name for name in os.environ if name.startswith("NVTE_")]:
+        del os.environ[name]
 
 
 @pytest.fixture(scope="session")
@@ -34,7 +52,7 @@ def stories(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def characters_chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+def characters_chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     """The `characters` tokenizer with its own template."""
     from tests.support.chats import characters
 
@@ -42,14 +60,14 @@ def characters_chat(tmp_path_factory: pytest.TempPathFactory) -> Chat:
 
 
 @pytest.fixture(scope="session")
-def qwen_chat(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Chat:
+def qwen_chat(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     """Qwen3's tokenizer and template."""
-    from skyrl_mega.rollout.chat import Chat
+    from skyrl_mega.rollout.renderer import Renderer
     from tests.support.chats import qwen
 
     path = qwen(shared, tmp_path_factory.mktemp("chats") / "qwen")
     shutil.copy(shared / "data" / "qwen_tokenizer" / "qwen3_4b_config.json", path / "config.json")
-    return Chat(str(path))
+    return Renderer(str(path))
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from benchmarks.gpu import limits, parts
 from benchmarks.gpu.proof import Bench
-from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.parallel.dims import ParallelDims
 
 MIB = 2**20
 
@@ -24,7 +24,7 @@ def shapes(bench: Bench) -> dict[str, list[int]]:
 
 def prove(bench: Bench) -> None:
     module = packed_attention(bench)
-    from skyrl_mega.policy import spec as layers
+    from skyrl_mega.megatron import layer_spec as layers
 
     spec: Any = layers
     gemm = limits.gemm_tflops(bench)
@@ -52,7 +52,7 @@ def prove(bench: Bench) -> None:
 
 def inputs(bench: Bench, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, Any]:
     """Query [T, 16, 128], key and value [T, 2, 128] of a packed row, and its description."""
-    from skyrl_mega.policy.packing import pack
+    from skyrl_mega.megatron.packing import pack
 
     heads, groups, width = (4, 2, 16) if bench.tiny else (16, 2, 128)
     micro = pack(parts.rows(lengths, 100), context=1, context_rank=0, tensor=1, device=bench.device)
@@ -68,14 +68,14 @@ def inputs(bench: Bench, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, An
 def packed_attention(bench: Bench) -> Any:
     """The module, as the local layer spec builds it."""
     if not bench.cuda:
-        from skyrl_mega.policy import cpu
+        from skyrl_mega.megatron import cpu
 
         cpu.stand_in()
-    from skyrl_mega.policy.build import transformer_config
-    from skyrl_mega.policy.spec import PackedAttention
+    from skyrl_mega.megatron.layer_spec import PackedAttention
+    from skyrl_mega.megatron.model import transformer_config
 
     hf, _ = parts.slice_of_30b(tiny_size=bench.tiny)
-    config = transformer_config(hf, parts.policy_config(), Parallel(), torch.bfloat16, bench.device)
+    config = transformer_config(hf, parts.policy_config(), ParallelDims(), torch.bfloat16, bench.device)
     return PackedAttention(config, 1, pg_collection=SimpleNamespace(cp=None))
 
 

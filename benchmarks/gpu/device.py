@@ -30,7 +30,7 @@ def prove(bench: Bench) -> None:
 
 
 def _nobody(bench: Bench) -> None:
-    """The driver asks for a GPU as `launch.inputs.with_device` does; the preflight must not find it there."""
+    """The driver asks for a GPU as `cli.inputs.with_device` does; the preflight must not find it there."""
     before = _gpu()
     bench.holds("torch sees a CUDA device", torch.cuda.is_available())
     torch.cuda.get_device_properties(0)

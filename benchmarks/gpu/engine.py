@@ -28,8 +28,8 @@ LEVEL = 2
 
 def prove(bench: Bench) -> None:
     if not bench.cuda:
+        from skyrl_mega.cli.inputs import check_vllm
         from skyrl_mega.config.errors import UserError
-        from skyrl_mega.launch.inputs import check_vllm
 
         try:
             check_vllm(bench.device.type)
@@ -40,14 +40,14 @@ def prove(bench: Bench) -> None:
     parts.tiny_model(bench.folder / "other", seed=1)
     _entry_point(bench.folder / "plugin")
     from skyrl_mega.config.schema import RolloutConfig
-    from skyrl_mega.rollout.engine import Engine
-    from skyrl_mega.rollout.engine_spec import EngineSpec, environment
+    from skyrl_mega.engines.vllm.actor import VllmEngine
+    from skyrl_mega.engines.vllm.spec import EngineSpec, environment
 
     rollout = RolloutConfig(kv_cache_gib=0.1, memory_fraction=0.3, eager=not bench.cuda, concurrency=16)
     extra = {"enable_sleep_mode": True} if bench.cuda else {}
     spec = EngineSpec(str(bench.folder / "model"), "float32", bench.device.type, rollout, 128, extra=extra)
     os.environ.update(environment(spec))
-    asyncio.run(_syncs(bench, hf, Engine(spec)))
+    asyncio.run(_syncs(bench, hf, VllmEngine(spec)))
 
 
 def _entry_point(folder: Path) -> None:
@@ -56,17 +56,17 @@ def _entry_point(folder: Path) -> None:
     made.mkdir(parents=True)
     (made / "METADATA").write_text("Metadata-Version: 2.1\nName: skyrl-mega-proof\nVersion: 0.0\n")
     (made / "entry_points.txt").write_text(
-        "[vllm.general_plugins]\nskyrl_mega = skyrl_mega.weights.vllm_plugin:register\n"
+        "[vllm.general_plugins]\nskyrl_mega = skyrl_mega.engines.vllm.plugin:register\n"
     )
     os.environ["PYTHONPATH"] = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     sys.path.insert(0, str(folder))
 
 
 async def _syncs(bench: Bench, hf: dict[str, Any], engine: Any) -> None:
-    from skyrl_mega.layout.parallel import Parallel
+    from skyrl_mega.hf_checkpoint import load
     from skyrl_mega.models.registry import architecture
-    from skyrl_mega.weights import files
-    from skyrl_mega.weights.transport import host_store
+    from skyrl_mega.parallel.dims import ParallelDims
+    from skyrl_mega.weights.transports.group import host_store
 
     start = time.perf_counter()
     await engine.start()
@@ -79,7 +79,7 @@ async def _syncs(bench: Bench, hf: dict[str, Any], engine: Any) -> None:
     joining = asyncio.create_task(asyncio.to_thread(met.join, bench.device, source=0))
     await engine.connect_weights({"connection": asdict(met), "place": 0})
     exchange = await joining
-    shard = architecture(hf).megatron_shard(hf, Parallel(), 0, "local")
+    shard = architecture(hf).megatron_shard(hf, ParallelDims(), 0, "local")
     params = {name: torch.zeros(shape, device=bench.device) for name, shape in shard.params.items()}
     for version, (name, asleep) in enumerate((("model", False), ("other", False), ("model", True)), 1):
         path = bench.folder / name
@@ -93,7 +93,7 @@ async def _syncs(bench: Bench, hf: dict[str, Any], engine: Any) -> None:
                          at_least=1.0)  # fmt: skip
             await engine.llm.wake_up()
         with torch.no_grad():
-            files.load(path, shard, params)
+            load.load(path, shard, params)
         start = time.perf_counter()
         await engine.begin_update()
         sending = asyncio.create_task(asyncio.to_thread(exchange.run, params, checksums=True))
@@ -110,7 +110,7 @@ async def _syncs(bench: Bench, hf: dict[str, Any], engine: Any) -> None:
 
 
 async def _answers(engine: Any, requests: list[Any]) -> list[Any]:
-    from skyrl_mega.rollout.engine import Sampling
+    from skyrl_mega.engines.base import Sampling
 
     return [c async for some in engine.generate_many(requests, Sampling()) for c in some]
 
@@ -119,7 +119,7 @@ async def _off(engine: Any, path: Path) -> list[float]:
     """Each completion's largest difference from transformers for the same tokens."""
     from transformers import AutoModelForCausalLM
 
-    from skyrl_mega.rollout.engine import Request
+    from skyrl_mega.engines.base import Request
 
     requests = [Request(str(i), prompt, 24, seed=i) for i, prompt in enumerate(PROMPTS)]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
@@ -136,7 +136,7 @@ async def _off(engine: Any, path: Path) -> list[float]:
 
 async def _speed(bench: Bench, engine: Any) -> None:
     """Tokens a second of one sequence: what a step of decoding costs beside the work."""
-    from skyrl_mega.rollout.engine import Request
+    from skyrl_mega.engines.base import Request
 
     start = time.perf_counter()
     (done,) = await _answers(engine, [Request("one", PROMPTS[0], 100, seed=0)])

@@ -21,7 +21,7 @@ from benchmarks.gpu.processes import KILLED, Job, together
 from benchmarks.gpu.proof import Bench
 from skyrl_mega.config import allocator
 from skyrl_mega.weights.connection import Connection
-from skyrl_mega.weights.transport import TransportError, host_store
+from skyrl_mega.weights.transports.group import TransportError, host_store
 
 PYTHON_S = 0.15
 """Of Python in a second or later sync, either end; and `CHECKED_S` where every part is proved (docs/gpu.md, F12)."""
@@ -129,7 +129,7 @@ def _open(connection: Connection, device: str, end: str) -> tuple[Any, Any, dict
     here = torch.device(device)
     if here.type == "cuda":
         torch.cuda.set_device(here)
-    both, _ = connection.ends()
+    both, _ = connection.plan_inputs.endpoints()
     layout = both.policy if end == "source" else both.engines
     params = {
         name: torch.full(shape, float("nan"), dtype=torch.bfloat16, device=here)

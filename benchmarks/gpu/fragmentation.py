@@ -36,7 +36,7 @@ def prove(bench: Bench) -> None:
 
 
 def _train(tiny: bool, device: str, early: bool) -> dict[str, Any]:
-    from skyrl_mega.policy.objectives import supervised
+    from skyrl_mega.megatron.objectives import supervised
 
     here = torch.device(device)
     hf, parallel = parts.slice_of_30b(tiny_size=tiny, layers=LAYERS)

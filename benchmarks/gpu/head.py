@@ -10,10 +10,10 @@ from torch import Tensor
 
 from benchmarks.gpu import limits, parts
 from benchmarks.gpu.proof import Bench
-from skyrl_mega.layout.parallel import Parallel
-from skyrl_mega.models.known import known
-from skyrl_mega.policy.logprobs import vocab_parallel_logprobs
-from skyrl_mega.sizing.activations import logits
+from skyrl_mega.megatron.vocab_parallel import vocab_parallel_logprobs
+from skyrl_mega.models.published import known
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.activations import logits
 
 GIB = 2**30
 CHUNK = 1024
@@ -59,7 +59,7 @@ def prove(bench: Bench) -> None:
                      limit_of="a large matrix product")  # fmt: skip
     if bench.cuda:
         hf = known("Qwen/Qwen3-30B-A3B")
-        said = logits(parts.described(hf), Parallel(), tokens, 2, chunk)
+        said = logits(parts.described(hf), ParallelDims(), tokens, 2, chunk)
         for name, work, estimate in (("forward", forward, said[1]), ("forward and backward", both, said[0])):
             x.grad = w.grad = None
             base = torch.cuda.memory_allocated()

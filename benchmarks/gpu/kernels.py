@@ -13,13 +13,13 @@ from torch import Tensor
 from benchmarks.gpu import parts
 from benchmarks.gpu.proof import Bench
 from benchmarks.gpu.runner import ROOT, there
-from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.weights.execute import Exchange
-from skyrl_mega.weights.plan import plan
-from skyrl_mega.weights.topology import Links, Topology
-from skyrl_mega.weights.transport import host_store, join
-from skyrl_mega.weights.wire import Wire, quantised, with_scales
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.weights.exchange.exchange import Exchange
+from skyrl_mega.weights.fp8.format import Wire, quantised, with_scales
+from skyrl_mega.weights.plan.plan import plan
+from skyrl_mega.weights.plan.topology import Links, Topology
+from skyrl_mega.weights.transports.group import host_store, join
 
 BUCKET_BYTES = 64 << 20
 """One bucket for all parts, of which there are more than 600."""
@@ -76,7 +76,7 @@ def _moved(hf: dict[str, Any], how: str, device: torch.device) -> tuple[dict[str
     """An engine worker's parameters after two syncs from the policy's within one process, and the number of parts."""
     before, after, fp8 = WIRES[how]
     arch = architecture(hf)
-    source, target = arch.megatron_layout(hf, Parallel(), "local"), arch.engine_layout(hf, 1, 1)
+    source, target = arch.megatron_layout(hf, ParallelDims(), "local"), arch.engine_layout(hf, 1, 1)
     names = quantised(target.tensors) if fp8 else frozenset[str]()
     source, target = with_scales(source, names), with_scales(target, names)
     wire = Wire(torch.bfloat16, names)

@@ -1,4 +1,4 @@
-"""Proof 4: what `weights.transport` expects of ProcessGroupNCCL, as far as one GPU can show it."""
+"""Proof 4: what `weights.transports.group` expects of ProcessGroupNCCL, as far as one GPU can show it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from benchmarks.gpu import limits, parts
 from benchmarks.gpu.processes import Job, together
 from benchmarks.gpu.proof import Bench
-from skyrl_mega.weights.transport import Deadline, Message, Transport, TransportError, host_store, join
+from skyrl_mega.weights.transports.group import Deadline, Message, Transport, TransportError, host_store, join
 
 REFUSAL = "Duplicate GPU"
 """NCCL's words for two processes on one device."""

@@ -17,15 +17,15 @@ from torch import Tensor
 
 from skyrl_mega.config import allocator
 from skyrl_mega.config.schema import BuildConfig, OptimizerConfig, PolicyConfig
-from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models import tiny
 from skyrl_mega.models.decoder import Decoder
-from skyrl_mega.models.known import known
+from skyrl_mega.models.published import known
 from skyrl_mega.models.registry import architecture
+from skyrl_mega.parallel.dims import ParallelDims
 
 if TYPE_CHECKING:
-    from skyrl_mega.policy.rank import PolicyRank
-    from skyrl_mega.policy.sequences import Sequences
+    from skyrl_mega.megatron.sequences import Sequences
+    from skyrl_mega.megatron.worker import ModelWorker
     from skyrl_mega.weights.connection import Connection
 
 TIMEOUT_S = 60.0
@@ -33,7 +33,7 @@ TIMEOUT_S = 60.0
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
-def slice_of_30b(*, tiny_size: bool, layers: int = 48) -> tuple[dict[str, Any], Parallel]:
+def slice_of_30b(*, tiny_size: bool, layers: int = 48) -> tuple[dict[str, Any], ParallelDims]:
     """A model as large as one rank's part of Qwen3-30B-A3B at TP2 EP8, and a layout that shares its optimizer by four.
 
     Half the heads and half the vocabulary; 16 of 128 experts, of which a token meets 4: as many copies of tokens reach
@@ -45,7 +45,7 @@ def slice_of_30b(*, tiny_size: bool, layers: int = 48) -> tuple[dict[str, Any], 
     if tiny_size:
         hf |= {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "head_dim": 16, "vocab_size": 512}
         hf |= {"moe_intermediate_size": 32, "intermediate_size": 64}
-    return hf, Parallel(ranks=4)
+    return hf, ParallelDims(ranks=4)
 
 
 def worker_of_30b(*, tiny_size: bool) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def described(hf: dict[str, Any]) -> Decoder:
 
 def rows(lengths: Sequence[int], vocab: int, seed: int = 0) -> Sequences:
     """Random sequences whose tokens' weights sum to 1."""
-    from skyrl_mega.policy.sequences import Sequences
+    from skyrl_mega.megatron.sequences import Sequences
 
     rng = np.random.default_rng(seed)
     batch = Sequences.of([rng.integers(0, vocab, n).tolist() for n in lengths])
@@ -103,48 +103,48 @@ def policy_config(spec: str = "local", **changes: Any) -> PolicyConfig:
 
 def open_rank(
     hf: dict[str, Any],
-    parallel: Parallel,
+    parallel: ParallelDims,
     *,
     device: torch.device,
     dtype: torch.dtype = torch.bfloat16,
     policy: PolicyConfig | None = None,
     fusions: dict[str, Any] | None = None,
-) -> PolicyRank:
+) -> ModelWorker:
     """Rank 0 of the layout; with more ranks than one, the others are pretended (messages go nowhere).
 
     Args:
         fusions: Fields of Megatron's configuration that the product has no setting for.
     """
     if device.type == "cpu":
-        from skyrl_mega.policy import cpu
+        from skyrl_mega.megatron import cpu
 
         cpu.stand_in()
         cpu.CudaAsCpu().__enter__()
     else:
         os.environ.update(allocator.variables(os.environ))  # as in the policy's actors
         torch.cuda.set_device(device)
-    from skyrl_mega.policy import build
-    from skyrl_mega.policy.rank import PolicyRank
+    from skyrl_mega.megatron import model
+    from skyrl_mega.megatron.worker import ModelWorker
 
     policy = policy or policy_config()
     if dist.is_initialized():
         pass  # another model of this process, in the same groups
     elif parallel.ranks == 1:
         store = dist.TCPStore("127.0.0.1", free_port(), 1, is_master=True)
-        build.join(0, parallel, store, device, TIMEOUT_S)
+        model.join(0, parallel, store, device, TIMEOUT_S)
     else:
         _pretend(parallel)
     if parallel.ranks > 1:
         policy = replace(policy, overlap=False)  # messages that bring nothing take no time
-    real: Any = build.TransformerConfig
-    build.TransformerConfig = lambda **given: real(**{**given, **(fusions or {})})
+    real: Any = model.TransformerConfig
+    model.TransformerConfig = lambda **given: real(**{**given, **(fusions or {})})
     try:
-        return PolicyRank(hf, policy, parallel, dtype=dtype, device=device)
+        return ModelWorker(hf, policy, parallel, dtype=dtype, device=device)
     finally:
-        build.TransformerConfig = real
+        model.TransformerConfig = real
 
 
-def _pretend(parallel: Parallel) -> None:
+def _pretend(parallel: ParallelDims) -> None:
     """Megatron's groups over torch's fake backend, whose messages are over at once and bring nothing.
 
     Enough for data parallelism alone: every rank has all of the model, and its own share of the optimizer.
@@ -170,21 +170,21 @@ def _pretend(parallel: Parallel) -> None:
     model_parallel_cuda_manual_seed(0)
 
 
-def allocate_moments(rank: PolicyRank) -> None:
+def allocate_moments(rank: ModelWorker) -> None:
     """Adam's moments now, and not in its next step."""
-    from skyrl_mega.policy import moments
+    from skyrl_mega.megatron import moments
 
     assert rank.optimizer is not None
     moments.allocate_moments(rank.optimizer)
 
 
-def forget_moments(rank: PolicyRank) -> None:
+def forget_moments(rank: ModelWorker) -> None:
     """Adam's moments are born in the next step."""
     for inner in _optimizers(rank):
         inner.state.clear()
 
 
-def held_bytes(rank: PolicyRank) -> tuple[int, int, int]:
+def held_bytes(rank: ModelWorker) -> tuple[int, int, int]:
     """Bytes of the storages of weights, gradients and optimizer state, after a first step."""
     parameters: list[Any] = list(rank.params.values())
     state: list[Tensor] = []
@@ -199,9 +199,9 @@ def held_bytes(rank: PolicyRank) -> tuple[int, int, int]:
     return sum(kept.values()), sum(gradients.values()), sum(own.values())
 
 
-def _optimizers(rank: PolicyRank) -> list[torch.optim.Optimizer]:
+def _optimizers(rank: ModelWorker) -> list[torch.optim.Optimizer]:
     """Adam itself, inside Megatron's."""
-    from skyrl_mega.policy import moments
+    from skyrl_mega.megatron import moments
 
     assert rank.optimizer is not None
     return [part.optimizer for part in moments.parts(rank.optimizer)]
@@ -211,9 +211,9 @@ def _storages(tensors: list[Tensor]) -> dict[int, int]:
     return {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
 
 
-def give_reference(rank: PolicyRank) -> None:
+def give_reference(rank: ModelWorker) -> None:
     """Keeps the present weights as the reference's, the way `keep_reference` holds them; no file is read."""
-    from skyrl_mega.policy import rank as module
+    from skyrl_mega.megatron import worker as module
 
     own = {name: tensor.to("cpu", copy=True) for name, tensor in rank.weights().items()}
 
@@ -245,22 +245,25 @@ def connection(
 ) -> Connection:
     """One policy rank and one engine worker on the same device."""
     from skyrl_mega.weights.connection import Connection
-    from skyrl_mega.weights.layouts import Engines
-    from skyrl_mega.weights.topology import Links
+    from skyrl_mega.weights.plan.endpoints import Engines
+    from skyrl_mega.weights.plan.topology import Links
 
     return Connection(
         host="127.0.0.1",
         port=port,
         meeting=meeting,
-        hf=hf,
-        parallel=asdict(Parallel()),
-        spec="local",
-        engines=asdict(Engines(1)),
-        members=(0,),
-        links=asdict(Links(1, 1)),
-        shared=True,
-        dtype=dtype,
-        fp8=False,
+        inputs=dict(
+            hf=hf,
+            parallel=asdict(ParallelDims()),
+            spec="local",
+            engines=asdict(Engines(1)),
+            members=(0,),
+            sources=(0,),
+            targets=(0,),
+            links=asdict(Links(1, 1)),
+            dtype=dtype,
+            fp8=False,
+        ),
         bucket_bytes=bucket_bytes,
         timeout_s=timeout_s,
         plans=str(plans),

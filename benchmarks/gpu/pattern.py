@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from skyrl_mega.layout.box import Piece, Shard
-from skyrl_mega.weights.views import local_view
+from skyrl_mega.parallel.box import Piece, Shard
+from skyrl_mega.weights.exchange.pack import local_view
 
 
 def fill(shard: Shard, tensors: dict[str, tuple[int, ...]], params: dict[str, Tensor], version: int) -> None:

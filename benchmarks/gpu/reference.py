@@ -14,8 +14,8 @@ from benchmarks.gpu.proof import Bench
 from benchmarks.gpu.slice import EACH, GIB, TOKENS, open_slice
 
 if TYPE_CHECKING:
-    from skyrl_mega.policy.rank import PolicyRank
-    from skyrl_mega.policy.sequences import Sequences
+    from skyrl_mega.megatron.sequences import Sequences
+    from skyrl_mega.megatron.worker import ModelWorker
 
 
 def prove(bench: Bench) -> None:
@@ -57,7 +57,7 @@ def prove(bench: Bench) -> None:
                      limit=size / GIB, limit_of="the weights")  # fmt: skip
 
 
-def _logprobs(rank: PolicyRank, batch: Sequences, reference: bool = False) -> np.ndarray:
+def _logprobs(rank: ModelWorker, batch: Sequences, reference: bool = False) -> np.ndarray:
     found = rank.logprobs([batch], reference=reference)
     assert found is not None
     return found[0][0]

@@ -9,13 +9,13 @@ import torch
 
 from benchmarks.gpu import limits, parts
 from benchmarks.gpu.proof import Bench
-from skyrl_mega.sizing.activations import Row, activations
-from skyrl_mega.sizing.buffers import held
-from skyrl_mega.sizing.parameters import stage
-from skyrl_mega.sizing.times import flops
+from skyrl_mega.planner.activations import Row, activations
+from skyrl_mega.planner.buffers import held
+from skyrl_mega.planner.parameters import stage
+from skyrl_mega.planner.times import flops
 
 if TYPE_CHECKING:
-    from skyrl_mega.policy.rank import PolicyRank
+    from skyrl_mega.megatron.worker import ModelWorker
 
 GIB = 2**30
 TOKENS, EACH = 8192, 1024
@@ -31,7 +31,7 @@ SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize
 
 def prove(bench: Bench) -> None:
     """All figures of the slice with the local layer spec."""
-    from skyrl_mega.policy.objectives import supervised
+    from skyrl_mega.megatron.objectives import supervised
 
     tokens, each = (64, 16) if bench.tiny else (TOKENS, EACH)
     hf, parallel = parts.slice_of_30b(tiny_size=bench.tiny)
@@ -88,7 +88,7 @@ def prove(bench: Bench) -> None:
 
 def open_slice(
     bench: Bench, spec: str = "local", layers: int = 48, fusions: dict[str, Any] | None = None
-) -> PolicyRank:
+) -> ModelWorker:
     """The rank, with random weights."""
     hf, parallel = parts.slice_of_30b(tiny_size=bench.tiny, layers=layers)
     policy = parts.policy_config(spec, recompute=True, logit_chunk=CHUNK, micro_tokens=TOKENS)
@@ -98,7 +98,7 @@ def open_slice(
 class Watched:
     """Looks at memory and time before and after the optimizer's step."""
 
-    def __init__(self, bench: Bench, rank: PolicyRank) -> None:
+    def __init__(self, bench: Bench, rank: ModelWorker) -> None:
         self.before_update = self.update = 0
         self.seconds = 0.0
         whole: Any = rank.optimizer

@@ -20,9 +20,9 @@ from benchmarks.gpu.processes import Job, together
 from benchmarks.gpu.proof import Bench
 from benchmarks.gpu.runner import SITE, WHEELS, there
 from benchmarks.gpu.wheels import HELD, held, into, nvidia
-from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.sizing.times import flops
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.times import flops
 
 FUSIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("no fusion", {}),
@@ -95,8 +95,8 @@ def spec(bench: Bench) -> None:
         bench.left_out(NOT_ON_CPU)
         return
     hf = training.cases(bench)[1].hf
-    rank = parts.open_rank(hf, Parallel(), device=bench.device, policy=parts.policy_config("te"))
-    wanted = architecture(hf).megatron_shard(hf, Parallel(), 0, "te").params
+    rank = parts.open_rank(hf, ParallelDims(), device=bench.device, policy=parts.policy_config("te"))
+    wanted = architecture(hf).megatron_shard(hf, ParallelDims(), 0, "te").params
     found = {name: tuple(p.shape) for name, p in rank.params.items()}
     bench.figure("parameters", len(found), "")
     absent = sorted(wanted.keys() - found.keys()) + sorted(found.keys() - wanted.keys())
@@ -159,7 +159,7 @@ def slice_fusions(bench: Bench) -> None:
 
 
 def _steps(tiny: bool, folder: str, fusions: dict[str, Any], layers: int) -> dict[str, Any]:
-    from skyrl_mega.policy.objectives import supervised
+    from skyrl_mega.megatron.objectives import supervised
 
     bench = Bench(Path(folder) / "unread", Path(folder), tiny=tiny)
     rank = slice.open_slice(bench, "te", layers, fusions)

@@ -17,7 +17,7 @@ from benchmarks.gpu import parts
 from benchmarks.gpu.processes import Job, together
 from benchmarks.gpu.proof import Bench
 from skyrl_mega.config.schema import OptimizerConfig
-from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.parallel.dims import ParallelDims
 
 DTYPES = ("float32", "bfloat16")
 STEPS = 3
@@ -91,7 +91,7 @@ def read_again(bench: Bench, saved: Told, read: Told) -> None:
 
 def train(case: Case) -> Told:
     """By type: log-probs, gradients and three steps; a checkpoint, and two steps after it."""
-    from skyrl_mega.policy.objectives import supervised
+    from skyrl_mega.megatron.objectives import supervised
 
     found: Told = {}
     for dtype in case.dtypes:
@@ -127,13 +127,13 @@ def _opened(case: Case, dtype: str) -> tuple[Any, Any]:
     optimizer = OptimizerConfig(lr=1e-3, clip_grad=0.0)
     policy = parts.policy_config(case.spec, micro_tokens=4096, logit_chunk=64, optimizer=optimizer)
     device = torch.device(case.device)
-    rank = parts.open_rank(case.hf, Parallel(), device=device, dtype=getattr(torch, dtype), policy=policy)
+    rank = parts.open_rank(case.hf, ParallelDims(), device=device, dtype=getattr(torch, dtype), policy=policy)
     return rank, parts.rows(case.lengths, case.hf["vocab_size"])
 
 
 def _now(rank: Any, batch: Any) -> Told:
     """The rank's weights, and the loss of the second of two steps from here."""
-    from skyrl_mega.policy.objectives import supervised
+    from skyrl_mega.megatron.objectives import supervised
 
     weights = _weights(rank)
     return {"weights": weights, "next": [rank.train([batch], supervised)["loss"] for _ in range(2)][-1]}

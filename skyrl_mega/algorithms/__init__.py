@@ -3,16 +3,15 @@
 from skyrl_mega.algorithms.advantages import advantages
 from skyrl_mega.algorithms.filters import informative_groups, varied
 from skyrl_mega.algorithms.kl import kl
-from skyrl_mega.algorithms.losses import policy_loss, token_weights
 from skyrl_mega.algorithms.mismatch import mismatch
 from skyrl_mega.algorithms.shaping import soft_overlong, without_truncated
+from skyrl_mega.algorithms.token_weights import token_weights
 
 __all__ = [
     "advantages",
     "informative_groups",
     "kl",
     "mismatch",
-    "policy_loss",
     "soft_overlong",
     "token_weights",
     "varied",

@@ -30,7 +30,7 @@ def soft_overlong(lengths_N: Tensor, limit: int, buffer: int, penalty: float = 1
 def without_truncated(mask_T: Tensor, lengths_N: Tensor, truncated_N: Tensor) -> Tensor:
     """Overlong filtering: the loss mask [T] with every token of a truncated trajectory set to 0.
 
-    Their tokens leave the loss's denominator too, so apply this before `losses.token_weights`.
+    Their tokens leave the loss's denominator too, so apply this before `token_weights`.
 
     Args:
         mask_T: Loss mask of trajectories one after the other.

@@ -1,4 +1,4 @@
-"""Faults of a running cluster, each with the first cause in one line."""
+"""Faults of a running cluster, each with the root cause in one line."""
 
 from __future__ import annotations
 

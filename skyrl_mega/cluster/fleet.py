@@ -68,7 +68,7 @@ class Fleet:
         """Ranks that are up, up to date or not. Waits only where there is none.
 
         Raises:
-            ActorFailed: None comes back; the first cause.
+            ActorFailed: None comes back; the root cause.
             NodeGone: One cannot come back, as its node is gone.
         """
         while True:
@@ -88,7 +88,7 @@ class Fleet:
             self.say(f"{self.group.name}-{rank} is up again, and waits to be brought up to date")
         elif isinstance(error, ActorFailed) and not isinstance(error, NodeGone):
             self.retire(rank, str(error))
-        else:  # it cannot be started again where it was; the run finds places anew
+        else:  # it cannot be started again where it was; the run finds new places
             raise error
 
     def serve(self, ranks: Collection[int]) -> None:

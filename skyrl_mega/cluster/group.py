@@ -1,4 +1,4 @@
-"""Groups of actors: every call bounded, the first cause of a failure named, nothing left behind."""
+"""Groups of actors: every call bounded, the root cause of a failure named, nothing left behind."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from skyrl_mega.cluster import guard
+from skyrl_mega.cluster import reaper
+from skyrl_mega.cluster.actor_process import ActorPlace, Location, hosted, machine
 from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, ClusterError, NodeGone
-from skyrl_mega.cluster.host import Seat, Whereabouts, hosted, machine
 from skyrl_mega.cluster.last_words import with_cause
 from skyrl_mega.cluster.placement import Placement, Slot, by_gpu
 from skyrl_mega.config.errors import UserError
@@ -43,9 +43,9 @@ class ActorGroup:
     def __init__(self, name: str, actors: list[Any], placement: Placement | None = None) -> None:
         self.name, self.actors, self.placement = name, actors, placement
         self.logs: list[str | None] = [None] * len(actors)
-        self.where: list[Whereabouts] = []
+        self.where: list[Location] = []
         self._start: Callable[[int], Any] | None = None
-        self._seats: list[tuple[Seat, dict[str, Any]]] = []
+        self._places: list[tuple[ActorPlace, dict[str, Any]]] = []
         self._ended = False
         self._lock = threading.Lock()
 
@@ -92,13 +92,13 @@ class ActorGroup:
         slots: list[Slot | None] = [None] * len(arguments) if placement is None else [*placement.slots]
         group = cls(name, [start(slot) for slot in slots], placement)
         group.logs = files
-        where = group.call_all("whereabouts", timeout=timeout)
+        where = group.call_all("location", timeout=timeout)
         order = by_gpu(where)
         slots, group.actors = [slots[i] for i in order], [group.actors[i] for i in order]
         group.where = [where[i] for i in order]
         group._start = lambda rank: start(slots[rank])
-        group._seats = [(Seat(name, rank, files[rank]), given) for rank, given in enumerate(arguments)]
-        group.call_all("seated", per_rank=group._seats, timeout=max(0.0, until - time.monotonic()))
+        group._places = [(ActorPlace(name, rank, files[rank]), given) for rank, given in enumerate(arguments)]
+        group.call_all("construct", per_rank=group._places, timeout=max(0.0, until - time.monotonic()))
         return group
 
     def __len__(self) -> int:
@@ -131,7 +131,7 @@ class ActorGroup:
 
         Raises:
             UserError: An actor raised it.
-            ActorFailed: An actor died or raised something else; the first cause.
+            ActorFailed: An actor died or raised something else; the root cause.
             ActorTimeout: Some did not answer within `timeout` seconds.
         """
         return self._bounded(self.submit_all(method, *args, per_rank=per_rank), timeout)
@@ -166,8 +166,8 @@ class ActorGroup:
                 raise ClusterError(f"{self.name}-{rank} is not started again: its group has been ended")
             self.actors[rank] = self._start(rank)
         until = time.monotonic() + timeout
-        self.where[rank] = gather([self.submit(rank, "whereabouts")], timeout)[0]
-        gather([self.submit(rank, "seated", *self._seats[rank])], max(0.0, until - time.monotonic()))
+        self.where[rank] = gather([self.submit(rank, "location")], timeout)[0]
+        gather([self.submit(rank, "construct", *self._places[rank])], max(0.0, until - time.monotonic()))
 
     def shutdown(self) -> None:
         """Ends this group's actors and their child processes, and no others. Returns when they are gone."""
@@ -185,7 +185,7 @@ class ActorGroup:
             self.placement.release()
 
 
-def end_processes(where: Whereabouts) -> None:
+def end_processes(where: Location) -> None:
     """Ends an actor's process and its children, stopped ones too, on whatever node they are. Returns when all are
     gone."""
     import ray
@@ -207,7 +207,7 @@ def _end_group(pid: int) -> None:
 def _wait_gone(groups: list[int], seconds: float) -> None:
     """Waits until process groups are empty; kills what is left after so many seconds."""
     deadline = time.monotonic() + seconds
-    while (left := [pid for pid in groups if guard.members(pid)]) and time.monotonic() < deadline:
+    while (left := [pid for pid in groups if reaper.members(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
     for pid in left:
         with contextlib.suppress(ProcessLookupError):
@@ -227,7 +227,7 @@ class Outcomes:
     """Calls that were not answered in time."""
 
     def raise_first(self) -> NoReturn:
-        """Raises the first cause: an actor that died goes before those that raised, and those by time."""
+        """Raises the root cause: an actor that died goes before those that raised, and those by time."""
         import ray
 
         if not self.failures:
@@ -279,7 +279,7 @@ def gather(calls: Sequence[Call], timeout: float) -> list[Any]:
 
     Raises:
         UserError: An actor raised it.
-        ActorFailed: The first cause: an actor that died goes before those that raised, and those by time.
+        ActorFailed: The root cause: an actor that died goes before those that raised, and those by time.
         ActorTimeout: Some did not answer within `timeout` seconds.
     """
     outcomes = settle(calls, timeout, SETTLE_S)

@@ -5,13 +5,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from skyrl_mega.cluster.actor_process import Location
 from skyrl_mega.cluster.errors import ClusterError
-from skyrl_mega.cluster.host import Whereabouts
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
+
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -71,13 +74,13 @@ def _order(address: str, node: str) -> tuple[list[int], str, str]:
     return [int(part) for part in address.split(".") if part.isdigit()], address, node
 
 
-def reserve(actors: int, *, gpus: int = 0, per_node: int | None = None, timeout_s: float = 60.0) -> Placement:
+def reserve(actors: int, *, gpus: int = 0, together: Sequence[int] | None = None, timeout_s: float = 60.0) -> Placement:
     """Reserves one place per actor.
 
     Args:
         actors: How many.
         gpus: GPUs of one actor; a vLLM engine takes its whole tensor parallel group, which so never leaves a node.
-        per_node: So many consecutive ranks share one node (a policy's GPUs per node); None lets Ray pack them.
+        together: How many consecutive actors share a node, node by node; None lets Ray pack them.
         timeout_s: Seconds until everything is reserved.
 
     Raises:
@@ -88,9 +91,8 @@ def reserve(actors: int, *, gpus: int = 0, per_node: int | None = None, timeout_
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
     bundle: dict[str, float] = {"CPU": 1.0, "GPU": float(gpus)} if gpus else {"CPU": 1.0}
-    size = per_node or actors
-    counts = [min(size, actors - first) for first in range(0, actors, size)]
-    groups = [placement_group([bundle] * n, strategy="STRICT_PACK" if per_node else "PACK") for n in counts]
+    counts = [actors] if together is None else together
+    groups = [placement_group([bundle] * n, strategy="PACK" if together is None else "STRICT_PACK") for n in counts]
     places = [(group, i) for group, n in zip(groups, counts, strict=True) for i in range(n)]
     slots = (Slot(PlacementGroupSchedulingStrategy(group, i), bundle) for group, i in places)
     placement = Placement(tuple(slots), tuple(groups))
@@ -99,14 +101,14 @@ def reserve(actors: int, *, gpus: int = 0, per_node: int | None = None, timeout_
         placement.release()
         total = ray.cluster_resources()
         raise ClusterError(
-            f"no room for {actors} actors of {_text(bundle)}{f', {per_node} to a node' if per_node else ''}: "
+            f"no room for {actors} actors of {_text(bundle)}{f', {max(together)} to a node' if together else ''}: "
             f"{len(ready)} of {len(groups)} groups reserved after {timeout_s:g} s; "
             f"the cluster has {_text(total)} in all"
         )
     return placement
 
 
-def by_gpu(where: Sequence[Whereabouts]) -> list[int]:
+def by_gpu(where: Sequence[Location]) -> list[int]:
     """In which order actors take their ranks, where Ray has dealt GPUs to all of them: node by node, the nodes with
     most of them first, then by address; within a node by GPU.
 
@@ -125,7 +127,7 @@ def by_gpu(where: Sequence[Whereabouts]) -> list[int]:
     return sorted(range(len(where)), key=key)
 
 
-def beside(where: Sequence[Whereabouts], actors: int, *, gpus: int) -> Placement:
+def beside(where: Sequence[Location], actors: int, *, gpus: int) -> Placement:
     """Places for actors on the GPUs of others: actor a has those of ranks `[a · gpus, (a + 1) · gpus)`.
 
     Args:
@@ -156,13 +158,13 @@ def beside(where: Sequence[Whereabouts], actors: int, *, gpus: int) -> Placement
     return Placement(tuple(slots))
 
 
-def spread(units: Sequence[int], nodes: Sequence[Node]) -> list[Node]:
+def spread(units: Sequence[int], nodes: Sequence[T]) -> list[T]:
     """The node of every actor, where nothing is reserved (on CPUs): an equal share of the units for each node, in
     order.
 
     Args:
         units: Actors of each unit; those of one unit (a tensor parallel group) stay on one node.
-        nodes: From `worker_nodes`.
+        nodes: From `worker_nodes`, or their numbers.
     """
     return [nodes[i * len(nodes) // max(len(units), len(nodes))] for i, n in enumerate(units) for _ in range(n)]
 

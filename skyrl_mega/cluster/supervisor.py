@@ -19,7 +19,7 @@ import signal
 from collections.abc import Callable
 from time import monotonic, sleep
 
-from skyrl_mega.cluster import guard, leftovers
+from skyrl_mega.cluster import leftovers, reaper
 from skyrl_mega.cluster.channel import Asked, Channel
 from skyrl_mega.cluster.terminal import Terminal
 
@@ -44,7 +44,7 @@ class Supervisor:
         taken: Signals to wait for; they are blocked.
         goes_on: What a person is told when a signal has ended it.
         cleared: Called when nothing of the driver is left; see `driver.start`.
-        others: `guard.numbers` of the shared memory that was there before the driver.
+        others: `reaper.numbers` of the shared memory that was there before the driver.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ def clear(patience_s: float, reap: Callable[[], None], others: set[int]) -> None
     Args:
         patience_s: Seconds that they may take to end by themselves.
         reap: Waits for children that have ended.
-        others: `guard.numbers` of the shared memory that was there before them.
+        others: `reaper.numbers` of the shared memory that was there before them.
     """
     deadline = monotonic() + patience_s
     while descendants() and monotonic() < deadline:
@@ -151,14 +151,14 @@ def clear(patience_s: float, reap: Callable[[], None], others: set[int]) -> None
     while new := descendants() - stopped:  # stopped first: then none of them makes anything any more
         _send(new, signal.SIGSTOP)
         stopped |= new
-    names = guard.shared_memory(list(stopped))
+    names = reaper.shared_memory(list(stopped))
     deadline = monotonic() + END_S
     while (left := descendants()) and monotonic() < deadline:
         _send(left, signal.SIGKILL)
         reap()
         sleep(0.02)
     reap()
-    guard.unlink(names, others)
+    reaper.unlink(names, others)
 
 
 def descendants() -> set[int]:

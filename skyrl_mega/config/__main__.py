@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+import textwrap
 from typing import Any
 
 from skyrl_mega.config.command import DONE, guarded
 from skyrl_mega.config.keys import Key, keys
+from skyrl_mega.config.other_programs import lookup
 
 OPENING = """\
 # Configuration
@@ -23,13 +25,15 @@ A run is one YAML file and, after it on the command line, settings over the file
   then what the file says itself; `algorithm=grpo` on the command line reads the other one instead.
 - `${run.name}` stands for another setting's value.
 - Lists are written `data.train=[a.parquet,b.parquet]`; text with `=` or other signs is quoted: `'run.directory="a=b"'`.
+- The second table of a group has what SkyRL, verl, slime and TRL call a setting; [migration.md](migration.md) has all
+  of their keys.
 - An unknown key, a wrong type or an impossible value ends in one line and exit code 2, before any process starts.
 - `--dry-run` checks everything and prints what follows, with `--settings` the settings too ([dry-run.md](dry-run.md));
   `config.yaml` in the run's folder has the same settings and can be given to `--config` again. A run replaces the one
   that a run wrote, and refuses to replace one that a person wrote or edited.
 - A secret stands in the environment: text that is taken from there, `${oc.env:WANDB_API_KEY}`, is written like this
   wherever settings are written (`config.yaml`, the dry run, `report.html`) and in errors; what looks like a token or a
-  password is written as `***`, and refused when such a file is given again: give that setting anew.
+  password is written as `***`, and refused when such a file is given again: give that setting again.
 """
 
 
@@ -41,6 +45,7 @@ def manual() -> str:
         lines += ["", f"## `{group.name}`", "", _about(group)]
         if held:
             lines += ["", "| key | default | allowed | meaning |", "|---|---|---|---|", *map(_row, held)]
+            lines += _elsewhere(held)
     return "\n".join(lines) + "\n"
 
 
@@ -49,11 +54,23 @@ def _row(key: Key) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
+def _elsewhere(held: list[Key]) -> list[str]:
+    """What other programs call the settings of a group."""
+    rows = [(key, lookup.names(key.name)) for key in held]
+    cells = [
+        (key.name.rpartition(".")[2], *(names.get(program, "") for program in lookup.PROGRAMS))
+        for key, names in rows
+        if names
+    ]
+    head = ["", f"| key | {' | '.join(lookup.PROGRAMS)} |", "|---|" + "---|" * len(lookup.PROGRAMS)]
+    return [*head, *("| " + " | ".join(f"`{c}`" if c else "" for c in row) + " |" for row in cells)] if cells else []
+
+
 def _about(key: Key) -> str:
     """What a group is: its dataclass's docstring, and the field's own where that says more."""
     general = " ".join((inspect.getdoc(key.type) or "").split())
     own = f" {key.doc}" if key.nullable and key.doc != general else ""
-    return f"{general}{own}"
+    return textwrap.fill(f"{general}{own}", 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _default(value: Any) -> str:

@@ -1,7 +1,7 @@
 """Every check of settings that needs no machine and reads no file.
 
 Each refusal is one line: key, value, what is allowed, the fix. What depends on the model, the data or the devices is
-checked by `skyrl_mega.launch.inputs`.
+checked by `skyrl_mega.cli.inputs`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from skyrl_mega.config import megatron_options
 from skyrl_mega.config.derived import (
     engine_data,
     engine_ranks,
@@ -45,6 +46,23 @@ ENGINE_ARGUMENTS = {
 }
 """vLLM's arguments that the run decides itself, and the setting to use instead (None: there is none)."""
 
+TEMPLATE_ARGUMENTS = {
+    "messages": None,
+    "conversation": None,
+    "tools": "an environment with tools (docs/tools.md)",
+    "chat_template": "chat_template.jinja in the folder of model.path",
+    "add_generation_prompt": None,
+    "continue_final_message": "rollout.conversation",
+    "tokenize": None,
+    "tokenizer_kwargs": None,
+    "padding": None,
+    "truncation": None,
+    "max_length": "rollout.max_prompt_tokens",
+    "return_tensors": None,
+    "return_dict": None,
+    "return_assistant_tokens_mask": None,
+}
+"""Arguments of a tokenizer's `apply_chat_template` that the run decides itself, and what to use instead."""
 
 LONGEST_NAME = 255
 """Bytes of a file's name."""
@@ -61,6 +79,7 @@ def check(config: Config, *, planned: bool = False) -> None:
     _paths(config)
     _run(config)
     _optimizer(config.policy.optimizer)
+    megatron_options.check(config.policy)
     _data(config)
     _algorithm(config)
     _rollout(config)
@@ -82,6 +101,11 @@ def check_evaluation(config: Config, engines: bool = True) -> None:
     _paths(config)
     _name(config)
     _rollout(config)
+    if config.rollout.conversation != "messages" and not engines:
+        raise UserError(
+            f"rollout.conversation = {config.rollout.conversation}: an endpoint takes messages and renders them; "
+            "give rollout.conversation=messages, or evaluate without --endpoint"
+        )
     if engines:
         _model(config)
         check_topology(config)
@@ -191,6 +215,11 @@ def _algorithm(c: Config) -> None:
             f"data.samples_per_prompt = {samples}: {why} compares the samples of a prompt and needs at least 2; "
             "or algorithm.advantage=reinforce without dynamic sampling"
         )
+    if a.loss_mean == "micro_batches" and a.loss_mean_samples is None:
+        raise UserError(
+            "algorithm.loss_mean = micro_batches: it needs algorithm.loss_mean_samples, the samples of one micro-batch "
+            "of the run that is reproduced; give it, or algorithm.loss_mean=tokens"
+        )
     if samples > 1 and c.rollout.sampling.temperature == 0:
         raise UserError(
             f"rollout.sampling.temperature = 0: the {samples} samples of a prompt would all be the same; "
@@ -235,10 +264,20 @@ def _rollout(c: Config) -> None:
             f"environment.retriever.timeout_s = {retriever.timeout_s:g}: allowed is less than rollout.env_timeout_s = "
             f"{r.env_timeout_s:g}, so that a search that fails is told to the policy"
         )
+    if (c.evaluation.max_tokens or 0) > response_limit(c.rollout):
+        raise UserError(
+            f"evaluation.max_tokens = {c.evaluation.max_tokens}: allowed is at most {response_limit(c.rollout)}, the "
+            "tokens of a whole response; raise rollout.max_response_tokens, or give less"
+        )
     if s.max_tokens > response_limit(c.rollout):
         raise UserError(
             f"rollout.sampling.max_tokens = {s.max_tokens}: allowed is at most rollout.max_response_tokens = "
             f"{r.max_response_tokens}"
+        )
+    if r.max_input_tokens is not None and r.max_input_tokens < r.max_prompt_tokens:
+        raise UserError(
+            f"rollout.max_input_tokens = {r.max_input_tokens}: allowed is at least rollout.max_prompt_tokens = "
+            f"{r.max_prompt_tokens}, or a prompt would have no turn; or null"
         )
     if r.max_length is not None and r.max_length <= r.max_prompt_tokens:
         raise UserError(
@@ -251,11 +290,21 @@ def _rollout(c: Config) -> None:
             f"{length_limit(c.rollout)}, the longest "
             "sequence that rollout's limits allow"
         )
-    for name in r.options:
-        if name in ENGINE_ARGUMENTS:
-            instead = ENGINE_ARGUMENTS[name]
-            fix = f"use {instead}" if instead else "leave it out"
-            raise UserError(f"rollout.options.{name}: the run decides it; {fix}")
+    _taken("rollout.options", r.options, ENGINE_ARGUMENTS)
+    _taken("rollout.chat_template_options", r.chat_template_options, TEMPLATE_ARGUMENTS)
+    for name in r.chat_template_options:
+        if not isinstance(name, str) or not name.isidentifier():
+            raise UserError(
+                f"rollout.chat_template_options: {shown(name)}: allowed is the name of a template's variable"
+            )
+
+
+def _taken(key: str, options: dict[str, Any], taken: dict[str, str | None]) -> None:
+    """Refuses options that the run decides itself."""
+    for name in options:
+        if name in taken:
+            fix = f"use {taken[name]}" if taken[name] else "leave it out"
+            raise UserError(f"{key}.{name}: the run decides it; {fix}")
 
 
 def _is_address(url: str) -> bool:

@@ -12,7 +12,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
 
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.errors import UserError, UserErrors
+from skyrl_mega.config.keys import keys
+from skyrl_mega.config.other_programs import lookup
 from skyrl_mega.config.outside import is_unicode, reason
 from skyrl_mega.config.terminal import one_line, printable
 from skyrl_mega.config.values import LONGEST_TEXT, Rule, shown
@@ -40,6 +42,18 @@ class Parser(argparse.ArgumentParser):
             if "\0" in word or not is_unicode(word):
                 raise UserError(f"{shown(word)}: allowed is text in UTF-8 without NUL; see {self.prog} --help")
         return super().parse_known_args(words, namespace)
+
+    def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """As the base class, for a command that takes settings: options and keys of other programs are answered."""
+        words = sys.argv[1:] if args is None else list(args)
+        if lines := lookup.options(words, self._option_string_actions):
+            raise UserErrors(lines)
+        try:
+            return super().parse_intermixed_args(words, namespace)
+        except UserError:
+            if lines := lookup.keys(words, keys()):
+                raise UserErrors(lines) from None
+            raise
 
     def error(self, message: str) -> NoReturn:
         named = message.removeprefix("argument ").replace(f": {SIGN}", " ", 1)
@@ -110,7 +124,8 @@ def _lines(run: Callable[[], int], as_json: bool) -> int:
     except UserError as error:
         if as_json:
             print(json.dumps({"error": str(error)}))
-        complain(f"error: {error}")
+        for line in error.lines:
+            complain(f"error: {line}")
         return WRONG_INPUT
 
 

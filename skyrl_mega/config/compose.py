@@ -22,9 +22,10 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from skyrl_mega.config import outside, secrets, skyrl_keys
-from skyrl_mega.config.errors import UserError
+from skyrl_mega.config import outside, secrets
+from skyrl_mega.config.errors import UserError, UserErrors
 from skyrl_mega.config.keys import keys, names_in, nearest
+from skyrl_mega.config.other_programs import lookup
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.values import shown
 
@@ -51,20 +52,23 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
         UserError: a missing or broken file, an unknown key or a value of the wrong type.
     """
     parsed = [_parse(text) for text in overrides]
-    config: DictConfig = OmegaConf.structured(Config)
     chosen: list[Override] = []
+    given: list[tuple[str, Any]] = []
     if path is not None:
         path = _file(Path(path))
         folders = (path.parent, GROUPS)
         named = [o for o in parsed if GROUP.fullmatch(o.key_or_group)]
         groups = [o for o in named if any((folder / o.key_or_group).is_dir() for folder in folders)]
         chosen = [override for override in groups if not isinstance(override.value(), dict)]
-        for key, value in _leaves(_files(path, chosen), ""):
-            _assign(config, key, value)
+        given += _leaves(_files(path, chosen), "")
     for override in parsed:
         if override not in chosen:
-            for key, value in _leaves(override.value(), override.key_or_group):
-                _assign(config, key, value)
+            given += _leaves(override.value(), override.key_or_group)
+    if unknown := [line for key, value in given for line in _unknown(key, value)]:
+        raise UserErrors(unknown)
+    config: DictConfig = OmegaConf.structured(Config)
+    for key, value in given:
+        _assign(config, key, value)
     written = OmegaConf.to_container(config, resolve=False)
     if found := secrets.still_masked(written):
         raise UserError(
@@ -199,9 +203,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 def _assign(config: DictConfig, key: str, value: Any) -> None:
     """Sets one key, converted to its type."""
     known = keys()
-    mapping = next((name for name in _prefixes(key) if name in known and known[name].type is dict), None)
-    if key not in known and not mapping:
-        raise UserError(_unknown(key, value))
+    mapping = _mapping(key)
     for name in _prefixes(key) if value == {} else _prefixes(key)[:-1]:
         if name in known and known[name].group and OmegaConf.select(config, name) is None:
             OmegaConf.update(config, name, OmegaConf.structured(known[name].type), merge=False)
@@ -218,19 +220,28 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
         raise UserError(f"{key} = {shown(value)}: allowed is {known[mapping or key].allowed}") from error
 
 
-def _unknown(key: str, value: Any) -> str:
-    while isinstance(value, dict) and value:  # a group of a file that no setting is in: its first entry
-        name, value = next(iter(value.items()))
-        key = f"{key}.{name}"
-    if skyrl := skyrl_keys.told(key):
-        return f"{key} = {shown(value)}: no such setting; {skyrl}"
+def _mapping(key: str) -> str | None:
+    """The setting of free keys that a key is, or is in."""
+    return next((name for name in _prefixes(key) if name in keys() and keys()[name].type is dict), None)
+
+
+def _unknown(key: str, value: Any) -> Iterator[str]:
+    """What to say of a key that is no setting: a line, or one for each key of a group; nothing of one that is."""
+    if key in keys() or _mapping(key):
+        return
+    for name, inner in lookup.leaves(key, value):
+        yield lookup.answer(name, inner) or _unheard(name, inner)
+
+
+def _unheard(key: str, value: Any) -> str:
     near = nearest(key)
     group = next((name for name in reversed(_prefixes(key)) if name in keys()), "")
     if group and not keys()[group].group:
         return f"{key} = {shown(value)}: {group} is {keys()[group].allowed} and holds no other keys"
     there = ", ".join(names_in(group))
     hint = f"did you mean {near}? " if near else ""
-    return f"{key} = {shown(value)}: no such setting; {hint}allowed in {group or 'a configuration'}: {there}"
+    other = f"; {lookup.PAGE} has keys of other programs" if lookup.foreign(key) and not group else ""
+    return f"{key} = {shown(value)} is not known here; {hint}allowed in {group or 'a configuration'}: {there}{other}"
 
 
 def _prefixes(key: str) -> list[str]:

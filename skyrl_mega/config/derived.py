@@ -99,4 +99,5 @@ def evaluation_sampling(config: Config) -> SamplingConfig:
         sampling,
         temperature=sampling.temperature if own.temperature is None else own.temperature,
         top_p=sampling.top_p if own.top_p is None else own.top_p,
+        max_tokens=own.max_tokens or sampling.max_tokens,
     )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from skyrl_mega.config.secrets import hidden
 from skyrl_mega.config.terminal import one_line
 
@@ -15,3 +17,26 @@ class UserError(Exception):
     def __str__(self) -> str:
         """The line: nothing that it quotes breaks it, steers a terminal, or was taken from the environment."""
         return one_line(hidden(super().__str__()))
+
+    @property
+    def lines(self) -> list[str]:
+        """What the command prints: a line for each mistake."""
+        return [str(self)]
+
+
+class UserErrors(UserError):
+    """Several mistakes of one kind, such as unknown keys, that are told at once: a line each."""
+
+    MOST = 200
+    """Lines; the last one says how many more there are."""
+
+    def __init__(self, mistakes: Iterable[str]) -> None:
+        self.mistakes = list(dict.fromkeys(mistakes))
+        super().__init__("; ".join(self.mistakes[: self.MOST]))
+
+    @property
+    def lines(self) -> list[str]:
+        """What the command prints: a line for each mistake."""
+        lines = [str(UserError(mistake)) for mistake in self.mistakes[: self.MOST]]
+        more = len(self.mistakes) - self.MOST
+        return [*lines, f"and {more} more"] if more > 0 else lines

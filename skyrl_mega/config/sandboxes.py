@@ -7,11 +7,11 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from skyrl_mega.config.limits import ENVIRONMENT_WORKERS
+
 if TYPE_CHECKING:  # the sandbox imports this file where nothing but the standard library is
     from skyrl_mega.config.schema import Config
 
-ENVIRONMENT_THREADS = 64
-"""Environment steps at once."""
 SANDBOX_MEMORY_MIB, SANDBOX_DISK_MIB = 512, 64
 """Usual limits of a sandboxed program: memory of each of its processes, and disk."""
 LEAST_TOTAL_MIB, SHARE = 8192, 8
@@ -27,8 +27,8 @@ MIB = 2**20
 
 def usual_total_mib(node_mib: float) -> int:
     """What all programs of an environment may have together where the settings do not say: no more than one process
-    each could take, and of a large node no more than an eighth."""
-    return int(min(max(LEAST_TOTAL_MIB, node_mib / SHARE), ENVIRONMENT_THREADS * SANDBOX_MEMORY_MIB))
+    each of the usual number of workers could take, and of a large node no more than an eighth."""
+    return int(min(max(LEAST_TOTAL_MIB, node_mib / SHARE), ENVIRONMENT_WORKERS * SANDBOX_MEMORY_MIB))
 
 
 def machine_mib(limit: Path = CGROUP) -> float:
@@ -58,7 +58,7 @@ def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
     for name, key in SANDBOXES.items():
         if name in named:
             limits = (config.environment.options.get(name) or {}).get(key) or {}
-            disks = trajectories if name in SESSIONS else min(trajectories, ENVIRONMENT_THREADS)
+            disks = trajectories if name in SESSIONS else min(trajectories, config.environment.workers)
             total += limits.get("total_mib", usual) + disks * limits.get("disk_mib", SANDBOX_DISK_MIB)
     return total
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Optional
 
+from skyrl_mega.config.limits import ENVIRONMENT_WORKERS
+
 
 def one_of(*allowed: str) -> Any:
     """A string field; the first of `allowed` is the default."""
@@ -207,6 +209,9 @@ class OptimizerConfig:
     """After the warm-up."""
     warmup_steps: int = at_least(0, 0)
     """Optimizer steps of linear warm-up from zero."""
+    warmup_from_zero: bool = False
+    """The first optimizer step of a warm-up has learning rate 0, and step i has (i − 1) / warmup_steps of `lr`, as with
+    the schedulers of torch and in SkyRL; false gives it i / warmup_steps."""
     decay_steps: Optional[int] = at_least(1, None)
     """Optimizer step at which `min_lr` is reached; needed by linear and cosine."""
     beta1: float = between(0, 1, 0.9)
@@ -219,6 +224,9 @@ class OptimizerConfig:
     """Decoupled weight decay; norms and biases are exempt."""
     clip_grad: float = at_least(0, 1.0)
     """Largest global gradient norm; 0 does not clip."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """More fields of megatron-core's OptimizerConfig, by their own names. Memory that they save or take is not
+    planned."""
 
 
 @dataclass
@@ -257,6 +265,12 @@ class PolicyConfig:
     """Recomputes every layer's activations in the backward pass."""
     threads: int = between(1, 4096, 1)
     """CPU threads of one rank (CPU only)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """More fields of megatron-core's TransformerConfig, by their own names (`recompute_granularity: selective`); a
+    reference with a layout of its own has them too. Fields that another setting or the run decides are refused; memory
+    that the others save or take is not planned."""
+    ddp_options: dict[str, Any] = field(default_factory=dict)
+    """More fields of megatron-core's DistributedDataParallelConfig, by their own names (`bucket_size: 40000000`)."""
 
 
 @dataclass
@@ -303,6 +317,9 @@ class RolloutConfig:
     """Longest sequence of an engine; None takes prompt + response limits."""
     max_prompt_tokens: int = at_least(1, 2048)
     """Longer prompts are left out of the data, counted."""
+    max_input_tokens: Optional[int] = at_least(1, None)
+    """Tokens before a turn at most: where there are more, the trajectory ends before it. None lets a turn begin while
+    `max_length` and `max_response_tokens` leave room for one token."""
     max_response_tokens: Optional[int] = at_least(1, None)
     """Tokens after the prompt over all turns; None takes turns · sampling.max_tokens."""
     max_turns: int = at_least(1, 1)
@@ -312,6 +329,15 @@ class RolloutConfig:
     all as long as they may become."""
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     """How training samples are drawn."""
+    conversation: str = one_of("messages", "one_message")
+    """How several turns become tokens. messages: each turn is a message of the assistant, each observation one of its
+    own role, as the chat template writes them. one_message: all turns and observations are inside one message of the
+    assistant, observations as they are, without the template; an end token behind a turn that goes on is taken back,
+    and a last turn that a stop string ended gets one, which is trained on (docs/environments.md). SearchR1 and
+    SkyRL-SQL were published so."""
+    chat_template_options: dict[str, Any] = field(default_factory=dict)
+    """More variables of the model's chat template, such as `{enable_thinking: false}` of Qwen3's. Every rendering has
+    them: prompts, observations, the warm-up, evaluations."""
     env_timeout_s: float = at_least(0.1, 60.0)
     """Seconds for one environment step."""
     trajectory_timeout_s: Optional[float] = at_least(0.1, None)
@@ -326,7 +352,7 @@ class RolloutConfig:
     take them. A request has no limit but `sampling.max_tokens`: however long it waits, and however slow its tokens are.
     Of an endpoint that is evaluated: seconds for one attempt."""
     restarts: int = at_least(0, 10)
-    """Engines that are started again after a fault, in one run; past it the run ends and names the first cause."""
+    """Engines that are started again after a fault, in one run; past it the run ends and names the root cause."""
     threads: int = between(1, 4096, 1)
     """CPU threads of one engine worker (CPU only)."""
     eager: Optional[bool] = None
@@ -361,6 +387,9 @@ class KlConfig:
     """0 needs no reference."""
     estimator: str = one_of("k3", "k1", "k2")
     """Schulman's estimators (joschu.net/blog/kl-approx.html)."""
+    mean: str = one_of("loss", "tokens", "sequences")
+    """What the KL term is the mean over. loss: as `algorithm.loss_mean`; tokens and sequences: as there. SkyRL's KL
+    term is a mean over sequences, whatever the policy loss is."""
 
 
 @dataclass
@@ -387,6 +416,16 @@ class OverlongConfig:
 
 
 @dataclass
+class GspoConfig:
+    """The clip range of `loss: gspo` (arXiv:2507.18071, section 5.1), whose ratio is a mean over an answer's tokens."""
+
+    clip_low: float = between(0, 1, 3e-4)
+    """An answer's ratio is clipped below 1 - clip_low."""
+    clip_high: float = at_least(0, 4e-4)
+    """An answer's ratio is clipped above 1 + clip_high."""
+
+
+@dataclass
 class AlgorithmConfig:
     """From rewards to a loss."""
 
@@ -394,14 +433,26 @@ class AlgorithmConfig:
     """How a trajectory's advantage comes from its group."""
     normalize: bool = True
     """GRPO divides by the group's standard deviation."""
+    loss: str = "ppo"
+    """What is minimised: ppo, gspo (one ratio for all tokens of an answer), or your own function of (LossInputs,
+    AlgorithmConfig) by import path (`package.module:function` or `path/to/file.py:function`)."""
+    gspo: GspoConfig = field(default_factory=GspoConfig)
+    """The clip range of gspo, which does not look at `clip_low` and `clip_high`."""
     clip_low: float = between(0, 1, 0.2)
     """Ratio is clipped below 1 - clip_low."""
     clip_high: float = at_least(0, 0.2)
     """Ratio is clipped above 1 + clip_high."""
     dual_clip: Optional[float] = at_least(1, None)
     """Bound c of dual-clip PPO (arXiv:1912.09729) for negative advantages; None is off."""
-    loss_mean: str = one_of("tokens", "sequences")
-    """tokens: over all tokens of the mini-batch; sequences: per-sequence token mean, then over sequences."""
+    loss_mean: str = one_of("tokens", "sequences", "micro_batches")
+    """tokens: over all tokens of the mini-batch; sequences: per-sequence token mean, then over sequences;
+    micro_batches: token mean over every `loss_mean_samples` samples, then over these groups. That is what programs
+    compute that take the token mean of each micro-batch (SkyRL's `token_mean` of 2025, `token_mean_legacy` today). Here
+    the groups are fixed: the loss does not depend on `policy.micro_tokens`."""
+    loss_mean_samples: Optional[int] = at_least(1, None)
+    """Of `loss_mean=micro_batches`, which needs it: samples of one group, the micro-batch of the run that is
+    reproduced. Samples that follow one another in the mini-batch make a group; a trajectory is one sample, also with
+    `rollout.step_wise`. A group without a token to learn from counts as one whose loss is 0."""
     importance_cap: Optional[float] = at_least(0, None)
     """Token-level truncated importance sampling of the engine's mismatch, capped here; None is off."""
     kl: KlConfig = field(default_factory=KlConfig)
@@ -466,6 +517,8 @@ class EnvironmentConfig:
     """Name → import path (`package.module:Class` or `path/to/file.py:Class`) of your own environments."""
     options: dict[str, Any] = field(default_factory=dict)
     """Environment name → options passed to its constructor."""
+    workers: int = between(1, MOST, ENVIRONMENT_WORKERS)
+    """Calls of environments at once, each in a thread; the others wait, and waiting does not count as their time."""
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     """The retrieval service that environment `search` asks."""
 
@@ -486,6 +539,8 @@ class EvaluationConfig:
     """None takes rollout.sampling.temperature."""
     top_p: Optional[float] = between(0, 1, None)
     """None takes rollout.sampling.top_p."""
+    max_tokens: Optional[int] = at_least(1, None)
+    """Tokens of one turn at most; None takes rollout.sampling.max_tokens."""
 
 
 @dataclass
@@ -520,10 +575,15 @@ class WarmupConfig:
 class TelemetryConfig:
     """What is written while the run goes."""
 
-    tensorboard: bool = True
-    """Writes `tensorboard/`."""
+    trackers: list[str] = field(default_factory=lambda: ["jsonl", "tensorboard"], metadata={"empty": False})
+    """Where the metrics go, in addition to `metrics.jsonl`, which is always written: names of docs/trackers.md, or the
+    import path of your own class (`package.module:Class` or `path/to/file.py:Class`)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Tracker → its options; the name of your own tracker is that of its class."""
     trajectories_every: int = at_least(0, 1)
     """RL steps between trajectory files; 0 writes none."""
+    tracked_trajectories: int = between(0, 1000, 8)
+    """Trajectories that trackers are given whenever such a file is written, the first of the step; 0 gives none."""
 
 
 @dataclass

@@ -12,6 +12,7 @@ from skyrl_mega.config.command import Parser, integer, path_of
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.data.write import with_progress, write_rows
 from skyrl_mega.envs.addition import data as addition
+from skyrl_mega.envs.calculator import data as calculator
 from skyrl_mega.envs.gsm8k import data as gsm8k
 from skyrl_mega.envs.gsm8k_multi_turn import data as gsm8k_multi_turn
 from skyrl_mega.envs.gym import data as gym
@@ -25,6 +26,7 @@ from skyrl_mega.envs.text2sql import data as text2sql
 
 RECIPES = {
     "addition": addition,
+    "calculator": calculator,
     "gsm8k": gsm8k,
     "gsm8k_multi_turn": gsm8k_multi_turn,
     "gym": gym,

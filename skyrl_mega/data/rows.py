@@ -37,6 +37,8 @@ class Demonstration:
     """The prompt."""
     turns: list[Message]
     """What follows: the assistant's messages are learned, the environment's between them are only read."""
+    env_class: str = ""
+    """The row's environment, whose tools the prompt shows; empty where the row names none."""
 
 
 def load_prompts(
@@ -73,6 +75,17 @@ def check_files(files: Sequence[str | Path], config: EnvironmentConfig, *, key: 
     return sum(len(batch) for file in files for batch, _ in _checked_batches(file, config, key))
 
 
+def environments_of(files: Sequence[str | Path], config: EnvironmentConfig) -> list[str]:
+    """Names of the environments that the rows of checked files ask for."""
+    names: dict[str, None] = {}
+    for file in files:
+        schema = pq.read_schema(file)
+        of = pq.read_table(file, columns=["env_class"])["env_class"] if "env_class" in schema.names else [None]
+        named = pc.unique(of.cast(pa.string())).to_pylist() if isinstance(of, pa.ChunkedArray) else of
+        names |= dict.fromkeys(name or config.default or "" for name in named)
+    return [name for name in names if name]
+
+
 def load_demonstrations(files: Sequence[str | Path], *, key: str = "warmup.files") -> list[Demonstration]:
     """Reads prompts with the response, or the whole conversation, of `extra_info.demonstration`.
 
@@ -96,7 +109,9 @@ def load_demonstrations(files: Sequence[str | Path], *, key: str = "warmup.files
                 _refuse(pc.invert(_filled(shown)), first, where, column, "it is missing; allowed: text, or messages")
                 turns = [[{"role": "assistant", "content": response}] for response in shown.to_pylist()]
             prompts = map(_messages, batch["prompt"].to_pylist())
-            demonstrations += [Demonstration(*both) for both in zip(prompts, turns, strict=True)]
+            named = batch["env_class"].to_pylist() if "env_class" in batch.schema.names else [None] * len(batch)
+            names = [name or "" for name in named]
+            demonstrations += [Demonstration(*parts) for parts in zip(prompts, turns, names, strict=True)]
     return demonstrations
 
 

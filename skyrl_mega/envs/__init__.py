@@ -3,5 +3,6 @@
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.registry import make
+from skyrl_mega.envs.tools import Tool, ToolEnv, ToolError
 
-__all__ = ["BaseTextEnv", "BaseTextEnvStepOutput", "Message", "Prompt", "make"]
+__all__ = ["BaseTextEnv", "BaseTextEnvStepOutput", "Message", "Prompt", "Tool", "ToolEnv", "ToolError", "make"]

@@ -7,8 +7,9 @@ from typing import Any, ClassVar, NotRequired, TypedDict
 
 from skyrl_mega.envs.options import Option, filled
 
-Message = dict[str, str]
-"""A chat message: `role` and `content`."""
+Message = dict[str, Any]
+"""A chat message: `role` and `content`, both text. One of role `tool` may have `tool_call_id` and `name`, one of the
+assistant `tool_calls`, a list."""
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of a message. Chat templates drop any other without a word."""
@@ -26,8 +27,8 @@ class BaseTextEnvStepOutput(TypedDict):
     metadata: dict[str, Any]
     """For people: kept with the trajectory, never seen by the policy. `tool_calls`, a list, says what was called."""
     messages: NotRequired[list[Message] | None]
-    """May be left out. The whole conversation anew, in the place of all that the policy saw before; `observations` is
-    then []. Needs `rewrites_history` and `rollout.step_wise`."""
+    """May be left out. The whole conversation, rewritten, in the place of all that the policy saw before;
+    `observations` is then []. Needs `rewrites_history` and `rollout.step_wise`."""
 
 
 class BaseTextEnv:

@@ -10,7 +10,7 @@ from pathlib import Path
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import registry
-from skyrl_mega.envs.checked import BadOutput
+from skyrl_mega.envs.validate import BadOutput
 
 PACKAGE = Path(__file__).parents[1]
 ENVIRONMENTS = Path(__file__).parent

@@ -12,7 +12,7 @@ class Prompt:
 
     uid: int
     """Position in the data; the same across epochs and restarts."""
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     """Chat messages: role and content."""
     env_class: str
     """Registered environment name."""

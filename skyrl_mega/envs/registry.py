@@ -6,26 +6,23 @@ finds the same class. A row of data can only name what is registered: data never
 
 from __future__ import annotations
 
-import hashlib
-import importlib
-import importlib.util
-import sys
-import traceback
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+from skyrl_mega.config import imports
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs.base import BaseTextEnv
 from skyrl_mega.envs.options import filled
+from skyrl_mega.envs.tools import ToolEnv, calls_tools, definitions
 
 BUILT_IN: Mapping[str, str] = {
     "addition": "skyrl_mega.envs.addition.env:AdditionEnv",
     "aime": "skyrl_mega.envs.aime.env:AimeEnv",
+    "calculator": "skyrl_mega.envs.calculator.env:CalculatorEnv",
     "gsm8k": "skyrl_mega.envs.gsm8k.env:Gsm8kEnv",
     "gsm8k_multi_turn": "skyrl_mega.envs.gsm8k_multi_turn.env:Gsm8kMultiTurnEnv",
     "gym": "skyrl_mega.envs.gym.env:GymEnv",
@@ -39,8 +36,9 @@ BUILT_IN: Mapping[str, str] = {
 }
 """Name → import path of the environments that come with the project."""
 
-CONTRACT = ("BaseTextEnv", "BaseTextEnvStepOutput")
+CONTRACT = ("BaseTextEnv", "BaseTextEnvStepOutput", "Tool", "ToolEnv", "ToolError")
 """What a pasted class takes from this package."""
+CONTRACT_IMPORT = f"from skyrl_mega.envs import {', '.join(CONTRACT)}"
 
 
 def names(config: EnvironmentConfig) -> list[str]:
@@ -130,6 +128,24 @@ def _settings(cls: type[BaseTextEnv], options: Mapping[str, Any], config: Enviro
     return {**options, "retriever": config.retriever} if getattr(cls, "needs_retriever", False) else options
 
 
+def has_tools(name: str, config: EnvironmentConfig) -> bool:
+    """Whether the policy of an environment calls tools in the model's own template.
+
+    Raises:
+        UserError: What its class has as tools is none.
+    """
+    tools(name, config)
+    return calls_tools(resolve(name, config))
+
+
+def tools(name: str, config: EnvironmentConfig) -> list[dict[str, Any]]:
+    """The tools of an environment's class, as chat templates take them; [] where it has none, or has them by row."""
+    try:
+        return definitions(resolve(name, config))
+    except TypeError as error:
+        raise UserError(f"environment {name}: {error}") from error
+
+
 def with_absolute_paths(config: EnvironmentConfig) -> EnvironmentConfig:
     """The same names with file paths made absolute, for processes that start in another folder."""
     classes = {}
@@ -140,16 +156,8 @@ def with_absolute_paths(config: EnvironmentConfig) -> EnvironmentConfig:
 
 
 def _load(path: str, key: str) -> type[BaseTextEnv]:
-    source, _, attribute = path.rpartition(":")
-    if not source or not attribute:
-        raise UserError(f"{key}={path}: allowed: package.module:Class or path/to/file.py:Class")
-    module = _module_of_file(source, key) if source.endswith(".py") else _module_of_name(source, path, key)
-    cls = getattr(module, attribute, None)
-    if cls is None:
-        own = [n for n, v in vars(module).items() if isinstance(v, type) and v.__module__ == module.__name__]
-        near = get_close_matches(attribute, own, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(own) or 'no class'}"
-        raise UserError(f"{key}={path}: {source} has no class {attribute}; {hint}")
+    cls = imports.load(path, key, contract=dict.fromkeys(CONTRACT, CONTRACT_IMPORT))
+    attribute = path.rpartition(":")[2]
     if not isinstance(cls, type) or not all(callable(getattr(cls, m, None)) for m in ("init", "step", "close")):
         raise UserError(
             f"{key}={path}: {attribute} is no environment; allowed: a class with init, step and close, "
@@ -157,53 +165,8 @@ def _load(path: str, key: str) -> type[BaseTextEnv]:
         )
     if issubclass(cls, BaseTextEnv) and cls.step is BaseTextEnv.step:
         raise UserError(f"{key}={path}: {attribute} has no step; write `def step(self, action)`, which judges a turn")
-    return cls
-
-
-def _module_of_file(source: str, key: str) -> ModuleType:
-    file = Path(source).absolute()
-    if not file.is_file():
-        raise UserError(f"{key}: {file} does not exist; give the path of a Python file (relative to {Path.cwd()})")
-    # Its own name in sys.modules: dataclasses and pickle look a class's module up there.
-    name = f"skyrl_mega_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
-    if name in sys.modules:
-        return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    try:
-        spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever a user's file does when it is read
-        del sys.modules[name]
-        raise UserError(f"{key}: {file}{_line_of(error, file)} cannot be imported: {_one_line(error)}") from error
-    return module
-
-
-def _module_of_name(source: str, path: str, key: str) -> ModuleType:
-    if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.append(str(Path.cwd()))  # as `python -m` has it; a Ray worker starts without
-    try:
-        return importlib.import_module(source)
-    except (Exception, SystemExit) as error:
+    if issubclass(cls, ToolEnv) and cls.step is ToolEnv.step and cls.judge is ToolEnv.judge:
         raise UserError(
-            f"{key}={path}: {source} cannot be imported: {_one_line(error)}; "
-            "allowed: a module that Python finds from the working directory, or path/to/file.py:Class"
-        ) from error
-
-
-def _line_of(error: BaseException, file: Path) -> str:
-    """`, line 3` where the error's way led through that line of the file; the last such line."""
-    if isinstance(error, SyntaxError) and error.filename == str(file):
-        return f", line {error.lineno}"
-    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
-    return f", line {lines[-1]}" if lines else ""
-
-
-def _one_line(error: BaseException) -> str:
-    """Type and message; where a name of the contract is missing, the line that brings it."""
-    said = error.msg if isinstance(error, SyntaxError) else str(error)
-    text = f"{type(error).__name__}: {' '.join(said.split())}"
-    if isinstance(error, NameError) and error.name in CONTRACT:
-        text += f"; add `from skyrl_mega.envs import {', '.join(CONTRACT)}`"
-    return text
+            f"{key}={path}: {attribute} has no judge; write `def judge(self, answer)`, the reward of an answer"
+        )
+    return cls

@@ -16,6 +16,6 @@ def sandboxes_left() -> None:
 
 if __name__ == "__main__":
     driver.start(GOES_ON, sandboxes_left)
-    from skyrl_mega.evaluate.cli import main  # only the driver needs what it imports
+    from skyrl_mega.cli.evaluate import main  # only the driver needs what it imports
 
     sys.exit(main())

@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import httpx
@@ -21,13 +21,12 @@ from skyrl_mega.config.derived import evaluated_at_once, evaluation_sampling
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import Malformed
 from skyrl_mega.config.outside import parsed as parsed_json
-from skyrl_mega.config.sandboxes import ENVIRONMENT_THREADS
-from skyrl_mega.config.schema import Config, SamplingConfig
+from skyrl_mega.config.schema import Config, RolloutConfig, SamplingConfig
 from skyrl_mega.config.terminal import one_line
 from skyrl_mega.config.values import shown
 from skyrl_mega.envs.base import Message
-from skyrl_mega.rollout.agent import Agent, Limits, Opened, Said, append, stream_seed
-from skyrl_mega.rollout.threads import Threads
+from skyrl_mega.rollout.agent_loop import Agent, Limits, Opened, Said, Tools, append, stream_seed
+from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.trajectory import Kind, Step, Trajectory
 
 MOST_BYTES = 64 * 2**20
@@ -133,7 +132,7 @@ class Client:
     def __init__(self, endpoint: Endpoint, sampling: SamplingConfig, timeout_s: float, http: httpx.AsyncClient) -> None:
         self.endpoint, self.sampling, self.timeout_s, self.http = endpoint, sampling, timeout_s, http
 
-    async def reply(self, messages: Sequence[Mapping[str, str]], max_tokens: int, seed: int) -> Reply | None:
+    async def reply(self, messages: Sequence[Mapping[str, Any]], max_tokens: int, seed: int) -> Reply | None:
         """The next message; None where the conversation is longer than the endpoint's context.
 
         Raises:
@@ -229,14 +228,15 @@ class MessageAgent(Agent):
     """
 
     def __init__(self, client: Client, config: Config) -> None:
-        self.client, self.limits = client, Limits.of(config.rollout)
-        self.environments, self.threads = config.environment, Threads(ENVIRONMENT_THREADS)
+        self.client = client
+        self.limits = replace(Limits.of(config.rollout), turn=client.sampling.max_tokens)
+        self.environments, self.threads = config.environment, EnvPool(config.environment.workers)
 
-    def first(self, messages: list[Message]) -> list[int]:
+    def first(self, messages: list[Message], tools: Tools = ()) -> list[int]:
         """None: the next reply says how many they were."""
         return []
 
-    def following(self, t: Trajectory, observations: list[Message]) -> list[int]:
+    def following(self, t: Trajectory, observations: list[Message], tools: Tools = ()) -> list[int]:
         """None: the next reply says how many they were."""
         return []
 
@@ -278,10 +278,17 @@ class EndpointSource:
             timeout=timeout,
             trust_env=not self.endpoint.near,
         ) as http:
-            yield MessageAgent(Client(self.endpoint, evaluation_sampling(self.config), timeout, http), self.config)
+            endpoint = with_template_options(self.endpoint, self.config.rollout)
+            yield MessageAgent(Client(endpoint, evaluation_sampling(self.config), timeout, http), self.config)
 
     def refill(self) -> None:
         """There is nobody to start again."""
+
+
+def with_template_options(endpoint: Endpoint, rollout: RolloutConfig) -> Endpoint:
+    """The endpoint, told `rollout.chat_template_options` in each request as vLLM and SGLang take them."""
+    options = rollout.chat_template_options
+    return replace(endpoint, extra={"chat_template_kwargs": options, **endpoint.extra}) if options else endpoint
 
 
 def restored(text: str, choice: Mapping[str, Any], stops: Sequence[str]) -> str:
@@ -301,7 +308,7 @@ def restored(text: str, choice: Mapping[str, Any], stops: Sequence[str]) -> str:
     return text + last if last and opened[last] > text.rfind(last) else text
 
 
-def _conversation(t: Trajectory) -> list[dict[str, str]]:
+def _conversation(t: Trajectory) -> list[dict[str, Any]]:
     """Messages from the last prompt on: an environment may have put a new conversation in the place of the old."""
     last = max(i for i, step in enumerate(t.steps) if step.kind is Kind.PROMPT)
     return t.messages[sum(step.messages for step in t.steps[:last]) :]

@@ -7,15 +7,15 @@ from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from skyrl_mega.cluster.local import session
 from skyrl_mega.cluster.placement import reserve
+from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.derived import evaluated_at_once, evaluation_sampling
 from skyrl_mega.config.schema import Config
-from skyrl_mega.rollout.agent import Agent
-from skyrl_mega.rollout.chat import Chat
+from skyrl_mega.rollout.agent_loop import Agent
 from skyrl_mega.rollout.generator import Generator
+from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.telemetry.console import Console
-from skyrl_mega.trainer.setup import start_engines
+from skyrl_mega.trainer.start_actors import Setup, start_engines
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class EngineSource:
 
 
 @contextmanager
-def own_engines(config: Config, chat: Chat, folder: Path, console: Console) -> Iterator[EngineSource]:
+def own_engines(config: Config, chat: Renderer, folder: Path, console: Console) -> Iterator[EngineSource]:
     """Engines that serve `model.path`; they end with this block."""
     device, workers = config.cluster.device, config.rollout.engines * config.rollout.tensor
     say: Callable[[str], None] = console.say
@@ -53,6 +53,7 @@ def own_engines(config: Config, chat: Chat, folder: Path, console: Console) -> I
             model = Path(config.model.path).absolute()
             rollout = config.rollout
             places = reserve(rollout.engines, gpus=rollout.tensor) if device == "cuda" else None
-            fleet = start_engines(config, model, device, folder, stack, say, places, weights="auto")
+            setup = Setup(config, {}, model, device=device, folder=folder, stack=stack, say=say)
+            fleet = start_engines(setup, places, weights="auto")
         fleet.serve(fleet.present())
         yield EngineSource(Generator(fleet, chat, config.rollout, config.environment), config)

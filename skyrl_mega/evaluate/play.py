@@ -10,7 +10,7 @@ from typing import Protocol
 from skyrl_mega.cluster.fleet import NobodyServes
 from skyrl_mega.evaluate.results import Results, row_of
 from skyrl_mega.evaluate.sets import Draw
-from skyrl_mega.rollout.agent import Agent
+from skyrl_mega.rollout.agent_loop import Agent
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.trainer.health.failures import failures
 
@@ -48,7 +48,7 @@ def draw_missing(
         say: Told of the first sample whose environment failed; the scores count all of them.
 
     Raises:
-        ActorFailed, EndpointFailed: Nobody answers; the first cause. What has ended is kept.
+        ActorFailed, EndpointFailed: No response; the root cause. What has ended is kept.
         UserError: The endpoint refused.
     """
     done = failed = 0

@@ -22,7 +22,7 @@ from skyrl_mega.config.outside import Malformed, json_object, parsed
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.evaluate.identity import alike
 from skyrl_mega.evaluate.sets import Draw, PromptSet
-from skyrl_mega.rollout import store
+from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.telemetry.run_dir import locked
 
@@ -42,9 +42,9 @@ SCHEMA = pa.schema(
         ("env_class", pa.string()),
         ("data_source", pa.string()),
         ("metadata", pa.string()),
-        ("messages", store.MESSAGES),
+        ("messages", trajectory_io.MESSAGES),
         ("seconds", pa.string()),
-        ("prompt_messages", store.MESSAGES),
+        ("prompt_messages", trajectory_io.MESSAGES),
         ("extras", pa.string()),
     ]
 )
@@ -80,7 +80,7 @@ def row_of(t: Trajectory, metrics: Sequence[str]) -> dict[str, Any]:
         metrics: Those that its environment declares; one that it did not report counts as 0.
     """
     scores = {name: float(t.metadata.get(name) or 0.0) for name in metrics}
-    prompt, response = store.texts(t)
+    prompt, response = trajectory_io.texts(t)
     return {
         "uid": t.prompt.uid,
         "sample": t.sample,
@@ -95,11 +95,11 @@ def row_of(t: Trajectory, metrics: Sequence[str]) -> dict[str, Any]:
         "response_tokens": sum(t.mask),
         "env_class": t.prompt.env_class,
         "data_source": str(t.prompt.extras.get("data_source") or ""),
-        "metadata": store.plain_json(t.metadata),
+        "metadata": trajectory_io.plain_json(t.metadata),
         "messages": t.messages,
-        "seconds": store.plain_json(t.seconds),
+        "seconds": trajectory_io.plain_json(t.seconds),
         "prompt_messages": t.prompt.messages,
-        "extras": store.plain_json(t.prompt.extras),
+        "extras": trajectory_io.plain_json(t.prompt.extras),
     }
 
 
@@ -161,7 +161,7 @@ class Results:
         prompt = prompts.get(row["uid"])
         if prompt is None or row["sample"] >= samples:
             return False  # of a larger limit, or of more samples
-        same = (prompt.messages, prompt.env_class, store.plain_json(prompt.extras))
+        same = (prompt.messages, prompt.env_class, trajectory_io.plain_json(prompt.extras))
         if same != (row["prompt_messages"], row["env_class"], row["extras"]):
             raise UserError(
                 f"--output {self.folder}: row {prompt.uid} of the set {name} was another one when its samples were "
@@ -191,10 +191,19 @@ def opened(folder: Path, identity: Mapping[str, Any], sets: Sequence[PromptSet],
             results.close()
 
 
+SINCE: Mapping[str, Any] = {
+    "rollout.conversation": "messages",
+    "rollout.chat_template_options": {},
+    "rollout.max_input_tokens": None,
+}
+"""What an evaluation had that was begun before there were these settings."""
+
+
 def _claim(folder: Path, identity: Mapping[str, Any]) -> None:
     file = folder / "evaluation.json"
     if file.exists():
         before = json_object(file, "give another --output", most=LARGEST)
+        before = {**{key: value for key, value in SINCE.items() if key in identity}, **before}
         for key in [*identity, *before]:
             old, new = (json.dumps(d[key], sort_keys=True) if key in d else "nothing" for d in (before, identity))
             if old != new and not alike(before.get(key), identity.get(key)):

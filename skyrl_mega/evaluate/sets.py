@@ -9,10 +9,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema import Config, EnvironmentConfig
 from skyrl_mega.data.rows import load_prompts
+from skyrl_mega.envs import registry
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.chat import Chat
+from skyrl_mega.rollout.renderer import Renderer
 
 NAME = re.compile(r"[\w+-][\w.+-]*")
 
@@ -65,15 +66,21 @@ def load_sets(config: Config, given: Sequence[str]) -> list[PromptSet]:
     return [PromptSet(name, prompts[: config.evaluation.limit]) for name, prompts in sets.items()]
 
 
-def that_fit(sets: Sequence[PromptSet], chat: Chat, longest: int) -> list[PromptSet]:
+def that_fit(
+    sets: Sequence[PromptSet], chat: Renderer, longest: int, environments: EnvironmentConfig | None = None
+) -> list[PromptSet]:
     """The sets without prompts of more than `longest` tokens, which are counted.
 
     Raises:
         UserError: Nothing of a set is left.
     """
-    kept = []
+    kept, config = [], environments or EnvironmentConfig()
     for s in sets:
-        prompts = [p for p in s.prompts if len(chat.prompt(p.messages, f"the set {s.name}, row {p.uid}")) <= longest]
+        tools = {name: registry.tools(name, config) for name in {p.env_class for p in s.prompts}}
+        place = f"the set {s.name}, row"
+        prompts = [
+            p for p in s.prompts if len(chat.prompt(p.messages, f"{place} {p.uid}", tools[p.env_class])) <= longest
+        ]
         if not prompts:
             raise UserError(
                 f"rollout.max_prompt_tokens = {longest}: all {len(s.prompts)} prompts of the set {s.name} are longer; "

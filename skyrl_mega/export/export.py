@@ -23,9 +23,9 @@ from skyrl_mega.export.job import Job, Origin, plan_job
 from skyrl_mega.export.pool import run
 from skyrl_mega.export.progress import Progress
 from skyrl_mega.export.source import Source, check_output
-from skyrl_mega.weights.box_files import read_entries
-from skyrl_mega.weights.checkpoint_header import read_header
-from skyrl_mega.weights.files import write_beside
+from skyrl_mega.hf_checkpoint.box_files import read_entries
+from skyrl_mega.hf_checkpoint.box_header import read_header
+from skyrl_mega.hf_checkpoint.load import write_beside
 
 _LOCK = ".lock"
 _SPARE_BYTES = 64 << 20

@@ -14,11 +14,11 @@ from typing import Any, Literal
 import torch
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.layout.box import Box
+from skyrl_mega.hf_checkpoint.box_files import MASTER, WEIGHT, Entry
+from skyrl_mega.hf_checkpoint.box_header import Header
+from skyrl_mega.hf_checkpoint.load import file_names, split
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.weights.box_files import MASTER, WEIGHT, Entry
-from skyrl_mega.weights.checkpoint_header import Header
-from skyrl_mega.weights.files import file_names, split
+from skyrl_mega.parallel.box import Box
 
 Origin = Literal["weights", "master"]
 """What is exported: the weights that the model computes with, or the optimizer's float32 copies."""
@@ -134,7 +134,9 @@ def plan_job(
     batches = tuple(batch for row in zip_longest(*by_file) for batch in row if batch)
     largest = max(sum(slab.rows * prod(shapes[slab.tensor][1:]) for slab in batch.slabs) for batch in batches) * widest
     frozen = tuple(tensor for tensor in shapes if tensor not in trained) if origin == "master" else ()
-    return Job(shapes, dtype, through, tuple(entries), of, files, batches, largest, frozen)
+    return Job(
+        shapes, dtype, through, tuple(entries), of, files, batches=batches, buffer_bytes=largest, without_master=frozen
+    )
 
 
 def within(job: Job, slab: Slab) -> Iterator[tuple[Entry, Box]]:

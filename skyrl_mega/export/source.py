@@ -14,9 +14,9 @@ from omegaconf.errors import OmegaConfBaseException
 
 from skyrl_mega.config import outside
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.hf_checkpoint.box_header import refuse_old
+from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.trainer.checkpoints import Checkpoints
-from skyrl_mega.weights.checkpoint_header import refuse_old
-from skyrl_mega.weights.headers import read_config
 
 
 @dataclass(frozen=True)

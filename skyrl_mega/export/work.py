@@ -15,8 +15,8 @@ from torch import Tensor
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.export.job import Job, within
-from skyrl_mega.layout.box import Box
-from skyrl_mega.weights.box_files import MASTER, Entry, damaged, read_into
+from skyrl_mega.hf_checkpoint.box_files import MASTER, Entry, damaged, read_into
+from skyrl_mega.parallel.box import Box
 
 
 class Different(RuntimeError):

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
+from pkgutil import iter_modules
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.layout.box import Layout, Shard
-from skyrl_mega.layout.parallel import Parallel
-from skyrl_mega.models import engine, huggingface, llama, megatron, qwen2, qwen3, qwen3_moe
-from skyrl_mega.models.decoder import Decoder, Hf
-from skyrl_mega.models.megatron import MegatronSettings, Spec
+from skyrl_mega.models import engine, families, huggingface, megatron
+from skyrl_mega.models.blocks.base import MegatronSettings, Spec
+from skyrl_mega.models.blocks.embedding import padded_vocab
+from skyrl_mega.models.config_json import Hf
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.parallel.box import Layout, Shard
+from skyrl_mega.parallel.dims import ParallelDims
 
 
 @dataclass(frozen=True)
@@ -34,9 +38,9 @@ class Architecture:
 
     def padded_vocab(self, hf: Hf, tensor: int) -> int:
         """Rows of Megatron's embedding over all tensor-parallel ranks."""
-        return megatron.padded_vocab(self.describe(hf).vocab, tensor)
+        return padded_vocab(self.describe(hf).vocab, tensor)
 
-    def check_layout(self, hf: Hf, parallel: Parallel, key: str = "policy.layout") -> None:
+    def check_layout(self, hf: Hf, parallel: ParallelDims, key: str = "policy.layout") -> None:
         """Refuses a policy layout that does not divide the model or would train wrong, naming `key`."""
         megatron.check(self.describe(hf), parallel, key)
 
@@ -46,12 +50,12 @@ class Architecture:
         """Refuses sizes of an engine that do not divide the model."""
         engine.check(self.describe(hf), tensor, expert_parallel, key, data)
 
-    def megatron_shard(self, hf: Hf, parallel: Parallel, rank: int, spec: Spec) -> Shard:
+    def megatron_shard(self, hf: Hf, parallel: ParallelDims, rank: int, spec: Spec) -> Shard:
         """What policy rank `rank` holds; parameters are `"<chunk>.<GPTModel.named_parameters name>"`."""
         self.check_layout(hf, parallel)
         return megatron.shard(self.describe(hf), parallel, rank, spec)
 
-    def megatron_layout(self, hf: Hf, parallel: Parallel, spec: Spec) -> Layout:
+    def megatron_layout(self, hf: Hf, parallel: ParallelDims, spec: Spec) -> Layout:
         """What every policy rank holds. Replicas share one shard."""
         self.check_layout(hf, parallel)
         decoder, tensors = self.describe(hf), self.tensors(hf)
@@ -79,15 +83,13 @@ class Architecture:
         return Layout(tensors, shards * engines)
 
 
-ARCHITECTURES = {
-    name: Architecture(name, describe)
-    for name, describe in (
-        ("qwen3_moe", qwen3_moe.describe),
-        ("qwen3", qwen3.describe),
-        ("qwen2", qwen2.describe),
-        ("llama", llama.describe),
-    )
-}
+def _families() -> dict[str, Architecture]:
+    """One for each file in `families/`, which is named after its `model_type`; newest first."""
+    names = sorted((module.name for module in iter_modules(families.__path__)), reverse=True)
+    return {name: Architecture(name, import_module(f"{families.__name__}.{name}").describe) for name in names}
+
+
+ARCHITECTURES = _families()
 
 
 def architecture(hf: Hf) -> Architecture:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from skyrl_mega.cluster.leftovers import temporary_folder
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import BuildConfig
-from skyrl_mega.models.characters import BOS, EOS, PAD, VOCABULARY, write_tokenizer
+from skyrl_mega.models.char_tokenizer import BOS, EOS, PAD, VOCABULARY, write_tokenizer
 from skyrl_mega.models.registry import architecture
 
 CLASSES = {

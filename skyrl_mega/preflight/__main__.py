@@ -2,7 +2,7 @@
 
 import sys
 
-from skyrl_mega.preflight.cli import main
+from skyrl_mega.cli.preflight import main
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -8,8 +8,8 @@ from typing import Any
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
-from skyrl_mega.models.known import how_to_get, hub_name
-from skyrl_mega.weights.headers import read_config
+from skyrl_mega.hf_checkpoint.index import read_config
+from skyrl_mega.models.published import how_to_get, hub_name
 
 
 def check_present(config: Config) -> None:

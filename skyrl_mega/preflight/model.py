@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.hf_checkpoint.index import check_files
 from skyrl_mega.preflight.finding import Finding, usual
-from skyrl_mega.weights.headers import check_files
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,15 @@ from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.cluster.group import describe
 from skyrl_mega.cluster.placement import worker_nodes
 from skyrl_mega.config.schema import Config, TopologyConfig
+from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.registry import architecture
+from skyrl_mega.planner.host_memory import disk
 from skyrl_mega.preflight import fabric, gpus, model, network, paths, versions
 from skyrl_mega.preflight.finding import Finding
 from skyrl_mega.preflight.given import model_config
 from skyrl_mega.preflight.probe import Ask, Probe
 from skyrl_mega.preflight.report import COLUMNS, Report
-from skyrl_mega.sizing.host import disk
 from skyrl_mega.telemetry.console import Console
-from skyrl_mega.weights.headers import read_config
 
 MESSAGE_MIB = {"cuda": 256, "cpu": 16}
 """What neighbours exchange."""

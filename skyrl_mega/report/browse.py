@@ -44,7 +44,7 @@ def page(records: Sequence[Record], progress: Callable[[int], None] = lambda _: 
         for record, t in zip(part, islice(tokens, len(part)), strict=True):
             views.append(_tokens(record, t, decoders.get(record.run), pieces))
             wrote = int(t.mask.sum()) if len(t.ids) else record.response_length
-            sums.append({"wrote": wrote, "logprob": _mean(t.logprobs[t.mask == 1])})
+            sums.append({"wrote": wrote, "logprob": _mean(t.logprobs[(t.mask == 1) & ~np.isnan(t.logprobs)])})
         blocks[f"text-{number}"] = [_text(record) for record in part]
         blocks[f"tokens-{number}"] = views
         progress(start + len(part))
@@ -131,10 +131,11 @@ def _call(call: Any) -> tuple[str, str]:
 
 
 def _tokens(record: Record, t: Tokens, decoder: Decoder | None, pieces: Pieces) -> dict[str, Any]:
-    """What the token view shows: places in the table, stretches, and the policy's log-probs in -1e-3 nats."""
+    """What the token view shows: places in the table, stretches, and the policy's log-probs in -1e-3 nats; 0
+    for a token that no engine drew."""
     ids = t.ids.tolist()
     texts: Sequence[str | None] = decoder.texts(ids) if decoder else [None] * len(ids)
-    logprobs = np.nan_to_num(t.logprobs[t.mask == 1], nan=-99.0, neginf=-99.0)
+    logprobs = np.nan_to_num(t.logprobs[t.mask == 1], nan=0.0, neginf=-99.0)
     return {
         "places": [pieces.place(id, text) for id, text in zip(ids, texts, strict=True)],
         "stretches": _stretches(record, t),

@@ -265,7 +265,7 @@ def _fault(run: RunData, name: str, several: bool) -> str:
     parts = []
     if fault := run.fault:
         when = f" at {escape(fault.when)}" if fault.when else ""
-        what = "The run ended by a fault" if fault.last else "A fault ended the run, which has gone on since"
+        what = "The run ended by a fault" if fault.last else "The run was resumed after a fault"
         kind = "bad" if fault.last else "warn"
         parts.append(f"<div class='fault {kind}'><b>{what}{when}</b><pre>{escape(fault.text)}</pre></div>")
     if run.survived:

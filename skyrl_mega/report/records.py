@@ -26,7 +26,7 @@ class Part:
     """A prompt, a response of the policy or an observation: `rollout.trajectory.Step`, as far as the file has it."""
 
     kind: str
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     start: int | None = None
     """Its first token's position; None where the file does not say."""
     end: int | None = None
@@ -62,7 +62,7 @@ class Record:
     prompt_length: int
     response_length: int
     env_class: str
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     versions: list[tuple[int, int]]
     """(weight version, position from where on the policy's tokens are drawn with it), in order."""
     metadata: dict[str, Any]

@@ -63,7 +63,9 @@ def build(
         raise UserError(f"--corpus {corpus}: no such file")
     if "dense" in methods and model != MINILM:
         model = str(model_folder(model).absolute())
-    recipe = Recipe(fingerprint(corpus), methods, model, query_prefix, passage_prefix, dtype, faiss, limit)
+    recipe = Recipe(
+        fingerprint(corpus), methods, model, query_prefix, passage_prefix, dtype=dtype, faiss=faiss, limit=limit
+    )
     if output.exists():
         if _is_index_of(output, recipe):
             say(f"{output}: up to date")

@@ -121,7 +121,7 @@ class Client:
 
 @lru_cache(maxsize=16)
 def shared_client(url: str, token: str | None, timeout_s: float) -> Client:
-    """The one client of this process for these settings: environments are many, and made anew all the time."""
+    """The one client of this process for these settings: environments are many, and made all the time."""
     return Client(url, token, timeout_s)
 
 

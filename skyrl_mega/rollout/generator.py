@@ -9,14 +9,13 @@ from typing import TypeVar
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NobodyServes
-from skyrl_mega.config.sandboxes import ENVIRONMENT_THREADS
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
+from skyrl_mega.engines.base import Sampling
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.agent import Agent, Limits, Opened
-from skyrl_mega.rollout.chat import Chat
-from skyrl_mega.rollout.engine import Sampling
+from skyrl_mega.rollout.agent_loop import Agent, Limits, Opened
+from skyrl_mega.rollout.env_pool import EnvPool
+from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Progress, Router
-from skyrl_mega.rollout.threads import Threads
 from skyrl_mega.rollout.trajectory import Trajectory
 
 Answer = TypeVar("Answer")
@@ -39,7 +38,7 @@ class Generator:
     def __init__(
         self,
         fleet: Fleet,
-        chat: Chat,
+        chat: Renderer,
         rollout: RolloutConfig,
         environments: EnvironmentConfig,
         refill: Callable[[], object] | None = None,
@@ -69,7 +68,7 @@ class Generator:
             progress: Called as trajectories end.
 
         Raises:
-            ActorFailed: An engine refused a request, or none is left and none comes back; the first cause.
+            ActorFailed: An engine refused a request, or none is left and none comes back; the root cause.
         """
         while True:
             try:
@@ -88,7 +87,7 @@ class Generator:
         )
         router = Router(self.fleet, drawn, self.rollout.concurrency, self.rollout.request_timeout_s)
         limits = replace(Limits.of(self.rollout), turn=sampling.max_tokens)
-        return Agent(router, self.chat, self.environments, limits, Threads(ENVIRONMENT_THREADS))
+        return Agent(router, self.chat, self.environments, limits, EnvPool(self.environments.workers))
 
     async def _generate(
         self,

@@ -18,8 +18,7 @@ from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import cause_of, describe
 from skyrl_mega.config.derived import FILL
-from skyrl_mega.rollout.engine import Completion, EngineDied, Request, Sampling
-from skyrl_mega.rollout.engine_spec import Facts
+from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
 
 IN_FLIGHT = 4
 """An engine is given so many times the sequences that it runs at once: it is never idle, and the rest goes where room

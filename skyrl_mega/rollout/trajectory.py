@@ -91,7 +91,8 @@ class Trajectory:
     mask: list[int]
     """1 where the policy produced the token, else 0 (prompt, observations)."""
     logprobs: list[float]
-    """The engine's log-prob of each token of the policy, 0.0 elsewhere. Natural log, under the sampling temperature."""
+    """The engine's log-prob of each token of the policy, 0.0 elsewhere. Natural log, under the sampling temperature.
+    NaN for an end token that no engine drew (`rollout.conversation: one_message`)."""
     prompt_length: int
     """Tokens before the first response: those of the first prompt."""
     reward: float
@@ -101,7 +102,7 @@ class Trajectory:
     """Responses generated."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(weight version, position in `tokens` from where on the policy's tokens are drawn with it), in order."""
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
     """The conversation as text, for people; a rewritten one is added to what was before."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The last step's metadata."""

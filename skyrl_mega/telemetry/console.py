@@ -55,9 +55,9 @@ class Phase:
     console: Console
     task: TaskID | None = None
     """Its live line on a terminal."""
-    start: float = field(default_factory=time.monotonic)
+    start: float = field(default_factory=lambda: time.monotonic())
     done: int = 0
-    said: float = field(default_factory=time.monotonic)
+    said: float = field(default_factory=lambda: time.monotonic())
     """When it last wrote a plain line."""
 
     def update(self, done: int) -> None:

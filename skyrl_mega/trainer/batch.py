@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from skyrl_mega.algorithms.advantages import advantages
-from skyrl_mega.algorithms.losses import token_weights
 from skyrl_mega.algorithms.shaping import soft_overlong, without_truncated
+from skyrl_mega.algorithms.token_weights import token_weights
 from skyrl_mega.config.schema import AlgorithmConfig
-from skyrl_mega.policy.sequences import Sequences
+from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.rollout.trajectory import Kind, Trajectory
 
 
@@ -109,15 +109,28 @@ def batch_of(
     return batch
 
 
-def mini_batches(batch: Batch, groups: int, loss_mean: str) -> list[Sequences]:
+def not_drawn(batch: Batch, conversation: str) -> np.ndarray:
+    """bool [T]: end tokens that no engine drew (`rollout.conversation: one_message`), whose log-prob is NaN.
+
+    They end a sample. NaN anywhere else is an engine's fault, and stays to be seen.
+    """
+    found = np.zeros(len(batch.tokens), bool)
+    if conversation == "one_message":
+        ends = np.cumsum(batch.lengths) - 1
+        found[ends] = np.isnan(batch.fields["rollout_logprobs"][ends])
+    return found
+
+
+def mini_batches(batch: Batch, groups: int, algorithm: AlgorithmConfig) -> list[Sequences]:
     """Cuts an RL step's batch into optimizer steps of `groups` whole groups each, with final token weights.
 
-    Where `loss_mean` counts sequences, a trajectory is one, whatever its samples.
+    Where `loss_mean` counts sequences or samples, a trajectory is one, however it was cut. Where the KL term has a mean
+    of its own, the field `kl_weights` has its weights.
 
     Args:
         batch: From `batch_of`.
         groups: Groups of one optimizer step; the last may have fewer.
-        loss_mean: `algorithm.loss_mean`.
+        algorithm: Which means the loss and its KL term are.
     """
     trajectory_ends = np.cumsum(batch.groups)
     sample_ends = np.cumsum(batch.samples)
@@ -128,7 +141,9 @@ def mini_batches(batch: Batch, groups: int, loss_mean: str) -> list[Sequences]:
         samples = batch.samples[first:last]
         part = batch.take(np.arange(sample_ends[first] - samples[0], sample_ends[last - 1]))
         mask, tokens_N = torch.from_numpy(part.fields["mask"]), torch.from_numpy(_sums(part.lengths, samples))
-        part.fields["weights"] = token_weights(mask, tokens_N, loss_mean).numpy()
+        part.fields["weights"] = token_weights(mask, tokens_N, algorithm.loss_mean, algorithm.loss_mean_samples).numpy()
+        if algorithm.kl.coefficient and algorithm.kl.mean != "loss":
+            part.fields["kl_weights"] = token_weights(mask, tokens_N, algorithm.kl.mean).numpy()
         parts.append(part)
         first = last
     return parts

@@ -12,7 +12,7 @@ from typing import Any
 from skyrl_mega.cluster.channel import removed_at_the_end
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import json_object, parsed
-from skyrl_mega.weights.checkpoint_header import refuse_old, sync_folder
+from skyrl_mega.hf_checkpoint.box_header import refuse_old, sync_folder
 
 _STATE = "state.json"
 _FILES = "files"
@@ -58,7 +58,7 @@ class Checkpoints:
         if damaged:
             raise UserError(
                 f"{self.folder}: none of its {len(damaged)} checkpoints is whole ({damaged[0]}); bring the files back, "
-                "or remove the folder to begin anew"
+                "or remove the folder to begin again"
             )
         return None
 

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from skyrl_mega.algorithms.mismatch import mismatch
+from skyrl_mega.algorithms.token_weights import averages
 from skyrl_mega.cluster.channel import heeding
 from skyrl_mega.rollout.trajectory import Trajectory
-from skyrl_mega.trainer.batch import batch_of, mini_batches
-from skyrl_mega.trainer.run import Run, Step
-from skyrl_mega.trainer.stop import Leaving
+from skyrl_mega.trainer.batch import batch_of, mini_batches, not_drawn
+from skyrl_mega.trainer.run import Run
+from skyrl_mega.trainer.shutdown import GracefulStop
+from skyrl_mega.trainer.step import Step
 
 
 def train(run: Run) -> None:
     """Trains until the steps or the prompts are used up. The engines hold the policy's weights when this is called.
 
     Raises:
-        Leaving: SIGUSR1 came; the steps done are in a checkpoint.
+        GracefulStop: SIGUSR1 came; the steps done are in a checkpoint.
         Stopped: Another signal did.
         CannotLearn: The last `run.patience` steps taught the policy nothing.
     """
@@ -25,20 +28,20 @@ def train(run: Run) -> None:
         try:
             while not run.finished:
                 take_step(run)
-        except Leaving:
+        except GracefulStop:
             run.save_before_leaving()
             raise
 
 
 def take_step(run: Run) -> None:
     """One RL step. Until it touches the policy it can be abandoned."""
-    run.notice.look()
+    run.shutdown.look()
     step = run.next_step()
-    groups = run.sampler.sample(step)
-    with run.notice.held():
-        run.keep(step)
+    groups = run.rollouts.next_groups(step)
+    with run.shutdown.defer():
+        run.record_rollouts(step)
         if groups:  # dynamic sampling may have found nothing to learn from
-            learn(run, step, groups)
+            train_on(run, step, groups)
             with step.phase("sync"):
                 step.record(run.sync.sync(step.number))
         if run.due(run.config.evaluation.every, step.number):
@@ -48,7 +51,7 @@ def take_step(run: Run) -> None:
         run.health.end_if_stuck(step.number)
 
 
-def learn(run: Run, step: Step, groups: list[list[Trajectory]]) -> None:
+def train_on(run: Run, step: Step, groups: list[list[Trajectory]]) -> None:
     """Advantages, log-probs under the weights that sampled, and the optimizer steps on them."""
     algorithm = run.config.algorithm
     batch = batch_of(groups, algorithm, run.response_limit, run.config.rollout.step_wise)
@@ -58,11 +61,16 @@ def learn(run: Run, step: Step, groups: list[list[Trajectory]]) -> None:
         batch.fields["old_logprobs"] = old
         if run.reference:
             batch.fields["reference_logprobs"], _ = run.reference(batch, temperature=run.temperature)
-    engine, mask = batch.fields["rollout_logprobs"], batch.fields["mask"]
+    engine = batch.fields["rollout_logprobs"]
+    drawn = ~not_drawn(batch, run.config.rollout.conversation)  # nothing is to be corrected where no engine drew
+    mask = batch.fields["mask"] * drawn
     step.record(mismatch(torch.from_numpy(engine), torch.from_numpy(old), torch.from_numpy(mask)))
+    batch.fields["rollout_logprobs"] = np.where(drawn, engine, old)
 
     with step.phase("train"):
         prompts = run.config.data.mini_batch_prompts or len(groups)
-        minis = mini_batches(batch, prompts, algorithm.loss_mean)
-        updates = [run.policy.train(mini, temperature=run.temperature) for mini in minis]
+        minis = mini_batches(batch, prompts, algorithm)
+        sums = [run.policy.train(mini, temperature=run.temperature, loss=algorithm.loss) for mini in minis]
+    totals = [float(mini.fields["weights"].sum()) for mini in minis]
+    updates = [averages(found, algorithm, total) for found, total in zip(sums, totals, strict=True)]
     step.record({f"policy/{name}": sum(u[name] for u in updates) / len(updates) for name in updates[0]})

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,46 +14,20 @@ from skyrl_mega.config.derived import gpus_needed
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.sandbox import budget
-from skyrl_mega.policy.policy import Policy
-from skyrl_mega.rollout import store
+from skyrl_mega.megatron.group import TrainGroup
+from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Status, Trajectory
-from skyrl_mega.telemetry.console import Console, Phase
-from skyrl_mega.telemetry.metrics import MetricsWriter
+from skyrl_mega.telemetry.console import Console
+from skyrl_mega.telemetry.trackers.base import TrajectoryText
+from skyrl_mega.telemetry.trackers.trackers import Trackers
 from skyrl_mega.trainer.checkpoints import Checkpoints, NoRoom
 from skyrl_mega.trainer.evaluation import Evaluator
 from skyrl_mega.trainer.health.failures import refuse_broken
 from skyrl_mega.trainer.health.watch import Health
-from skyrl_mega.trainer.sampler import Sampler
-from skyrl_mega.trainer.stop import Notice
+from skyrl_mega.trainer.rollout_source import RolloutSource
+from skyrl_mega.trainer.shutdown import ShutdownRequest
+from skyrl_mega.trainer.step import Step
 from skyrl_mega.weights.sync import WeightSync
-
-
-@dataclass
-class Step:
-    """One RL step: its number, its metrics, and its phases."""
-
-    number: int
-    console: Console
-    metrics: dict[str, float] = field(default_factory=dict)
-    trajectories: list[Trajectory] = field(default_factory=list)
-    """All that were drawn, also those that dynamic sampling left out."""
-    look: Callable[[], None] = lambda: None
-    """Raises where the run is to end."""
-    start: float = field(default_factory=time.perf_counter)
-
-    @contextmanager
-    def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
-        """Times a phase as `time/<name>` and shows its progress; a phase that is entered again adds up."""
-        self.look()
-        start = time.perf_counter()
-        with self.console.phase(name, total) as progress:
-            yield progress
-        key = f"time/{name}"
-        self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
-
-    def record(self, metrics: dict[str, float]) -> None:
-        """Adds metrics under their full names."""
-        self.metrics.update(metrics)
 
 
 @dataclass
@@ -64,12 +37,12 @@ class Run:
     config: Config
     folder: Path
     console: Console
-    metrics: MetricsWriter
-    policy: Policy
+    trackers: Trackers
+    policy: TrainGroup
     reference: Callable[..., tuple[np.ndarray, np.ndarray]] | None
-    """Log-probs of the frozen policy that KL is measured against, as `Policy.logprobs`."""
+    """Log-probs of the frozen policy that KL is measured against, as `TrainGroup.logprobs`."""
     sync: WeightSync
-    sampler: Sampler
+    rollouts: RolloutSource
     evaluator: Evaluator
     stream: PromptStream
     checkpoints: Checkpoints
@@ -83,7 +56,7 @@ class Run:
     """`time/checkpoint` of the last one, for the next step's row."""
     save_owed: bool = False
     """A checkpoint was due and there was no room for it."""
-    notice: Notice = field(default_factory=Notice)
+    shutdown: ShutdownRequest = field(default_factory=ShutdownRequest)
     """Whether the run is to end early."""
     place: dict[str, Any] = field(default_factory=dict)
     """The stream's state after the steps done."""
@@ -113,7 +86,7 @@ class Run:
     def next_step(self) -> Step:
         """The step after those done."""
         self.place = self.stream.state()
-        return Step(self.step + 1, self.console, dict(self.saving), look=self.notice.look)
+        return Step(self.step + 1, self.console, dict(self.saving), look=self.shutdown.look)
 
     def complete(self, step: Step) -> None:
         """The step is done: its metrics are written, and what is wrong with it is said."""
@@ -136,12 +109,12 @@ class Run:
         verdict = self.health.see(step.number, step.metrics, step.trajectories)
         step.record(verdict.metrics)
         self.step, self.place = step.number, self.stream.state()
-        self.metrics.write(step.number, step.metrics)
+        self.trackers.log(step.number, step.metrics)
         self.console.step(step.number, step.metrics)
         for line in verdict.lines:
             self.console.say(line)
 
-    def keep(self, step: Step) -> None:
+    def record_rollouts(self, step: Step) -> None:
         """Measures the step's trajectories and writes them for people to read.
 
         Raises:
@@ -150,7 +123,9 @@ class Run:
         step.record(rollout_metrics(step.trajectories))
         every = self.config.telemetry.trajectories_every
         if every and step.number % every == 0:
-            store.write(self.folder / "trajectories" / f"step_{step.number:06d}.parquet", step.trajectories)
+            trajectory_io.write(self.folder / "trajectories" / f"step_{step.number:06d}.parquet", step.trajectories)
+            if count := self.config.telemetry.tracked_trajectories:
+                self.trackers.log_trajectories(step.number, [_text(t) for t in step.trajectories[:count]])
         refuse_broken(step.trajectories)
 
     def evaluate(self, step: Step) -> None:
@@ -166,7 +141,7 @@ class Run:
         if self.step == 0 and self.config.evaluation.before:
             step = Step(0, self.console)
             self.evaluate(step)
-            self.metrics.write(0, step.metrics)
+            self.trackers.log(0, step.metrics)
             self.console.step(0, step.metrics)
 
     def save_if_due(self) -> None:
@@ -201,7 +176,7 @@ class Run:
         """Writes a checkpoint of the steps done, unless the newest one is just that."""
         newest = self.checkpoints.newest()
         if newest is None or self.checkpoints.state(newest)["step"] != self.step:
-            with self.notice.finishing():
+            with self.shutdown.finish():
                 self.save()
 
     def restore(self) -> bool:
@@ -215,6 +190,12 @@ class Run:
         self.step, self.first_evaluation = state["step"], state["first_evaluation"]
         self.console.say(f"resuming after step {self.step} from {newest}")
         return True
+
+
+def _text(trajectory: Trajectory) -> TrajectoryText:
+    prompt, response = trajectory_io.texts(trajectory)
+    status, environment = trajectory.status.value, trajectory.prompt.env_class
+    return TrajectoryText(prompt, response, trajectory.reward, status, environment)
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:

@@ -5,7 +5,8 @@ Policy ranks and engine workers get the same `Connection`, make the same transfe
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_mega.layout.parallel import Parallel
-from skyrl_mega.models.megatron import Spec
-from skyrl_mega.weights.execute import Exchange
-from skyrl_mega.weights.layouts import Ends, Engines, lay_out
-from skyrl_mega.weights.local_channel import hosts
-from skyrl_mega.weights.plan import Plan, plan
-from skyrl_mega.weights.plan_cache import cached_plan
-from skyrl_mega.weights.topology import Links
-from skyrl_mega.weights.transport import join
-from skyrl_mega.weights.wire import Wire, quantised, with_scales
+from skyrl_mega.weights.exchange.exchange import Exchange
+from skyrl_mega.weights.plan.cache import cached_plan
+from skyrl_mega.weights.plan.plan import Plan
+from skyrl_mega.weights.plan.sync_plan import SyncInputs
+from skyrl_mega.weights.transports.group import join
+from skyrl_mega.weights.transports.ipc import hosts
 
 
 @dataclass(frozen=True)
@@ -34,61 +31,35 @@ class Connection:
     """Where the store is that all meet at."""
     meeting: str
     """Names this meeting; no other at the same store is called so."""
-    hf: dict[str, Any]
-    """config.json."""
-    parallel: dict[str, Any]
-    """Fields of the policy's `Parallel`."""
-    spec: Spec
-    """Layer spec of the policy, which names its parameters."""
-    engines: dict[str, Any]
-    """Fields of `Engines`: all of the run's."""
-    members: tuple[int, ...]
-    """The engines that take part, by their numbers in the run."""
-    links: dict[str, Any]
-    """Fields of `Links`."""
-    shared: bool
-    """Policy and engines sit on the same devices."""
-    dtype: str
-    """Type on the wire of what is not quantised."""
-    fp8: bool
-    """Linear weights travel as block-scaled FP8."""
+    inputs: dict[str, Any]
+    """Fields of `SyncInputs`: all that the plan follows from."""
     bucket_bytes: int
     timeout_s: float
     plans: str
     """Folder where plans are kept."""
 
     @property
+    def plan_inputs(self) -> SyncInputs:
+        """All that the plan follows from."""
+        return SyncInputs(**self.inputs)
+
+    @property
     def workers(self) -> int:
         """Workers of one engine."""
-        return Engines(**self.engines).workers
+        return self.plan_inputs.workers
 
     @property
     def size(self) -> int:
         """Processes that meet: policy ranks first, then the workers of each engine that takes part."""
-        return int(self.parallel["ranks"]) + len(self.members) * self.workers
+        return len(self.plan_inputs.sources) + len(self.plan_inputs.members) * self.workers
 
-    def ends(self) -> tuple[Ends, Wire]:
-        """What both ends hold, scales included, and the types on the wire."""
-        both = lay_out(
-            self.hf,
-            Parallel(**self.parallel),
-            self.spec,
-            Engines(**self.engines),
-            Links(**self.links),
-            shared=self.shared,
-        ).only(self.members, self.workers)
-        names = quantised(both.engines.tensors) if self.fp8 else frozenset[str]()
-        if names:
-            policy, engines = with_scales(both.policy, names), with_scales(both.engines, names)
-            both = Ends(both.parallel, policy, engines, both.topology)
-        return both, Wire(getattr(torch, self.dtype), names)
+    def plan(self, make: Callable[[], Plan] | None = None) -> Plan:
+        """From one end to the other; made once for all processes that share `plans`, and for later runs.
 
-    def plan(self, both: Ends, wire: Wire) -> Plan:
-        """From one end to the other; made once for all processes that share `plans`, and for later runs."""
-        told = {k: v for k, v in asdict(self).items() if k not in ("host", "port", "meeting", "plans", "timeout_s")}
-        return cached_plan(
-            Path(self.plans), told, lambda: plan(both.policy, both.engines, both.topology, itemsize=wire.itemsize)
-        )
+        Args:
+            make: Makes it where no file has it; None takes the inputs.
+        """
+        return cached_plan(Path(self.plans), self.inputs, make or self.plan_inputs.plan)
 
     def join(self, device: torch.device, *, source: int | None = None, target: int | None = None) -> Exchange:
         """Joins as policy rank `source`, or as engine worker `target` counted over the engines that take part.
@@ -98,16 +69,17 @@ class Connection:
         Raises:
             TransportError: Somebody did not come; says who.
         """
-        ranks = int(self.parallel["ranks"])
+        inputs = self.plan_inputs
+        ranks = len(inputs.sources)
         if source is not None:
             rank, name = source, f"policy rank {source}"
         else:
             assert target is not None
-            engine, worker = self.members[target // self.workers], target % self.workers
+            engine, worker = inputs.members[target // inputs.workers], target % inputs.workers
             rank, name = ranks + target, f"engine {engine} worker {worker}"
-        both, wire = self.ends()
-        made = self.plan(both, wire)  # before the meeting, so that nobody waits for it in there
-        where = hosts(made.topology, 0, ranks)
+        ends, wire = inputs.endpoints()
+        plan = self.plan()  # before the meeting, so that nobody waits for it in there
+        where = hosts(plan.topology, 0, ranks)
         guests = {guest for guest, host in where.items() if guest != host}
         transport = join(
             (self.host, self.port),
@@ -120,13 +92,13 @@ class Connection:
             guests=guests,
         )
         return Exchange(
-            made,
+            plan,
             transport,
             wire,
             source=source,
-            source_layout=both.policy,
+            source_layout=ends.policy,
             target=target,
-            target_layout=both.engines,
+            target_layout=ends.engines,
             bucket_bytes=self.bucket_bytes,
             target_base=ranks,
             agree=_largest_of_all if source is not None and dist.is_initialized() else None,

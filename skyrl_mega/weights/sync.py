@@ -5,9 +5,10 @@ Each engine worker's shard comes straight from the policy ranks that hold it; `c
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Collection
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +16,16 @@ from torch.distributed import TCPStore
 
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup, Call, Outcomes, cause_of, describe, gather, settle
+from skyrl_mega.cluster.place import RunPlacement, actual, differences, place
 from skyrl_mega.config.schema import Config
-from skyrl_mega.layout.parallel import Parallel
-from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.weights.connection import Connection
-from skyrl_mega.weights.cost import cost
-from skyrl_mega.weights.layouts import engines_of
-from skyrl_mega.weights.pipeline import Report
-from skyrl_mega.weights.topology import Links
-from skyrl_mega.weights.transport import TransportError, call_off, host_store
+from skyrl_mega.weights.exchange.executor import Report
+from skyrl_mega.weights.plan.cost import cost
+from skyrl_mega.weights.plan.plan import Plan
+from skyrl_mega.weights.plan.sync_plan import SyncInputs, sync_plan
+from skyrl_mega.weights.transports.group import TransportError, call_off, host_store
+
+log = logging.getLogger(__name__)
 
 PARTS = ("quantise", "pack", "wire", "load", "checksum")
 """What a transfer's time is spent on; they overlap between processes, and each is the slowest process's."""
@@ -59,10 +61,9 @@ class WeightSync:
         policy: Actors with `connect_weights(info)`, `send_weights(checksums) -> Report`, `disconnect_weights()`.
         fleet: The engines.
         hf: config.json.
-        parallel: The policy's layout.
-        config: The run's settings.
-        device: `cpu` or `cuda`.
+        config: The run's settings, the device decided.
         plans: Folder where transfer plans are kept.
+        say: Takes lines for people.
     """
 
     def __init__(
@@ -70,14 +71,17 @@ class WeightSync:
         policy: ActorGroup,
         fleet: Fleet,
         hf: dict[str, Any],
-        parallel: Parallel,
         config: Config,
         *,
-        device: str,
         plans: Path,
+        say: Callable[[str], None] = log.info,
     ) -> None:
         self.policy, self.fleet = policy, fleet
-        self.hf, self.parallel, self.config, self.device, self.plans = hf, parallel, config, device, plans
+        self.hf, self.config, self.plans, self.say = hf, config, plans, say
+        self.placement: RunPlacement | None = None
+        """Where policy and engines are."""
+        self.digest = ""
+        """The present plan's."""
         self.store: TCPStore | None = None
         self.members: list[int] = []
         """Engines that are connected."""
@@ -101,7 +105,7 @@ class WeightSync:
             Metrics: `time/sync/*` in seconds and `sync/*`.
 
         Raises:
-            ActorFailed: A policy rank failed, or no engine could be brought up to date: the first cause.
+            ActorFailed: A policy rank failed, or no engine could be brought up to date: the root cause.
         """
         blameless = 0
         while True:
@@ -143,31 +147,53 @@ class WeightSync:
         if self.store is None:  # it lives as long as the run: nobody else listens at its port
             self.store = host_store(ray.util.get_node_ip_address(), config.cluster.start_timeout_s)
         self.meetings += 1
+        inputs = replace(SyncInputs.of(config, self.hf, self._placed()), members=tuple(members))
         connection = Connection(
             host=self.store.host,
             port=self.store.port,
             meeting=self.meeting,
-            hf=self.hf,
-            parallel=asdict(self.parallel),
-            spec=layer_spec(config.policy.spec, self.device),
-            engines=asdict(engines_of(config)),
-            members=tuple(members),
-            links=asdict(Links.from_config(config.cluster)),
-            shared=config.cluster.shared,
-            dtype=config.model.dtype,
-            fp8=config.weights.wire == "fp8",
+            inputs=asdict(inputs),
             bucket_bytes=int(config.weights.bucket_mib * 2**20),
             timeout_s=config.weights.timeout_s,
             plans=str(self.plans),
         )
-        made = connection.plan(*connection.ends())  # kept on disk, where the others find it
+        made = self._plan(connection)  # kept on disk, where the others find it
         self.ideal, self.nic = max(made.bytes_in), cost(made)
         info = asdict(connection)
         calls = self.policy.submit_all("connect_weights", info)
-        for place, engine in enumerate(members):
-            calls.append(self.fleet.group.submit(engine, "connect_weights", {"connection": info, "place": place}))
+        for number, engine in enumerate(members):
+            calls.append(self.fleet.group.submit(engine, "connect_weights", {"connection": info, "place": number}))
         self._settled(calls, config.weights.timeout_s + PLAN_S + MARGIN_S)
         self.members = members
+
+    def _placed(self) -> RunPlacement:
+        """Where policy and engines are; says where that is not what was planned."""
+        placement, planned = actual(self.config, self.policy.where, self.fleet.group.where), place(self.config)
+        if placement not in (planned, self.placement):
+            self.say(f"placed otherwise than planned: {differences(planned, placement)}")
+        self.placement = placement
+        return placement
+
+    def _plan(self, connection: Connection) -> Plan:
+        """The plan of these engines, which is the dry run's where all are in it and sit as planned.
+
+        Raises:
+            RuntimeError: It is not.
+        """
+        whole = len(connection.plan_inputs.members) == self.config.rollout.engines
+        expected = None
+        if whole and not self.digest and self.placement == place(self.config):
+            expected = sync_plan(self.config, self.hf)
+        made = connection.plan(None if expected is None else lambda: expected)
+        if expected is not None and made.digest != expected.digest:
+            raise RuntimeError(
+                f"the transfer plan under {self.plans} has digest {made.digest}, and these settings give "
+                f"{expected.digest}; remove that folder"
+            )
+        if made.digest != self.digest:
+            self.digest = made.digest
+            self.say(f"transfer plan {made.digest}: an engine worker gets {max(made.bytes_in):,} bytes at most")
+        return made
 
     def _transfer(self, version: int) -> dict[str, float]:
         every, limit = self.config.weights.checksum_every, self.config.weights.timeout_s + MARGIN_S
@@ -201,7 +227,7 @@ class WeightSync:
         Nothing that an engine computes with is changed. Needs memory for a layer's weights in every worker.
 
         Raises:
-            ActorFailed: Somebody failed; the first cause.
+            ActorFailed: Somebody failed; the root cause.
         """
         limit = self.config.weights.timeout_s + MARGIN_S
         sends = self.policy.submit_all("send_weights", True)

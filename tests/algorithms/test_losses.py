@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import random
@@ -11,7 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_mega.algorithms.losses import policy_loss, token_weights
+from skyrl_mega.algorithms.losses import LossInputs
+from skyrl_mega.algorithms.losses.ppo import ppo
+from skyrl_mega.algorithms.token_weights import averages, token_weights
 from skyrl_mega.config.schema import AlgorithmConfig, KlConfig
 
 DAPO = AlgorithmConfig(clip_low=0.2, clip_high=0.28, dual_clip=10.0, importance_cap=2.0)
@@ -60,18 +63,25 @@ def batch(tokens: int, seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-def run(b: dict[str, torch.Tensor], weights: torch.Tensor, c: AlgorithmConfig, part: slice = slice(None)):
+def run(
+    b: dict[str, torch.Tensor],
+    weights: torch.Tensor,
+    c: AlgorithmConfig,
+    part: slice = slice(None),
+    kl_weights: torch.Tensor | None = None,
+):
     logprobs = b["logprobs"][part].clone().requires_grad_()
-    loss, metrics = policy_loss(
-        logprobs,
-        old_logprobs_T=b["old"][part],
-        advantages_T=b["advantages"][part],
-        weights_T=weights[part],
-        algorithm=c,
-        rollout_logprobs_T=b["rollout"][part],
-        reference_logprobs_T=b["reference"][part] if c.kl.coefficient else None,
-        entropy_T=b["logprobs"][part].abs(),
+    inputs = LossInputs(
+        logprobs_L=logprobs,
+        old_L=b["old"][part],
+        advantages_L=b["advantages"][part],
+        weights_L=weights[part],
+        rollout_L=b["rollout"][part],
+        reference_L=b["reference"][part] if c.kl.coefficient else None,
+        entropy_L=b["logprobs"][part].abs(),
+        kl_weights_L=None if kl_weights is None else kl_weights[part],
     )
+    loss, metrics = ppo(inputs, c)
     loss.backward()
     return loss.detach(), logprobs.grad, metrics
 
@@ -107,6 +117,88 @@ def test_loss_gradient_and_metrics_do_not_depend_on_the_cut(
     torch.testing.assert_close(torch.cat([p[1] for p in parts]), whole_gradient, rtol=1e-10, atol=1e-14)
     for name, value in whole_metrics.items():
         torch.testing.assert_close(sum(p[2][name] for p in parts), value, rtol=1e-9, atol=1e-12, msg=name)
+
+
+def published(b: dict[str, torch.Tensor], lengths: list[int], samples: int, c: AlgorithmConfig) -> tuple[float, float]:
+    """As a run computes it that takes the token mean of each micro-batch and the KL term's mean over its sequences, and
+    then divides by the number of micro-batches: the loss, and the KL term's mean."""
+    ends = list(itertools.accumulate(lengths))
+    sequences = [range(end - n, end) for end, n in zip(ends, lengths, strict=True)]
+    without = dataclasses.replace(c, kl=KlConfig(coefficient=0.0))
+    alone = dataclasses.replace(c, kl=KlConfig(coefficient=1.0, estimator=c.kl.estimator))
+    losses, kls = [], []
+    for first in range(0, len(sequences), samples):
+        micro = sequences[first : first + samples]
+        values, kl_means = [], []
+        for sequence in micro:
+            kept = [t for t in sequence if b["mask"][t]]
+            rows = [[float(b[k][t]) for k in ("logprobs", "old", "advantages", "rollout", "reference")] for t in kept]
+            policy = [by_hand(*row, without)[0] for row in rows]
+            kl_of = [by_hand(*row, alone)[0] - loss for row, loss in zip(rows, policy, strict=True)]
+            values += policy
+            kl_means.append(sum(kl_of) / max(len(kl_of), 1))
+        losses.append(sum(values) / max(len(values), 1))
+        kls.append(sum(kl_means) / len(kl_means))
+    return sum(losses) / len(losses), sum(kls) / len(kls)
+
+
+@given(
+    groups=st.integers(1, 4),
+    samples=st.integers(1, 4),
+    seed=st.integers(0, 999),
+    empty=st.lists(st.integers(0, 3), max_size=2),
+    cuts=st.integers(1, 4),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_mean_over_micro_batches_is_that_of_the_run_which_had_them(
+    groups: int, samples: int, seed: int, empty: list[int], cuts: int
+) -> None:
+    """However it is cut here; also where no token of a micro-batch counts."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(1, 9) for _ in range(groups * samples)]
+    tokens, ends = sum(lengths), list(itertools.accumulate(lengths))
+    b = batch(tokens, seed)
+    for group in empty:
+        first, last = group * samples, min((group + 1) * samples, len(lengths))
+        if first < last:
+            b["mask"][ends[first] - lengths[first] : ends[last - 1]] = 0
+    c = dataclasses.replace(DAPO, loss_mean="micro_batches", loss_mean_samples=samples, kl=KlConfig(coefficient=0.1))
+    weights = token_weights(b["mask"], torch.tensor(lengths), "micro_batches", samples).double()
+    edges = sorted({0, tokens, *(rng.randrange(tokens + 1) for _ in range(cuts))})
+    loss, kl_mean = published(b, lengths, samples, c)
+    # Every sequence counts in SkyRL's mean of the KL term, also one without a token.
+    sequence = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
+    count = torch.zeros(len(lengths), dtype=torch.float64).index_add(0, sequence, b["mask"]).clamp(min=1)
+    every = b["mask"] / (len(lengths) * count[sequence])
+    parts = [run(b, weights, c, slice(i, j), every) for i, j in itertools.pairwise(edges)]
+    assert sum(float(p[0]) for p in parts) == pytest.approx(loss + 0.1 * kl_mean, rel=1e-6, abs=1e-9)
+    assert sum(float(p[2]["kl"]) for p in parts) == pytest.approx(kl_mean, rel=1e-6, abs=1e-9)
+    if all(piece.any() for piece in b["mask"].split(lengths)):
+        own = token_weights(b["mask"], torch.tensor(lengths), "sequences").double()
+        torch.testing.assert_close(own, every, rtol=1e-6, atol=1e-9)
+
+
+def test_groups_of_one_sample_and_of_all_are_the_other_means() -> None:
+    mask = torch.tensor([1.0, 0, 1, 1, 1, 0, 1])
+    lengths = torch.tensor([2, 3, 2])
+    for samples, mode in ((1, "sequences"), (3, "tokens"), (99, "tokens")):
+        found = token_weights(mask, lengths, "micro_batches", samples)
+        torch.testing.assert_close(found, token_weights(mask, lengths, mode))
+    # Two groups, the last of one sequence.
+    found = token_weights(mask, lengths, "micro_batches", 2).tolist()
+    assert found == pytest.approx([1 / 8, 0, 1 / 8, 1 / 8, 1 / 8, 0, 1 / 2])
+
+
+def test_an_empty_group_lowers_the_loss_and_not_the_means() -> None:
+    c = dataclasses.replace(DAPO, loss_mean="micro_batches", loss_mean_samples=1)
+    mask = torch.tensor([1.0, 1, 0, 0])
+    weights = token_weights(mask, torch.tensor([2, 2]), "micro_batches", 1)
+    assert weights.tolist() == [0.25, 0.25, 0, 0]
+    metrics = {"loss": 0.3, "ratio": 0.5, "kl": 0.1, "lr": 1e-6}
+    assert averages(metrics, c, 0.5) == {"loss": 0.3, "ratio": 1.0, "kl": 0.2, "lr": 1e-6}
+    own = dataclasses.replace(c, kl=KlConfig(coefficient=0.1, mean="sequences"))
+    assert averages(metrics, own, 0.5)["kl"] == 0.1
+    assert averages(metrics, DAPO, 0.5) == metrics
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), seed=st.integers(0, 999))
@@ -162,8 +254,8 @@ def test_metrics_are_the_means_of_the_batch() -> None:
 
 def test_a_log_prob_that_the_settings_need_is_asked_for() -> None:
     one = torch.zeros(1)
-    common = {"old_logprobs_T": one, "advantages_T": one, "weights_T": one}
+    inputs = LossInputs(logprobs_L=one, old_L=one, advantages_L=one, weights_L=one)
     with pytest.raises(ValueError, match="importance_cap"):
-        policy_loss(one, **common, algorithm=DAPO)
+        ppo(inputs, DAPO)
     with pytest.raises(ValueError, match=r"kl\.coefficient"):
-        policy_loss(one, **common, algorithm=WITH_KL["k3"])
+        ppo(inputs, WITH_KL["k3"])

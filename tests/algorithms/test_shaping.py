@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_mega.algorithms.losses import token_weights
 from skyrl_mega.algorithms.shaping import soft_overlong, without_truncated
+from skyrl_mega.algorithms.token_weights import token_weights
 
 
 def equation_13(length: int, limit: int, buffer: int) -> float:

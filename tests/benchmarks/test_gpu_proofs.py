@@ -50,12 +50,12 @@ def test_what_goes_wrong_is_kept_and_the_next_proof_runs(path: Path) -> None:
 
 def test_a_proof_that_hangs_ends_with_all_it_started(path: Path) -> None:
     start = time.monotonic()
-    assert not run([proof("hangs", limit_s=4.0), proof("good")], results(path), quiet())
-    assert time.monotonic() - start < 60
+    assert not run([proof("hangs", limit_s=12.0), proof("good")], results(path), quiet())
+    assert time.monotonic() - start < 150
     found = kept(path)
     assert (found["hangs"]["status"], found["good"]["status"]) == (TIMEOUT, PASSED)
     assert found["hangs"]["figures"]
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 60
     while _runs(found["hangs"]["notes"]["other"]) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not _runs(found["hangs"]["notes"]["other"])
@@ -177,9 +177,9 @@ class Absent:
             raise ModuleNotFoundError(f"No module named {name!r}", name=name)
 
 sys.meta_path.insert(0, Absent())
-modules = "policy.rank policy.objectives policy.checkpoint weights.execute weights.connection weights.local_channel"
-modules += " sizing.memory sizing.times sizing.fit models.known models.tiny models.megatron preflight.gpus"
-modules += " kernels.boxes"
+modules = "megatron.worker megatron.objectives megatron.checkpoint weights.exchange.exchange weights.connection"
+modules += " weights.transports.ipc planner.memory planner.times planner.fit models.published models.tiny"
+modules += " models.megatron preflight.gpus kernels.boxes"
 for name in modules.split():
     importlib.import_module(f"skyrl_mega.{name}")
 import benchmarks.gpu
@@ -192,7 +192,7 @@ import tests.kernels.cases
 
 def test_a_bare_host_has_all_that_the_proofs_import() -> None:
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, "-c", BARE], cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([sys.executable, "-c", BARE], cwd=ROOT, env=env, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -200,8 +200,8 @@ def test_a_pattern_shows_what_is_wrong() -> None:
     import torch
 
     from benchmarks.gpu import parts, pattern
-    from skyrl_mega.layout.parallel import Parallel
     from skyrl_mega.models.registry import architecture
+    from skyrl_mega.parallel.dims import ParallelDims
 
     hf, _ = parts.slice_of_30b(tiny_size=True)
     layout = architecture(hf).engine_layout(hf, 1, 1)
@@ -215,13 +215,13 @@ def test_a_pattern_shows_what_is_wrong() -> None:
     params["model.norm.weight"][3] += 1
     assert pattern.different(shard, layout.tensors, params, version=1) == 1
     # One tensor has the same elements however a rank's boxes cut it.
-    halves = architecture(hf).megatron_layout(hf, Parallel(ranks=2, tensor=2, expert_tensor=2), "local")
+    halves = architecture(hf).megatron_layout(hf, ParallelDims(ranks=2, tensor=2, expert_tensor=2), "local")
     both = []
     for half in halves.shards:
         params = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in half.params.items()}
         pattern.fill(half, halves.tensors, params, version=1)
         both.append(params["0.decoder.layers.0.self_attention.linear_proj.weight"])
-    alone = architecture(hf).megatron_layout(hf, Parallel(), "local")
+    alone = architecture(hf).megatron_layout(hf, ParallelDims(), "local")
     params = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in alone.shards[0].params.items()}
     pattern.fill(alone.shards[0], alone.tensors, params, version=1)
     assert torch.equal(torch.cat(both, 1), params["0.decoder.layers.0.self_attention.linear_proj.weight"])
@@ -232,7 +232,7 @@ def test_a_pattern_shows_what_is_wrong() -> None:
 
 def rehearse(path: Path, *arguments: str) -> dict[str, Any]:
     command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--results", str(path), *arguments]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=580)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     return kept(path)
 

@@ -24,5 +24,5 @@ def test_every_case_runs_and_counts_its_bytes() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 def test_it_skips_without_a_gpu() -> None:
     command = [sys.executable, str(ROOT / "benchmarks" / "kernels.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert done.returncode == 0 and done.stdout == "skipped: no CUDA device\n"

@@ -17,7 +17,7 @@ from benchmarks.netns import Node, network, unavailable
 SEND = """
 import socket, sys
 address, size = sys.argv[1], int(sys.argv[2])
-with socket.create_connection((address, 9000), timeout=30) as wire:
+with socket.create_connection((address, 9000), timeout=120) as wire:
     wire.sendall(bytes(size))
     wire.shutdown(socket.SHUT_WR)
     wire.recv(1)
@@ -27,12 +27,15 @@ import socket, sys, time
 with socket.create_server((sys.argv[1], 9000)) as door:
     print("ready", flush=True)
     wire, _ = door.accept()
-    wire.settimeout(30)
+    wire.settimeout(120)
     got, start = len(wire.recv(2**20)), time.monotonic()
     while part := wire.recv(2**20):
         got += len(part)
     print(got, time.monotonic() - start, flush=True)
 """
+
+ATTEMPTS = 5
+"""A link is as fast as the fastest of so many transfers: a busy machine may hold one of them up."""
 
 
 @pytest.fixture(autouse=True)
@@ -68,23 +71,26 @@ def throughput(source: Node, target: Node, size: int) -> tuple[float, int, int]:
     before = source.sent(), target.received()
     sender = source.run([sys.executable, "-c", SEND, target.address, str(size)])
     got, seconds = receiver.stdout.readline().split()
-    assert sender.wait(30) == 0 and receiver.wait(30) == 0
+    assert sender.wait(120) == 0 and receiver.wait(120) == 0
     assert int(got) == size
     return size * 8 / float(seconds) / 1e6, source.sent() - before[0], target.received() - before[1]
 
 
 def test_a_link_holds_its_rate_in_both_directions() -> None:
-    size, rate = 10 * 2**20, 80
+    size, rate = 8 * 2**20, 40
     with network(nodes=2, mbit=rate) as (first, second):
         for source, target in ((first, second), (second, first)):
-            mbit, out, into = throughput(source, target, size)
-            assert 0.9 * rate < mbit < 1.1 * rate
-            assert size < out < 1.02 * size and size < into < 1.02 * size
+            rates = []
+            while len(rates) < ATTEMPTS and max(rates, default=0) <= 0.9 * rate:
+                mbit, out, into = throughput(source, target, size)
+                rates.append(mbit)
+                assert size < out < 1.02 * size and size < into < 1.02 * size
+            assert 0.9 * rate < max(rates) < 1.1 * rate
 
 
 def test_an_unshaped_link_is_far_faster() -> None:
     with network(nodes=2, mbit=None) as (first, second):
-        assert throughput(first, second, 50 * 2**20)[0] > 1000
+        assert any(throughput(first, second, 50 * 2**20)[0] > 1000 for _ in range(ATTEMPTS))
 
 
 def test_nothing_remains() -> None:
@@ -92,9 +98,9 @@ def test_nothing_remains() -> None:
     with network(nodes=3, mbit=100) as nodes, network(nodes=1, mbit=100):
         assert len(ours()) == 6  # two switches too
         assert links() == before
-        idle = nodes[0].run(["sleep", "60"])
+        idle = nodes[0].run(["sleep", "600"])
     assert ours() == [] and links() == before
-    assert idle.wait(5) == -signal.SIGKILL
+    assert idle.wait(60) == -signal.SIGKILL
 
 
 def test_nothing_remains_when_the_body_raises() -> None:
@@ -109,7 +115,7 @@ def test_nothing_remains_when_the_body_raises() -> None:
 def fail_with_a_daemon(daemons: list[int]) -> None:
     """Raises inside a network in which a daemon runs that has left its parent and its session behind."""
     with network(nodes=2, mbit=100) as nodes:
-        nodes[1].run(["setsid", "--fork", "sleep", "60"]).wait(5)
+        nodes[1].run(["setsid", "--fork", "sleep", "600"]).wait(60)
         listed = subprocess.run(["ip", "netns", "pids", nodes[1].namespace], capture_output=True, text=True).stdout
         daemons += map(int, listed.split())
         raise ZeroDivisionError
@@ -118,7 +124,7 @@ def fail_with_a_daemon(daemons: list[int]) -> None:
 def test_a_killed_owner_leaves_nothing_for_long() -> None:
     code = (
         "import time; from benchmarks.netns import network\n"
-        "with network(2, 100):\n  print('up', flush=True); time.sleep(60)"
+        "with network(2, 100):\n  print('up', flush=True); time.sleep(600)"
     )
     owner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None and owner.stdout.readline() == "up\n"
@@ -142,7 +148,7 @@ def test_a_user_without_rights_gets_the_reason() -> None:
         "import os; from benchmarks.netns import unavailable\n"
         "os.setgroups([]); os.setgid(65534); os.setuid(65534); print(unavailable())"
     )
-    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=30).stdout
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=120).stdout
     assert "CAP_NET_ADMIN" in told
 
 

@@ -87,7 +87,7 @@ def test_a_small_run(tmp_path: Path) -> None:
         [sys.executable, SCRIPT, "--layers", "1", "--repeats", "1", "--results", str(tmp_path)],
         capture_output=True,
         text=True,
-        timeout=300,
+        timeout=850,
     )
     assert (tmp_path / "weight_sync.json").exists(), done.stdout + done.stderr
     figures = json.loads((tmp_path / "weight_sync.json").read_text())
@@ -107,6 +107,6 @@ def test_it_skips_with_a_reason_where_namespaces_are_not_allowed() -> None:
         env=os.environ | {"PATH": "/nonexistent"},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     assert done.returncode == 0 and done.stdout.startswith("skipped: ") and "iproute2" in done.stdout

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.cluster import guard
+from skyrl_mega.cluster import reaper
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NobodyServes
 from skyrl_mega.cluster.group import ActorGroup, gather
-from skyrl_mega.cluster.local import session
-from skyrl_mega.trainer.setup import make_room
+from skyrl_mega.cluster.ray_session import session
+from skyrl_mega.trainer.start_actors import make_room
 
 
 class Server:
@@ -62,16 +62,16 @@ def ray() -> Iterator[None]:
 @pytest.fixture
 def fleet(ray: None, tmp_path: Path) -> Iterator[Fleet]:
     arguments = [{"number": rank, "trouble": str(tmp_path)} for rank in range(2)]
-    group = ActorGroup.spawn("server", Server, arguments, timeout=60, logs=tmp_path / "logs")
-    facts = group.call_all("start", timeout=30)
+    group = ActorGroup.spawn("server", Server, arguments, timeout=120, logs=tmp_path / "logs")
+    facts = group.call_all("start", timeout=120)
     said: list[str] = []
-    fleet = Fleet(group, restarts=3, start_timeout_s=60, say=said.append, facts=facts)
+    fleet = Fleet(group, restarts=3, start_timeout_s=180, say=said.append, facts=facts)
     yield fleet
     fleet.close()
     group.shutdown()
 
 
-def back(fleet: Fleet, rank: int, seconds: float = 60) -> None:
+def back(fleet: Fleet, rank: int, seconds: float = 180) -> None:
     """Waits until an actor is up again."""
     deadline = time.monotonic() + seconds
     while rank not in fleet.present():
@@ -83,9 +83,9 @@ def test_nobody_is_asked_before_being_brought_up_to_date(fleet: Fleet) -> None:
     assert fleet.present() == [0, 1]
     assert fleet.serving == []
     with pytest.raises(NobodyServes):
-        fleet.ask("answer", timeout=10)
+        fleet.ask("answer", timeout=120)
     fleet.serve([0, 1])
-    fleet.ask("answer", timeout=10)
+    fleet.ask("answer", timeout=120)
     fleet.serve([1])
     assert fleet.serving == [1]
 
@@ -95,14 +95,14 @@ def test_one_that_fails_is_replaced_and_stays_stale(fleet: Fleet, what: signal.S
     fleet.serve([0, 1])
     old = fleet.group.where[1].pid
     os.kill(old, what)
-    fleet.ask("answer", timeout=3)
+    fleet.ask("answer", timeout=8)
     assert fleet.serving == [0]
     back(fleet, 1)
     assert fleet.group.where[1].pid != old
-    assert not guard.members(old)
+    assert not reaper.members(old)
     assert fleet.serving == [0]
     fleet.serve(fleet.present())
-    fleet.ask("answer", timeout=10)
+    fleet.ask("answer", timeout=120)
     assert fleet.serving == [0, 1]
 
 
@@ -113,27 +113,27 @@ def test_one_that_is_started_again_is_given_what_the_first_found_and_room(fleet:
     asked: list[tuple[int, bool, bool]] = []
 
     def room(rank: int) -> None:
-        started = fleet.group.call_one(rank, "begun", timeout=30)
-        asked.append((rank, bool(guard.members(old)), started))
+        started = fleet.group.call_one(rank, "begun", timeout=120)
+        asked.append((rank, bool(reaper.members(old)), started))
 
     fleet.make_room = room
     fleet.retire(1, "a reason")
     back(fleet, 1)
     assert asked == [(1, False, False)]
-    assert fleet.group.call_all("given", timeout=10) == [None, 11]
+    assert fleet.group.call_all("given", timeout=120) == [None, 11]
 
 
 def test_policy_ranks_on_an_engines_gpus_give_memory_back(fleet: Fleet) -> None:
     """Engine 1 with one worker has rank 1, engine 0 with two has ranks 0 and 1. One that is busy is not
     waited for longer than it is given."""
     group, said = fleet.group, []
-    make_room(group, 1, 10.0, said.append, engine=1)
-    assert group.call_all("gave", timeout=10) == [0, 1]
-    busy = group.submit(0, "sleep", 3.0)
-    make_room(group, 2, 0.5, said.append, engine=0)
-    gather([busy], 30)
-    assert said == ["server-0 gave no memory back within 0.5 s for engine-0, which starts again"]
-    assert group.call_all("gave", timeout=10) == [1, 2]
+    make_room(group, 1, 60.0, said.append, engine=1)
+    assert group.call_all("gave", timeout=120) == [0, 1]
+    busy = group.submit(0, "sleep", 9.0)
+    make_room(group, 2, 3.0, said.append, engine=0)
+    gather([busy], 120)
+    assert said == ["server-0 gave no memory back within 3 s for engine-0, which starts again"]
+    assert group.call_all("gave", timeout=120) == [1, 2]
 
 
 def test_one_that_cannot_start_uses_up_the_restarts_and_is_the_cause(fleet: Fleet, tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_where_none_is_up_its_return_is_waited_for(fleet: Fleet) -> None:
     for rank in (0, 1):
         os.kill(fleet.group.where[rank].pid, signal.SIGKILL)
     with pytest.raises(NobodyServes, match="died"):
-        fleet.ask("answer", timeout=10)
+        fleet.ask("answer", timeout=120)
     assert fleet.present()
     assert fleet.serving == []
 
@@ -160,4 +160,4 @@ def test_after_the_end_nothing_is_started(fleet: Fleet) -> None:
     fleet.close()
     fleet.group.shutdown()
     time.sleep(1)
-    assert not any(guard.members(w.pid) for w in fleet.group.where)
+    assert not any(reaper.members(w.pid) for w in fleet.group.where)

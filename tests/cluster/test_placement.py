@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_mega.cluster.host import Whereabouts, address_of, interface_of
+from skyrl_mega.cluster.actor_process import Location, address_of, interface_of
 from skyrl_mega.cluster.placement import Node, by_gpu, spread
 
 NODES = [Node(str(n), f"10.0.0.{n}") for n in range(8)]
@@ -40,8 +40,8 @@ def test_units_stay_whole_in_order_and_are_dealt_evenly(units: list[int], count:
 @given(st.permutations(range(8)), st.permutations(range(8)), st.permutations(range(16)))
 def test_ranks_take_gpus_in_order_whatever_ray_has_dealt(a: list[int], b: list[int], mixed: list[int]) -> None:
     """Rank r on GPU r mod 8 of node r // 8, the nodes by address."""
-    far = [Whereabouts("m", gpu, "10.0.0.10", "far", (str(gpu),)) for gpu in a]
-    near_ = [Whereabouts("m", gpu, "10.0.0.9", "near", (str(gpu),)) for gpu in b]
+    far = [Location("m", gpu, "10.0.0.10", "far", (str(gpu),)) for gpu in a]
+    near_ = [Location("m", gpu, "10.0.0.9", "near", (str(gpu),)) for gpu in b]
     where = [(far + near_)[i] for i in mixed]
     order = by_gpu(where)
     assert sorted(order) == list(range(16))
@@ -51,8 +51,8 @@ def test_ranks_take_gpus_in_order_whatever_ray_has_dealt(a: list[int], b: list[i
 
 
 def test_the_order_of_unlike_nodes_and_of_actors_without_gpus() -> None:
-    def at(node: str, *gpus: str) -> Whereabouts:
-        return Whereabouts("m", 1, f"10.0.0.{node}", node, gpus)
+    def at(node: str, *gpus: str) -> Location:
+        return Location("m", 1, f"10.0.0.{node}", node, gpus)
 
     # The node that has fewer comes last, so that consecutive ranks share nodes; GPU 10 comes after GPU 9.
     where = [at("1", "0"), at("2", "10"), at("2", "9"), at("3", "1"), at("3", "0")]

@@ -30,7 +30,7 @@ LEAVES = """
 with channel.removed_at_the_end(folder / "partial"):
     from multiprocessing.shared_memory import SharedMemory
     from multiprocessing import resource_tracker
-    held = SharedMemory("skyrl-test-" + folder.name, create=True, size=4096)
+    held = SharedMemory("skyrl-test" + str(folder).replace("/", "-"), create=True, size=4096)
     resource_tracker.unregister(held._name, "shared_memory")
     if os.fork() == 0:  # a daemon, as thorough as they come, that no signal ends
         os.setsid()
@@ -53,9 +53,15 @@ with channel.heeding():
 """
 
 
-def start(folder: Path, program: str) -> subprocess.Popen[str]:
+PATIENT = START.replace(
+    "driver.start(", "from skyrl_mega.cluster import supervisor\nsupervisor.GRACE_S = 600.0\ndriver.start("
+)
+"""Gives a driver that looks ten minutes."""
+
+
+def start(folder: Path, program: str, beginning: str = START) -> subprocess.Popen[str]:
     process = subprocess.Popen(
-        [sys.executable, "-c", START + program, str(folder)],
+        [sys.executable, "-c", beginning + program, str(folder)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -69,7 +75,7 @@ def start(folder: Path, program: str) -> subprocess.Popen[str]:
 
 def end(process: subprocess.Popen[str]) -> tuple[int, str, str]:
     try:
-        out, errors = process.communicate(timeout=30)
+        out, errors = process.communicate(timeout=120)
     finally:
         process.kill()
     return process.returncode, out, errors
@@ -98,7 +104,7 @@ def test_a_signal_ends_all_with_75_and_one_line(tmp_path: Path, number: signal.S
     assert end(process) == (75, "", f"stopped by {number.name}; the same command goes on\n")
     assert living(tmp_path) == []
     assert list(tmp_path.iterdir()) == []
-    assert not Path(f"/dev/shm/skyrl-test-{tmp_path.name}").exists()
+    assert not Path("/dev/shm/skyrl-test" + str(tmp_path).replace("/", "-")).exists()
 
 
 def test_the_drivers_death_is_a_fault_in_one_line_and_leaves_nothing(tmp_path: Path) -> None:
@@ -117,7 +123,7 @@ def test_the_supervisors_death_is_the_drivers(tmp_path: Path) -> None:
     process = start(tmp_path, 'print("ready", flush=True)\ntime.sleep(600)')
     process.kill()
     process.wait()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while living(tmp_path) and time.monotonic() < deadline:
         time.sleep(0.02)
     assert living(tmp_path) == []
@@ -139,18 +145,18 @@ def test_a_driver_that_looks_may_finish_in_order_and_is_not_interrupted(tmp_path
 
 def test_a_second_signal_hastens(tmp_path: Path) -> None:
     """A driver that looks and does not end has its time; it ends at once when it is told twice."""
-    began = time.monotonic()
     for first in (signal.SIGUSR1, signal.SIGTERM):
-        process = start(tmp_path, f"{HEEDS}\n    time.sleep(600)")
+        process = start(tmp_path, f"{HEEDS}\n    time.sleep(600)", PATIENT)
         process.send_signal(first)
         assert process.stdout is not None
         assert process.stdout.readline() in ("SOON\n", "NOW\n")
-        for _ in range(2 if first == signal.SIGUSR1 else 1):
+        process.send_signal(signal.SIGINT)
+        if first == signal.SIGUSR1:
+            time.sleep(0.5)
+            assert process.poll() is None, "it has been told twice that it is to end, and once that at once"
             process.send_signal(signal.SIGINT)
-            time.sleep(0.3)
         code, _, errors = end(process)
         assert code == 75 and len(errors.splitlines()) == 1
-    assert time.monotonic() - began < 8
 
 
 def test_a_scheduler_that_tells_twice_does_not_hasten(tmp_path: Path) -> None:
@@ -235,8 +241,8 @@ time.sleep(600)
     def until(text: str) -> None:
         nonlocal seen
         while text not in seen:
-            if not select.select([terminal], [], [], 30)[0]:
-                pytest.fail(f"no {text!r} within 30 s of {seen!r}")
+            if not select.select([terminal], [], [], 120)[0]:
+                pytest.fail(f"no {text!r} within 120 s of {seen!r}")
             seen += os.read(terminal, 4096).decode()
 
     until("(Pdb) ")

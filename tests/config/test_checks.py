@@ -34,6 +34,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["rollout.sampling.top_k=1", "rollout.sampling.top_p=0.5", "evaluation.temperature=0"],
         ["cluster.device=cuda", "cluster.nodes=2"],
         ["data.mini_batch_prompts=16"],
+        ["policy.options.recompute_granularity=selective", "policy.ddp_options.bucket_size=1000"],
     ],
 )
 def test_what_is_possible_passes(base: Path, arguments: list[str]) -> None:
@@ -64,6 +65,14 @@ WRONG = [
     ("policy.optimizer.lr=inf", "policy.optimizer.lr = inf: allowed is a number of at least 0"),
     ("policy.optimizer.lr=-1", "policy.optimizer.lr = -1.0: allowed is a number of at least 0"),
     ("algorithm.clip_low=1.5", "algorithm.clip_low = 1.5: allowed is a number from 0 to 1"),
+    (
+        "rollout.chat_template_options.tokenize=true",
+        "rollout.chat_template_options.tokenize: the run decides it; leave",
+    ),
+    ("rollout.chat_template_options.tools=[]", "tools: the run decides it; use an environment with tools"),
+    ("rollout.chat_template_options={1a:1}", "1a: allowed is the name of a template's variable"),
+    ("rollout.chat_template_options=[1]", "rollout.chat_template_options"),
+    ("evaluation.max_tokens=100000", "evaluation.max_tokens = 100000: allowed is at most"),
     ("evaluation.top_p=2", "evaluation.top_p = 2.0: allowed is a number from 0 to 1 or null"),
     ("cluster.device=gpu", "cluster.device = gpu: allowed is one of auto, cpu, cuda"),
     ("weights.wire=int4", "weights.wire = int4: allowed is one of auto, fp8"),
@@ -101,6 +110,30 @@ WRONG = [
     ("rollout.max_response_tokens=100", "rollout.sampling.max_tokens = 1024: allowed is at most rollout.max_response"),
     ("rollout.max_length=100", "rollout.max_length = 100: allowed is more than rollout.max_prompt_tokens = 2048"),
     ("model.build.max_length=256", "model.build.max_length = 256: allowed is at least 3072"),
+    (
+        "policy.options.tensor_model_parallel_size=2",
+        "policy.options.tensor_model_parallel_size: the run decides it; use policy.layout.tensor",
+    ),
+    (
+        "policy.options.calculate_per_token_loss=false",
+        "policy.options.calculate_per_token_loss: the run decides it; leave it out",
+    ),
+    (
+        "policy.options.hidden_size=8",
+        "policy.options.hidden_size: the run decides it; use another model.path: config.json decides it",
+    ),
+    (
+        "policy.recompute=true policy.options.recompute_granularity=selective",
+        "policy.options.recompute_granularity: the run decides it; use policy.recompute=false to choose",
+    ),
+    (
+        "policy.ddp_options.overlap_grad_reduce=true",
+        "policy.ddp_options.overlap_grad_reduce: the run decides it; use policy.overlap",
+    ),
+    (
+        "policy.optimizer.options.adam_beta1=0.5",
+        "policy.optimizer.options.adam_beta1: the run decides it; use policy.optimizer.beta1",
+    ),
     (
         "rollout.options.tensor_parallel_size=2",
         "rollout.options.tensor_parallel_size: the run decides it; use rollout.te",

@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_mega.cli.evaluate import main as evaluate
+from skyrl_mega.cli.export import main as export
+from skyrl_mega.cli.report import main as report
+from skyrl_mega.cli.weights import main as weights
 from skyrl_mega.config.command import WRONG_INPUT, guarded
 from skyrl_mega.data.prepare import parser as data_parser
 from skyrl_mega.data.prepare import prepare
-from skyrl_mega.evaluate.cli import main as evaluate
-from skyrl_mega.export.cli import main as export
-from skyrl_mega.report.__main__ import main as report
 from skyrl_mega.retriever.commands import main as retriever
 from skyrl_mega.retriever.commands import parser as retriever_parser
-from skyrl_mega.weights.__main__ import main as weights
 
 ODD = ("nan", "-1", str(10**30), "", "a\0b", "\udcff", "x" * 5000)
 NUMBERS = {
@@ -110,7 +110,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     run = f"{sys.executable} -m skyrl_mega.config"
     done = subprocess.run(
         f"{run} | true; echo ${{PIPESTATUS[0]}}; {run} >&-; echo $?; {run} >/dev/full; echo $?",
-        shell=True, executable="/bin/bash", capture_output=True, text=True, timeout=60, check=True,
+        shell=True, executable="/bin/bash", capture_output=True, text=True, timeout=240, check=True,
         cwd=Path(__file__).parents[2],
     )  # fmt: skip
     assert done.stdout.split() == ["0", "0", "1"]

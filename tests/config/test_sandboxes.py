@@ -55,6 +55,14 @@ def test_evaluations_open_sandboxes_too(
     assert sandboxes_mib(config, trajectories=3) == 1000 + 10 * 3
 
 
+def test_no_more_disks_than_workers() -> None:
+    config = Config()
+    config.environment.options = SINGLE
+    for workers in (5, 100):
+        config.environment.workers = workers
+        assert sandboxes_mib(config, trajectories=80) == 1000 + 10 * min(workers, 80)
+
+
 def test_the_usual_sum_is_planned_by_the_nodes_memory() -> None:
     config = Config()
     config.environment.default = "python"

@@ -12,7 +12,7 @@ from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose, dump
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.secrets import masked
-from skyrl_mega.sizing import fixes
+from skyrl_mega.planner import fixes
 from skyrl_mega.telemetry.console import Console
 
 HOSTILE: list[tuple[str, bytes, str]] = [

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 DOCUMENT = ROOT / "docs" / "gpu.md"
 FOLDERS = ("skyrl_mega", "kernels", "launch")
-CPU_ONLY = {"skyrl_mega/policy/cpu.py"}
+CPU_ONLY = {"skyrl_mega/megatron/cpu.py"}
 """What stands for CUDA on a CPU: it names CUDA everywhere, and no GPU enters it."""
 NAMES = {"cuda": True, "nccl": True, "te": True, "cpu": False, "gloo": False, "local": False}
 """Words that a device, a backend and a layer spec are compared with, and whether CUDA equals them."""

@@ -89,10 +89,11 @@ def resolve(recipe: Path, settings: list[str], former: int | None = None) -> dic
 
     from skyrl_mega.config.compose import compose
     from skyrl_mega.config.derived import length_limit
-    from skyrl_mega.models.known import known
-    from skyrl_mega.rollout.engine_spec import EngineSpec, Facts, arguments
-    from skyrl_mega.trainer.setup import longer
-    from skyrl_mega.weights.vllm_plugin import register
+    from skyrl_mega.engines.base import Facts
+    from skyrl_mega.engines.vllm.plugin import register
+    from skyrl_mega.engines.vllm.spec import EngineSpec, arguments
+    from skyrl_mega.models.published import known
+    from skyrl_mega.trainer.start_actors import longer
 
     register()
     config = compose(recipe, settings)

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
-from skyrl_mega.policy.cpu import _TYPE_NAMES, CudaAsCpu
+from skyrl_mega.megatron.cpu import _TYPE_NAMES, CudaAsCpu
 
 CUDA = torch.device("cuda", 0)
 

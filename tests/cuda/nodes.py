@@ -1,6 +1,6 @@
 """What stands on simulated GPU nodes: actors that tell what they were given, and a stand-in for NVML in every process.
 
-python -m tests.cuda.nodes PYTHON -m skyrl_mega.launch.slurm FOLDER …   what a node's task of a Slurm job would start
+python -m tests.cuda.nodes PYTHON -m skyrl_mega.cluster.slurm_node FOLDER …   what a node's task of a Slurm job starts
 """
 
 from __future__ import annotations
@@ -42,13 +42,18 @@ class Teller:
 
 
 def main() -> None:
-    """Prints what `skyrl_mega.launch.slurm` makes of Slurm's variables."""
-    from skyrl_mega.launch import slurm
+    """Prints what `skyrl_mega.cluster.slurm_node` makes of Slurm's variables."""
+    from skyrl_mega.cluster import slurm_node
 
     python, *_, folder = sys.argv[1:5]
-    job = slurm.Job.of(Path(folder), os.environ)
-    node = slurm.RayNode(job, slurm.HEAD if job.rank == 0 else ["--address=10.0.0.1:1"])
-    told = {"python": python, "job": asdict(job) | {"folder": folder}, "ray": node.command, "env": slurm._environment()}
+    job = slurm_node.Job.of(Path(folder), os.environ)
+    node = slurm_node.RayNode(job, slurm_node.HEAD if job.rank == 0 else ["--address=10.0.0.1:1"])
+    told = {
+        "python": python,
+        "job": asdict(job) | {"folder": folder},
+        "ray": node.command,
+        "env": slurm_node._environment(),
+    }
     print(json.dumps(told), flush=True)
 
 

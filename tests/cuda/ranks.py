@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
-from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.parallel.dims import ParallelDims
 
 ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "allreduce", "sequence_parallel", "shared", "shared_embedding")
 """What megatron-core reads off a parameter."""
@@ -31,7 +31,7 @@ class Case:
     """A model in a layout."""
 
     hf: dict[str, Any]
-    parallel: Parallel
+    parallel: ParallelDims
     spec: str
     dtype: str
     gradients: dict[str, Tensor]
@@ -66,11 +66,11 @@ class Built:
 
 
 @contextmanager
-def fake_rank(rank: int, parallel: Parallel) -> Iterator[None]:
+def fake_rank(rank: int, parallel: ParallelDims) -> Iterator[None]:
     """This process is that rank inside; collectives return at once and move nothing."""
     from megatron.core import parallel_state
 
-    from skyrl_mega.policy import build
+    from skyrl_mega.megatron import model as build
 
     dist.init_process_group("fake", rank=rank, world_size=parallel.ranks, store=FakeStore())
     new_group = dist.new_group
@@ -93,9 +93,9 @@ def fake_rank(rank: int, parallel: Parallel) -> Iterator[None]:
 
 def build_rank(case: Case, rank: int) -> Built:
     """Builds the rank's model, buffers and optimizer, and gives it its part of the whole model's gradients."""
+    from skyrl_mega.megatron import model as build
+    from skyrl_mega.megatron.optimizer import build_optimizer
     from skyrl_mega.models.registry import architecture
-    from skyrl_mega.policy import build
-    from skyrl_mega.policy.optimizer import build_optimizer
     from tests.weights.grids import cut
 
     policy = PolicyConfig(spec=case.spec, optimizer=OptimizerConfig(lr=1e-3, weight_decay=0.1))
@@ -167,7 +167,7 @@ def main() -> None:
     from tests.cuda import te
 
     te.install()
-    from skyrl_mega.policy import cpu
+    from skyrl_mega.megatron import cpu
 
     torch.set_num_threads(1)
     cpu.stand_in()

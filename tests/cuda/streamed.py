@@ -11,12 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from skyrl_mega.weights import execute, pipeline
-from skyrl_mega.weights.local_channel import Buffers
-from skyrl_mega.weights.pipeline import ChecksumError
-from skyrl_mega.weights.topology import Links, Topology
-from skyrl_mega.weights.transport import TransportError
-from skyrl_mega.weights.wire import Wire, quantised, with_scales
+from skyrl_mega.weights.exchange import exchange as execute
+from skyrl_mega.weights.exchange import executor
+from skyrl_mega.weights.exchange.executor import ChecksumError
+from skyrl_mega.weights.fp8.format import Wire, quantised, with_scales
+from skyrl_mega.weights.plan.topology import Links, Topology
+from skyrl_mega.weights.transports.group import TransportError
+from skyrl_mega.weights.transports.ipc import Buffers
 from tests.cuda import streams
 from tests.support.ranks import run_ranks
 from tests.weights.grids import LAYOUTS, cut, empty, global_tensors
@@ -166,13 +167,13 @@ def fail(rank: int, address: str, case: Case, how: str) -> str:
     with streams.pretended():
         built, _, _kept = exchange(rank, address, case, source, target, Wire(case.dtype))
         if how == "a wrong byte" and rank == 0:
-            pack = pipeline.Run.pack
+            pack = executor.Run.pack
 
             def wrong(self: Any, cargo: Any, flat: Tensor) -> None:
                 pack(self, cargo, flat)
                 flat[cargo.items[-1].offset] ^= 1
 
-            pipeline.Run.pack = wrong  # type: ignore[method-assign]
+            executor.Run.pack = wrong  # type: ignore[method-assign]
         if how != "a wrong byte" and rank == 0:
             streams.Event.hang = True
         params = empty(source.shards[rank] if rank < ranks else target.shards[rank - ranks], case.dtype)

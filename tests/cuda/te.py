@@ -36,7 +36,7 @@ def absent() -> str:
 def install() -> None:
     """Makes `transformer_engine` importable in this process, over a stub, and CUDA apparently there.
 
-    Call it before megatron-core is imported, then `skyrl_mega.policy.cpu.stand_in`.
+    Call it before megatron-core is imported, then `skyrl_mega.megatron.cpu.stand_in`.
     """
     import torch
 

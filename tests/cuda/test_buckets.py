@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from skyrl_mega.layout.box import Layout
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.weights import views as views_of
-from skyrl_mega.weights.cargo import Cargo, Role, itinerary
-from skyrl_mega.weights.ends import Ends
-from skyrl_mega.weights.local_channel import hosts
-from skyrl_mega.weights.plan import plan
-from skyrl_mega.weights.quantise import Scales
-from skyrl_mega.weights.wire import FP8, Wire, quantised, with_scales
+from skyrl_mega.parallel.box import Layout
+from skyrl_mega.weights.exchange import pack as views_of
+from skyrl_mega.weights.exchange.rank_program import RankBucket, Role, rank_program
+from skyrl_mega.weights.exchange.tensors import Ends
+from skyrl_mega.weights.fp8.format import FP8, Wire, quantised, with_scales
+from skyrl_mega.weights.fp8.scales import Scales
+from skyrl_mega.weights.plan.plan import plan
+from skyrl_mega.weights.transports.ipc import hosts
 from tests.weights.grids import LAYOUTS
 from tests.weights.test_fp8_wire import ODD
 
@@ -89,7 +89,7 @@ def _put(tensor: Tensor, index: Tensor, values: Tensor) -> None:
     torch.ops.aten.index_put_(tensor, [index], values)
 
 
-def ends(hf: dict[str, Any], fp8: bool, size: int) -> tuple[Layout, Layout, Wire, list[Cargo], list[Cargo]]:
+def ends(hf: dict[str, Any], fp8: bool, size: int) -> tuple[Layout, Layout, Wire, list[RankBucket], list[RankBucket]]:
     """From two policy ranks to one worker: rank 0's buckets, and the worker's."""
     arch = architecture(hf)
     source, target = arch.megatron_layout(hf, LAYOUTS["tp2 ep2"], "te"), arch.engine_layout(hf, 1, 1)
@@ -100,8 +100,12 @@ def ends(hf: dict[str, Any], fp8: bool, size: int) -> tuple[Layout, Layout, Wire
     made = plan(source, target, itemsize=wire.itemsize)
     where = hosts(made.topology, 0, 2)
     sender, receiver = Role(0, 0, source.shards[0], None, None), Role(2, None, None, 0, target.shards[0])
-    sent, _ = itinerary(made, wire, sender, size, 3, 0, 2, where)
-    got, _ = itinerary(made, wire, receiver, size, 3, 0, 2, where)
+    sent, _ = rank_program(
+        made, wire, sender, bucket_bytes=size, in_flight=3, source_base=0, target_base=2, hosts=where
+    )
+    got, _ = rank_program(
+        made, wire, receiver, bucket_bytes=size, in_flight=3, source_base=0, target_base=2, hosts=where
+    )
     return source, target, wire, *([cargo for step in steps for cargo in step.new] for steps in (sent, got))
 
 

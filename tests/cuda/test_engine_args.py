@@ -32,8 +32,8 @@ import pytest
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import RolloutConfig
-from skyrl_mega.rollout.engine import Engine
-from skyrl_mega.rollout.engine_spec import EngineSpec
+from skyrl_mega.engines.vllm.actor import VllmEngine
+from skyrl_mega.engines.vllm.spec import EngineSpec
 from tests.conftest import ROOT
 from tests.cuda.engine_config import TOTAL
 
@@ -56,7 +56,7 @@ def resolved(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, An
     for what in ("inspect", json.dumps(asked)):
         command = [sys.executable, "-m", "tests.cuda.engine_config", what]
         done = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=200, check=False
+            command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=850, check=False
         )
         assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout)
@@ -82,7 +82,7 @@ def test_a_recipes_engine_on_h100s(resolved: dict[str, dict[str, Any]], file: Pa
     assert v["logprobs"] == "processed_logprobs"
     assert (v["seed"], v["generation_config"]) == (config.run.seed, "vllm")
     assert v["transfer"] == "skyrl_mega"
-    assert v["extension"] == "skyrl_mega.weights.vllm_engine.WorkerExtension"
+    assert v["extension"] == "skyrl_mega.engines.vllm.transfer.WorkerExtension"
     assert (v["tensor"], v["expert_parallel"]) == (rollout.tensor, False)
 
 
@@ -121,6 +121,6 @@ def test_other_cuts_of_the_30b_engines_are_taken(resolved: dict[str, dict[str, A
 def test_an_engine_refuses_another_device_than_the_runs(tmp_path: Path) -> None:
     """vLLM takes what it finds: on a node whose environment is for CPUs a run for GPUs would be served by a CPU."""
     (tmp_path / "config.json").write_text("{}")
-    engine = Engine(EngineSpec(str(tmp_path), "bfloat16", "cuda", RolloutConfig(), 64))
+    engine = VllmEngine(EngineSpec(str(tmp_path), "bfloat16", "cuda", RolloutConfig(), 64))
     with pytest.raises(UserError, match=r"^cluster.device = cuda: vLLM computes on cpu on this node; give the env"):
         asyncio.run(engine.start())

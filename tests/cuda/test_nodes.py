@@ -18,15 +18,17 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.cluster.host import Whereabouts, library_settings
-from skyrl_mega.cluster.local import ENVIRONMENT, session
+from skyrl_mega.cluster.actor_process import Location, library_settings
+from skyrl_mega.cluster.place import actual, place
 from skyrl_mega.cluster.placement import Placement, beside, by_gpu
+from skyrl_mega.cluster.ray_session import ENVIRONMENT, session
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.derived import policy_ranks
 from skyrl_mega.config.schema import Config
-from skyrl_mega.trainer import seats, setup
-from skyrl_mega.weights.local_channel import hosts
-from skyrl_mega.weights.topology import Links, Topology
+from skyrl_mega.trainer import placement as seats
+from skyrl_mega.trainer import start_actors
+from skyrl_mega.weights.plan.topology import Links, Topology
+from skyrl_mega.weights.transports.ipc import hosts
 from tests.cuda.nodes import PYNVML, ROOT, SOCKETS, Teller
 
 ADDRESSES = ("127.0.0.8", "127.0.0.10")
@@ -43,10 +45,8 @@ def recipe(file: str, *settings: str) -> Config:
 def one_process_a_device(ranks: list[Device], workers: list[Device], config: Config) -> None:
     """The devices that the transfer plan counts on are those that there are, and no two processes of NCCL's group
     share one; whoever is left out sits where its host sits."""
-    links = Links.from_config(config.cluster)
-    sizes = (len(ranks), len(workers))
-    shared = config.cluster.shared
-    planned = Topology.shared(*sizes, links) if shared else Topology.apart(*sizes, links, engine=config.rollout.tensor)
+    shared, placement = config.cluster.shared, place(config)
+    planned = Topology.from_placement(placement, Links.from_config(config.cluster))
     host_of = hosts(planned, 0, len(ranks))
     sits = dict(enumerate([*ranks, *workers]))
     group = [sits[process] for process, host in host_of.items() if process == host]
@@ -56,7 +56,15 @@ def one_process_a_device(ranks: list[Device], workers: list[Device], config: Con
     nodes = list(dict.fromkeys(node for node, _ in sits.values()))
     for process, (node, _) in sits.items():
         device = (planned.sources + planned.targets)[process]
-        assert device // links.gpus_per_node == nodes.index(node)
+        assert placement.node(device) == nodes.index(node)
+
+
+def known_places(config: Config, ranks: list[Device], workers: list[Device], group: Any, fleet: Any) -> None:
+    """What the weight sync is told of the places is so: same node, same GPU."""
+    found = actual(config, group.where, fleet.group.where)
+    devices, sits = [*found.policy, *found.engines], [*ranks, *workers]
+    assert [device % found.per_node for device in devices] == [int(gpu) for _, gpu in sits]
+    assert len(set(zip(map(found.node, devices), (node for node, _ in sits), strict=True))) == 2
 
 
 # ---- on Ray ------------------------------------------------------------------------------------------------------
@@ -88,6 +96,11 @@ def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             cluster.shutdown()
 
 
+def without_model(_: Any, group: Any, *__: Any) -> Any:
+    """A group of actors whose model is not built."""
+    return SimpleNamespace(group=group, load=lambda _: None)
+
+
 def dealt(placement: Placement | None, seed: int) -> Placement | None:
     """As if Ray had dealt each node's GPUs to its places in another order, and had taken the nodes in another."""
     if placement is None:
@@ -105,14 +118,16 @@ def test_two_nodes_shared(two_nodes: None, tmp_path: Path, monkeypatch: pytest.M
     """`dapo`: 16 policy ranks, and two engines of 8 workers on the same GPUs."""
     config = recipe("dapo")
     assert (policy_ranks(config), config.rollout.engines, config.rollout.tensor) == (16, 2, 8)
-    monkeypatch.setattr(setup, "PolicyActor", Teller)
-    monkeypatch.setattr(setup, "Engine", Teller)
-    monkeypatch.setattr(setup, "build_policy", lambda _, group, *__: SimpleNamespace(group=group, load=lambda _: None))
-    monkeypatch.setattr(setup, "architecture", lambda _: SimpleNamespace(check_layout=lambda *_: None))
-    found = seats.find_seats(config, "cuda")
+    monkeypatch.setattr(start_actors, "MegatronActor", Teller)
+    monkeypatch.setattr(start_actors, "VllmEngine", Teller)
+    monkeypatch.setattr(start_actors, "build_model", without_model)
+    monkeypatch.setattr(start_actors, "architecture", lambda _: SimpleNamespace(check_layout=lambda *_: None))
+    found = seats.reserve_run(config, "cuda")
     found = replace(found, policy=dealt(found.policy, 1))
     with ExitStack() as stack:
-        policy, _, fleet = setup.start_actors(config, {}, tmp_path, "cuda", tmp_path, stack, print, found)
+        policy, _, fleet = start_actors.start_actors(
+            start_actors.Setup(config, {}, tmp_path, device="cuda", folder=tmp_path, stack=stack, say=print), found
+        )
         where, ranks = policy.group.where, told(policy.group)
         engines = told(fleet.group)
 
@@ -125,6 +140,8 @@ def test_two_nodes_shared(two_nodes: None, tmp_path: Path, monkeypatch: pytest.M
         ] == [(node, every) for node in ADDRESSES]
         workers = [(at.address, gpu) for at in fleet.group.where for gpu in every.split(",")]
         one_process_a_device(devices, workers, config)
+        known_places(config, devices, workers, policy.group, fleet)
+        assert actual(config, where, fleet.group.where) == place(config)
 
         for rank, (env, cpus) in enumerate(ranks):
             assert cpus == {*SOCKETS[rank % 8 // 4]}, rank
@@ -149,19 +166,22 @@ def test_two_nodes_apart(two_nodes: None, tmp_path: Path, monkeypatch: pytest.Mo
     """4 policy ranks and three engines of 4 workers, each on GPUs of its own."""
     sizes = ["cluster.shared=false", "cluster.nodes=2", "cluster.gpus_per_node=8", "policy.ranks=4"]
     config = recipe("gsm8k", *sizes, "rollout.engines=3", "rollout.tensor=4")
-    monkeypatch.setattr(setup, "PolicyActor", Teller)
-    monkeypatch.setattr(setup, "Engine", Teller)
-    monkeypatch.setattr(setup, "build_policy", lambda _, group, *__: SimpleNamespace(group=group, load=lambda _: None))
-    monkeypatch.setattr(setup, "architecture", lambda _: SimpleNamespace(check_layout=lambda *_: None))
-    found = seats.find_seats(config, "cuda")
+    monkeypatch.setattr(start_actors, "MegatronActor", Teller)
+    monkeypatch.setattr(start_actors, "VllmEngine", Teller)
+    monkeypatch.setattr(start_actors, "build_model", without_model)
+    monkeypatch.setattr(start_actors, "architecture", lambda _: SimpleNamespace(check_layout=lambda *_: None))
+    found = seats.reserve_run(config, "cuda")
     found = replace(found, policy=dealt(found.policy, 2), engines=dealt(found.engines, 3))
     with ExitStack() as stack:
-        policy, _, fleet = setup.start_actors(config, {}, tmp_path, "cuda", tmp_path, stack, print, found)
+        policy, _, fleet = start_actors.start_actors(
+            start_actors.Setup(config, {}, tmp_path, device="cuda", folder=tmp_path, stack=stack, say=print), found
+        )
         ranks = [(at.address, gpu) for at in policy.group.where for gpu in at.gpus]
         workers = [(at.address, gpu) for at in fleet.group.where for gpu in at.gpus]
         assert len(ranks) == 4 and len({node for node, _ in ranks}) == 1
         assert [gpu for _, gpu in ranks] == sorted(gpu for _, gpu in ranks)
         assert len(workers) == 12 and len({*ranks, *workers}) == 16
+        known_places(config, ranks, workers, policy.group, fleet)
         for at, (env, cpus) in zip(fleet.group.where, told(fleet.group), strict=True):
             gpus = list(map(int, at.gpus))
             assert env["CUDA_VISIBLE_DEVICES"] == ",".join(at.gpus) and gpus == sorted(gpus)
@@ -176,11 +196,17 @@ def test_two_nodes_apart(two_nodes: None, tmp_path: Path, monkeypatch: pytest.Mo
 def test_every_shape(nodes: int, gpus: int, tensor: int, shared: bool) -> None:
     """Whatever order Ray deals in: rank r is on GPU r mod 8, engine workers are where the plan says."""
     addresses = [f"10.0.0.{9 + node}" for node in range(nodes)]
-    config = recipe("dapo", f"cluster.shared={shared}", f"cluster.gpus_per_node={gpus}", f"rollout.tensor={tensor}")
+    sizes = [
+        f"cluster.nodes={nodes * (1 if shared else 2)}",
+        f"cluster.gpus_per_node={gpus}",
+        f"rollout.tensor={tensor}",
+    ]
+    counts = [f"policy.ranks={nodes * gpus}", f"rollout.engines={nodes * gpus // tensor}"]
+    config = recipe("dapo", f"cluster.shared={shared}", *sizes, *counts)
     for seed in range(20):
         deal = random.Random(seed)
         places = [
-            Whereabouts("m", 1, node, f"{number:056x}", (str(gpu),))
+            Location("m", 1, node, f"{number:056x}", (str(gpu),))
             for number, node in enumerate(addresses, 1)
             for gpu in range(gpus)
         ]
@@ -200,7 +226,7 @@ def test_every_shape(nodes: int, gpus: int, tensor: int, shared: bool) -> None:
         else:
             own = [f"10.0.1.{9 + node}" for node in range(nodes)]
             cuts = [[str(gpu) for gpu in range(first, first + tensor)] for first in range(0, gpus, tensor)]
-            groups = [Whereabouts("m", 1, node, node, tuple(cut)) for node in own for cut in cuts]
+            groups = [Location("m", 1, node, node, tuple(cut)) for node in own for cut in cuts]
             deal.shuffle(groups)
             workers = [(groups[i].address, gpu) for i in by_gpu(groups) for gpu in groups[i].gpus]
         one_process_a_device(ranks, workers, config)
@@ -228,18 +254,18 @@ def test_an_engines_worker_stays_near_its_own_gpu(monkeypatch: pytest.MonkeyPatc
     import torch
     from vllm.distributed.weight_transfer.base import WeightTransferEngine
 
-    from skyrl_mega.weights import vllm_engine
+    from skyrl_mega.engines.vllm import transfer
 
     bound: list[list[str]] = []
-    monkeypatch.setattr(vllm_engine.numa, "bind", bound.append)
-    monkeypatch.setattr(vllm_engine, "LoadTimeParameters", lambda *_: None)
+    monkeypatch.setattr(transfer.numa, "bind", bound.append)
+    monkeypatch.setattr(transfer, "LoadTimeParameters", lambda *_: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
     for device in map(torch.device, ("cuda:6", "cpu")):
         loading = SimpleNamespace(load_config=SimpleNamespace(load_format="auto"))
         given = {"model": None, "device": device, "vllm_config": loading}
         given["model_config"] = SimpleNamespace(dtype=None)
         monkeypatch.setattr(WeightTransferEngine, "__init__", lambda self, given=given: vars(self).update(given))
-        vllm_engine.ShardTransferEngine()
+        transfer.ShardTransferEngine()
     assert bound == [["6"]]
 
 
@@ -283,7 +309,7 @@ def test_a_slurm_job(nodes: int, gpus: int, tmp_path: Path) -> None:
         "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(gpus))),
     }
     command = ["bash", "-c", f'source {ROOT}/launch/slurm.sh; run "$@"', "batch", "--config=x"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     told = [json.loads(line) for line in (tmp_path / "told").read_text().splitlines()]
     assert [t["job"]["node"] for t in told] == [f"node{i + 1}" for i in range(nodes)]

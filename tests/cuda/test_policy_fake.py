@@ -13,26 +13,26 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_mega.config.schema import BuildConfig
-from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.megatron import layer_spec, objectives
+from skyrl_mega.megatron.packing import MicroBatch, pack
+from skyrl_mega.megatron.worker import ModelWorker
 from skyrl_mega.models.tiny import build, hf_config
-from skyrl_mega.policy import objectives, spec
-from skyrl_mega.policy.packing import MicroBatch, pack
-from skyrl_mega.policy.rank import PolicyRank
+from skyrl_mega.parallel.dims import ParallelDims
 from tests.cuda.fake_cuda import CUDA, CpuAsCuda, fake_cuda
 from tests.cuda.ranks import fake_rank
-from tests.policy import layouts
+from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 
 MOE = BuildConfig(layers=2)
 DENSE = BuildConfig(architecture="qwen2", head_dim=16, layers=2, tied=True)
 
 
-def opened(config: BuildConfig, parallel: Parallel, dtype: torch.dtype, **changes: Any) -> PolicyRank:
+def opened(config: BuildConfig, parallel: ParallelDims, dtype: torch.dtype, **changes: Any) -> ModelWorker:
     policy = layouts.policy_config(spec="local", **changes)
-    return PolicyRank(hf_config(config), policy, parallel, dtype=dtype, device=CUDA)
+    return ModelWorker(hf_config(config), policy, parallel, dtype=dtype, device=CUDA)
 
 
-def tensors_of(rank: PolicyRank) -> dict[str, Tensor]:
+def tensors_of(rank: ModelWorker) -> dict[str, Tensor]:
     """Everything that a rank allocates before its first step, but for Adam's moments."""
     found = {f"parameter {name}": p for name, p in rank.params.items()}
     found |= {f"gradient {name}": p.main_grad for name, p in rank.params.items()}  # type: ignore[attr-defined]
@@ -50,16 +50,16 @@ def tensors_of(rank: PolicyRank) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("config", "parallel", "rank"),
     [
-        (MOE, Parallel(), 0),
-        (MOE, Parallel(4, tensor=2, expert=4), 3),
-        (MOE, Parallel(4, pipeline=2, virtual_pipeline=1), 3),
-        (DENSE, Parallel(2, pipeline=2, virtual_pipeline=1), 1),
-        (DENSE, Parallel(4, tensor=2, context=2), 2),
+        (MOE, ParallelDims(), 0),
+        (MOE, ParallelDims(4, tensor=2, expert=4), 3),
+        (MOE, ParallelDims(4, pipeline=2, virtual_pipeline=1), 3),
+        (DENSE, ParallelDims(2, pipeline=2, virtual_pipeline=1), 1),
+        (DENSE, ParallelDims(4, tensor=2, context=2), 2),
     ],
     ids=["moe", "moe TP2 EP4", "moe PP2", "dense PP2", "dense TP2 CP2"],
 )
 def test_all_that_a_rank_holds_is_on_its_device(
-    config: BuildConfig, parallel: Parallel, rank: int, dtype: torch.dtype
+    config: BuildConfig, parallel: ParallelDims, rank: int, dtype: torch.dtype
 ) -> None:
     with fake_cuda(), fake_rank(rank, parallel):
         made = opened(config, parallel, dtype)
@@ -89,11 +89,11 @@ def test_a_packed_row_is_on_the_device(context: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("parallel", "rank", "changes"),
-    [(Parallel(), 0, {}), (Parallel(2, tensor=2), 1, {"recompute": True}), (Parallel(2, context=2), 1, {})],
+    [(ParallelDims(), 0, {}), (ParallelDims(2, tensor=2), 1, {"recompute": True}), (ParallelDims(2, context=2), 1, {})],
     ids=["one", "TP2", "CP2"],
 )
 def test_forward_through_layers_and_head(
-    parallel: Parallel, rank: int, changes: dict[str, Any], dtype: torch.dtype
+    parallel: ParallelDims, rank: int, changes: dict[str, Any], dtype: torch.dtype
 ) -> None:
     """In half precision the attention is torch's variable-length kernel, in float32 the padded grid."""
     batch = layouts.some_batch(100)
@@ -102,11 +102,11 @@ def test_forward_through_layers_and_head(
 
     def finish(logprobs: Tensor, entropy: Tensor, micro: MicroBatch, _: int) -> tuple[Tensor, dict[str, Tensor]]:
         seen.append((logprobs, entropy, micro))
-        loss, metrics = objectives.supervised(logprobs, entropy, micro.fields)
+        loss, metrics = objectives.supervised(objectives.inputs_of(logprobs, entropy, micro))
         return loss, {"loss": loss.detach(), **metrics}
 
-    kernel = mock.Mock(side_effect=spec.varlen_attn)
-    with fake_cuda(), fake_rank(rank, parallel), mock.patch.object(spec, "varlen_attn", kernel):
+    kernel = mock.Mock(side_effect=layer_spec.varlen_attn)
+    with fake_cuda(), fake_rank(rank, parallel), mock.patch.object(layer_spec, "varlen_attn", kernel):
         made = opened(DENSE, parallel, dtype, **changes)
         from megatron.core.pipeline_parallel import schedules
 
@@ -123,7 +123,7 @@ def test_forward_through_layers_and_head(
 # ---- with values ---------------------------------------------------------------------------------------------------
 
 
-def steps(rank: int, address: str, path: Path, parallel: Parallel, dtype: torch.dtype, as_cuda: bool) -> Any:
+def steps(rank: int, address: str, path: Path, parallel: ParallelDims, dtype: torch.dtype, as_cuda: bool) -> Any:
     """Losses, norms and log-probs of a rank whose tensors say CUDA's, or the CPU's."""
     changes: dict[str, Any] = {"spec": "local", "recompute": True} if as_cuda else {}
     if not as_cuda:
@@ -132,7 +132,7 @@ def steps(rank: int, address: str, path: Path, parallel: Parallel, dtype: torch.
         mock.patch.object(layouts, "CPU", CUDA),
         mock.patch.object(layouts.cpu, "CudaAsCpu", CpuAsCuda),
         mock.patch.object(dist, "init_process_group", on_gloo(dist.init_process_group)),
-        mock.patch.object(spec, "varlen_attn", one_by_one),
+        mock.patch.object(layer_spec, "varlen_attn", one_by_one),
     ):
         made = layouts.open_rank(rank, address, path, parallel, layouts.policy_config(**changes), dtype)
         assert all(c.ddp_config.overlap_param_gather for c in made.chunks)
@@ -147,7 +147,7 @@ def on_gloo(init: Any) -> Any:
     return join
 
 
-def run_steps(made: PolicyRank) -> Any:
+def run_steps(made: ModelWorker) -> Any:
     _, micros = layouts.deal(layouts.some_batch(100), made)
     trained = [made.train(micros, objectives.supervised) for _ in range(3)]
     pairs = made.logprobs(micros) or []
@@ -184,13 +184,13 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.mark.parametrize(
     ("model", "parallel"),
     [
-        ("moe", Parallel(2, expert=2)),
-        ("dense", Parallel(2, tensor=2, expert_tensor=2)),
-        ("dense", Parallel(2, pipeline=2)),
+        ("moe", ParallelDims(2, expert=2)),
+        ("dense", ParallelDims(2, tensor=2, expert_tensor=2)),
+        ("dense", ParallelDims(2, pipeline=2)),
     ],
     ids=["moe EP2", "dense TP2", "dense PP2"],
 )
-def test_steps_on_cuda_are_those_on_a_cpu(models: dict[str, Path], model: str, parallel: Parallel) -> None:
+def test_steps_on_cuda_are_those_on_a_cpu(models: dict[str, Path], model: str, parallel: ParallelDims) -> None:
     """float32: every branch for CUDA but the half-precision kernel; overlap is on, recomputation too."""
     found, expected = (
         run_ranks(parallel.ranks, steps, models[model], parallel, torch.float32, as_cuda) for as_cuda in (True, False)
@@ -198,9 +198,9 @@ def test_steps_on_cuda_are_those_on_a_cpu(models: dict[str, Path], model: str, p
     compare(found, expected, 1e-4)
 
 
-@pytest.mark.parametrize("parallel", [Parallel(), Parallel(2, context=2)], ids=["one", "CP2"])
-def test_the_kernel_for_half_precision_attends_as_the_grid(models: dict[str, Path], parallel: Parallel) -> None:
-    """In bfloat16, whose noise is some 1e-2 here; `tests/policy/test_attention.py` holds it to 1e-6 in float32."""
+@pytest.mark.parametrize("parallel", [ParallelDims(), ParallelDims(2, context=2)], ids=["one", "CP2"])
+def test_the_kernel_for_half_precision_attends_as_the_grid(models: dict[str, Path], parallel: ParallelDims) -> None:
+    """In bfloat16, whose noise is some 1e-2 here; `tests/megatron/test_attention.py` holds it to 1e-6 in float32."""
     found, expected = (
         run_ranks(parallel.ranks, steps, models["dense"], parallel, torch.bfloat16, as_cuda)
         for as_cuda in (True, False)

@@ -24,18 +24,19 @@ from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.derived import FILL, length_limit
 from skyrl_mega.config.schema import Config, EnvironmentConfig
+from skyrl_mega.engines.base import Facts
+from skyrl_mega.engines.vllm.spec import EngineSpec
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.models.known import known
+from skyrl_mega.models.published import known
 from skyrl_mega.models.registry import architecture
+from skyrl_mega.planner.batch import batch
+from skyrl_mega.planner.fit import parallel_of
+from skyrl_mega.planner.memory import engine_memory
+from skyrl_mega.planner.times import at_once, generate_time
 from skyrl_mega.rollout import generator
-from skyrl_mega.rollout.engine import EngineSpec, Facts
-from skyrl_mega.rollout.threads import Call, Raised
+from skyrl_mega.rollout.env_pool import Call, Raised
 from skyrl_mega.rollout.trajectory import Status
-from skyrl_mega.sizing.batch import batch
-from skyrl_mega.sizing.fit import parallel_of
-from skyrl_mega.sizing.memory import engine_memory
-from skyrl_mega.sizing.times import at_once, generate_time
-from skyrl_mega.trainer import setup
+from skyrl_mega.trainer import start_actors
 from tests.conftest import ROOT
 from tests.support import simulated_time
 from tests.support.simulated_engine import SimulatedEngine
@@ -143,7 +144,7 @@ async def _arrived(item: Any) -> Any:
 
 
 class Here:
-    """`Threads` without any: the environments' code takes no simulated time."""
+    """`EnvPool` without any: the environments' code takes no simulated time."""
 
     def __init__(self, most: int) -> None:
         pass
@@ -162,7 +163,7 @@ Fleets = Callable[..., tuple[Fleet, LocalActors]]
 @pytest.fixture
 def fleets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fleets:
     """Starts a plan's engines as a run on GPUs does."""
-    monkeypatch.setattr(generator, "Threads", Here)
+    monkeypatch.setattr(generator, "EnvPool", Here)
     (tmp_path / "config.json").write_text("{}")
 
     def start(plan: Plan, first_stalls_after: int | None = None, say: Any = print) -> tuple[Fleet, LocalActors]:
@@ -173,8 +174,11 @@ def fleets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Fleets:
             made.append(LocalActors(name, [a["spec"] for a in arguments], plan, faults))
             return made[0]
 
-        monkeypatch.setattr(setup, "ActorGroup", SimpleNamespace(spawn=spawn))
-        fleet = setup.start_engines(plan.config, tmp_path, "cuda", tmp_path, ExitStack(), say, None)
+        monkeypatch.setattr(start_actors, "ActorGroup", SimpleNamespace(spawn=spawn))
+        setup = start_actors.Setup(
+            plan.config, {}, tmp_path, device="cuda", folder=tmp_path, stack=ExitStack(), say=say
+        )
+        fleet = start_actors.start_engines(setup, None)
         fleet.serve(range(len(made[0])))
         return fleet, made[0]
 
@@ -185,7 +189,11 @@ def play(fleet: Fleet, plan: Plan, count: int) -> float:
     """Plays so many trajectories, whose prompts and responses are as long as they may be. Seconds of the phase."""
     rollout = plan.config.rollout
     chat: Any = SimpleNamespace(
-        stop_tokens=(), first=lambda _: [1] * rollout.max_prompt_tokens, following=lambda *_: [2], text=lambda _: ""
+        stop_tokens=(),
+        one_message=False,
+        render=lambda *_: [1] * rollout.max_prompt_tokens,
+        following=lambda *_: [2],
+        text=lambda _: "",
     )
     prompts = [Prompt(i, [{"role": "user", "content": ""}], "talk", {}) for i in range(count)]
     phase = generator.Generator(fleet, chat, rollout, USER)._generate(prompts, 1, rollout.sampling, "0/1", None)

@@ -19,13 +19,13 @@ from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from skyrl_mega.config.schema import BuildConfig
-from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.megatron import objectives, reference
+from skyrl_mega.megatron.reference import Reference
+from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.tiny import build
-from skyrl_mega.policy import objectives, reference
-from skyrl_mega.policy.reference import Reference
-from skyrl_mega.policy.sequences import Sequences
-from skyrl_mega.sizing import memory
-from tests.policy import layouts
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner import memory
+from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 
 PIECE = 128
@@ -205,7 +205,7 @@ def test_on_a_gpu_host_memory_is_pinned_and_the_device_gives_one_piece(monkeypat
 # ---- in a real rank -------------------------------------------------------------------------------------------------
 
 
-def in_a_rank(rank: int, address: str, path: Path, other: Path, parallel: Parallel, batch: Sequences) -> Any:
+def in_a_rank(rank: int, address: str, path: Path, other: Path, parallel: ParallelDims, batch: Sequences) -> Any:
     opened = layouts.open_rank(rank, address, path, parallel, layouts.policy_config(), torch.bfloat16)
     _, micros = layouts.deal(batch, opened)
     where = {name: p.data_ptr() for name, p in opened.params.items()}
@@ -236,7 +236,7 @@ def in_a_rank(rank: int, address: str, path: Path, other: Path, parallel: Parall
     return before, reference_logprobs, after, moved, same, metrics
 
 
-def alone(rank: int, address: str, path: Path, parallel: Parallel, batch: Sequences, steps: int) -> Any:
+def alone(rank: int, address: str, path: Path, parallel: ParallelDims, batch: Sequences, steps: int) -> Any:
     opened = layouts.open_rank(rank, address, path, parallel, layouts.policy_config(), torch.bfloat16)
     _, micros = layouts.deal(batch, opened)
     return opened.logprobs(micros), [opened.train(micros, objectives.supervised) for _ in range(steps)]
@@ -290,9 +290,9 @@ ACTOR = """
 import os, torch
 torch.cuda.set_device = lambda *_: None
 from skyrl_mega.config.schema import AlgorithmConfig, PolicyConfig
-from skyrl_mega.layout.parallel import Parallel
-from skyrl_mega.policy.actor import PolicyActor
-PolicyActor(0, Parallel(), {}, PolicyConfig(spec="local"), AlgorithmConfig(), dtype="bfloat16", device=DEVICE)
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.megatron.actor import MegatronActor
+MegatronActor(0, ParallelDims(), {}, PolicyConfig(spec="local"), AlgorithmConfig(), dtype="bfloat16", device=DEVICE)
 import json
 print(json.dumps(torch._C._accelerator_getAllocatorSettings()))
 """

@@ -12,13 +12,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from skyrl_mega.cli.inputs import _check_spec
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
-from skyrl_mega.launch.inputs import _check_spec
-from skyrl_mega.layout.box import Box
-from skyrl_mega.weights import box_files, files
+from skyrl_mega.hf_checkpoint import box_files, load
+from skyrl_mega.parallel.box import Box
 from tests.preflight import nvml
 
 ROOT = Path(__file__).parents[2]
@@ -59,19 +59,19 @@ def test_ranks_on_nccl_agree_on_the_device(monkeypatch: pytest.MonkeyPatch) -> N
         made.append(device)
         return tensor(values)
 
-    monkeypatch.setattr(files.torch, "tensor", recorded)
+    monkeypatch.setattr(load.torch, "tensor", recorded)
     for name, answer in (("get_backend", "nccl"), ("get_rank", 0), ("all_reduce", None)):
-        monkeypatch.setattr(files.dist, name, lambda *_, answer=answer: answer)
-    files._together(None)
+        monkeypatch.setattr(load.dist, name, lambda *_, answer=answer: answer)
+    load._together(None)
     assert made == ["cuda"]
 
 
 def test_a_policy_rank_gives_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    from skyrl_mega.policy.actor import PolicyActor
+    from skyrl_mega.megatron.actor import MegatronActor
 
     called: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append(1))
-    PolicyActor.empty_cache(object.__new__(PolicyActor))
+    MegatronActor.empty_cache(object.__new__(MegatronActor))
     assert called == [1]
 
 
@@ -86,7 +86,7 @@ def test_an_evaluations_engines_have_gpus(monkeypatch: pytest.MonkeyPatch, tmp_p
         yield
 
     def start(*arguments: Any, **_: Any) -> Any:
-        told["places"] = arguments[6]
+        told["places"] = arguments[1]
         return SimpleNamespace(serve=lambda _: None, present=lambda: ())
 
     monkeypatch.setattr(engines, "session", session)
@@ -174,7 +174,8 @@ def test_two_gpus_exchange_though_ray_hides_them(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_library_that_breaks_off_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    from skyrl_mega.preflight import cli, gpus
+    from skyrl_mega.cli import preflight as cli
+    from skyrl_mega.preflight import gpus
 
     library = nvml.Nvml()
     monkeypatch.setattr(

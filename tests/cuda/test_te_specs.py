@@ -20,9 +20,9 @@ import pytest
 from torch import Tensor
 
 from skyrl_mega.config.schema import BuildConfig
-from skyrl_mega.layout.parallel import Coordinates, Parallel
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import hf_config
+from skyrl_mega.parallel.dims import ParallelDims, RankCoords
 from tests.cuda import te
 from tests.cuda.ranks import Built, Case
 from tests.weights.grids import LAYOUTS, MODELS, global_tensors
@@ -31,10 +31,10 @@ pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
 
 MORE_MODELS = MODELS | {"wide_moe": hf_config(BuildConfig(layers=2, heads=8, kv_heads=4, experts=8))}
 MORE_LAYOUTS = LAYOUTS | {
-    "tp4 ep8 dp2": Parallel(8, tensor=4, expert=8),
-    "tp4 ep2 etp2": Parallel(4, tensor=4, expert=2, expert_tensor=2),
-    "tp2 cp2 ep4 dp2": Parallel(8, tensor=2, context=2, expert=4),
-    "ep2 dp4": Parallel(4, expert=2),
+    "tp4 ep8 dp2": ParallelDims(8, tensor=4, expert=8),
+    "tp4 ep2 etp2": ParallelDims(4, tensor=4, expert=2, expert_tensor=2),
+    "tp2 cp2 ep4 dp2": ParallelDims(8, tensor=2, context=2, expert=4),
+    "ep2 dp4": ParallelDims(4, expert=2),
 }
 
 PAIRS = [
@@ -68,7 +68,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> dict[Key, list[Built]]:
         cwd=Path(__file__).resolve().parents[2],
         env=os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).resolve().parents[2]), *sys.path])},
         capture_output=True,
-        timeout=300,
+        timeout=850,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr.decode()[-3000:]
@@ -132,7 +132,7 @@ def meaning(attributes: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def contents(hf: dict[str, Any], parallel: Parallel, rank: int, spec: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
+def contents(hf: dict[str, Any], parallel: ParallelDims, rank: int, spec: Any) -> Iterator[tuple[str, tuple[Any, ...]]]:
     """For each parameter, the Hugging Face tensors in it and where they lie."""
     held: dict[str, list[Any]] = defaultdict(list)
     for piece in architecture(hf).megatron_shard(hf, parallel, rank, spec).pieces:
@@ -163,7 +163,7 @@ def test_optimizers_share_out_every_parameter_once(
         assert [start for start, _ in sorted(parts)] == ends[:-1] and ends[-1] == sizes[held], held
 
 
-def place(at: Coordinates, name: str) -> tuple[Any, ...]:
+def place(at: RankCoords, name: str) -> tuple[Any, ...]:
     """What the ranks have in common that hold the same of a parameter."""
     return (at.pp, at.ep, at.etp, name) if ".experts." in name else (at.pp, at.tp, name)
 

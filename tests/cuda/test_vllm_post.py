@@ -20,10 +20,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skyrl_mega.kernels.block_fp8 import block_amax_reference, quantise_reference, scales
-from skyrl_mega.layout.box import Layout, Shard
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.weights.views import local_view
-from skyrl_mega.weights.wire import SUFFIX, quantised, with_scales
+from skyrl_mega.parallel.box import Layout, Shard
+from skyrl_mega.weights.exchange.pack import local_view
+from skyrl_mega.weights.fp8.format import SUFFIX, quantised, with_scales
 from tests.cuda.vllm_worker import BLACKWELL, HOPPER, Worker, configuration, device, load
 from tests.support.engines import build_model
 from tests.support.ranks import run_ranks
@@ -163,7 +163,7 @@ def same(a: Tensor, b: Tensor) -> bool:
 
 def rehearse_case(folder: Path, name: str) -> dict[str, Any]:
     """Two fresh loads, then an engine that starts with dummy weights and takes updates."""
-    from skyrl_mega.weights.vllm_engine import ShardTransferEngine
+    from skyrl_mega.engines.vllm.transfer import ShardTransferEngine
 
     model_name, worker, _ = CASES[name]
     paths = [folder / f"{model_name}{seed}{'-fp8' if 'hf_overrides' in worker.options else ''}" for seed in (0, 1)]
@@ -202,7 +202,7 @@ def rehearse_case(folder: Path, name: str) -> dict[str, Any]:
 
 def refusals(folder: Path) -> dict[str, Any]:
     """On Blackwell: a re-packed layer of which a part arrives, and is left; scales over all workers."""
-    from skyrl_mega.weights.vllm_params import LoadTimeParameters
+    from skyrl_mega.engines.vllm.params import LoadTimeParameters
 
     found: dict[str, Any] = {}
     cpu, path = torch.device("cpu"), folder / "wide0"
@@ -262,7 +262,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
             path = build_model(folder / f"{name}{seed}", kind, seed, **sizes)
             if name == "wide":
                 write_fp8(path)
-    hopper, blackwell = run_ranks(2, rehearse, folder, timeout=540)
+    hopper, blackwell = run_ranks(2, rehearse, folder, timeout=850)
     return hopper | blackwell
 
 

@@ -158,7 +158,7 @@ def run_offline(cache: Path, output: Path) -> subprocess.CompletedProcess[str]:
     """Prepares gsm8k without --source, the hub being what lies in its local cache."""
     command = [sys.executable, "-m", "skyrl_mega.data", "gsm8k", "--output", str(output)]
     environment = {**os.environ, "HF_HUB_CACHE": str(cache), "HF_HUB_OFFLINE": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240)
 
 
 def test_gsm8k_from_the_hub(tmp_path: Path) -> None:
@@ -256,7 +256,7 @@ def test_wrong_arguments_are_one_line(
 
 def test_the_command_ends_with_code_2_and_one_line(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "skyrl_mega.data", "addition", "--wrong", "2", "--output", str(tmp_path)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
         "error: --wrong 2: allowed is a number from 0 to 1; see python -m skyrl_mega.data addition --help"

@@ -187,9 +187,9 @@ def test_a_demonstration_that_is_no_conversation(tmp_path: Path, turns: Any, sai
 
 def test_100k_rows_are_checked_in_no_time(tmp_path: Path) -> None:
     file = write(tmp_path / "a.parquet", [GOOD] * 100_000)
-    started = time.perf_counter()
+    started = time.process_time()
     assert check_files([file], CONFIG) == 100_000
-    assert time.perf_counter() - started < 3  # 0.1 s alone on one core; a loop over Python rows takes longer
+    assert time.process_time() - started < 3  # 0.1 s alone; a loop over Python rows takes longer
 
 
 def test_what_an_environment_of_ones_own_may_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_mega.config.schema import EnvironmentConfig
-from skyrl_mega.envs import checked, registry
+from skyrl_mega.envs import registry, validate
 from skyrl_mega.envs.blame import place
 
 SOURCE = """import json
@@ -31,10 +31,10 @@ def test_the_innermost_line_that_is_the_users(tmp_path: Path) -> None:
     config = EnvironmentConfig(classes={"mine": f"{file}:Mine"})
     env = registry.make("mine", {}, config)
     with pytest.raises(ValueError) as raised:
-        checked.step(env, "{")  # json raises, four frames below
+        validate.step(env, "{")  # json raises, four frames below
     assert place(raised.value, "mine", config) == f"{file}, line 5, in parse: return json.loads(text)"
-    with pytest.raises(checked.BadOutput) as refused:
-        checked.init(env, [])
+    with pytest.raises(validate.BadOutput) as refused:
+        validate.init(env, [])
     for error in (refused.value, None):  # what it gave is wrong, or it took too long: no line of it raised
         assert place(error, "mine", config) == f"{file}, line 11, in step"
 
@@ -44,7 +44,7 @@ def test_a_built_in_environment_is_its_own_file() -> None:
     env = registry.make("addition", {"reward_spec": {"ground_truth": "1"}}, config)
     del env.ground_truth
     with pytest.raises(AttributeError) as raised:
-        checked.step(env, "1")
+        validate.step(env, "1")
     at = place(raised.value, "addition", config)
     assert at and "envs/addition/env.py, line " in at
     assert place(raised.value, "unknown", config) is None

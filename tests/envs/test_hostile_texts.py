@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_mega.config.schema import EnvironmentConfig
-from skyrl_mega.envs import checked, make
+from skyrl_mega.envs import make, validate
 from skyrl_mega.envs.lcb.judge import _same_value
 
 CALL = {"input": "1", "output": "1", "testtype": "functional", "metadata": {"func_name": "f"}}
@@ -29,7 +29,7 @@ PROGRAM = "```python\n{}\n```"
 )
 def test_programs(code: str) -> None:
     env = make("lcb", {"reward_spec": {"ground_truth": json.dumps([CALL])}}, EnvironmentConfig())
-    output = checked.step(env, PROGRAM.format(code))
+    output = validate.step(env, PROGRAM.format(code))
     assert output.reward == 0 and output.done
 
 
@@ -53,8 +53,8 @@ def test_commands(text: str, tmp_path: Path) -> None:
     (tmp_path / "t" / "repo").mkdir(parents=True)
     row = {"reward_spec": {"ground_truth": "true"}, "extra_info": {"task": "t"}}
     env = make("swe", row, EnvironmentConfig(options={"swe": {"tasks": str(tmp_path)}}), 3)
-    checked.init(env, [{"role": "user", "content": "x"}])
-    output = checked.step(env, text)
+    validate.init(env, [{"role": "user", "content": "x"}])
+    output = validate.step(env, text)
     assert not output.done and output.observations
     env.close()
 
@@ -67,4 +67,4 @@ def test_answers_that_are_no_unicode(name: str, tmp_path: Path) -> None:
     for told in ("\ud800", "\0"):
         env = make(name, {"reward_spec": {"ground_truth": "1"}, "db_id": "db"}, config, 1)
         text = f"<think>x</think><solution>{told}</solution> #### {told} <answer>{told}</answer> \\boxed{{{told}}}"
-        assert checked.step(env, text).reward <= 0
+        assert validate.step(env, text).reward <= 0

@@ -18,7 +18,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skyrl_mega.rollout import store
+from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Status
 from skyrl_mega.telemetry.metrics import read
 from tests.envs.test_contract import example_of_the_documents
@@ -38,7 +38,7 @@ TINY = [
     "warmup.files=[shown.parquet]",
     "evaluation.limit=8",
     "checkpoint.every=0",
-    "telemetry.tensorboard=false",
+    "telemetry.trackers=[]",
 ]
 
 
@@ -51,7 +51,7 @@ def python(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     """As a user types it, in his folder."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "SKYRL_MEGA_TEST": str(folder)}
     return subprocess.run(
-        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=400, check=False
+        [sys.executable, *arguments], cwd=folder, env=env, capture_output=True, text=True, timeout=800, check=False
     )
 
 
@@ -69,7 +69,7 @@ def paste(folder: Path, environment: str, rows: str) -> None:
     pq.write_table(pa.Table.from_pylist(shown), folder / "shown.parquet")
 
 
-def launch(folder: Path, *settings: str) -> list[store.Trajectory]:
+def launch(folder: Path, *settings: str) -> list[trajectory_io.Trajectory]:
     """Two steps of the page's run with the tiny model; both steps' trajectories."""
     ended = python(folder, "-m", "skyrl_mega.launch", "--config", "my_run.yaml", *TINY, *settings)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -81,7 +81,7 @@ def launch(folder: Path, *settings: str) -> list[store.Trajectory]:
         assert row["rollout/failed_fraction"] == 0 and row["mismatch/logprob_abs_mean"] < 1e-3
     assert max(row["policy/grad_norm"] for row in steps) > 0
     files = sorted((folder / "runs" / "my_run" / "trajectories").glob("step_*.parquet"))
-    played = [store.read(file) for file in files]
+    played = [trajectory_io.read(file) for file in files]
     assert [len(p) for p in played] == [32, 32]
     for trajectories, row in zip(played, steps, strict=True):
         assert sum(t.reward for t in trajectories) / 32 == pytest.approx(row["reward/mean"])
@@ -159,7 +159,7 @@ def test_mistakes_are_one_line_before_anything_starts(tmp_path: Path) -> None:
         cases.append(f"environment.classes.multiply={path}")
     program = (
         "import contextlib, io, json, sys\n"
-        "from skyrl_mega.launch.cli import main\n"
+        "from skyrl_mega.cli.train import main\n"
         "for case in json.loads(sys.argv[1]):\n"
         "    with contextlib.redirect_stderr(io.StringIO()) as said:\n"
         "        code = main(['--config', 'my_run.yaml', *json.loads(sys.argv[2]), case])\n"

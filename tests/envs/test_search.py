@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -183,6 +184,14 @@ def test_without_its_service_the_policy_is_told() -> None:
     assert env.step("<answer>x</answer>")["reward"] == 1.0
 
 
+def test_a_turn_with_neither_tag() -> None:
+    """Search-R1's own words, or what SkyRL's published runs gave: no passages."""
+    empty = dataclasses.replace(NOBODY, options={"search": {"invalid": "empty"}})
+    for config, said in ((NOBODY, "My previous action is invalid"), (empty, "\n<information></information>\n")):
+        output = env_of("x", config).step("I think")
+        assert not output["done"] and output["observations"][0]["content"].strip().startswith(said.strip())
+
+
 def test_options(config: EnvironmentConfig) -> None:
     partial = EnvironmentConfig(
         options={"search": {"reward": "f1", "wrong_answer": 0.1}}, retriever=RetrieverConfig(url="http://127.0.0.1:9")
@@ -201,7 +210,7 @@ def test_options(config: EnvironmentConfig) -> None:
         (
             {"rewrad": "f1"},
             "environment.options.search.rewrad: there is no such option; did you mean reward? "
-            "allowed is a mapping of reward, wrong_answer",
+            "allowed is a mapping of reward, wrong_answer, invalid",
         ),
         ({"reward": "bleu"}, "environment.options.search.reward = bleu: allowed is one of exact_match, f1"),
         ({"wrong_answer": "no"}, "environment.options.search.wrong_answer = 'no': allowed is a number"),

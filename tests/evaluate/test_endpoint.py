@@ -47,6 +47,13 @@ def talk(fake: Fake, prompts: int = 1, env: str = "gsm8k", key: str | None = Non
     return asyncio.run(play())
 
 
+def test_the_templates_options_are_in_each_request(fake: Fake) -> None:
+    talk(fake, chat_template_options={"enable_thinking": False})
+    talk(fake)
+    assert fake.bodies[0]["chat_template_kwargs"] == {"enable_thinking": False}
+    assert "chat_template_kwargs" not in fake.bodies[1]
+
+
 def test_faults_are_asked_again_and_change_nothing(fake: Fake) -> None:
     [whole] = talk(fake)
     assert len(fake.bodies) == 1
@@ -66,8 +73,8 @@ def test_retries_are_bounded_and_the_last_cause_is_named(fake: Fake) -> None:
 
 
 def test_an_endpoint_that_hangs_is_asked_again_in_bounded_time(fake: Fake) -> None:
-    fake.delay = lambda number: 5.0 if number == 1 else 0.0
-    [t] = talk(fake, request_timeout_s=0.5)
+    fake.delay = lambda number: 12.0 if number == 1 else 0.0
+    [t] = talk(fake, request_timeout_s=2.0)
     assert t.status is Status.COMPLETED
     assert len(fake.bodies) == 2
 

@@ -51,6 +51,7 @@ def test_published_figures_are_those_of_the_recipes(shared: Path) -> None:
     for average in ("79.2", "77.6", "77.3"):
         assert average in sql
     assert "11 → 14.6 %, 8B 3.6 → 9.4 %, 14B 18 → 21.6 %" in text
+    assert [c.average for c in PUBLISHED["sql"][0].columns] == [0.747, 0.792, 0.760, 0.776, 0.720, 0.776, 0.773]
     assert [c.values[0] for c in PUBLISHED["swe"][0].columns] == [0.11, 0.146, 0.036, 0.094, 0.18, 0.216]
     assert "0.796 at step 140" in text and PUBLISHED["gsm8k"][0].columns[0].values == (0.796,)
 
@@ -63,6 +64,9 @@ def test_published_averages_are_the_means_that_the_table_says() -> None:
     assert (over_sets[5], over_examples[5], rows["average, as published"][5]) == ("0.431", "0.457", "0.457")
     sql = cells(beside(PUBLISHED["sql"][0], []))
     assert sql[SETS][2] == sql["average, as published"][2] == "0.792"
+    averages = sql["average, as published"][1:]
+    for mean, average in zip(sql[SETS][1:], averages, strict=True):
+        assert abs(float(mean) - float(average)) < 0.0011, "each is the mean of its five, rounded"
 
 
 def test_rows_stand_in_their_order_and_absent_sets_are_dashes() -> None:

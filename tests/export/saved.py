@@ -13,28 +13,30 @@ import torch.distributed as dist
 import yaml
 
 from skyrl_mega.config.schema import MoeConfig
-from skyrl_mega.layout.parallel import Parallel
-from skyrl_mega.policy import build, cpu, objectives
-from skyrl_mega.policy.rank import PolicyRank
+from skyrl_mega.megatron import cpu, model, objectives
+from skyrl_mega.megatron.worker import ModelWorker
+from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.trainer.checkpoints import Checkpoints
-from tests.policy import layouts
+from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 
 BATCH = layouts.some_batch(100, count=6, longest=24)
 
 
-def save(rank: int, address: str, run: Path, folder: Path, parallel: Parallel, dtype: torch.dtype, steps: int) -> Any:
+def save(
+    rank: int, address: str, run: Path, folder: Path, parallel: ParallelDims, dtype: torch.dtype, steps: int
+) -> Any:
     """Trains, saves to `folder`, exports in the run's own way; this rank's log-probs, where it has some."""
     torch.set_num_threads(1)
     cpu.stand_in()
     cpu.CudaAsCpu().__enter__()
     host, port = address.split(":")
-    store = dist.TCPStore(host, int(port), parallel.ranks, is_master=rank == 0, timeout=timedelta(seconds=60))
-    build.join(rank, parallel, store, layouts.CPU, 120)
+    store = dist.TCPStore(host, int(port), parallel.ranks, is_master=rank == 0, timeout=timedelta(seconds=180))
+    model.join(rank, parallel, store, layouts.CPU, 120)
     hf = json.loads((run / "model" / "config.json").read_text())
     frozen = dtype == torch.bfloat16
     policy = layouts.policy_config(micro_tokens=400, moe=MoeConfig(freeze_router=frozen))
-    opened = PolicyRank(hf, policy, parallel, dtype=dtype, device=layouts.CPU)
+    opened = ModelWorker(hf, policy, parallel, dtype=dtype, device=layouts.CPU)
     opened.load(run / "model")
     rows, micros = layouts.deal(BATCH, opened)
     for _ in range(steps):

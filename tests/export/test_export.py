@@ -20,15 +20,15 @@ import pytest
 import torch
 import yaml
 
+from skyrl_mega.cli.export import main
 from skyrl_mega.export import job
-from skyrl_mega.export.cli import main
 from skyrl_mega.export.export import export
 from skyrl_mega.export.pool import WorkerDied
 from skyrl_mega.export.progress import Phase, Progress
 from skyrl_mega.export.source import find
 from skyrl_mega.export.work import Worker
-from skyrl_mega.weights.box_files import read_entries
-from skyrl_mega.weights.checkpoint_header import read_header
+from skyrl_mega.hf_checkpoint.box_files import read_entries
+from skyrl_mega.hf_checkpoint.box_header import read_header
 from tests.export import saved
 from tests.export.test_layouts import same, tensors_of
 from tests.support.engines import build_model
@@ -263,7 +263,8 @@ PAUSED = """
 import sys, time
 from skyrl_mega.cluster import driver
 driver.start("nothing is left of it")
-from skyrl_mega.export import cli, job, progress
+from skyrl_mega.cli import export as cli
+from skyrl_mega.export import job, progress
 
 def pause(phase, amount):
     if phase.name == "write":
@@ -292,8 +293,8 @@ def test_as_a_process_that_is_stopped(run: Path, tmp_path: Path, number: signal.
     family = psutil.Process(started.pid).children(recursive=True)
     assert len(family) >= 4  # the driver, the fork server and two workers
     started.send_signal(number)
-    _, err = started.communicate(timeout=60)
+    _, err = started.communicate(timeout=240)
     if number == signal.SIGTERM:
         assert (started.returncode, err) == (75, "stopped by SIGTERM; nothing is left of it\n")
         assert list(tmp_path.iterdir()) == []
-    assert psutil.wait_procs(family, timeout=30)[1] == []
+    assert psutil.wait_procs(family, timeout=120)[1] == []

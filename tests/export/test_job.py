@@ -18,11 +18,11 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.export import job
 from skyrl_mega.export.work import Different, Worker
-from skyrl_mega.layout.box import Box
+from skyrl_mega.hf_checkpoint.box_files import MASTER, Entry, Part, read_entries, write_boxes
+from skyrl_mega.hf_checkpoint.box_header import Header
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import hf_config
-from skyrl_mega.weights.box_files import MASTER, Entry, Part, read_entries, write_boxes
-from skyrl_mega.weights.checkpoint_header import Header
+from skyrl_mega.parallel.box import Box
 from tests.export.test_layouts import same, tensors_of
 
 SIZES = dict(layers=2, hidden=16, heads=4, kv_heads=2, head_dim=4, ffn=8, experts=4, expert_ffn=8)

@@ -17,7 +17,7 @@ from skyrl_mega.export import job
 from skyrl_mega.export.export import Exported, export
 from skyrl_mega.export.source import find
 from tests.export import saved
-from tests.policy.test_against_transformers import expected_logprobs
+from tests.megatron.test_against_transformers import expected_logprobs
 from tests.support.engines import LOADING, build_model
 
 LAYOUTS: dict[str, tuple[str, int, dict[str, Any], dict[str, Any]]] = {

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from skyrl_mega.config.schema import EnvironmentConfig, RetrieverConfig
-from skyrl_mega.envs import checked, registry
+from skyrl_mega.envs import registry, validate
 from tests.fuzz.words import Pieces, said
 
 STEP_S = 2.0
@@ -53,10 +53,10 @@ def play(name: str, case: Mapping[str, Any], retriever: RetrieverConfig | None =
     env = registry.make(name, case["row"], config, case["turns"])
     total, done = 0.0, False
     try:
-        checked.init(env, [{"role": "user", "content": "x"}])
+        validate.init(env, [{"role": "user", "content": "x"}])
         for pieces in case["say"]:
             start = time.thread_time()
-            output = checked.step(env, said(pieces))
+            output = validate.step(env, said(pieces))
             assert (took := time.thread_time() - start) < STEP_S, f"a step took {took:.1f} s of CPU time"
             total, done = total + output.reward, output.done
             if done:

@@ -14,10 +14,11 @@ from torch.distributed import TCPStore
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import PolicyConfig
-from skyrl_mega.layout.box import Shard
-from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.megatron import cpu
+from skyrl_mega.megatron import model as build
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.policy import build, cpu
+from skyrl_mega.parallel.box import Shard
+from skyrl_mega.parallel.dims import ParallelDims
 from tests.support.ranks import run_ranks
 from tests.weights.grids import LAYOUTS, MODELS, cut, global_tensors, pairs
 
@@ -26,7 +27,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("hf, parallel", pairs())
 @pytest.mark.parametrize("spec", ["local", "te"])
-def test_every_local_element_is_covered_once_but_padding(hf: dict[str, Any], parallel: Parallel, spec: Any) -> None:
+def test_every_local_element_is_covered_once_but_padding(hf: dict[str, Any], parallel: ParallelDims, spec: Any) -> None:
     arch = architecture(hf)
     shards = arch.megatron_layout(hf, parallel, spec).shards
     check_cover(shards, hf["vocab_size"], hf["hidden_size"], arch.padded_vocab(hf, parallel.tensor), parallel.tensor)
@@ -134,7 +135,7 @@ def check_cover(shards: tuple[Shard, ...], vocab: int, hidden: int, padded: int,
 )
 def test_uneven_pipelines(sizes: dict[str, int], expected: list[Any] | None) -> None:
     """Layers by stage and chunk of an 8-layer model, written out, and as megatron-core numbers and counts them."""
-    grid = Parallel(sizes["pipeline"], **sizes)
+    grid = ParallelDims(sizes["pipeline"], **sizes)
     hf = {**MODELS["qwen3"], "num_hidden_layers": 8}
     if expected is None:
         with pytest.raises(UserError, match=r"policy\.layout\.first_stage_layers: .* do not fit the model's 8 layers"):
@@ -154,11 +155,11 @@ def test_uneven_pipelines(sizes: dict[str, int], expected: list[Any] | None) -> 
 
 def test_uneven_pipelines_need_stages_and_whole_chunks() -> None:
     with pytest.raises(UserError, match=r"first_stage_layers: 3 needs policy\.layout\.pipeline of at least 2"):
-        Parallel(first_stage_layers=3)
+        ParallelDims(first_stage_layers=3)
     with pytest.raises(
         UserError, match=r"last_stage_layers: 3 is not a multiple of policy\.layout\.virtual_pipeline 2"
     ):
-        Parallel(2, pipeline=2, virtual_pipeline=2, last_stage_layers=3)
+        ParallelDims(2, pipeline=2, virtual_pipeline=2, last_stage_layers=3)
 
 
 @pytest.mark.parametrize("tensor", [1, 2])
@@ -169,7 +170,9 @@ def test_megatron_definitions(model: str, tensor: int, spec: Any) -> None:
     hf = MODELS[model]
     arch = architecture(hf)
     d = arch.describe(hf)
-    grid = Parallel(2, tensor=tensor, expert=2) if d.experts else Parallel(2, tensor=tensor, expert_tensor=tensor)
+    grid = (
+        ParallelDims(2, tensor=tensor, expert=2) if d.experts else ParallelDims(2, tensor=tensor, expert_tensor=tensor)
+    )
     layout = arch.megatron_layout(hf, grid, spec)
     whole = global_tensors(layout.tensors)
     groups, per, width = d.kv_heads, d.heads // d.kv_heads, d.head_dim
@@ -244,7 +247,7 @@ def test_engine_definitions(model: str, tensor: int) -> None:
                 assert torch.equal(local[f"{at}.mlp.down_proj.weight"], down.chunk(tensor, 1)[rank])
 
 
-def megatron_params(rank: int, address: str, hf: dict[str, Any], parallel: Parallel) -> dict[str, tuple[int, ...]]:
+def megatron_params(rank: int, address: str, hf: dict[str, Any], parallel: ParallelDims) -> dict[str, tuple[int, ...]]:
     """Names and shapes of a real GPTModel's parameters on this rank."""
     host, port = address.split(":")
     store = TCPStore(host, int(port), is_master=rank == 0, wait_for_workers=False)
@@ -290,7 +293,7 @@ def test_a_real_megatron_model_has_these_parameters(model: str, layout: str) -> 
 def test_layouts_that_do_not_fit_are_refused(model: str, sizes: dict[str, int], words: list[str]) -> None:
     hf = MODELS[model]
     with pytest.raises(UserError) as error:
-        architecture(hf).check_layout(hf, Parallel(ranks=24, **sizes))
+        architecture(hf).check_layout(hf, ParallelDims(ranks=24, **sizes))
     assert "\n" not in str(error.value)
     for word in words:
         assert word in str(error.value)

@@ -12,9 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.hf_checkpoint.index import check_files
 from skyrl_mega.models.registry import ARCHITECTURES
 from skyrl_mega.models.tiny import build
-from skyrl_mega.weights.headers import check_files
 
 
 @pytest.fixture(params=[(name, tied) for name in ARCHITECTURES for tied in (False, True)], ids=str)

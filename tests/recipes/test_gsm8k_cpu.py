@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from skyrl_mega.rollout import store
+from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.telemetry.metrics import read
 from tests.trainer.quickstart import left_over
 
@@ -20,7 +20,7 @@ STEPS, PROMPTS, SAMPLES, LENGTH = 2, 2, 3, 24
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(400)
+@pytest.mark.timeout(900)
 def test_two_steps_on_real_questions(shared: Path, smollm2: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     command = [
@@ -41,7 +41,7 @@ def test_two_steps_on_real_questions(shared: Path, smollm2: Path, tmp_path: Path
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "SKYRL_MEGA_TEST": str(tmp_path)}
     result = subprocess.run(
-        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=350
+        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=850
     )
     assert result.returncode == 0, result.stdout
     assert left_over(tmp_path) == []
@@ -59,7 +59,7 @@ def test_two_steps_on_real_questions(shared: Path, smollm2: Path, tmp_path: Path
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
     questions = [json.loads(line)["question"] for line in (shared / "data" / "gsm8k" / "train.jsonl").open()]
     for step in (1, STEPS):
-        trajectories = store.read(tmp_path / "gsm8k_cpu" / "trajectories" / f"step_{step:06d}.parquet")
+        trajectories = trajectory_io.read(tmp_path / "gsm8k_cpu" / "trajectories" / f"step_{step:06d}.parquet")
         assert len(trajectories) == PROMPTS * SAMPLES
         for t in trajectories:
             assert 0 < t.response_length <= LENGTH and len(t.tokens) == len(t.mask) == len(t.logprobs)

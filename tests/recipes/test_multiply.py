@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_mega.cli.inputs import check_inputs
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.derived import length_limit, response_limit
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.data.rows import load_demonstrations
-from skyrl_mega.launch.inputs import check_inputs
 from skyrl_mega.models.tiny import build
-from skyrl_mega.rollout.chat import Chat
-from skyrl_mega.trainer.warmup import encode
+from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.trainer.sft_warmup import encode
 from tests.support.engines import LOADING
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -41,7 +41,7 @@ def test_what_is_demonstrated_fits_the_cpu_recipes_limits(tmp_path: Path, monkey
     check_inputs(config)
     build(replace(config.model.build, hidden=8, layers=1, experts=2), tmp_path / "model")
     with LOADING:
-        chat = Chat(str(tmp_path / "model"))
+        chat = Renderer(str(tmp_path / "model"))
     demonstrations = load_demonstrations(config.warmup.files)
     lengths = encode(demonstrations, chat).lengths
     prompts = [len(chat.first(d.messages)) for d in demonstrations]

@@ -12,7 +12,7 @@ import pytest
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.retriever.embedder import model_folder
-from skyrl_mega.rollout import store
+from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.telemetry.metrics import read
 from tests.trainer.quickstart import left_over
 
@@ -21,7 +21,7 @@ PROMPTS, SAMPLES = 2, 3
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(700)
+@pytest.mark.timeout(1200)
 def test_a_step_with_searches(smollm2: Path, tmp_path: Path) -> None:
     try:
         model_folder("minilm")
@@ -43,7 +43,7 @@ def test_a_step_with_searches(smollm2: Path, tmp_path: Path) -> None:
     ]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "SKYRL_MEGA_TEST": str(tmp_path)}
     result = subprocess.run(
-        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=650
+        command, cwd=tmp_path, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=1150
     )
     assert result.returncode == 0, result.stdout
     assert left_over(tmp_path) == []
@@ -51,7 +51,7 @@ def test_a_step_with_searches(smollm2: Path, tmp_path: Path) -> None:
     (row,) = read(tmp_path / "searchr1_cpu" / "metrics.jsonl")
     assert row["mismatch/logprob_abs_mean"] < 1e-3
     assert row["reward/std"] > 0 and row["policy/grad_norm"] > 0
-    trajectories = store.read(tmp_path / "searchr1_cpu" / "trajectories" / "step_000001.parquet")
+    trajectories = trajectory_io.read(tmp_path / "searchr1_cpu" / "trajectories" / "step_000001.parquet")
     assert len(trajectories) == PROMPTS * SAMPLES
     searches = [search for t in trajectories for search in t.metadata["searches"]]
     assert searches and not any("error" in search for search in searches)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,67 +11,12 @@ from typing import Any
 import pytest
 
 from skyrl_mega.config.compose import compose
+from tests.recipes.published import DEVIATIONS, RUNS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
-RECIPES = ("searchr1_30b", "searchr1_3b", "skyrl_sql_7b", "dapo", "dapo_7b", "dapo_1.7b", "dapo_4b", "gsm8k")
-NOT_SAID = object()
-_ = NOT_SAID
-
-MODELS = [
-    *("Qwen3-30B-A3B", "Qwen2.5-3B-Instruct", "Qwen2.5-Coder-7B-Instruct"),
-    *("Qwen3-30B-A3B-Base", "Qwen2.5-Math-7B", "Qwen3-1.7B-Base", "Qwen3-4B-Base", "Qwen2.5-1.5B-Instruct"),
-]
-SEARCH, SQL = ["</search>", "</answer>"], ["</sql>", "</solution>"]
-
-# The rows are those of the published tables, in their order; the columns are RECIPES.
-PUBLISHED: dict[str, list[Any]] = {
-    #                                   search 30B  search 3B  SQL 7B   DAPO 30B  7B     1.7B   4B      GSM8K
-    "cluster.nodes":                    [4,         1,         1,       2,        1,     1,     2,      1],
-    "cluster.gpus_per_node":            [8,         8,         8,       8,        8,     8,     8,      4],
-    "policy.layout.tensor":             [2,         _,         _,       4,        _,     _,     _,      _],
-    "policy.layout.pipeline":           [1,         _,         _,       1,        _,     _,     _,      _],
-    "policy.layout.context":            [1,         _,         _,       1,        _,     _,     _,      _],
-    "policy.layout.expert":             [8,         _,         _,       8,        _,     _,     _,      _],
-    "rollout.engines":                  [4,         4,         2,       2,        2,     8,     16,     4],
-    "rollout.tensor":                   [8,         2,         4,       8,        4,     1,     1,      1],
-    "data.prompts_per_step":            [512,       512,       256,     512,      512,   512,   512,    1024],
-    "data.mini_batch_prompts":          [256,       256,       256,     32,       32,    32,    32,     256],
-    "data.samples_per_prompt":          [5,         5,         5,       16,       16,    16,    16,     5],
-    "rollout.max_turns":                [4,         4,         6,       1,        1,     1,     1,      1],
-    "algorithm.advantage":              ["grpo"] * 8,
-    "algorithm.clip_low":               [0.2] * 8,
-    "algorithm.clip_high":              [0.2,       0.2,       _,       0.28,     0.28,  0.28,  0.28,   _],
-    "algorithm.dual_clip":              [None,      None,      None,    10.0,     10.0,  10.0,  10.0,   None],
-    "algorithm.kl.coefficient":         [0.001,     0.001,     0.0,     0.0,      0.0,   0.0,   0.0,    0.001],
-    "algorithm.kl.estimator":           ["k3",      "k3",      _,       _,        _,     _,     _,      _],
-    "algorithm.importance_cap":         [None,      2.0,       None,    2.0,      None,  None,  None,   None],
-    "algorithm.loss_mean":              ["sequences", "sequences", _] + ["tokens"] * 5,
-    "algorithm.dynamic_sampling.enabled": [False] * 8,
-    "policy.optimizer.lr":              [1e-6] * 8,
-    "policy.optimizer.schedule":        ["constant"] * 8,
-    "policy.optimizer.warmup_steps":    [94,        94,        0,       160,      160,   160,   160,    _],
-    "policy.optimizer.clip_grad":       [0.5,       0.5,       0.5,     1.0,      1.0,   1.0,   1.0,    _],
-    "policy.optimizer.weight_decay":    [_,         _,         _,       0.1,      0.1,   0.1,   0.1,    _],
-    "rollout.max_prompt_tokens":        [2048,      2048,      6000,    2048,     2048,  2048,  2048,   512],
-    "rollout.max_length":               [4096 + 500, 4096 + 500, 29000 + 3000, None, None, None, None, None],
-    "rollout.sampling.max_tokens":      [500,       500,       3000,    8192,     8192,  8192,  8192,   1024],
-    "algorithm.overlong.filter":        [_,         _,         _,       True,     True,  True,  True,   _],
-    "algorithm.overlong.buffer":        [0,         0,         0,       4096,     4096,  4096,  4096,   0],
-    "algorithm.overlong.penalty":       [_,         _,         _,       1.0,      1.0,   1.0,   1.0,    _],
-    "rollout.sampling.temperature":     [1.0,       1.0,       0.6,     1.0,      1.0,   1.0,   1.0,    1.0],
-    "rollout.sampling.top_p":           [1.0,       1.0,       0.95,    1.0,      1.0,   1.0,   1.0,    _],
-    "rollout.sampling.stop":            [SEARCH,    SEARCH,    SQL,     [],       [],    [],    [],     []],
-    "evaluation.samples":               [_,         _,         _,       32,       32,    32,    32,     _],
-    "evaluation.top_p":                 [_,         _,         _,       0.7,      0.7,   0.7,   0.7,    _],
-    "environment.retriever.topk":       [3,         3,         _,       _,        _,     _,     _,      _],
-    "run.epochs":                       [1,         1,         30,      20,       20,    20,    20,     20],
-    "evaluation.every":                 [50,        50,        5,       5,        10,    5,     5,      5],
-}  # fmt: skip
-
-
-SHARES = [0.6, 0.5, 0.7, 0.7, 0.8, 0.8, 0.8, 0.8]
-"""The published `rollout.memory_fraction`. There policy and engines take turns in a GPU's memory; here both stay."""
+SMALL = {"quickstart", "gsm8k_cpu", "searchr1_cpu", "sql_cpu", "dapo_cpu", "multiply_cpu", "calculator_cpu"}
+"""Recipes of a laptop, for which nothing was published."""
 
 
 def settings(name: str, *overrides: str) -> dict[str, Any]:
@@ -91,26 +37,38 @@ def no_folders(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-@pytest.mark.parametrize("name", RECIPES)
-def test_every_number_is_the_published_one(name: str) -> None:
-    column = RECIPES.index(name)
-    published = {key: row[column] for key, row in PUBLISHED.items() if row[column] is not NOT_SAID}
-    found = settings(name)
-    assert {key: found[key] for key in published} == published
-    assert found["model.path"] == f"models/{MODELS[column]}" and found["model.dtype"] == "bfloat16"
-    # One tensor-parallel rank in an expert; policy and engines share all GPUs.
-    assert found["policy.layout.expert_tensor"] is None and found["policy.ranks"] is None
-    assert found["cluster.shared"] is True and found["cluster.device"] == "cuda"
-    assert 0.25 <= found["rollout.memory_fraction"] <= SHARES[column]
+def deviations(found: dict[str, Any], published: dict[str, Any]) -> dict[str, Any]:
+    """Ours, by key, where it is not the published value."""
+    absent = object()
+    return {key: found.get(key) for key, value in published.items() if found.get(key, absent) != value}
 
 
-def test_the_small_dapo_on_one_node() -> None:
-    """With Megatron the 4B also ran on 8 GPUs, TP4 PP2, as the recipe's comment says."""
-    comment = next(line for line in (CONFIGS / "dapo_4b.yaml").read_text().splitlines() if line.startswith("# cluster"))
-    found = settings("dapo_4b", *comment.removeprefix("# ").split())
-    assert (found["cluster.nodes"], found["cluster.gpus_per_node"]) == (1, 8)
-    assert (found["policy.layout.tensor"], found["policy.layout.pipeline"]) == (4, 2)
-    assert found["rollout.engines"] * found["rollout.tensor"] == 8
+@pytest.mark.parametrize("name", RUNS)
+def test_a_recipe_is_the_published_run_but_for_what_is_named(name: str) -> None:
+    """A deviation that is not named fails, and so does a named one that no longer exists."""
+    named = {key: deviation.ours for key, deviation in DEVIATIONS[name].items()}
+    assert deviations(settings(name), RUNS[name].values) == named
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_deviation_is_named_beside_the_setting(name: str) -> None:
+    """A line of the recipe, or of a file that it is made of, has the key and the word published."""
+    recipe = (CONFIGS / f"{name}.yaml").read_text()
+    groups = re.findall(r"^  - (\w+): ([\w.]+)$", recipe, re.MULTILINE)
+    lines = [recipe, *((CONFIGS / group / f"{file}.yaml").read_text() for group, file in groups)]
+    for key, deviation in DEVIATIONS[name].items():
+        leaf = key.rpartition(".")[2]
+        assert re.search(rf"{leaf}:.*published", "\n".join(lines)), f"{name}: {key} ({deviation.reason})"
+
+
+def test_what_is_compared_can_differ() -> None:
+    """Every key is a setting, and a change of any value is found."""
+    found = settings("dapo")
+    assert set(RUNS["dapo"].values) <= set(found)
+    for key in RUNS["dapo"].values:
+        assert deviations({**found, key: "another"}, RUNS["dapo"].values)[key] == "another"
+    assert all(deviation.reason for one in DEVIATIONS.values() for deviation in one.values())
+    assert set(DEVIATIONS) == set(RUNS) == {f.stem for f in CONFIGS.glob("*.yaml")} - SMALL
 
 
 def test_folders_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,7 +83,15 @@ def test_folders_come_from_the_environment(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 SIZE = {
-    *("run.name", "run.steps", "cluster.device", "cluster.nodes", "cluster.gpus_per_node", "cluster.shared"),
+    *(
+        "run.name",
+        "run.seed",
+        "run.steps",
+        "cluster.device",
+        "cluster.nodes",
+        "cluster.gpus_per_node",
+        "cluster.shared",
+    ),
     *("cluster.gpu_memory_gib", "cluster.host_memory_gib", "cluster.start_timeout_s"),
     *("model.path", "model.dtype", "model.max_length", "policy.ranks", "policy.recompute", "policy.micro_tokens"),
     *("policy.logit_chunk", "policy.layout.tensor", "policy.layout.pipeline", "policy.layout.expert"),
@@ -135,6 +101,7 @@ SIZE = {
     *("data.folder", "data.prepare", "data.train", "data.eval"),
     *("data.prompts_per_step", "data.mini_batch_prompts", "data.samples_per_prompt"),
     *("evaluation.every", "evaluation.before", "evaluation.samples", "evaluation.limit", "checkpoint.every"),
+    *("checkpoint.keep", "checkpoint.resume"),
 }
 """Where a recipe of the CPU and the one of a cluster may differ: the machine, the model, lengths, counts, files."""
 
@@ -149,8 +116,10 @@ SIZE = {
             {
                 *(
                     "rollout.sampling.temperature",
+                    "rollout.conversation",
                     "environment.options.search.reward",
                     "environment.options.search.wrong_answer",
+                    "environment.options.search.invalid",
                 ),
                 *(
                     f"environment.retriever.{key}"
@@ -161,7 +130,11 @@ SIZE = {
         (
             "sql_cpu",
             "skyrl_sql_7b",
-            {"rollout.max_turns", *(f"environment.options.text2sql.{key}" for key in ("db_path", "shown_characters"))},
+            {
+                "rollout.max_turns",
+                "rollout.conversation",
+                *(f"environment.options.text2sql.{key}" for key in ("db_path", "shown_characters")),
+            },
         ),
         (
             "dapo_cpu",

@@ -18,15 +18,28 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
 FLAGS = (
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"),
+    *("--headless", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync", "--disable-breakpad"),
     *("--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage", "--hide-scrollbars"),
 )
-PATIENCE_S = 60.0
+PATIENCE_S = 180.0
+
+
+class NoBrowser(Exception):
+    """Chromium is installed and does not start here; the text is what it said."""
 
 
 def program() -> str | None:
     """Where Chromium is, if it is here."""
     return next((found for name in NAMES if (found := shutil.which(name))), None)
+
+
+def sandbox() -> tuple[str, ...]:
+    """What Chromium is told of its own sandbox: it has none for root, nor where the kernel gives it no namespaces."""
+    spaces = ["unshare", "--user", "--pid", "--net", "--fork", "true"]
+    there = os.geteuid() != 0 and shutil.which(spaces[0]) is not None
+    if there and subprocess.run(spaces, capture_output=True, timeout=60).returncode == 0:
+        return ()
+    return ("--no-sandbox",)
 
 
 class Browser:
@@ -128,7 +141,11 @@ class Browser:
 
 @contextlib.contextmanager
 def browser(profile: Path) -> Iterator[Browser]:
-    """A browser with a profile folder of its own; it ends with the context."""
+    """A browser with a profile folder of its own; it ends with the context.
+
+    Raises:
+        NoBrowser: It does not start.
+    """
     found = program()
     assert found
     theirs_in, ours_out = os.pipe()
@@ -139,25 +156,31 @@ def browser(profile: Path) -> Iterator[Browser]:
         os.dup2(high[0], 3)
         os.dup2(high[1], 4)
 
-    process = subprocess.Popen(
-        [found, *FLAGS, "--remote-debugging-pipe", f"--user-data-dir={profile}"],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        pass_fds=(3, 4),
-        preexec_fn=fixed,
-        start_new_session=True,
-    )
+    said = profile / "stderr.txt"
+    with said.open("wb") as log:
+        process = subprocess.Popen(
+            [found, *FLAGS, *sandbox(), "--remote-debugging-pipe", f"--user-data-dir={profile}"],
+            env={**os.environ, "HOME": str(profile)},  # where it would keep reports of crashes
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            pass_fds=(3, 4),
+            preexec_fn=fixed,
+            start_new_session=True,
+        )
     for end in (theirs_in, theirs_out, *high):
         os.close(end)
     try:
-        page = Browser(ours_out, ours_in)
+        try:
+            page = Browser(ours_out, ours_in)
+        except (AssertionError, OSError) as error:
+            raise NoBrowser(f"{error}; {' '.join(said.read_text(errors='replace')[-500:].split())}") from None
         yield page
         page.close()
         process.wait(PATIENCE_S)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        process.wait(30)
+        process.wait(60)
         os.close(ours_out)
         os.close(ours_in)

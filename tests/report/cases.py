@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import yaml
 
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout import store
+from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 
 EVIL = "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 2'> \u202eevil \x1b[2J <!-- &lt;"
@@ -115,7 +115,7 @@ def run_folder(folder: Path, files: dict[int, list[Trajectory]] | None = None, m
     settings = {"run": {"name": folder.name, "steps": 4}, "model": {"path": model}, "rollout": {"options": {"seed": 1}}}
     (folder / "config.yaml").write_text(yaml.safe_dump(settings))
     for step, trajectories in (files or {}).items():
-        store.write(folder / "trajectories" / f"step_{step:06d}.parquet", trajectories)
+        trajectory_io.write(folder / "trajectories" / f"step_{step:06d}.parquet", trajectories)
     return folder
 
 

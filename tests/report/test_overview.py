@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from skyrl_mega.cli.train import FAULT
+from skyrl_mega.cli.train import main as launch
 from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.launch.cli import FAULT
-from skyrl_mega.launch.cli import main as launch
 from skyrl_mega.report import overview, run_data
 from tests.report.cases import log, metrics, run_folder
 
@@ -81,7 +81,7 @@ def test_a_fault_stands_above_all_else(run: Path) -> None:
 def test_a_run_that_went_on_says_so(run: Path) -> None:
     log(run, "2026-01-01 00:00:02  fault: first\n2026-01-01 00:00:03  fault: second\n" + ROW.format(9, 12))
     assert run_data.read(run).fault == run_data.Fault("2026-01-01 00:00:03", "second", last=False)
-    assert "which has gone on since" in overview.write([run]).read_text()
+    assert "The run was resumed after a fault" in overview.write([run]).read_text()
 
 
 def test_a_traceback_is_a_fault(run: Path) -> None:
@@ -131,13 +131,13 @@ def test_a_page_that_cannot_be_written_is_said_and_ends_nothing(tmp_path: Path) 
 
 @pytest.mark.parametrize("error", [ClusterError("Ray is gone"), ZeroDivisionError("in the loop")])
 def test_a_run_that_fails_leaves_its_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
-    from skyrl_mega import trainer
-    from skyrl_mega.launch import inputs, refusal
+    from skyrl_mega.cli import inputs, refusal
+    from skyrl_mega.trainer import train
 
     def fail(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(trainer, "train", fail)
+    monkeypatch.setattr(train, "train", fail)
     monkeypatch.setattr(inputs, "check_inputs", lambda config: {})
     monkeypatch.setattr(inputs, "prepare", lambda config, console: config)
     monkeypatch.setattr(refusal, "wrong", lambda config, hf, planned: None)

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from skyrl_mega.models.characters import VOCABULARY, write_tokenizer
+from skyrl_mega.models.char_tokenizer import VOCABULARY, write_tokenizer
 from skyrl_mega.report import browse, overview, records
 from skyrl_mega.report.records import Query
 from tests.report.cases import EVIL, double, metrics, run_folder, single, steps_of_double, with_steps

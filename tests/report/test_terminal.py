@@ -111,7 +111,7 @@ def test_colour_only_on_a_terminal(tmp_path: Path) -> None:
 def run_command(*arguments: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "skyrl_mega.report", *arguments]
     environment = {k: v for k, v in os.environ.items() if k not in ("FORCE_COLOR", "COLUMNS")}
-    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, env=environment)
+    return subprocess.run(line, capture_output=True, text=True, timeout=240, check=False, env=environment)
 
 
 def test_the_command(tmp_path: Path) -> None:

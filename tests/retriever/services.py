@@ -43,13 +43,13 @@ def running(index: Path, folder: Path, *options: str, token: str = "", port: int
     env = {**os.environ, TOKEN_VARIABLE: token, "OMP_NUM_THREADS": "1"}
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
-        end = time.monotonic() + 120
+        end = time.monotonic() + 240
         while not ready.exists():
             assert process.poll() is None, process.communicate()[0]
-            assert time.monotonic() < end, "not ready in 120 s"
+            assert time.monotonic() < end, "not ready in 240 s"
             time.sleep(0.05)
         yield Running(json.loads(ready.read_text())["url"], process, ready)
     finally:
         if process.poll() is None:
             process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)

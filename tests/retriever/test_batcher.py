@@ -21,7 +21,7 @@ class Searcher:
         self.gate.set()
 
     def __call__(self, queries: Sequence[str], topk: int, method: str) -> list[list[Hit]]:
-        assert self.gate.wait(10)
+        assert self.gate.wait(60)
         self.batches.append(list(queries))
         if "bad" in queries:
             raise RuntimeError("bad query")

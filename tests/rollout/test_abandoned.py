@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from skyrl_mega.config.schema import EnvironmentConfig, SamplingConfig
+from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import generator
-from skyrl_mega.rollout.agent import Agent, Limits
-from skyrl_mega.rollout.chat import Chat
-from skyrl_mega.rollout.engine import Completion, Request
+from skyrl_mega.rollout.agent_loop import Agent, Limits
+from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.generator import Generator
-from skyrl_mega.rollout.threads import Threads
+from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.trajectory import Status
 from tests.rollout.user_envs import Counted
 from tests.support.scripted import Scripted, play
@@ -66,7 +66,7 @@ class Mute:
 class Played(Generator):
     """Plays with a policy that says what it is given, or never anything; ends at a look."""
 
-    def __init__(self, chat: Chat, after: int, threads: int, lines: list[str] | None = None) -> None:
+    def __init__(self, chat: Renderer, after: int, threads: int, lines: list[str] | None = None) -> None:
         looks = iter(range(after + 1))
         nothing: Any = None
 
@@ -80,7 +80,7 @@ class Played(Generator):
 
     def agent(self, sampling: SamplingConfig) -> Agent:
         limits = Limits(turn=10, response=10, length=1000, turns=2, env_timeout_s=60.0)
-        return Agent(self.router, self.chat, self.environments, limits, Threads(self.threads))
+        return Agent(self.router, self.chat, self.environments, limits, EnvPool(self.threads))
 
 
 def counted(uid: int, **extra: Any) -> Prompt:
@@ -89,14 +89,14 @@ def counted(uid: int, **extra: Any) -> Prompt:
 
 def all_closed() -> bool:
     """Whether what was made is closed, once each; a thread that was given up closes what it made when it is back."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + 60
     while sorted(Counted.made) != sorted(Counted.closed) and time.monotonic() < end:
         time.sleep(0.01)
     return sorted(Counted.made) == sorted(Counted.closed)
 
 
 @pytest.mark.parametrize("after", [0, 2, 6, 20, 40])
-def test_whatever_was_opened_is_closed(characters_chat: Chat, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
+def test_whatever_was_opened_is_closed(characters_chat: Renderer, monkeypatch: pytest.MonkeyPatch, after: int) -> None:
     """Before anything is opened, while some are, when all are and the engine is asked."""
     monkeypatch.setattr(generator, "LOOK_EVERY_S", 0.01)
     Counted.made.clear()
@@ -107,7 +107,7 @@ def test_whatever_was_opened_is_closed(characters_chat: Chat, monkeypatch: pytes
     assert all_closed()
 
 
-def test_a_step_under_way_is_not_closed_over(characters_chat: Chat, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_step_under_way_is_not_closed_over(characters_chat: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generator, "LOOK_EVERY_S", 0.01)
     Counted.made.clear()
     Counted.closed.clear()
@@ -118,10 +118,10 @@ def test_a_step_under_way_is_not_closed_over(characters_chat: Chat, monkeypatch:
     assert len(Counted.made) == 6 and all_closed()
 
 
-def test_what_fails_as_it_opens_is_closed(characters_chat: Chat) -> None:
+def test_what_fails_as_it_opens_is_closed(characters_chat: Renderer) -> None:
     Counted.made.clear()
     Counted.closed.clear()
-    given = [counted(0, fails=True), counted(1, opening_s=1.5), counted(2)]
-    played = play(characters_chat, COUNTED, [(p, Scripted(characters_chat, ["a"])) for p in given], env_timeout_s=0.3)
+    given = [counted(0, fails=True), counted(1, opening_s=4.0), counted(2)]
+    played = play(characters_chat, COUNTED, [(p, Scripted(characters_chat, ["a"])) for p in given], env_timeout_s=1.5)
     assert [t.status for t in played] == [Status.ERROR_ENV, Status.ERROR_ENV_TIMEOUT, Status.COMPLETED]
     assert len(Counted.made) == 3 and all_closed()

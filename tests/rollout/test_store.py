@@ -8,7 +8,7 @@ from pathlib import Path
 import pyarrow.parquet as pq
 
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout import store
+from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
 
 
@@ -49,13 +49,13 @@ def trajectory() -> Trajectory:
 
 def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     path = tmp_path / "deep" / "step.parquet"
-    store.write(path, [trajectory(), trajectory()])
-    assert store.read(path) == [trajectory(), trajectory()]
+    trajectory_io.write(path, [trajectory(), trajectory()])
+    assert trajectory_io.read(path) == [trajectory(), trajectory()]
     assert [file.name for file in path.parent.iterdir()] == ["step.parquet"]
 
 
 def test_a_person_reads_prompt_and_response(tmp_path: Path) -> None:
-    store.write(tmp_path / "t.parquet", [trajectory()])
+    trajectory_io.write(tmp_path / "t.parquet", [trajectory()])
     row = pq.read_table(tmp_path / "t.parquet").to_pylist()[0]
     assert row["prompt"] == "2*3 = ü?"
     assert row["response"] == "[assistant] 6\n[user] sure?"
@@ -63,7 +63,7 @@ def test_a_person_reads_prompt_and_response(tmp_path: Path) -> None:
 
 
 def test_a_person_reads_what_happened_when(tmp_path: Path) -> None:
-    store.write(tmp_path / "t.parquet", [trajectory()])
+    trajectory_io.write(tmp_path / "t.parquet", [trajectory()])
     prompt, response, observation = pq.read_table(tmp_path / "t.parquet").to_pylist()[0]["steps"]
     assert (prompt["kind"], prompt["reward"], prompt["finish"], prompt["tool_calls"]) == ("prompt", None, None, [])
     assert (response["start"], response["end"], response["generate_s"], response["reward"]) == (2, 4, 0.5, -0.5)
@@ -72,5 +72,5 @@ def test_a_person_reads_what_happened_when(tmp_path: Path) -> None:
 
 
 def test_an_empty_step_is_a_file_too(tmp_path: Path) -> None:
-    store.write(tmp_path / "t.parquet", [])
-    assert store.read(tmp_path / "t.parquet") == []
+    trajectory_io.write(tmp_path / "t.parquet", [])
+    assert trajectory_io.read(tmp_path / "t.parquet") == []

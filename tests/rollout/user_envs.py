@@ -35,7 +35,7 @@ class Faulty(BaseTextEnv):
         if self.fault == "raise":
             raise ZeroDivisionError("in step")
         if self.fault == "hang":
-            time.sleep(4)
+            time.sleep(9)
         if self.fault == "timeout":
             raise TimeoutError("its own")
         return BaseTextEnvStepOutput(observations=[], reward=1.0, done=True, metadata={})

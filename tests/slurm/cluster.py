@@ -40,7 +40,7 @@ TOOLS = {
 }
 """Programs, and the Debian packages that have them."""
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE")
-BOOT_S = 60.0
+BOOT_S = 180.0
 SEARCHED = f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin"
 """Where programs are looked for: daemons are not on an ordinary user's path."""
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.cluster.local import ENVIRONMENT
+from skyrl_mega.cluster.ray_session import ENVIRONMENT
 from tests.slurm.cluster import ROOT, ClusterFault, Slurm, cluster, unavailable
 
 PROMPTS, SAMPLES = 8, 2
@@ -58,7 +58,7 @@ def tiny(slurm: Slurm) -> Callable[..., list[str]]:
             "evaluation.before=false",
             "evaluation.every=0",
             "checkpoint.every=1",
-            "telemetry.tensorboard=false",
+            "telemetry.trackers=[]",
             "rollout.env_timeout_s=600",
             f"environment.classes.addition={ROOT}/tests/slurm/gate.py:GateEnv",
             f"environment.options.addition.folder={gate}",
@@ -147,7 +147,6 @@ def submitted(slurm: Slurm, tiny: Callable[..., list[str]]) -> Submitted:
             timeout=900,
         )
         running = [line for node in nodes for line in slurm.processes(node)]
-        left = [
-            line for line in running if re.search(r"ray::(PolicyActor|Engine)|-m skyrl_mega|guard\.py|vllm|VLLM", line)
-        ]
+        ours = re.compile(r"ray::(MegatronActor|VllmEngine)|-m skyrl_mega|reaper\.py|vllm|VLLM")
+        left = [line for line in running if ours.search(line)]
     return Submitted(work / "runs" / "job", output, (slurm.folder / "gate" / "driver").read_text(), left)

@@ -21,14 +21,22 @@ SLOW = ["data.train=[rows/train.parquet]", "data.prepare=multiply --output rows 
 """Minutes of preparation: what a test wants to interrupt."""
 
 
+THEIRS = re.compile(r"^torchinductor_|^tmp\w{8}wandb-(media|artifacts)$")
+"""Temporary folders of packages."""
+
+
 def assert_released(slurm: Slurm, nodes: Iterable[str]) -> None:
-    """Nothing of a job is left on these nodes: process, port, shared memory, temporary file but torch's cache."""
+    """Nothing of a job is left on these nodes: process, port, shared memory, temporary file.
+
+    But for torch's cache, and the two empty folders that each import of wandb makes: megatron-core imports it wherever
+    it is installed, and what is killed does not remove them.
+    """
     shared = {Path(path).parts[2] for path in slurm.environment["SHARED"].split(":") if path.startswith("/tmp/")}
     for node in nodes:
         assert slurm.processes(node) == []
         assert slurm.listening(node) == []
         left = set(slurm.run("sh", "-c", "ls -A /dev/shm; ls -A /tmp", node=node).split()) - shared
-        assert [name for name in left if not name.startswith("torchinductor_")] == []
+        assert [name for name in left if not THEIRS.search(name)] == []
 
 
 def figures(run: Path) -> list[dict[str, Any]]:
@@ -114,7 +122,7 @@ def test_wrong_input_ends_the_job_before_ray_starts(slurm: Slurm, tiny: Tiny, en
     job = slurm.submit(f"--output={slurm.folder}/%j.out", "slurm/dapo.sbatch", *tiny("wrong"), "run.sed=1", env=env)
     assert slurm.wait(job, timeout=120)["ExitCode"] == "2:0"
     text = slurm.output(job)
-    assert "error: run.sed = 1: no such setting; did you mean run.seed?" in text
+    assert "error: run.sed = 1 is not known here; did you mean run.seed?" in text
     assert "Ray listens" not in text
     assert_released(slurm, ["node1", "node2"])
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.launch import slurm
+from skyrl_mega.cluster import slurm_node
 from tests.slurm.cluster import ROOT
 
 SRUN = """
@@ -68,7 +68,7 @@ class Batch:
             env=around | env,
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
         )
         return done.returncode, done.stdout + done.stderr
 
@@ -88,7 +88,7 @@ def test_one_task_a_node_runs_the_environment_of_the_repository(batch: Batch) ->
     assert code == 0
     assert {"--nodes=3", "--ntasks=3", "--ntasks-per-node=1", "--cpus-per-task=96"} <= set(words)
     folder = batch.folder / "runs" / "slurm" / "7-0"
-    command = [f"{batch.folder}/.venv/bin/python", "-m", "skyrl_mega.launch.slurm", str(folder)]
+    command = [f"{batch.folder}/.venv/bin/python", "-m", "skyrl_mega.cluster.slurm_node", str(folder)]
     assert words[-7:] == [*command, "--config", "a b.yaml", "run.name='x y'"]
     assert folder.is_dir()
     assert not any("container" in word or "apptainer" in word for word in words)
@@ -133,7 +133,7 @@ def test_an_image_runs_with_enroot_through_pyxis(batch: Batch) -> None:
     assert "--container-image=registry#team/skyrl:1" in words
     assert f"--container-mounts={batch.folder}:{batch.folder},/data:/data,/scratch:/s" in words
     assert f"--container-workdir={batch.folder}" in words
-    assert words[-5:-2] == ["python3", "-m", "skyrl_mega.launch.slurm"]
+    assert words[-5:-2] == ["python3", "-m", "skyrl_mega.cluster.slurm_node"]
 
 
 def test_a_sif_file_runs_with_apptainer(batch: Batch) -> None:
@@ -142,7 +142,7 @@ def test_a_sif_file_runs_with_apptainer(batch: Batch) -> None:
     start = words.index("apptainer")
     bind = f"{batch.folder}:{batch.folder}"
     inside = ["apptainer", "exec", "--nv", "--bind", bind, "--pwd", str(batch.folder), "/images/skyrl.sif"]
-    assert words[start : start + 11] == [*inside, "/opt/venv/bin/python", "-m", "skyrl_mega.launch.slurm"]
+    assert words[start : start + 11] == [*inside, "/opt/venv/bin/python", "-m", "skyrl_mega.cluster.slurm_node"]
 
 
 @pytest.mark.parametrize("code", [0, 2])
@@ -199,15 +199,15 @@ def test_without_the_repository_it_says_where_it_looked() -> None:
 
 
 def test_a_signal_is_found_where_a_node_waits_and_raises_into_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm, "_came", [])
-    monkeypatch.setattr(slurm, "LOOK_EVERY_S", 0.0)
-    slurm.pause()
-    before = signal.signal(signal.SIGTERM, slurm._note)
+    monkeypatch.setattr(slurm_node, "_came", [])
+    monkeypatch.setattr(slurm_node, "LOOK_EVERY_S", 0.0)
+    slurm_node.pause()
+    before = signal.signal(signal.SIGTERM, slurm_node._note)
     try:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)
     finally:
         signal.signal(signal.SIGTERM, before)
-    with pytest.raises(slurm.Ended, match="ended by SIGTERM") as caught:
-        slurm.pause()
-    assert caught.value.code == slurm.CANCELLED
+    with pytest.raises(slurm_node.Ended, match="ended by SIGTERM") as caught:
+        slurm_node.pause()
+    assert caught.value.code == slurm_node.CANCELLED

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-from skyrl_mega.models.characters import EOS, write_tokenizer
-from skyrl_mega.rollout.chat import Chat
+from skyrl_mega.models.char_tokenizer import EOS, write_tokenizer
+from skyrl_mega.rollout.renderer import Renderer
 
 CHATML = (
     "{% for m in messages %}{{ '<' + m['role'] + '>\n' + m['content'] + '" + EOS + "\n' }}{% endfor %}"
@@ -14,13 +14,25 @@ CHATML = (
 )
 """Every turn is closed, and the newline behind the end token is the template's."""
 
+TOOLS = (
+    "{% if tools %}{{ '<system>\n# Tools\n' }}{% for t in tools %}{{ t | tojson ~ '\n' }}{% endfor %}"
+    '{{ \'Call one so: <tool_call>\n{"name": ..., "arguments": ...}\n</tool_call>' + EOS + "\n' }}{% endif %}"
+    "{% for m in messages %}{% if m['role'] == 'tool' %}"
+    "{% if loop.first or messages[loop.index0 - 1]['role'] != 'tool' %}{{ '<user>' }}{% endif %}"
+    "{{ '\n<tool_response>\n' + m['content'] + '\n</tool_response>' }}"
+    "{% if loop.last or messages[loop.index0 + 1]['role'] != 'tool' %}{{ '" + EOS + "\n' }}{% endif %}"
+    "{% else %}{{ '<' + m['role'] + '>\n' + m['content'] + '" + EOS + "\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>\n' }}{% endif %}"
+)
+"""As Qwen's: tools in a message of the system, calls in tags, results of one turn in one message of the user."""
 
-def characters(path: Path, template: str | None = None) -> Chat:
+
+def characters(path: Path, template: str | None = None) -> Renderer:
     """The `characters` tokenizer, with the template of its own or another."""
     path.mkdir(parents=True)
     write_tokenizer(path)
     (path / "config.json").write_text('{"model_type": "llama"}')
-    chat = Chat(str(path))
+    chat = Renderer(str(path))
     if template is not None:
         chat.tokenizer.chat_template = template
     return chat

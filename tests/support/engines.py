@@ -15,10 +15,11 @@ from safetensors.torch import load_file, save_file
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.config.schema import BuildConfig, RolloutConfig
+from skyrl_mega.engines.base import Completion, Facts, Request, Sampling
+from skyrl_mega.engines.vllm.actor import VllmEngine
+from skyrl_mega.engines.vllm.spec import EngineSpec, environment
 from skyrl_mega.models import tiny
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.rollout.engine import Completion, Engine, Request, Sampling
-from skyrl_mega.rollout.engine_spec import EngineSpec, Facts, environment
 
 LOADING = threading.Lock()
 """transformers patches torch while it loads: two threads at once leave tied heads at random values."""
@@ -53,7 +54,7 @@ def build_model_of(path: Path, hf: dict[str, Any], seed: int) -> Path:
     return path
 
 
-class Recorder(Engine):
+class Recorder(VllmEngine):
     """An engine that keeps what vLLM was given and what it produced, as vLLM itself has it."""
 
     async def start(self, former: Facts | None = None) -> Facts:
@@ -81,16 +82,18 @@ class Recorder(Engine):
         return self.seen
 
 
-def start_engine(name: str, spec: EngineSpec, logs: Path, engines: int = 1, kind: type[Engine] = Engine) -> ActorGroup:
+def start_engine(
+    name: str, spec: EngineSpec, logs: Path, engines: int = 1, kind: type[VllmEngine] = VllmEngine
+) -> ActorGroup:
     """Engine actors that have been started."""
-    group = ActorGroup.spawn(name, kind, [{"spec": spec}] * engines, timeout=120, env=environment(spec), logs=logs)
-    group.call_all("start", timeout=240)
+    group = ActorGroup.spawn(name, kind, [{"spec": spec}] * engines, timeout=300, env=environment(spec), logs=logs)
+    group.call_all("start", timeout=600)
     return group
 
 
 def serving(group: ActorGroup, restarts: int = 0) -> Fleet:
     """These engines as a fleet; all hold the weights that are wanted."""
-    fleet = Fleet(group, restarts=restarts, start_timeout_s=240)
+    fleet = Fleet(group, restarts=restarts, start_timeout_s=600)
     fleet.serve(range(len(group)))
     return fleet
 

@@ -9,7 +9,7 @@ import torch
 
 torch.set_num_threads(1)
 
-import skyrl_mega.policy.rank  # noqa: E402, F401
+import skyrl_mega.megatron.worker  # noqa: E402, F401
 
 # A rank's first collection would look through all of that, and so copy every page of it: half a second a rank.
 gc.collect()

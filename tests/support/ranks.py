@@ -2,35 +2,52 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import os
+import secrets
 import socket
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from typing import Any
+from unittest import mock
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["tests.support.preload"])
+MEGATRON = "NVTE_"
+"""How variables begin that megatron-core sets for each model that it builds, and another model may not find."""
+ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(MEGATRON)}
+"""As it is before any test: what the test that comes first has set for itself is not for all ranks after it."""
+
+
+def start_rank(target: Callable[..., Any], args: tuple[Any, ...]) -> multiprocessing.process.BaseProcess:
+    """A process of the fork server."""
+    with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):
+        forkserver.ensure_running()
+    process = _context.Process(target=target, args=args)
+    process.start()
+    return process
 
 
 def free_port() -> int:
-    """A loopback port that is free now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A loopback port that is free now, and not one that the kernel or Ray gives to whoever comes meanwhile."""
+    while True:
+        with contextlib.suppress(OSError), socket.socket() as s:
+            s.bind(("127.0.0.1", 20_000 + secrets.randbelow(12_000)))
+            return int(s.getsockname()[1])
 
 
-def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 180) -> list[Any]:
+def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 400) -> list[Any]:
     """`function(rank, address, *args)` in `ranks` processes; their results in order. The first failure is raised."""
     address = f"127.0.0.1:{free_port()}"
     pipes, processes = [], []
     for rank in range(ranks):
-        ours, theirs = _context.Pipe()
-        process = _context.Process(target=_main, args=(theirs, function, rank, address, args))
-        process.start()
+        ours, theirs = multiprocessing.Pipe()
+        processes.append(start_rank(_main, (theirs, function, rank, address, args)))
         theirs.close()
         pipes.append(ours)
-        processes.append(process)
     try:
         waiting = dict(enumerate(pipes))
         results: dict[int, Any] = {}

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from skyrl_mega.config.schema import EnvironmentConfig
+from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.agent import Agent, Limits
-from skyrl_mega.rollout.chat import Chat
-from skyrl_mega.rollout.engine import Completion, Request
-from skyrl_mega.rollout.threads import Threads
+from skyrl_mega.rollout.agent_loop import Agent, Limits
+from skyrl_mega.rollout.env_pool import EnvPool
+from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.trajectory import Trajectory
 
 
@@ -24,7 +24,7 @@ class Scripted:
         finish: What ends each turn.
     """
 
-    def __init__(self, chat: Chat, lines: Sequence[str], finish: str = "stop") -> None:
+    def __init__(self, chat: Renderer, lines: Sequence[str], finish: str = "stop") -> None:
         self.chat, self.lines, self.finish = chat, iter(lines), finish
         self.turns: list[tuple[Request, Completion]] = []
 
@@ -39,7 +39,7 @@ class Scripted:
 
 
 def play(
-    chat: Chat,
+    chat: Renderer,
     config: EnvironmentConfig,
     scripts: Sequence[tuple[Prompt, Scripted]],
     threads: int = 4,
@@ -49,7 +49,7 @@ def play(
     given = Limits(**{**dict(turn=4000, response=20_000, length=30_000, turns=4, env_timeout_s=60.0), **limits})
 
     async def everything() -> list[Trajectory]:
-        rooms = Threads(threads)
+        rooms = EnvPool(threads)
 
         async def one(prompt: Prompt, policy: Scripted) -> Trajectory:
             agent = Agent(policy, chat, config, given, rooms)  # type: ignore[arg-type]

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from skyrl_mega.cluster.group import ActorGroup
-from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.config.schema import Config, LayoutConfig
+from skyrl_mega.engines.base import Request
+from skyrl_mega.hf_checkpoint import load as files
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.rollout.engine import Request
-from skyrl_mega.weights import files
+from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.connection import Connection
-from skyrl_mega.weights.execute import Report
+from skyrl_mega.weights.exchange.exchange import Report
 
 REQUESTS = [Request(str(i), [5, 20 + i, 40 + 3 * i, 60, 7], 24, seed=i) for i in range(3)]
 """What engines are asked after a sync."""
@@ -23,7 +25,7 @@ class ShardHolder:
     """What a policy rank has of a checkpoint, and the two methods that a sync asks of it; no Megatron is needed for
     that."""
 
-    def __init__(self, rank: int, parallel: Parallel, hf: dict[str, Any]) -> None:
+    def __init__(self, rank: int, parallel: ParallelDims, hf: dict[str, Any]) -> None:
         self.rank = rank
         self.shard = architecture(hf).megatron_shard(hf, parallel, rank, "local")
         self.params = {name: torch.full(shape, torch.nan) for name, shape in self.shard.params.items()}
@@ -47,7 +49,15 @@ class ShardHolder:
         return self.exchange.run(source=self.params, checksums=checksums)
 
 
-def holders(parallel: Parallel, hf: dict[str, Any], logs: Path) -> ActorGroup:
+def cut(config: Config, parallel: ParallelDims) -> Config:
+    """The settings, with the policy in this layout and on a CPU."""
+    names = ("tensor", "pipeline", "virtual_pipeline", "context", "expert", "expert_tensor")
+    layout = LayoutConfig(**{name: getattr(parallel, name) for name in names})
+    policy = replace(config.policy, ranks=parallel.ranks, layout=layout)
+    return replace(config, policy=policy, cluster=replace(config.cluster, device="cpu"))
+
+
+def holders(parallel: ParallelDims, hf: dict[str, Any], logs: Path) -> ActorGroup:
     """A policy's ranks, without Megatron."""
     arguments = [{"rank": rank, "parallel": parallel, "hf": hf} for rank in range(parallel.ranks)]
-    return ActorGroup.spawn("policy", ShardHolder, arguments, timeout=120, env={"OMP_NUM_THREADS": "1"}, logs=logs)
+    return ActorGroup.spawn("policy", ShardHolder, arguments, timeout=180, env={"OMP_NUM_THREADS": "1"}, logs=logs)

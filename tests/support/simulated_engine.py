@@ -9,7 +9,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from skyrl_mega.rollout.engine import Engine, EngineSpec, Facts
+from skyrl_mega.engines.base import Facts
+from skyrl_mega.engines.vllm.actor import VllmEngine
+from skyrl_mega.engines.vllm.spec import EngineSpec
 
 
 @dataclass
@@ -75,7 +77,7 @@ class SimulatedVllm:
                     sequence.full.set()
 
 
-class SimulatedEngine(Engine):
+class SimulatedEngine(VllmEngine):
     """The engine around it. A file named `well` in the model's folder ends its faults.
 
     Args:

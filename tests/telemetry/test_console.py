@@ -6,6 +6,7 @@ import io
 import json
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import rich.console
@@ -51,6 +52,7 @@ def test_durations() -> None:
 def test_plain_lines_where_there_is_no_terminal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "QUIET_S", 0.0)
     monkeypatch.setattr(module, "WORTH_A_LINE_S", 0.0)
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: 5.0, strftime=time.strftime))
     out = io.StringIO()
     with Console(out) as console:
         console.log_to(tmp_path / "logs" / "run.log")

@@ -15,13 +15,17 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.telemetry.metrics import MetricsWriter, read
+from skyrl_mega.telemetry.metrics import read
+from skyrl_mega.telemetry.trackers.jsonl import JsonlTracker
+from skyrl_mega.telemetry.trackers.tensorboard import TensorboardTracker
 
 
 def test_one_object_a_step(tmp_path: Path) -> None:
-    with MetricsWriter(tmp_path, tensorboard=False) as writer:
-        writer.write(1, {"policy/loss": np.float32(0.5), "reward/mean": torch.tensor(0.25)})
-        writer.write(2, {"policy/loss": float("nan"), "policy/grad_norm": float("inf")})
+    tracker = JsonlTracker(tmp_path)
+    tracker.start({}, None)
+    tracker.log(1, {"policy/loss": np.float32(0.5), "reward/mean": torch.tensor(0.25)})
+    tracker.log(2, {"policy/loss": float("nan"), "policy/grad_norm": float("inf")})
+    tracker.close()
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line, parse_constant=lambda name: f"invalid {name}") for line in lines] == [
         {"step": 1, "policy/loss": 0.5, "reward/mean": 0.25},
@@ -34,10 +38,11 @@ def test_a_resumed_run_writes_what_an_unbroken_one_does(tmp_path: Path) -> None:
     for name, breaks in (("whole", []), ("broken", [3])):
         step = 0
         for end in [*breaks, 6]:
-            with MetricsWriter(tmp_path / name, tensorboard=False) as writer:
-                writer.rewind(step)
-                for number in range(step + 1, min(end + 2, 6) + 1):  # goes on past its last checkpoint, then is killed
-                    writer.write(number, {"x": number / 7})
+            tracker = JsonlTracker(tmp_path / name)
+            tracker.start({}, step or None)
+            for number in range(step + 1, min(end + 2, 6) + 1):  # goes on past its last checkpoint, then is killed
+                tracker.log(number, {"x": number / 7})
+            tracker.close()
             with (tmp_path / name / "metrics.jsonl").open("a") as file:
                 file.write('{"step": 9, "x"' if end in breaks else "")
             step = end
@@ -47,21 +52,23 @@ def test_a_resumed_run_writes_what_an_unbroken_one_does(tmp_path: Path) -> None:
 
 def test_a_killed_process_loses_no_row(tmp_path: Path) -> None:
     program = (
-        "import os, signal, sys; from pathlib import Path; from skyrl_mega.telemetry.metrics import MetricsWriter\n"
-        "w = MetricsWriter(Path(sys.argv[1]), tensorboard=False)\n"
-        "w.write(1, {'x': 1.0}); os.kill(os.getpid(), signal.SIGKILL)"
+        "import os, signal, sys; from pathlib import Path\n"
+        "from skyrl_mega.telemetry.trackers.jsonl import JsonlTracker\n"
+        "t = JsonlTracker(Path(sys.argv[1])); t.start({}, None)\n"
+        "t.log(1, {'x': 1.0}); os.kill(os.getpid(), signal.SIGKILL)"
     )
-    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=os.environ, check=False, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", program, str(tmp_path)], env=os.environ, check=False, timeout=240)
     assert ended.returncode == -signal.SIGKILL
     assert read(tmp_path / "metrics.jsonl") == [{"step": 1, "x": 1.0}]
 
 
 def test_tensorboard_shows_each_step_once_after_a_resume(tmp_path: Path) -> None:
     for start, end, value in ((0, 4, 1.0), (2, 5, 2.0)):
-        with MetricsWriter(tmp_path) as writer:
-            writer.rewind(start)
-            for step in range(start + 1, end + 1):
-                writer.write(step, {"policy/loss": value * step})
+        tracker = TensorboardTracker(tmp_path)
+        tracker.start({}, start or None)
+        for step in range(start + 1, end + 1):
+            tracker.log(step, {"policy/loss": value * step})
+        tracker.close()
     events = EventAccumulator(str(tmp_path / "tensorboard"))
     events.Reload()
     assert [(e.step, e.value) for e in events.Scalars("policy/loss")] == [(1, 1), (2, 2), (3, 6), (4, 8), (5, 10)]
@@ -88,6 +95,7 @@ def test_a_broken_row_is_named(row: bytes, said: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="row 2") as caught:
         read(file)
     assert said in str(caught.value)
-    with MetricsWriter(tmp_path, tensorboard=False) as metrics:
-        metrics.rewind(3)  # a resumed run leaves out what is no row
+    tracker = JsonlTracker(tmp_path)
+    tracker.start({}, 3)  # a resumed run leaves out what is no row
+    tracker.close()
     assert [line["step"] for line in read(file)] == [1, 3]

@@ -50,7 +50,7 @@ def test_a_second_run_is_refused_and_a_killed_one_leaves_nothing_locked(tmp_path
             pass
     finally:
         holder.send_signal(signal.SIGKILL)
-        holder.communicate(timeout=30)
+        holder.communicate(timeout=120)
     with run_folder(config(tmp_path)):
         pass
 

@@ -47,7 +47,7 @@ def start(folder: Path, *settings: str, **variables: str) -> subprocess.Popen[st
 def finish(folder: Path, *settings: str) -> str:
     """Runs to the end and returns what was printed; fails unless the exit code is 0."""
     process = start(folder, *settings)
-    out, _ = process.communicate(timeout=400)
+    out, _ = process.communicate(timeout=800)
     assert process.returncode == 0, out
     return out
 

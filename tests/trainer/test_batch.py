@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from skyrl_mega.config.schema import AlgorithmConfig, OverlongConfig
+from skyrl_mega.config.schema import AlgorithmConfig, KlConfig, OverlongConfig
 from skyrl_mega.rollout.trajectory import Prompt, Status, Trajectory
-from skyrl_mega.trainer.batch import batch_of, mini_batches
+from skyrl_mega.trainer.batch import Batch, batch_of, mini_batches, not_drawn
 
 PROMPT = Prompt(0, [{"role": "user", "content": "?"}], "gsm8k", {})
 
@@ -58,13 +58,32 @@ def test_soft_overlong_punishment_lowers_the_reward() -> None:
     np.testing.assert_allclose([of_sequence(batch, "advantages", r)[0] for r in (0, 1)], [0.5, -0.5], rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["tokens", "sequences"])
+@pytest.mark.parametrize("mode", ["tokens", "sequences", "micro_batches"])
 def test_mini_batches_hold_whole_groups_and_weights_that_sum_to_one(mode: str) -> None:
     groups = [[trajectory(g, 1 + g + s) for s in range(2)] for g in range(5)]
     batch = batch_of(groups, AlgorithmConfig(), 10)
-    parts = mini_batches(batch, 2, mode)
+    parts = mini_batches(batch, 2, AlgorithmConfig(loss_mean=mode, loss_mean_samples=3))
     assert [len(p) for p in parts] == [4, 4, 2]
     np.testing.assert_array_equal(np.concatenate([p.tokens for p in parts]), batch.tokens)
     for part in parts:
         assert part.fields["weights"].sum() == pytest.approx(1, abs=1e-6)
         assert not part.fields["weights"][part.fields["mask"] == 0].any()
+
+
+def test_the_kl_term_may_have_a_mean_of_its_own() -> None:
+    groups = [[trajectory(g, 1 + g + s) for s in range(2)] for g in range(3)]
+    batch = batch_of(groups, AlgorithmConfig(), 10)
+    for mean, coefficient, there in (("sequences", 0.1, True), ("loss", 0.1, False), ("sequences", 0.0, False)):
+        algorithm = AlgorithmConfig(kl=KlConfig(coefficient=coefficient, mean=mean))
+        (mini,) = mini_batches(batch, 3, algorithm)
+        assert ("kl_weights" in mini.fields) is there
+    (mini,) = mini_batches(batch, 3, AlgorithmConfig(kl=KlConfig(coefficient=0.1, mean="sequences")))
+    each = [mini.fields["kl_weights"][mini.index([row])].sum() for row in range(6)]
+    np.testing.assert_allclose(each, 1 / 6, rtol=1e-6)
+
+
+def test_only_an_end_token_that_no_engine_drew_counts_as_not_drawn() -> None:
+    batch = Batch.of([[1, 2, 3], [4, 5]])
+    batch.fields["rollout_logprobs"] = np.array([0, np.nan, np.nan, -1, np.nan], np.float32)
+    assert not_drawn(batch, "one_message").tolist() == [False, False, True, False, True]
+    assert not not_drawn(batch, "messages").any()

@@ -13,8 +13,8 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.health.failures import refuse_broken
+from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.run import Step
-from skyrl_mega.trainer.sampler import Sampler
 
 
 def ended(status: Status) -> Trajectory:
@@ -62,7 +62,7 @@ def test_dynamic_sampling_draws_no_more_where_every_environment_fails(rounds: tu
     generator: Any = Plays(*rounds)
     prompts = [Prompt(i, [], "mine", {}) for i in range(8)]
     step = Step(1, Console())
-    assert Sampler(config, prompts, PromptStream(8, batch=2), generator).sample(step) == []
+    assert RolloutSource(config, prompts, PromptStream(8, batch=2), generator).next_groups(step) == []
     assert generator.played == played == step.metrics["rollout/rounds"]
     if played == 1:
         with pytest.raises(UserError, match="all 4 trajectories failed"):

@@ -12,9 +12,9 @@ import pytest
 
 import skyrl_mega
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.hf_checkpoint.box_files import read_entries
+from skyrl_mega.hf_checkpoint.box_header import Header, read_header, write_header
 from skyrl_mega.trainer.checkpoints import Checkpoints, NoRoom
-from skyrl_mega.weights.box_files import read_entries
-from skyrl_mega.weights.checkpoint_header import Header, read_header, write_header
 
 
 class Usage(NamedTuple):
@@ -70,7 +70,7 @@ def test_a_damaged_one_is_named_and_an_older_one_taken(tmp_path: Path) -> None:
         f"{tmp_path}/step_000002 is left out: policy/weights is missing",
     ]
     (tmp_path / "step_000001" / "state.json").write_text("{")
-    with pytest.raises(UserError, match=r"none of its 3 checkpoints is whole .* remove the folder to begin anew"):
+    with pytest.raises(UserError, match=r"none of its 3 checkpoints is whole .* remove the folder to begin again"):
         checkpoints.newest()
 
 

@@ -14,7 +14,7 @@ from tests.conftest import ROOT
 def test_a_killed_and_a_stopped_worker() -> None:
     """The benchmark with one of each: the run ends well, within bounds, and no wrong weight was served."""
     command = [sys.executable, "benchmarks/sync_faults.py", "--faults", "2", "--no-file"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "SIGKILL" in done.stdout
     assert "SIGSTOP" in done.stdout

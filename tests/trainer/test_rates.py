@@ -11,7 +11,9 @@ from skyrl_mega.config.schema import Config, LayoutConfig
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.trainer.run import Run, Step
 
-SILENT: Any = SimpleNamespace(step=lambda *_: None, write=lambda *_: None, say=lambda *_: None, state=dict)
+SILENT: Any = SimpleNamespace(
+    step=lambda *_: None, log=lambda *_: None, write=lambda *_: None, say=lambda *_: None, state=dict
+)
 
 
 def run_of(config: Config) -> Run:
@@ -19,8 +21,8 @@ def run_of(config: Config) -> Run:
     policy: Any = SimpleNamespace(parallel=SimpleNamespace(ranks=config.policy.ranks))
     nothing: Any = None
     return Run(
-        config=config, folder=nothing, console=SILENT, metrics=SILENT, policy=policy, reference=None, sync=nothing,
-        sampler=nothing, evaluator=nothing, stream=SILENT, checkpoints=nothing, response_limit=1,
+        config=config, folder=nothing, console=SILENT, trackers=SILENT, policy=policy, reference=None, sync=nothing,
+        rollouts=nothing, evaluator=nothing, stream=SILENT, checkpoints=nothing, response_limit=1,
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ class LongerIsBetter(BaseTextEnv):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(1200)
 def test_a_reference_in_its_own_layout_gives_the_same_kl(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(ENVIRONMENT)
     settings = (

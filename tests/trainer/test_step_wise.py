@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -12,13 +13,14 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from skyrl_mega.algorithms.losses import policy_loss
-from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, OverlongConfig
+from skyrl_mega.algorithms.losses import LossInputs, find
+from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, GspoConfig, OverlongConfig
+from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.models.characters import EOS, VOCABULARY
-from skyrl_mega.policy.sequences import Sequences
-from skyrl_mega.rollout.chat import Chat
-from skyrl_mega.rollout.engine import Completion, Request
+from skyrl_mega.megatron.packing import pack
+from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.models.char_tokenizer import EOS, VOCABULARY
+from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.trajectory import Kind, Status, Trajectory
 from skyrl_mega.trainer.batch import Batch, batch_of, mini_batches, samples_of
 from tests.support.scripted import Scripted, play
@@ -28,6 +30,8 @@ USER = EnvironmentConfig(
 )
 TURNS = 5
 GROUPS, SAMPLES = 3, 4
+MICRO = 5
+"""Trajectories of a group of `loss_mean=micro_batches`; the last has two."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -47,7 +51,7 @@ class Played:
     turns: list[list[tuple[Request, Completion]]]
 
 
-def played(chat: Chat, env: str) -> Played:
+def played(chat: Renderer, env: str) -> Played:
     """Random lines and rewards; one trajectory cut off, one failed."""
     rng = random.Random(env)
     letters = [c for c in VOCABULARY if len(c) == 1 and c.isascii()]
@@ -111,18 +115,25 @@ def by_hand(
     counts = [t.status is Status.COMPLETED for t in flat]
     tokens = [sum(len(said.tokens) for _, said in turns) for turns in play.turns]
     loss = torch.zeros(()).double()
-    for t, turns, counted, own in zip(flat, play.turns, counts, tokens, strict=True):
+    for place, (t, turns, counted, own) in enumerate(zip(flat, play.turns, counts, tokens, strict=True)):
         if not counted:
             continue
         weight = 1 / (sum(counts) * own)
         if algorithm.loss_mean == "tokens":
             weight = 1 / sum(n for n, c in zip(tokens, counts, strict=True) if c)
+        if algorithm.loss_mean == "micro_batches":
+            first = place // MICRO * MICRO
+            together = zip(tokens[first : first + MICRO], counts[first : first + MICRO], strict=True)
+            weight = 1 / (math.ceil(len(flat) / MICRO) * sum(n for n, c in together if c))
         for request, said in turns:
             whole = request.tokens + said.tokens
             now = token_logprobs(model, whole)[len(request.tokens) :]
             before = token_logprobs(old, whole)[len(request.tokens) :].detach()
             ratio = (now - before).exp()
-            gain = torch.minimum(ratio * advantage[id(t)], ratio.clamp(0.8, 1.2) * advantage[id(t)])
+            low, high = 0.8, 1.2
+            if algorithm.loss == "gspo":
+                ratio, low, high = (now - before).mean().exp().expand(len(now)), 0.99, 1.02
+            gain = torch.minimum(ratio * advantage[id(t)], ratio.clamp(low, high) * advantage[id(t)])
             cap = (before - torch.tensor(said.logprobs).double()).exp().clamp(max=2.0)
             loss = loss - weight * (cap * gain).sum()
     return loss.item(), gradient_of(model, loss)
@@ -139,44 +150,61 @@ def by_batch(
         for row in part:
             one = mini.take([row])
             fields = {name: torch.from_numpy(values).double() for name, values in one.fields.items()}
-            loss, _ = policy_loss(
-                token_logprobs(model, one.tokens.tolist()),
-                old_logprobs_T=token_logprobs(old, one.tokens.tolist()).detach(),
-                advantages_T=fields["advantages"],
-                weights_T=fields["weights"],
-                algorithm=algorithm,
-                rollout_logprobs_T=fields["rollout_logprobs"],
+            packed = pack(one, context=1, context_rank=0, tensor=1, device=torch.device("cpu"))
+            by_token = torch.zeros(len(one.tokens), dtype=torch.int64)
+            by_token[packed.source[packed.source >= 0]] = packed.answer[packed.source >= 0]
+            inputs = LossInputs(
+                logprobs_L=token_logprobs(model, one.tokens.tolist()),
+                old_L=token_logprobs(old, one.tokens.tolist()).detach(),
+                advantages_L=fields["advantages"],
+                weights_L=fields["weights"],
+                rollout_L=fields["rollout_logprobs"],
+                sequence_L=by_token,
+                sequences=packed.answers,
             )
+            loss, _ = find(algorithm.loss)(inputs, algorithm)
             micro = micro + loss
         total += micro.item()
         gradient = gradient + gradient_of(model, micro)
     return total, gradient
 
 
-@pytest.mark.parametrize("loss_mean", ["tokens", "sequences"])
+@pytest.mark.parametrize(
+    "loss, loss_mean", [("ppo", "tokens"), ("ppo", "sequences"), ("ppo", "micro_batches"), ("gspo", "sequences")]
+)
 @pytest.mark.parametrize("env, cuts", [("talk", ["off", "turns", "merged"]), ("rewriting", ["turns", "merged"])])
-def test_the_gradient_is_that_of_every_turn(characters_chat: Chat, env: str, cuts: list[str], loss_mean: str) -> None:
-    """Trajectories that only grow may be cut or not; rewritten ones are cut. Tokens' mean, and trajectories' mean."""
+def test_the_gradient_is_that_of_every_turn(
+    characters_chat: Renderer, env: str, cuts: list[str], loss: str, loss_mean: str
+) -> None:
+    """Trajectories that only grow may be cut or not; rewritten ones are cut. The mean of tokens, of trajectories, of
+    groups of trajectories."""
     run = played(characters_chat, env)
     model = small_model(1)
     old = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in old.parameters():
             parameter += 0.02 * torch.randn_like(parameter)
-    algorithm = AlgorithmConfig(loss_mean=loss_mean, importance_cap=2.0, overlong=OverlongConfig(filter=True))
-    loss, gradient = by_hand(run, model, old, algorithm)
+    algorithm = AlgorithmConfig(
+        loss=loss,
+        gspo=GspoConfig(clip_low=0.01, clip_high=0.02),
+        loss_mean=loss_mean,
+        loss_mean_samples=MICRO,
+        importance_cap=2.0,
+        overlong=OverlongConfig(filter=True),
+    )
+    expected, gradient = by_hand(run, model, old, algorithm)
     assert gradient.norm() > 1e-3
     for cut in cuts:
         batch = batch_of(run.groups, algorithm, 1000, cut)
-        (mini,) = mini_batches(batch, GROUPS, loss_mean)
+        (mini,) = mini_batches(batch, GROUPS, algorithm)
         for micros in (1, 4):
             found, its_gradient = by_batch(mini, model, old, algorithm, micros)
             # Weights and advantages are float32: 1e-6 is theirs.
-            assert found == pytest.approx(loss, rel=1e-6, abs=1e-9), (cut, micros)
+            assert found == pytest.approx(expected, rel=1e-6, abs=1e-9), (cut, micros)
             assert (its_gradient - gradient).norm() < 1e-6 * gradient.norm(), (cut, micros)
 
 
-def test_a_sample_is_what_the_policy_saw_and_said(characters_chat: Chat) -> None:
+def test_a_sample_is_what_the_policy_saw_and_said(characters_chat: Renderer) -> None:
     for env in ("talk", "rewriting"):
         run = played(characters_chat, env)
         for t, turns in zip([t for group in run.groups for t in group], run.turns, strict=True):
@@ -192,11 +220,11 @@ def test_a_sample_is_what_the_policy_saw_and_said(characters_chat: Chat) -> None
             assert len(merged) == sum(step.kind is Kind.PROMPT for step in t.steps)
 
 
-def test_mini_batches_are_of_whole_trajectories_whatever_their_samples(characters_chat: Chat) -> None:
+def test_mini_batches_are_of_whole_trajectories_whatever_their_samples(characters_chat: Renderer) -> None:
     run = played(characters_chat, "talk")
     batch = batch_of(run.groups, AlgorithmConfig(), 1000, "turns")
     assert isinstance(batch, Batch) and len(batch) == sum(t.turns for group in run.groups for t in group)
-    parts = mini_batches(batch, 2, "sequences")
+    parts = mini_batches(batch, 2, AlgorithmConfig(loss_mean="sequences"))
     np.testing.assert_array_equal(np.concatenate([p.tokens for p in parts]), batch.tokens)
     for part, groups in zip(parts, (run.groups[:2], run.groups[2:]), strict=True):
         assert part.fields["weights"].sum() == pytest.approx(1, abs=1e-6)
@@ -208,7 +236,7 @@ def test_mini_batches_are_of_whole_trajectories_whatever_their_samples(character
             row += t.turns
 
 
-def test_a_trajectory_without_a_response_is_one_sample_that_counts_for_nothing(characters_chat: Chat) -> None:
+def test_a_trajectory_without_a_response_is_one_sample_that_counts_for_nothing(characters_chat: Renderer) -> None:
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], "talk", {"extra_info": {}})
     (empty,) = play(characters_chat, USER, [(prompt, Scripted(characters_chat, [""], finish="timeout"))])
     (sample,) = samples_of(empty, "turns")

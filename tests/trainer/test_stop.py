@@ -13,11 +13,13 @@ from skyrl_mega.cluster.channel import Asked
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.telemetry.console import Console
-from skyrl_mega.telemetry.metrics import MetricsWriter, read
+from skyrl_mega.telemetry.metrics import read
+from skyrl_mega.telemetry.trackers.jsonl import JsonlTracker
+from skyrl_mega.telemetry.trackers.trackers import Trackers
 from skyrl_mega.trainer.checkpoints import Checkpoints
 from skyrl_mega.trainer.loop import train
 from skyrl_mega.trainer.run import Run, Step
-from skyrl_mega.trainer.stop import Leaving, Notice, Stopped
+from skyrl_mega.trainer.shutdown import GracefulStop, ShutdownRequest, Stopped
 
 
 class FakeRun(Run):
@@ -26,12 +28,12 @@ class FakeRun(Run):
     faults: dict[tuple[str, int], Asked]
     asked: Asked = Asked.NOTHING
 
-    def sample(self, step: Step) -> list[Any]:
+    def next_groups(self, step: Step) -> list[Any]:
         self.stream.take(10)
         self.asked = self.faults.get(("sample", step.number), self.asked)
         return []
 
-    def keep(self, step: Step) -> None:
+    def record_rollouts(self, step: Step) -> None:
         self.asked = self.faults.get(("learn", step.number), self.asked)
 
 
@@ -41,26 +43,26 @@ def run(tmp_path: Path) -> Iterator[FakeRun]:
     config.run.steps, config.data.prompts_per_step = 6, 10
     config.evaluation.every, config.evaluation.before, config.checkpoint.every = 0, False, 2
     fake: Any = SimpleNamespace(
-        save=lambda folder: (folder / "weights").touch(), parallel=SimpleNamespace(ranks=1), sample=None
+        save=lambda folder: (folder / "weights").touch(), parallel=SimpleNamespace(ranks=1), next_groups=None
     )
-    with MetricsWriter(tmp_path, tensorboard=False) as metrics:
+    with Trackers(JsonlTracker(tmp_path)) as trackers:
         run = FakeRun(
             config=config,
             folder=tmp_path,
             console=Console(),
-            metrics=metrics,
+            trackers=trackers,
             policy=fake,
             reference=None,
             sync=fake,
-            sampler=fake,
+            rollouts=fake,
             evaluator=fake,
             stream=PromptStream(100, batch=10),
             checkpoints=Checkpoints(tmp_path / "checkpoints", keep=9),
             response_limit=1,
         )
-        run.notice = Notice(lambda: run.asked)
+        run.shutdown = ShutdownRequest(lambda: run.asked)
         run.faults = {}
-        fake.sample = run.sample
+        fake.next_groups = run.next_groups
         yield run
 
 
@@ -76,7 +78,7 @@ def steps(run: Run) -> list[int]:
 
 def test_a_step_that_only_generates_is_abandoned_and_the_ones_before_it_are_saved(run: FakeRun) -> None:
     run.faults["sample", 4] = Asked.SOON
-    with pytest.raises(Leaving):
+    with pytest.raises(GracefulStop):
         train(run)
     assert steps(run) == [1, 2, 3]
     assert state(run)["step"] == 3
@@ -85,7 +87,7 @@ def test_a_step_that_only_generates_is_abandoned_and_the_ones_before_it_are_save
 
 def test_a_step_that_changes_the_policy_is_finished_and_saved(run: FakeRun) -> None:
     run.faults["learn", 3] = Asked.SOON
-    with pytest.raises(Leaving):
+    with pytest.raises(GracefulStop):
         train(run)
     assert steps(run) == [1, 2, 3]
     assert (state(run)["step"], state(run)["stream"]["position"]) == (3, 30)
@@ -96,7 +98,7 @@ def test_a_checkpoint_that_is_there_is_not_written_again(run: FakeRun, monkeypat
     save = run.checkpoints.save
     monkeypatch.setattr(run.checkpoints, "save", lambda step, *rest: (written.append(step), save(step, *rest))[1])
     run.faults["sample", 3] = Asked.SOON
-    with pytest.raises(Leaving):
+    with pytest.raises(GracefulStop):
         train(run)
     assert written == [2]
 
@@ -105,7 +107,7 @@ def test_what_is_to_end_at_once_is_neither_finished_nor_saved(run: FakeRun) -> N
     run.faults["learn", 3] = Asked.NOW
     with pytest.raises(Stopped) as caught:
         train(run)
-    assert not isinstance(caught.value, Leaving)
+    assert not isinstance(caught.value, GracefulStop)
     assert steps(run) == [1, 2, 3] and state(run)["step"] == 2
 
 

@@ -13,32 +13,32 @@ from hypothesis import strategies as st
 
 from skyrl_mega.config.schema import BuildConfig, EnvironmentConfig
 from skyrl_mega.data.rows import Demonstration
+from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.multiply.env import MultiplyEnv
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.models.tiny import build
-from skyrl_mega.rollout.agent import Agent, Limits
-from skyrl_mega.rollout.chat import Chat
-from skyrl_mega.rollout.engine import Completion, Request
-from skyrl_mega.rollout.threads import Threads
-from skyrl_mega.trainer.warmup import encode
+from skyrl_mega.rollout.agent_loop import Agent, Limits
+from skyrl_mega.rollout.env_pool import EnvPool
+from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.trainer.sft_warmup import encode
 from tests.support.engines import LOADING
 
 PROMPT = [{"role": "system", "content": "Multiply."}, {"role": "user", "content": "27 * 6"}]
 
 
-def chat_of(path: Path) -> Chat:
+def chat_of(path: Path) -> Renderer:
     with LOADING:
-        return Chat(str(path))
+        return Renderer(str(path))
 
 
 @pytest.fixture(scope="module")
-def characters(tmp_path_factory: pytest.TempPathFactory) -> Chat:
+def characters(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     folder = tmp_path_factory.mktemp("warmup") / "model"
     build(BuildConfig(hidden=8, layers=1), folder)
     return chat_of(folder)
 
 
-def learned(chat: Chat, demonstration: Demonstration) -> tuple[str, list[str]]:
+def learned(chat: Renderer, demonstration: Demonstration) -> tuple[str, list[str]]:
     """All text of a demonstration, and the parts of it that the mask covers."""
     batch = encode([demonstration], chat)
     mask = batch.fields["mask"]
@@ -53,7 +53,7 @@ WORDS = st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, 
 
 @given(st.lists(st.tuples(WORDS, st.lists(WORDS, min_size=1, max_size=2)), max_size=3), WORDS)
 @settings(max_examples=50, deadline=None)
-def test_only_the_assistant_is_learned(characters: Chat, exchanges: list[tuple[str, list[str]]], last: str) -> None:
+def test_only_the_assistant_is_learned(characters: Renderer, exchanges: list[tuple[str, list[str]]], last: str) -> None:
     turns = []
     for said, told in exchanges:
         turns += [{"role": "assistant", "content": said}, *({"role": "user", "content": t} for t in told)]
@@ -73,7 +73,7 @@ def test_with_a_real_models_template(smollm2: Path) -> None:
     assert parts == ["It is 0.<|im_end|>", "It is 1.<|im_end|>"]
 
 
-def test_a_rollout_of_the_same_words_has_the_same_tokens(characters: Chat) -> None:
+def test_a_rollout_of_the_same_words_has_the_same_tokens(characters: Renderer) -> None:
     answers = ["17", "\\boxed{152}", "\\boxed{162}"]
 
     class Scripted:
@@ -88,7 +88,7 @@ def test_a_rollout_of_the_same_words_has_the_same_tokens(characters: Chat) -> No
 
     async def play() -> tuple[list[int], list[int]]:
         limits = Limits(turn=100, response=500, length=1000, turns=3, env_timeout_s=60)
-        agent = Agent(Scripted(), characters, EnvironmentConfig(), limits, Threads(1))  # type: ignore[arg-type]
+        agent = Agent(Scripted(), characters, EnvironmentConfig(), limits, EnvPool(1))  # type: ignore[arg-type]
         prompt = Prompt(0, PROMPT, "multiply", {"reward_spec": {"ground_truth": "162"}})
         t = await agent.play(await agent.open(prompt, 0), "0")
         assert (t.turns, t.reward) == (3, 1.0)

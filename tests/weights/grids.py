@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.config.schema import BuildConfig
-from skyrl_mega.layout.box import Layout, Shard
-from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.tiny import hf_config
+from skyrl_mega.parallel.box import Layout, Shard
+from skyrl_mega.parallel.dims import ParallelDims
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_moe": hf_config(BuildConfig(architecture="qwen3_moe", layers=4)),
@@ -79,21 +79,21 @@ REAL: dict[str, dict[str, Any]] = {
 }
 """What decides the shapes of Qwen3-30B-A3B, Qwen3-235B-A22B, Qwen2.5-3B and Qwen2.5-7B."""
 
-LAYOUTS: dict[str, Parallel] = {
-    "one": Parallel(),
-    "dp2": Parallel(2),
-    "tp2": Parallel(2, tensor=2, expert_tensor=2),
-    "pp2": Parallel(2, pipeline=2),
-    "pp2 vpp2": Parallel(2, pipeline=2, virtual_pipeline=2),
-    "pp4": Parallel(4, pipeline=4),
-    "ep2": Parallel(2, expert=2),
-    "tp2 ep2": Parallel(2, tensor=2, expert=2),
-    "tp2 ep2 etp2": Parallel(4, tensor=2, expert=2, expert_tensor=2),
-    "tp2 pp2 ep2": Parallel(4, tensor=2, pipeline=2, expert=2),
-    "tp2 pp2 vpp2 ep4 dp2": Parallel(8, tensor=2, pipeline=2, virtual_pipeline=2, expert=4),
-    "cp2 ep2": Parallel(4, context=2, expert=2),
-    "pp3 of 1 2 1": Parallel(3, pipeline=3, first_stage_layers=1, last_stage_layers=1),
-    "pp2 of 3 1 ep2": Parallel(4, pipeline=2, expert=2, first_stage_layers=3),
+LAYOUTS: dict[str, ParallelDims] = {
+    "one": ParallelDims(),
+    "dp2": ParallelDims(2),
+    "tp2": ParallelDims(2, tensor=2, expert_tensor=2),
+    "pp2": ParallelDims(2, pipeline=2),
+    "pp2 vpp2": ParallelDims(2, pipeline=2, virtual_pipeline=2),
+    "pp4": ParallelDims(4, pipeline=4),
+    "ep2": ParallelDims(2, expert=2),
+    "tp2 ep2": ParallelDims(2, tensor=2, expert=2),
+    "tp2 ep2 etp2": ParallelDims(4, tensor=2, expert=2, expert_tensor=2),
+    "tp2 pp2 ep2": ParallelDims(4, tensor=2, pipeline=2, expert=2),
+    "tp2 pp2 vpp2 ep4 dp2": ParallelDims(8, tensor=2, pipeline=2, virtual_pipeline=2, expert=4),
+    "cp2 ep2": ParallelDims(4, context=2, expert=2),
+    "pp3 of 1 2 1": ParallelDims(3, pipeline=3, first_stage_layers=1, last_stage_layers=1),
+    "pp2 of 3 1 ep2": ParallelDims(4, pipeline=2, expert=2, first_stage_layers=3),
 }
 
 
@@ -133,6 +133,6 @@ def cut(shard: Shard, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 
 def whole(layout: Layout) -> Layout:
     """One rank that holds every tensor in full."""
-    from skyrl_mega.weights.files import _whole
+    from skyrl_mega.hf_checkpoint.load import _whole
 
     return Layout(layout.tensors, (_whole(layout, list(layout.tensors)),))

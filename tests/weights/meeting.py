@@ -11,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_mega.layout.box import Layout
-from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.weights.execute import Exchange
-from skyrl_mega.weights.local_channel import hosts
-from skyrl_mega.weights.plan import Plan, plan
-from skyrl_mega.weights.topology import Topology
-from skyrl_mega.weights.transport import Transport, host_store, join
-from skyrl_mega.weights.wire import Wire
+from skyrl_mega.parallel.box import Layout
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.weights.exchange.exchange import Exchange
+from skyrl_mega.weights.fp8.format import Wire
+from skyrl_mega.weights.plan.plan import Plan, plan
+from skyrl_mega.weights.plan.topology import Topology
+from skyrl_mega.weights.transports.group import Transport, host_store, join
+from skyrl_mega.weights.transports.ipc import hosts
 
 CPU = torch.device("cpu")
 
@@ -28,7 +28,7 @@ def meet(
     rank: int,
     address: str,
     size: int,
-    timeout_s: float = 30,
+    timeout_s: float = 120,
     guests: Any = (),
     hosted: bool = False,
     device: torch.device = CPU,
@@ -50,7 +50,7 @@ class Case:
     """A policy and its engines, and how their weights travel."""
 
     hf: dict[str, Any]
-    parallel: Parallel
+    parallel: ParallelDims
     engine: int = 1
     engines: int = 1
     expert_parallel: bool = False
@@ -58,7 +58,7 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     bucket_bytes: int = 4096
     in_flight: int = 3
-    timeout_s: float = 60
+    timeout_s: float = 120
     device: torch.device = CPU
 
     @property
@@ -104,7 +104,7 @@ def maximum(rank: int, ranks: int, address: str) -> Callable[[Tensor], None]:
     """A maximum over the first `ranks` processes, in a group of their own at the store of all."""
     host, port = address.split(":")
     met = (host, int(dist.TCPStore(host, int(port), is_master=False, wait_for_workers=False).get("port")))
-    transport = join(met, rank, ranks, f"process {rank}", device=CPU, timeout_s=30, group="agree")
+    transport = join(met, rank, ranks, f"process {rank}", device=CPU, timeout_s=120, group="agree")
 
     def agree(amax: Tensor) -> None:
         options = dist.AllreduceOptions()

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.layout.box import Box
-from skyrl_mega.weights import box_files
-from skyrl_mega.weights.box_files import MASTER, WEIGHT, Part, read_boxes, read_entries, write_boxes
-from skyrl_mega.weights.checkpoint_header import Header, read_header, write_header
+from skyrl_mega.hf_checkpoint import box_files
+from skyrl_mega.hf_checkpoint.box_files import MASTER, WEIGHT, Part, read_boxes, read_entries, write_boxes
+from skyrl_mega.hf_checkpoint.box_header import Header, read_header, write_header
+from skyrl_mega.parallel.box import Box
 
 TENSORS = {"matrix": torch.randn(9, 7), "vector": torch.randn(11), "cube": torch.randn(3, 4, 5)}
 FROZEN = {"frozen": torch.randn(6, 5).to(torch.bfloat16)}

@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.weights.buckets import ALIGNMENT, cut, fill
-from skyrl_mega.weights.parts import Parts
-from skyrl_mega.weights.plan import plan
+from skyrl_mega.weights.exchange.buckets import ALIGNMENT, cut, fill
+from skyrl_mega.weights.plan.intersect import TransferTable
+from skyrl_mega.weights.plan.plan import plan
 from tests.weights.grids import LAYOUTS, MODELS
 
 
@@ -24,7 +24,7 @@ from tests.weights.grids import LAYOUTS, MODELS
 def test_large_parts_are_cut_into_all_their_elements(shapes: list[tuple[int, ...]], room: int) -> None:
     tensors = {f"t{i}": shape for i, shape in enumerate(shapes)}
     full = np.array(shapes)
-    parts = Parts(tensors, np.arange(len(shapes)), np.zeros_like(full), full, full.prod(1) * 4)
+    parts = TransferTable(tensors, np.arange(len(shapes)), np.zeros_like(full), full, full.prod(1) * 4)
     finer, begin = cut(parts, room)
     assert begin[-1] == len(finer)
     for i, shape in enumerate(shapes):

@@ -9,13 +9,13 @@ from collections import Counter
 import pytest
 import torch
 
-from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.weights.cargo import Role, itinerary
-from skyrl_mega.weights.local_channel import hosts
-from skyrl_mega.weights.plan import plan
-from skyrl_mega.weights.topology import Links, Topology
-from skyrl_mega.weights.wire import Wire
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.weights.exchange.rank_program import Role, rank_program
+from skyrl_mega.weights.fp8.format import Wire
+from skyrl_mega.weights.plan.plan import plan
+from skyrl_mega.weights.plan.topology import Links, Topology
+from skyrl_mega.weights.transports.ipc import hosts
 from tests.weights.grids import REAL
 
 BF16 = Wire(torch.bfloat16)
@@ -28,14 +28,16 @@ def test_layers_arrive_one_after_the_other(shared: bool) -> None:
 
     In few rounds more than there are bytes for, and worked out in seconds.
     """
-    hf, parallel, links = REAL["30B"], Parallel(32, tensor=2, expert=8), Links()
+    hf, parallel, links = REAL["30B"], ParallelDims(32, tensor=2, expert=8), Links()
     arch = architecture(hf)
     source, target = arch.megatron_layout(hf, parallel, "te"), arch.engine_layout(hf, 8, 4)
     topology = Topology.shared(32, 32, links) if shared else Topology.apart(32, 32, links, engine=8)
     made = plan(source, target, topology)
     start = time.process_time()
     role = Role(32, None, None, 0, target.shards[0])
-    steps, visits = itinerary(made, BF16, role, BUCKET, 3, 0, 32, hosts(topology, 0, 32))
+    steps, visits = rank_program(
+        made, BF16, role, bucket_bytes=BUCKET, in_flight=3, source_base=0, target_base=32, hosts=hosts(topology, 0, 32)
+    )
     assert time.process_time() - start < 5
     cargos = visits or [cargo for step in steps for cargo in step.new]
     assert len(cargos) <= 1.15 * made.bytes_in[0] / BUCKET

@@ -8,20 +8,20 @@ from typing import Any
 import pytest
 import torch
 
-from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.weights.execute import Exchange, copy
-from skyrl_mega.weights.plan import plan
-from skyrl_mega.weights.topology import Links, Topology
-from skyrl_mega.weights.transport import Deadline, Message, TransportError, host_store, join
-from skyrl_mega.weights.wire import Wire
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.weights.exchange.exchange import Exchange, copy
+from skyrl_mega.weights.fp8.format import Wire
+from skyrl_mega.weights.plan.plan import plan
+from skyrl_mega.weights.plan.topology import Links, Topology
+from skyrl_mega.weights.transports.group import Deadline, Message, TransportError, host_store, join
 from tests.support.ranks import run_ranks
 from tests.weights.grids import LAYOUTS, MODELS, cut, empty, global_tensors, pairs, whole
 from tests.weights.meeting import CPU, Case, Staged, exchange, meet, same
 
 
 @pytest.mark.parametrize("hf, parallel", pairs())
-def test_any_layout_and_back_is_bit_identical(hf: dict[str, Any], parallel: Parallel) -> None:
+def test_any_layout_and_back_is_bit_identical(hf: dict[str, Any], parallel: ParallelDims) -> None:
     """Whole tensors → policy shards → whole tensors, and → engine shards; compared with plain slicing."""
     arch = architecture(hf)
     for spec in ("local", "te"):
@@ -102,7 +102,7 @@ def test_sync_between_processes(case: Case) -> None:
     print({name: sum(r[name] for r in reports) for name in reports[0]})
 
 
-def relayout(rank: int, address: str, hf: dict[str, Any], before: Parallel, after: Parallel) -> bool:
+def relayout(rank: int, address: str, hf: dict[str, Any], before: ParallelDims, after: ParallelDims) -> bool:
     """Every process is source and target at once."""
     arch = architecture(hf)
     source, target = arch.megatron_layout(hf, before, "local"), arch.megatron_layout(hf, after, "te")
@@ -128,14 +128,14 @@ def test_relayout_among_the_same_processes() -> None:
 
 def leave(rank: int, address: str) -> str:
     """Process 1 joins and goes away; process 0 waits for a message of it."""
-    transport, _kept = meet(rank, address, 2, timeout_s=10)
+    transport, _kept = meet(rank, address, 2, timeout_s=60)
     if rank == 1:
         return ""
     ticket, _ = transport.exchange(Message(torch.empty(4), 1, "model.norm.weight"), None, 0)
     start = time.monotonic()
     with pytest.raises(TransportError) as error:
-        transport.wait(ticket, Deadline(1.5))
-    assert time.monotonic() - start < 8
+        transport.wait(ticket, Deadline(40))
+    assert time.monotonic() - start < 30
     return str(error.value)
 
 
@@ -146,7 +146,7 @@ def test_a_lost_peer_is_named_in_time() -> None:
 
 
 def test_who_did_not_join_is_named_in_time() -> None:
-    store = host_store("127.0.0.1", 5)
+    store = host_store("127.0.0.1", 60)
     with pytest.raises(TransportError, match=r"rank 1, 2 of 3 did not join within 0\.3 s"):
         join(store, 0, 3, "policy rank 0", device=CPU, timeout_s=0.3)
 
@@ -154,7 +154,7 @@ def test_who_did_not_join_is_named_in_time() -> None:
 def test_the_store_listens_on_its_address_only() -> None:
     import socket
 
-    store = host_store("127.0.0.1", 5)
+    store = host_store("127.0.0.1", 60)
     with socket.socket() as other:
         # 127.0.0.2 is this machine too; a store on every address would answer there.
         assert other.connect_ex(("127.0.0.2", store.port)) != 0

@@ -8,6 +8,7 @@ import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -15,11 +16,11 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
-from skyrl_mega.weights import pipeline
-from skyrl_mega.weights.topology import Links, Topology
-from skyrl_mega.weights.transport import Transport, TransportError, call_off, host_store, join
-from skyrl_mega.weights.wire import Wire
-from tests.support.ranks import _context, run_ranks
+from skyrl_mega.weights.exchange import executor
+from skyrl_mega.weights.fp8.format import Wire
+from skyrl_mega.weights.plan.topology import Links, Topology
+from skyrl_mega.weights.transports.group import Transport, TransportError, call_off, host_store, join
+from tests.support.ranks import run_ranks, start_rank
 from tests.weights.grids import LAYOUTS, MODELS, cut, empty, global_tensors
 from tests.weights.meeting import Case, exchange
 
@@ -59,22 +60,20 @@ def strike(case: Case, victim: int, how: signal.Signals, delay: float) -> tuple[
     _kept, address = stores()
     pipes, processes = [], []
     for rank in range(case.size):
-        ours, theirs = _context.Pipe()
-        process = _context.Process(target=sync_until_it_fails, args=(theirs, rank, address, case))
-        process.start()
+        ours, theirs = Pipe()
+        processes.append(start_rank(sync_until_it_fails, (theirs, rank, address, case)))
         theirs.close()
         pipes.append(ours)
-        processes.append(process)
     try:
         for pipe in pipes:
-            assert pipe.poll(60) and pipe.recv() == "ready"
+            assert pipe.poll(180) and pipe.recv() == "ready"
         time.sleep(delay)
         struck = time.monotonic()
         os.kill(processes[victim].pid, how)
         told = []
         for rank, pipe in enumerate(pipes):
             if rank != victim:
-                assert pipe.poll(case.timeout_s + 5), f"process {rank} hangs"
+                assert pipe.poll(case.timeout_s + 30), f"process {rank} hangs"
                 told.append(pipe.recv())
         return struck, told
     finally:
@@ -97,15 +96,15 @@ def test_a_lost_process_is_named_in_time(case: Case, victim: int, how: signal.Si
 
     Whose timeout ends first may name somebody who waits himself; he who is named and never speaks is the one.
     """
-    case = replace(case, timeout_s=20 if how == signal.SIGKILL else 3)
+    case = replace(case, timeout_s=60 if how == signal.SIGKILL else 6)
     struck, told = strike(case, victim, how, MOMENTS.uniform(0.05, 0.5))
     silent = {peer for _, peer, _, _ in told} - {f"process {p}" for p in range(case.size) if p != victim}
     assert silent == {f"process {victim}"}, told
     for when, peer, what, message in told:
         assert peer == f"process {victim}" or how == signal.SIGSTOP, told
         assert ".weight" in what and what in message and "\n" not in message
-        assert when - struck < (8 if how == signal.SIGKILL else case.timeout_s + 1)
-        assert ("did not answer within 3 s" if how == signal.SIGSTOP else "went away") in message
+        assert when - struck < (20 if how == signal.SIGKILL else 2 * case.timeout_s)
+        assert ("did not answer within 6 s" if how == signal.SIGSTOP else "went away") in message
 
 
 class SlowStore:
@@ -148,7 +147,7 @@ def test_who_has_just_left_has_time_to_tell_why() -> None:
         noticed = pool.submit(transport(0, store).failed, 1, "b.weight", "[file.cc] closed", timed_out=False)
         time.sleep(0.1)
         transport(1, store).failed(2, "a.weight", "", timed_out=True)
-    assert "engine 2 did not answer within 3 s while a.weight" in str(noticed.result(10))
+    assert "engine 2 did not answer within 3 s while a.weight" in str(noticed.result(60))
 
 
 @pytest.mark.parametrize("timed_out", [True, False])
@@ -167,14 +166,14 @@ def corrupt(rank: int, _: str, address: str, case: Case, how: str) -> str:
     built, _, _kept = exchange(rank, address, case, source, target, Wire(case.dtype), hosted=True)
     ranks = case.parallel.ranks
     last = case.size - 1
-    ends_unpack, run_pack = pipeline.BucketViews.unpack, pipeline.Run.pack
+    ends_unpack, run_pack = executor.BucketViews.unpack, executor.Run.pack
     if how == "on the wire" and rank == 0:
 
         def pack(self: Any, cargo: Any, flat: torch.Tensor) -> None:
             run_pack(self, cargo, flat)
             flat[cargo.items[-1].offset] ^= 1
 
-        pipeline.Run.pack = pack  # type: ignore[method-assign]
+        executor.Run.pack = pack  # type: ignore[method-assign]
     if how == "wrong place" and rank == last:
 
         def unpack(self: Any, params: list[torch.Tensor], flat: torch.Tensor) -> None:
@@ -182,14 +181,14 @@ def corrupt(rank: int, _: str, address: str, case: Case, how: str) -> str:
             local = self.views[0].local(params)
             local.copy_(local.roll(1, -1))
 
-        pipeline.BucketViews.unpack = unpack  # type: ignore[method-assign]
+        executor.BucketViews.unpack = unpack  # type: ignore[method-assign]
     tensors = global_tensors(source.tensors)
     try:
         if rank < ranks:
             built.run(source=cut(source.shards[rank], tensors), checksums=True)
         else:
             built.run(target=empty(target.shards[rank - ranks], case.dtype), checksums=True)
-    except pipeline.ChecksumError as error:
+    except executor.ChecksumError as error:
         named = all(str(part) in str(error) for part in (error.source, error.target, error.tensor, error.box))
         return f"{error.source} → {error.target}" if named else f"not named in {error}"
     except TransportError as error:
@@ -213,7 +212,7 @@ def test_a_wrong_byte_is_found_and_named(case: Case, how: str) -> None:
 
 
 def test_a_meeting_that_is_called_off_keeps_nobody_waiting() -> None:
-    store = host_store("127.0.0.1", 10)
+    store = host_store("127.0.0.1", 60)
     with ThreadPoolExecutor(1) as pool:
         joining = pool.submit(
             join, ("127.0.0.1", store.port), 0, 2, "policy rank 0", device=torch.device("cpu"), timeout_s=60, group="g"
@@ -222,5 +221,5 @@ def test_a_meeting_that_is_called_off_keeps_nobody_waiting() -> None:
         start = time.monotonic()
         call_off(store, "g", "engine-0 died")
         with pytest.raises(TransportError, match=r"policy rank 0: the meeting was called off: engine-0 died"):
-            joining.result(10)
-    assert time.monotonic() - start < 5
+            joining.result(50)
+    assert time.monotonic() - start < 40

@@ -16,11 +16,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.hf_checkpoint import load as files
+from skyrl_mega.hf_checkpoint.index import check_files, read_config
+from skyrl_mega.hf_checkpoint.load import load, save, split
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.weights import execute, files
-from skyrl_mega.weights.files import load, save, split
-from skyrl_mega.weights.headers import check_files, read_config
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.weights.exchange import exchange
 from tests.support.ranks import run_ranks
 from tests.weights.grids import LAYOUTS, MODELS, cut, empty, global_tensors, pairs
 from tests.weights.test_execute import same
@@ -42,7 +43,7 @@ def write(path: Path, hf: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("hf, parallel", pairs())
-def test_load_any_layout(hf: dict[str, Any], parallel: Parallel, tmp_path: Path) -> None:
+def test_load_any_layout(hf: dict[str, Any], parallel: ParallelDims, tmp_path: Path) -> None:
     tensors = write(tmp_path, hf)
     check_files(tmp_path)
     layout = architecture(hf).megatron_layout(hf, parallel, "local")
@@ -52,7 +53,7 @@ def test_load_any_layout(hf: dict[str, Any], parallel: Parallel, tmp_path: Path)
         assert same(params, cut(shard, tensors))
 
 
-def round_trip(rank: int, address: str, source: Path, path: Path, hf: dict[str, Any], parallel: Parallel) -> None:
+def round_trip(rank: int, address: str, source: Path, path: Path, hf: dict[str, Any], parallel: ParallelDims) -> None:
     dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=parallel.ranks)
     layout = architecture(hf).megatron_layout(hf, parallel, "local")
     params = empty(layout.shards[rank])
@@ -63,7 +64,7 @@ def round_trip(rank: int, address: str, source: Path, path: Path, hf: dict[str, 
 
 
 def count_buffers(
-    rank: int, address: str, source: Path, path: Path, hf: dict[str, Any], parallel: Parallel
+    rank: int, address: str, source: Path, path: Path, hf: dict[str, Any], parallel: ParallelDims
 ) -> tuple[int, int, int, int]:
     """How often two saves of several files make buffers; their bytes at most, and afterwards. The largest number of
     tensors of other files that are held when a file is filled."""
@@ -80,13 +81,13 @@ def count_buffers(
             tensors[:] = map(weakref.ref, target.values())
             return super().run(source, target, **more)
 
-    class Buffers(execute.Buffers):
+    class Buffers(exchange.Buffers):
         def __init__(self, *args: Any) -> None:
             super().__init__(*args)
             made.append(self)
             most[0] = max(most[0], sum(each.flat.numel() for each in made))
 
-    with mock.patch.object(execute, "Buffers", Buffers), mock.patch.object(files, "Exchange", Exchange):
+    with mock.patch.object(exchange, "Buffers", Buffers), mock.patch.object(files, "Exchange", Exchange):
         round_trip(rank, address, source, path, hf, parallel)
     return len(made), most[0], sum(each.flat.numel() for each in made), others
 
@@ -106,7 +107,7 @@ def test_one_stream_and_three_buckets_serve_all_files(tmp_path: Path) -> None:
 def test_round_trip_on_disk(model: str, tmp_path: Path) -> None:
     """Files → 4 ranks → files: the same tensors bit by bit, in several files with an index, with the tokenizer."""
     hf = MODELS[model]
-    parallel = LAYOUTS["tp2 pp2 ep2"] if "num_experts" in hf else Parallel(4, tensor=2, pipeline=2)
+    parallel = LAYOUTS["tp2 pp2 ep2"] if "num_experts" in hf else ParallelDims(4, tensor=2, pipeline=2)
     tensors = write(tmp_path / "source", hf)
     run_ranks(4, round_trip, tmp_path / "source", tmp_path / "out", hf, parallel)
     check_files(tmp_path / "out")
@@ -130,7 +131,7 @@ def test_transformers_reads_what_we_write(tmp_path: Path) -> None:
 
     build(BuildConfig(layers=2), tmp_path / "built")
     hf = read_config(tmp_path / "built")
-    run_ranks(1, round_trip, tmp_path / "built", tmp_path / "out", hf, Parallel())
+    run_ranks(1, round_trip, tmp_path / "built", tmp_path / "out", hf, ParallelDims())
     _, report = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(report.values())
     before = {k: v for f in (tmp_path / "built").glob("*.safetensors") for k, v in load_file(f).items()}
@@ -211,7 +212,7 @@ def test_a_spoiled_directory_is_refused_in_one_line(how: str, words: list[str], 
     path = tmp_path / "model"
     write(path, hf)
     spoil(path, how)
-    shard = architecture(hf).megatron_layout(hf, Parallel(), "local").shards[0]
+    shard = architecture(hf).megatron_layout(hf, ParallelDims(), "local").shards[0]
     for check in (lambda: check_files(path), lambda: load(path, shard, empty(shard))):
         with pytest.raises(UserError) as error:
             check()
@@ -225,5 +226,5 @@ def test_checks_need_no_torch() -> None:
     import subprocess
     import sys
 
-    code = "import sys, skyrl_mega.weights.headers, skyrl_mega.models.registry; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    code = "import sys, skyrl_mega.hf_checkpoint.index, skyrl_mega.models.registry; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=240)

@@ -13,17 +13,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from skyrl_mega.cluster.group import ActorGroup
-from skyrl_mega.cluster.local import session
+from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.schema import Config, ModelConfig, RolloutConfig, WeightsConfig
+from skyrl_mega.engines.vllm.actor import VllmEngine
+from skyrl_mega.engines.vllm.spec import environment
 from skyrl_mega.kernels.block_fp8 import block_amax_reference, dequantise_reference, quantise_reference, scales
-from skyrl_mega.layout.parallel import Parallel
-from skyrl_mega.rollout.engine import Engine
-from skyrl_mega.rollout.engine_spec import environment
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.weights.fp8.format import quantised
 from skyrl_mega.weights.sync import WeightSync
-from skyrl_mega.weights.wire import quantised
 from tests.support.engines import build_model, complete, difference_from_transformers, serving, spec_of
 from tests.support.fp8_engines import plugin
-from tests.support.shards import REQUESTS, holders
+from tests.support.shards import REQUESTS, cut, holders
 
 pytestmark = pytest.mark.slow
 
@@ -87,29 +87,29 @@ def test_an_engine_computes_with_the_policys_weights_in_fp8(
     expected = [rounded(path) for path in models]
     hf = json.loads((models[0] / "config.json").read_text())
     rollout = RolloutConfig(kv_cache_gib=0.1, options=options)
-    weights = WeightsConfig(wire=wire, bucket_mib=0.25, timeout_s=30)
+    weights = WeightsConfig(wire=wire, bucket_mib=0.25, timeout_s=120)
     config = Config(model=ModelConfig(dtype="float32"), rollout=rollout, weights=weights)
     spec = spec_of(models[0], rollout)
     engines = ActorGroup.spawn(
         "engine",
-        Engine,
+        VllmEngine,
         [{"spec": spec}],
         timeout=120,
         env=environment(spec) | plugin(tmp_path / "plugin"),
         logs=tmp_path,
     )
-    parallel = Parallel(ranks=2, expert=2 if kind == "qwen3_moe" else 1)
+    parallel = ParallelDims(ranks=2, expert=2 if kind == "qwen3_moe" else 1)
     policy = holders(parallel, hf, tmp_path)
     try:
-        engines.call_all("start", timeout=240)
-        sync = WeightSync(policy, serving(engines), hf, parallel, config, device="cpu", plans=tmp_path / "plans")
+        engines.call_all("start", timeout=600)
+        sync = WeightSync(policy, serving(engines), hf, cut(config, parallel), plans=tmp_path / "plans")
         for version, model in enumerate((1, 0, 1), 1):
-            policy.call_all("load", models[model], timeout=30)
+            policy.call_all("load", models[model], timeout=120)
             sync.sync(version)
             assert differences(engines, expected[model]) < 1e-4
             assert differences(engines, models[model]) > 1e-3
             assert [c.different for c in sync.check()] == [[]]
-        policy.call_all("change", "self_attention.linear_qkv.weight", timeout=30)
+        policy.call_all("change", "self_attention.linear_qkv.weight", timeout=120)
         (found,) = sync.check()  # and nothing is changed by it
         assert found.different and all("qkv_proj" in name for name in found.different)
         assert differences(engines, expected[1]) < 1e-4

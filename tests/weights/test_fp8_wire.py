@@ -12,14 +12,14 @@ from torch import Tensor
 
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.kernels.block_fp8 import BLOCK
-from skyrl_mega.layout.box import Layout, Shard
-from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import hf_config
-from skyrl_mega.weights.plan import plan
-from skyrl_mega.weights.quantise import straddled
-from skyrl_mega.weights.topology import Links, Topology
-from skyrl_mega.weights.wire import FP8, SUFFIX, Wire, quantised, with_scales
+from skyrl_mega.parallel.box import Layout, Shard
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.weights.fp8.format import FP8, SUFFIX, Wire, quantised, with_scales
+from skyrl_mega.weights.fp8.scales import straddled
+from skyrl_mega.weights.plan.plan import plan
+from skyrl_mega.weights.plan.topology import Links, Topology
 from tests.support.ranks import run_ranks
 from tests.weights.grids import LAYOUTS, cut, empty, global_tensors
 from tests.weights.meeting import Case, Staged, exchange, same
@@ -176,12 +176,12 @@ def test_straddled_blocks_are_found() -> None:
     assert found["model.layers.0.mlp.experts.0.gate_proj.weight"].tolist() == [[0, 0], [0, 1]]
     assert found["model.layers.0.mlp.experts.0.down_proj.weight"].tolist() == [[0, 0], [1, 0]]
     assert found["model.layers.1.self_attn.k_proj.weight"].tolist() == [[0, 0], [0, 1]]
-    even = straddled(architecture(EVEN).megatron_layout(EVEN, Parallel(), "local"), quantised(source.tensors))
+    even = straddled(architecture(EVEN).megatron_layout(EVEN, ParallelDims(), "local"), quantised(source.tensors))
     assert not even
 
 
 def test_a_straddled_block_needs_agreement() -> None:
-    from skyrl_mega.weights.quantise import Scales
+    from skyrl_mega.weights.fp8.scales import Scales
 
     source, _ = layouts(ODD)
     names = quantised(source.tensors)

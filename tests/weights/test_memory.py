@@ -11,8 +11,8 @@ from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.kernels import block_fp8
 from skyrl_mega.kernels.checksum import checksum
 from skyrl_mega.models.tiny import hf_config
-from skyrl_mega.weights.topology import Links, Topology
-from skyrl_mega.weights.wire import Wire, quantised, with_scales
+from skyrl_mega.weights.fp8.format import Wire, quantised, with_scales
+from skyrl_mega.weights.plan.topology import Links, Topology
 from tests.support.ranks import run_ranks
 from tests.weights.grids import LAYOUTS
 from tests.weights.meeting import Case, exchange

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("triton", reason="Triton is not installed: the tables' kernels cannot be imported")
 
 from benchmarks.sync_overhead import BUCKET, Sync
-from skyrl_mega.weights.cost import COMPILE_S, host_time
+from skyrl_mega.weights.plan.cost import COMPILE_S, host_time
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared devices"])

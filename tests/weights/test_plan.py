@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_mega.layout.box import Box, Layout, Piece, Shard
-from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.weights.choice import fill
-from skyrl_mega.weights.cost import cost, imbalance
-from skyrl_mega.weights.plan import Plan, plan
-from skyrl_mega.weights.topology import Links, Topology
+from skyrl_mega.parallel.box import Box, Layout, Piece, Shard
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.weights.plan.assign import fill
+from skyrl_mega.weights.plan.cost import cost, imbalance
+from skyrl_mega.weights.plan.plan import Plan, plan
+from skyrl_mega.weights.plan.topology import Links, Topology
 from tests.weights.grids import LAYOUTS, MODELS
 
 
@@ -176,7 +176,7 @@ def test_overlapping_and_missing_source_boxes(data: st.DataObject) -> None:
 def test_policy_to_engines(model: str, policy: str) -> None:
     hf, parallel = MODELS[model], LAYOUTS[policy]
     if "num_experts" not in hf:
-        parallel = Parallel(parallel.ranks, parallel.tensor, parallel.pipeline, parallel.virtual_pipeline)
+        parallel = ParallelDims(parallel.ranks, parallel.tensor, parallel.pipeline, parallel.virtual_pipeline)
     arch = architecture(hf)
     source = arch.megatron_layout(hf, parallel, "local")
     for tensor, engines in ((1, 2), (2, 1), (4, 1)):
@@ -200,7 +200,7 @@ def test_relayout(spec: str) -> None:
 def test_replicas_share_the_load_and_bytes_add_up() -> None:
     hf = MODELS["qwen3"]
     arch = architecture(hf)
-    source, target = arch.megatron_layout(hf, Parallel(8), "local"), arch.engine_layout(hf, 1, engines=2)
+    source, target = arch.megatron_layout(hf, ParallelDims(8), "local"), arch.engine_layout(hf, 1, engines=2)
     made = plan(source, target)
     size = sum(prod(shape) for shape in arch.tensors(hf).values())
     assert made.bytes_in == [2 * size] * 2
@@ -213,7 +213,7 @@ def test_replicas_share_the_load_and_bytes_add_up() -> None:
 def test_bytes_are_counted_by_tensor() -> None:
     hf = MODELS["qwen3_moe"]
     arch = architecture(hf)
-    source, target = arch.megatron_layout(hf, Parallel(2), "local"), arch.engine_layout(hf, 1)
+    source, target = arch.megatron_layout(hf, ParallelDims(2), "local"), arch.engine_layout(hf, 1)
     made = plan(source, target, itemsize=lambda name: 1 if ".experts." in name else 2)
     sizes = {name: prod(shape) * (1 if ".experts." in name else 2) for name, shape in arch.tensors(hf).items()}
     assert made.bytes_in == [sum(sizes.values())]
@@ -222,7 +222,7 @@ def test_bytes_are_counted_by_tensor() -> None:
 def test_the_nearest_replica_sends() -> None:
     hf = MODELS["qwen3"]
     arch = architecture(hf)
-    source = target = arch.megatron_layout(hf, Parallel(3), "local")
+    source = target = arch.megatron_layout(hf, ParallelDims(3), "local")
     made = plan(source, target, Topology.shared(3, 3))
     assert all(route.receivers == (route.source,) for route in made.routes)
     count = cost(made)

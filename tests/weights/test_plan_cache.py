@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.weights.plan import Plan, plan
-from skyrl_mega.weights.plan_cache import cached_plan
+from skyrl_mega.weights.plan.cache import cached_plan
+from skyrl_mega.weights.plan.plan import Plan, plan
 from tests.weights.grids import LAYOUTS, MODELS
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.weights.__main__ import main
+from skyrl_mega.cli.weights import main
 from tests.weights.grids import REAL
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -15,12 +15,12 @@ from random import Random
 import numpy as np
 import pytest
 
-from skyrl_mega.layout.box import Layout, Shard
-from skyrl_mega.layout.parallel import Parallel
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.weights.cost import Cost, cost, imbalance
-from skyrl_mega.weights.plan import Plan, plan
-from skyrl_mega.weights.topology import Topology
+from skyrl_mega.parallel.box import Layout, Shard
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.weights.plan.cost import Cost, cost, imbalance
+from skyrl_mega.weights.plan.plan import Plan, plan
+from skyrl_mega.weights.plan.topology import Topology
 from tests.weights.grids import REAL
 
 
@@ -29,7 +29,7 @@ class Case:
     """A pair of layouts on nodes of 8 GPUs and 8 NICs."""
 
     model: str
-    policy: Parallel
+    policy: ParallelDims
     tensor: int
     engines: int = 1
     data: int = 1
@@ -49,36 +49,40 @@ class Made:
 
 
 CASES = {
-    "30B TP2 EP8 → 4 × TP8": Case("30B", Parallel(32, tensor=2, expert=8), 8, 4),
-    "30B EP8 PP2 → 2 × TP8": Case("30B", Parallel(16, pipeline=2, expert=8), 8, 2),
-    "30B EP8 PP2 → 8 × TP2": Case("30B", Parallel(16, pipeline=2, expert=8), 2, 8),
-    "30B EP8 PP2 → TP16 EP16": Case("30B", Parallel(16, pipeline=2, expert=8), 16, experts=True),
-    "30B EP8 PP2 → DP16 EP16": Case("30B", Parallel(16, pipeline=2, expert=8), 1, data=16, experts=True),
-    "30B EP8 PP2 → TP2 DP8 EP16": Case("30B", Parallel(16, pipeline=2, expert=8), 2, data=8, experts=True),
-    "30B TP4 PP2 VPP2 EP8 → TP8": Case("30B", Parallel(16, tensor=4, pipeline=2, virtual_pipeline=2, expert=8), 8),
+    "30B TP2 EP8 → 4 × TP8": Case("30B", ParallelDims(32, tensor=2, expert=8), 8, 4),
+    "30B EP8 PP2 → 2 × TP8": Case("30B", ParallelDims(16, pipeline=2, expert=8), 8, 2),
+    "30B EP8 PP2 → 8 × TP2": Case("30B", ParallelDims(16, pipeline=2, expert=8), 2, 8),
+    "30B EP8 PP2 → TP16 EP16": Case("30B", ParallelDims(16, pipeline=2, expert=8), 16, experts=True),
+    "30B EP8 PP2 → DP16 EP16": Case("30B", ParallelDims(16, pipeline=2, expert=8), 1, data=16, experts=True),
+    "30B EP8 PP2 → TP2 DP8 EP16": Case("30B", ParallelDims(16, pipeline=2, expert=8), 2, data=8, experts=True),
+    "30B TP4 PP2 VPP2 EP8 → TP8": Case("30B", ParallelDims(16, tensor=4, pipeline=2, virtual_pipeline=2, expert=8), 8),
     "30B TP4 PP2 VPP2 EP8 → 4 × TP8": Case(
-        "30B", Parallel(64, tensor=4, pipeline=2, virtual_pipeline=2, expert=8), 8, 4
+        "30B", ParallelDims(64, tensor=4, pipeline=2, virtual_pipeline=2, expert=8), 8, 4
     ),
-    "30B TP2 EP4 ETP2 → 2 × TP8": Case("30B", Parallel(16, tensor=2, expert=4, expert_tensor=2), 8, 2),
-    "30B TP4 PP2 EP8 ETP2 → 8 × TP4": Case("30B", Parallel(32, tensor=4, pipeline=2, expert=8, expert_tensor=2), 4, 8),
+    "30B TP2 EP4 ETP2 → 2 × TP8": Case("30B", ParallelDims(16, tensor=2, expert=4, expert_tensor=2), 8, 2),
+    "30B TP4 PP2 EP8 ETP2 → 8 × TP4": Case(
+        "30B", ParallelDims(32, tensor=4, pipeline=2, expert=8, expert_tensor=2), 4, 8
+    ),
     "30B CP2 TP2 EP4 ETP2 → TP4 EP4": Case(
-        "30B", Parallel(16, tensor=2, context=2, expert=4, expert_tensor=2), 4, 4, experts=True
+        "30B", ParallelDims(16, tensor=2, context=2, expert=4, expert_tensor=2), 4, 4, experts=True
     ),
-    "3B DP8 → 8 × TP1": Case("3B", Parallel(8), 1, 8),
-    "3B TP2 PP2 → 4 × TP2": Case("3B", Parallel(8, tensor=2, pipeline=2, expert_tensor=2), 2, 4),
-    "7B DP32 → 8 × TP4": Case("7B", Parallel(32), 4, 8),
-    "7B TP4 PP2 → 4 × TP4": Case("7B", Parallel(16, tensor=4, pipeline=2, expert_tensor=4), 4, 4),
+    "3B DP8 → 8 × TP1": Case("3B", ParallelDims(8), 1, 8),
+    "3B TP2 PP2 → 4 × TP2": Case("3B", ParallelDims(8, tensor=2, pipeline=2, expert_tensor=2), 2, 4),
+    "7B DP32 → 8 × TP4": Case("7B", ParallelDims(32), 4, 8),
+    "7B TP4 PP2 → 4 × TP4": Case("7B", ParallelDims(16, tensor=4, pipeline=2, expert_tensor=4), 4, 4),
 }
 SHARED = {
-    "30B TP2 EP8 = 4 × TP8": Case("30B", Parallel(32, tensor=2, expert=8), 8, 4, shared=True),
-    "30B TP4 EP8 = 2 × TP8": Case("30B", Parallel(16, tensor=4, expert=8), 8, 2, shared=True),
+    "30B TP2 EP8 = 4 × TP8": Case("30B", ParallelDims(32, tensor=2, expert=8), 8, 4, shared=True),
+    "30B TP4 EP8 = 2 × TP8": Case("30B", ParallelDims(16, tensor=4, expert=8), 8, 2, shared=True),
 }
 LARGE = {
-    "235B TP4 EP32 → 32 × TP8": Case("235B", Parallel(256, tensor=4, expert=32), 8, 32),
-    "235B TP4 PP2 EP64 → 16 × EP16": Case("235B", Parallel(256, tensor=4, pipeline=2, expert=64), 16, 16, experts=True),
+    "235B TP4 EP32 → 32 × TP8": Case("235B", ParallelDims(256, tensor=4, expert=32), 8, 32),
+    "235B TP4 PP2 EP64 → 16 × EP16": Case(
+        "235B", ParallelDims(256, tensor=4, pipeline=2, expert=64), 16, 16, experts=True
+    ),
     "235B TP4 PP8 EP16, 11 layers at the ends → 32 × TP8": Case(
         "235B",
-        Parallel(256, tensor=4, pipeline=8, expert=16, first_stage_layers=11, last_stage_layers=11),
+        ParallelDims(256, tensor=4, pipeline=8, expert=16, first_stage_layers=11, last_stage_layers=11),
         8,
         32,
     ),

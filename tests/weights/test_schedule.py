@@ -7,7 +7,7 @@ from collections import defaultdict
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_mega.weights.schedule import rounds
+from skyrl_mega.weights.exchange.rounds import rounds
 
 PROCESSES = 7
 

@@ -13,14 +13,14 @@ from typing import Any
 import pytest
 
 from skyrl_mega.cluster.group import ActorGroup
-from skyrl_mega.cluster.local import session
+from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.schema import Config, ModelConfig, RolloutConfig, WeightsConfig
-from skyrl_mega.layout.parallel import Parallel
+from skyrl_mega.engines.base import Request
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.rollout.engine import Request
+from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.sync import WeightSync
 from tests.support.engines import build_model, complete, difference_from_transformers, serving, spec_of, start_engine
-from tests.support.shards import REQUESTS, holders
+from tests.support.shards import REQUESTS, cut, holders
 
 TOLERANCE = 1e-4
 
@@ -43,7 +43,7 @@ def check(engines: ActorGroup, path: Path, rank: int = 0, version: int | None = 
 def interrupt(engines: ActorGroup, sync: WeightSync, models: list[Path], version: int) -> None:
     """A sync while requests are under way: they go on, and know which of their tokens came from which weights."""
     requests = {f"long {i}": Request(f"long {i}", [5, 20, 40, 60, 7], 120, seed=i) for i in range(64)}
-    sync.policy.call_all("load", models[1], timeout=30)
+    sync.policy.call_all("load", models[1], timeout=120)
     with ThreadPoolExecutor(1) as background:
         asking = background.submit(complete, engines, list(requests.values()))
         time.sleep(0.2)
@@ -66,8 +66,8 @@ def compare(sync: WeightSync) -> None:
     """The check finds nothing after a sync, then what the policy has changed since, and changes nothing itself."""
     for _ in range(2):
         assert [(c.engine, c.worker, c.different) for c in sync.check()] == [(0, 0, []), (0, 1, [])]
-    sync.policy.call_all("change", "final_layernorm", timeout=30)
-    sync.policy.call_all("change", "decoder.layers.0.mlp.experts.local_experts.0.linear_fc2", timeout=30)
+    sync.policy.call_all("change", "final_layernorm", timeout=120)
+    sync.policy.call_all("change", "decoder.layers.0.mlp.experts.local_experts.0.linear_fc2", timeout=120)
     for worker in sync.check():
         # A column of the second projection is the last worker's; of two stages and two expert ranks each has one.
         experts = {f"model.layers.{i}.mlp.experts.routed_experts.w2_weight" for i in (0, 2)} if worker.worker else set()
@@ -78,9 +78,9 @@ def compare(sync: WeightSync) -> None:
 
 
 CUTS = [
-    Parallel(ranks=4, pipeline=2, expert=2),
-    Parallel(ranks=4, pipeline=2, virtual_pipeline=2, expert=2),
-    Parallel(ranks=4, tensor=2, expert=2, expert_tensor=2),
+    ParallelDims(ranks=4, pipeline=2, expert=2),
+    ParallelDims(ranks=4, pipeline=2, virtual_pipeline=2, expert=2),
+    ParallelDims(ranks=4, tensor=2, expert=2, expert_tensor=2),
 ]
 
 
@@ -92,7 +92,7 @@ def test_every_sync_brings_the_policys_weights(ray: None, tmp_path: Path, tensor
     models = [build_model(tmp_path / f"moe{seed}", "qwen3_moe", seed, layers=4) for seed in (0, 1)]
     hf = json.loads((models[0] / "config.json").read_text())
     rollout = RolloutConfig(tensor=tensor, kv_cache_gib=0.1)
-    weights = WeightsConfig(bucket_mib=0.05, timeout_s=30, checksum_every=2)
+    weights = WeightsConfig(bucket_mib=0.05, timeout_s=120, checksum_every=2)
     config = Config(model=ModelConfig(dtype="float32"), rollout=rollout, weights=weights)
     engines = start_engine("engine", spec_of(models[0], rollout), tmp_path)
     fleet = serving(engines)
@@ -101,10 +101,10 @@ def test_every_sync_brings_the_policys_weights(ray: None, tmp_path: Path, tensor
         for parallel in CUTS:
             policy = holders(parallel, hf, tmp_path)
             try:
-                sync = WeightSync(policy, fleet, hf, parallel, config, device="cpu", plans=tmp_path / "plans")
+                sync = WeightSync(policy, fleet, hf, cut(config, parallel), plans=tmp_path / "plans")
                 for path in (models[1], models[0]):
                     version += 1
-                    policy.call_all("load", path, timeout=30)
+                    policy.call_all("load", path, timeout=120)
                     metrics = sync.sync(version)
                     check(engines, path, version=version)
                     assert [c.different for c in sync.check()] == [[]] * tensor
@@ -139,8 +139,8 @@ def test_every_architecture_takes_new_weights_twice(ray: None, tmp_path: Path) -
         engines = start_engine(name, spec_of(models[0], rollout), tmp_path)
         try:
             for path in (models[0], models[1], models[0]):
-                engines.call_one(0, "workers", "load_files", str(path), timeout=30)
-                engines.call_one(0, "forget", timeout=30)
+                engines.call_one(0, "workers", "load_files", str(path), timeout=120)
+                engines.call_one(0, "forget", timeout=120)
                 check(engines, path)
         finally:
             engines.shutdown()

@@ -28,14 +28,22 @@ def last_line(text: str) -> tuple[int, str] | None:
     return (lines[-1].start(), lines[-1].group(1).strip().strip("*").strip()) if lines else None
 
 
+def dapo(text: str) -> str | None:
+    """What DAPO's published grader takes: what follows the last `Answer:` up to the end of its line or a `<`."""
+    found = re.findall(r"(?i)answer\s*:\s*([^\n<]+)", text)
+    return found[-1] if found else None
+
+
 def extract(text: str, form: str) -> str | None:
     """The answer in a solution; None where there is none.
 
     Args:
         text: The solution, or its end.
-        form: `boxed`, the last `\\boxed{…}`; `line`, the last `Answer:` line, as DAPO; `either`, the later of the two.
-            A box on the line is opened.
+        form: `boxed`, the last `\\boxed{…}`; `line`, the last `Answer:` line; `either`, the later of the two. A box on
+            the line is opened. `dapo`, where the grader that DAPO and SkyRL published finds it.
     """
+    if form == "dapo":
+        return dapo(text)
     found = {"boxed": [last_boxed(text)], "line": [last_line(text)], "either": [last_boxed(text), last_line(text)]}
     places = [place for place in found[form] if place is not None]
     if not places:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
-from skyrl_mega.envs.math import check
+from skyrl_mega.envs.math import check, minerva
 from skyrl_mega.envs.math.answer import TAIL, extract
 from skyrl_mega.envs.options import Option, choice, number, switch, whole
 
@@ -15,14 +15,15 @@ class MathEnv(BaseTextEnv):
     """One turn. `right` for the right answer, `wrong` for another or none.
 
     The answer is the last `\\boxed{…}` or `Answer:` line, whichever comes later, in the last characters of the text. It
-    is right when it is the same number, or the same expression by algebra.
+    is right when it is the same number, or the same expression by algebra. With `answer: dapo` both are as DAPO's
+    published grader has them: the last `Answer:` line, compared as text.
     """
 
     metrics: ClassVar[tuple[str, ...]] = ("correct",)
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "right": number(1.0, "reward of the right answer"),
         "wrong": number(0.0, "reward of another one, or of none"),
-        "answer": choice("either", "boxed", "line", doc="the form that is looked for"),
+        "answer": choice("either", "boxed", "line", "dapo", doc="the form that is looked for; dapo: DAPO's grader"),
         "tail": whole(TAIL, "characters at the end that are looked at; 0 for all", low=0),
         "algebra": switch(True, "compares expressions beyond their text"),
         "timeout_s": number(5.0, "for one comparison", above=0, high=3600),
@@ -63,5 +64,7 @@ class MathEnv(BaseTextEnv):
 
     def is_right(self, answer: str) -> bool:
         """Whether an answer is the ground truth."""
+        if self.options["answer"] == "dapo":
+            return minerva.same(str(self.ground_truth), answer)
         seconds = float(self.options["timeout_s"]) if self.options["algebra"] else None
         return check.same(str(self.ground_truth), answer, seconds, self.question)

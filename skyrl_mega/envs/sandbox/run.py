@@ -173,7 +173,7 @@ class Sandbox:
         limits = limits or self.limits
         scratch = folders.make()
         try:
-            order = _order(self, argv, stdin, files or {}, workspace, limits, scratch)
+            order = _order(self, argv, stdin, files or {}, workspace, limits=limits, scratch=scratch)
             return _play(order, limits, budget.of(self.name, limits.total_mib))
         finally:
             tree.remove(scratch)
@@ -215,6 +215,7 @@ def _order(
     stdin: str,
     files: Mapping[str, str],
     workspace: Workspace | None,
+    *,
     limits: Limits,
     scratch: str,
 ) -> dict[str, Any]:

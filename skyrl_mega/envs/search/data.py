@@ -45,6 +45,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "project's own",
     )
     parser.add_argument("--held-out", type=path_of, help="a file of test questions")
+    parser.add_argument(
+        "--whole-test",
+        action="store_true",
+        help="keeps test questions that share words or passages with training questions, as published averages do",
+    )
     parser.add_argument("--corpus", type=path_of, help="a file of passages with id, title and text")
     parser.add_argument(
         "--passages",
@@ -63,8 +68,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
     """File name → rows; `corpus.parquet` has id, title and text. `args.seed` decides which facts are held out."""
     if args.source is None:
-        for option in ("held_out", "corpus", "passages"):
-            if getattr(args, option) is not None:
+        for option in ("held_out", "whole_test", "corpus", "passages"):
+            if getattr(args, option) not in (None, False):
                 raise UserError(f"--{option.replace('_', '-')}: it needs --source")
         return _from_facts(args.seed, args.shots, args.limit)
     return _from_files(args)
@@ -105,7 +110,7 @@ def _fact_rows(
     of: list[facts.Country], split: str, earlier: list[Message], limit: int | None
 ) -> Iterator[dict[str, Any]]:
     for index, question in enumerate(itertools.islice(facts.questions(of), limit)):
-        yield _row("facts", question.text, question.answers, split, index, list(question.chain), earlier)
+        yield _row("facts", question.text, question.answers, split, index, titles=list(question.chain), earlier=earlier)
 
 
 def _worked(question: facts.Question) -> Iterator[Message]:
@@ -133,13 +138,13 @@ def _from_files(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]
     if not files["train"] and not files["test"]:
         raise UserError(f"--source {source}: allowed: a file, or a folder with train and test as {', '.join(SUFFIXES)}")
     splits = {split: list(_questions(file)) for split, file in files.items() if file}
-    if "train" in splits and "test" in splits:
+    if "train" in splits and "test" in splits and not args.whole_test:
         splits["test"] = _without_leakage(splits["train"], splits["test"])
     splits = {split: found[: args.limit] for split, found in splits.items()}
     written: dict[str, Iterator[dict[str, Any]]] = {
         f"{split}.parquet": iter(
             [
-                _row(q["data_source"], q["question"], q["answers"], split, i, q["titles"], earlier)
+                _row(q["data_source"], q["question"], q["answers"], split, i, titles=q["titles"], earlier=earlier)
                 for i, q in enumerate(found)
             ]
         )
@@ -236,6 +241,7 @@ def _row(
     answers: list[str] | tuple[str, ...],
     split: str,
     index: int,
+    *,
     titles: list[str],
     earlier: list[Message],
 ) -> dict[str, Any]:

@@ -40,6 +40,11 @@ class SearchEnv(BaseTextEnv):
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "reward": choice(*SCORES, doc="what an answer's reward is"),
         "wrong_answer": number(0.0, "reward of an answer that is wrong"),
+        "invalid": choice(
+            "explain",
+            "empty",
+            doc="what follows a turn with neither tag: how to write one, as Search-R1; or no passages, as SkyRL's runs",
+        ),
     }
 
     def __init__(self, env_config: Mapping[str, Any] | None = None, extras: Mapping[str, Any] | None = None) -> None:
@@ -48,6 +53,7 @@ class SearchEnv(BaseTextEnv):
         super().__init__(given, extras)
         self.score = SCORES[self.options["reward"]]
         self.wrong_answer = float(self.options["wrong_answer"])
+        self.invalid = INVALID if self.options["invalid"] == "explain" else _shown_as("")
         self.targets = targets_of(self.ground_truth)
         self.searches: list[dict[str, Any]] = []
         """Query, ids found, seconds, and an error where there was one."""
@@ -73,7 +79,7 @@ class SearchEnv(BaseTextEnv):
             return self._output([], score or self.wrong_answer, True, judged)
         if self.turns >= self.max_turns:  # nobody would read what a search finds
             return self._output([], 0.0, True, {})
-        observation = self._search(text) if kind == "search" else INVALID
+        observation = self._search(text) if kind == "search" else self.invalid
         calls = {"tool_calls": [{"name": "search", "arguments": {"query": text}}]} if kind == "search" else {}
         return self._output([{"role": "user", "content": observation}], 0.0, False, calls)
 
@@ -92,14 +98,18 @@ class SearchEnv(BaseTextEnv):
             text = FAILED
         record["seconds"] = round(time.perf_counter() - start, 3)
         self.searches.append(record)
-        return f"\n<information>{text}</information>\n"
+        return _shown_as(text)
 
     def _output(
-        self, observations: list[dict[str, str]], reward: float, done: bool, judged: dict[str, Any]
+        self, observations: list[dict[str, Any]], reward: float, done: bool, judged: dict[str, Any]
     ) -> BaseTextEnvStepOutput:
         errors = sum("error" in record for record in self.searches)
         metadata = {**judged, "searches": list(self.searches), "search_errors": errors}
         return BaseTextEnvStepOutput(observations=observations, reward=reward, done=done, metadata=metadata)
+
+
+def _shown_as(text: str) -> str:
+    return f"\n<information>{text}</information>\n"
 
 
 def _shown(rank: int, hit: Hit, chars: int) -> str:

@@ -77,7 +77,7 @@ class LocalSession:
         return Ran(outcome.status, outcome.exit, outcome.stdout + outcome.stderr)
 
     def restore(self, patterns: Iterable[str], timeout_s: float) -> None:
-        """Removes what matches and copies it anew, without following any link that was made there.
+        """Removes what matches and copies it again, without following any link that was made there.
 
         A policy may have left no room for it, or a name that nothing can take: then the work has failed, not the run.
         """

@@ -160,7 +160,7 @@ def _keeper(key, out, own, depth):
     return keeper
 
 
-def _tell(out, key, line, names=(), write=os.write, pack=zlib.compress, text=base64.b64encode):
+def _tell(out, key, line, names=(), *, write=os.write, pack=zlib.compress, text=base64.b64encode):
     packed = text(pack("\n".join(names).encode("utf-8", "replace"))).decode() if names else ""
     for start in range(0, len(packed), 3000):  # one write of less than 4096 bytes is in one piece
         write(out, f"\nproof {key} {line} {packed[start : start + 3000]}\n".encode())

@@ -116,7 +116,11 @@ def everything_clipped(seen: Seen) -> Finding | None:
     if not _twice(seen, "policy/clip_fraction", CLIPPED, math.inf):
         return None
     share, a = seen.figure("policy/clip_fraction"), seen.config.algorithm
-    text = f"the ratio of {share:.0%} of the tokens is clipped ({1 - a.clip_low:g} to {1 + a.clip_high:g})"
+    bounds = {
+        "ppo": f" ({1 - a.clip_low:g} to {1 + a.clip_high:g})",
+        "gspo": f" ({1 - a.gspo.clip_low:g} to {1 + a.gspo.clip_high:g})",
+    }.get(a.loss, "")
+    text = f"the ratio of {share:.0%} of the tokens is clipped{bounds}"
     return Finding("everything_clipped", f"{text}: they have no gradient", stuck=True)
 
 

@@ -72,10 +72,10 @@ def test_a_share_counts_all_tests_and_all_stops_at_the_first() -> None:
 
 def test_all_tests_share_a_time() -> None:
     start = time.monotonic()
-    slow = "import time\ntime.sleep(2)\n" + SUM
-    reward, verdicts = judged(STDIN * 5, slow, reward="share", timeout_s=3)
+    slow = "import time\ntime.sleep(2.5)\n" + SUM
+    reward, verdicts = judged(STDIN * 5, slow, reward="share", timeout_s=7)
     assert verdicts[0] == "ok" and verdicts[2:] == ["timeout"] * 8 and reward <= 0.2
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 24
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from skyrl_mega.envs.math.answer import extract
 from skyrl_mega.envs.math.check import _pools_here, algebra, same
 from skyrl_mega.envs.math.reading import read
 from skyrl_mega.envs.registry import check
-from skyrl_mega.rollout.threads import Call
+from skyrl_mega.rollout.env_pool import Call
 
 
 def reward(env: str, gold: Any, action: str, **options: Any) -> float:
@@ -79,10 +79,40 @@ def test_scores_are_settings() -> None:
         (r"Answer: 4 is \boxed{3}", "either", "3"),
         (r"Answer: 4, so \boxed{3}", "line", "3"),
         ("Answer:\n4", "line", None),
+        (r"so \boxed{3}", "dapo", None),
+        (r"Answer: 4 is \boxed{3}", "dapo", r"4 is \boxed{3}"),
+        ("Answer: 3\nAnswer : x + 2 = 4", "dapo", "x + 2 = 4"),
+        ("ANSWER:\n4\nthat is it", "dapo", "4"),
+        ("Answer: 4<|im_end|>", "dapo", "4"),
+        ("**Answer:** 4", "dapo", "** 4"),
     ],
 )
 def test_where_an_answer_is(text: str, form: str, expected: str | None) -> None:
     assert extract(text, form) == expected
+
+
+@pytest.mark.parametrize(
+    "action, either, dapo",
+    [
+        ("Answer: 34", 1, 1),
+        ("Answer: $34$", 1, 1),
+        (r"Answer: \boxed{34}", 1, 1),
+        (r"\boxed{34}", 1, -1),
+        (r"Answer: 35, no: \boxed{34}", 1, -1),
+        (r"Answer: 34. Or \boxed{35}?", -1, -1),
+        ("Answer:\n34", -1, 1),
+        ("Answer: 30 + 4 = 34", -1, 1),
+        ("Answer: 34 degrees", 1, 1),
+        ("Answer: 3 4", -1, 1),
+        ("**Answer:** 34", 1, -1),
+        ("Answer: 34.", 1, -1),
+        ("Answer: 34.0", 1, -1),
+        ("Answer: 34" + " " * 300, -1, -1),
+    ],
+)
+def test_the_published_grader(action: str, either: int, dapo: int) -> None:
+    assert reward("aime", "34", action) == either
+    assert reward("aime", "34", action, answer="dapo") == dapo
 
 
 def test_pairs_by_hand() -> None:
@@ -138,12 +168,14 @@ def test_waiting_for_a_worker_is_no_work() -> None:
     call = Call(lambda: same("\\sqrt{8}", "2\\sqrt{2}", 20))
     thread = threading.Thread(target=call.run)
     thread.start()
-    time.sleep(0.6)
-    assert call.seconds() > 0.5 and call.working() < 0.3
+    end = time.monotonic() + 60
+    while call.seconds() < 1.5 and time.monotonic() < end:
+        time.sleep(0.05)
+    assert call.seconds() >= 1.5 and call.working() < call.seconds() - 1
     for worker in taken:
         pool.put(worker)
-    thread.join(60)
-    assert 0 < call.working() < call.seconds() - 0.3
+    thread.join(120)
+    assert 0 < call.working() < call.seconds() - 1
 
 
 @pytest.mark.parametrize(
@@ -186,8 +218,8 @@ def test_algebra_that_never_ends_is_stopped_in_any_thread() -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
-    assert results == [False, False] and time.monotonic() - start < 55
+        thread.join(120)
+    assert results == [False, False] and time.monotonic() - start < 100
     assert same(r"\sqrt{8}", r"2\sqrt{2}", 30)  # the next one is served
 
 
@@ -289,6 +321,6 @@ def test_wrong_files_are_one_line(tmp_path: Path, record: Any, said: str) -> Non
 
 def test_wrong_options() -> None:
     with pytest.raises(
-        UserError, match=r"environment\.options\.math\.answer = last: allowed is one of either, boxed, line"
+        UserError, match=r"environment\.options\.math\.answer = last: allowed is one of either, boxed, line, dapo"
     ):
         check(EnvironmentConfig(options={"math": {"answer": "last"}}))

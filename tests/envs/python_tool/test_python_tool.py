@@ -105,5 +105,5 @@ def test_the_command_line(tmp_path: Path) -> None:
         "--test",
         "1",
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[3])
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, cwd=Path(__file__).parents[3])
     assert done.returncode == 0 and (tmp_path / "train.parquet").is_file()

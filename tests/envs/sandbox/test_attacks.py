@@ -27,7 +27,8 @@ SYSTEM = Path("/usr/bin/python3")
 DOCUMENT = Path(skyrl_mega.__file__).parents[1] / "docs" / "sandbox.md"
 NEEDED = ("__init__.py", "envs/options.py", "envs/sandbox", "envs/swe", "envs/tags.py")
 NEEDED += tuple(
-    f"config/{name}.py" for name in ("__init__", "errors", "outside", "sandboxes", "secrets", "terminal", "values")
+    f"config/{name}.py"
+    for name in ("__init__", "errors", "limits", "options", "outside", "sandboxes", "secrets", "terminal", "values")
 )
 USER = 65534
 SETTINGS: dict[str, tuple[bool, tuple[str, ...]]] = {

@@ -136,8 +136,8 @@ def test_disk(box: Sandbox) -> None:
 def test_an_endless_loop(box: Sandbox) -> None:
     start = time.monotonic()
     assert play(box, "while True: pass", Limits(wall_s=1)).status == "timeout"
-    assert play(box, "while True: pass", Limits(wall_s=30, cpu_s=1)).status == "timeout"
-    assert time.monotonic() - start < 25
+    assert play(box, "while True: pass", Limits(wall_s=200, cpu_s=1)).status == "timeout"
+    assert time.monotonic() - start < 100
 
 
 def test_gigabytes_of_output(box: Sandbox) -> None:
@@ -217,13 +217,13 @@ def test_the_host_dies_and_nothing_stays(tmp_path: Path) -> None:
     )
     env = {**os.environ, "TMPDIR": str(tmp_path)}  # a host that is killed leaves its temporary folder behind
     host = subprocess.Popen([sys.executable, "-c", script], cwd=Path(__file__).parents[3], env=env)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not any("sleep(100)" in line and "run(" not in line for line in running(mark)):
         assert time.monotonic() < deadline and host.poll() is None
         time.sleep(0.1)
     host.kill()
     host.wait()
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + 60
     while running(mark):
         assert time.monotonic() < deadline
         time.sleep(0.1)

@@ -50,7 +50,7 @@ def judged(folder: Path, shop: str, runner: str, names: Sequence[str] = ()) -> t
         env={"PATH": "/usr/bin:/bin", "TMPDIR": str(folder)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
     )
     verdict = proof.verdict(ran.stdout + ran.stderr)
     return ran.returncode == 0 and verdict.why is None, verdict

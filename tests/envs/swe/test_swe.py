@@ -180,11 +180,11 @@ def test_the_tests_home_is_not_the_policys(tasks: Path) -> None:
 
 
 def test_commands_are_confined_and_bounded(tasks: Path) -> None:
-    env = game(tasks, command_timeout_s=1.0)
+    env = game(tasks, command_timeout_s=4.0)
     start = time.monotonic()
     assert "(timeout)" in ran(env, "sleep 60")
     assert "(timeout)" in ran(env, "sleep 60 & sleep 60")
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < 55
     assert "(exit code 0)" not in ran(env, "cat /etc/passwd")
     assert "(exit code 0)" not in ran(env, f"ls {tasks}")
     long = ran(env, "seq 1 20000")

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import BuildConfig, EnvironmentConfig
 from skyrl_mega.data.rows import load_demonstrations, load_prompts
+from skyrl_mega.hf_checkpoint.box_header import FORMAT, HEADER, read_header
+from skyrl_mega.hf_checkpoint.index import check_files
 from skyrl_mega.models.tiny import hf_config
-from skyrl_mega.weights.checkpoint_header import FORMAT, HEADER, read_header
-from skyrl_mega.weights.headers import check_files
 from tests.fuzz.target import Target, one_line
 from tests.fuzz.values import packed, real, spoilt, unpacked, value
 

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_mega.report.__main__ import run, trajectories
+from skyrl_mega.cli.report import run, trajectories
 from tests.fuzz.target import Target
 from tests.fuzz.targets.settings import FILE
 from tests.fuzz.values import packed, real, replaced, spoilt, unpacked, value

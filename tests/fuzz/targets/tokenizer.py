@@ -9,7 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from skyrl_mega.models.characters import VOCABULARY, write_tokenizer
+from skyrl_mega.models.char_tokenizer import VOCABULARY, write_tokenizer
 from tests.fuzz.target import Target
 from tests.fuzz.values import packed, replaced, spoilt, unpacked, value
 
@@ -73,11 +73,11 @@ def _tokenizer(random: Random) -> Any:
 
 
 def _run_tokenizer(case: Any, folder: Path) -> None:
-    from skyrl_mega.rollout.chat import Chat
+    from skyrl_mega.rollout.renderer import Renderer
 
     for name, data in case.items():
         (folder / name).write_bytes(unpacked(data))
-    chat = Chat(str(folder))
+    chat = Renderer(str(folder))
     chat.check_vocabulary(len(VOCABULARY))
     for messages in SAID:
         tokens = chat.first(messages)

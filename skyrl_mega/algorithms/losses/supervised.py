@@ -1,0 +1,17 @@
+"""Cross-entropy of given tokens, for the warm-up on demonstrations."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from skyrl_mega.algorithms.losses.base import LossInputs, Metrics
+from skyrl_mega.config.schema import AlgorithmConfig
+
+
+def supervised(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """-Σ w_t log π(token). It looks at no setting."""
+    loss = -(inputs.weights_L * inputs.logprobs_L).sum()
+    metrics = {"loss": loss.detach()}
+    if inputs.entropy_L is not None:
+        metrics["entropy"] = (inputs.weights_L * inputs.entropy_L).sum()
+    return loss, metrics

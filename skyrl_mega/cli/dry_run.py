@@ -1,0 +1,271 @@
+"""`--dry-run`: all that follows from the settings and the model's sizes, as plain values. Starts nothing."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from math import prod
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.cli import inputs
+from skyrl_mega.cli.refusal import with_fix
+from skyrl_mega.config import allocator
+from skyrl_mega.config.checks import check
+from skyrl_mega.config.derived import engine_ranks, idle_gpus, length_limit
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.config.secrets import masked
+from skyrl_mega.models import huggingface
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.published import hub_name
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner import fit, layout_text
+from skyrl_mega.planner.batch import Batch, batch
+from skyrl_mega.planner.host_memory import disk, host_memory, shares
+from skyrl_mega.planner.memory import (
+    GIB,
+    MARGIN,
+    PolicyMemory,
+    engine_memory,
+    gpu_bytes,
+    itemsize,
+    on_cpu,
+    policy_memory,
+    reference_memory,
+)
+from skyrl_mega.planner.placement import nodes
+from skyrl_mega.planner.times import at_once, flops, generate_time, step_time
+from skyrl_mega.weights.plan import report
+from skyrl_mega.weights.plan.cost import cost, host_time
+from skyrl_mega.weights.plan.plan import Plan
+from skyrl_mega.weights.plan.sync_plan import sync_plan, wire_text
+
+COUNTED = ("weights", "gradients", "optimizer", "reference", "sync")
+"""Kinds of memory that are counted from tensors' shapes; the others are estimated."""
+
+
+def checked(config: Config) -> tuple[Mapping[str, Any], list[str]]:
+    """The model's config.json, and what could not be looked at.
+
+    Raises:
+        UserError: one line, with the nearest settings that work where there are any.
+    """
+    if not config.model.path:
+        check(config, planned=True)
+    hf, absent = inputs.planned_inputs(config)
+    try:
+        check(config, planned=True)
+        inputs.check_layouts(config, hf)
+        fit.check(config, hf)
+    except UserError as error:
+        raise with_fix(error, config, hf, planned=True) from error
+    return hf, absent
+
+
+def values(config: Config, hf: Mapping[str, Any], absent: Sequence[str] = ()) -> dict[str, Any]:
+    """Everything that the tables are made from. Bytes and seconds."""
+    d = architecture(hf).describe(hf)
+    parallel, reference = fit.parallel_of(config)
+    start = time.process_time()
+    moved = sync_plan(config, hf)
+    sync = None if on_cpu(config) else _sync(config, moved, time.process_time() - start)
+    if sync:
+        fit.check_sync(config, sync["predicted_seconds"])
+    made = batch(config, parallel)
+    placed = nodes(config)
+    return {
+        "config": masked(asdict(config)),
+        "model": _model(config, d),
+        "policy": _ranks(config, d, parallel, policy_memory),
+        "reference": _ranks(config, d, reference, reference_memory) if reference else [],
+        "engines": _engines(config, d, made),
+        "shared": _shared(config, d, parallel),
+        "nodes": [
+            {
+                **asdict(node),
+                "host_memory": asdict(memory := host_memory(config, d, parallel, reference, node, first=i == 0)),
+                "host_memory_total": memory.total,
+            }
+            for i, node in enumerate(placed)
+        ],
+        "batch": {**asdict(made), "sequences": made.sequences, "oversize": made.oversize},
+        "gpu_memory": None if on_cpu(config) else gpu_bytes(config),
+        "margin": MARGIN,
+        "counted": COUNTED,
+        "disk": {**asdict(disk(config, d)), "largest_share": asdict(shares(config, d, parallel, placed))},
+        "plan": report.identity(moved, wire_text(config)),
+        "sync": sync,
+        "seconds": None if on_cpu(config) else _seconds(config, d, parallel, sync),
+        "notes": [*_notes(config, d, parallel), *_engine_notes(config, d, made)],
+        "absent": list(absent),
+    }
+
+
+def _model(config: Config, d: Decoder) -> dict[str, Any]:
+    return {
+        "path": config.model.path,
+        "dtype": config.model.dtype,
+        "parameters": sum(map(prod, huggingface.tensors(d).values())),
+        "active": int(flops(d).matrices / 2),
+        "layers": d.layers,
+        **{name: d.facts.get(name, 0) for name in ("heads", "kv_heads", "experts", "experts_per_token")},
+        "bytes": sum(map(prod, huggingface.tensors(d).values())) * itemsize(config),
+    }
+
+
+def _ranks(config: Config, d: Decoder, parallel: ParallelDims, measure: Any) -> list[dict[str, Any]]:
+    """Every rank: where it sits, what it holds, what it needs."""
+    return [
+        {**place, "memory": _kinds(measure(config, d, parallel, place["rank"]))}
+        for place in layout_text.places(parallel, d)
+    ]
+
+
+def _kinds(memory: PolicyMemory) -> dict[str, Any]:
+    return {
+        "weights": memory.held.weights,
+        "gradients": memory.held.gradients,
+        "optimizer": memory.held.optimizer,
+        "activations": memory.at.train,
+        "logits": memory.at.train_logits,
+        "forward": memory.at.forward + memory.at.forward_logits,
+        "reference": memory.reference,
+        "sync": memory.sync,
+        "reserve": memory.reserve,
+        "gaps": memory.gaps,
+        "phase": memory.busiest,
+        "peak": memory.peak,
+        "least": memory.least,
+    }
+
+
+def _engines(config: Config, d: Decoder, made: Batch) -> dict[str, Any]:
+    """One engine; all are alike."""
+    rows = []
+    for row in layout_text.workers(config, d):
+        m = engine_memory(config, d, row["worker"])
+        kinds = {**asdict(m), "kv": m.kv, "tokens": m.tokens, "peak": m.peak}
+        rows.append({**row, "memory": {name: kinds[name] for name in kinds if name != "given"}})
+    tokens = min(row["memory"]["tokens"] for row in rows)
+    return {
+        "count": config.rollout.engines,
+        "tensor": config.rollout.tensor,
+        "workers": rows,
+        "concurrency": config.rollout.concurrency,
+        "at_once": min(config.rollout.concurrency, tokens // length_limit(config.rollout)),
+        "usual": at_once(config, tokens, made),
+        "waiting": max(0, -(-made.sequences // config.rollout.engines) - at_once(config, tokens, made)),
+    }
+
+
+def _shared(config: Config, d: Decoder, parallel: ParallelDims) -> dict[str, Any] | None:
+    """The fullest of the GPUs that policy and engines share, phase by phase."""
+    gpu = fit.shared_gpu(config, d, parallel)
+    if gpu is None:
+        return None
+    held = gpu.policy.held
+    return {
+        "rank": gpu.rank,
+        "policy": {name: gpu.policy.resident + sum(size) for name, size in gpu.policy.phases.items()},
+        "engine": gpu.engine.budget,
+        "beside": gpu.engine.beside,
+        "left": {name: gpu.left(name) for name in gpu.policy.phases},
+        "margin": gpu.margin,
+        "idle": held.gradients + held.optimizer,
+    }
+
+
+def _sync(config: Config, made: Plan, seconds: float) -> dict[str, Any]:
+    """What the transfer plan costs; `seconds`: what planning took."""
+    host = host_time(made, int(config.weights.bucket_mib * 2**20))
+    return report.values(made, cost(made), host, seconds, wire_text(config))
+
+
+def _seconds(config: Config, d: Decoder, parallel: ParallelDims, sync: dict[str, Any] | None) -> dict[str, float]:
+    found = step_time(config, d, parallel, sync["sync_seconds"]["later"] if sync else None)
+    made = batch(config, parallel)
+    gpus = parallel.ranks + (0 if config.cluster.shared else config.rollout.engines * engine_ranks(config.rollout))
+    return {
+        **asdict(found),
+        "step": found.step,
+        "tokens_per_second_per_gpu": made.sequences * made.mean / found.step / gpus,
+    }
+
+
+def _engine_notes(config: Config, d: Decoder, made: Batch) -> list[str]:
+    """… of engines."""
+    rollout = config.rollout
+    notes: list[str] = []
+    if on_cpu(config):
+        return notes
+    if idle := idle_gpus(config):
+        notes.append(idle)
+    if 0 < d.kv_heads < rollout.tensor:
+        notes.append(
+            f"rollout.tensor={rollout.tensor} is above the model's {d.kv_heads} key/value heads: "
+            f"{rollout.tensor // d.kv_heads} workers keep each (docs/recipes.md, Engines)"
+        )
+    limit, seconds = rollout.trajectory_timeout_s, generate_time(config, d, made)
+    if limit is not None and limit < seconds:
+        notes.append(
+            f"rollout.trajectory_timeout_s={limit:g} counts the time that a trajectory waits for an engine, and all of "
+            f"them take about {seconds:.0f} s: those that come last are truncated"
+        )
+    return notes
+
+
+def _notes(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
+    """What one should know though it is not wrong."""
+    notes = []
+    made = batch(config, parallel)
+    if not Path(config.model.path).exists() and (name := hub_name(config.model.path)):
+        notes.append(f"the sizes are those of {name}")
+    if config.cluster.device == "auto":
+        notes.append("cluster.device=auto is planned as cuda")
+    if config.cluster.shared and not on_cpu(config):
+        notes.append("cluster.shared=true: policy and engines both stay in a GPU's memory all the time")
+    if made.oversize:
+        notes.append(
+            f"a sequence of up to {made.longest:,} tokens is above policy.micro_tokens × context = {made.budget:,}: it "
+            "has a micro-batch of its own, and that sets the memory"
+        )
+    if made.trajectories < made.data * made.most:
+        notes.append(
+            f"an optimizer step has {made.trajectories} trajectories for {made.data} data-parallel ranks × {made.most} "
+            "micro-batches: some have nothing to do"
+        )
+    if parallel.tensor > config.cluster.gpus_per_node and not on_cpu(config):
+        notes.append(
+            f"policy.layout.tensor={parallel.tensor} is above cluster.gpus_per_node={config.cluster.gpus_per_node}: "
+            "tensor parallel groups cross nodes, which is slow"
+        )
+    shared = fit.shared_gpu(config, d, parallel)
+    if shared and shared.margin < 0:
+        notes.append(
+            f"tight: by the estimates a shared GPU lacks {-shared.margin / GIB:.1f} GiB in phase "
+            f"{shared.policy.busiest}, though within their margin; lower rollout.memory_fraction"
+        )
+    elif shared and shared.margin < shared.doubt:
+        notes.append(
+            f"close: {shared.margin / GIB:.1f} GiB of a shared GPU are left in phase {shared.policy.busiest}, whose "
+            f"estimates may be {shared.doubt / GIB:.1f} too low; where memory runs out, lower policy.micro_tokens or "
+            "rollout.memory_fraction"
+        )
+    if not on_cpu(config) and not allocator.expandable(os.environ):
+        notes.append(
+            f"{' or '.join(allocator.VARIABLES)} is set here, without expandable_segments:True: a policy rank is "
+            "counted with more memory that the allocator cannot give back"
+        )
+    if not on_cpu(config):
+        gpu = gpu_bytes(config)
+        tight = [pp for pp, rank in fit.stages(parallel).items() if policy_memory(config, d, parallel, rank).peak > gpu]
+        if tight:
+            notes.append(
+                f"tight: by the estimates stage {', '.join(map(str, tight))} of the policy is over a GPU's memory, "
+                "though within their margin; lower policy.micro_tokens or give policy.recompute=true"
+            )
+    return notes

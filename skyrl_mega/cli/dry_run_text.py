@@ -1,0 +1,257 @@
+"""A dry run as tables that a person reads: ranks that are alike in one line, GiB with two decimals."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from skyrl_mega.planner.placement import runs
+
+GIB = 2**30
+SHOWN = 32
+"""Lines of one table; --json has all."""
+COLUMNS = {
+    "weights": "weights",
+    "gradients": "grads",
+    "optimizer": "optim",
+    "activations": "activ",
+    "logits": "logits",
+    "forward": "forward",
+    "reference": "refer",
+    "sync": "sync",
+    "reserve": "reserve",
+    "gaps": "gaps",
+    "peak": "peak",
+}
+Values = Mapping[str, Any]
+
+
+def text(v: Values) -> str:
+    """All sections."""
+    sections = [_answer(v), _model(v), *_policy("policy", v["policy"], v), *_policy("reference", v["reference"], v)]
+    sections += [*_engines(v), *_shared(v), _nodes(v), _batch(v)]
+    sections += [_sync(v), _seconds(v)] if v["sync"] else []
+    sections.append(_notes(v))
+    return "\n\n".join(sections)
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 rank`, `2 ranks`, `1,024 trajectories`."""
+    plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
+
+
+def _answer(v: Values) -> str:
+    """What one wants to know first."""
+    peak = max(rank["memory"]["peak"] for rank in v["policy"])
+    ranks = counted(len(v["policy"]), "rank")
+    if v["gpu_memory"] is None:
+        host = max(node["host_memory_total"] for node in v["nodes"])
+        asks = f"about {_gib(host)} GiB of memory on the fullest node"
+        return f"it can run on {'this CPU' if len(v['nodes']) == 1 else 'CPUs'}: {ranks}, {asks}"
+    left = v["shared"]["margin"] if v["shared"] else v["gpu_memory"] - peak
+    room = (
+        f"{left / GIB:.1f} GiB are left" if left >= 0 else f"{-left / GIB:.1f} GiB are lacking by the estimates: tight"
+    )
+    where = "the fullest shared GPU" if v["shared"] else f"the fullest policy rank ({_gib(peak)} GiB)"
+    return (
+        f"it fits {counted(len(v['nodes']), 'node')}: of {_gib(v['gpu_memory'])} GiB of a GPU, {room} beside {where}; "
+        f"about {v['seconds']['step']:.0f} s a step"
+    )
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Columns as wide as their longest cell; the first `left` of them begin at the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = (
+        "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    )
+    return [f"  {line.rstrip()}" for line in lines]
+
+
+def _model(v: Values) -> str:
+    m = v["model"]
+    experts = f", {m['experts']} experts ({m['experts_per_token']} for a token)" if m["experts"] else ""
+    active = f" ({_count(m['active'])} for a token)" if m["experts"] else ""
+    return (
+        f"model\n  {m['path']}\n  {_count(m['parameters'])} parameters{active}, {m['layers']} layers{experts}, "
+        f"{m['dtype']}: {_gib(m['bytes'])} GiB"
+    )
+
+
+def _shares(row: Values) -> tuple[str, ...]:
+    """The columns of a rank or a worker that say which layers, heads and experts it holds."""
+    return tuple(key for key, value in row.items() if isinstance(value, str))
+
+
+def _policy(name: str, ranks: Sequence[Values], v: Values) -> list[str]:
+    """What the ranks hold, and what they need."""
+    if not ranks:
+        return []
+    where = ("tp", "pp", "ep", "etp") if "experts" in ranks[0] else ("tp", "pp")
+    what = _shares(ranks[0])
+    holding = _grouped(ranks, lambda rank: tuple(str(rank[key]) for key in (*where, *what)))
+    rows = [("ranks", *where, *what), *((runs(members), *cells) for cells, members in holding)]
+    shape = {key: 1 + max(rank[key] for rank in ranks) for key in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
+    sizes = " ".join(f"{key.upper()}{size}" for key, size in shape.items() if size > 1) or "alone"
+    lines = [f"{name}: {counted(len(ranks), 'rank')}, {sizes}", *_cut(aligned(rows))]
+
+    cpu = v["gpu_memory"] is None
+    keys = [key for key in COLUMNS if key == "peak" or any(rank["memory"][key] for rank in ranks)]
+    needs = _grouped(ranks, lambda rank: (*(_gib(rank["memory"][key]) for key in keys), rank["memory"]["phase"]))
+    rows = [("ranks", *(COLUMNS[key] for key in keys), "in"), *((runs(members), *cells) for cells, members in needs)]
+    exact = ", ".join(COLUMNS[key] for key in keys if key in v["counted"])
+    room = "of host memory" if cpu else f"of a GPU's {_gib(v['gpu_memory'])}"
+    lines = [
+        "\n".join(lines),
+        f"memory of {name} ranks, GiB {room}\n"
+        + "\n".join(_cut(aligned(rows)))
+        + f"\n  counted: {exact}; the others are estimates, ±{100 * v['margin']:.0f} %",
+    ]
+    return lines
+
+
+def _engines(v: Values) -> list[str]:
+    e = v["engines"]
+    workers = e["workers"]
+    what = _shares(workers[0])
+    keys = ("weights", "working", "reserve", "kv", "budget", "beside", "sync")
+    names = ("weights", "working", "reserve", "KV cache", "budget", "beside", "sync", "KV tokens")
+
+    def cells(worker: Values) -> tuple[str, ...]:
+        m = worker["memory"]
+        return (*(str(worker[key]) for key in what), *(_gib(m[key]) for key in keys), f"{m['tokens']:,}")
+
+    groups = _grouped(workers, cells, "worker")
+    rows = [("workers", *what, *names), *((runs(members), *c) for c, members in groups)]
+    longest = counted(e["at_once"], "sequence")
+    lines = [
+        f"engines: {e['count']} × {counted(len(workers), 'worker')}, tensor parallel {e['tensor']}; GiB of one worker",
+        *_cut(aligned(rows)),
+        f"  {longest} of the longest at once, {e['usual']} of the mean, of {e['concurrency']} "
+        f"(rollout.concurrency); {e['waiting']:,} more of a step wait meanwhile",
+    ]
+    return ["\n".join(lines)]
+
+
+def _shared(v: Values) -> list[str]:
+    """What the phases of a step leave of a GPU that policy and engines share."""
+    s = v["shared"]
+    if not s:
+        return []
+    rows: list[tuple[str, ...]] = [("phase", "policy", "engine", "beside it", "left")]
+    for phase, policy in s["policy"].items():
+        rows.append((phase, _gib(policy), _gib(s["engine"]), _gib(s["beside"]), f"{s['left'][phase] / GIB:.2f}"))
+    lines = [
+        f"a shared GPU by phase of a step, GiB of {_gib(v['gpu_memory'])} (policy rank {s['rank']}, the fullest)",
+        *aligned(rows),
+        f"  at least {s['margin'] / GIB:.2f} GiB are left; while engines generate, gradients and optimizer state lie "
+        f"idle: {_gib(s['idle'])} GiB",
+    ]
+    return ["\n".join(lines)]
+
+
+def _nodes(v: Values) -> str:
+    placed = list(enumerate(v["nodes"]))
+    kinds = [k for k in placed[0][1]["host_memory"] if any(n["host_memory"][k] for _, n in placed)]
+    head = ("node", "policy", "reference", "engines", *kinds, "total")
+
+    def alike(node: Values) -> tuple[str, ...]:
+        host = node["host_memory"]
+        return (*(f"{host[k] / GIB:.1f}" for k in kinds), f"{node['host_memory_total'] / GIB:.1f}")
+
+    rows = [head]
+    counts = [(len(n["policy"]), len(n["reference"]), len(n["engines"])) for _, n in placed]
+    for _, same in groupby(placed, lambda entry: (counts[entry[0]], alike(entry[1]))):
+        group = list(same)
+        ranks = (runs([r for _, n in group for r in n[kind]]) for kind in ("policy", "reference"))
+        engines = runs(sorted({int(e) for _, n in group for e in n["engines"]}))
+        rows.append((runs([number for number, _ in group]), *ranks, engines, *alike(group[0][1])))
+    shown = [i for i in range(len(head)) if i != 2 or v["reference"]]
+    rows = [tuple(r[i] for i in shown) for r in rows]
+    disk = v["disk"]
+    files = f"{_gib(disk['checkpoint'])} GiB a checkpoint, {_gib(disk['kept'])} with those kept and one being written"
+    if disk["export"]:
+        files += f", {_gib(disk['export'])} the export"
+    lines = ["nodes, and estimated GiB of host memory", *_cut(aligned(rows)), f"  disk: {files}"]
+    if (share := disk["largest_share"])["rank"]:
+        lines.append(f"  a rank writes {_gib(share['rank'])} GiB of a checkpoint at most, a node {_gib(share['node'])}")
+    return "\n".join(lines)
+
+
+def _batch(v: Values) -> str:
+    b = v["batch"]
+    row, usual = b["row"], counted(b["usual"], "micro-batch")
+    return "\n".join(
+        [
+            "batch",
+            f"  {counted(b['prompts'], 'prompt')} × {counted(b['samples'], 'sample')} = "
+            f"{counted(b['sequences'], 'trajectory')} in {counted(b['mini_batches'], 'optimizer step')} of "
+            f"{b['trajectories']:,}",
+            f"  on {counted(b['data'], 'data-parallel rank')}: {usual} each at the mean of {b['mean']:,.0f} "
+            f"tokens a trajectory, {b['most']} at the limit of {b['longest']:,}",
+            f"  a micro-batch has up to {b['budget']:,} tokens, {row['tokens']:,} on one rank",
+        ]
+    )
+
+
+def _sync(v: Values) -> str:
+    s = v["sync"]
+    slowest = max(s["seconds"], key=lambda kind: s["seconds"][kind])
+    return "\n".join(
+        [
+            f"weight sync: plan {s['digest']}, on the wire {s['wire']}",
+            f"  {s['bytes']['network'] / 1e9:.2f} GB between nodes, {s['bytes']['fabric'] / 1e9:.2f} within nodes, "
+            f"{s['bytes']['local'] / 1e9:.2f} within GPUs; {counted(s['parts'], 'part')} on "
+            f"{counted(s['routes'], 'route')}",
+            f"  predicted {s['predicted_seconds']:.3f} s ({slowest.replace('_', ' ')}), no plan can beat "
+            f"{s['bound_seconds']:.3f} s; planned in {s['planning_seconds']:.1f} s",
+            f"  with the host's work {s['sync_seconds']['first']:.2f} s the first time, "
+            f"{s['sync_seconds']['later']:.3f} s later, {s['sync_seconds']['checksums']:.3f} s with checksums",
+        ]
+    )
+
+
+def _seconds(v: Values) -> str:
+    t = v["seconds"]
+    phases = ("generate", "logprobs", "train", "sync", "step")
+    rows: list[tuple[str, ...]] = [(*phases, "tokens/s/GPU")]
+    rows.append((*(f"{t[key]:.1f}" for key in phases), f"{t['tokens_per_second_per_gpu']:,.0f}"))
+    return "\n".join(
+        [
+            "seconds of an RL step: an estimate from cluster.rates, without the environment's own time",
+            *aligned(rows, left=0),
+        ]
+    )
+
+
+def _notes(v: Values) -> str:
+    notes = [*v["notes"], *(f"{path} is not here and was not checked" for path in v["absent"])]
+    return "\n".join([*(f"note: {note}" for note in notes), "nothing was started (--dry-run)"])
+
+
+def _grouped(rows: Sequence[Values], cells: Any, key: str = "rank") -> list[tuple[tuple[str, ...], list[int]]]:
+    """Cells → the ranks that have them."""
+    found: dict[tuple[str, ...], list[int]] = {}
+    for row in rows:
+        found.setdefault(cells(row), []).append(row[key])
+    return list(found.items())
+
+
+def _cut(lines: list[str]) -> list[str]:
+    """The first lines, and how many more there are."""
+    if len(lines) <= SHOWN + 1:
+        return lines
+    return [*lines[: SHOWN + 1], f"  … and {len(lines) - SHOWN - 1} more lines (--json has all)"]
+
+
+def _gib(size: float) -> str:
+    """Two decimals, more for less than a hundredth."""
+    return f"{size / GIB:.2f}" if size == 0 or size >= GIB / 100 else f"{size / GIB:.1g}"
+
+
+def _count(number: int) -> str:
+    """With its power of ten."""
+    return f"{number / 1e9:.2f} · 10⁹" if number >= 1e8 else f"{number / 1e6:.2f} · 10⁶"

@@ -1,0 +1,267 @@
+"""The command line: compose, check, start or connect, draw what is missing, score.
+
+Modules that are slow to import come in only when what stands before them has passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skyrl_mega.cli.train import stoppable
+from skyrl_mega.cluster.leftovers import partial_file
+from skyrl_mega.config.command import DONE, FAULT, Parser
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.evaluate import GOES_ON
+from skyrl_mega.evaluate.published import PUBLISHED, chosen
+
+if TYPE_CHECKING:
+    from skyrl_mega.evaluate.endpoint import Endpoint
+    from skyrl_mega.evaluate.play import Source
+    from skyrl_mega.evaluate.results import Results
+    from skyrl_mega.evaluate.sets import PromptSet
+    from skyrl_mega.rollout.renderer import Renderer
+    from skyrl_mega.telemetry.console import Console
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `python -m skyrl_mega.evaluate`."""
+    p = Parser(
+        prog="python -m skyrl_mega.evaluate",
+        description="Scores a model on several sets and puts the tables beside published ones. Exit codes: 0 done, "
+        "2 the input is wrong, 1 a fault, 75 stopped early. The same command goes on where it ended.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--config", metavar="FILE", help="a .yaml file of a run; without one the defaults hold")
+    p.add_argument("--model", metavar="DIR", help="a Hugging Face directory; short for model.path=DIR")
+    p.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="sets",
+        metavar="[NAME=]FILE",
+        help="a parquet file of prompts that are the set NAME, or are parted by data_source; without it, data.eval",
+    )
+    p.add_argument(
+        "--endpoint", metavar="URL", help="an OpenAI-compatible endpoint to ask, in place of engines of its own"
+    )
+    p.add_argument("--served-model", metavar="NAME", help="the name that the endpoint serves the model under")
+    p.add_argument(
+        "--api-key-variable",
+        default="OPENAI_API_KEY",
+        metavar="VARIABLE",
+        help="environment variable with the endpoint's key (default: OPENAI_API_KEY)",
+    )
+    p.add_argument(
+        "--request", default="{}", metavar="JSON", help="more fields of every request; null takes a field out"
+    )
+    p.add_argument(
+        "--published",
+        choices=("auto", "none", *PUBLISHED),
+        default="auto",
+        help="published results beside ours; auto: those that have a row for one of the sets",
+    )
+    p.add_argument("--output", metavar="DIR", help="folder of the results; without it, runs/<name>/evaluation")
+    p.add_argument("--json", action="store_true", help="the scores as a JSON line on standard output")
+    p.add_argument("overrides", nargs="*", metavar="group.key=value", help="settings over the file's")
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns the exit code."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    return stoppable(lambda: _run(parser().parse_intermixed_args(argv)), "--json" in argv)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from skyrl_mega.config.checks import check_evaluation
+    from skyrl_mega.config.compose import compose
+    from skyrl_mega.config.derived import evaluated_at_once
+
+    config = compose(args.config, args.overrides)
+    if args.model is not None:
+        config.model.path = args.model
+    endpoint = _endpoint(args)
+    check_evaluation(config, engines=endpoint is None)
+
+    from skyrl_mega.cli import inputs
+    from skyrl_mega.envs import registry
+    from skyrl_mega.evaluate.identity import identity
+    from skyrl_mega.evaluate.results import opened
+    from skyrl_mega.evaluate.sets import load_sets, that_fit
+    from skyrl_mega.planner.fit import check_sandboxes
+    from skyrl_mega.telemetry.console import Console
+
+    registry.check(config.environment)
+    config = replace(config, environment=registry.with_absolute_paths(config.environment))
+    if endpoint is None:
+        hf = inputs.model_config(config)
+        inputs.check_engine(config, hf)
+        config = inputs.with_device(config, training=False)
+    with Console(as_json=args.json) as console:
+        if not args.sets:
+            inputs.make_data(config, config.data.eval, console)
+        sets = load_sets(config, args.sets)
+        chat = None
+        if endpoint is None:
+            from skyrl_mega.models.registry import architecture
+            from skyrl_mega.rollout.renderer import Renderer
+
+            chat = Renderer(config.model.path, config.rollout)
+            chat.check_vocabulary(architecture(hf).describe(hf).vocab)
+            sets = that_fit(sets, chat, config.rollout.max_prompt_tokens, config.environment)
+        _check_tools(config, sets, chat)
+        samples = sum(len(s.prompts) for s in sets) * config.evaluation.samples
+        check_sandboxes(config, min(samples, evaluated_at_once(config, endpoint is not None)))
+        folder = Path(args.output or Path(config.run.directory) / config.run.name / "evaluation")
+        with opened(folder, identity(config, endpoint), sets, config.evaluation.samples) as results:
+            console.log_to(folder / "logs" / "evaluate.log")
+
+            from skyrl_mega.cluster.errors import ActorFailed, ClusterError
+            from skyrl_mega.evaluate.endpoint import EndpointFailed
+
+            try:
+                _draw(config, sets, results, endpoint, chat, console)
+            except (ActorFailed, ClusterError, EndpointFailed) as error:
+                console.say(f"fault: {error}")
+                console.say(f"  logs  {folder / 'logs'}; {GOES_ON}")
+                return FAULT
+            published = {"auto": chosen([s.name for s in sets]), "none": []}.get(args.published, [args.published])
+            _score(config, sets, results, endpoint, published=published, as_json=args.json, console=console)
+    return DONE
+
+
+def _check_tools(config: Config, sets: list[PromptSet], chat: Renderer | None) -> None:
+    """Refuses an environment with tools where the model's template is not at hand or cannot show them."""
+    from skyrl_mega.envs import registry
+
+    for name in sorted({p.env_class for s in sets for p in s.prompts}):
+        if not registry.has_tools(name, config.environment):
+            continue
+        if chat is None:
+            raise UserError(
+                f"--endpoint: environment {name} has tools, which are called in the model's own chat template; "
+                "evaluate without --endpoint"
+            )
+        chat.check_tools(name)
+
+
+def _endpoint(args: argparse.Namespace) -> Endpoint | None:
+    if args.endpoint is None:
+        for name in ("served_model", "request"):
+            if getattr(args, name) not in (None, "{}"):
+                raise UserError(f"--{name.replace('_', '-')} {getattr(args, name)}: it needs --endpoint")
+        return None
+    from skyrl_mega.evaluate.endpoint import Endpoint
+
+    variable = args.api_key_variable
+    return Endpoint.of(args.endpoint, args.served_model, variable, os.environ.get(variable), args.request)
+
+
+def _draw(
+    config: Config,
+    sets: list[PromptSet],
+    results: Results,
+    endpoint: Endpoint | None,
+    chat: Renderer | None,
+    console: Console,
+) -> None:
+    """Draws what is missing; starts nothing where nothing is."""
+    from skyrl_mega.envs import registry
+    from skyrl_mega.envs.sandbox import budget
+    from skyrl_mega.evaluate.play import draw_missing
+    from skyrl_mega.evaluate.sets import draws
+    from skyrl_mega.retriever.session import service_of
+
+    samples = config.evaluation.samples
+    missing = results.missing(draws(sets, samples, config.run.seed))
+    total = sum(len(s.prompts) for s in sets) * samples
+    there = total - len(missing)
+    console.say(
+        f"{len(sets)} set{'s' if len(sets) > 1 else ''}, {total} sample{'s' if total > 1 else ''}; "
+        f"{there} {'is' if there == 1 else 'are'} there already"
+    )
+    if not missing:
+        return
+
+    @cache
+    def metrics(env_class: str) -> tuple[str, ...]:
+        return tuple(getattr(registry.resolve(env_class, config.environment), "metrics", ()))
+
+    with service_of(config.environment, results.folder / "logs", console.say) as environment:
+        config = replace(config, environment=environment)
+        with (
+            _source(config, endpoint, chat, results.folder, console) as source,
+            console.phase("evaluate", total=len(missing)) as progress,
+        ):
+            draw_missing(source, missing, results, metrics, progress.update, console.say)
+    if ended := budget.ended():
+        console.say(f"{budget.told(ended)}; they count as programs that failed")
+
+
+@contextmanager
+def _source(
+    config: Config, endpoint: Endpoint | None, chat: Renderer | None, folder: Path, console: Console
+) -> Iterator[Source]:
+    if endpoint is not None:
+        from skyrl_mega.evaluate.endpoint import EndpointSource
+
+        yield EndpointSource(endpoint, config)
+        return
+    from skyrl_mega.evaluate.engines import own_engines
+
+    assert chat is not None
+    with own_engines(config, chat, folder, console) as source:
+        yield source
+
+
+def _score(
+    config: Config,
+    sets: list[PromptSet],
+    results: Results,
+    endpoint: Endpoint | None,
+    *,
+    published: list[str],
+    as_json: bool,
+    console: Console,
+) -> None:
+    """Writes `<set>.parquet`, `scores.json` and `table.md`, and prints the tables."""
+    from skyrl_mega.config.derived import evaluation_sampling
+    from skyrl_mega.evaluate.report import report, values
+    from skyrl_mega.evaluate.scores import set_scores
+
+    with console.phase("write parquet"):
+        results.write_parquet()
+    scores = [set_scores(s.name, results.samples[s.name], s.left_out) for s in sets]
+    drawn, rollout = evaluation_sampling(config), config.rollout
+    model = f"{endpoint.model} at {endpoint.url}" if endpoint else config.model.path
+    about = (
+        f"{model}: {config.evaluation.samples} samples of an example, temperature {drawn.temperature:g}, top-p "
+        f"{drawn.top_p:g}, at most {rollout.max_turns} turns of {drawn.max_tokens} tokens, seed {config.run.seed}"
+    )
+    figures = {"about": about, "model": model, **values(scores, published)}
+    text = report(scores, published, about)
+    _write(results.folder / "scores.json", json.dumps(figures, indent=2, ensure_ascii=False) + "\n")
+    _write(results.folder / "table.md", text)
+    console.say(f"\n{text}")
+    console.say(f"results  {results.folder}")
+    command = f"python -m skyrl_mega.report trajectories {results.folder} --html samples.html"
+    console.say(f"samples  {command}")
+    if as_json:
+        print(json.dumps(figures), flush=True)
+
+
+def _write(file: Path, text: str) -> None:
+    """A file that appears whole or not at all."""
+    with partial_file(file) as partial:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, file)

@@ -1,0 +1,398 @@
+"""What a run is given, checked and made ready before any of its processes starts: model, data, devices."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.algorithms import losses
+from skyrl_mega.config.checks import check_enough, check_gpus
+from skyrl_mega.config.derived import (
+    engine_data,
+    expert_parallel,
+    fp8_parameters,
+    length_limit,
+    policy_ranks,
+    reference_ranks,
+)
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.data.rows import check_files, environments_of, load_demonstrations
+from skyrl_mega.engines.vllm import arguments
+from skyrl_mega.envs import registry
+from skyrl_mega.hf_checkpoint import index
+from skyrl_mega.megatron import arguments as megatron_arguments
+from skyrl_mega.models import engine
+from skyrl_mega.models.megatron import TRANSFORMER_ENGINE, layer_spec
+from skyrl_mega.models.published import KNOWN, hub_name, known
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.preflight import given
+from skyrl_mega.telemetry.console import Console
+from skyrl_mega.telemetry.trackers import registry as trackers
+
+CPU_HEADS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Widths of a head for which vLLM has attention on a CPU."""
+CPU_EXPERT_COLUMNS = 32
+"""vLLM's CPU kernels pad an expert's width per worker to this multiple, and a padded layer cannot be updated twice."""
+
+
+def check_inputs(config: Config) -> Mapping[str, Any]:
+    """Checks trackers, model, layouts, environments and the data files that exist already; builds nothing.
+
+    Returns:
+        The model's config.json.
+
+    Raises:
+        UserError: one line.
+    """
+    trackers.check_ready(config.telemetry)
+    losses.check(config.algorithm)
+    registry.check(config.environment)
+    given.check_present(config)
+    check_rewriting(config)
+    hf = model_config(config)
+    check_build(config, hf)
+    check_layouts(config, hf)
+    if config.reference.path:
+        index.check_files(Path(config.reference.path))
+    _check_preparation(config)
+    _check_waits(config)
+    _check_data(config, missing_ok=config.data.prepare is not None)
+    check_chat(config, hf)
+    check_tools(config)
+    return hf
+
+
+def planned_inputs(config: Config) -> tuple[Mapping[str, Any], list[str]]:
+    """What a dry run is given: the files that are here are checked, and those that are not are named.
+
+    Returns:
+        The model's config.json, or a known model's where `model.path` is absent; and the paths that are not here.
+
+    Raises:
+        UserError: one line.
+    """
+    trackers.check(config.telemetry)
+    losses.check(config.algorithm)
+    registry.check(config.environment)
+    absent: list[str] = []
+    path = Path(config.model.path)
+    if path.exists() and not any(path.glob("*.safetensors")):
+        hf: Mapping[str, Any] = index.read_config(path)
+        absent.append(f"{path}/*.safetensors")
+    elif path.exists() or config.model.build:
+        hf = model_config(config)
+        check_build(config, hf)
+    else:
+        hf = _known(path)
+        absent.append(str(path))
+    if config.reference.path:
+        reference = Path(config.reference.path)
+        if reference.exists():
+            index.check_files(reference)
+        else:
+            absent.append(str(reference))
+    if not config.data.prepare:
+        absent += [file for file in _files(config) if not Path(file).exists()]
+    _check_preparation(config)
+    _check_waits(config)
+    _check_data(config, missing_ok=True)
+    check_chat(config, hf)
+    check_tools(config)
+    return hf, absent
+
+
+def check_chat(config: Config, hf: Mapping[str, Any]) -> None:
+    """Tokenizer, chat template and the tokens that end a turn, where the model's are here.
+
+    Raises:
+        UserError: One of them cannot be used.
+    """
+    path = Path(config.model.path)
+    if not any(path.glob("tokenizer*")):
+        return
+    from skyrl_mega.rollout.renderer import Renderer
+
+    Renderer(str(path), config.rollout).check_vocabulary(architecture(hf).describe(hf).vocab)
+
+
+def check_tools(config: Config) -> None:
+    """The model's chat template can show the tools of the environments that are registered or that rows ask for.
+
+    Raises:
+        UserError: It cannot, or `rollout.conversation` does not let it.
+    """
+    environments, path = config.environment, Path(config.model.path)
+    files = [file for file in (*config.data.train, *config.data.eval) if Path(file).exists()]
+    asked = (*environments.classes, *filter(None, [environments.default]), *environments_of(files, environments))
+    names = [name for name in dict.fromkeys(asked) if registry.has_tools(name, environments)]
+    if not names:
+        return
+    from skyrl_mega.rollout.renderer import Renderer, one_message_refused
+
+    if config.rollout.conversation == "one_message":
+        raise UserError(one_message_refused(names[0]))
+    if any(path.glob("tokenizer*")):
+        chat = Renderer(str(path), config.rollout)
+        for name in names:
+            chat.check_tools(name)
+
+
+def _check_preparation(config: Config) -> None:
+    if config.data.prepare:
+        from skyrl_mega.data.prepare import check
+
+        try:
+            check(config.data.prepare)
+        except UserError as error:
+            raise UserError(f"data.prepare: {error}") from error
+
+
+def _check_waits(config: Config) -> None:
+    """An environment ends its own work before its step is ended, which would void the trajectory."""
+    for name in dict.fromkeys([*config.environment.options, *filter(None, [config.environment.default])]):
+        longest = getattr(registry.resolve(name, config.environment), "longest_step_s", None)
+        seconds = longest(registry.check_options(name, config.environment)) if longest else 0.0
+        if seconds >= config.rollout.env_timeout_s:
+            raise UserError(
+                f"rollout.env_timeout_s = {config.rollout.env_timeout_s:g}: a step of environment {name} may take "
+                f"{seconds:g} s by its own time limits; allowed is more than that, or lower "
+                f"environment.options.{name}'s timeouts"
+            )
+
+
+def _known(path: Path) -> Mapping[str, Any]:
+    """The sizes of a published model that is not on this machine."""
+    if hub_name(path) is None:
+        raise UserError(
+            f"model.path = {path}: it is not here, and its name ends in none of the models that a dry run knows: "
+            f"{', '.join(name.partition('/')[2] for name in KNOWN)}; give a Hugging Face directory (config.json is "
+            "enough for a dry run) or one of these"
+        )
+    return known(path)
+
+
+def prepare(config: Config, console: Console) -> Config:
+    """Decides the device; builds the model and prepares the data where they are absent. `check_inputs` has seen the
+    rest.
+
+    Returns:
+        The settings with `cluster.device` decided.
+
+    Raises:
+        UserError: one line.
+    """
+    config = with_device(config)
+    path = Path(config.model.path)
+    if config.model.build and not path.exists():
+        from skyrl_mega.models.tiny import build
+
+        with console.phase("build model"):
+            build(config.model.build, path, config.run.seed)
+    if make_data(config, _files(config), console):
+        _check_data(config, missing_ok=False)
+    return config
+
+
+def make_data(config: Config, files: list[str], console: Console) -> bool:
+    """Runs `data.prepare` where one of the files is absent; whether it did.
+
+    Raises:
+        UserError: one line.
+    """
+    if not config.data.prepare or all(Path(file).exists() for file in files):
+        return False
+    from skyrl_mega.data.prepare import prepare as prepare_data
+
+    with console.phase("prepare data"):
+        try:
+            prepare_data(config.data.prepare)
+        except UserError as error:
+            raise UserError(f"data.prepare: {error}") from error
+    return True
+
+
+def model_config(config: Config) -> Mapping[str, Any]:
+    """As `preflight.given.model_config`; where the model is there, its files are checked."""
+    hf, path = given.model_config(config), Path(config.model.path)
+    if path.exists():
+        index.check_files(path, hf)
+    return hf
+
+
+def check_build(config: Config, hf: Mapping[str, Any]) -> None:
+    """A model that is there has the sizes of `model.build`, which would otherwise be read by nobody.
+
+    Raises:
+        UserError: It has not; names setting, both values and the path.
+    """
+    if config.model.build is None:
+        return
+    from skyrl_mega.models.tiny import KEYS, hf_config
+
+    asked = hf_config(config.model.build)
+    for name, key in KEYS.items():
+        if key in asked and key in hf and hf[key] != asked[key]:
+            raise UserError(
+                f"model.build.{name} = {asked[key]}: {config.model.path} is there already and has {hf[key]} "
+                f"({key} in its config.json); remove that folder, name another model.path, or give model.build=null"
+            )
+
+
+def check_rewriting(config: Config) -> None:
+    """An environment that rewrites the conversation needs samples that are not whole trajectories."""
+    for name in filter(None, [*config.environment.classes, config.environment.default]):
+        if config.rollout.step_wise == "off" and getattr(
+            registry.resolve(name, config.environment), "rewrites_history", False
+        ):
+            raise UserError(
+                f"rollout.step_wise = off: environment {name} rewrites the conversation between turns, so that a "
+                "trajectory is no single sequence; allowed is turns or merged"
+            )
+
+
+def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
+    """The policy's, the reference's and the engines' cuts of the model."""
+    check_engine(config, hf)
+    megatron_arguments.check(config.policy)
+    kind = architecture(hf)
+    ranks = policy_ranks(config)
+    layout = ParallelDims.from_config(config.policy.layout, ranks)
+    kind.check_layout(hf, layout)
+    if config.reference.layout:
+        reference = ParallelDims.from_config(config.reference.layout, reference_ranks(config), key="reference.layout")
+        kind.check_layout(hf, reference, "reference.layout")
+    if config.cluster.device == "cpu" and layout.expert > 1 and layout.expert_tensor > 1:
+        raise UserError(
+            f"policy.layout.expert_tensor = {layout.expert_tensor}: with policy.layout.expert = {layout.expert} it "
+            "gathers uneven parts, which Gloo cannot; give one of the two as 1, or run on GPUs"
+        )
+
+
+def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
+    """An engine's arguments, its cut of the model, and its longest sequence."""
+    arguments.check(config.rollout.options)
+    kind = architecture(hf)
+    cut = config.rollout.tensor, expert_parallel(config.rollout)
+    kind.check_engine(hf, *cut, data=engine_data(config.rollout))
+    decoder = kind.describe(hf)
+    if config.cluster.device == "cpu" and decoder.head_dim not in CPU_HEADS:
+        key = "model.build.head_dim" if config.model.build else f"model.path = {config.model.path}: head_dim"
+        raise UserError(
+            f"{key} = {decoder.head_dim}: vLLM has no attention of this width on a CPU; allowed are "
+            f"{', '.join(map(str, CPU_HEADS))}, or cluster.device=cuda"
+        )
+    if fp8_parameters(config.rollout):
+        engine.check_blocks(decoder, *cut, data=engine_data(config.rollout))
+    if config.cluster.device == "cpu" and decoder.experts:
+        width = decoder.experts.width // config.rollout.tensor
+        if width % CPU_EXPERT_COLUMNS:
+            raise UserError(
+                f"rollout.tensor = {config.rollout.tensor}: leaves {width} columns of an expert to a worker; vLLM on a "
+                f"CPU needs a multiple of {CPU_EXPERT_COLUMNS}; choose another rollout.tensor or model"
+            )
+    longest = config.model.max_length or decoder.max_length
+    if length_limit(config.rollout) > longest:
+        of = "model.max_length" if config.model.max_length else "max_position_embeddings"
+        raise UserError(
+            f"rollout.max_length: sequences of up to {length_limit(config.rollout)} tokens; the model is made for "
+            f"{longest} ({of}); lower rollout.max_prompt_tokens or rollout.sampling.max_tokens"
+        )
+
+
+def with_device(config: Config, training: bool = True) -> Config:
+    """Decides `cluster.device = auto`, and a GPU's memory.
+
+    Raises:
+        UserError: There are GPUs that torch cannot use; `cuda` is asked for and there is none; too few GPUs; or an
+            environment for GPUs on a CPU.
+    """
+    import torch
+
+    from skyrl_mega.cluster import devices
+    from skyrl_mega.cluster.ray_session import gpus_joined
+
+    joined = bool(os.environ.get("RAY_ADDRESS"))
+    device = devices.choose(
+        config.cluster.device,
+        partial(gpus_joined, config.cluster.nodes, config.cluster.start_timeout_s) if joined else lambda: 0,
+        torch=devices.sight(),
+        here=devices.signs(),
+        joined=joined,
+    )
+    decided = replace(config, cluster=replace(config.cluster, device=device))
+    if device == "cuda":
+        if decided.cluster.gpu_memory_gib is None and torch.cuda.is_available():
+            size = torch.cuda.get_device_properties(0).total_memory / 2**30
+            decided = replace(decided, cluster=replace(decided.cluster, gpu_memory_gib=size))
+        check_gpus(decided, training)
+    check_vllm(device)
+    if training:
+        _check_spec(decided)
+    return decided
+
+
+def check_vllm(device: str) -> None:
+    """The engines' vLLM is one for the device. Its packages for a CPU say so in their name or version.
+
+    Raises:
+        UserError: it is made for GPUs, and the device is `cpu`: every engine would end at its start.
+    """
+    try:
+        version = importlib.metadata.version("vllm")
+    except importlib.metadata.PackageNotFoundError:
+        return
+    if device == "cpu" and "cpu" not in version:
+        raise UserError(
+            f"cluster.device = cpu (which auto means where there is no GPU): the vLLM installed here, {version}, "
+            "computes on GPUs alone; run with .venv/bin/python, which `make quickstart` makes, or where there are GPUs"
+        )
+
+
+def _check_spec(config: Config) -> None:
+    """The policy's layers can be had on its device. On a node without a GPU nobody can tell: there the ranks do.
+
+    Raises:
+        UserError: they cannot.
+    """
+    import torch
+
+    spec, device = config.policy.spec, config.cluster.device
+    if spec == "te" and device == "cpu":
+        raise UserError(
+            "policy.spec = te: Transformer Engine computes on CUDA alone, and cluster.device is cpu; allowed there is "
+            "local or auto"
+        )
+    installed = {str(found.name).lower().replace("_", "-") for found in importlib.metadata.distributions()}
+    missing = [name for name in TRANSFORMER_ENGINE if name not in installed]
+    if layer_spec(spec, device) == "te" and torch.cuda.is_available() and missing:
+        raise UserError(
+            f"policy.spec = {spec}: a policy on CUDA has Transformer Engine's layers, and {' and '.join(missing)} "
+            "are not installed here; install them with `make cuda`, or give policy.spec=local, which trains without, "
+            "slower"
+        )
+
+
+def _files(config: Config) -> list[str]:
+    return [file for files in given.data_files(config).values() for file in files]
+
+
+def _check_data(config: Config, missing_ok: bool) -> None:
+    """Every row of the prompts' and demonstrations' files."""
+
+    def present(files: list[str]) -> list[str]:
+        return [file for file in files if not missing_ok or Path(file).exists()]
+
+    train = present(config.data.train)
+    rows = check_files(train, config.environment, key="data.train")
+    if len(train) == len(config.data.train):
+        check_enough(config, rows, "rows in data.train")
+    check_files(present(config.data.eval), config.environment, key="data.eval")
+    if config.warmup.steps:
+        load_demonstrations(present(config.warmup.files))

@@ -1,0 +1,93 @@
+"""The command line of a preflight, and its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from skyrl_mega.config.command import DONE, FAULT, Parser, guarded
+from skyrl_mega.config.errors import UserError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns the exit code."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    p = Parser(
+        prog="python -m skyrl_mega.preflight",
+        description="Looks at every node of the cluster that RAY_ADDRESS names (without it, at this machine) before a "
+        "run. Exit codes: 0 all are fit, 1 some are not and are named, 2 the input is wrong.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--config", required=True, metavar="FILE", help="a .yaml file of a run")
+    p.add_argument("--json", action="store_true", help="the report as one JSON object on standard output")
+    p.add_argument("overrides", nargs="*", metavar="group.key=value", help="settings over the file's")
+    return guarded(lambda: _run(p.parse_intermixed_args(argv)), "--json" in argv)
+
+
+def _run(args: argparse.Namespace) -> int:
+    from skyrl_mega.config.checks import check
+    from skyrl_mega.config.compose import compose
+
+    config = compose(args.config, args.overrides)
+    check(config)
+
+    from skyrl_mega.cluster.errors import ClusterError
+    from skyrl_mega.cluster.ray_session import session
+    from skyrl_mega.envs import registry
+    from skyrl_mega.preflight import given
+    from skyrl_mega.preflight.preflight import preflight
+
+    registry.check(config.environment)
+    given.check_present(config)
+    model = Path(config.model.path)
+    given.model_config(config)
+    try:
+        with _folder(Path(config.run.directory) / config.run.name) as folder, session(actors=1):
+            report = preflight(config, model, folder, _device(config.cluster.device))
+    except ClusterError as error:
+        print(f"fault: {error}", file=sys.stderr)
+        return FAULT
+    if args.json:
+        print(json.dumps(report.values()))
+    else:
+        print(f"{report.table()}\n\n{report.summary()}")
+    return FAULT if report.bad else DONE
+
+
+def _device(wanted: str) -> str:
+    """What the run is to compute on: CUDA where anything tells of GPUs of the cluster.
+
+    This machine's own count where no other cluster is joined; those that Slurm gave are a node's of the cluster.
+    """
+    if wanted != "auto":
+        return wanted
+    import ray
+
+    from skyrl_mega.cluster.devices import sight, signs
+
+    here = signs()
+    own = here.slurm if os.environ.get("RAY_ADDRESS") else here or sight().sees
+    return "cuda" if ray.cluster_resources().get("GPU") or own else "cpu"
+
+
+@contextlib.contextmanager
+def _folder(run: Path) -> Iterator[Path]:
+    """The run's folder; one that is made for the preflight goes again."""
+    made = [p for p in (run, *run.parents) if not p.exists()]
+    try:
+        run.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"run.directory: {run} cannot be made: {error.strerror}; allowed is a folder that you may write to"
+        ) from error
+    try:
+        yield run
+    finally:
+        for folder in made:
+            with contextlib.suppress(OSError):  # a run has begun in it meanwhile
+                folder.rmdir()

@@ -1,0 +1,46 @@
+"""A refusal that says what would work."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_mega.cli.inputs import check_layouts
+from skyrl_mega.config.checks import check, check_values
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.planner import fit, fixes
+from skyrl_mega.planner.memory import on_cpu
+
+
+def wrong(config: Config, hf: Mapping[str, Any], *, planned: bool, strict: bool = False) -> UserError | None:
+    """What is wrong with settings for a model, files not looked at; None where nothing is.
+
+    `planned` is `config.checks.check`'s, `strict` is `planner.fit.check`'s.
+    """
+    try:
+        check(config, planned=planned)
+        check_layouts(config, hf)
+        fit.check(config, hf, strict=strict)
+    except UserError as error:
+        return error
+    return None
+
+
+def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned: bool) -> UserError:
+    """The refusal, and the nearest settings that pass every check of `wrong`, by estimates without a margin.
+
+    A refusal that names none of the settings that are searched, or that is about a file, stays as it is.
+    """
+    about_settings = any(key in str(error) or key.rpartition(".")[0] + ":" in str(error) for key in fixes.NEAR)
+    if not about_settings or wrong(config, hf, planned=planned) is None:
+        return error
+    found = fixes.nearest(config, lambda other: wrong(other, hf, planned=planned, strict=True), str(error))
+    more = "" if on_cpu(config) else "; --suggest searches further"
+    if found:
+        return UserError(f"{error}{more}; nearest that work: {'; or '.join(map(fixes.text, found))}")
+    try:
+        check_values(config)
+    except UserError:
+        return error  # a value outside of its own range: the line says the range, and no other setting changes that
+    return UserError(f"{error}; nothing near these settings was found to fix it{more}")

@@ -1,0 +1,128 @@
+"""`python -m skyrl_mega.report trajectories RUN_OR_FILE…`: what the policy wrote, as text or as a page.
+
+`python -m skyrl_mega.report run RUN…`: how a run went, or how several compare, as a page.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Sequence
+
+from skyrl_mega.config.command import DONE, MOST, Parser, guarded, integer, path_of
+from skyrl_mega.config.errors import UserError
+
+
+def trajectories(argv: Sequence[str]) -> None:
+    """Prints trajectories, or writes a page of them."""
+    p = Parser(
+        prog="python -m skyrl_mega.report trajectories",
+        description="Shows what the policy did: as text, or with --html as a page for a browser.",
+        allow_abbrev=False,
+    )
+    p.add_argument(
+        "paths",
+        nargs="+",
+        type=path_of,
+        metavar="RUN_OR_FILE",
+        help="runs/<name>, a file of its trajectories/, or evaluation/",
+    )
+    p.add_argument("--step", metavar="N", help="of this step, or of steps N..M")
+    p.add_argument(
+        "--status",
+        action="append",
+        default=[],
+        metavar="STATUS",
+        help="that ended so, such as truncated; may be repeated",
+    )
+    p.add_argument("--reward", metavar="MIN..MAX", help="with a reward in this range: 0.5.. or ..0 or 1")
+    p.add_argument("--search", default="", metavar="TEXT", help="with this text in a message, in any case")
+    p.add_argument(
+        "--sort",
+        default="step",
+        metavar="KEY",
+        help="step, reward, tokens, turns, seconds or prompt; -reward puts the largest first",
+    )
+    p.add_argument(
+        "--limit", type=integer(1, MOST), metavar="N", help="the first N; without it 20 as text, all of them as a page"
+    )
+    p.add_argument("--brief", action="store_true", help="one line each, without the conversation")
+    p.add_argument("--html", type=path_of, metavar="FILE", help="writes a page for a browser instead, in one file")
+    args = p.parse_args(_with_values(argv))
+
+    from skyrl_mega.report import records, show
+
+    key = args.sort.removeprefix("-")
+    if key not in records.SORTS:
+        raise UserError(f"--sort {args.sort}: allowed: {', '.join(records.SORTS)}, each also with - before it")
+    query = records.Query(
+        steps=_range("--step", args.step),
+        statuses=records.statuses(args.status),
+        reward=_range("--reward", args.reward),
+        text=args.search,
+    )
+    wanted = show.Wanted(args.paths, query, key, args.sort.startswith("-"), args.limit)
+    if args.html:
+        show.as_page(wanted, args.html)
+    else:
+        show.as_text(wanted, brief=args.brief)
+
+
+def run(argv: Sequence[str]) -> None:
+    """Writes the page of a run, or of several."""
+    p = Parser(
+        prog="python -m skyrl_mega.report run",
+        description="Writes one page on how a run went; with several runs, how they compare.",
+        allow_abbrev=False,
+    )
+    p.add_argument("runs", nargs="+", type=path_of, metavar="RUN", help="a run's folder, such as runs/<name>")
+    p.add_argument("--html", type=path_of, metavar="FILE", help="without it RUN/report.html, of the first run")
+    args = p.parse_args(argv)
+
+    from skyrl_mega.report import overview
+
+    print(overview.write(args.runs, args.html))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"trajectories": trajectories, "run": run}
+"""Subcommand → what runs with the arguments after it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a subcommand and returns the exit code: 0 done, 2 the input is wrong (one line)."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    top = Parser(prog="python -m skyrl_mega.report", description=__doc__, allow_abbrev=False)
+    top.add_argument("command", choices=COMMANDS, help="each has --help of its own")
+
+    def shown() -> int:
+        COMMANDS[top.parse_args(argv[:1]).command](argv[1:])
+        return DONE
+
+    return guarded(shown)
+
+
+def _with_values(argv: Sequence[str]) -> list[str]:
+    """`--reward -1..0` as `--reward=-1..0`: argparse takes the value for an option otherwise."""
+    out: list[str] = []
+    for word in argv:
+        if out and out[-1] in ("--reward", "--sort"):
+            out[-1] += f"={word}"
+        else:
+            out.append(word)
+    return out
+
+
+def _range(option: str, text: str | None) -> tuple[float, float] | None:
+    """`a..b`, `a..`, `..b` or `a`, ends included."""
+    if text is None:
+        return None
+    low, dots, high = text.partition("..")
+    try:
+        lowest = float(low) if low else -math.inf
+        highest = (float(high) if high else math.inf) if dots else lowest
+    except ValueError:
+        lowest = math.nan
+        highest = math.nan
+    if not lowest <= highest or not (low or high):
+        raise UserError(f"{option} {text}: allowed: a number, or a range from low to high, such as 0..1, 0.5.. or ..0")
+    return lowest, highest

@@ -1,0 +1,85 @@
+"""Suggested layouts as a table, and the settings to paste."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import yaml
+
+from skyrl_mega.cli.dry_run_text import aligned
+from skyrl_mega.planner.memory import GIB
+from skyrl_mega.planner.search import Search, Suggestion
+
+SHOWN = 10
+"""Layouts in the table."""
+PASTED = 3
+"""Layouts whose settings are written out."""
+HEAD = ("", "policy", "layout", "micro tokens", "recompute", "engines", "peak GiB", "KV tokens", "s a step")
+
+
+def text(search: Search) -> str:
+    """What a person reads."""
+    if not search.found:
+        enough = f"{search.enough} GPUs are enough" if search.enough else "give more GPUs or shorter sequences"
+        return f"nothing fits {search.gpus} GPUs, of {search.tried:,} settings tried; {enough}"
+    rows = [HEAD, *(_row(i + 1, s) for i, s in enumerate(search.found[:SHOWN]))]
+    cut = "" if search.complete else "; the search was cut short"
+    lines = [
+        f"{len(search.found):,} layouts fit {search.gpus} GPUs, of {search.tried:,} settings tried{cut}; the fastest "
+        "by estimated times:",
+        *aligned(rows, left=3),
+        "",
+        "settings for the file, in place of those that it has in the same groups (--json has them as arguments):",
+    ]
+    for number, suggestion in enumerate(search.found[:PASTED], start=1):
+        written = yaml.safe_dump(_tree(suggestion.settings), sort_keys=False).rstrip().splitlines()
+        lines += ["", f"# {number}", *(written if number == 1 else (f"# {line}" for line in written))]
+    return "\n".join(lines)
+
+
+def _tree(settings: dict[str, Any]) -> dict[str, Any]:
+    """Dotted keys as nested mappings."""
+    tree: dict[str, Any] = {}
+    for key, value in settings.items():
+        *groups, name = key.split(".")
+        inner = tree
+        for group in groups:
+            inner = inner.setdefault(group, {})
+        inner[name] = value
+    return tree
+
+
+def values(search: Search) -> dict[str, Any]:
+    """Everything found, as plain values. Bytes and seconds."""
+    return {
+        "gpus": search.gpus,
+        "tried": search.tried,
+        "complete": search.complete,
+        "enough": search.enough,
+        "found": [
+            {"overrides": s.overrides, "peak": s.peak, "kv_tokens": s.kv_tokens, "seconds": s.seconds}
+            for s in search.found
+        ],
+    }
+
+
+def _row(number: int, s: Suggestion) -> tuple[str, ...]:
+    policy, rollout = s.config.policy, s.config.rollout
+    return (
+        str(number),
+        str(policy.ranks),
+        _layout(s),
+        str(policy.micro_tokens),
+        "yes" if policy.recompute else "no",
+        f"{rollout.engines} × TP{rollout.tensor}",
+        f"{s.peak / GIB:.1f}",
+        f"{s.kv_tokens:,}",
+        f"{s.seconds:.1f}",
+    )
+
+
+def _layout(s: Suggestion) -> str:
+    p = s.parallel
+    sizes = {"TP": p.tensor, "PP": p.pipeline, "VPP": p.virtual_pipeline, "CP": p.context, "EP": p.expert}
+    sizes |= {"ETP": p.expert_tensor, "DP": p.data}
+    return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "alone"

@@ -1,0 +1,188 @@
+"""The command line: compose, check, make ready, train; and the exit code.
+
+Modules that are slow to import come in only when what stands before them has passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from skyrl_mega.cluster.supervisor import STOPPED
+from skyrl_mega.config.command import DONE, FAULT, Parser, guarded
+from skyrl_mega.config.derived import idle_gpus
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.trainer.shutdown import ShutdownRequest, Stopped
+
+
+def parser() -> argparse.ArgumentParser:
+    """The arguments of `python -m skyrl_mega.launch`."""
+    p = Parser(
+        prog="python -m skyrl_mega.launch",
+        description="Trains as a configuration file says. Exit codes: 0 done, 2 the input is wrong, 1 a fault, "
+        "75 stopped early; the same command goes on.",
+        allow_abbrev=False,
+    )
+    p.add_argument("--config", required=True, metavar="FILE", help="a .yaml file, such as configs/quickstart.yaml")
+    p.add_argument(
+        "--directory", metavar="DIR", help="where relative paths of the settings begin (default: the current directory)"
+    )
+    p.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check, print layout, memory, sync plan and estimated times, and stop; needs no GPU",
+    )
+    p.add_argument("--settings", action="store_true", help="--dry-run prints every setting as well, at the end")
+    p.add_argument(
+        "--suggest",
+        nargs="?",
+        const="",
+        metavar="GPUS",
+        help="search layouts for so many GPUs (default: those of the settings), print those that fit, and stop",
+    )
+    p.add_argument("--json", action="store_true", help="steps and summary, or the plan, as JSON on standard output")
+    p.add_argument("overrides", nargs="*", metavar="group.key=value", help="settings over the file's: run.seed=1")
+    return p
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs the command and returns the exit code."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    return stoppable(lambda: _run(parser().parse_intermixed_args(argv)), "--json" in argv)
+
+
+def stoppable(run: Callable[[], int], as_json: bool) -> int:
+    """`command.guarded`, for a command that a signal may stop."""
+    try:
+        return guarded(run, as_json)
+    except Stopped:  # the supervisor says so
+        return STOPPED
+
+
+def _run(args: argparse.Namespace) -> int:
+    from skyrl_mega.config.checks import check
+    from skyrl_mega.config.compose import compose
+
+    if args.suggest and not args.suggest.isdigit():  # a setting that stands behind it
+        args.overrides, args.suggest = [args.suggest, *args.overrides], ""
+    file = args.config
+    if args.directory:
+        file = Path(file).absolute()
+        _enter(args.directory)
+    config = compose(file, args.overrides)
+    if args.suggest is not None:
+        return _suggest(config, args.suggest, as_json=args.json)
+    if args.dry_run:
+        return _dry_run(config, as_json=args.json, settings=args.settings)
+    if args.settings:
+        raise UserError("--settings: it is for --dry-run; a run writes its settings to config.yaml")
+
+    from skyrl_mega.cli import inputs, refusal, resuming
+
+    try:
+        check(config)
+        hf = inputs.check_inputs(config)
+    except UserError as error:
+        raise _with_fix(error, config) from error
+
+    from skyrl_mega.telemetry.console import Console
+    from skyrl_mega.telemetry.run_dir import run_folder
+
+    changed = resuming.changes(config)
+    with Console(as_json=args.json) as console, run_folder(config) as folder:
+        console.log_to(folder / "logs" / "run.log")
+        if changed:
+            console.say(resuming.told(changed))
+        if done := resuming.nothing_left(config):
+            console.say(done)
+            return DONE
+        config = inputs.prepare(config, console)
+        if misfit := refusal.wrong(config, hf, planned=False):
+            raise refusal.with_fix(misfit, config, hf, planned=False)
+
+        if config.cluster.device == "cuda" and (idle := idle_gpus(config)):
+            console.say(f"note: {idle}")
+
+        from skyrl_mega.cluster.errors import ActorFailed, ClusterError
+        from skyrl_mega.report.overview import at_the_end
+        from skyrl_mega.trainer.checkpoints import resumes_from
+        from skyrl_mega.trainer.health.watch import CannotLearn
+        from skyrl_mega.trainer.train import train
+
+        try:
+            train(config, folder, console)
+        except (ActorFailed, ClusterError, CannotLearn, OSError) as error:
+            if ShutdownRequest().at_once:
+                raise Stopped from error
+            console.say(f"fault: {error}")
+            console.say(f"  logs  {folder / 'logs'}; {resumes_from(folder / 'checkpoints')}")
+            if isinstance(error, OSError):  # a disk that is full or gone: where, only the traceback tells
+                _keep_traceback(folder)
+            at_the_end(folder, console.say)  # once more, or first: it names the fault
+            return FAULT
+        except UserError as error:
+            console.note(f"fault: {error}")  # the terminal has it as this command's last line
+            at_the_end(folder, console.say)
+            raise
+        except Exception:
+            _keep_traceback(folder)
+            at_the_end(folder, console.say)
+            raise
+    return DONE
+
+
+def _dry_run(config: Config, *, as_json: bool, settings: bool) -> int:
+    from skyrl_mega.cli import dry_run, dry_run_text
+    from skyrl_mega.config.compose import dump
+    from skyrl_mega.config.secrets import all_hidden
+
+    found = all_hidden(dry_run.values(config, *dry_run.checked(config)))
+    print(json.dumps(found) if as_json else dry_run_text.text(found))
+    if settings and not as_json:
+        print(f"\nsettings:\n\n{dump(config)}", end="")
+    return DONE
+
+
+def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
+    from skyrl_mega.cli import inputs, suggest_text
+    from skyrl_mega.planner import search
+
+    hf, _ = inputs.planned_inputs(config)
+    found = search.search(config, hf, int(gpus) if gpus else None)
+    print(json.dumps(suggest_text.values(found)) if as_json else suggest_text.text(found))
+    return DONE
+
+
+def _with_fix(error: UserError, config: Config) -> UserError:
+    """The refusal with what would work, where the model can be read."""
+    from skyrl_mega.cli import inputs, refusal
+
+    try:
+        hf = inputs.model_config(config)
+    except UserError:
+        return error
+    return refusal.with_fix(error, config, hf, planned=False)
+
+
+def _enter(directory: str) -> None:
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        raise UserError(
+            f"--directory {directory}: {error.strerror}; give a folder that exists, seen by every node of a cluster"
+        ) from error
+
+
+def _keep_traceback(folder: Path) -> None:
+    told = traceback.format_exc()
+    try:
+        with (folder / "logs" / "run.log").open("a") as log:
+            log.write(told)
+    except OSError:  # the log is on the disk that is full or gone
+        print(told, file=sys.stderr)

@@ -1,0 +1,140 @@
+"""`python -m skyrl_mega.weights plan`: what a weight sync moves, over which links, in what time. Needs no GPU.
+
+`python -m skyrl_mega.weights check`: whether the engines compute with what the policy holds, after real syncs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.config.checks import check_topology, check_values
+from skyrl_mega.config.command import DONE, FAULT, Parser, guarded
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+
+
+def plan(argv: Sequence[str]) -> int:
+    """Prints the transfer plan of a run's settings."""
+    p = _parser("plan", "Plans a weight sync from the settings and config.json alone, and prints what it costs.")
+    args = p.parse_intermixed_args(argv)
+    config, hf = _settings(args)
+
+    from skyrl_mega.weights.plan import report
+    from skyrl_mega.weights.plan.cost import cost, host_time
+    from skyrl_mega.weights.plan.sync_plan import sync_plan, wire_text
+
+    start = time.perf_counter()
+    made = sync_plan(config, hf)
+    seconds = time.perf_counter() - start
+    count, host = cost(made), host_time(made, int(config.weights.bucket_mib * 2**20))
+    if args.json:
+        print(json.dumps(report.values(made, count, host, seconds, wire_text(config))))
+    else:
+        print(f"{_title(config)}\n\n{report.table(made, count, host, seconds)}")
+    return DONE
+
+
+def check(argv: Sequence[str]) -> int:
+    """Starts policy and engines, synchronises twice, and compares every engine's parameters with the policy's."""
+    p = _parser("check", "Starts policy and engines, synchronises twice, and compares all weights, name by name.")
+    args = p.parse_intermixed_args(argv)
+    if args.config is None:
+        raise UserError("--config is missing: give the .yaml file of a run, such as configs/quickstart.yaml")
+
+    from skyrl_mega.cli.weights_check import compare, table
+    from skyrl_mega.cluster.errors import ActorFailed, ClusterError
+
+    model = [f"model.path={args.model}"] if args.model else []
+    try:
+        compared = compare(args.config, [*args.overrides, *model], as_json=args.json)
+    except (ActorFailed, ClusterError) as error:
+        print(f"fault: {error}", file=sys.stderr)
+        return FAULT
+    if args.json:
+        print(json.dumps([asdict(worker) for worker in compared]))
+    else:
+        print(table(compared))
+    return FAULT if any(worker.different for worker in compared) else DONE
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"plan": plan, "check": check}
+"""Subcommand → what runs with the arguments after it."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a subcommand and returns the exit code."""
+    argv = list(sys.argv[1:] if arguments is None else arguments)
+    top = Parser(prog="python -m skyrl_mega.weights", description=__doc__, allow_abbrev=False)
+    top.add_argument("command", choices=COMMANDS, help="each has --help of its own")
+    return guarded(lambda: COMMANDS[top.parse_args(argv[:1]).command](argv[1:]), "--json" in argv)
+
+
+def _parser(command: str, about: str) -> Parser:
+    """What every subcommand takes: the settings of a run."""
+    p = Parser(prog=f"python -m skyrl_mega.weights {command}", description=about, allow_abbrev=False)
+    p.add_argument("--config", metavar="FILE", help="a .yaml file of a run; without one the defaults hold")
+    p.add_argument(
+        "--model", metavar="PATH", help="config.json, its directory, or a known model such as Qwen/Qwen3-30B-A3B"
+    )
+    p.add_argument("--json", action="store_true", help="everything as one JSON object on standard output")
+    p.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="group.key=value",
+        help="settings over the file's: policy.ranks=32 policy.layout.tensor=2 policy.layout.expert=8 "
+        "rollout.engines=4 rollout.tensor=8 rollout.options.enable_expert_parallel=true cluster.shared=true",
+    )
+    return p
+
+
+def _settings(args: argparse.Namespace) -> tuple[Config, Mapping[str, Any]]:
+    """The settings, and config.json of the model. What only a run needs (data, devices) is not asked for."""
+    config = compose(args.config, args.overrides)
+    if args.model is not None:
+        config.model.path = args.model
+    check_values(config)
+    check_topology(config)
+    path = Path(config.model.path)
+    if not config.model.path:
+        raise UserError("model.path is not set: allowed is a Hugging Face directory or its config.json; give --model")
+    if config.model.build is not None and not path.exists():
+        from skyrl_mega.models.tiny import hf_config
+
+        return config, hf_config(config.model.build)
+    from skyrl_mega.hf_checkpoint.index import read_config
+    from skyrl_mega.models.published import hub_name, known
+
+    if not path.exists() and hub_name(path):
+        return config, known(path)
+    return config, read_config(path.parent if path.name == "config.json" else path)
+
+
+def _title(config: Config) -> str:
+    """One line: the model, both layouts and where they sit."""
+    from skyrl_mega.config.derived import engine_data, expert_parallel, policy_ranks
+
+    layout, rollout = config.policy.layout, config.rollout
+    cuts = {
+        "TP": layout.tensor,
+        "PP": layout.pipeline,
+        "VPP": layout.virtual_pipeline,
+        "CP": layout.context,
+        "EP": layout.expert,
+        "ETP": layout.expert_tensor or 1,
+    }
+    policy = " ".join(f"{name}{size}" for name, size in cuts.items() if size > 1) or "data parallel"
+    engine = f"TP{rollout.tensor}" + (f" DP{data}" if (data := engine_data(rollout)) > 1 else "")
+    wire = f"{config.model.dtype}{' (FP8 on the wire)' if config.weights.wire == 'fp8' else ''}"
+    where = "on the same GPUs" if config.cluster.shared else "on GPUs of their own"
+    return (
+        f"{config.model.path}, {wire}: {policy_ranks(config)} policy ranks ({policy}) → "
+        f"{rollout.engines} × {engine}{' EP' if expert_parallel(rollout) else ''}, {where}"
+    )

@@ -1,0 +1,51 @@
+"""Whether the engines compute with the policy's weights: both started, synchronised twice, and compared."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Sequence
+
+from skyrl_mega.cli import inputs
+from skyrl_mega.config.checks import check
+from skyrl_mega.config.compose import compose
+from skyrl_mega.telemetry.console import Console
+from skyrl_mega.telemetry.run_dir import run_folder
+from skyrl_mega.trainer.setup import open_run
+from skyrl_mega.weights.sync import Compared
+
+
+def compare(file: str, overrides: Sequence[str], *, as_json: bool = False) -> list[Compared]:
+    """Starts policy and engines as the run of a configuration file would, from `model.path` and without training.
+
+    Args:
+        file, overrides: As the launcher takes them.
+        as_json: Standard output is left alone; people read standard error.
+
+    Returns:
+        One entry per engine worker.
+
+    Raises:
+        UserError: The settings are wrong.
+        ActorFailed: An actor died, raised or did not answer; names the root cause.
+    """
+    with tempfile.TemporaryDirectory(prefix="weights-check-") as place:
+        mine = [f"run.directory={place}", "warmup.steps=0", "checkpoint.resume=false", "telemetry.trackers=[]"]
+        config = compose(file, [*overrides, *mine])
+        check(config)
+        inputs.check_inputs(config)
+        with Console(as_json=as_json) as console, run_folder(config) as folder:
+            config = inputs.prepare(config, console)
+            with open_run(config, folder, console) as run:
+                with console.phase("second sync"):
+                    run.sync.sync(run.step)
+                with console.phase("compare"):
+                    return run.sync.check()
+
+
+def table(compared: Sequence[Compared]) -> str:
+    """A line per worker, then every parameter that differs."""
+    lines = [f"{'engine':>6} {'worker':>6} {'parameters':>10} {'bytes':>16} {'different':>9}"]
+    lines += [f"{c.engine:6} {c.worker:6} {c.parameters:10} {c.bytes:16,} {len(c.different):9}" for c in compared]
+    for c in compared:
+        lines += [f"different: engine {c.engine} worker {c.worker}: {name}" for name in c.different]
+    return "\n".join(lines)

@@ -1,0 +1,220 @@
+"""Which process sits on which node and device: one order for the dry run, for Ray and for the weight sync's plan.
+
+Policy ranks come first, then those of a reference of its own, then engines. `place` says it from the settings alone;
+`actual` says it of processes that are up, in the same numbers where they sit as planned.
+
+A device is one integer, node · per_node + GPU. On CPUs every process is a device of its own.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+from skyrl_mega.cluster.actor_process import Location
+from skyrl_mega.cluster.placement import spread
+from skyrl_mega.config.derived import engine_ranks, policy_ranks, reference_ranks
+from skyrl_mega.config.schema import Config
+
+SHOWN = 4
+"""Processes named of those that are placed otherwise than planned."""
+
+
+@dataclass(frozen=True)
+class RunPlacement:
+    """The device of every process of a run."""
+
+    policy: tuple[int, ...]
+    """By rank."""
+    reference: tuple[int, ...]
+    """By rank of a reference with a layout of its own."""
+    engines: tuple[int, ...]
+    """By worker: those of engine 0, of engine 1, …"""
+    per_node: int
+    """Devices of a node."""
+
+    def node(self, device: int) -> int:
+        """The node of a device."""
+        return device // self.per_node
+
+    @property
+    def nodes(self) -> int:
+        """Nodes up to the last one that holds something."""
+        return self.node(max((*self.policy, *self.reference, *self.engines))) + 1
+
+
+def place(config: Config) -> RunPlacement:
+    """Where the settings put every process.
+
+    On GPUs a node takes as many consecutive ranks as it has GPUs, and what is left of them goes to the node with most
+    free GPUs; an engine that fits into a node never straddles two. On CPUs processes are spread over `cluster.nodes`,
+    tensor parallel groups and engines whole.
+    """
+    if config.cluster.device == "cpu":
+        return _on_cpus(config, *nodes_of_cpus(config, config.cluster.nodes))
+    free = _Free(config.cluster.gpus_per_node, config.cluster.nodes)
+    policy, reference = free.ranks(policy_ranks(config)), free.ranks(reference_ranks(config))
+    size = engine_ranks(config.rollout)
+    if config.cluster.shared:
+        engines = tuple(range(config.rollout.engines * size))
+    else:
+        engines = free.groups(config.rollout.engines, size)
+    return RunPlacement(policy, reference, engines, free.per_node)
+
+
+class _Free:
+    """GPUs that are still free, of nodes that are all alike; more nodes are added where these have no room.
+
+    As Ray packs placement groups (seen with Ray 2.60 on nodes of 8 GPUs): what has to be together goes to the node with
+    most free GPUs.
+    """
+
+    def __init__(self, per_node: int, nodes: int) -> None:
+        self.per_node = per_node
+        self.taken = [0] * nodes
+        """By node, how many of its GPUs are taken: the first ones."""
+
+    def ranks(self, count: int) -> tuple[int, ...]:
+        """Devices of ranks that fill whole nodes, and then one that has room for the rest."""
+        sizes = [min(self.per_node, count - first) for first in range(0, count, self.per_node)]
+        return tuple(device for size in sizes for device in self._take(self._emptiest(size), size))
+
+    def groups(self, count: int, size: int) -> tuple[int, ...]:
+        """Devices of `count` groups of `size`, each within a node: as many as fit into one node, then the next.
+
+        Numbered as `placement.by_gpu` numbers those that are up: nodes with most groups first.
+        """
+        if size > self.per_node:  # no run has it
+            return self._whole_nodes(count, size)
+        places: list[range] = []
+        while len(places) < count:
+            node = self._emptiest(size)
+            room = (self.per_node - self.taken[node]) // size
+            places += [self._take(node, size) for _ in range(min(room, count - len(places)))]
+        groups = Counter(place[0] // self.per_node for place in places)
+        places.sort(key=lambda place: (-groups[place[0] // self.per_node], place[0]))
+        return tuple(device for place in places for device in place)
+
+    def _emptiest(self, size: int) -> int:
+        """The first of the nodes with most free GPUs, a new one if that has not enough."""
+        node = min(range(len(self.taken)), key=lambda n: self.taken[n], default=0)
+        if not self.taken or self.taken[node] + size > self.per_node:
+            node = len(self.taken)
+            self.taken.append(0)
+        return node
+
+    def _take(self, node: int, size: int) -> range:
+        first = node * self.per_node + self.taken[node]
+        self.taken[node] += size
+        return range(first, first + size)
+
+    def _whole_nodes(self, count: int, size: int) -> tuple[int, ...]:
+        """Groups that no node can hold, one after the other behind all that is taken."""
+        used = [node for node, taken in enumerate(self.taken) if taken]
+        first = (max(used) + 1 if used else 0) * self.per_node
+        return tuple(range(first, first + count * size))
+
+
+def nodes_of_cpus(config: Config, nodes: int) -> tuple[list[int], list[int], list[int]]:
+    """On CPUs, the node of every policy rank, reference rank and engine: an equal share of them for each node, in
+    order. A tensor parallel group stays on one node; with `cluster.shared` an engine is where its policy ranks are."""
+    policy, reference, engines = policy_ranks(config), reference_ranks(config), config.rollout.engines
+    size = engine_ranks(config.rollout)
+    units = _tensor_groups(policy, config.policy.layout.tensor)
+    if config.reference.layout:
+        units += _tensor_groups(reference, config.reference.layout.tensor)
+    apart = not config.cluster.shared
+    where = spread(units + [1] * engines * apart, range(nodes))
+    first, second = policy, policy + reference
+    ranks = where[:first]
+    beside = [ranks[min(engine * size, policy - 1)] for engine in range(engines)]
+    return ranks, where[first:second], where[second:] if apart else beside
+
+
+def _on_cpus(config: Config, policy: Sequence[int], reference: Sequence[int], engines: Sequence[int]) -> RunPlacement:
+    """Devices from nodes: one for each process, in order; a worker shares that of the policy rank of its number where
+    `cluster.shared` says so and both are on one node."""
+    workers = [node for node in engines for _ in range(engine_ranks(config.rollout))]
+    shares = [config.cluster.shared and policy[w : w + 1] == [node] for w, node in enumerate(workers)]
+    own = [node for node, share in zip(workers, shares, strict=True) if not share]
+    per_node = max(config.cluster.gpus_per_node, *Counter([*policy, *reference, *own]).values())
+    used: Counter[int] = Counter()
+
+    def device(node: int) -> int:
+        used[node] += 1
+        return node * per_node + used[node] - 1
+
+    ranks, others = tuple(map(device, policy)), tuple(map(device, reference))
+    found = (ranks[w] if share else device(node) for w, (node, share) in enumerate(zip(workers, shares, strict=True)))
+    return RunPlacement(ranks, others, tuple(found), per_node)
+
+
+def _tensor_groups(ranks: int, tensor: int) -> list[int]:
+    """Consecutive ranks that belong together."""
+    whole, rest = divmod(ranks, tensor)
+    return [tensor] * whole + [rest] * bool(rest)
+
+
+def actual(config: Config, policy: Sequence[Location], engines: Sequence[Location]) -> RunPlacement:
+    """Where policy and engines really are; a reference, which no plan has, is left where it is planned.
+
+    Nodes have the numbers of the plan where processes are on nodes as planned.
+
+    Args:
+        policy: By rank.
+        engines: By engine.
+    """
+    planned, size = place(config), engine_ranks(config.rollout)
+    wanted = [planned.node(device) for device in (*planned.policy, *planned.engines[::size])]
+    number = _numbers([at.node for at in (*policy, *engines)], wanted, {*map(planned.node, planned.reference)})
+    ranks, hosts = [number[at.node] for at in policy], [number[at.node] for at in engines]
+    if not all(at.gpus for at in policy):
+        return _on_cpus(config, ranks, [*map(planned.node, planned.reference)], hosts)
+    index = _indices([*policy, *engines], planned.per_node)
+    per_node = max(planned.per_node, *(i + 1 for i in index.values()))
+
+    def devices(places: Sequence[Location]) -> tuple[int, ...]:
+        return tuple(number[at.node] * per_node + index[at.node, gpu] for at in places for gpu in at.gpus)
+
+    own = devices(policy)
+    workers = own[: len(planned.engines)] if config.cluster.shared else devices(engines)
+    return RunPlacement(own, planned.reference, workers, per_node)
+
+
+def differences(planned: RunPlacement, found: RunPlacement) -> str:
+    """For people: processes that are not on the node and device that were planned, the first few of them."""
+    lines = []
+    for name, want, have in (("policy rank", planned.policy, found.policy), ("worker", planned.engines, found.engines)):
+        for number, (a, b) in enumerate(zip(want, have, strict=True)):
+            at = [(p.node(device), device % p.per_node) for p, device in ((planned, a), (found, b))]
+            if at[0] != at[1]:
+                planned_at, found_at = (f"node {node} device {index}" for node, index in at)
+                lines.append(f"{name} {number} on {found_at}, not {planned_at}")
+    return "; ".join(lines[:SHOWN]) + (f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "")
+
+
+def _numbers(nodes: Sequence[str], wanted: Sequence[int], reserved: set[int]) -> dict[str, int]:
+    """A number for each node: the one that its first process wants, or else the first that no other process wants."""
+    number: dict[str, int] = {}
+    for node, want in zip(nodes, wanted, strict=True):
+        if node not in number and want not in number.values():
+            number[node] = want
+    spare = (n for n in count() if n not in {*number.values(), *reserved})
+    for node in nodes:
+        if node not in number:
+            number[node] = next(spare)
+    return number
+
+
+def _indices(places: Sequence[Location], per_node: int) -> dict[tuple[str, str], int]:
+    """(node, GPU) → its index in the node: its own number, or its place among those in use where one has none."""
+    gpus: dict[str, list[str]] = {}
+    for at in places:
+        gpus.setdefault(at.node, []).extend(gpu for gpu in at.gpus if gpu not in gpus.get(at.node, ()))
+    return {
+        (node, gpu): int(gpu) if all(g.isdigit() and int(g) < per_node for g in found) else i
+        for node, found in gpus.items()
+        for i, gpu in enumerate(found)
+    }

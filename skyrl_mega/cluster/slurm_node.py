@@ -1,0 +1,366 @@
+"""One node's part in a Slurm job: Ray on it and, on the first node, the launcher, once.
+
+    srun --ntasks-per-node=1 … python -m skyrl_mega.cluster.slurm_node FOLDER LAUNCHER-ARGUMENTS…
+
+`launch/slurm.sh` calls it, in a container or not. The nodes find each other through FOLDER, which all of them see:
+
+    address          where the head of the Ray cluster listens; it takes whatever ports the system gives it
+    up/NODE          this node's Ray runs
+    failed/NODE      it does not, and why
+    stop             written by the batch script: checkpoint and end (SIGUSR1 for the launcher)
+    code             the launcher's exit code; the job is over
+    NODE.log         what `ray start` said there
+
+Every wait is bounded, and at the end, whatever it is, a node ends what it has started. A signal is noted, and found
+where this part waits; nothing is raised into a call. Standard library only: it waits for hours beside a run.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from skyrl_mega.cluster.actor_process import address_of, start_guard
+from skyrl_mega.cluster.ray_session import ENVIRONMENT
+
+FAULT, CANCELLED = 1, 143
+LOOK_EVERY_S = 0.5
+TRIES = 3
+"""How often a node tries to start Ray."""
+TERMINATE_S = 10.0
+"""How long processes may take to end by themselves: two of them one after the other, within Slurm's KillWait (30 s)."""
+
+ANY_PORT = [
+    f"--{port}=0"
+    for port in (
+        "object-manager-port",
+        "node-manager-port",
+        "min-worker-port",
+        "max-worker-port",
+        "dashboard-agent-listen-port",
+        "dashboard-agent-grpc-port",
+        "runtime-env-agent-port",
+        "metrics-export-port",
+    )
+]
+"""The system picks every port when it is opened, so no other run on the node can have taken it."""
+HEAD = ["--head", "--port=0", "--include-dashboard=false", "--no-monitor"]
+
+
+class Ended(Exception):
+    """This node's part is over; `code` is its exit code."""
+
+    def __init__(self, code: int, why: str) -> None:
+        super().__init__(why)
+        self.code = code
+
+
+class NodeFailed(Ended):
+    """It is over because of this node: the job may go on without."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(FAULT, why)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The allocation, as this node sees it."""
+
+    folder: Path
+    node: str
+    rank: int
+    """0 on the first node, which is the batch script's too."""
+    nodes: tuple[str, ...]
+    """All of them."""
+    cpus: int
+    """Of this node, and so are the GPUs."""
+    gpus: int
+    name: str
+    """Unlike that of any other job, and of any earlier start of this one."""
+    wait_s: float
+    """Seconds for all nodes to be there."""
+    interface: str | None
+    """Network interface that Ray listens on; None leaves the choice to Ray."""
+    began: float = field(default_factory=time.monotonic)
+
+    @classmethod
+    def of(cls, folder: Path, env: Mapping[str, str]) -> Job:
+        """From Slurm's variables and ours."""
+        return cls(
+            folder=folder,
+            node=env["SLURMD_NODENAME"],
+            rank=int(env["SLURM_PROCID"]),
+            nodes=tuple(env["SKYRL_MEGA_NODES"].split(",")),
+            cpus=int(env["SLURM_CPUS_ON_NODE"]),
+            gpus=int(env.get("SLURM_GPUS_ON_NODE") or 0),
+            name=f"{env['SLURM_JOB_ID']}-{env.get('SLURM_RESTART_COUNT') or 0}",
+            wait_s=float(env.get("SKYRL_MEGA_START_S") or 600),
+            interface=env.get("SKYRL_MEGA_INTERFACE") or None,
+        )
+
+    def say(self, text: str) -> None:
+        """One line of the job's output, with the seconds since this part began."""
+        print(f"[{time.monotonic() - self.began:5.0f} s] {text}", flush=True)
+
+    def names(self, what: str) -> list[str]:
+        """The nodes that are `up`, or have `failed`."""
+        return sorted(file.name for file in (self.folder / what).iterdir())
+
+    def mark(self, file: str, text: str = "") -> None:
+        """Writes a file of the folder, whole or not at all."""
+        partial = self.folder / f".{self.node}.partial"
+        partial.write_text(text)
+        partial.rename(self.folder / file)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Plays this node's part and returns its exit code; on the first node that is the launcher's."""
+    folder, *launcher = sys.argv[1:] if arguments is None else arguments
+    job = Job.of(Path(folder), os.environ)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, _note)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # some sites' Slurm sends it to every process: `stop` is what counts
+    for name in ("up", "failed"):
+        (job.folder / name).mkdir(parents=True, exist_ok=True)
+    code = FAULT
+    try:
+        code = head(job, launcher) if job.rank == 0 else worker(job)
+    except Ended as ended:
+        job.say(f"{job.node}: {ended}")
+        # What keeps the very first Ray process from starting is rather the installation's fault than the node's.
+        if isinstance(ended, NodeFailed) and (job.rank or job.names("up")):
+            job.mark(f"failed/{job.node}", str(ended))
+        code = ended.code
+    finally:
+        if job.rank == 0:
+            job.mark("code", str(code))
+    return code
+
+
+def head(job: Job, launcher: Sequence[str]) -> int:
+    """The settings checked, Ray's head, all nodes waited for, the launcher once; returns its exit code."""
+    given = [f"cluster.nodes={len(job.nodes)}", *([f"cluster.gpus_per_node={job.gpus}"] if job.gpus else [])]
+    command = [sys.executable, "-m", "skyrl_mega.launch", *given, *launcher]
+    job.say(shlex.join(["python", *command[1:]]))
+    checking = subprocess.Popen([*command, "--dry-run"], stdout=subprocess.DEVNULL, env=_environment())
+    try:
+        while (code := checking.poll()) is None:
+            pause()
+    finally:
+        _end(checking)
+    if code:
+        raise Ended(code, "the launcher refuses its arguments")
+    with RayNode(job, HEAD) as node:
+        address = node.started()
+        job.mark("address", address)
+        job.mark(f"up/{job.node}")
+        job.say(f"Ray listens at {address} ({job.node})")
+        wait_for_all(job, node)
+        process = subprocess.Popen(command, env={**_environment(), "RAY_ADDRESS": address, "PYTHONUNBUFFERED": "1"})
+        try:
+            code = watch(job, node, process)
+        finally:
+            _end(process)
+        job.say(f"the launcher ended with {code}")
+        return code
+
+
+def wait_for_all(job: Job, node: RayNode) -> None:
+    """Returns when every node is up, and says meanwhile who is.
+
+    Raises:
+        Ended: One failed, or some did not come in time; names them.
+    """
+    told: list[str] = []
+    while True:
+        up = job.names("up")
+        if up != told:
+            job.say(f"{len(up)} of {len(job.nodes)} nodes are up: {', '.join(up)}")
+            told = up
+        if len(up) == len(job.nodes):
+            return
+        check_all(job, node)
+        if time.monotonic() - job.began > job.wait_s:
+            missing = ", ".join(sorted(set(job.nodes) - set(up)))
+            raise Ended(FAULT, f"{missing} did not come up within {job.wait_s:g} s (SKYRL_MEGA_START_S)")
+        pause()
+
+
+def check_all(job: Job, node: RayNode) -> None:
+    """Raises Ended where Ray has ended on this node or on another."""
+    node.check()
+    if failed := job.names("failed"):
+        raise Ended(FAULT, "; ".join(f"{name}: {(job.folder / 'failed' / name).read_text()}" for name in failed))
+
+
+def watch(job: Job, node: RayNode, launcher: subprocess.Popen[bytes]) -> int:
+    """Waits for the launcher's end; tells it to leave when the batch script says so.
+
+    Raises:
+        Ended: A node failed.
+    """
+    told = False
+    while (code := launcher.poll()) is None:
+        check_all(job, node)
+        if not told and (job.folder / "stop").exists() and _takes_signals(launcher.pid):
+            told = True
+            job.say("asked to end: the launcher writes a checkpoint")
+            launcher.send_signal(signal.SIGUSR1)
+        pause()
+    return code if code >= 0 else 128 - code
+
+
+def worker(job: Job) -> int:
+    """Ray on another node, until the job is over."""
+    while not (address := job.folder / "address").exists():
+        if (job.folder / "code").exists():
+            return 0
+        if time.monotonic() - job.began > job.wait_s:
+            raise Ended(FAULT, f"the head did not come up within {job.wait_s:g} s")
+        pause()
+    with RayNode(job, [f"--address={address.read_text()}"]) as node:
+        node.started()
+        job.mark(f"up/{job.node}")
+        while not (job.folder / "code").exists():
+            node.check()
+            pause()
+    return 0
+
+
+class RayNode:
+    """`ray start --block` on this node, for the length of a `with` block.
+
+    Nothing of it is left afterwards, nor when this process dies.
+    """
+
+    def __init__(self, job: Job, options: Sequence[str]) -> None:
+        self.job, self.log = job, job.folder / f"{job.node}.log"
+        self.folder = Path("/tmp") / f"skyrl-{job.name}"
+        self.ray = self.folder / "r"
+        """Ray's own part of it, which Ray opens to every user; the folder above is closed to them."""
+        self.command = [
+            *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
+            *(f"--temp-dir={self.ray}", f"--num-cpus={job.cpus}", f"--num-gpus={job.gpus}"),
+            *(*ANY_PORT, "--include-log-monitor=false", *options),
+            *([f"--node-ip-address={_address(job.interface)}"] if job.interface else []),
+            *os.environ.get("SKYRL_MEGA_RAY_OPTIONS", "").split(),
+        ]
+
+    def __enter__(self) -> RayNode:
+        shutil.rmtree(self.folder, ignore_errors=True)  # of a power failure
+        self.folder.mkdir(mode=0o700)  # refuses another's
+        self._guard = start_guard("cluster", str(self.folder))
+        self._start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        _end(self._process)
+        assert self._guard.stdin is not None
+        self._guard.stdin.close()
+        self._guard.wait()
+
+    def _start(self) -> None:
+        # What a killed process of Ray leaves in its temporary folder goes with this one.
+        env = {**_environment(), "TMPDIR": str(self.folder)}
+        with self.log.open("ab") as output:
+            self._process = subprocess.Popen(self.command, env=env, stdout=output, stderr=output)
+
+    def started(self) -> str:
+        """Waits until this node is part of the cluster; returns the cluster's address.
+
+        Raises:
+            NodeFailed: It is not, in time or after so many tries: Ray itself gives a busy machine no more than 30 s.
+        """
+        written = self.ray / "ray_current_cluster"  # Ray's last act in starting a node
+        tries = 1
+        while not written.exists():
+            if self._process.poll() is not None and tries < TRIES:
+                tries += 1
+                self.job.say(f"{self.job.node}: Ray did not start; try {tries} of {TRIES}")
+                self._start()
+            self.check()
+            if time.monotonic() - self.job.began > self.job.wait_s:
+                raise NodeFailed(f"Ray did not start within {self.job.wait_s:g} s; its log: {self.log}")
+            pause()
+        return written.read_text().strip()
+
+    def check(self) -> None:
+        """Raises NodeFailed if Ray has ended here before the job has."""
+        if self._process.poll() is not None and not (self.job.folder / "code").exists():
+            lines = self.log.read_text().strip().splitlines()
+            raise NodeFailed(f"Ray ended ({lines[-1].strip() if lines else 'without a word'}); its log: {self.log}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(TERMINATE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _environment() -> dict[str, str]:
+    """Ours and Ray's settings, without those that would make Ray a private one."""
+    private = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_ADDRESS")
+    hook = {"RAY_START_HOOK": "skyrl_mega.cluster.slurm_node.without_client"}
+    return {**ENVIRONMENT, **{k: v for k, v in os.environ.items() if k not in private}, **hook}
+
+
+def without_client(parameters: Any, head: bool) -> None:
+    """Ray calls this before it starts a node. Its client server has a fixed port, and there is no flag against it."""
+    parameters.ray_client_server_port = None
+
+
+def _address(interface: str) -> str:
+    try:
+        address = address_of(interface)
+    except OSError as error:
+        raise NodeFailed(f"SKYRL_MEGA_INTERFACE={interface}: there is no such network interface") from error
+    if address is None:
+        raise NodeFailed(f"SKYRL_MEGA_INTERFACE={interface}: it has no IPv4 address")
+    return address
+
+
+def _takes_signals(process: int) -> bool:
+    """Whether a process is a supervisor that waits for signals yet; before that one would be lost.
+
+    The kernel does not show a signal as blocked while somebody waits for it. SIGTTOU is blocked with the others, and
+    nobody waits for it (`cluster.driver`).
+    """
+    status = Path(f"/proc/{process}/status").read_text()
+    return bool(int(status.partition("SigBlk:")[2].split()[0], 16) >> (signal.SIGTTOU - 1) & 1)
+
+
+_came: list[int] = []
+"""Signals that have come."""
+
+
+def _note(number: int, frame: FrameType | None) -> None:
+    _came.append(number)
+
+
+def pause() -> None:
+    """A moment's wait.
+
+    Raises:
+        Ended: A signal has come.
+    """
+    if not _came:
+        time.sleep(LOOK_EVERY_S)
+    if _came:
+        raise Ended(CANCELLED, f"ended by {signal.Signals(_came[0]).name}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,103 @@
+"""A user's own class or function by its import path: `package.module:name` or `path/to/file.py:name`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import sys
+import traceback
+from collections.abc import Mapping
+from difflib import get_close_matches
+from pathlib import Path
+from types import FunctionType, ModuleType
+from typing import Any
+
+from skyrl_mega.config.errors import UserError
+
+KINDS = {"class": type, "function": FunctionType}
+
+
+def load(path: str, key: str, *, kind: str = "class", contract: Mapping[str, str] | None = None) -> Any:
+    """What an import path names. Modules are found from the working directory; a file is imported once per process.
+
+    Args:
+        path: `package.module:name` or `path/to/file.py:name`.
+        key: The setting that holds it, for errors.
+        kind: "class" or "function": what errors call it. Whether it is one is for the caller to check.
+        contract: Name → import statement, for names that a file may use without an import.
+
+    Raises:
+        UserError: The path is not of this form, or leads nowhere.
+    """
+    source, _, attribute = path.rpartition(":")
+    if not source or not attribute:
+        raise UserError(f"{key}={path}: allowed: {forms(kind)}")
+    if source.endswith(".py"):
+        module = _module_of_file(source, key, contract or {})
+    else:
+        module = _module_of_name(source, f"{key}={path}", kind, contract or {})
+    value = getattr(module, attribute, None)
+    if value is None:
+        own = [n for n, v in vars(module).items() if isinstance(v, KINDS[kind]) and v.__module__ == module.__name__]
+        near = get_close_matches(attribute, own, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(own) or f'no {kind}'}"
+        raise UserError(f"{key}={path}: {source} has no {kind} {attribute}; {hint}")
+    return value
+
+
+def forms(kind: str) -> str:
+    """The two forms of an import path, in words."""
+    name = "Class" if kind == "class" else kind
+    return f"package.module:{name} or path/to/file.py:{name}"
+
+
+def _module_of_file(source: str, key: str, contract: Mapping[str, str]) -> ModuleType:
+    file = Path(source).absolute()
+    if not file.is_file():
+        raise UserError(f"{key}: {file} does not exist; give the path of a Python file (relative to {Path.cwd()})")
+    # Its own name in sys.modules: dataclasses and pickle look a class's module up there.
+    name = f"skyrl_mega_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:  # whatever a user's file does when it is read
+        del sys.modules[name]
+        text = _one_line(error, contract)
+        raise UserError(f"{key}: {file}{_line_of(error, file)} cannot be imported: {text}") from error
+    return module
+
+
+def _module_of_name(source: str, setting: str, kind: str, contract: Mapping[str, str]) -> ModuleType:
+    if str(Path.cwd()) not in sys.path and "" not in sys.path:
+        sys.path.append(str(Path.cwd()))  # as `python -m` has it; a Ray worker starts without
+    try:
+        return importlib.import_module(source)
+    except (Exception, SystemExit) as error:
+        file_form = forms(kind).rpartition(" or ")[2]
+        raise UserError(
+            f"{setting}: {source} cannot be imported: {_one_line(error, contract)}; "
+            f"allowed: a module that Python finds from the working directory, or {file_form}"
+        ) from error
+
+
+def _line_of(error: BaseException, file: Path) -> str:
+    """`, line 3` where the error's traceback passes that line of the file; the last such line."""
+    if isinstance(error, SyntaxError) and error.filename == str(file):
+        return f", line {error.lineno}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+    return f", line {lines[-1]}" if lines else ""
+
+
+def _one_line(error: BaseException, contract: Mapping[str, str]) -> str:
+    """Type and message; where a name of the contract is missing, the import that brings it."""
+    message = error.msg if isinstance(error, SyntaxError) else str(error)
+    text = f"{type(error).__name__}: {' '.join(message.split())}"
+    if isinstance(error, NameError) and (statement := contract.get(error.name or "")):
+        text += f"; add `{statement}`"
+    return text

@@ -1,0 +1,121 @@
+"""What `policy.options`, `policy.ddp_options` and `policy.optimizer.options` may not hold: megatron-core's fields that
+other settings or the code decide.
+
+Names and types are checked against the installed megatron-core by `skyrl_mega.megatron.arguments`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import PolicyConfig
+
+MODEL = "another model.path: config.json decides it"
+OPTIMIZER = "policy.optimizer"
+
+_TRANSFORMER: dict[str | None, str] = {
+    "policy.layout.tensor": "tensor_model_parallel_size sequence_parallel",
+    "policy.layout.pipeline": "pipeline_model_parallel_size",
+    "policy.layout.virtual_pipeline": "virtual_pipeline_model_parallel_size microbatch_group_size_per_vp_stage",
+    "policy.layout.first_stage_layers": "num_layers_in_first_pipeline_stage pipeline_model_parallel_layout "
+    "account_for_embedding_in_pipeline_split",
+    "policy.layout.last_stage_layers": "num_layers_in_last_pipeline_stage account_for_loss_in_pipeline_split",
+    "policy.layout.context": "context_parallel_size hierarchical_context_parallel_sizes hybrid_context_parallel "
+    "max_seqlen_per_dp_cp_rank",
+    "policy.layout.expert": "expert_model_parallel_size",
+    "policy.layout.expert_tensor": "expert_tensor_parallel_size moe_extended_tp",
+    "policy.moe.aux_loss": "moe_aux_loss_coeff moe_router_load_balancing_type",
+    "policy.spec": "transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm use_kitchen use_kitchen_attention",
+    "model.dtype": "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype fp8_param fp4_param",
+    MODEL: "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
+    "layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm qk_l2_norm gated_linear_unit activation_func "
+    "activation_func_clamp_value glu_linear_offset add_bias_linear add_qkv_bias attention_output_gate softmax_scale "
+    "softmax_type apply_query_key_layer_scaling apply_residual_connection_post_layernorm rotary_interleaved "
+    "no_rope_freq window_size window_attn_skip_freq mrope_section multi_latent_attention "
+    "experimental_attention_variant linear_attention_freq num_moe_experts moe_router_topk moe_ffn_hidden_size "
+    "moe_router_pre_softmax moe_router_score_function moe_router_num_groups moe_router_group_topk "
+    "moe_router_topk_limited_devices moe_router_topk_scaling_factor moe_layer_freq moe_latent_size "
+    "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap moe_apply_probs_on_input "
+    "mtp_num_layers mtp_standalone is_hybrid_model heterogeneous_block_specs",
+    # Weights come with the tokens, so that nothing may be rescaled, dropped or drawn, or differ from the engine.
+    None: "calculate_per_token_loss finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func "
+    "param_sync_func timers attention_dropout hidden_dropout moe_z_loss_coeff moe_input_jitter_eps "
+    "moe_token_dropping moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy "
+    "moe_router_force_load_balancing moe_router_enable_expert_bias moe_enable_routing_replay qk_clip "
+    "perform_initialization use_cpu_initialization init_model_with_meta_device variable_seq_lengths "
+    "moe_token_dispatcher_type moe_enable_deepep overlap_p2p_comm batch_p2p_comm use_ring_exchange_p2p "
+    "overlap_p2p_comm_warmup_flush gradient_accumulation_fusion delay_wgrad_compute "
+    "defer_embedding_wgrad_compute overlap_moe_expert_parallel_comm cpu_offloading cpu_offloading_num_layers "
+    "tp_comm_overlap enable_cuda_graph external_cuda_graph cuda_graph_impl "
+    "fp32_residual_connection attention_backend moe_router_bias_update_rate barrier_with_L1_time "
+    # Rows are not padded as FP8 needs them.
+    "fp8 fp8_recipe fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad "
+    "fp8_dot_product_attention fp8_multi_head_attention first_last_layers_bf16 num_layers_at_start_in_bf16 "
+    "num_layers_at_end_in_bf16 fp4 fp4_recipe fp4_quantizer_factory moe_router_padding_for_fp8 "
+    "flash_decode use_inference_optimized_layers test_mode hetereogenous_dist_checkpoint",
+}
+_RECOMPUTE = "recompute_granularity recompute_method recompute_num_layers recompute_modules"
+_DDP: dict[str | None, str] = {
+    "policy.overlap": "overlap_grad_reduce overlap_param_gather align_param_gather",
+    "model.dtype": "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag",
+    None: "use_distributed_optimizer num_distributed_optimizer_instances average_in_collective "
+    "gradient_reduce_div_fusion use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy "
+    "outer_dp_sharding_strategy preserve_fp32_weights keep_fp8_transpose_cache fsdp_double_buffer "
+    "fsdp_manual_registration suggested_communication_unit_size delay_wgrad_compute",
+}
+_OPTIMIZER: dict[str | None, str] = {
+    f"{OPTIMIZER}.lr": "lr",
+    f"{OPTIMIZER}.min_lr": "min_lr",
+    f"{OPTIMIZER}.beta1": "adam_beta1",
+    f"{OPTIMIZER}.beta2": "adam_beta2",
+    f"{OPTIMIZER}.eps": "adam_eps",
+    f"{OPTIMIZER}.weight_decay": "weight_decay",
+    f"{OPTIMIZER}.clip_grad": "clip_grad",
+    "policy.overlap": "overlap_param_gather overlap_param_gather_with_optimizer_step",
+    "model.dtype": "params_dtype bf16 fp16 fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
+    # AdamW in float32, sharded over the data-parallel ranks, is what checkpoints and the memory plan know, and
+    # gradients are never scaled.
+    None: "optimizer use_distributed_optimizer use_precision_aware_optimizer store_param_remainders main_grads_dtype "
+    "main_params_dtype exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload optimizer_offload_fraction "
+    "use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params loss_scale "
+    "initial_loss_scale min_loss_scale loss_scale_window hysteresis sgd_momentum muon_momentum muon_split_qkv "
+    "muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps muon_tp_mode muon_extra_scale_factor "
+    "timers log_num_zeros_in_grad barrier_with_L1_time",
+}
+
+DENIED: dict[str, dict[str, str | None]] = {
+    key: {name: instead for instead, names in table.items() for name in names.split()}
+    for key, table in (
+        ("policy.options", _TRANSFORMER),
+        ("policy.ddp_options", _DDP),
+        (f"{OPTIMIZER}.options", _OPTIMIZER),
+    )
+}
+"""Setting → field that the run decides itself → what to use instead (None: there is nothing)."""
+
+
+def options(policy: PolicyConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each of the three settings: its key and its value."""
+    yield "policy.options", policy.options
+    yield "policy.ddp_options", policy.ddp_options
+    yield f"{OPTIMIZER}.options", policy.optimizer.options
+
+
+def check(policy: PolicyConfig) -> None:
+    """Refuses a field that another setting or the code decides.
+
+    Raises:
+        UserError: The field, and the setting to use instead.
+    """
+    for key, given in options(policy):
+        denied = DENIED[key]
+        if key == "policy.options" and policy.recompute:
+            denied = denied | dict.fromkeys(_RECOMPUTE.split(), "policy.recompute=false to choose what is recomputed")
+        for name in given:
+            if name in denied:
+                instead = denied[name]
+                raise UserError(
+                    f"{key}.{name}: the run decides it; " + (f"use {instead}" if instead else "leave it out")
+                )

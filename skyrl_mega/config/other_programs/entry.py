@@ -1,0 +1,70 @@
+"""One line of a table: another program's key, and what it is here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What stands for a key of another program."""
+
+    here: tuple[str, ...] = ()
+    """Our settings, as `group.key` or `group.key=value`; with `.*` at the end, what is below their key goes below ours.
+    Empty: there is none."""
+    note: str = ""
+    """In what it differs, or what to do instead where there is none."""
+    values: Mapping[str, Entry] = field(default_factory=dict)
+    """Their value, as YAML writes it → what that value is here, where it is another answer than the key's."""
+
+
+Table = Mapping[str, Entry]
+"""Their key → what it is here. A key that ends in `.*` stands for all keys below it that have no entry of their own.
+docs/configuration.md names the first key that leads to a setting and has no note."""
+
+
+def to(*here: str, note: str = "", values: Mapping[str, Entry] | None = None) -> Entry:
+    """It is one or several of our settings."""
+    return Entry(here, note, values or {})
+
+
+def none(note: str, values: Mapping[str, Entry] | None = None) -> Entry:
+    """There is no setting for it; `note` says what to do instead."""
+    return Entry((), note, values or {})
+
+
+def several(entry: Entry, theirs: str, before: str = "") -> dict[str, Entry]:
+    """The same entry for several keys, whose names stand in one text; `before` goes before each."""
+    return {before + key: entry for key in theirs.split()}
+
+
+def under(group: str, entries: Table) -> dict[str, Entry]:
+    """The entries with `group.` before each key."""
+    return {f"{group}.{key}": entry for key, entry in entries.items()}
+
+
+ALWAYS = none("it is always so; leave it out")
+UNUSED = none("nothing here needs it; leave it out")
+FROM_CONFIG = none("it is read from the model's config.json; leave it out")
+NO_CRITIC = none("there is no value model; take algorithm.advantage=grpo, rloo or reinforce")
+NO_FSDP = none("Megatron trains every model; policy.layout cuts it over the GPUs")
+NO_LORA = none("all weights are trained; leave it out")
+NO_OFFLOAD = none(
+    "policy and engines stay in GPU memory all the time; --dry-run says what fits, --suggest finds a layout"
+)
+NO_ASYNC = none("generation and training alternate, so that no sample is off policy; leave it out")
+NO_ENTROPY = none("the loss has no entropy term; the entropy is a metric of every step")
+RUN_DECIDES = none("the run decides it; leave it out")
+NO_PROFILER = none("there is no profiler; metrics.jsonl has the time of every phase")
+NO_REWARD_MODEL = none("an environment gives the reward, which may ask a service (docs/own-environment.md)")
+NO_MULTIMODAL = none("models and prompts are text alone")
+NO_DISTILLATION = none("there is no teacher; leave it out")
+NO_MTP = none("multi-token prediction is neither trained nor used for decoding")
+NO_ROUTER_REPLAY = none("the policy routes for itself; `mismatch` metrics say how far the engine's routing was off")
+NO_CHECKPOINT_CHOICE = none("a checkpoint holds all that a run needs, for any layout; leave it out")
+REWARD = to("environment.classes", note="an environment of your own gives the reward (docs/own-environment.md)")
+MICRO = to("policy.micro_tokens", note="a budget of tokens, not a number of sequences")
+LAYOUT_OF_REFERENCE = "reference.layout=null takes the policy's"
+OWN_LOSS = none("algorithm.loss is ppo, gspo, or your own function by import path")
+ONE_CAP = "of each token's ratio, capped; null is off"

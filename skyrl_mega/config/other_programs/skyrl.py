@@ -1,0 +1,410 @@
+"""SkyRL's keys (skyrl/train/config/config.py)."""
+
+from __future__ import annotations
+
+from skyrl_mega.config.other_programs.entry import (
+    ALWAYS,
+    FROM_CONFIG,
+    LAYOUT_OF_REFERENCE,
+    MICRO,
+    NO_ASYNC,
+    NO_CHECKPOINT_CHOICE,
+    NO_CRITIC,
+    NO_ENTROPY,
+    NO_FSDP,
+    NO_LORA,
+    NO_MTP,
+    NO_MULTIMODAL,
+    NO_OFFLOAD,
+    NO_PROFILER,
+    NO_ROUTER_REPLAY,
+    ONE_CAP,
+    OWN_LOSS,
+    REWARD,
+    RUN_DECIDES,
+    UNUSED,
+    Table,
+    none,
+    several,
+    to,
+)
+
+_DATA_AND_RUN: Table = {
+    "data.train_data": to("data.train", note="parquet files of prompts (docs/environments.md)"),
+    "data.val_data": to("data.eval"),
+    "data.dataloader.*": UNUSED,
+    "trainer.epochs": to("run.epochs"),
+    "trainer.max_training_steps": to("run.steps"),
+    "trainer.seed": to("run.seed"),
+    "trainer.run_name": to("run.name", note="its folder is run.directory/run.name"),
+    "trainer.project_name": to("telemetry.options", note="each tracker has its own (docs/trackers.md)"),
+    "trainer.logger": to(
+        "telemetry.trackers",
+        note="a list of names (docs/trackers.md)",
+        values={"console": none("the terminal always has a row for every step; leave it out")},
+    ),
+    "trainer.tags": UNUSED,
+    "trainer.log_path": none("logs are in the run's folder"),
+    "trainer.enable_ray_gpu_monitor": UNUSED,
+    "trainer.train_batch_size": to("data.prompts_per_step"),
+    "trainer.policy_mini_batch_size": to("data.mini_batch_prompts"),
+    "trainer.critic_mini_batch_size": NO_CRITIC,
+    "trainer.micro_train_batch_size_per_gpu": MICRO,
+    "trainer.micro_forward_batch_size_per_gpu": MICRO,
+    "trainer.max_tokens_per_microbatch": to("policy.micro_tokens"),
+    "trainer.update_epochs_per_batch": none("every batch is trained on once"),
+    "trainer.recompute_old_logprobs_per_minibatch": none("the old log-probs are those before the step; leave it out"),
+    "trainer.update_ref_every_epoch": none("the reference stays as it was loaded"),
+    "trainer.remove_microbatch_padding": ALWAYS,
+    "trainer.use_sample_packing": ALWAYS,
+    "trainer.ckpt_path": to("run.directory", note="checkpoints are in the run's folder"),
+    "trainer.ckpt_interval": to("checkpoint.every", values={"-1": to("checkpoint.every=0")}),
+    "trainer.max_ckpts_to_keep": to("checkpoint.keep", note="a number; there is no -1 for all"),
+    "trainer.resume_mode": to(
+        "checkpoint.resume",
+        values={
+            "latest": to("checkpoint.resume=true"),
+            "null": to("checkpoint.resume=false"),
+            "none": to("checkpoint.resume=false"),
+            "from_path": to("checkpoint.resume=true", note="give run.directory and run.name of the run to resume"),
+        },
+    ),
+    "trainer.resume_path": to("checkpoint.resume", note="give run.directory and run.name of the run to resume"),
+    "trainer.hf_save_interval": to(
+        "checkpoint.export", note="at the end of the run; of any checkpoint: python -m skyrl_mega.export"
+    ),
+    "trainer.export_path": to("checkpoint.export", note="true or false; the folder is the run's"),
+    "trainer.eval_interval": to("evaluation.every", values={"-1": to("evaluation.every=0")}),
+    "trainer.eval_before_train": to("evaluation.before"),
+    "trainer.eval_batch_size": none("all prompts are evaluated at once; evaluation.limit takes fewer"),
+    "trainer.dump_eval_results": none("evaluate writes all samples (docs/evaluate.md); leave it out"),
+    "trainer.dump_data_batch": to("telemetry.trajectories_every"),
+    "trainer.print_example_interval": to(
+        "telemetry.trajectories_every", note="python -m skyrl_mega.report trajectories RUN prints them"
+    ),
+    "trainer.log_example_interval": to(
+        "telemetry.trajectories_every", note="python -m skyrl_mega.report trajectories RUN prints them"
+    ),
+    "trainer.num_logger_eval_samples": UNUSED,
+    "trainer.num_logger_train_samples": to("telemetry.tracked_trajectories"),
+    "trainer.max_prompt_length": to("rollout.max_prompt_tokens", note="longer prompts are left out, and counted"),
+    "trainer.disable_fast_tokenizer": UNUSED,
+}
+
+_MODELS: Table = {
+    "trainer.strategy": NO_FSDP,
+    "trainer.bf16": to("model.dtype", values={"true": to("model.dtype=bfloat16"), "false": to("model.dtype=float32")}),
+    "trainer.flash_attn": none("policy.spec chooses the attention of a layer"),
+    "trainer.gradient_checkpointing": to("policy.recompute", note="false unless given; there it is true"),
+    "trainer.gradient_checkpointing_use_reentrant": UNUSED,
+    "trainer.logprobs_chunk_size": to("policy.logit_chunk"),
+    "trainer.vocab_entropy_chunk_size": to("policy.logit_chunk"),
+    "trainer.vocab_entropy_chunk_memory_mb": to("policy.logit_chunk", note="tokens"),
+    "trainer.fused_lm_head_logprob": ALWAYS,
+    "trainer.fused_lm_head_logprob_backend": UNUSED,
+    "trainer.use_expandable_segments": ALWAYS,
+    "trainer.sequence_parallel_backend": none("policy.layout.context cuts sequences over several GPUs"),
+    "trainer.placement.colocate_all": to("cluster.shared"),
+    "trainer.placement.colocate_policy_ref": to(
+        "reference.layout", note="null shares the policy's GPUs; a layout gives it GPUs of its own"
+    ),
+    "trainer.placement.policy_num_nodes": to(
+        "cluster.nodes", note="all nodes of the run; policy.ranks is the policy's"
+    ),
+    "trainer.placement.policy_num_gpus_per_node": to(
+        "cluster.gpus_per_node", "policy.ranks", note="the policy's GPUs in all are policy.ranks"
+    ),
+    "trainer.placement.ref_num_nodes": to("reference.ranks", note="nodes times GPUs; null shares the policy's"),
+    "trainer.placement.ref_num_gpus_per_node": to("reference.ranks", note="nodes times GPUs; null shares the policy's"),
+    "trainer.placement.critic_num_nodes": NO_CRITIC,
+    "trainer.placement.critic_num_gpus_per_node": NO_CRITIC,
+    "trainer.critic.*": NO_CRITIC,
+    "trainer.policy.model.path": to("model.path"),
+    "trainer.policy.model.lora.*": NO_LORA,
+    "trainer.policy.model.fake_int4_qat.*": none("there is no training for INT4; leave it out"),
+    "trainer.policy.optimizer_config.lr": to("policy.optimizer.lr"),
+    "trainer.policy.optimizer_config.adam_betas": to("policy.optimizer.beta1", "policy.optimizer.beta2"),
+    "trainer.policy.optimizer_config.weight_decay": to("policy.optimizer.weight_decay"),
+    "trainer.policy.optimizer_config.max_grad_norm": to("policy.optimizer.clip_grad"),
+    "trainer.policy.optimizer_config.num_warmup_steps": to("policy.optimizer.warmup_steps"),
+    "trainer.policy.optimizer_config.scheduler": to(
+        "policy.optimizer.schedule",
+        values={
+            "constant": to("policy.optimizer.schedule=constant", note="with warmup_steps=0"),
+            "constant_with_warmup": to("policy.optimizer.schedule=constant", note="with policy.optimizer.warmup_steps"),
+            "linear": to("policy.optimizer.schedule=linear", note="with policy.optimizer.decay_steps"),
+            "cosine": to("policy.optimizer.schedule=cosine", note="with policy.optimizer.decay_steps"),
+        },
+    ),
+    "trainer.policy.optimizer_config.offload_after_step": NO_OFFLOAD,
+    "trainer.policy.fsdp_config.*": NO_FSDP,
+    "trainer.policy.sequence_parallel_size": to("policy.layout.context", note="sequences over several GPUs"),
+    "trainer.policy.use_torch_compile": UNUSED,
+    "trainer.policy.record_memory": NO_PROFILER,
+    "trainer.policy.torch_profiler_config.*": NO_PROFILER,
+    "trainer.policy.model_config_kwargs.*": FROM_CONFIG,
+    "trainer.policy.language_model_only": NO_MULTIMODAL,
+    "trainer.policy.inference_only_init": none("python -m skyrl_mega.evaluate draws samples without training"),
+    "trainer.ref.model.path": to("reference.path", note="null takes model.path"),
+    "trainer.ref.megatron_config.tensor_model_parallel_size": to("reference.layout.tensor", note=LAYOUT_OF_REFERENCE),
+    "trainer.ref.megatron_config.pipeline_model_parallel_size": to(
+        "reference.layout.pipeline", note=LAYOUT_OF_REFERENCE
+    ),
+    "trainer.ref.megatron_config.context_parallel_size": to("reference.layout.context", note=LAYOUT_OF_REFERENCE),
+    "trainer.ref.megatron_config.expert_model_parallel_size": to("reference.layout.expert", note=LAYOUT_OF_REFERENCE),
+    "trainer.ref.megatron_config.expert_tensor_parallel_size": to(
+        "reference.layout.expert_tensor", note=LAYOUT_OF_REFERENCE
+    ),
+    "trainer.ref.megatron_config.*": none("the reference is built as the policy is; leave it out"),
+    "trainer.ref.sequence_parallel_size": to("reference.layout.context", note=LAYOUT_OF_REFERENCE),
+    "trainer.ref.*": none("the reference is built as the policy is; leave it out"),
+    "trainer.mtp.*": NO_MTP,
+    "trainer.fully_async.*": NO_ASYNC,
+}
+
+_MEGATRON: Table = {
+    "trainer.policy.megatron_config." + theirs: entry
+    for theirs, entry in {
+        "tensor_model_parallel_size": to("policy.layout.tensor"),
+        "pipeline_model_parallel_size": to("policy.layout.pipeline"),
+        "context_parallel_size": to("policy.layout.context"),
+        "expert_model_parallel_size": to("policy.layout.expert"),
+        "expert_tensor_parallel_size": to("policy.layout.expert_tensor"),
+        "transformer_config_kwargs.virtual_pipeline_model_parallel_size": to("policy.layout.virtual_pipeline"),
+        "transformer_config_kwargs.num_layers_in_first_pipeline_stage": to("policy.layout.first_stage_layers"),
+        "transformer_config_kwargs.num_layers_in_last_pipeline_stage": to("policy.layout.last_stage_layers"),
+        "transformer_config_kwargs.recompute_granularity": to(
+            "policy.recompute",
+            values={
+                "full": to("policy.recompute=true"),
+                "selective": to("policy.options.recompute_granularity=selective"),
+                "null": to("policy.recompute=false"),
+            },
+        ),
+        "transformer_config_kwargs.recompute_method": to(
+            "policy.recompute", note="of every layer; policy.options can say it finer"
+        ),
+        "transformer_config_kwargs.recompute_num_layers": to(
+            "policy.recompute", note="of every layer; policy.options can say it finer"
+        ),
+        "transformer_config_kwargs.recompute_modules": to(
+            "policy.recompute", note="of every layer; policy.options can say it finer"
+        ),
+        "transformer_config_kwargs.*": to("policy.options.*"),
+        "optimizer_config_kwargs.*": to("policy.optimizer.options.*"),
+        "model_config_kwargs.*": FROM_CONFIG,
+        "moe_aux_loss_coeff": to("policy.moe.aux_loss"),
+        "freeze_moe_router": to("policy.moe.freeze_router"),
+        "moe_router_load_balancing_type": to("policy.moe.aux_loss", note="above 0 balances by an auxiliary loss"),
+        "moe_token_dispatcher_type": RUN_DECIDES,
+        "moe_grouped_gemm": RUN_DECIDES,
+        "moe_router_score_function": FROM_CONFIG,
+        "moe_router_enable_expert_bias": FROM_CONFIG,
+        "moe_router_dtype": to("policy.options.moe_router_dtype"),
+        "moe_enable_routing_replay": NO_ROUTER_REPLAY,
+        "moe_per_layer_logging": UNUSED,
+        "ddp_config.overlap_grad_reduce": to("policy.overlap"),
+        "ddp_config.overlap_param_gather": to("policy.overlap"),
+        "ddp_config.*": to("policy.ddp_options.*"),
+        "hf_export_config.*": UNUSED,
+        "lora_config.*": NO_LORA,
+        "empty_cuda_cache": UNUSED,
+        "dist_ckpt_optim_fully_reshardable": ALWAYS,
+        "async_dist_ckpt_save": NO_CHECKPOINT_CHOICE,
+        "async_dist_ckpt_strategy": NO_CHECKPOINT_CHOICE,
+        "async_save_prestage_to_cpu": NO_CHECKPOINT_CHOICE,
+        "torch_profiler_config.*": NO_PROFILER,
+        "mtp_num_layers": NO_MTP,
+        "mtp_loss_weight": NO_MTP,
+        "mtp_loss_chunk_size": NO_MTP,
+        "mtp_loss_topk": NO_MTP,
+    }.items()
+}
+
+_ALGORITHM: Table = {
+    "trainer.algorithm." + theirs: entry
+    for theirs, entry in {
+        "advantage_estimator": to(
+            "algorithm.advantage",
+            values={
+                "grpo": to("algorithm.advantage=grpo"),
+                "rloo": to("algorithm.advantage=rloo"),
+                "gae": NO_CRITIC,
+                "reinforce++": none("algorithm.advantage=rloo is the nearest: a baseline from the group"),
+                "maxrl": none("algorithm.advantage=grpo is the nearest"),
+            },
+        ),
+        "policy_loss_type": to(
+            "algorithm.loss",
+            values={
+                "regular": to("algorithm.loss=ppo", "algorithm.dual_clip=null"),
+                "dual_clip": to("algorithm.loss=ppo", "algorithm.dual_clip"),
+                "gspo": to("algorithm.loss=gspo", note="its clip range is algorithm.gspo"),
+                **several(OWN_LOSS, "cispo clip_cov kl_cov sapo dppo rollout_is"),
+            },
+        ),
+        "loss_reduction": to(
+            "algorithm.loss_mean",
+            values={
+                "token_mean": to("algorithm.loss_mean=tokens", note="over the mini-batch"),
+                "token_mean_legacy": to("algorithm.loss_mean=micro_batches", "algorithm.loss_mean_samples"),
+                "sequence_mean": to("algorithm.loss_mean=sequences"),
+                "prompt_mean": none("algorithm.loss_mean is tokens, sequences or micro_batches"),
+                "seq_mean_token_sum_norm": none("algorithm.loss_mean is tokens, sequences or micro_batches"),
+            },
+        ),
+        "max_seq_len": none("algorithm.loss_mean divides by the tokens or sequences that there are"),
+        "grpo_norm_by_std": to("algorithm.normalize"),
+        "use_kl_loss": to(
+            "algorithm.kl.coefficient", note="above 0 is on", values={"false": to("algorithm.kl.coefficient=0")}
+        ),
+        "kl_loss_coef": to("algorithm.kl.coefficient"),
+        "kl_estimator_type": to(
+            "algorithm.kl.estimator",
+            values={
+                **{k: to(f"algorithm.kl.estimator={k}") for k in ("k1", "k2", "k3")},
+                "abs": none("algorithm.kl.estimator is k1, k2 or k3"),
+            },
+        ),
+        "use_kl_in_reward": none("KL stands in the loss: algorithm.kl.coefficient"),
+        "kl_ctrl.*": none("the coefficient is fixed: algorithm.kl.coefficient"),
+        "use_entropy_loss": NO_ENTROPY,
+        "entropy_loss_coef": NO_ENTROPY,
+        "temperature": to("rollout.sampling.temperature"),
+        "advantage_batch_normalize": none("advantages are normalised in their group: algorithm.normalize"),
+        "value_head_prefix": NO_CRITIC,
+        "value_clip": NO_CRITIC,
+        "gamma": NO_CRITIC,
+        "lambd": NO_CRITIC,
+        "zero_variance_filter": to(
+            "algorithm.dynamic_sampling.enabled", note="replaces such groups; without it they have advantages of 0"
+        ),
+        "zero_variance_filter_tol": UNUSED,
+        "eps_clip_low": to("algorithm.clip_low"),
+        "eps_clip_high": to("algorithm.clip_high"),
+        "clip_ratio_c": to("algorithm.dual_clip"),
+        "off_policy_correction.token_tis_ratio_clip_high": to("algorithm.importance_cap", note=ONE_CAP),
+        "off_policy_correction.tis_ratio_type": to(
+            "algorithm.importance_cap",
+            note=ONE_CAP,
+            values={
+                "null": to("algorithm.importance_cap=null"),
+                "token": to("algorithm.importance_cap"),
+                "sequence": none("algorithm.importance_cap is of each token's ratio"),
+            },
+        ),
+        "off_policy_correction.*": none("algorithm.importance_cap is the only correction: of each token's ratio"),
+        "use_tis": to("algorithm.importance_cap", note=ONE_CAP, values={"false": to("algorithm.importance_cap=null")}),
+        "tis_imp_ratio_cap": to("algorithm.importance_cap", note=ONE_CAP),
+        "dynamic_sampling.type": to(
+            "algorithm.dynamic_sampling.enabled",
+            values={
+                "filter": to("algorithm.dynamic_sampling.enabled=true"),
+                "null": to("algorithm.dynamic_sampling.enabled=false"),
+                "replace": none("groups without variance are generated again: algorithm.dynamic_sampling.enabled"),
+            },
+        ),
+        "dynamic_sampling.max_sample_batches": to("algorithm.dynamic_sampling.max_rounds", note="at least 1"),
+        "dynamic_sampling.min_replace_ratio": none("groups without variance are generated again, none is copied"),
+        "overlong_buffer_len": to("algorithm.overlong.buffer"),
+        "overlong_buffer_penalty_factor": to("algorithm.overlong.penalty"),
+        **{f"{loss}.*": OWN_LOSS for loss in ("sapo", "clip_cov", "kl_cov", "cispo", "dppo")},
+    }.items()
+}
+
+ENGINES: Table = {
+    "generator.inference_engine." + theirs: entry
+    for theirs, entry in {
+        "num_engines": to("rollout.engines"),
+        "tensor_parallel_size": to("rollout.tensor"),
+        "pipeline_parallel_size": none("an engine is cut by rollout.tensor alone"),
+        "data_parallel_size": to("rollout.engines", note="as many more engines"),
+        "expert_parallel_size": to("rollout.options.enable_expert_parallel=true", note="over the GPUs of an engine"),
+        "gpu_memory_utilization": to(
+            "rollout.memory_fraction", note="with cluster.shared what the policy leaves; --dry-run says what fits"
+        ),
+        "max_num_seqs": to("rollout.concurrency"),
+        "max_num_batched_tokens": to("rollout.options.max_num_batched_tokens"),
+        "enable_prefix_caching": to("rollout.options.enable_prefix_caching"),
+        "enable_chunked_prefill": to("rollout.options.enable_chunked_prefill"),
+        "enforce_eager": to("rollout.eager"),
+        "model_dtype": to("model.dtype", note="one for policy and engines"),
+        "engine_init_kwargs.max_model_len": to("rollout.max_length"),
+        "engine_init_kwargs.*": to("rollout.options.*"),
+        "backend": none("engines are vLLM's; leave it out"),
+        "weight_sync_backend": none("the transfer plan chooses the way of every part (docs/weight-sync.md)"),
+        "weight_transfer_threshold_cuda_ipc_GB": to("weights.bucket_mib"),
+        "run_engines_locally": none("engines are the run's own; evaluate --endpoint asks one that runs"),
+        "external_proxy_url": none("engines are the run's own; evaluate --endpoint asks one that runs"),
+        "external_server_urls": none("engines are the run's own; evaluate --endpoint asks one that runs"),
+        "speculative_config": none("decoding is not speculative, so that log-probs are the policy's"),
+        "enable_return_routed_experts": NO_ROUTER_REPLAY,
+        "offload_kv_for_weight_sync": NO_OFFLOAD,
+        "fully_sharded_loras": NO_LORA,
+        "language_model_only": NO_MULTIMODAL,
+        "delta_weight_sync.*": none("whole weights are sent, each part once (docs/weight-sync.md)"),
+        "router_init_kwargs.*": UNUSED,
+        **several(
+            UNUSED,
+            "served_model_name distributed_executor_backend enable_pd num_prefill use_expandable_segments "
+            "enable_ray_prometheus_stats vllm_v1_disable_multiproc async_engine enable_http_endpoint "
+            "override_existing_update_group",
+        ),
+    }.items()
+}
+
+_GENERATOR: Table = {
+    "generator.n_samples_per_prompt": to("data.samples_per_prompt"),
+    "generator.eval_n_samples_per_prompt": to("evaluation.samples"),
+    "generator.max_turns": to("rollout.max_turns"),
+    "generator.max_input_length": to(
+        "rollout.max_input_tokens", note="and rollout.max_length = max_input_length + rollout.sampling.max_tokens"
+    ),
+    "generator.sampling_params.max_generate_length": to("rollout.sampling.max_tokens", note="of one turn"),
+    "generator.sampling_params.temperature": to("rollout.sampling.temperature"),
+    "generator.sampling_params.top_p": to("rollout.sampling.top_p"),
+    "generator.sampling_params.top_k": to("rollout.sampling.top_k"),
+    "generator.sampling_params.stop": to("rollout.sampling.stop"),
+    "generator.sampling_params.logprobs": ALWAYS,
+    "generator.sampling_params.*": none("rollout.sampling has temperature, top_p and top_k"),
+    "generator.sampling_params.min_p": none("rollout.sampling has temperature, top_p and top_k"),
+    "generator.sampling_params.repetition_penalty": none("rollout.sampling has temperature, top_p and top_k"),
+    "generator.sampling_params.additional_kwargs.*": none("rollout.sampling has temperature, top_p and top_k"),
+    "generator.eval_sampling_params.temperature": to("evaluation.temperature"),
+    "generator.eval_sampling_params.top_p": to("evaluation.top_p"),
+    "generator.eval_sampling_params.max_generate_length": to("evaluation.max_tokens"),
+    "generator.eval_sampling_params.*": none("rollout.sampling holds for evaluation too"),
+    "generator.batched": none("turns of all trajectories run side by side; leave it out"),
+    "generator.chat_template.*": none("the template of the model's tokenizer is used; change it there"),
+    "generator.chat_template_kwargs.*": to("rollout.chat_template_options.*"),
+    "generator.use_conversation_multi_turn": to(
+        "rollout.conversation",
+        values={
+            "true": to("rollout.conversation=messages"),
+            "false": to("rollout.conversation=one_message"),
+        },
+    ),
+    "generator.append_eos_token_after_stop_str_in_multi_turn": none(
+        "the model's chat template ends a turn; leave it out"
+    ),
+    "generator.zero_reward_on_non_stop": none(
+        "the environment gives the reward; algorithm.overlong.filter masks such trajectories"
+    ),
+    "generator.apply_overlong_filtering": to("algorithm.overlong.filter"),
+    "generator.step_wise_trajectories": to(
+        "rollout.step_wise", values={"true": to("rollout.step_wise=turns"), "false": to("rollout.step_wise=off")}
+    ),
+    "generator.merge_stepwise_output": to("rollout.step_wise=merged"),
+    "generator.use_cache_salt": UNUSED,
+    "generator.vision_language_generator": NO_MULTIMODAL,
+    "environment.env_class": to("environment.default", note="of rows whose env_class is empty"),
+    "environment.skyrl_gym.max_env_workers": to("environment.workers"),
+    "environment.skyrl_gym.search.search_url": to("environment.retriever.url"),
+    "environment.skyrl_gym.search.topk": to("environment.retriever.topk"),
+    "environment.skyrl_gym.search.timeout": to("environment.retriever.timeout_s"),
+    "environment.skyrl_gym.search.log_requests": UNUSED,
+    "environment.skyrl_gym.text2sql.db_path": to("environment.options.text2sql.db_path"),
+    "environment.skyrl_gym.llm_as_a_judge.*": REWARD,
+}
+
+KEYS: Table = {**_DATA_AND_RUN, **_MODELS, **_MEGATRON, **_ALGORITHM, **ENGINES, **_GENERATOR}

@@ -1,0 +1,354 @@
+"""verl's keys, first part: data, trainer and models.
+
+From verl/trainer/config: ppo_megatron_trainer.yaml, and what FSDP recipes set of ppo_trainer.yaml.
+"""
+
+from __future__ import annotations
+
+from skyrl_mega.config.other_programs.entry import (
+    ALWAYS,
+    FROM_CONFIG,
+    LAYOUT_OF_REFERENCE,
+    MICRO,
+    NO_ASYNC,
+    NO_CHECKPOINT_CHOICE,
+    NO_CRITIC,
+    NO_ENTROPY,
+    NO_FSDP,
+    NO_LORA,
+    NO_MTP,
+    NO_MULTIMODAL,
+    NO_OFFLOAD,
+    NO_PROFILER,
+    NO_ROUTER_REPLAY,
+    ONE_CAP,
+    OWN_LOSS,
+    RUN_DECIDES,
+    UNUSED,
+    Table,
+    none,
+    several,
+    to,
+    under,
+)
+
+ONE_TURN = "of all turns; rollout.sampling.max_tokens is of one"
+
+
+_DATA = under(
+    "data",
+    {
+        "train_files": to("data.train", note="parquet files of prompts (docs/environments.md)"),
+        "val_files": to("data.eval"),
+        "train_batch_size": to("data.prompts_per_step"),
+        "gen_batch_size": to("data.prompts_per_step", note="dynamic sampling generates what is missing"),
+        "val_batch_size": none("all prompts are evaluated at once; evaluation.limit takes fewer"),
+        "train_max_samples": none("write fewer rows into data.train"),
+        "val_max_samples": to("evaluation.limit", note="of each set"),
+        "max_prompt_length": to("rollout.max_prompt_tokens", note="longer prompts are left out, and counted"),
+        "max_response_length": to("rollout.max_response_tokens", note=ONE_TURN),
+        "filter_overlong_prompts": ALWAYS,
+        "filter_overlong_prompts_workers": UNUSED,
+        "truncation": none("no prompt is cut; those beyond rollout.max_prompt_tokens are left out, and counted"),
+        "shuffle": to("data.shuffle"),
+        "seed": to("run.seed"),
+        "prompt_key": none("the column is `prompt`; rename it in the file"),
+        "reward_fn_key": none("the column `env_class` of a row, or environment.default, names its environment"),
+        "tokenizer": none("the tokenizer is the model's"),
+        "apply_chat_template_kwargs.*": to("rollout.chat_template_options.*"),
+        "tool_config_path": none("an environment has its tools (docs/environments.md)"),
+        "function_tool_path": none("an environment has its tools (docs/environments.md)"),
+        "custom_cls.*": none("rows are read from parquet; write them as docs/environments.md says"),
+        "sampler.*": none("data.shuffle orders the prompts by run.seed"),
+        "datagen.*": none("rows are read from parquet; data.prepare can make the files"),
+        **several(
+            NO_MULTIMODAL,
+            "image_key video_key audio_key image_patch_size return_multi_modal_inputs mm_processor_kwargs.*",
+        ),
+        **several(
+            UNUSED,
+            "use_shm return_raw_input_ids return_raw_chat return_full_prompt dataloader_num_workers "
+            "validation_shuffle trust_remote_code",
+        ),
+    },
+)
+
+_TRAINER = under(
+    "trainer",
+    {
+        "total_epochs": to("run.epochs"),
+        "total_training_steps": to("run.steps"),
+        "experiment_name": to("run.name", note="its folder is run.directory/run.name"),
+        "project_name": to("telemetry.options", note="each tracker has its own (docs/trackers.md)"),
+        "default_local_dir": to("run.directory", note="checkpoints are in the run's folder"),
+        "default_hdfs_dir": none("run.directory is on a file system that all nodes see"),
+        "logger": to(
+            "telemetry.trackers",
+            note="a list of names (docs/trackers.md)",
+            values={"console": none("the terminal always has a row for every step; leave it out")},
+        ),
+        "nnodes": to("cluster.nodes"),
+        "n_gpus_per_node": to("cluster.gpus_per_node"),
+        "device": to("cluster.device", values={"cuda": to("cluster.device=cuda"), "npu": none("cpu or cuda")}),
+        "save_freq": to("checkpoint.every", values={"-1": to("checkpoint.every=0")}),
+        "max_actor_ckpt_to_keep": to("checkpoint.keep"),
+        "max_critic_ckpt_to_keep": NO_CRITIC,
+        "max_ckpt_to_keep": to("checkpoint.keep"),
+        "resume_mode": to(
+            "checkpoint.resume",
+            values={
+                "auto": to("checkpoint.resume=true"),
+                "disable": to("checkpoint.resume=false"),
+                "resume_path": to(
+                    "checkpoint.resume=true", note="give run.directory and run.name of the run to resume"
+                ),
+            },
+        ),
+        "resume_from_path": to("checkpoint.resume", note="give run.directory and run.name of the run to resume"),
+        "del_local_ckpt_after_load": none("checkpoint.keep says how many stay"),
+        "test_freq": to("evaluation.every", values={"-1": to("evaluation.every=0")}),
+        "val_before_train": to("evaluation.before"),
+        "val_only": none("python -m skyrl_mega.evaluate scores a model without training (docs/evaluate.md)"),
+        "log_val_generations": none("evaluate writes all samples (docs/evaluate.md); leave it out"),
+        "validation_data_dir": none("evaluate writes all samples (docs/evaluate.md); leave it out"),
+        "rollout_data_dir": to("telemetry.trajectories_every", note="the folder is the run's `trajectories`"),
+        "critic_warmup": NO_CRITIC,
+        "balance_batch": ALWAYS,
+        "esi_redundant_time": none("a job checkpoints before its time limit (docs/slurm.md)"),
+        "ray_wait_register_center_timeout": to("cluster.start_timeout_s"),
+        "use_legacy_worker_impl": UNUSED,
+        "use_v1": UNUSED,
+        "v1.*": NO_ASYNC,
+    },
+)
+
+_MODEL = under(
+    "actor_rollout_ref.model",
+    {
+        "path": to("model.path"),
+        "hf_config_path": FROM_CONFIG,
+        "tokenizer_path": none("the tokenizer is the model's"),
+        "custom_chat_template": none("the template of the model's tokenizer is used; change it there"),
+        "enable_gradient_checkpointing": to("policy.recompute"),
+        "enable_activation_offload": NO_OFFLOAD,
+        "override_config.max_position_embeddings": to("model.max_length"),
+        "override_config.model_config.max_position_embeddings": to("model.max_length"),
+        "override_config.moe_config.freeze_moe_router": to("policy.moe.freeze_router"),
+        "override_config.*": FROM_CONFIG,
+        "use_remove_padding": ALWAYS,
+        "use_fused_kernels": ALWAYS,
+        "fused_kernel_options.*": UNUSED,
+        "mtp.*": NO_MTP,
+        "lora.*": NO_LORA,
+        "tiled_mlp.*": NO_FSDP,
+        **several(NO_LORA, "lora_rank lora_alpha target_modules exclude_modules lora_adapter_path"),
+        **several(UNUSED, "use_shm trust_remote_code external_lib use_liger"),
+    },
+)
+
+_MEGATRON_OPTIONS: Table = {
+    "virtual_pipeline_model_parallel_size": to("policy.layout.virtual_pipeline"),
+    "override_transformer_config.num_layers_in_first_pipeline_stage": to("policy.layout.first_stage_layers"),
+    "override_transformer_config.num_layers_in_last_pipeline_stage": to("policy.layout.last_stage_layers"),
+    "override_transformer_config.recompute_granularity": to(
+        "policy.recompute",
+        values={
+            "full": to("policy.recompute=true"),
+            "selective": to("policy.options.recompute_granularity=selective"),
+            "null": to("policy.recompute=false"),
+        },
+    ),
+    "override_transformer_config.recompute_method": to(
+        "policy.recompute", note="of every layer; policy.options can say it finer"
+    ),
+    "override_transformer_config.recompute_num_layers": to(
+        "policy.recompute", note="of every layer; policy.options can say it finer"
+    ),
+    "override_transformer_config.recompute_modules": to(
+        "policy.recompute", note="of every layer; policy.options can say it finer"
+    ),
+    "override_transformer_config.moe_aux_loss_coeff": to("policy.moe.aux_loss"),
+    "override_transformer_config.*": to("policy.options.*"),
+    "override_ddp_config.overlap_grad_reduce": to("policy.overlap"),
+    "override_ddp_config.overlap_param_gather": to("policy.overlap"),
+    "override_ddp_config.*": to("policy.ddp_options.*"),
+    "override_mcore_model_config.*": FROM_CONFIG,
+    "dtype": to("model.dtype", values={"bfloat16": to("model.dtype=bfloat16"), "float32": to("model.dtype=float32")}),
+    "seed": to("run.seed"),
+    "sequence_parallel": ALWAYS,
+    "use_distributed_optimizer": ALWAYS,
+    "use_remove_padding": ALWAYS,
+    "entropy_from_logits_chunk_size": to("policy.logit_chunk"),
+    "entropy_from_logits_with_chunking": to("policy.logit_chunk"),
+    "dynamic_context_parallel": to("policy.layout.context", note="one size for all micro-batches"),
+    "router_replay.*": NO_ROUTER_REPLAY,
+    "qat.*": none("there is no training for low precision; leave it out"),
+    "use_megatron_fsdp": NO_FSDP,
+    **several(NO_OFFLOAD, "param_offload grad_offload optimizer_offload"),
+    **several(
+        NO_CHECKPOINT_CHOICE,
+        "use_dist_checkpointing dist_checkpointing_path dist_checkpointing_prefix "
+        "dist_ckpt_optim_fully_reshardable distrib_optim_fully_reshardable_mem_efficient",
+    ),
+    **several(
+        none("model.path is a Hugging Face directory, read as it is; leave it out"),
+        "use_mbridge vanilla_mbridge",
+    ),
+    **several(
+        UNUSED,
+        "max_seqlen_per_dp_cp_rank forward_only pad_bshd_to_minibatch_max pad_to_length pad_to_length_bucket",
+    ),
+}
+
+_OPTIMIZER = under(
+    "actor_rollout_ref.actor.optim",
+    {
+        "lr": to("policy.optimizer.lr"),
+        "min_lr": to("policy.optimizer.min_lr"),
+        "betas": to("policy.optimizer.beta1", "policy.optimizer.beta2"),
+        "weight_decay": to("policy.optimizer.weight_decay"),
+        "clip_grad": to("policy.optimizer.clip_grad"),
+        "lr_warmup_steps": to("policy.optimizer.warmup_steps", values={"-1": to("policy.optimizer.warmup_steps=0")}),
+        "lr_warmup_steps_ratio": to("policy.optimizer.warmup_steps", note="optimizer steps, not a share of the run"),
+        "lr_warmup_init": none("the warm-up begins at zero"),
+        "lr_decay_steps": to("policy.optimizer.decay_steps"),
+        "total_training_steps": to("policy.optimizer.decay_steps", note="where the schedule ends"),
+        "lr_decay_style": to(
+            "policy.optimizer.schedule",
+            values={s: to(f"policy.optimizer.schedule={s}") for s in ("constant", "linear", "cosine")},
+        ),
+        "lr_scheduler_type": to(
+            "policy.optimizer.schedule",
+            values={s: to(f"policy.optimizer.schedule={s}") for s in ("constant", "cosine")},
+        ),
+        "warmup_style": to("policy.optimizer.schedule"),
+        "num_cycles": none("policy.optimizer.schedule=cosine is half a period"),
+        "zero_indexed_step": UNUSED,
+        "optimizer_impl": none("the optimizer is AdamW"),
+        "min_lr_ratio": to("policy.optimizer.min_lr", note="a rate, not a share of policy.optimizer.lr"),
+        "lr_wsd_decay_style": none("policy.optimizer.schedule is constant, linear or cosine"),
+        "lr_wsd_decay_steps": none("policy.optimizer.schedule is constant, linear or cosine"),
+        "weight_decay_incr_style": none("policy.optimizer.weight_decay stays as it is"),
+        "optimizer": none("the optimizer is AdamW", values={"adam": none("it is always AdamW; leave it out")}),
+        "override_optimizer_config.*": to("policy.optimizer.options.*"),
+        "use_checkpoint_opt_param_scheduler": none("a resumed run takes the schedule of its settings"),
+        **several(
+            RUN_DECIDES,
+            "use_precision_aware_optimizer main_grads_dtype exp_avg_dtype exp_avg_sq_dtype "
+            "use_layer_wise_distributed_optimizer",
+        ),
+        **several(
+            none("the optimizer is AdamW; leave it out"),
+            "momentum nesterov split_qkv scale_mode coefficient_type num_ns_steps tp_mode "
+            "fp32_matmul_prec extra_scale_factor scalar_optimizer match_adamw_update_rms",
+            "muon_",
+        ),
+    },
+)
+
+_ACTOR = under(
+    "actor_rollout_ref.actor",
+    {
+        "strategy": NO_FSDP,
+        "ppo_mini_batch_size": to("data.mini_batch_prompts"),
+        "ppo_micro_batch_size": MICRO,
+        "ppo_micro_batch_size_per_gpu": MICRO,
+        "ppo_max_token_len_per_gpu": to("policy.micro_tokens"),
+        "use_dynamic_bsz": ALWAYS,
+        "ppo_epochs": none("every batch is trained on once"),
+        "shuffle": none("mini-batches follow the order of the prompts: data.shuffle"),
+        "data_loader_seed": to("run.seed"),
+        "grad_clip": to("policy.optimizer.clip_grad"),
+        "clip_ratio": to("algorithm.clip_low", "algorithm.clip_high"),
+        "clip_ratio_low": to("algorithm.clip_low"),
+        "clip_ratio_high": to("algorithm.clip_high"),
+        "clip_ratio_c": to("algorithm.dual_clip", note="null unless given; there it is 3"),
+        "loss_agg_mode": to(
+            "algorithm.loss_mean",
+            values={
+                "token-mean": to("algorithm.loss_mean=tokens", note="over the mini-batch"),
+                "seq-mean-token-mean": to("algorithm.loss_mean=sequences"),
+                "seq-mean-token-sum": none("algorithm.loss_mean is tokens, sequences or micro_batches"),
+                "seq-mean-token-sum-norm": none("algorithm.loss_mean is tokens, sequences or micro_batches"),
+            },
+        ),
+        "loss_scale_factor": none("algorithm.loss_mean divides by the tokens or sequences that there are"),
+        "policy_loss.loss_mode": to(
+            "algorithm.loss",
+            values={
+                "vanilla": to("algorithm.loss=ppo"),
+                "gspo": to("algorithm.loss=gspo", note="its clip range is algorithm.gspo"),
+                **several(OWN_LOSS, "dppo_tv dppo_kl sapo gpg clip_cov kl_cov geo_mean dro cispo bypass_mode"),
+            },
+        ),
+        "policy_loss.*": OWN_LOSS,
+        "tau_pos": OWN_LOSS,
+        "tau_neg": OWN_LOSS,
+        "entropy_coeff": NO_ENTROPY,
+        "calculate_entropy": ALWAYS,
+        "use_kl_loss": to(
+            "algorithm.kl.coefficient", note="above 0 is on", values={"false": to("algorithm.kl.coefficient=0")}
+        ),
+        "kl_loss_coef": to("algorithm.kl.coefficient"),
+        "kl_loss_type": to(
+            "algorithm.kl.estimator",
+            values={
+                **{theirs: to("algorithm.kl.estimator=k1") for theirs in ("k1", "kl")},
+                **{theirs: to("algorithm.kl.estimator=k2") for theirs in ("k2", "mse")},
+                **{theirs: to("algorithm.kl.estimator=k3") for theirs in ("k3", "low_var_kl")},
+                **several(none("algorithm.kl.estimator is k1, k2 or k3"), "abs full"),
+            },
+        ),
+        "tis_imp_ratio_cap": to("algorithm.importance_cap", note=ONE_CAP),
+        "use_torch_compile": UNUSED,
+        "use_prefix_grouper": UNUSED,
+        "use_remove_padding": ALWAYS,
+        "use_fused_kernels": ALWAYS,
+        "freeze_vision_tower": NO_MULTIMODAL,
+        "entropy_from_logits_chunk_size": to("policy.logit_chunk"),
+        "entropy_from_logits_with_chunking": to("policy.logit_chunk"),
+        "entropy_checkpointing": ALWAYS,
+        "calculate_sum_pi_squared": UNUSED,
+        "checkpoint.*": NO_CHECKPOINT_CHOICE,
+        "profiler.*": NO_PROFILER,
+        "router_replay.*": NO_ROUTER_REPLAY,
+        "qat.*": none("there is no training for low precision; leave it out"),
+        "fsdp_config.*": NO_FSDP,
+        "veomni.*": NO_FSDP,
+        "ulysses_sequence_parallel_size": to("policy.layout.context", note="sequences over several GPUs"),
+        "load_weight": ALWAYS,
+        "rollout_n": to("data.samples_per_prompt"),
+        "pad_to_length": UNUSED,
+        "megatron.tensor_model_parallel_size": to("policy.layout.tensor"),
+        "megatron.pipeline_model_parallel_size": to("policy.layout.pipeline"),
+        "megatron.context_parallel_size": to("policy.layout.context"),
+        "megatron.expert_model_parallel_size": to("policy.layout.expert"),
+        "megatron.expert_tensor_parallel_size": to("policy.layout.expert_tensor"),
+        **under("megatron", _MEGATRON_OPTIONS),
+    },
+)
+
+_REFERENCE = under(
+    "actor_rollout_ref.ref",
+    {
+        "megatron.tensor_model_parallel_size": to("reference.layout.tensor", note=LAYOUT_OF_REFERENCE),
+        "megatron.pipeline_model_parallel_size": to("reference.layout.pipeline", note=LAYOUT_OF_REFERENCE),
+        "megatron.virtual_pipeline_model_parallel_size": to(
+            "reference.layout.virtual_pipeline", note=LAYOUT_OF_REFERENCE
+        ),
+        "megatron.context_parallel_size": to("reference.layout.context", note=LAYOUT_OF_REFERENCE),
+        "megatron.expert_model_parallel_size": to("reference.layout.expert", note=LAYOUT_OF_REFERENCE),
+        "megatron.expert_tensor_parallel_size": to("reference.layout.expert_tensor", note=LAYOUT_OF_REFERENCE),
+        "ulysses_sequence_parallel_size": to("reference.layout.context", note=LAYOUT_OF_REFERENCE),
+        "log_prob_micro_batch_size": MICRO,
+        "log_prob_micro_batch_size_per_gpu": MICRO,
+        "log_prob_max_token_len_per_gpu": to("policy.micro_tokens"),
+        "log_prob_use_dynamic_bsz": ALWAYS,
+        "megatron.param_offload": NO_OFFLOAD,
+        "fsdp_config.*": NO_FSDP,
+        "profiler.*": NO_PROFILER,
+        "*": none("the reference is built as the policy is; leave it out"),
+    },
+)
+
+KEYS: Table = {**_TRAINER, **_DATA, **_MODEL, **_OPTIMIZER, **_ACTOR, **_REFERENCE}

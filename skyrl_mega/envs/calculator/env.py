@@ -1,0 +1,70 @@
+"""Arithmetic with a calculator: the example of an environment with tools (docs/tools.md)."""
+
+from __future__ import annotations
+
+import ast
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+from skyrl_mega.envs.options import Option
+from skyrl_mega.envs.tools import Tool, ToolEnv, ToolError
+
+LONGEST, LARGEST = 200, 10**15
+"""Characters of an expression, and the largest number in it."""
+OPERATORS: Mapping[type, Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+
+
+def calculate(expression: str) -> str:
+    """Computes whole numbers with +, -, * and brackets."""
+    try:
+        return str(_value(ast.parse(expression.strip(), mode="eval").body))
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ToolError(f"{expression[:40]!r} is not an expression of whole numbers with +, -, * and ()") from error
+
+
+def _value(node: ast.AST) -> int:
+    if isinstance(node, ast.Constant) and type(node.value) is int:
+        value = node.value
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        value = OPERATORS[type(node.op)](_value(node.left), _value(node.right))
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
+        value = -_value(node.operand)
+    else:
+        raise ValueError("not a number")
+    if abs(value) > LARGEST:
+        raise ValueError("too large")
+    return value
+
+
+class CalculatorEnv(ToolEnv):
+    """1 when the last number of the answer is the right one, else 0."""
+
+    OPTIONS: ClassVar[Mapping[str, Option]] = {}
+    tools: Sequence[Tool] = (
+        Tool(
+            "calculate",
+            {
+                "type": "object",
+                "properties": {"expression": {"type": "string", "maxLength": LONGEST}},
+                "required": ["expression"],
+                "additionalProperties": False,
+            },
+            calculate,
+        ),
+    )
+
+    @classmethod
+    def wrong_ground_truth(cls, truth: Any) -> str | None:
+        """Allowed is a whole number."""
+        return None if re.fullmatch(r"-?\d+", str(truth).strip()) else "allowed is a whole number"
+
+    def judge(self, answer: str) -> float:
+        """Reads the answer's last number."""
+        numbers = re.findall(r"-?\d+", answer)
+        return float(bool(numbers) and int(numbers[-1][:LONGEST]) == int(str(self.ground_truth)))

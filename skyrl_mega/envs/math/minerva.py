@@ -1,0 +1,49 @@
+"""Answers compared as text, by the rules that Minerva published (arXiv:2206.14858, appendix D) and DAPO's grader uses.
+
+Neither value nor algebra counts: `34.` and `34.0` are not 34, and `3 4` is, because spaces are dropped.
+"""
+
+from __future__ import annotations
+
+import re
+
+DROPPED = (
+    *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points"),
+    *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
+    *("childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3"),
+    *("\\text{\n}", r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
+)
+"""What is taken out wherever it stands, in this order."""
+
+RULES: tuple[tuple[str, str], ...] = (
+    *((re.escape(article), "") for article in ("an ", "a ")),
+    (r"\.\$", "$"),
+    (r"\\\$", ""),
+    (r"\\ ", ""),
+    (" ", ""),
+    ("mbox", "text"),
+    (r",\\text\{and\}", ","),
+    (r"\\text\{and\}", ","),
+    (r"\\text\{m\}", r"\\text{}"),
+    *((re.escape(word), "") for word in DROPPED),
+    (r".*?\$(.*?)\$.*", r"$\1$"),
+    *((rf"\\{name}\{{(.*?)\}}", r"\1") for name in ("text", "textbf", "overline")),
+    (r"\\boxed\{(.*)\}", r"\1"),
+    (r"frac([^{])(.)", r"frac{\1}{\2}"),
+    (r"sqrt([^{])", r"sqrt{\1}"),
+    (r"\$", ""),
+)
+"""Pattern and what replaces it, one after the other."""
+
+
+def same(gold: str, answer: str) -> bool:
+    """Whether two answers have the same normal form."""
+    return normal(gold) == normal(answer)
+
+
+def normal(answer: str) -> str:
+    """The last side of a chain of equations, without articles, units, dollars, boxes and spaces."""
+    text = answer.rpartition("=")[2]
+    for pattern, put in RULES:
+        text = re.sub(pattern, put, text)
+    return (text.replace(",", "") if text.replace(",", "").isdigit() else text).strip()

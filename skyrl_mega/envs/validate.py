@@ -1,0 +1,162 @@
+"""What an environment gives back, checked against the contract: a user's code may return anything."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any
+
+import numpy as np
+
+from skyrl_mega.envs.base import ROLES, BaseTextEnv, Message
+
+KEYS = ("observations", "messages", "reward", "done", "metadata")
+MORE = {"tool": ("tool_call_id", "name"), "assistant": ("tool_calls",)}
+"""Role → what a message of it may have beside role and content."""
+
+
+class BadOutput(Exception):
+    """An environment gave what the contract does not allow. Names method, key and value, and what is allowed."""
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """`BaseTextEnvStepOutput`, of which every part has the type that it should have."""
+
+    observations: list[Message]
+    messages: list[Message] | None
+    """The whole conversation, rewritten; None where it goes on."""
+    reward: float
+    """Finite."""
+    done: bool
+    metadata: dict[str, Any]
+    """As JSON has it: lists for tuples, text for what is neither number, list nor dict."""
+
+    @property
+    def tool_calls(self) -> list[Any]:
+        """What the environment says that the policy called in this step."""
+        calls: list[Any] = self.metadata.get("tool_calls") or []
+        return calls
+
+
+def init(env: BaseTextEnv, prompt: list[Message]) -> list[Message]:
+    """Opens a conversation.
+
+    Raises:
+        BadOutput: Its output is none.
+    """
+    output = env.init(prompt)
+    if not isinstance(output, tuple) or len(output) != 2:
+        raise BadOutput(f"init gave {_shown(output)}; allowed: (messages, info)")
+    messages = _messages("init: messages", output[0])
+    if not messages:
+        raise BadOutput("init: messages is empty; allowed: at least one message")
+    return messages
+
+
+def step(env: BaseTextEnv, action: str) -> StepOutput:
+    """Takes a step. What the environment reads is valid Unicode, whatever was written.
+
+    Raises:
+        BadOutput: Its output is none.
+    """
+    output = env.step(action.encode(errors="replace").decode())
+    if not isinstance(output, Mapping):
+        raise BadOutput(f"step gave {_shown(output)}; allowed: a dict with {', '.join(KEYS)}")
+    for key in ("observations", "reward", "done"):
+        if key not in output:
+            raise BadOutput(f"step: {key} is missing; there are {_shown(sorted(map(str, output)))}")
+    for key, value in output.items():
+        if key not in KEYS and value is not None:
+            raise BadOutput(f"step: {key} = {_shown(value)}: there is no such key; allowed: {', '.join(KEYS)}")
+    reward, done, metadata = output["reward"], output["done"], output.get("metadata")
+    if not isinstance(reward, Real) or not math.isfinite(reward):
+        raise BadOutput(f"step: reward = {_shown(reward)}; allowed: a finite number")
+    if not isinstance(done, bool | np.bool_):
+        raise BadOutput(f"step: done = {_shown(done)}; allowed: True or False")
+    observations = _messages("step: observations", output["observations"])
+    messages = output.get("messages")
+    if messages is not None:
+        messages = _messages("step: messages", messages)
+        if observations or not messages:
+            raise BadOutput(
+                "step: messages is the whole conversation, rewritten: allowed is at least one, and observations = []"
+            )
+    return StepOutput(observations, messages, float(reward), bool(done), _metadata(metadata))
+
+
+def _messages(key: str, messages: Any) -> list[Message]:
+    if not isinstance(messages, list | tuple):
+        raise BadOutput(f"{key} = {_shown(messages)}; allowed: a list of messages")
+    for i, message in enumerate(messages):
+        if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
+            raise BadOutput(f"{key}[{i}] = {_shown(message)}; allowed: a dict with role and content")
+        role, content = message["role"], message["content"]
+        if not isinstance(role, str) or role not in ROLES:
+            raise BadOutput(f"{key}[{i}].role = {_shown(role)}; allowed: {', '.join(ROLES)}")
+        if not isinstance(content, str):
+            raise BadOutput(f"{key}[{i}].content = {_shown(content)}; allowed: text")
+        try:
+            content.encode()
+        except UnicodeEncodeError as error:
+            raise BadOutput(f"{key}[{i}].content is no valid Unicode: {error.reason} at {error.start}") from error
+        for name in set(message) - {"role", "content"}:
+            if name not in MORE.get(role, ()):
+                allowed = ", ".join(("role", "content", *MORE.get(role, ())))
+                raise BadOutput(f"{key}[{i}] = {_shown(message)}: {name}; allowed: a dict with {allowed}")
+    return [_plain(f"{key}[{i}]", message) for i, message in enumerate(messages)]
+
+
+def _plain(key: str, message: Mapping[str, Any]) -> Message:
+    """A message as JSON has it."""
+    plain: Message = {"role": str(message["role"]), "content": str(message["content"])}
+    for name in MORE.get(plain["role"], ()):
+        if (value := message.get(name)) is None:
+            continue
+        if name == "tool_calls" and not (isinstance(value, list) and all(map(_is_call, value))):
+            raise BadOutput(
+                f'{key}.tool_calls = {_shown(value)}; allowed: a list of {{"id", "function": {{"name", "arguments"}}}}'
+            )
+        if name != "tool_calls" and not isinstance(value, str):
+            raise BadOutput(f"{key}.{name} = {_shown(value)}; allowed: text")
+        plain[name] = _json(f"{key}.{name}", value)
+    return plain
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, Mapping) else None
+    return isinstance(function, Mapping) and isinstance(function.get("name"), str) and "arguments" in function
+
+
+def _json(key: str, value: Any) -> Any:
+    try:
+        text = json.dumps(value, ensure_ascii=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadOutput(f"{key} cannot be written as JSON: {error!r}") from error
+    return json.loads(text)
+
+
+def _metadata(metadata: Any) -> dict[str, Any]:
+    if metadata is None:
+        return {}
+    if not isinstance(metadata, Mapping):
+        raise BadOutput(f"step: metadata = {_shown(metadata)}; allowed: a dict")
+    if not isinstance(metadata.get("tool_calls") or [], list):
+        raise BadOutput(f"step: metadata.tool_calls = {_shown(metadata['tool_calls'])}; allowed: a list")
+    try:
+        text = json.dumps(dict(metadata), default=str, ensure_ascii=False)
+        text.encode()
+    except Exception as error:  # keys that are no text, cycles, a __str__ that raises
+        raise BadOutput(f"step: metadata cannot be written as JSON: {error!r}") from error
+    plain: dict[str, Any] = json.loads(text)
+    return plain
+
+
+def _shown(value: Any) -> str:
+    """A value's type, and its beginning."""
+    text = f"{type(value).__name__} {value!r}"
+    return text if len(text) <= 200 else text[:200] + "…"

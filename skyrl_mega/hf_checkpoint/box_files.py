@@ -1,0 +1,359 @@
+"""A checkpoint's files: boxes of Hugging Face tensors, written by any number of ranks and read back in any other cut.
+
+    checkpoint.json          what it is of: written last, so one without it is not whole
+    rank_00003.safetensors   what rank 3 wrote
+
+An entry of a safetensors file is one box of one tensor, and its name says which: `model.norm.weight[0:64].exp_avg`.
+What follows the box is the kind: `master`, `exp_avg` and `exp_avg_sq` of a trained tensor in float32, `weight` of a
+frozen one in the model's type. The weights of a trained tensor are its master weights in the model's type. The file's
+metadata has a CRC-32 of every entry, in their order.
+
+Nothing here needs a process group. A tensor in GPU memory comes and goes through pinned buffers of `CHUNK_BYTES`, one a
+thread; that is all the host memory that is needed besides the index.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import zlib
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import accumulate, product
+from math import prod
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import parsed
+from skyrl_mega.hf_checkpoint.box_header import Header
+from skyrl_mega.hf_checkpoint.index import LONGEST_HEADER
+from skyrl_mega.parallel.box import Box
+
+MASTER, EXP_AVG, EXP_AVG_SQ, WEIGHT = "master", "exp_avg", "exp_avg_sq", "weight"
+CHUNK_BYTES = 16 << 20
+"""What a thread copies, checks and writes or reads at a time (one row at least)."""
+THREADS = 4
+"""Of one rank. A file system serves several writers better than one, and a check sum keeps a core busy."""
+_TASK_BYTES = 256 << 20
+"""What a thread reads before it takes the next piece of work."""
+
+_CODES = {torch.float32: "F32", torch.bfloat16: "BF16"}
+_DTYPES = {code: dtype for dtype, code in _CODES.items()}
+_ENTRY = re.compile(r"(?P<tensor>.+)\[(?P<box>[\d:,]*)\]\.(?P<kind>\w+)")
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a tensor in this process's memory: written from there, or read into it."""
+
+    tensor: str
+    box: Box
+    kind: str
+    values: Tensor = field(compare=False)
+    """A view of the box's shape, on any device."""
+
+    @property
+    def name(self) -> str:
+        """The entry's."""
+        return entry_name(self.tensor, self.box, self.kind)
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A box of a tensor in a file."""
+
+    file: Path
+    tensor: str
+    box: Box
+    kind: str
+    dtype: torch.dtype
+    offset: int
+    """First byte in the file; the elements are in C order."""
+    crc: int
+    """CRC-32 of its bytes."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the elements."""
+        return self.box.numel * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{self.file}: {entry_name(self.tensor, self.box, self.kind)}"
+
+
+def entry_name(tensor: str, box: Box, kind: str) -> str:
+    """What a box is called in a file."""
+    at = ",".join(f"{a}:{a + n}" for a, n in zip(box.start, box.shape, strict=True))
+    return f"{tensor}[{at}].{kind}"
+
+
+def file_name(rank: int) -> str:
+    """What a rank's file is called."""
+    return f"rank_{rank:05d}.safetensors"
+
+
+# ---- writing -------------------------------------------------------------------------------------------------------
+
+
+def write_boxes(file: Path, parts: Sequence[Part]) -> int:
+    """Writes a new file and brings it to the disk; returns its bytes.
+
+    The file's header comes last: what was broken off is no safetensors file.
+
+    Raises:
+        OSError: the file system failed, or the file is there already.
+    """
+    ordered = sorted(parts, key=lambda part: -part.values.dtype.itemsize)  # so that every entry is aligned
+    ends = list(accumulate(part.values.numel() * part.values.dtype.itemsize for part in ordered))
+    begins = [0, *ends[:-1]] if ends else []
+    header = _header(ordered, begins, ends, [0] * len(ordered))
+    buffers = _buffers(ordered)
+    descriptor = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+
+        def write(at: int) -> int:
+            part, place, crc = ordered[at], len(header) + begins[at], 0
+            with buffers.one() as buffer:
+                for rows in _strips(part.box, part.values.dtype.itemsize):
+                    values = part.values[rows]
+                    staged = buffer.of(values.dtype, values.shape)
+                    staged.copy_(values)
+                    data = _bytes(staged)
+                    crc = zlib.crc32(data, crc)
+                    _pwrite(descriptor, data, place)
+                    place += len(data)
+            return crc
+
+        crcs = _each(write, range(len(ordered)))
+        _pwrite(descriptor, memoryview(_header(ordered, begins, ends, crcs)), 0)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+    return len(header) + (ends[-1] if ends else 0)
+
+
+def _header(parts: Sequence[Part], begins: Sequence[int], ends: Sequence[int], crcs: Sequence[int]) -> bytes:
+    """As long as it is, whatever the check sums are."""
+    table: dict[str, Any] = {"__metadata__": {"crc32": "".join(f"{crc:08x}" for crc in crcs)}}
+    for part, begin, end in zip(parts, begins, ends, strict=True):
+        code, shape = _CODES[part.values.dtype], list(part.values.shape)
+        table[part.name] = {"dtype": code, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+# ---- reading -------------------------------------------------------------------------------------------------------
+
+
+def read_entries(folder: Path, header: Header, tensors: Collection[str]) -> list[Entry]:
+    """The entries of these tensors in all files, from the files' headers.
+
+    Raises:
+        UserError: a file's header cannot be read; names the file.
+    """
+    return [entry for name in header.files for entry in _entries(folder / name, header, tensors)]
+
+
+def _entries(file: Path, header: Header, tensors: Collection[str]) -> Iterator[Entry]:
+    try:
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            if length > min(LONGEST_HEADER, header.files[file.name] - 8):
+                raise ValueError(f"its length is {length}")
+            table = parsed(opened.read(length))
+        crcs = table.pop("__metadata__")["crc32"]
+        for at, (name, value) in enumerate(table.items()):
+            if name[: name.rindex("[")] not in tensors:
+                continue
+            found = _ENTRY.fullmatch(name)
+            if found is None:
+                raise ValueError(f"{name} names no box")
+            pairs = [pair.split(":") for pair in found["box"].split(",")]
+            box = Box(tuple(int(a) for a, _ in pairs), tuple(int(b) - int(a) for a, b in pairs))
+            dtype, (begin, end) = _DTYPES[value["dtype"]], value["data_offsets"]
+            shape = header.tensors[found["tensor"]]
+            inside = all(0 <= a <= a + n <= m for a, n, m in zip(box.start, box.shape, shape, strict=True))
+            if list(box.shape) != value["shape"] or not inside or end - begin != box.numel * dtype.itemsize:
+                raise ValueError(f"{name} has shape {value['shape']} and {end - begin} bytes")
+            crc = int(crcs[8 * at : 8 * at + 8], 16)
+            yield Entry(file, found["tensor"], box, found["kind"], dtype, offset=8 + length + begin, crc=crc)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file}: its header cannot be read ({error}); take another checkpoint") from error
+
+
+def read_boxes(entries: Sequence[Entry], parts: Sequence[Part]) -> None:
+    """Fills parts from the entries that hold something of them; reads those elements and no others.
+
+    Values are converted to the part's type. An entry that is read whole is compared with its check sum.
+
+    Raises:
+        UserError: the entries have fewer or more elements of a part than it has; one is damaged. Names tensor, file.
+    """
+    by_tensor: dict[tuple[str, str], list[Entry]] = defaultdict(list)
+    for entry in entries:
+        by_tensor[entry.tensor, entry.kind].append(entry)
+    by_file: dict[Path, list[tuple[Entry, Box, Tensor]]] = defaultdict(list)
+    for part in parts:
+        there = 0
+        for entry in by_tensor[part.tensor, part.kind]:
+            if common := part.box.intersect(entry.box):
+                here = Box(tuple(a - b for a, b in zip(common.start, part.box.start, strict=True)), common.shape)
+                by_file[entry.file].append((entry, common, part.values[here.slices()]))
+                there += common.numel
+        if there != part.box.numel:
+            raise UserError(
+                f"{part.name}: the checkpoint has {there} of its {part.box.numel} elements; it is not whole, or was "
+                "saved while the tensor was frozen (policy.moe.freeze_router)"
+            )
+    tasks = [task for file in sorted(by_file) for task in _tasks(by_file[file])]
+    buffers = _buffers([Part("", common, "", values) for task in tasks for _, common, values in task])
+
+    def read(task: Sequence[tuple[Entry, Box, Tensor]]) -> None:
+        descriptor = os.open(task[0][0].file, os.O_RDONLY)
+        try:
+            with buffers.one() as buffer:
+                for entry, box, into in task:
+                    _read(descriptor, entry, box, into, buffer)
+        finally:
+            os.close(descriptor)
+
+    _each(read, tasks)
+
+
+def _tasks(wanted: list[tuple[Entry, Box, Tensor]]) -> Iterator[list[tuple[Entry, Box, Tensor]]]:
+    """A file's parts in the order in which they lie in it, some at a time."""
+    task: list[tuple[Entry, Box, Tensor]] = []
+    size = 0
+    for one in sorted(wanted, key=lambda one: one[0].offset):
+        task.append(one)
+        size += one[1].numel * one[0].dtype.itemsize
+        if size >= _TASK_BYTES:
+            yield task
+            task, size = [], 0
+    if task:
+        yield task
+
+
+def _read(descriptor: int, entry: Entry, box: Box, into: Tensor, buffer: Buffer) -> None:
+    crc = 0
+    for rows in _strips(box, entry.dtype.itemsize):
+        shape = (rows.stop - rows.start, *box.shape[1:])
+        staged = buffer.of(entry.dtype, shape)
+        read_into(descriptor, entry, Box((box.start[0] + rows.start, *box.start[1:]), shape), _bytes(staged))
+        if box == entry.box:
+            crc = zlib.crc32(_bytes(staged), crc)
+        into[rows].copy_(staged)
+    if box == entry.box and crc != entry.crc:
+        raise UserError(damaged(entry, crc))
+
+
+def damaged(entry: Entry, crc: int) -> str:
+    """What is said of an entry whose check sum is another one."""
+    return f"{entry}: its CRC-32 is {crc:08x}, it was saved with {entry.crc:08x}; the file is damaged, take another one"
+
+
+def read_into(descriptor: int, entry: Entry, box: Box, data: memoryview) -> None:
+    """Reads a box that lies in an entry, in C order.
+
+    Args:
+        descriptor: the entry's file, open.
+        entry: what is read from.
+        box: of the entry's tensor, like the entry's own.
+        data: as many bytes as the box has.
+    """
+    shape, start = entry.box.shape, [a - b for a, b in zip(box.start, entry.box.start, strict=True)]
+    # Dimensions that the box has in full, with the one before them, are one run of bytes.
+    outer = len(shape) - 1
+    while outer and box.shape[outer] == shape[outer]:
+        outer -= 1
+    size = prod(box.shape[outer:]) * entry.dtype.itemsize
+    for n, lead in enumerate(product(*(range(box.shape[d]) for d in range(outer)))):
+        element = 0
+        for d, width in enumerate(shape):
+            element = element * width + start[d] + (lead[d] if d < outer else 0)
+        at, run, done = entry.offset + element * entry.dtype.itemsize, data[n * size : (n + 1) * size], 0
+        while done < size:
+            got = os.preadv(descriptor, [run[done:]], at + done)
+            if not got:
+                raise UserError(f"{entry}: ends before its data; the checkpoint has changed while it was read")
+            done += got
+
+
+# ---- both ----------------------------------------------------------------------------------------------------------
+
+
+class Buffer:
+    """Some bytes of host memory, pinned where a GPU copies into them."""
+
+    def __init__(self, size: int, pinned: bool) -> None:
+        self._bytes = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+    def of(self, dtype: torch.dtype, shape: Sequence[int]) -> Tensor:
+        """Its beginning as a tensor."""
+        return self._bytes[: prod(shape) * dtype.itemsize].view(dtype).view(*shape)
+
+
+class Buffers:
+    """A buffer for each thread, which a thread borrows."""
+
+    def __init__(self, buffers: Sequence[Buffer]) -> None:
+        self._free: SimpleQueue[Buffer] = SimpleQueue()
+        for buffer in buffers:
+            self._free.put(buffer)
+
+    @contextmanager
+    def one(self) -> Iterator[Buffer]:
+        """A buffer of one's own, until the end of the `with`."""
+        buffer = self._free.get()
+        try:
+            yield buffer
+        finally:
+            self._free.put(buffer)
+
+
+def _buffers(parts: Sequence[Part]) -> Buffers:
+    """Buffers that hold a chunk, or the widest row of the parts (in 4-byte elements) where that is more."""
+    size = max([CHUNK_BYTES, *(4 * prod(part.box.shape[1:]) for part in parts)])
+    return Buffers([Buffer(size, any(part.values.is_cuda for part in parts)) for _ in range(THREADS)])
+
+
+def _strips(box: Box, itemsize: int) -> Iterator[slice]:
+    """Rows of a box, a chunk at a time."""
+    step = max(1, CHUNK_BYTES // (prod(box.shape[1:]) * itemsize))
+    for at in range(0, box.shape[0], step):
+        yield slice(at, min(at + step, box.shape[0]))
+
+
+def _bytes(tensor: Tensor) -> memoryview:
+    """A contiguous tensor's bytes in host memory."""
+    data: memoryview = tensor.view(-1).view(torch.uint8).numpy().data
+    return data
+
+
+def _pwrite(descriptor: int, data: memoryview, at: int) -> None:
+    done = 0
+    while done < len(data):
+        done += os.pwrite(descriptor, data[done:], at + done)
+
+
+def _each(do: Callable[[Item], Any], items: Sequence[Item]) -> list[Any]:
+    """`do` of each item, on several threads; after the first failure no further one is begun."""
+    with ThreadPoolExecutor(THREADS, "boxes") as pool:
+        futures = [pool.submit(do, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise

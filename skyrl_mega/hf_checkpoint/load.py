@@ -1,0 +1,228 @@
+"""Hugging Face directories in and out: safetensors ↔ the local tensors of a layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from math import prod
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.hf_checkpoint.index import INDEX, SINGLE, check_tensors, expected
+from skyrl_mega.parallel.box import Box, Layout, Piece, Shard
+from skyrl_mega.weights.exchange.exchange import Exchange, Lane, local_view
+from skyrl_mega.weights.fp8.format import Wire
+from skyrl_mega.weights.plan.plan import plan
+from skyrl_mega.weights.plan.topology import Links, Topology
+from skyrl_mega.weights.transports.group import default_group
+
+BUCKET_BYTES = 64 << 20
+"""Size of a message; a rank has three of them at most."""
+BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
+"""Files of a Hugging Face directory that travel with the weights: configuration, tokenizer, chat template, licence."""
+
+
+def load(path: Path, shard: Shard, params: Mapping[str, Tensor]) -> None:
+    """Fills `params` (the local tensors of `shard`) from the safetensors files of `path`, converting to their dtype.
+
+    Reads only the shard's boxes. Padding keeps what it holds.
+
+    Raises:
+        UserError: one line for a missing or misshapen tensor and for a file that is cut off.
+    """
+    wanted: dict[str, list[Piece]] = defaultdict(list)
+    for piece in shard.pieces:
+        wanted[piece.tensor].append(piece)
+    shapes = expected(path)
+    for tensor in wanted:
+        if tensor not in shapes:
+            raise UserError(
+                f"{path / 'config.json'}: a model of it has no tensor {tensor}; give weights of the same model"
+            )
+    entries = check_tensors(path, {tensor: shapes[tensor] for tensor in wanted})
+    by_file: dict[Path, list[str]] = defaultdict(list)
+    for tensor, entry in entries.items():
+        by_file[entry.file].append(tensor)
+    for file, names in by_file.items():
+        with torch.no_grad(), safe_open(str(file), framework="pt") as opened:
+            for name in names:
+                source = opened.get_slice(name)
+                for piece in wanted[name]:
+                    local_view(params[piece.param], piece.offset, piece.box).copy_(source[piece.box.slices()])
+
+
+def save(
+    path: Path,
+    source: Path,
+    layout: Layout,
+    params: Mapping[str, Tensor],
+    *,
+    writers: Sequence[int] = (0,),
+    file_bytes: int = 4 << 30,
+    timeout_s: float = 600.0,
+) -> None:
+    """Writes the weights of all ranks of torch's default group as a Hugging Face directory. A collective.
+
+    The directory appears whole, and replaces an older one, when every file is written.
+
+    Args:
+        path: the directory to write.
+        source: the directory whose configuration and tokenizer are copied beside the weights.
+        layout: what every rank of the group holds.
+        params: this rank's local tensors; their dtype is the files'.
+        writers: ranks that write files, in turn; more than one needs a file system that all of them share.
+        file_bytes: size of one file, which is also the memory that a writer needs on the host.
+        timeout_s: seconds that one message may take.
+    """
+    rank = dist.get_rank()
+    itemsize = next(iter(params.values())).dtype.itemsize
+    partial = path.with_name(f".{path.name}.partial")
+    if rank == 0:
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir(parents=True)
+    _together(None)
+    files = list(split(layout.tensors, itemsize, file_bytes))
+    names = file_names(len(files))
+    for mine, tensors in _gathered(layout, params, files, writers, min(file_bytes, BUCKET_BYTES), timeout_s):
+        error: OSError | None = None
+        if mine is not None:
+            try:
+                _write(tensors, partial / names[mine])
+            except OSError as caught:
+                error = caught
+        del tensors  # before the next file's are made
+        _together(error)
+    error = None
+    if rank == 0:
+        try:
+            _finish(path, partial, source, dict(zip(names, files, strict=True)), layout, itemsize)
+        except OSError as caught:
+            error = caught
+    _together(error)
+
+
+def _gathered(
+    layout: Layout,
+    params: Mapping[str, Tensor],
+    files: Sequence[Sequence[str]],
+    writers: Sequence[int],
+    bucket_bytes: int,
+    timeout_s: float,
+) -> Iterator[tuple[int | None, dict[str, Tensor]]]:
+    """As many files at a time as there are writers: the one that this rank has to write, and its tensors in full.
+
+    A collective, which makes no buffers and no stream but once.
+    """
+    rank, first = dist.get_rank(), next(iter(params.values()))
+    transport = default_group(timeout_s, first.device)
+    here = Topology.shared(transport.size, transport.size, Links(gpus_per_node=transport.size, nics_per_node=1))
+    lane, exchanges = Lane(transport), []
+    for start in range(0, len(files), len(writers)):
+        batch = dict(zip(writers, range(start, len(files)), strict=False))
+        held = [_whole(layout, files[batch[r]]) if r in batch else Shard({}, ()) for r in range(transport.size)]
+        wanted = Layout(layout.tensors, tuple(held))
+        exchange = Exchange(
+            plan(layout, wanted, here, first.dtype.itemsize),
+            transport,
+            Wire(first.dtype),
+            source=rank,
+            source_layout=layout,
+            target=rank,
+            target_layout=wanted,
+            bucket_bytes=bucket_bytes,
+            lane=lane,
+        )
+        exchanges.append((exchange, batch.get(rank), held[rank].params))
+    try:
+        while exchanges:
+            exchange, mine, shapes = exchanges.pop(0)
+            tensors = {name: torch.empty(shape, dtype=first.dtype) for name, shape in shapes.items()}
+            exchange.run(params, tensors)
+            yield mine, tensors
+            del tensors
+    finally:
+        lane.close()
+
+
+def split(tensors: Mapping[str, tuple[int, ...]], itemsize: int, file_bytes: int) -> Iterator[list[str]]:
+    """Deals tensors, in order, to files of at most `file_bytes` (one tensor at least)."""
+    names: list[str] = []
+    size = 0
+    for name, shape in tensors.items():
+        more = prod(shape) * itemsize
+        if names and size + more > file_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += more
+    yield names
+
+
+def file_names(count: int) -> list[str]:
+    """What the safetensors files of a directory are called."""
+    return [SINGLE] if count == 1 else [f"model-{i + 1:05d}-of-{count:05d}.safetensors" for i in range(count)]
+
+
+def write_beside(folder: Path, source: Path, files: Mapping[str, Sequence[str]], nbytes: int) -> None:
+    """Writes the index, and copies configuration and tokenizer from `source`.
+
+    Args:
+        folder: a directory with the safetensors files.
+        source: a Hugging Face directory.
+        files: file → its tensors; a single file needs no index.
+        nbytes: of all tensors.
+    """
+    if len(files) > 1:
+        weight_map = {tensor: file for file, names in files.items() for tensor in names}
+        index = {"metadata": {"total_size": nbytes}, "weight_map": dict(sorted(weight_map.items()))}
+        (folder / INDEX).write_text(json.dumps(index, indent=1))
+    for pattern in BESIDE:
+        for file in source.glob(pattern):
+            if file.is_file() and file.name != INDEX:
+                shutil.copy2(file, folder / file.name)
+
+
+def _whole(layout: Layout, names: Sequence[str]) -> Shard:
+    """A shard that holds each of `names` in full, under its own name."""
+    shapes = {name: layout.tensors[name] for name in names}
+    pieces = (Piece(name, Box((0,) * len(s), s), name, (0,) * len(s)) for name, s in shapes.items())
+    return Shard(shapes, tuple(pieces))
+
+
+def _write(tensors: dict[str, Tensor], file: Path) -> None:
+    save_file(tensors, str(file), metadata={"format": "pt"})
+    with open(file, "rb") as written:
+        os.fsync(written.fileno())
+
+
+def _finish(
+    path: Path, partial: Path, source: Path, files: Mapping[str, Sequence[str]], layout: Layout, itemsize: int
+) -> None:
+    """Index, configuration and tokenizer; then the directory takes its name."""
+    write_beside(partial, source, files, sum(prod(shape) for shape in layout.tensors.values()) * itemsize)
+    replaced = path.with_name(f".{path.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if path.exists():
+        path.rename(replaced)
+    partial.rename(path)
+    shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _together(error: OSError | None) -> None:
+    """A barrier at which all ranks learn that one of them failed."""
+    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
+    failed = torch.tensor([dist.get_rank() + 1 if error else 0], device=device)
+    dist.all_reduce(failed, dist.ReduceOp.MAX)
+    if error:
+        raise error
+    if failed.item():
+        raise RuntimeError(f"export: rank {int(failed.item()) - 1} could not write its file; its own error says why")

@@ -1,0 +1,136 @@
+"""The Ray actor around one policy rank, and what it does for weight sync."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from skyrl_mega.config import allocator
+from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
+from skyrl_mega.megatron import cpu, objectives
+from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.models.megatron import layer_spec, require_transformer_engine
+from skyrl_mega.parallel.dims import ParallelDims
+
+if TYPE_CHECKING:
+    from skyrl_mega.weights.exchange.exchange import Exchange, Report
+
+
+class MegatronActor:
+    """One rank in a process of its own. Ray runs its methods one at a time, in one thread."""
+
+    def __init__(
+        self,
+        rank: int,
+        parallel: ParallelDims,
+        hf: dict[str, Any],
+        policy: PolicyConfig,
+        algorithm: AlgorithmConfig,
+        *,
+        dtype: str,
+        device: str,
+        trainable: bool = True,
+    ) -> None:
+        self.index, self.parallel = rank, parallel
+        self.hf, self.config, self.algorithm = hf, policy, algorithm
+        self.dtype = getattr(torch, dtype)
+        self.trainable = trainable
+        self.exchange: Exchange | None = None
+        if device == "cpu":
+            torch.set_num_threads(policy.threads)
+            cpu.stand_in()
+            cpu.CudaAsCpu().__enter__()  # for the life of this thread
+            self.device = torch.device("cpu")
+        else:
+            # Here, as a node may have settings of its own, which variables given by `spawn` would override. torch reads
+            # them when it first asks for memory.
+            os.environ.update(allocator.variables(os.environ))
+            if layer_spec(policy.spec, device) == "te":
+                require_transformer_engine()
+            self.device = torch.device("cuda", 0)
+            torch.cuda.set_device(self.device)
+
+    def open_store(self, host: str, timeout_s: float) -> int:
+        """Rank 0 opens the group's meeting point on a port that the system picks; returns the port."""
+        self.store = dist.TCPStore(
+            host, 0, self.parallel.ranks, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
+        )
+        return self.store.port
+
+    def join(self, host: str, port: int, timeout_s: float) -> None:
+        """Joins the policy's process group and builds the model."""
+        from skyrl_mega.megatron import model
+        from skyrl_mega.megatron.worker import ModelWorker
+
+        if self.index:
+            self.store = dist.TCPStore(
+                host, port, self.parallel.ranks, is_master=False, timeout=timedelta(seconds=timeout_s)
+            )
+        model.join(self.index, self.parallel, self.store, self.device, timeout_s)
+        self.rank = ModelWorker(
+            self.hf, self.config, self.parallel, dtype=self.dtype, device=self.device, trainable=self.trainable
+        )
+
+    def load(self, path: str) -> None:
+        """Loads weights from a Hugging Face directory."""
+        self.rank.load(Path(path))
+
+    def keep_reference(self, path: str) -> None:
+        """Keeps the reference's weights beside the policy's."""
+        self.rank.keep_reference(Path(path))
+
+    def reset_optimizer(self, optimizer: OptimizerConfig) -> None:
+        """Starts the optimizer afresh, perhaps with other settings (after the supervised warm-up)."""
+        self.rank.reset_optimizer(optimizer)
+
+    def logprobs(
+        self, micros: list[Sequences], temperature: float, reference: bool
+    ) -> list[tuple[np.ndarray, np.ndarray]] | None:
+        """See `ModelWorker.logprobs`."""
+        return self.rank.logprobs(micros, temperature=temperature, reference=reference)
+
+    def train(self, micros: list[Sequences], temperature: float, loss: str) -> dict[str, float]:
+        """See `ModelWorker.train`."""
+        return self.rank.train(micros, objectives.objective(loss, self.algorithm), temperature=temperature)
+
+    def empty_cache(self) -> None:
+        """Gives memory of its GPU back that torch keeps for later."""
+        torch.cuda.empty_cache()
+
+    def save(self, folder: str) -> None:
+        """Writes this rank's part of a checkpoint."""
+        self.rank.save(Path(folder))
+
+    def restore(self, folder: str) -> None:
+        """Reads this rank's part of a checkpoint."""
+        self.rank.restore(Path(folder))
+
+    def export(self, path: str, source: str) -> None:
+        """Writes the weights as a Hugging Face directory, with configuration and tokenizer from `source`."""
+        self.rank.export(Path(path), Path(source))
+
+    # ---- weight sync -----------------------------------------------------------------------------------------------
+
+    def connect_weights(self, info: dict[str, Any]) -> None:
+        """Joins policy ranks and engine workers; `info` has the fields of `weights.connection.Connection`."""
+        from skyrl_mega.weights.connection import Connection
+
+        self.disconnect_weights()
+        self.exchange = Connection(**info).join(self.device, source=self.index)
+
+    def disconnect_weights(self) -> None:
+        """Leaves them, if there are any."""
+        if self.exchange is not None:
+            self.exchange.close()
+        self.exchange = None
+
+    def send_weights(self, checksums: bool) -> Report:
+        """Sends this rank's part of the weights to the engines."""
+        assert self.exchange is not None
+        return self.exchange.run(source=self.rank.weights(), checksums=checksums)

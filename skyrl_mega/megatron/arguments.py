@@ -1,0 +1,150 @@
+"""The names and types that `policy.options` and its siblings may have: fields of megatron-core's configurations.
+
+They are read from its source, as the import would take seconds and want torch's CUDA.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from collections.abc import Mapping
+from difflib import get_close_matches
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.config import megatron_options
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import PolicyConfig
+from skyrl_mega.config.values import shown
+
+CLASSES: dict[str, tuple[tuple[str, str], ...]] = {
+    "policy.options": (
+        ("transformer/transformer_config.py", "TransformerConfig"),
+        ("model_parallel_config.py", "ModelParallelConfig"),
+    ),
+    "policy.ddp_options": (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
+    "policy.optimizer.options": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
+}
+"""Setting → files below megatron/core and the class in each; the first one is the class, the others are its bases."""
+_PLAIN: dict[str, type | tuple[type, ...]] = {
+    "int": int,
+    "float": (int, float),
+    "bool": bool,
+    "str": str,
+    "list": list,
+    "dict": dict,
+}
+_WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "list": "a list",
+    "dict": "a mapping",
+    "None": "null",
+}
+
+
+def check(policy: PolicyConfig) -> None:
+    """Refuses options that the megatron-core installed here does not have, or not with such a value.
+
+    Where megatron-core is not installed (a dry run elsewhere) nothing is known of them, and they pass.
+
+    Raises:
+        UserError: The field, and the nearest that there is; or its value, and what is allowed.
+    """
+    for key, options in megatron_options.options(policy):
+        known = fields(key) if options else {}
+        for name, value in options.items() if known else ():
+            if name not in known:
+                _refuse_unknown(key, str(name), known)
+            if not _allows(known[name], value):
+                raise UserError(f"{key}.{name} = {shown(value)}: allowed is {_words(known[name])}")
+
+
+def _refuse_unknown(key: str, name: str, known: Mapping[str, ast.expr]) -> None:
+    near = get_close_matches(name, [n for n in known if n not in megatron_options.DENIED[key]], n=3)
+    hint = f"did you mean {' or '.join(near)}? " if near else ""
+    _, of = CLASSES[key][0]
+    raise UserError(
+        f"{key}.{shown(name)}: megatron-core has no such field; {hint}allowed are the fields of its {of}, by their own "
+        "names"
+    )
+
+
+@cache
+def fields(key: str) -> dict[str, ast.expr]:
+    """Fields of a setting's class and their annotations; none where megatron-core is not installed."""
+    found = importlib.util.find_spec("megatron")
+    for folder in (found.submodule_search_locations or ()) if found else ():
+        core = Path(folder) / "core"
+        if core.is_dir():
+            return {
+                name: annotation
+                for file, of in CLASSES[key]
+                if (core / file).is_file()
+                for name, annotation in _fields(core / file, of).items()
+            }
+    return {}
+
+
+def _fields(file: Path, of: str) -> dict[str, ast.expr]:
+    return {
+        line.target.id: line.annotation
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.ClassDef) and node.name == of
+        for line in node.body
+        if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name) and line.target.id[0] != "_"
+    }
+
+
+def _choices(annotation: ast.expr) -> list[ast.expr]:
+    """`Optional[X]`, `Union[X, Y]` and `X | Y` as their parts; anything else as itself."""
+    match annotation:
+        case ast.Constant(value=str(text)):
+            return _choices(ast.parse(text, mode="eval").body)
+        case ast.BinOp(left=left, op=ast.BitOr(), right=right):
+            return _choices(left) + _choices(right)
+        case ast.Subscript(value=ast.Name(id="Optional"), slice=of):
+            return [*_choices(of), ast.Constant(None)]
+        case ast.Subscript(value=ast.Name(id="Union"), slice=ast.Tuple(elts=parts)):
+            return [choice for part in parts for choice in _choices(part)]
+    return [annotation]
+
+
+def _allows(annotation: ast.expr, value: Any) -> bool:
+    return any(_is_one(choice, value) for choice in _choices(annotation))
+
+
+def _is_one(choice: ast.expr, value: Any) -> bool:
+    match choice:
+        case ast.Constant(value=None):
+            return value is None
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=of):
+            return value in ast.literal_eval(of) if isinstance(of, ast.Tuple) else value == ast.literal_eval(of)
+        case ast.Subscript(value=ast.Name(id=name), slice=of) if name in ("List", "list"):
+            return isinstance(value, list) and all(_allows(of, entry) for entry in value)
+        case ast.Name(id=name) if name in _PLAIN:
+            return isinstance(value, _PLAIN[name]) and (name == "bool" or not isinstance(value, bool))
+    return False  # a function, a torch type: no setting can hold it
+
+
+def _words(annotation: ast.expr) -> str:
+    return " or ".join(words for choice in _choices(annotation) if (words := _word(choice))) or (
+        "nothing, as it is no plain value; leave it out"
+    )
+
+
+def _word(choice: ast.expr) -> str:
+    match choice:
+        case ast.Constant(value=None):
+            return "null"
+        case ast.Subscript(value=ast.Name(id="Literal"), slice=of):
+            options = ast.literal_eval(of)
+            return "one of " + ", ".join(map(str, options)) if isinstance(options, tuple) else str(options)
+        case ast.Subscript(value=ast.Name(id=name), slice=of) if name in ("List", "list"):
+            return f"a list of {ast.unparse(of)}"
+        case ast.Name(id=name):
+            return _WORDS.get(name, "")
+    return ""

@@ -1,0 +1,185 @@
+"""The modules of a decoder layer, as `policy.spec` asks: Transformer Engine's, or megatron-core's local ones with two
+of ours.
+
+megatron-core's local spec has no packed (THD) or context-parallel attention and no norm for sequence parallelism;
+`PackedAttention` and `RMSNorm` fill those two places, on any device.
+
+Legend: T tokens of the packed row, L = T / cp local tokens, N sequences, S longest sequence, H heads, G key/value
+heads, D head width.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+from torch.nn import functional as F
+
+from skyrl_mega.megatron.packing import PackedRow
+from skyrl_mega.models.megatron import Spec
+
+try:
+    from torch.nn.attention import varlen
+except ImportError:  # before torch 2.10
+    varlen_attn: Any = None
+else:
+    varlen_attn = varlen.varlen_attn
+
+
+def decoder_spec(config: TransformerConfig, spec: Spec, vp_stage: int | None) -> TransformerBlockSubmodules:
+    """The layers of this rank's pipeline stage (and virtual stage)."""
+    block = get_gpt_decoder_block_spec(
+        config, use_transformer_engine=spec == "te", normalization="RMSNorm", vp_stage=vp_stage
+    )
+    if spec == "local":
+        for layer in block.layer_specs:
+            sub: Any = layer.submodules
+            sub.input_layernorm = sub.pre_mlp_layernorm = RMSNorm
+            attention = sub.self_attention.submodules
+            attention.core_attention = PackedAttention
+            if attention.q_layernorm is not IdentityOp:
+                attention.q_layernorm = attention.k_layernorm = RMSNorm
+        block.layer_norm = RMSNorm
+    return block
+
+
+class RMSNorm(torch.nn.Module):
+    """RMSNorm (arXiv:1910.07467) whose weight megatron-core sums over the tensor group under sequence parallelism."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: Any) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
+
+
+class PackedAttention(MegatronModule):
+    """Causal attention within each sequence of a packed row, with keys and values gathered over the context group.
+
+    On CUDA in half precision torch's variable-length kernel takes the row as it is. Elsewhere sequences are laid out as
+    rows of a padded [N, S] grid so that one fused call serves all of them.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, *_: Any, pg_collection: Any = None, **__: Any):
+        super().__init__(config=config)
+        self.layer_number = layer_number
+        self.context = pg_collection.cp
+        self.scale = 1.0 / math.sqrt(config.kv_channels or 1)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        packed_seq_params: PackedRow | None = None,
+        **_: Any,
+    ) -> Tensor:
+        """query [L, H, D], key and value [L, G, D] → [L, H·D]."""
+        row = packed_seq_params
+        if row is None or row.sequence_L is None or row.position_L is None:
+            raise ValueError("PackedAttention needs the packed row's description (megatron.packing.pack)")
+        if row.global_L is not None:
+            key, value = (
+                gather_from_sequence_parallel_region(t.contiguous(), group=self.context)[row.global_L]
+                for t in (key, value)
+            )
+        if _takes_varlen(query):
+            return self._varlen(query, key, value, row)
+        grouped = query.shape[1] // key.shape[1]
+        key, value = (t.repeat_interleave(grouped, dim=1) if grouped > 1 else t for t in (key, value))
+        longest = row.max_seqlen_q
+        if row.global_L is None:
+            slot = row.sequence_L * longest + row.position_L
+            q, k, v = (_grid(t, slot, row.sequences, longest) for t in (query, key, value))
+            out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
+            return _ungrid(out, slot)
+
+        size = self.context.size()
+        lengths = (row.cu_seqlens_q[1:] - row.cu_seqlens_q[:-1]).long()
+        sequence, position = _places(lengths, len(key))
+        k, v = (_grid(t, sequence * longest + position, row.sequences, longest) for t in (key, value))
+
+        # A sequence's local tokens, in order, are its first and its last chunk; `nth` counts them.
+        local = longest // size
+        first = torch.cumsum(lengths // size, 0) - lengths // size
+        nth = torch.arange(len(query), device=query.device) - first[row.sequence_L]
+        slot = row.sequence_L * local + nth
+        q = _grid(query, slot, row.sequences, local)
+        at = torch.zeros(row.sequences * local, dtype=torch.long, device=query.device)
+        at[slot] = row.position_L
+        mask = torch.arange(longest, device=query.device) <= at.view(row.sequences, 1, local, 1)
+        return _ungrid(F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=self.scale), slot)
+
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, row: PackedRow) -> Tensor:
+        """The same by torch's kernel. query [L, H, D], key and value of the whole row [T, G, D] → [L, H·D]."""
+        cu_q = cu_k = row.cu_seqlens_q
+        longest_q = longest_k = row.max_seqlen_q
+        if row.global_L is not None:
+            # A context rank has two chunks of every sequence, and each reads the sequence from its start to the chunk's
+            # end: twice as many sequences, whose last keys are their queries.
+            size, rank = self.context.size(), self.context.rank()
+            starts = cu_k[:-1].long()
+            width = (cu_k[1:].long() - starts) // (2 * size)
+            reads = torch.stack([width * (rank + 1), width * (2 * size - rank)], 1).flatten()
+            chunk, place = _places(reads, len(key) // (2 * size) * (2 * size + 1))
+            key, value = (t[starts[chunk // 2] + place] for t in (key, value))
+            cu_q, cu_k = (F.pad(torch.cumsum(n, 0), (1, 0)).int() for n in (width.repeat_interleave(2), reads))
+            longest_q = row.max_seqlen_q // (2 * size)
+            longest_k = longest_q * (2 * size - rank)
+        grouped = query.shape[1] // key.shape[1]
+        if grouped > 1 and "enable_gqa" not in _VARLEN:
+            key, value = (t.repeat_interleave(grouped, dim=1) for t in (key, value))
+        out: Tensor = varlen_attn(query, key, value, cu_q, cu_k, longest_q, longest_k, **_VARLEN)
+        return out.flatten(1)
+
+
+def _takes_varlen(query: Tensor) -> bool:
+    """Whether torch has a variable-length kernel for it."""
+    return varlen_attn is not None and query.is_cuda and query.dtype in (torch.bfloat16, torch.float16)
+
+
+def _causal(kernel: Any) -> dict[str, Any]:
+    """Keyword arguments of torch's variable-length kernel, which have other names in torch 2.10 than after it.
+
+    Its scale is 1 / sqrt(D), as ours is, and its causal mask is aligned with the last key.
+    """
+    known = inspect.signature(kernel).parameters
+    causal: dict[str, Any] = {"window_size": (-1, 0)} if "window_size" in known else {"is_causal": True}
+    return causal | ({"enable_gqa": True} if "enable_gqa" in known else {})
+
+
+_VARLEN: dict[str, Any] = _causal(varlen_attn) if varlen_attn is not None else {}
+
+
+def _places(lengths: Tensor, total: int) -> tuple[Tensor, Tensor]:
+    """Runs of these lengths [n] (int64), end to end: the run of every place and its place in it, [total] each.
+
+    `total` is their sum, which the device would have to be asked for.
+    """
+    run = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths, output_size=total)
+    first = torch.cumsum(lengths, 0) - lengths
+    return run, torch.arange(total, device=lengths.device) - first[run]
+
+
+def _grid(x: Tensor, slot: Tensor, rows: int, width: int) -> Tensor:
+    """[tokens, H, D] → [rows, H, width, D], zeros where there is no token."""
+    grid = x.new_zeros(rows * width, *x.shape[1:]).index_copy(0, slot, x)
+    return grid.view(rows, width, *x.shape[1:]).transpose(1, 2)
+
+
+def _ungrid(x: Tensor, slot: Tensor) -> Tensor:
+    """[rows, H, width, D] → [tokens, H·D]."""
+    return x.transpose(1, 2).reshape(-1, x.shape[1] * x.shape[3])[slot]

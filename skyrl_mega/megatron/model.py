@@ -1,0 +1,262 @@
+"""From a configuration to Megatron's model chunks on this rank."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import PolicyConfig
+from skyrl_mega.config.values import shown
+from skyrl_mega.megatron.layer_spec import decoder_spec
+from skyrl_mega.models.megatron import layer_spec, require_transformer_engine
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.parallel.dims import ParallelDims
+
+T = TypeVar("T")
+
+
+class HiddenGPT(GPTModel):
+    """A GPTModel whose last stage returns hidden states: the head is applied in chunks by `logprobs`."""
+
+    def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
+        return hidden_states
+
+    def head(self) -> Tensor:
+        """This rank's rows of the output projection [V/tp, H] (last stage only)."""
+        if self.share_embeddings_and_output_weights:
+            return self.shared_embedding_or_output_weight()
+        return self.output_layer.weight
+
+
+def join(rank: int, parallel: ParallelDims, store: dist.Store, device: torch.device, timeout_s: float) -> None:
+    """Joins the policy's process group over `store` and makes Megatron's groups.
+
+    Every collective ends within `timeout_s`.
+    """
+    # Megatron orders its send and receive on one connection per pair.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=store,
+        rank=rank,
+        world_size=parallel.ranks,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+    make_groups(parallel, timeout_s)
+
+
+def make_groups(parallel: ParallelDims, timeout_s: float) -> None:
+    """Makes Megatron's groups within the policy's process group."""
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=parallel.tensor,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        distributed_timeout_minutes=max(1, int(timeout_s / 60)),
+    )
+    model_parallel_cuda_manual_seed(0)  # nothing random runs in the model: dropout is off, weights are loaded
+
+
+def transformer_config(
+    hf: dict[str, Any], policy: PolicyConfig, parallel: ParallelDims, dtype: torch.dtype, device: torch.device
+) -> TransformerConfig:
+    """Megatron's configuration of the architecture in this layout."""
+    settings = architecture(hf).megatron_settings(hf)
+    te = layer_spec(policy.spec, device.type) == "te"
+    moe: dict[str, Any] = {}
+    if settings.transformer.get("num_moe_experts"):
+        moe = dict(
+            moe_grouped_gemm=te,
+            moe_router_dtype="fp32",
+            moe_router_load_balancing_type="aux_loss" if policy.moe.aux_loss else "none",
+            moe_aux_loss_coeff=policy.moe.aux_loss,
+        )
+    recompute: dict[str, Any] = {}
+    if policy.recompute:
+        recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
+    ours = dict(
+        **settings.transformer,
+        tensor_model_parallel_size=parallel.tensor,
+        sequence_parallel=parallel.tensor > 1,
+        pipeline_model_parallel_size=parallel.pipeline,
+        virtual_pipeline_model_parallel_size=parallel.virtual_pipeline if parallel.virtual_pipeline > 1 else None,
+        num_layers_in_first_pipeline_stage=parallel.first_stage_layers,
+        # With two stages the first one's layers fix the last one's; given both, megatron-core divides by no stages.
+        num_layers_in_last_pipeline_stage=(
+            None if parallel.pipeline == 2 and parallel.first_stage_layers else parallel.last_stage_layers
+        ),
+        context_parallel_size=parallel.context,
+        expert_model_parallel_size=parallel.expert,
+        expert_tensor_parallel_size=parallel.expert_tensor,
+        pipeline_dtype=dtype,
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+        # Weights are loaded, but megatron-core marks tensor-parallel parameters only where it initialises them, and
+        # without the mark the gradient norm counts one rank's shard alone.
+        perform_initialization=True,
+        # Packed micro-batches differ in length, so stages tell each other the shape.
+        variable_seq_lengths=True,
+        moe_token_dispatcher_type="alltoall",  # the default refuses varying lengths, in dense models too
+        # With PP = 2 and virtual stages, batched point-to-point pairs messages wrongly and trains wrong without an
+        # error: both neighbours are the same peer. Overlapped, unbatched messages are exact.
+        overlap_p2p_comm=parallel.virtual_pipeline > 1,
+        batch_p2p_comm=parallel.virtual_pipeline == 1,
+        # The loss comes with every token's final weight, so neither schedule nor DDP may rescale it.
+        calculate_per_token_loss=True,
+        finalize_model_grads_func=_finalize,
+        # megatron-core's own output layer takes apex for it, and refuses to be built without.
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        **moe,
+        **recompute,
+    )
+    return with_options(TransformerConfig, ours, policy.options, "policy.options")
+
+
+def with_options(of: Callable[..., T], ours: dict[str, Any], options: dict[str, Any], key: str) -> T:
+    """A configuration of megatron-core with the user's options over ours.
+
+    Raises:
+        UserError: megatron-core refuses the options that `key` holds, for the reason that it gives.
+    """
+    try:
+        return of(**(ours | options))
+    except (AssertionError, ValueError, TypeError) as error:
+        if not options:
+            raise
+        why = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(
+            f"{key} = {shown(options)}: megatron-core refuses it: {why}; change it or leave it out"
+        ) from error
+
+
+def _finalize(model: Any, num_tokens: Tensor | None, **kwargs: Any) -> None:
+    """Sums gradients over the ranks; the division by tokens is already in the loss's weights."""
+    finalize_model_grads(model, None, **kwargs)
+
+
+def build_model(
+    hf: dict[str, Any], policy: PolicyConfig, parallel: ParallelDims, dtype: torch.dtype, device: torch.device
+) -> list[HiddenGPT]:
+    """This rank's model chunks (one, or one per virtual stage), not yet loaded.
+
+    Raises:
+        UserError: the layers are Transformer Engine's, and it cannot be imported.
+    """
+    arch = architecture(hf)
+    spec = layer_spec(policy.spec, device.type)
+    if spec == "te":
+        require_transformer_engine()
+    config = transformer_config(hf, policy, parallel, dtype, device)
+    gpt = dict(arch.megatron_settings(hf).gpt)
+    gpt["vocab_size"] = arch.padded_vocab(hf, parallel.tensor)
+    stages = range(parallel.virtual_pipeline)
+    chunks = []
+    for stage in stages:
+        vp = stage if parallel.virtual_pipeline > 1 else None
+        first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp)
+        last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp)
+        chunk = HiddenGPT(
+            config=config,
+            transformer_layer_spec=decoder_spec(config, spec, vp),
+            pre_process=first,
+            post_process=last,
+            parallel_output=True,
+            vp_stage=vp,
+            **gpt,
+        ).to(device)
+        mark_experts(chunk)
+        chunks.append(chunk)
+    return chunks
+
+
+def mark_experts(chunk: torch.nn.Module) -> None:
+    """Marks every expert weight as one that no other rank of the tensor group holds, for the gradient norm.
+
+    megatron-core 0.16 counts the gradient of a parameter without this mark on the first rank of the *dense* tensor
+    group alone, and Transformer Engine's grouped linear layer sets none where the expert's communication is
+    megatron-core's: with tensor parallelism most experts would be left out of the norm, and it would clip too late
+    (Megatron-LM #5916). No two ranks of an expert (tensor) group hold the same part of an expert, and those that do,
+    in the expert data-parallel group, share its gradients out among them in the distributed optimizer.
+    """
+    for name, parameter in chunk.named_parameters():
+        if ".mlp.experts." in name:
+            parameter.tensor_model_parallel = True  # type: ignore[attr-defined]
+
+
+def wrap_ddp(
+    chunks: list[HiddenGPT], overlap: bool, options: dict[str, Any] | None = None
+) -> list[DistributedDataParallel]:
+    """Data parallelism with the distributed optimizer's buffers; gradients accumulate in float32.
+
+    Args:
+        overlap: Gradients are reduced, bucket by bucket, while the last micro-batch's backward pass goes on, and the
+            parameters of an optimizer step are gathered while the next forward pass does. Whoever reads parameters
+            outside of a module's forward pass calls `gathered` first.
+        options: `policy.ddp_options`.
+    """
+    config = chunks[0].config
+    ours = dict(
+        grad_reduce_in_fp32=True,
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
+    )
+    ddp = with_options(DistributedDataParallelConfig, ours, options or {}, "policy.ddp_options")
+    modules: list[Any] = [Float16Module(config, c) if config.bf16 else c for c in chunks]
+    wrapped = [DistributedDataParallel(config, ddp, m, disable_bucketing=i > 0) for i, m in enumerate(modules)]
+    if overlap:
+        # Without it every micro-batch would reduce. Stages are not aligned with one another (`grad_sync_func`,
+        # `param_sync_func`): each sends as soon as it has something.
+        waits = [chunk.no_sync for chunk in wrapped]
+        config.no_sync_func = waits if len(waits) > 1 else waits[0]
+    return wrapped
+
+
+def gathered(chunks: list[Any]) -> None:
+    """Ends the gathering of parameters that an overlapping optimizer step leaves to the next forward pass.
+
+    A collective of the data-parallel ranks if anything is left to gather, nothing otherwise.
+    """
+    for chunk in chunks:
+        if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+            for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
+                group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def head_weight(chunk: Any) -> Tensor:
+    """The head's rows on this rank [V/tp, H] (last stage only), gathered.
+
+    The head is applied after the model's forward pass, where no hook of DDP's waits for its parameters.
+    """
+    weight = bare(chunk).head()
+    if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
+        chunk.param_to_bucket_group[weight].finish_param_sync(skip_next_bucket_dispatch=True)
+    return weight
+
+
+def bare(module: Any) -> HiddenGPT:
+    """The GPT model inside DDP and Float16Module."""
+    while not isinstance(module, HiddenGPT):
+        module = module.module
+    return module

@@ -1,0 +1,60 @@
+"""The distributed optimizer and its learning-rate schedule, from `policy.optimizer`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+
+from skyrl_mega.config.schema import OptimizerConfig
+from skyrl_mega.megatron.model import with_options
+from skyrl_mega.megatron.moments import allocate_moments
+
+_NEVER = 2**40  # a decay that a constant schedule does not reach
+
+
+def build_optimizer(config: OptimizerConfig, chunks: list[Any], dtype: torch.dtype) -> MegatronOptimizer:
+    """AdamW over the chunks' parameters, sharded over the data-parallel ranks; norms and biases do not decay.
+
+    Its moments are there: a layout that does not fit fails now, and they do not lie between a first step's activations.
+    """
+    ours = dict(
+        optimizer="adam",
+        lr=config.lr,
+        min_lr=config.min_lr,
+        adam_beta1=config.beta1,
+        adam_beta2=config.beta2,
+        adam_eps=config.eps,
+        weight_decay=config.weight_decay,
+        clip_grad=config.clip_grad,
+        bf16=dtype == torch.bfloat16,
+        params_dtype=dtype,
+        use_distributed_optimizer=True,
+    )
+    settings = with_options(MegatronOptimizerConfig, ours, config.options, "policy.optimizer.options")
+    optimizer = get_megatron_optimizer(settings, chunks)
+    allocate_moments(optimizer)
+    return optimizer
+
+
+def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """Linear warm-up, then constant, linear or cosine.
+
+    Stepped before the optimizer, the first step has lr / warmup_steps; after it (`warmup_from_zero`), 0.
+    """
+    return OptimizerParamScheduler(
+        optimizer,
+        init_lr=0.0,
+        max_lr=config.lr,
+        min_lr=config.min_lr,
+        lr_warmup_steps=config.warmup_steps,
+        lr_decay_steps=config.decay_steps or _NEVER,
+        lr_decay_style=config.schedule,
+        start_wd=config.weight_decay,
+        end_wd=config.weight_decay,
+        wd_incr_steps=0,
+        wd_incr_style="constant",
+    )

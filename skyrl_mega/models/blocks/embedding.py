@@ -1,0 +1,122 @@
+"""What stands before and after the layers: the embedding of tokens; the last norm and the output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from skyrl_mega.models.blocks.base import (
+    Block,
+    Cut,
+    EngineCut,
+    MegatronPlace,
+    MegatronSettings,
+    Tensors,
+    TokenFlops,
+    Work,
+)
+from skyrl_mega.models.config_json import Hf, integer
+from skyrl_mega.models.shard_builder import ShardBuilder
+
+EMBEDDING = "model.embed_tokens.weight"
+FINAL_NORM = "model.norm.weight"
+HEAD = "lm_head.weight"
+VOCAB_MULTIPLE = 64
+"""vLLM pads the vocabulary to a multiple of this before cutting it."""
+
+
+@dataclass(frozen=True)
+class Embedding(Block):
+    """One row a token."""
+
+    vocab: int
+    hidden: int
+
+    @classmethod
+    def read(cls, hf: Hf) -> Embedding:
+        """From config.json."""
+        return cls(integer(hf, "vocab_size"), integer(hf, "hidden_size"))
+
+    def hf_tensors(self, source: str) -> Tensors:
+        return {EMBEDDING: (self.vocab, self.hidden)}
+
+    def megatron_args(self, layers: Sequence[bool]) -> MegatronSettings:
+        return MegatronSettings(gpt={"vocab_size": self.vocab})
+
+    def megatron_cuts(self) -> Sequence[Cut]:
+        return (Cut("tensor", "hidden size", self.hidden),)
+
+    def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
+        rows = padded_vocab(self.vocab, place.parallel.tensor) // place.parallel.tensor
+        param = b.param(f"{target}.embedding.word_embeddings.weight", rows, self.hidden)
+        vocab_rows(b, param, EMBEDDING, place.coords.tp * rows, (rows, self.vocab))
+
+    def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:
+        return (("rows of the padded vocabulary", padded_vocab(self.vocab, VOCAB_MULTIPLE)),)
+
+    def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
+        rows = padded_vocab(self.vocab, VOCAB_MULTIPLE) // cut.tensor
+        param = b.param(EMBEDDING, rows, self.hidden)
+        vocab_rows(b, param, EMBEDDING, worker % cut.tensor * rows, (rows, self.vocab))
+
+    def flops(self) -> TokenFlops:
+        return TokenFlops(0.0)
+
+    def saved_bytes(self, work: Work) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Head(Block):
+    """The last norm, and the output projection, whose logits `planner.activations` counts."""
+
+    vocab: int
+    hidden: int
+    tied: bool
+    """The output projection is the embedding."""
+
+    @classmethod
+    def read(cls, hf: Hf) -> Head:
+        """From config.json."""
+        return cls(integer(hf, "vocab_size"), integer(hf, "hidden_size"), bool(hf.get("tie_word_embeddings", False)))
+
+    def hf_tensors(self, source: str) -> Tensors:
+        """A tied head has no tensor of its own."""
+        found: Tensors = {FINAL_NORM: (self.hidden,)}
+        return found if self.tied else found | {HEAD: (self.vocab, self.hidden)}
+
+    def megatron_args(self, layers: Sequence[bool]) -> MegatronSettings:
+        return MegatronSettings(gpt={"share_embeddings_and_output_weights": self.tied})
+
+    def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
+        """A tied head is the embedding itself where both are on one stage, else a second copy of it."""
+        b.whole(f"{target}.decoder.final_layernorm.weight", FINAL_NORM)
+        if self.tied and place.first:
+            return
+        rows = padded_vocab(self.vocab, place.parallel.tensor) // place.parallel.tensor
+        param = b.param(f"{target}.output_layer.weight", rows, self.hidden)
+        vocab_rows(b, param, EMBEDDING if self.tied else HEAD, place.coords.tp * rows, (rows, self.vocab))
+
+    def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
+        b.whole(FINAL_NORM, FINAL_NORM)
+        if not self.tied:
+            rows = padded_vocab(self.vocab, VOCAB_MULTIPLE) // cut.tensor
+            vocab_rows(b, b.param(HEAD, rows, self.hidden), HEAD, worker % cut.tensor * rows, (rows, self.vocab))
+
+    def flops(self) -> TokenFlops:
+        return TokenFlops(2 * self.vocab * self.hidden)
+
+    def saved_bytes(self, work: Work) -> float:
+        return 0.0
+
+
+def padded_vocab(vocab: int, multiple: int) -> int:
+    """The vocabulary rounded up: in Megatron to the tensor-parallel size, in vLLM to `VOCAB_MULTIPLE`."""
+    return -(-vocab // multiple) * multiple
+
+
+def vocab_rows(b: ShardBuilder, param: str, tensor: str, start: int, sizes: tuple[int, int]) -> None:
+    """Rows from `start`, of which no piece covers what lies beyond the vocabulary: (rows of the part, vocabulary)."""
+    rows, vocab = sizes
+    if start < vocab:
+        b.rows(param, 0, tensor, start, min(rows, vocab - start))

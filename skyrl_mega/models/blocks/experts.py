@@ -1,0 +1,195 @@
+"""Routed experts in place of a dense feed-forward part (arXiv:2101.03961), with softmax routing, none shared."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.models.blocks.base import (
+    Block,
+    Cut,
+    EngineCut,
+    MegatronPlace,
+    MegatronSettings,
+    Messages,
+    Tensors,
+    TokenFlops,
+    Work,
+    share,
+)
+from skyrl_mega.models.blocks.gated_mlp import NORM, check_keys, gated_args, gated_pieces, gated_tensors
+from skyrl_mega.models.config_json import Hf, integer
+from skyrl_mega.models.shard_builder import ShardBuilder
+from skyrl_mega.parallel.dims import ParallelDims
+
+COUNT = ("num_experts", "num_local_experts")
+"""transformers 4 writes the first name, transformers 5 the second."""
+ROUTER = ".mlp.gate.weight"
+"""What a router's Hugging Face name ends with."""
+MEGATRON_ROUTER = "mlp.router.weight"
+"""What its Megatron name ends with."""
+MEGATRON_EXPERTS = ".mlp.experts."
+"""What every expert's Megatron name contains."""
+
+
+@dataclass(frozen=True)
+class Experts(Block):
+    """Gated MLPs of one width, of which every token goes through a few."""
+
+    hidden: int
+    count: int
+    per_token: int
+    width: int
+    """Intermediate size of one expert."""
+    renormalize: bool
+    """The chosen experts' probabilities are divided by their sum."""
+
+    @classmethod
+    def read(cls, hf: Hf) -> Experts:
+        """From config.json."""
+        check_keys(hf)
+        count = integer(hf, next((key for key in COUNT if key in hf), COUNT[0]))
+        per_token = integer(hf, "num_experts_per_tok")
+        if per_token > count:
+            raise UserError(f"config.json: num_experts_per_tok {per_token} is above the {count} experts; lower it")
+        return cls(
+            hidden=integer(hf, "hidden_size"),
+            count=count,
+            per_token=per_token,
+            width=integer(hf, "moe_intermediate_size"),
+            renormalize=bool(hf.get("norm_topk_prob", False)),
+        )
+
+    def facts(self) -> Mapping[str, int]:
+        return {"experts": self.count, "experts_per_token": self.per_token}
+
+    def hf_tensors(self, source: str) -> Tensors:
+        found: Tensors = {f"{source}.{NORM}": (self.hidden,), source + ROUTER: (self.count, self.hidden)}
+        for expert in range(self.count):
+            found |= gated_tensors(f"{source}.mlp.experts.{expert}", self.width, self.hidden)
+        return found
+
+    def megatron_args(self, layers: Sequence[bool]) -> MegatronSettings:
+        transformer = {
+            "num_moe_experts": self.count,
+            "moe_router_topk": self.per_token,
+            "moe_ffn_hidden_size": self.width,
+            # A softmax over all experts, renormalised over the chosen ones, is the softmax of the chosen logits.
+            "moe_router_pre_softmax": not self.renormalize,
+            "moe_layer_freq": [int(here) for here in layers],
+        }
+        return MegatronSettings(transformer | gated_args())
+
+    def megatron_cuts(self) -> Sequence[Cut]:
+        return (
+            Cut("expert", "experts", self.count, "experts"),
+            Cut("expert_tensor", "columns of an expert (moe_intermediate_size)", self.width, "columns"),
+        )
+
+    def check_megatron(self, parallel: ParallelDims, key: str) -> None:
+        if parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:
+            # Without expert parallelism megatron-core 0.16 gives experts the data-parallel groups of the dense layers
+            # (`allreduce` in tensor_parallel/layers.py). With fewer tensor ranks than those, it never sums gradients
+            # of replicated experts; with more, it sums those of different columns and gathers them over one another.
+            side = "below" if parallel.expert_tensor < parallel.tensor else "above"
+            raise UserError(
+                f"{key}.expert_tensor: {parallel.expert_tensor} {side} tensor {parallel.tensor} with expert 1 trains "
+                f"wrong in megatron-core 0.16; give expert_tensor {parallel.tensor} or expert above 1"
+            )
+        if self.per_token == 1 and self.renormalize:
+            raise UserError(
+                "config.json: num_experts_per_tok 1 with norm_topk_prob gives the router no gradient; choose another "
+                "model"
+            )
+
+    def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
+        b.whole(f"{target}.pre_mlp_layernorm.weight", f"{source}.{NORM}")
+        b.whole(f"{target}.{MEGATRON_ROUTER}", f"{source}{ROUTER}")
+        parallel, coords = place.parallel, place.coords
+        count, width = self.count // parallel.expert, self.width // parallel.expert_tensor
+        prefix = f"{target}.mlp.experts"
+        if place.spec == "te":
+            names = [(f"{prefix}.linear_fc1.weight{i}", f"{prefix}.linear_fc2.weight{i}") for i in range(count)]
+            for fc1, _ in names:  # a grouped layer holds all its experts' weights, before the next one does
+                b.param(fc1, 2 * width, self.hidden)
+        else:
+            each = (f"{prefix}.local_experts.{i}" for i in range(count))
+            names = [(f"{one}.linear_fc1.weight", f"{one}.linear_fc2.weight") for one in each]
+        for local, (fc1, fc2) in enumerate(names):
+            b.param(fc1, 2 * width, self.hidden)
+            b.param(fc2, self.hidden, width)
+            expert = f"{source}.mlp.experts.{coords.ep * count + local}"
+            gated_pieces(b, (fc1, fc2), expert, coords.etp * width, width)
+
+    def check_engine(self, cut: EngineCut, key: str) -> None:
+        if cut.workers > self.count:
+            raise UserError(f"{key}: {cut.workers} workers are above the model's {self.count} experts; lower it")
+        if not cut.expert_parallel and self.width % cut.workers:
+            raise UserError(
+                f"{key}: {cut.workers} workers do not divide the model's {self.width} columns of an expert "
+                f"(moe_intermediate_size); choose a divisor of {self.width}"
+            )
+
+    def engine_columns(self, cut: EngineCut) -> Mapping[str, int]:
+        return {"columns of an expert": self.width // (1 if cut.expert_parallel else cut.workers)}
+
+    def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
+        """w13 [experts, gate rows then up rows, hidden], w2 [experts, hidden, columns]."""
+        b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
+        b.whole(source + ROUTER, source + ROUTER)
+        held, columns = self._held(cut, worker)
+        width, prefix = len(columns), f"{source}.mlp.experts.routed_experts"
+        w13 = b.param(f"{prefix}.w13_weight", len(held), 2 * width, self.hidden)
+        w2 = b.param(f"{prefix}.w2_weight", len(held), self.hidden, width)
+        for local, expert in enumerate(held):
+            gated_pieces(b, (w13, w2), f"{source}.mlp.experts.{expert}", columns.start, width, stack=(local,))
+
+    def engine_row(self, cut: EngineCut, worker: int) -> Mapping[str, str]:
+        if cut.expert_parallel:
+            held, _ = self._held(cut, worker)
+            return {"experts": f"{held.start}-{held.stop - 1}", "columns": share(self.width, 1, 0)}
+        return {"experts": share(self.count, 1, 0), "columns": share(self.width, cut.workers, worker)}
+
+    def _held(self, cut: EngineCut, worker: int) -> tuple[range, range]:
+        """Experts and columns of a worker: whole experts in contiguous runs, or columns of each."""
+        if not cut.expert_parallel:
+            width = self.width // cut.workers
+            return range(self.count), range(worker * width, (worker + 1) * width)
+        base, more = divmod(self.count, cut.workers)
+        first = worker * base + min(worker, more)
+        return range(first, first + base + (worker < more)), range(self.width)
+
+    def flops(self) -> TokenFlops:
+        return TokenFlops(2 * (3 * self.hidden * self.width * self.per_token + self.hidden * self.count))
+
+    def saved_bytes(self, work: Work) -> float:
+        s, b = work.tokens / work.parallel.tensor, work.itemsize
+        norm = 2 * s * self.hidden * b  # input and output
+        # Each expert's input; gate and up, silu, up once more, their product, and that times the router's probability.
+        experts = self._routed(work) * (b * (self.hidden + 6 * self.width / work.parallel.expert_tensor) + 4)
+        # Logits, probabilities and masks over all experts, in float32 and bool.
+        return norm + experts + s * self.count * 24
+
+    def gradient_bytes(self, work: Work) -> float:
+        width = self.width / work.parallel.expert_tensor
+        weights = self.count / work.parallel.expert * 3 * self.hidden * width
+        return work.itemsize * (self._routed(work) * (2 * self.hidden + 5 * width) + weights)
+
+    def _routed(self, work: Work) -> float:
+        """Copies of tokens that the busiest rank's experts work on."""
+        even = work.tokens / work.parallel.tensor * self.per_token * work.parallel.expert_tensor
+        return even * (work.imbalance if work.parallel.expert > 1 else 1.0)
+
+    def messages(self, parallel: ParallelDims) -> Messages:
+        return Messages(experts=self.per_token * self.hidden)
+
+    def engine_width(self, cut: EngineCut) -> float:
+        """The fused MoE kernel's two work spaces."""
+        inner = self.width if cut.expert_parallel else self.width / cut.workers
+        return self.per_token * (max(2 * inner, self.hidden) + max(inner, self.hidden))
+
+    def engine_sparse(self, cut: EngineCut) -> tuple[float, float]:
+        held = self.count / cut.workers if cut.expert_parallel else self.count
+        width = self.width if cut.expert_parallel else self.width / cut.workers
+        return 3 * self.hidden * width * held, self.per_token / self.count

@@ -1,0 +1,118 @@
+"""The dense feed-forward part: down(silu(gate(x)) · up(x)), with the norm before it (arXiv:2002.05202)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from skyrl_mega.models.blocks.base import (
+    Block,
+    Cut,
+    EngineCut,
+    MegatronPlace,
+    MegatronSettings,
+    Messages,
+    Tensors,
+    TokenFlops,
+    Work,
+)
+from skyrl_mega.models.config_json import Hf, integer, only
+from skyrl_mega.models.shard_builder import ShardBuilder
+from skyrl_mega.parallel.dims import ParallelDims
+
+NORM = "post_attention_layernorm.weight"
+"""The norm before a feed-forward part, in Hugging Face and in vLLM."""
+
+
+def check_keys(hf: Hf) -> None:
+    """Refuses another activation, and bias."""
+    only(hf, "hidden_act", "silu")
+    only(hf, "mlp_bias", False)
+
+
+@dataclass(frozen=True)
+class GatedMlp(Block):
+    """One width for gate, up and down."""
+
+    hidden: int
+    width: int
+
+    @classmethod
+    def read(cls, hf: Hf) -> GatedMlp:
+        """From config.json."""
+        check_keys(hf)
+        return cls(integer(hf, "hidden_size"), integer(hf, "intermediate_size"))
+
+    def hf_tensors(self, source: str) -> Tensors:
+        return {f"{source}.{NORM}": (self.hidden,)} | gated_tensors(f"{source}.mlp", self.width, self.hidden)
+
+    def megatron_args(self, layers: Sequence[bool]) -> MegatronSettings:
+        return MegatronSettings({"ffn_hidden_size": self.width} | gated_args())
+
+    def megatron_cuts(self) -> Sequence[Cut]:
+        return (Cut("tensor", "columns of a dense layer (intermediate_size)", self.width),)
+
+    def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
+        norm = "mlp.linear_fc1.layer_norm_weight" if place.spec == "te" else "pre_mlp_layernorm.weight"
+        b.whole(f"{target}.{norm}", f"{source}.{NORM}")
+        width = self.width // place.parallel.tensor
+        fc1 = b.param(f"{target}.mlp.linear_fc1.weight", 2 * width, self.hidden)
+        fc2 = b.param(f"{target}.mlp.linear_fc2.weight", self.hidden, width)
+        gated_pieces(b, (fc1, fc2), f"{source}.mlp", place.coords.tp * width, width)
+
+    def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:
+        return (("columns of a dense layer (intermediate_size)", self.width),)
+
+    def engine_columns(self, cut: EngineCut) -> Mapping[str, int]:
+        return {"columns of a dense layer": self.width // cut.tensor}
+
+    def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
+        b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
+        width = self.width // cut.tensor
+        gate_up = b.param(f"{source}.mlp.gate_up_proj.weight", 2 * width, self.hidden)
+        down = b.param(f"{source}.mlp.down_proj.weight", self.hidden, width)
+        gated_pieces(b, (gate_up, down), f"{source}.mlp", worker % cut.tensor * width, width)
+
+    def flops(self) -> TokenFlops:
+        return TokenFlops(2 * 3 * self.hidden * self.width)
+
+    def saved_bytes(self, work: Work) -> float:
+        tensor = work.parallel.tensor
+        norm = 2 * work.tokens / tensor * self.hidden * work.itemsize  # input and output
+        return norm + work.tokens * work.itemsize * 5 * self.width / tensor
+
+    def gradient_bytes(self, work: Work) -> float:
+        width, hidden = self.width / work.parallel.tensor, self.hidden
+        return work.itemsize * (work.tokens * (3 * width + 2 * hidden / work.parallel.tensor) + 3 * hidden * width)
+
+    def messages(self, parallel: ParallelDims) -> Messages:
+        return Messages(tensor=self.hidden)
+
+    def engine_width(self, cut: EngineCut) -> float:
+        return 3 * self.width / cut.tensor
+
+
+def gated_tensors(source: str, width: int, hidden: int) -> Tensors:
+    """The three matrices of a gated MLP, or of one expert."""
+    return {
+        f"{source}.gate_proj.weight": (width, hidden),
+        f"{source}.up_proj.weight": (width, hidden),
+        f"{source}.down_proj.weight": (hidden, width),
+    }
+
+
+def gated_args() -> dict[str, object]:
+    """What makes megatron-core's feed-forward parts gated."""
+    from torch.nn.functional import silu
+
+    return {"gated_linear_unit": True, "activation_func": silu}
+
+
+def gated_pieces(
+    b: ShardBuilder, params: tuple[str, str], source: str, start: int, width: int, stack: tuple[int, ...] = ()
+) -> None:
+    """The first parameter has `width` rows of gate from `start`, then those of up; the second has the same columns of
+    down. `stack` picks an expert where one parameter holds several."""
+    b.rows(params[0], 0, f"{source}.gate_proj.weight", start, width, stack=stack)
+    b.rows(params[0], width, f"{source}.up_proj.weight", start, width, stack=stack)
+    b.columns(params[1], f"{source}.down_proj.weight", start, width, stack=stack)

@@ -1,0 +1,227 @@
+"""Grouped-query attention (arXiv:2305.13245) with rotary positions (arXiv:2104.09864), and the norm before it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.models.blocks.base import (
+    Block,
+    Cut,
+    EngineCut,
+    MegatronPlace,
+    MegatronSettings,
+    Messages,
+    Tensors,
+    TokenFlops,
+    Work,
+    share,
+)
+from skyrl_mega.models.config_json import Hf, integer, number, only, unsupported
+from skyrl_mega.models.shard_builder import ShardBuilder
+from skyrl_mega.parallel.dims import ParallelDims
+
+NORM = "input_layernorm.weight"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary positions: the base, and how frequencies are stretched (`none`, `linear`, `llama3`)."""
+
+    base: float
+    scaling: str = "none"
+    factor: float = 1.0
+
+    @classmethod
+    def read(cls, hf: Hf) -> Rope:
+        """From `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling` (before).
+
+        megatron-core 0.16 knows linear interpolation, and Llama 3's scaling with Llama 3.1's own constants.
+        """
+        key = "rope_parameters" if hf.get("rope_parameters") else "rope_scaling"
+        values = hf.get(key) or {}
+        if not isinstance(values, Mapping):
+            raise unsupported(hf, key, "a mapping")
+        base = number(values if values.get("rope_theta") else hf, "rope_theta", 10000.0)
+        kind = values.get("rope_type", values.get("type", "default"))
+        if values.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
+            raise unsupported(hf, key, "a partial_rotary_factor of 1")
+        if kind == "default":
+            return cls(base)
+        if kind == "linear":
+            return cls(base, "linear", number(values, "factor"))
+        constants = {"low_freq_factor": 1, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+        if kind == "llama3" and all(values.get(name) == value for name, value in constants.items()):
+            return cls(base, "llama3", number(values, "factor"))
+        allowed = ", ".join(f"{name} {value}" for name, value in constants.items())
+        raise unsupported(hf, key, f"rope_type default, linear, or llama3 with {allowed}")
+
+    def megatron_args(self) -> dict[str, Any]:
+        """Keyword arguments of `GPTModel`."""
+        args: dict[str, Any] = {"position_embedding_type": "rope", "rotary_base": self.base}
+        if self.scaling == "llama3":
+            args |= {"rope_scaling": True, "rope_scaling_factor": self.factor}
+        elif self.scaling == "linear":
+            args["seq_len_interpolation_factor"] = self.factor
+        return args
+
+
+@dataclass(frozen=True)
+class GroupedQueryAttention(Block):
+    """Field names are those of the literature, not of one library."""
+
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    rope: Rope
+    qk_norm: bool
+    """RMSNorm over each query and key head."""
+    qkv_bias: bool
+    """Bias of the q, k and v projections."""
+
+    @classmethod
+    def read(cls, hf: Hf, *, qk_norm: bool, qkv_bias: bool, head_dim: int | None = None) -> GroupedQueryAttention:
+        """From config.json; `head_dim` is the family's own default (None: hidden / heads)."""
+        heads, hidden = integer(hf, "num_attention_heads"), integer(hf, "hidden_size")
+        kv_heads = integer(hf, "num_key_value_heads", heads)
+        if heads % kv_heads:
+            raise unsupported(hf, "num_key_value_heads", f"a divisor of num_attention_heads {heads}")
+        if hf.get("head_dim") is not None:
+            head_dim = integer(hf, "head_dim")
+        only(hf, "use_sliding_window", False)
+        only(hf, "attention_bias", False)
+        return cls(
+            hidden=hidden,
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim or hidden // heads,
+            rope=Rope.read(hf),
+            qk_norm=qk_norm,
+            qkv_bias=qkv_bias,
+        )
+
+    def facts(self) -> Mapping[str, int]:
+        sizes = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        return sizes | {"qkv_bias": int(self.qkv_bias)}
+
+    def hf_tensors(self, source: str) -> Tensors:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        found: Tensors = {f"{source}.{NORM}": (self.hidden,)}
+        for name, rows in (("q_proj", q), ("k_proj", kv), ("v_proj", kv)):
+            found[f"{source}.self_attn.{name}.weight"] = (rows, self.hidden)
+            if self.qkv_bias:
+                found[f"{source}.self_attn.{name}.bias"] = (rows,)
+        if self.qk_norm:
+            found[f"{source}.self_attn.q_norm.weight"] = (self.head_dim,)
+            found[f"{source}.self_attn.k_norm.weight"] = (self.head_dim,)
+        found[f"{source}.self_attn.o_proj.weight"] = (self.hidden, q)
+        return found
+
+    def megatron_args(self, layers: Sequence[bool]) -> MegatronSettings:
+        transformer = {
+            "num_attention_heads": self.heads,
+            "num_query_groups": self.kv_heads,
+            "kv_channels": self.head_dim,
+            "qk_layernorm": self.qk_norm,
+            "add_qkv_bias": self.qkv_bias,
+        }
+        return MegatronSettings(transformer, self.rope.megatron_args())
+
+    def megatron_cuts(self) -> Sequence[Cut]:
+        return (
+            Cut("tensor", "attention heads", self.heads, "heads"),
+            Cut("tensor", "key/value heads", self.kv_heads, "kv"),
+        )
+
+    def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
+        """Rows of linear_qkv are interleaved by query group: a group's query heads, its key head, its value head."""
+        size, tp = place.parallel.tensor, place.coords.tp
+        there, here = f"{source}.self_attn", f"{target}.self_attention"
+        columns = self.heads * self.head_dim // size
+        if place.spec == "local":
+            b.whole(f"{target}.input_layernorm.weight", f"{source}.{NORM}")
+        param = b.param(f"{here}.linear_proj.weight", self.hidden, columns)
+        b.columns(param, f"{there}.o_proj.weight", tp * columns, columns)
+        if place.spec == "te":
+            b.whole(f"{here}.linear_qkv.layer_norm_weight", f"{source}.{NORM}")
+        head = self.head_dim
+        groups, width = self.kv_heads // size, self.heads // self.kv_heads * head
+        rows = groups * (width + 2 * head)
+        for kind, shape in self._kinds(rows):
+            param = b.param(f"{here}.linear_qkv.{kind}", *shape)
+            for local in range(groups):
+                group, row = tp * groups + local, local * (width + 2 * head)
+                b.rows(param, row, f"{there}.q_proj.{kind}", group * width, width)
+                b.rows(param, row + width, f"{there}.k_proj.{kind}", group * head, head)
+                b.rows(param, row + width + head, f"{there}.v_proj.{kind}", group * head, head)
+        if self.qk_norm:
+            b.whole(f"{here}.q_layernorm.weight", f"{there}.q_norm.weight")
+            b.whole(f"{here}.k_layernorm.weight", f"{there}.k_norm.weight")
+
+    def engine_cuts(self, cut: EngineCut) -> Sequence[tuple[str, int]]:
+        shared = () if self.kv_heads < cut.tensor else (("key/value heads", self.kv_heads),)
+        return (("attention heads", self.heads), *shared)
+
+    def check_engine(self, cut: EngineCut, key: str) -> None:
+        if self.kv_heads < cut.tensor and cut.tensor % self.kv_heads:
+            raise UserError(
+                f"{key}: {cut.tensor} is not a multiple of the model's {self.kv_heads} key/value heads; choose one"
+            )
+
+    def engine_columns(self, cut: EngineCut) -> Mapping[str, int]:
+        return {
+            "query columns": self.heads // cut.tensor * self.head_dim,
+            "key and value columns": max(1, self.kv_heads // cut.tensor) * self.head_dim,
+        }
+
+    def engine_pieces(self, b: ShardBuilder, cut: EngineCut, worker: int, source: str) -> None:
+        """qkv_proj is a worker's q, k and v rows, one after the other; with few kv heads, several workers share one."""
+        rank, there = worker % cut.tensor, f"{source}.self_attn"
+        b.whole(f"{source}.{NORM}", f"{source}.{NORM}")
+        q = self.heads // cut.tensor * self.head_dim
+        kv = max(1, self.kv_heads // cut.tensor) * self.head_dim
+        kv_start = rank * kv if self.kv_heads >= cut.tensor else rank // (cut.tensor // self.kv_heads) * kv
+        for kind, shape in self._kinds(q + 2 * kv):
+            fused = b.param(f"{there}.qkv_proj.{kind}", *shape)
+            b.rows(fused, 0, f"{there}.q_proj.{kind}", rank * q, q)
+            b.rows(fused, q, f"{there}.k_proj.{kind}", kv_start, kv)
+            b.rows(fused, q + kv, f"{there}.v_proj.{kind}", kv_start, kv)
+        b.columns(b.param(f"{there}.o_proj.weight", self.hidden, q), f"{there}.o_proj.weight", rank * q, q)
+        if self.qk_norm:
+            b.whole(f"{there}.q_norm.weight", f"{there}.q_norm.weight")
+            b.whole(f"{there}.k_norm.weight", f"{there}.k_norm.weight")
+
+    def engine_row(self, cut: EngineCut, worker: int) -> Mapping[str, str]:
+        rank = worker % cut.tensor
+        kv = rank * self.kv_heads // cut.tensor
+        groups = share(self.kv_heads, cut.tensor, rank) if self.kv_heads >= cut.tensor else str(kv)
+        return {"heads": share(self.heads, cut.tensor, rank), "kv": groups}
+
+    def flops(self) -> TokenFlops:
+        matrices = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
+        return TokenFlops(2 * matrices, 4 * self.heads * self.head_dim)
+
+    def saved_bytes(self, work: Work) -> float:
+        """The fused projection, of which keys and values are views; queries and keys before their norm and after
+        rotation; what the attention gives to its projection; cosines and sines; the soft-max's normaliser."""
+        tensor, tokens, b = work.parallel.tensor, work.tokens, work.itemsize
+        q, v = self.heads * self.head_dim / tensor, self.kv_heads * self.head_dim / tensor
+        norm = 2 * tokens / tensor * self.hidden * b  # input and output
+        attention = tokens * b * ((q + 2 * v) + (q if self.qk_norm else 0) + (q + v) + q + 4 * self.head_dim)
+        return norm + attention + tokens * 4 * self.heads / tensor
+
+    def messages(self, parallel: ParallelDims) -> Messages:
+        return Messages(tensor=self.hidden, context=2 * self.kv_heads * self.head_dim / parallel.tensor)
+
+    def kv_bytes_per_token(self, tensor: int, itemsize: int) -> int:
+        return 2 * max(1, self.kv_heads // tensor) * self.head_dim * itemsize
+
+    def engine_width(self, cut: EngineCut) -> float:
+        return (self.heads + 2 * self.kv_heads) * self.head_dim / cut.tensor
+
+    def _kinds(self, rows: int) -> list[tuple[str, tuple[int, ...]]]:
+        """Weight and perhaps bias of a fused projection, with their shapes."""
+        return [("weight", (rows, self.hidden))] + ([("bias", (rows,))] if self.qkv_bias else [])

@@ -1,0 +1,88 @@
+"""The `characters` tokenizer of models built from nothing: each printable ASCII character, and the newline, is a token.
+
+Role marks are single tokens too, so a prompt costs its characters plus two. Every byte of a character outside the
+alphabet becomes `<unk>`.
+
+It is a byte-level BPE without merges, because transformers loads the tokenizer beside a qwen2 config.json as a
+Qwen2Tokenizer, whatever class is named, and keeps only its vocabulary and merges.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+PAD, UNKNOWN, BOS, EOS = "<pad>", "<unk>", "<bos>", "<eos>"
+ROLES = ("system", "user", "assistant", "tool")
+SPECIAL = (PAD, UNKNOWN, BOS, EOS, *(f"<{role}>" for role in ROLES))
+CHARACTERS = ("\n", *(chr(c) for c in range(32, 127)))
+# Byte-level BPE writes a space and a newline as these letters.
+_LETTERS = {" ": "Ġ", "\n": "Ċ"}
+VOCABULARY = {token: i for i, token in enumerate((*SPECIAL, *(_LETTERS.get(c, c) for c in CHARACTERS)))}
+"""Token → id; 104 entries."""
+
+# Tools as name(arguments), with how they are called; <role>content, and <eos> where the assistant's turn ends.
+CHAT_TEMPLATE = (
+    "{%- if tools %}{{- '<system>' }}{%- for tool in tools %}{%- set function = tool['function'] %}"
+    "{{- function['name'] ~ '(' ~ (function['parameters']['properties'] or {}) | join(', ') ~ ')\n' }}{%- endfor %}"
+    '{{- \'<tool_call>\n{"name": NAME, "arguments": {...}}\n</tool_call>\' }}{%- endif %}'
+    "{%- for message in messages %}"
+    "{%- if message['role'] not in " + repr(list(ROLES)) + " %}"
+    "{{- raise_exception('role ' ~ message['role'] ~ ' is not one of " + ", ".join(ROLES) + "') }}"
+    "{%- endif %}"
+    "{{- '<' ~ message['role'] ~ '>' ~ message['content'] }}"
+    "{%- if message['role'] == 'assistant' %}{{- '" + EOS + "' }}{%- endif %}"
+    "{%- endfor %}"
+    "{%- if add_generation_prompt %}{{- '<assistant>' }}{%- endif %}"
+)
+
+
+def write_tokenizer(path: Path) -> None:
+    """Writes tokenizer.json and tokenizer_config.json into the directory."""
+    tokenizer: dict[str, Any] = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [
+            {
+                "id": VOCABULARY[token],
+                "content": token,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+                "normalized": False,
+                "special": True,
+            }
+            for token in SPECIAL
+        ],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+        "post_processor": None,
+        "decoder": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False},
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": UNKNOWN,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": False,
+            "vocab": VOCABULARY,
+            "merges": [],
+        },
+    }
+    config = {
+        # Without the class, AutoTokenizer goes by config.json's model_type and loads an empty tokenizer of that model.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "pad_token": PAD,
+        "unk_token": UNKNOWN,
+        "bos_token": BOS,
+        "eos_token": EOS,
+        "clean_up_tokenization_spaces": False,
+        "model_max_length": 1_000_000,
+        "chat_template": CHAT_TEMPLATE,
+    }
+    (path / "tokenizer.json").write_text(json.dumps(tokenizer, indent=1))
+    (path / "tokenizer_config.json").write_text(json.dumps(config, indent=1))

@@ -1,0 +1,14 @@
+"""Llama 2 and 3 (arXiv:2302.13971, arXiv:2407.21783), and SmolLM2, which is built alike."""
+
+from __future__ import annotations
+
+from skyrl_mega.models.blocks.gated_mlp import GatedMlp
+from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
+from skyrl_mega.models.config_json import Hf, integer
+from skyrl_mega.models.decoder import Decoder, read_decoder
+
+
+def describe(hf: Hf) -> Decoder:
+    """The model that `hf` asks for."""
+    attention = GroupedQueryAttention.read(hf, qk_norm=False, qkv_bias=False)
+    return read_decoder(hf, [(attention, GatedMlp.read(hf))] * integer(hf, "num_hidden_layers"))

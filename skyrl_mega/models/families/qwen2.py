@@ -1,0 +1,22 @@
+"""Qwen2 and Qwen2.5 (arXiv:2407.10671): bias on q, k and v."""
+
+from __future__ import annotations
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.models.blocks.gated_mlp import GatedMlp
+from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
+from skyrl_mega.models.config_json import Hf, integer
+from skyrl_mega.models.decoder import Decoder, read_decoder
+
+
+def describe(hf: Hf) -> Decoder:
+    """The model that `hf` asks for."""
+    attention = GroupedQueryAttention.read(hf, qk_norm=False, qkv_bias=True)
+    decoder = read_decoder(hf, [(attention, GatedMlp.read(hf))] * integer(hf, "num_hidden_layers"))
+    if attention.head_dim * attention.heads != decoder.hidden:
+        # vLLM derives the head's width of a Qwen2 and ignores head_dim.
+        raise UserError(
+            f"config.json: head_dim {attention.head_dim} × num_attention_heads {attention.heads} is not hidden_size "
+            f"{decoder.hidden}, as a qwen2 needs; give head_dim {decoder.hidden // attention.heads} or model_type qwen3"
+        )
+    return decoder

@@ -1,0 +1,33 @@
+"""Qwen3-MoE (arXiv:2505.09388): Qwen3 attention, experts without shared ones, softmax routing."""
+
+from __future__ import annotations
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.values import shown
+from skyrl_mega.models.blocks.experts import Experts
+from skyrl_mega.models.blocks.gated_mlp import GatedMlp
+from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
+from skyrl_mega.models.config_json import Hf, integer
+from skyrl_mega.models.decoder import Decoder, read_decoder
+
+
+def describe(hf: Hf) -> Decoder:
+    """The model that `hf` asks for."""
+    moe = _moe_layers(hf)
+    attention = GroupedQueryAttention.read(hf, qk_norm=True, qkv_bias=False)
+    experts, dense = Experts.read(hf), GatedMlp.read(hf)
+    return read_decoder(hf, [(attention, experts if has_experts else dense) for has_experts in moe])
+
+
+def _moe_layers(hf: Hf) -> list[bool]:
+    """Which layers have experts."""
+    layers, step = integer(hf, "num_hidden_layers"), integer(hf, "decoder_sparse_step", 1)
+    listed = hf.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
+        raise UserError(f"config.json: mlp_only_layers is {shown(listed)}; allowed is a list of layers")
+    moe = [layer not in listed and (layer + 1) % step == 0 for layer in range(layers)]
+    if not any(moe):
+        raise UserError(
+            f"config.json: none of the {layers} layers has experts; give model_type qwen3 for a dense model"
+        )
+    return moe

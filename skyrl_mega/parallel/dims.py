@@ -1,0 +1,147 @@
+"""Ranks and coordinates: who sits where in Megatron's parallel grid, and which layers a pipeline stage holds.
+
+Pure arithmetic in megatron-core's default order "tp-cp-ep-dp-pp": the first name varies fastest. Dense layers see the
+grid tp × cp × dp × pp; experts see the same ranks as etp × ep × edp × pp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import InitVar, dataclass
+from typing import NamedTuple
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import LayoutConfig
+
+
+class RankCoords(NamedTuple):
+    """Where one rank sits: dense grid (tp, cp, dp), pipeline stage (pp), expert grid (ep, etp, edp)."""
+
+    tp: int
+    cp: int
+    dp: int
+    pp: int
+    ep: int
+    etp: int
+    edp: int
+
+
+@dataclass(frozen=True)
+class ParallelDims:
+    """The sizes of every parallel dimension over `ranks` processes. `key` is the setting that errors name.
+
+    Raises:
+        UserError: a size does not divide the ranks, or virtual stages without pipeline stages.
+    """
+
+    ranks: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+    virtual_pipeline: int = 1
+    context: int = 1
+    expert: int = 1
+    expert_tensor: int = 1
+    first_stage_layers: int | None = None
+    """Layers of the first pipeline stage, and of the last; None: as many as the stages between."""
+    last_stage_layers: int | None = None
+    key: InitVar[str] = "policy.layout"
+
+    def __post_init__(self, key: str) -> None:
+        ranks = f"{key.removesuffix('.layout')}.ranks"
+        dense = self.tensor * self.pipeline * self.context
+        if self.ranks % dense:
+            raise UserError(
+                f"{key}: tensor {self.tensor} × pipeline {self.pipeline} × context {self.context} = {dense} "
+                f"does not divide the {self.ranks} ranks; give {ranks} as a multiple of {dense}"
+            )
+        experts = self.expert_tensor * self.expert * self.pipeline
+        if self.ranks % experts:
+            raise UserError(
+                f"{key}: expert {self.expert} × expert_tensor {self.expert_tensor} × pipeline {self.pipeline} "
+                f"= {experts} does not divide the {self.ranks} ranks; give {ranks} as a multiple of {experts}"
+            )
+        if self.virtual_pipeline > 1 and self.pipeline == 1:
+            raise UserError(f"{key}.virtual_pipeline: {self.virtual_pipeline} needs {key}.pipeline of at least 2")
+        for name in ("first_stage_layers", "last_stage_layers"):
+            layers = getattr(self, name)
+            if layers is not None and self.pipeline == 1:
+                raise UserError(f"{key}.{name}: {layers} needs {key}.pipeline of at least 2; raise it, or give null")
+            if layers is not None and layers % self.virtual_pipeline:
+                raise UserError(
+                    f"{key}.{name}: {layers} is not a multiple of {key}.virtual_pipeline {self.virtual_pipeline}; "
+                    "choose one"
+                )
+
+    @classmethod
+    def from_config(cls, layout: LayoutConfig, ranks: int, key: str = "policy.layout") -> ParallelDims:
+        """The grid that a configuration asks for, over `ranks` processes."""
+        expert_tensor = layout.expert_tensor
+        if expert_tensor is None:
+            expert_tensor = 1 if layout.expert > 1 else layout.tensor
+        return cls(
+            ranks=ranks,
+            tensor=layout.tensor,
+            pipeline=layout.pipeline,
+            virtual_pipeline=layout.virtual_pipeline,
+            context=layout.context,
+            expert=layout.expert,
+            expert_tensor=expert_tensor,
+            first_stage_layers=layout.first_stage_layers,
+            last_stage_layers=layout.last_stage_layers,
+            key=key,
+        )
+
+    @property
+    def data(self) -> int:
+        """Data-parallel size of dense layers."""
+        return self.ranks // (self.tensor * self.pipeline * self.context)
+
+    @property
+    def expert_data(self) -> int:
+        """Data-parallel size of experts."""
+        return self.ranks // (self.expert_tensor * self.expert * self.pipeline)
+
+    def coordinates(self, rank: int) -> RankCoords:
+        """The coordinates of `rank`."""
+        if not 0 <= rank < self.ranks:
+            raise ValueError(f"rank {rank} is not within 0..{self.ranks - 1}")
+        rest, tp = divmod(rank, self.tensor)
+        rest, cp = divmod(rest, self.context)
+        pp, dp = divmod(rest, self.data)
+        rest, etp = divmod(rank, self.expert_tensor)
+        rest, ep = divmod(rest, self.expert)
+        edp = rest % self.expert_data
+        return RankCoords(tp=tp, cp=cp, dp=dp, pp=pp, ep=ep, etp=etp, edp=edp)
+
+    def stage_sizes(self, num_layers: int) -> list[int]:
+        """How many layers each stage holds.
+
+        Raises:
+            ValueError: the stages between cannot have equally many, or a stage its chunks.
+        """
+        given = {0: self.first_stage_layers, self.pipeline - 1: self.last_stage_layers}
+        fixed = {stage: layers for stage, layers in given.items() if layers is not None}
+        left, stages = num_layers - sum(fixed.values()), self.pipeline - len(fixed)
+        if left % stages if stages else left:
+            raise ValueError(f"{left} of {num_layers} layers are left for {stages} pipeline stages")
+        sizes = [fixed.get(stage, left // stages if stages else 0) for stage in range(self.pipeline)]
+        if min(sizes) < 1 or any(size % self.virtual_pipeline for size in sizes):
+            raise ValueError(f"{sizes} layers a stage do not make {self.virtual_pipeline} chunks each")
+        return sizes
+
+    def stage_layers(self, num_layers: int, pp: int, chunk: int = 0) -> range:
+        """Global indices of the layers of virtual chunk `chunk` on stage `pp`.
+
+        Each stage's layers are cut into equal chunks; the model goes through chunk 0 of every stage, then chunk 1 of
+        every stage, and so on. Raises ValueError as `stage_sizes` does.
+        """
+        sizes = [size // self.virtual_pipeline for size in self.stage_sizes(num_layers)]
+        first = chunk * sum(sizes) + sum(sizes[:pp])
+        return range(first, first + sizes[pp])
+
+    def holds_embedding(self, pp: int, chunk: int = 0) -> bool:
+        """Whether this chunk begins the model."""
+        return pp == 0 and chunk == 0
+
+    def holds_head(self, pp: int, chunk: int = 0) -> bool:
+        """Whether this chunk ends the model: final norm and output projection."""
+        return pp == self.pipeline - 1 and chunk == self.virtual_pipeline - 1

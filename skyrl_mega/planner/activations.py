@@ -1,0 +1,112 @@
+"""What a policy rank keeps for the backward pass. Estimated: formulas of what autograd saves, not a measurement.
+
+After Korthikanti et al. (arXiv:2205.05198), for this policy's layers: packed sequences, flash attention (no score
+matrix), no dropout, gated MLPs written as separate operations, and experts that receive k copies of every token. Under
+tensor parallelism everything between the linear layers is cut along the sequence. A block's own formula is its
+`saved_bytes` and `gradient_bytes` (`models/blocks/`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skyrl_mega.models.blocks.base import Work
+from skyrl_mega.models.blocks.embedding import padded_vocab
+from skyrl_mega.models.decoder import Decoder, Layer
+from skyrl_mega.parallel.dims import ParallelDims
+
+IMBALANCE = 1.25
+"""Tokens of the busiest rank's experts over the mean, on average over layers: an assumption about the router."""
+HOTTEST = 2.0
+"""The same of the one layer and micro-batch where it is worst, of some thousands in a step: an assumption too."""
+BATCH_BYTES = 64
+"""Bytes of one token of a packed micro-batch: inputs, positions, targets, places and the fields of the loss."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """The longest micro-batch."""
+
+    tokens: int
+    """On one rank, that is on one context rank."""
+    count: int
+    """Micro-batches of one optimizer step on one data-parallel rank."""
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes at the peak of a phase."""
+
+    train: int
+    """Forward and backward."""
+    forward: int
+    """Log-probs only: one layer at a time."""
+    train_logits: int
+    """The head's, in the backward pass; 0 but on the last stage."""
+    forward_logits: int
+
+
+def activations(
+    d: Decoder, parallel: ParallelDims, pp: int, row: Row, itemsize: int, *, recompute: bool, logit_chunk: int
+) -> Activations:
+    """At the peak, on a rank of pipeline stage `pp`."""
+    layers = parallel.stage_sizes(d.layers)[pp]
+    kinds = d.counted(layer for chunk in _chunks(d, parallel, pp) for layer in chunk)
+    usual = Work(parallel, row.tokens, itemsize, IMBALANCE)
+    worst = Work(parallel, row.tokens, itemsize, HOTTEST)
+    largest = max(_saved(kind, worst) for kind, _ in kinds)
+    mean = sum(_saved(kind, usual) * count for kind, count in kinds) / layers
+    boundary = row.tokens // parallel.tensor * d.hidden * itemsize
+    kept = boundary if recompute else mean
+    flight = in_flight(parallel, pp, row.count)
+    # Every micro-batch under way also keeps the hidden states that it was sent, and those that it sent on.
+    saved = flight * (layers / parallel.virtual_pipeline * kept + (2 * boundary if parallel.pipeline > 1 else 0))
+    working = max(sum(block.gradient_bytes(worst) for block in kind) for kind, _ in kinds)
+    batch = row.tokens * row.count * BATCH_BYTES
+    last = parallel.holds_head(pp, parallel.virtual_pipeline - 1)
+    # The last norm's input and output, and what the head reads of it, gathered over the tensor ranks and picked.
+    top = 2 * boundary + 2 * row.tokens * d.hidden * itemsize if last else 0
+    train_logits, forward_logits = logits(d, parallel, row.tokens, itemsize, logit_chunk) if last else (0, 0)
+    return Activations(
+        train=int(saved + (largest if recompute else 0) + working + top + batch),
+        forward=int(largest + 2 * boundary + top + batch),
+        train_logits=train_logits,
+        forward_logits=forward_logits,
+    )
+
+
+def in_flight(parallel: ParallelDims, pp: int, count: int) -> int:
+    """Micro-batches of one model chunk whose activations exist at once: 1F1B, or its interleaved form."""
+    stages, chunks = parallel.pipeline, parallel.virtual_pipeline
+    if chunks == 1:
+        return min(count, stages - pp)
+    return min(count * chunks, 2 * (stages - pp - 1) + (chunks - 1) * stages + 1)
+
+
+def layer(
+    d: Decoder, parallel: ParallelDims, tokens: int, itemsize: int, *, moe: bool, imbalance: float = IMBALANCE
+) -> int:
+    """Bytes that one layer, with experts or without, saves for its backward pass, its input among them."""
+    kind = next(d.layer(i) for i in range(d.layers) if d.is_moe(i) == moe)
+    return _saved(kind, Work(parallel, tokens, itemsize, imbalance))
+
+
+def _saved(kind: Layer, work: Work) -> int:
+    return int(sum(block.saved_bytes(work) for block in kind))
+
+
+def logits(d: Decoder, parallel: ParallelDims, tokens: int, itemsize: int, chunk: int) -> tuple[int, int]:
+    """Bytes of the head in the backward and in the forward pass: a chunk's logits, and the gradient of the weight."""
+    rows = padded_vocab(d.vocab, parallel.tensor) // parallel.tensor
+    table = min(chunk, tokens) * rows
+    weight = rows * d.hidden
+    # Forward: logits, their exponentials, the masked logits and the product, float32 each (megatron/vocab_parallel.py).
+    # Backward: two tables of float32 before the weight's gradient, then one and its copy beside the gradient's two.
+    backward = max(
+        table * 8 + weight * 4, table * (4 + itemsize) + weight * (4 + itemsize), weight * (4 + 2 * itemsize)
+    )
+    return max(backward, table * 16), table * 16
+
+
+def _chunks(d: Decoder, parallel: ParallelDims, pp: int) -> list[range]:
+    return [parallel.stage_layers(d.layers, pp, chunk) for chunk in range(parallel.virtual_pipeline)]

@@ -1,0 +1,86 @@
+"""From prompts to micro-batches: what one RL step makes of its trajectories."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skyrl_mega.config.derived import length_limit, response_limit
+from skyrl_mega.config.schema import Config
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.activations import Row
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One RL step."""
+
+    prompts: int
+    samples: int
+    """Trajectories of a prompt."""
+    mini_batches: int
+    """Optimizer steps."""
+    trajectories: int
+    """Of one optimizer step."""
+    data: int
+    """Data-parallel ranks that share them."""
+    longest: int
+    """Tokens of a sequence at its limits."""
+    mean: float
+    """… at `cluster.rates.length_share` of them."""
+    generated: float
+    """Tokens of it that an engine writes, on average."""
+    budget: int
+    """Tokens of a micro-batch over its context ranks."""
+    most: int
+    """Micro-batches of one optimizer step on one data-parallel rank when every sequence is at its limit."""
+    usual: int
+    """… at the mean length."""
+    row: Row
+    """The longest micro-batch, for the memory."""
+
+    @property
+    def sequences(self) -> int:
+        """Trajectories of the RL step."""
+        return self.prompts * self.samples
+
+    @property
+    def oversize(self) -> bool:
+        """Whether a sequence can be longer than the budget and has a micro-batch of its own."""
+        return self.longest > self.budget
+
+
+def batch(config: Config, parallel: ParallelDims) -> Batch:
+    """The arithmetic of `megatron.group.TrainGroup` and `parallel.balance`, for sequences of one length."""
+    data, share = config.data, config.cluster.rates.length_share
+    prompts, samples = data.prompts_per_step, data.samples_per_prompt
+    mini = data.mini_batch_prompts or prompts
+    longest, answer = length_limit(config.rollout), response_limit(config.rollout)
+    mean = share * min(longest, config.rollout.max_prompt_tokens + answer)
+    written = min(answer, config.rollout.max_turns * config.rollout.sampling.max_tokens)
+    budget = config.policy.micro_tokens * parallel.context
+    trajectories = mini * samples
+    multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
+
+    def micros(length: float) -> int:
+        each = max(1, int(budget // length))
+        count = -(-trajectories // (parallel.data * each))
+        return -(-count // multiple) * multiple
+
+    unit = (2 * parallel.context if parallel.context > 1 else 1) * parallel.tensor
+    share_of_rank = -(-trajectories // parallel.data)
+    tokens = max(min(budget, share_of_rank * longest), longest)
+    most = micros(longest)
+    return Batch(
+        prompts=prompts,
+        samples=samples,
+        mini_batches=-(-prompts // mini),
+        trajectories=trajectories,
+        data=parallel.data,
+        longest=longest,
+        mean=mean,
+        generated=share * written,
+        budget=budget,
+        most=most,
+        usual=micros(mean),
+        row=Row(-(-tokens // unit) * unit // parallel.context, most),
+    )

@@ -1,0 +1,205 @@
+"""What does not fit: every check of memory and of the sync's time limit that needs the model's sizes.
+
+Each refusal names the number that breaks. An estimated number breaks only where it does with the whole margin in its
+favour (`memory.MARGIN`), so that what is refused could not have run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.sandboxes import sandboxes_mib
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.host_memory import host_memory
+from skyrl_mega.planner.memory import (
+    GIB,
+    MARGIN,
+    EngineMemory,
+    PolicyMemory,
+    engine_memory,
+    gpu_bytes,
+    on_cpu,
+    policy_memory,
+    reference_memory,
+)
+from skyrl_mega.planner.placement import nodes
+
+RAY_KILLS = 0.95
+"""Share of a node's memory from which Ray kills workers (RAY_memory_usage_threshold)."""
+
+
+def parallel_of(config: Config) -> tuple[ParallelDims, ParallelDims | None]:
+    """The policy's grid, and that of a reference with a layout of its own."""
+    policy = ParallelDims.from_config(config.policy.layout, policy_ranks(config))
+    if config.reference.layout is None:
+        return policy, None
+    return policy, ParallelDims.from_config(config.reference.layout, reference_ranks(config), key="reference.layout")
+
+
+def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> None:
+    """Refuses the first thing that cannot fit. The layouts have been checked (`cli.inputs.check_layouts`).
+
+    Args:
+        strict: Also refuses what the estimates say does not fit, without the margin.
+
+    Raises:
+        UserError: one line: key, value, the number that breaks.
+    """
+    d = architecture(hf).describe(hf)
+    parallel, reference = parallel_of(config)
+    for what in _problems(config, d, parallel, reference, strict):
+        raise UserError(what)
+
+
+@dataclass(frozen=True)
+class SharedGpu:
+    """A GPU that a policy rank and an engine worker share, both in its memory all the time. Bytes."""
+
+    rank: int
+    """The policy rank that needs most."""
+    policy: PolicyMemory
+    engine: EngineMemory
+    size: int
+    """What CUDA gives of the GPU."""
+
+    def left(self, phase: str) -> int:
+        """What nobody takes in a phase; below 0 it is too little by so much."""
+        return self.size - self.engine.resident - self.policy.resident - sum(self.policy.phases[phase])
+
+    @property
+    def margin(self) -> int:
+        """The least that is left, of all phases."""
+        return self.left(self.policy.busiest)
+
+    @property
+    def doubt(self) -> int:
+        """What the busiest phase's estimates may lack."""
+        return int(MARGIN * self.policy.phases[self.policy.busiest][1])
+
+
+def shared_gpu(config: Config, d: Decoder, parallel: ParallelDims) -> SharedGpu | None:
+    """The fullest of the shared GPUs; None where nothing is shared."""
+    if not config.cluster.shared or on_cpu(config):
+        return None
+    ranks = {rank: policy_memory(config, d, parallel, rank) for rank in stages(parallel).values()}
+    rank = max(ranks, key=lambda r: ranks[r].peak)
+    return SharedGpu(rank, ranks[rank], engine_memory(config, d), gpu_bytes(config))
+
+
+def stages(parallel: ParallelDims) -> dict[int, int]:
+    """Pipeline stage → its first rank, which holds no less than the others of the stage."""
+    return {pp: pp * (parallel.ranks // parallel.pipeline) for pp in range(parallel.pipeline)}
+
+
+def _problems(
+    config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None, strict: bool
+) -> Iterator[str]:
+    if not on_cpu(config):
+        yield from _gpu(config, d, parallel, reference, strict)
+    yield from _host(config, d, parallel, reference)
+
+
+def _gpu(
+    config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None, strict: bool
+) -> Iterator[str]:
+    gpu = gpu_bytes(config)
+    grids = [("policy", parallel, policy_memory)] + ([("reference", reference, reference_memory)] if reference else [])
+    worst = 0
+    for name, grid, measure in grids:
+        for rank in stages(grid).values():
+            memory = measure(config, d, grid, rank)
+            needed = memory.peak if strict else memory.least
+            if needed > gpu:
+                yield _too_large(name, rank, memory, config)
+            worst = max(worst, needed if name == "policy" else 0)
+    engine = engine_memory(config, d)
+    fraction = f"rollout.memory_fraction = {config.rollout.memory_fraction:g}"
+    if (engine.tokens if strict else engine.most_tokens) < length_limit(config.rollout):
+        yield (
+            f"{fraction}: an engine worker may take {_gib(engine.budget)} GiB; the weights of rollout.tensor "
+            f"{config.rollout.tensor} take {_gib(engine.weights)}, its work about {_gib(engine.working)} and the "
+            f"reserve {_gib(engine.reserve)}, which leaves a KV cache of {engine.tokens:,} tokens; one sequence has up "
+            f"to {length_limit(config.rollout):,}"
+        )
+    beside = engine.resident if strict else engine.least
+    if config.cluster.shared and worst + beside > gpu:
+        yield (
+            f"{fraction}: on shared GPUs an engine worker's {_gib(beside)} GiB and a policy rank's "
+            f"{_gib(worst)} at least are more than the {_gib(gpu)} GiB of a GPU: both stay there all the time"
+        )
+    if not config.cluster.shared and (engine.peak if strict else engine.least) > gpu:
+        yield (
+            f"{fraction}: an engine worker takes {_gib(engine.budget)} GiB and, beside that, about "
+            f"{_gib(engine.beside)} for CUDA and NCCL, of a GPU's {_gib(gpu)}"
+        )
+
+
+def _too_large(name: str, rank: int, memory: PolicyMemory, config: Config) -> str:
+    counted, guess = memory.phases[memory.busiest]
+    parts = [f"weights {_gib(memory.held.weights)}"]
+    if memory.held.gradients:
+        parts += [f"gradients {_gib(memory.held.gradients)}", f"optimizer {_gib(memory.held.optimizer)}"]
+    if memory.busiest == "train":
+        parts += [f"activations {_gib(memory.at.train)}", f"logits {_gib(memory.at.train_logits)}"]
+    else:
+        parts.append(f"{memory.busiest} {_gib(counted + guess)}")
+    if memory.sync:
+        parts.append(f"sync {_gib(memory.sync)}")
+    parts += [f"reserve {_gib(memory.reserve)}", f"gaps {_gib(memory.gaps)}"]
+    return (
+        f"{name}: rank {rank} needs about {_gib(memory.peak)} GiB ({', '.join(parts)}), at least {_gib(memory.least)}; "
+        f"a GPU has {_gib(gpu_bytes(config))} (cluster.gpu_memory_gib)"
+    )
+
+
+def _host(config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None) -> Iterator[str]:
+    room = config.cluster.host_memory_gib
+    if room is None:
+        return
+    for number, node in enumerate(nodes(config)):
+        memory = host_memory(config, d, parallel, reference, node, first=number == 0)
+        if memory.total > RAY_KILLS * room * GIB:
+            parts = ", ".join(f"{name} {_gib(size)}" for name, size in vars(memory).items() if size >= GIB / 10)
+            yield (
+                f"cluster.host_memory_gib = {room:g}: node {number} needs about {_gib(memory.total)} GiB of host "
+                f"memory ({parts}); from {RAY_KILLS:.0%} on Ray ends processes"
+            )
+
+
+def check_sandboxes(config: Config, trajectories: int) -> None:
+    """Refuses an evaluation by itself whose sandboxed programs may take more than the node has.
+
+    Args:
+        config: The settings.
+        trajectories: Under way at once.
+
+    Raises:
+        UserError: One line.
+    """
+    room, needed = config.cluster.host_memory_gib, int(sandboxes_mib(config, trajectories) * 2**20)
+    if room is not None and needed > RAY_KILLS * room * GIB:
+        raise UserError(
+            f"cluster.host_memory_gib = {room:g}: the sandboxed programs of {trajectories} trajectories at once may "
+            f"take {_gib(needed)} GiB of host memory; lower rollout.concurrency, or total_mib and disk_mib of "
+            "environment.options (docs/sandbox.md)"
+        )
+
+
+def check_sync(config: Config, seconds: float) -> None:
+    """Refuses a time limit that the planned sync cannot keep even at the links' full rate."""
+    if seconds > config.weights.timeout_s:
+        raise UserError(
+            f"weights.timeout_s = {config.weights.timeout_s:g}: the planned sync takes {seconds:.3g} s at least over "
+            f"links of cluster.topology; give {2 * seconds:.2g} or more"
+        )
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}"

@@ -1,0 +1,128 @@
+"""Memory of a node beside its GPUs, and what lies on disk. Estimated, but for the copies of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+
+from skyrl_mega.config.derived import engine_ranks
+from skyrl_mega.config.sandboxes import sandboxes_mib
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models import huggingface
+from skyrl_mega.models.blocks.experts import ROUTER
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.activations import BATCH_BYTES
+from skyrl_mega.planner.batch import batch
+from skyrl_mega.planner.checkpoint import INDEX, STAGING, STATE, written
+from skyrl_mega.planner.memory import GIB, engine_memory, itemsize, on_cpu, overlapped, policy_memory, reference_memory
+from skyrl_mega.planner.parameters import stage
+from skyrl_mega.planner.placement import Node
+
+PROCESS = {"cuda": 4 * GIB, "cpu": 1 * GIB}
+"""Python with torch and Megatron or vLLM in it, before any weight."""
+DRIVER = 4 * GIB
+"""The driver with its tokenizer, and Ray's own processes."""
+QUEUE = 10 * 16 * 2**20
+"""vLLM's queue in /dev/shm between an engine and its workers, one each way and worker: 10 messages of 16 MiB."""
+NCCL = 64 * 2**20
+"""What NCCL puts into /dev/shm for one process."""
+
+
+@dataclass(frozen=True)
+class HostMemory:
+    """One node. Bytes."""
+
+    processes: int
+    """Interpreters and libraries."""
+    device: int
+    """On a CPU, what would lie on GPUs."""
+    reference: int
+    """Frozen weights in pinned host memory, or the policy's own while these are on the GPU. Counted."""
+    checkpoint: int
+    """Buffers and index of the policy ranks while a checkpoint is written or read."""
+    batch: int
+    """Tokens and fields of one RL step in Ray's object store."""
+    shm: int
+    """/dev/shm without the object store."""
+    sandboxes: int
+    """What policies' programs may take, disks included; all of them run beside the driver."""
+
+    @property
+    def total(self) -> int:
+        """All of it at once."""
+        return self.processes + self.device + self.reference + self.checkpoint + self.batch + self.shm + self.sandboxes
+
+
+def host_memory(
+    config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None, node: Node, first: bool
+) -> HostMemory:
+    """What a node needs; `first`: the driver runs there."""
+    cpu, size = on_cpu(config), itemsize(config)
+    copied = bool(config.algorithm.kl.coefficient) and config.reference.layout is None
+    kept = device = 0
+    for rank in node.policy:
+        trained = sum(chunk.total for chunk in stage(d, parallel, parallel.coordinates(rank).pp))
+        kept += trained * size if copied else 0
+        device += policy_memory(config, d, parallel, rank).peak if cpu else 0
+    if cpu and reference:
+        device += sum(reference_memory(config, d, reference, rank).peak for rank in node.reference)
+    if cpu:
+        device += sum(engine_memory(config, d, w).peak for workers in node.engines.values() for w in workers)
+    tokens = batch(config, parallel)
+    processes = len(node.policy) + len(node.reference) + node.workers + len(node.engines)
+    multi = engine_ranks(config.rollout) > 1 or not cpu
+    return HostMemory(
+        processes=processes * PROCESS["cpu" if cpu else "cuda"] + (DRIVER if first else 0),
+        device=device,
+        reference=kept,
+        checkpoint=len(node.policy) * (STAGING + INDEX) if config.checkpoint.every else 0,
+        batch=int(tokens.sequences * tokens.longest * BATCH_BYTES) if first else 0,
+        sandboxes=int(sandboxes_mib(config) * 2**20) if first else 0,
+        shm=(node.workers + len(node.engines)) * QUEUE * multi + (0 if cpu else processes * NCCL),
+    )
+
+
+@dataclass(frozen=True)
+class Shares:
+    """The largest parts of a checkpoint, in bytes. All ranks write at once, each from its own memory."""
+
+    rank: int
+    node: int
+
+
+def shares(config: Config, d: Decoder, parallel: ParallelDims, placed: Sequence[Node]) -> Shares:
+    """What the rank and the node that write most of a checkpoint write."""
+    if not config.checkpoint.every:
+        return Shares(0, 0)
+    freeze = config.policy.moe.freeze_router
+    each = [
+        [written(d, parallel, rank, itemsize(config), freeze, overlapped(config)) for rank in node.policy]
+        for node in placed
+    ]
+    return Shares(max(size for node in each for size in node), max(map(sum, each)))
+
+
+@dataclass(frozen=True)
+class Disk:
+    """Bytes of files."""
+
+    checkpoint: int
+    """One checkpoint of the policy."""
+    kept: int
+    """All that exist at once: those kept, and the one being written."""
+    export: int
+    """The Hugging Face directory at the end; 0 without `checkpoint.export`."""
+
+
+def disk(config: Config, d: Decoder) -> Disk:
+    """What a run's folder takes."""
+    tensors = huggingface.tensors(d)
+    elements = sum(map(prod, tensors.values()))
+    frozen = 0
+    if config.policy.moe.freeze_router:
+        frozen = sum(prod(shape) for name, shape in tensors.items() if name.endswith(ROUTER))
+    one = (elements - frozen) * STATE + frozen * itemsize(config) if config.checkpoint.every else 0
+    export = elements * itemsize(config) if config.checkpoint.export else 0
+    return Disk(one, one * (config.checkpoint.keep + 1), export)

@@ -1,0 +1,38 @@
+"""Who holds what: one row per policy rank, and one per engine worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyrl_mega.config.derived import engine_data, expert_parallel
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models.blocks.base import EngineCut, share
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.parallel.dims import ParallelDims
+
+
+def places(parallel: ParallelDims, d: Decoder) -> list[dict[str, Any]]:
+    """One row per rank: its coordinates, and the layers, heads and experts that it holds (`0-7`, inclusive)."""
+    rows = []
+    for rank in range(parallel.ranks):
+        at = parallel.coordinates(rank)
+        chunks = [parallel.stage_layers(d.layers, at.pp, chunk) for chunk in range(parallel.virtual_pipeline)]
+        row = {"rank": rank, **at._asdict(), "layers": " ".join(f"{c.start}-{c.stop - 1}" for c in chunks)}
+        index = {"tensor": at.tp, "expert": at.ep, "expert_tensor": at.etp}
+        for cut in (cut for block in d.blocks for cut in block.megatron_cuts()):
+            if cut.column:
+                row[cut.column] = share(cut.total, getattr(parallel, cut.dimension), index[cut.dimension])
+        rows.append(row)
+    return rows
+
+
+def workers(config: Config, d: Decoder) -> list[dict[str, Any]]:
+    """One row per worker of one engine; all engines are alike."""
+    cut = EngineCut(config.rollout.tensor, expert_parallel(config.rollout), engine_data(config.rollout))
+    rows = []
+    for worker in range(cut.workers):
+        row = {"worker": worker, "layers": f"0-{d.layers - 1}"}
+        for block in d.blocks:
+            row |= block.engine_row(cut, worker)
+        rows.append(row)
+    return rows

@@ -1,0 +1,260 @@
+"""Bytes of every process by kind: policy ranks, ranks of a reference of its own, engine workers.
+
+Weights, gradients, optimizer state and buckets of the sync are counted from the tensors' shapes. Activations, logits,
+an engine's working memory and the reserve are estimated: `MARGIN` says how far off they may be.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from math import prod
+
+from skyrl_mega.config import allocator, limits
+from skyrl_mega.config.derived import eager, engine_data, expert_parallel, length_limit, overlaps
+from skyrl_mega.config.limits import ENGINE_STEP_TOKENS, SYNC_BUCKETS
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models import engine
+from skyrl_mega.models.blocks.base import EngineCut
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.parallel.dims import ParallelDims, RankCoords
+from skyrl_mega.planner.activations import Activations, activations
+from skyrl_mega.planner.batch import batch
+from skyrl_mega.planner.buffers import Held, held
+from skyrl_mega.planner.parameters import Parameters, stage
+
+GIB = 2**30
+MARGIN = 0.25
+"""An estimated kind may be larger or smaller by this share."""
+SWAP = 64 * 2**20
+"""Buffer through which a reference and the policy's own weights change places (`megatron.reference.PIECE`)."""
+GAPS = {True: 1 * GIB, False: 4 * GIB}
+"""What torch's allocator holds of a GPU and cannot use, in a policy process, by whether its segments expand
+(`config.allocator`). Not measured yet. Fixed segments: reports of training on rows of varying length have 2 to 6 GiB.
+Segments that expand: their pages of 2 and 20 MiB at the ends of what is in use, on every stream."""
+BESIDE = int(1.3 * GIB)
+"""What an engine worker takes beside its budget: CUDA's context and NCCL. vLLM 0.32 looks at the memory only after both
+are there (v1/worker/gpu_worker.py, "take memory snapshot after NCCL is initialized"). Not measured yet."""
+LIBRARIES = GIB // 2
+"""What libraries take of an engine worker's budget after that: their work spaces, kernels that are loaded late, and the
+gaps of the allocator. Not measured yet."""
+GRAPHS = 2 * GIB
+"""What CUDA graphs take of an engine worker's budget: vLLM 0.32 leaves room for them (`profile_cudagraph_memory`). 1 to
+2 GiB are what its users see; nothing where the engine is eager."""
+DEFAULT_GPU_GIB = 79.1
+"""What CUDA gives of an H100 of 80 GB (`get_device_properties(0).total_memory`)."""
+
+
+@dataclass(frozen=True)
+class PolicyMemory:
+    """One policy rank. Bytes."""
+
+    held: Held
+    """Counted."""
+    at: Activations
+    """Estimated."""
+    reference: int
+    """The buffer through which a reference's weights come from host memory for its log-probs. Counted."""
+    sync: int
+    """Buckets, which stay from one sync to the next. Counted."""
+    reserve: int
+    """CUDA, NCCL and libraries. Estimated."""
+    gaps: int
+    """What the allocator cannot use. Estimated."""
+
+    @property
+    def phases(self) -> dict[str, tuple[int, int]]:
+        """By phase of a step, the counted and the estimated bytes that exist only in it."""
+        return {
+            "generate": (0, 0),
+            "log-probs": (self.reference, self.at.forward + self.at.forward_logits),
+            "train": (0, self.at.train + self.at.train_logits),
+            "sync": (0, 0),
+        }
+
+    @property
+    def resident(self) -> int:
+        """Bytes in every phase, also while engines generate."""
+        return self.held.total + self.sync + self.reserve + self.gaps
+
+    @property
+    def busiest(self) -> str:
+        """The phase that takes most."""
+        return max(self.phases, key=lambda name: sum(self.phases[name]))
+
+    @property
+    def peak(self) -> int:
+        """Bytes in the phase that takes most."""
+        return self.resident + sum(self.phases[self.busiest])
+
+    @property
+    def least(self) -> int:
+        """The peak when every estimate is too high by the margin."""
+        transient = max(counted + (1 - MARGIN) * guess for counted, guess in self.phases.values())
+        return int(self.held.total + self.sync + (1 - MARGIN) * (self.reserve + self.gaps) + transient)
+
+
+@dataclass(frozen=True)
+class EngineMemory:
+    """One engine worker. Bytes."""
+
+    weights: int
+    """Counted, as vLLM holds them at load time."""
+    working: int
+    """Activations, logits and sampling of the largest step. Estimated."""
+    sync: int
+    """Counted."""
+    reserve: int
+    """Libraries, and CUDA graphs where there are any. Estimated."""
+    budget: int
+    """What vLLM gives out (`rollout.memory_fraction`), or on a CPU the KV cache that was asked for and the rest."""
+    beside: int
+    """What it takes of a GPU beside the budget. Estimated."""
+    per_token: int
+    """KV cache of one token."""
+    given: int | None = None
+    """KV cache on a CPU."""
+
+    @property
+    def kv(self) -> int:
+        """KV cache: what is left of the budget."""
+        if self.given is not None:
+            return self.given
+        return self.budget - self.weights - self.working - self.reserve
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that the cache holds."""
+        return max(0, self.kv) // self.per_token
+
+    @property
+    def most_tokens(self) -> int:
+        """Tokens when every estimate is too high by the margin."""
+        return max(0, self.kv + int(MARGIN * (self.working + self.reserve))) // self.per_token
+
+    @property
+    def resident(self) -> int:
+        """Bytes all the time: the whole budget, and what lies beside it."""
+        return self.budget + self.beside
+
+    @property
+    def peak(self) -> int:
+        """That, and the buckets, where no policy rank of the same GPU has them."""
+        return self.resident + self.sync
+
+    @property
+    def least(self) -> int:
+        """What it takes all the time when every estimate is too high by the margin."""
+        return self.budget + int((1 - MARGIN) * self.beside)
+
+
+def itemsize(config: Config) -> int:
+    """Bytes of a parameter."""
+    return limits.itemsize(config.model.dtype)
+
+
+def gpu_bytes(config: Config) -> int:
+    """Memory of one GPU."""
+    return int((config.cluster.gpu_memory_gib or DEFAULT_GPU_GIB) * GIB)
+
+
+def on_cpu(config: Config) -> bool:
+    """Whether processes compute in host memory; `auto` is planned as CUDA."""
+    return config.cluster.device == "cpu"
+
+
+def overlapped(config: Config) -> bool:
+    """Whether the policy's communication overlaps with its compute (`policy.overlap`)."""
+    return overlaps(config.policy, "cpu" if on_cpu(config) else "cuda")
+
+
+def policy_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
+    """What policy rank `rank` needs."""
+    at, size = parallel.coordinates(rank), itemsize(config)
+    chunks = stage(d, parallel, at.pp)
+    counted = _held(d, parallel, at, size, config.policy.moe.freeze_router, overlapped(config))
+    copied = bool(config.algorithm.kl.coefficient) and config.reference.layout is None
+    return PolicyMemory(
+        held=counted,
+        at=_activations(config, d, parallel, at.pp),
+        reference=min(SWAP, _plain(chunks) * size) if copied else 0,
+        sync=int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20),
+        reserve=_reserve(config),
+        gaps=_gaps(config),
+    )
+
+
+def reference_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
+    """What rank `rank` of a reference with a layout of its own needs: weights, and log-probs."""
+    at = parallel.coordinates(rank)
+    forward = replace(_activations(config, d, parallel, at.pp), train=0, train_logits=0)
+    weights = _plain(stage(d, parallel, at.pp)) * itemsize(config)
+    return PolicyMemory(Held(weights, 0, 0), forward, 0, 0, _reserve(config), _gaps(config))
+
+
+def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
+    """What worker `worker` of an engine needs."""
+    rollout, size = config.rollout, itemsize(config)
+    data = engine_data(rollout)
+    weights = size * engine_parameters(d, rollout.tensor, data, expert_parallel(rollout), worker)
+    prefill = max(length_limit(rollout), ENGINE_STEP_TOKENS)
+    cut = EngineCut(rollout.tensor, expert_parallel(rollout), data)
+    width = 4 * d.hidden + max(sum(block.engine_width(cut) for block in kind) for kind in d.kinds)
+    # Logits, in float32 too, and what sampling sorts: values and indices.
+    working = prefill * width * size + rollout.concurrency * d.vocab * (size + 4 + 4 + 8 + 4)
+    per_token = kv_bytes_per_token(d, rollout.tensor, size)
+    sync = int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20)
+    if on_cpu(config):
+        kv = int(rollout.kv_cache_gib * GIB)
+        budget = weights + int(working) + kv
+        return EngineMemory(weights, int(working), sync, 0, budget, beside=0, per_token=per_token, given=kv)
+    reserve = LIBRARIES + (0 if eager(rollout, config.cluster.device) else GRAPHS)
+    budget = int(rollout.memory_fraction * gpu_bytes(config))
+    return EngineMemory(weights, int(working), sync, reserve, budget, beside=BESIDE, per_token=per_token)
+
+
+@lru_cache(maxsize=256)
+def engine_parameters(d: Decoder, tensor: int, data: int, experts_dealt: bool, worker: int) -> int:
+    """Elements of an engine worker's parameters, from the boxes in `models.engine`."""
+    total = 0
+    for kind, count in d.counted():
+        params = engine.shard(d.of_one_layer(kind), tensor, worker, experts_dealt, data).params
+        total += count * sum(prod(shape) for name, shape in params.items() if ".layers." in name)
+    return total + sum(prod(shape) for name, shape in params.items() if ".layers." not in name)
+
+
+def kv_bytes_per_token(d: Decoder, tensor: int, size: int) -> int:
+    """Bytes of one token in the cache of an engine worker, over all layers."""
+    return sum(count * block.kv_bytes_per_token(tensor, size) for kind, count in d.counted() for block in kind)
+
+
+def _activations(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> Activations:
+    return activations(
+        d,
+        parallel,
+        pp,
+        batch(config, parallel).row,
+        itemsize(config),
+        recompute=config.policy.recompute,
+        logit_chunk=config.policy.logit_chunk,
+    )
+
+
+@lru_cache(maxsize=4096)
+def _held(d: Decoder, parallel: ParallelDims, at: RankCoords, size: int, freeze_router: bool, overlap: bool) -> Held:
+    return held(stage(d, parallel, at.pp), parallel, at, size, freeze_router, overlap)
+
+
+def _reserve(config: Config) -> int:
+    return 0 if on_cpu(config) else int(config.cluster.gpu_reserve_gib * GIB)
+
+
+def _gaps(config: Config) -> int:
+    return 0 if on_cpu(config) else GAPS[allocator.expandable(os.environ)]
+
+
+def _plain(chunks: Sequence[Parameters]) -> int:
+    """Elements without buffers around them."""
+    return sum(chunk.total for chunk in chunks)

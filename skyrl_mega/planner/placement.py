@@ -1,0 +1,52 @@
+"""What each node holds, for the memory of its host."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from skyrl_mega.cluster.place import place
+from skyrl_mega.config.derived import engine_ranks
+from skyrl_mega.config.schema import Config
+
+
+@dataclass
+class Node:
+    """What sits on one node."""
+
+    policy: list[int] = field(default_factory=list)
+    """Ranks."""
+    reference: list[int] = field(default_factory=list)
+    """Ranks of a reference of its own."""
+    engines: dict[int, list[int]] = field(default_factory=dict)
+    """Engine → its workers."""
+
+    @property
+    def workers(self) -> int:
+        """Engine workers."""
+        return sum(map(len, self.engines.values()))
+
+
+def nodes(config: Config) -> list[Node]:
+    """All nodes that hold something, in order; see `cluster.place`."""
+    placement = place(config)
+    size = engine_ranks(config.rollout)
+    found = [Node() for _ in range(placement.nodes)]
+    for rank, device in enumerate(placement.policy):
+        found[placement.node(device)].policy.append(rank)
+    for rank, device in enumerate(placement.reference):
+        found[placement.node(device)].reference.append(rank)
+    for worker, device in enumerate(placement.engines):
+        found[placement.node(device)].engines.setdefault(worker // size, []).append(worker % size)
+    return found
+
+
+def runs(numbers: Sequence[int]) -> str:
+    """Numbers that follow each other as `0-7`: `0-3,8`; `·` for none."""
+    parts: list[list[int]] = []
+    for n in sorted(numbers):
+        if parts and parts[-1][-1] == n - 1:
+            parts[-1].append(n)
+        else:
+            parts.append([n])
+    return ",".join(str(p[0]) if len(p) == 1 else f"{p[0]}-{p[-1]}" for p in parts) or "·"

@@ -1,0 +1,217 @@
+"""Seconds of one RL step, estimated from stated rates (`cluster.rates`, `cluster.topology`).
+
+Matrix products go at a share of the peak, what must be read at a share of the memory's rate, messages at the full rate
+of their link, and nothing overlaps; sequences have `length_share` of their limits. The environment's own time is not
+known. Good for comparing layouts, not for promising a throughput.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from math import prod
+
+from skyrl_mega.config.derived import FILL, eager, engine_ranks, expert_parallel
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models import huggingface
+from skyrl_mega.models.blocks.base import EngineCut
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.batch import Batch, batch
+from skyrl_mega.planner.memory import engine_memory, engine_parameters, itemsize
+from skyrl_mega.planner.parameters import stage
+from skyrl_mega.weights.plan.sync_plan import copy_bytes
+from skyrl_mega.weights.plan.topology import Links
+
+TAIL = 10
+"""While the longest responses end, one sequence in so many still runs."""
+EAGER_LAYER_US = 400.0
+"""Microseconds of Python and launches in one layer of an engine without CUDA graphs, at least. An estimate: 48 MoE
+layers then take 20 to 25 ms a token; seen elsewhere: graphs are 4.3 times as fast (3B on an H200) and 1.7 times (7B on
+an A800; vllm-omni #7960). With graphs it is `cluster.rates.layer_us`."""
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """Seconds."""
+
+    generate: float
+    logprobs: float
+    """Of the policy, and of a reference where there is one."""
+    train: float
+    sync: float
+
+    @property
+    def step(self) -> float:
+        """All phases, one after the other."""
+        return sum(asdict(self).values())
+
+
+@dataclass(frozen=True)
+class Flops:
+    """Floating point operations of one token in one forward pass."""
+
+    layers: float
+    """Two for every element of a layer's matrix that the token meets."""
+    head: float
+    """The same of the output projection."""
+    attention: float
+    """Of a token that has one token before it; grows with how many there are."""
+
+    @property
+    def matrices(self) -> float:
+        """Of layers and head."""
+        return self.layers + self.head
+
+
+@lru_cache(maxsize=16)
+def flops(d: Decoder) -> Flops:
+    """What the model's shapes make of it."""
+    layers = attention = 0.0
+    for kind, count in d.counted():
+        for block in kind:
+            work = block.flops()
+            layers += count * work.matrices
+            attention += count * work.attention
+    return Flops(layers, d.head.flops().matrices, attention)
+
+
+@lru_cache(maxsize=16)
+def elements(d: Decoder) -> int:
+    """Of the whole model."""
+    return sum(map(prod, huggingface.tensors(d).values()))
+
+
+@lru_cache(maxsize=16)
+def _copy(d: Decoder, dtype: str, fp8: bool) -> int:
+    """Bytes of one copy on the wire."""
+    return copy_bytes(dtype, fp8, huggingface.tensors(d))
+
+
+def step_time(config: Config, d: Decoder, parallel: ParallelDims, sync: float | None = None) -> StepTime:
+    """One RL step. `sync`: seconds of the planned sync; None takes one copy of the model into a node."""
+    made = batch(config, parallel)
+    train, forward = policy_times(config, d, parallel, made)
+    links = Links.from_config(config.cluster)
+    if sync is None:
+        copied = _copy(d, config.model.dtype, config.weights.wire == "fp8")
+        sync = copied / (links.nics_per_node * links.nic_gb_s * 1e9)
+    return StepTime(generate_time(config, d, made), forward, train, sync)
+
+
+def generate_time(config: Config, d: Decoder, made: Batch) -> float:
+    """Until the last response has ended: one full batch after the other, in which all others wait for a place in the
+    cache, then a tail of the longest ones."""
+    rollout, rates = config.rollout, config.cluster.rates
+    memory, size = engine_memory(config, d), itemsize(config)
+    layer_us = max(EAGER_LAYER_US, rates.layer_us) if eager(rollout, config.cluster.device) else rates.layer_us
+    workers = engine_ranks(rollout)
+    each = -(-made.sequences // rollout.engines)
+    full = at_once(config, memory.tokens, made)
+    work, speed = flops(d), rates.tflops * 1e12 * rates.tflops_share
+    bandwidth = rates.memory_gb_s * 1e9 * rates.memory_share
+    cut = EngineCut(rollout.tensor, expert_parallel(rollout), workers // rollout.tensor)
+    sparse = [(count * n, part) for kind, count in d.counted() for n, part in (b.engine_sparse(cut) for b in kind) if n]
+    plain = engine_parameters(d, cut.tensor, cut.data, cut.expert_parallel, 0) - sum(n for n, _ in sparse)
+
+    def decode(running: float) -> float:
+        """One token of each of so many sequences."""
+        read = plain * size + running / (workers / rollout.tensor) * made.mean * memory.per_token
+        read += sum(n * size * (1 - (1 - part) ** running) for n, part in sparse)
+        compute = running * (work.matrices + work.attention * made.mean) / workers / speed
+        return max(read / bandwidth, compute) + d.layers * layer_us * 1e-6
+
+    prompt = max(0.0, made.mean - made.generated)
+    prefill = each * prompt * (work.matrices + work.attention * prompt / 2) / workers / speed
+    longest = made.generated / rates.length_share
+    return prefill + each * made.generated / full * decode(full) + (longest - made.generated) * decode(full / TAIL)
+
+
+def at_once(config: Config, tokens: int, made: Batch) -> int:
+    """Sequences that an engine runs at once on average, of those that it has in a step.
+
+    Args:
+        tokens: What its cache holds.
+    """
+    rollout = config.rollout
+    each = -(-made.sequences // rollout.engines)
+    longest = made.mean - made.generated / rollout.max_turns + rollout.sampling.max_tokens  # of a request
+    return max(1, min(rollout.concurrency, each, int(tokens / made.mean), int(FILL * tokens / longest)))
+
+
+def policy_times(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> tuple[float, float]:
+    """Seconds of all optimizer steps, and of all log-probs."""
+    rates, size = config.cluster.rates, itemsize(config)
+    speed = rates.tflops * 1e12 * rates.tflops_share
+    work = flops(d)
+    tokens = made.sequences * made.mean
+    count = made.usual * made.mini_batches
+    per_rank = tokens / (parallel.data * parallel.context)
+    # All stages wait for the one that takes longest, which the head makes the last one, of equal ones.
+    body = work.layers + work.attention * made.mean / 2
+    head = work.head * made.generated / made.mean  # only for tokens that the loss asks for
+    sizes = parallel.stage_sizes(d.layers)
+    slowest = max(body * n / d.layers + (head if s == parallel.pipeline - 1 else 0) for s, n in enumerate(sizes))
+    compute = per_rank * slowest / parallel.tensor / speed
+    layers = max(sizes)
+    messages = per_rank * layers * _exchange(d, parallel, Links.from_config(config.cluster), size)
+    launches = count * layers * rates.layer_us * 1e-6
+    bubble = 1 + (parallel.pipeline - 1) / (made.usual * parallel.virtual_pipeline)
+    forward = (compute + messages + launches) * bubble
+    # Backward: two products for each of the forward pass, its messages once more; recomputing is a forward pass.
+    passes = (4, 3, 3) if config.policy.recompute else (3, 2, 2)
+    train = bubble * (passes[0] * compute + passes[1] * messages + passes[2] * launches)
+    train += made.mini_batches * _update(config, d, parallel)
+    logprobs = forward
+    if config.algorithm.kl.coefficient:
+        own = config.reference.layout is not None
+        weights = 0 if own else sum(chunk.total for chunk in stage(d, parallel, 0)) * size
+        # It comes from host memory and the policy's own go there, and back again (`megatron.reference`).
+        logprobs += forward + 4 * weights / (rates.host_gb_s * 1e9)
+    return train, logprobs
+
+
+def _exchange(d: Decoder, parallel: ParallelDims, links: Links, size: int) -> float:
+    """Seconds of one token's messages in one layer's forward pass: tensor, context and expert parallel."""
+    t, c, e = parallel.tensor, parallel.context, parallel.expert
+    per_kind = [[block.messages(parallel) for block in kind] for kind in d.kinds]
+    seconds = 0.0
+    if t > 1:
+        # A gather and a reduce-scatter around each block of linear layers.
+        gathered = max(sum(each.tensor for each in blocks) for blocks in per_kind)
+        seconds += 2 * gathered * size * (t - 1) / t / _rate(links, t, t)
+    if c > 1:
+        passed = max(sum(each.context for each in blocks) for blocks in per_kind)
+        seconds += passed * size * (c - 1) / _rate(links, t * c, c)
+    routed = max(sum(each.experts for each in blocks) for blocks in per_kind)
+    if e > 1:
+        out = routed / t * size * (e - 1) / e
+        seconds += 2 * out / _rate(links, e * parallel.expert_tensor, e)
+    if parallel.expert_tensor > 1:
+        seconds += 2 * routed * size / _rate(links, parallel.expert_tensor, parallel.expert_tensor)
+    return seconds
+
+
+def _rate(links: Links, span: int, size: int) -> float:
+    """Bytes a second of one GPU in a group of `size` ranks that spans `span` neighbouring ones."""
+    nic = links.nic_gb_s * links.nics_per_node / links.gpus_per_node
+    if span <= links.gpus_per_node:
+        return links.fabric_gb_s * 1e9
+    near = max(1, size * links.gpus_per_node // span)
+    outside = (size - near) / max(1, size - 1)
+    return 1e9 / max(outside / nic, (1 - outside) / links.fabric_gb_s)
+
+
+def _update(config: Config, d: Decoder, parallel: ParallelDims) -> float:
+    """One optimizer step: gradients summed, moments and weights read and written, weights gathered."""
+    links, size = Links.from_config(config.cluster), itemsize(config)
+    seconds = 0.0
+    chunks = stage(d, parallel, 0)
+    whole = sum(chunk.total for chunk in chunks)
+    experts = sum(int(chunk.numel[chunk.expert].sum()) for chunk in chunks) if parallel.expert > 1 else 0
+    for count, ranks in ((whole - experts, parallel.data * parallel.context), (experts, parallel.expert_data)):
+        stride = parallel.ranks // parallel.pipeline
+        if ranks > 1:
+            seconds += count * (4 + size) * (ranks - 1) / ranks / _rate(links, stride, ranks)
+        seconds += count / ranks * 30 / (config.cluster.rates.memory_gb_s * 1e9)
+    return seconds

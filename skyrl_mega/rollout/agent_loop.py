@@ -1,0 +1,393 @@
+"""The agent loop of one trajectory: generate, let the environment answer, and again until something ends it."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from skyrl_mega.config.derived import length_limit, response_limit
+from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig
+from skyrl_mega.engines.base import Request
+from skyrl_mega.envs import blame, registry, validate
+from skyrl_mega.envs.base import Message
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.envs.tools import calls_tools, definitions
+from skyrl_mega.rollout.env_pool import Abandoned, Call, EnvPool, Raised
+from skyrl_mega.rollout.renderer import Refused, Renderer
+from skyrl_mega.rollout.router import Router
+from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
+
+LONGEST_ERROR = 2000
+"""Characters of an environment's error that are kept."""
+Tools = Sequence[Mapping[str, Any]]
+"""What a policy may call, as chat templates take it."""
+CUT = {"length": Status.TRUNCATED_TOKENS, "timeout": Status.TRUNCATED_TIME}
+"""What a response that did not end by itself makes of its trajectory, even where the environment has graded it."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Token, turn and time budgets, and what an environment may do."""
+
+    turn: int
+    """Tokens of one turn."""
+    response: int
+    """Tokens of responses and observations, over all turns."""
+    length: int
+    """Tokens of the whole sequence: the engine's longest."""
+    turns: int
+    env_timeout_s: float
+    trajectory_timeout_s: float | None = None
+    """From the first request on; None has no end."""
+    input: int | None = None
+    """Tokens before a turn that is not the first; None bounds them by the others alone."""
+    rewrites: bool = False
+    """Whether an environment may put a new conversation in the place of the old one."""
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> Limits:
+        """The budgets that the configuration sets, with its defaults filled in."""
+        return cls(
+            turn=rollout.sampling.max_tokens,
+            response=response_limit(rollout),
+            length=length_limit(rollout),
+            turns=rollout.max_turns,
+            env_timeout_s=rollout.env_timeout_s,
+            trajectory_timeout_s=rollout.trajectory_timeout_s,
+            input=rollout.max_input_tokens,
+            rewrites=rollout.step_wise != "off",
+        )
+
+    def room(self, t: Trajectory) -> int:
+        """Tokens that the next turn may have."""
+        return min(self.turn, self.response - t.response_length, self.length - len(t.context))
+
+
+class EnvironmentFault(Exception):
+    """An environment raised, took too long or gave what it may not. Ends its own trajectory only."""
+
+    def __init__(self, status: Status, text: str, at: str | None = None) -> None:
+        self.status, self.at = status, at
+        super().__init__(text)
+
+
+@dataclass
+class Opened:
+    """A trajectory before its first turn."""
+
+    trajectory: Trajectory
+    env: Any
+    """None where the environment failed."""
+    clock: float
+    """`time.perf_counter()` at its opening."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """What the policy may call, as the template takes it."""
+    until: float | None = None
+    """`time.perf_counter()` at which its time is over; known once it is played."""
+
+    @property
+    def seconds(self) -> float:
+        """Since its opening."""
+        return time.perf_counter() - self.clock
+
+    @property
+    def left(self) -> float | None:
+        """Seconds of its time that are left; None where that has no end."""
+        return None if self.until is None else self.until - time.perf_counter()
+
+
+class Said(NamedTuple):
+    """One turn of the policy."""
+
+    text: str
+    tokens: int
+    finish: str
+    """What ended it: `stop`, `length` or `timeout`."""
+
+
+class Agent:
+    """Plays trajectories. Stateless between them.
+
+    `first`, `speak` and `following` are all that knows of tokens; a subclass that overrides them speaks another way.
+
+    Args:
+        router: Where tokens come from.
+        chat: Tokenizer and template.
+        environments: Which classes there are.
+        limits: Budgets.
+        threads: Runs environments, so that one that blocks holds up nobody else.
+    """
+
+    one_message = False
+    """Whether all turns and observations are inside one message of the assistant: `rollout.conversation`."""
+
+    def __init__(
+        self, router: Router, chat: Renderer, environments: EnvironmentConfig, limits: Limits, threads: EnvPool
+    ) -> None:
+        self.router, self.chat, self.limits = router, chat, limits
+        self.one_message = chat.one_message
+        self.environments, self.threads = environments, threads
+
+    async def open(self, prompt: Prompt, sample: int) -> Opened:
+        """Makes the environment and the first tokens; a fault of the environment is kept as the trajectory's end."""
+        begun = Trajectory(
+            prompt, sample, [], [], [], prompt_length=0, reward=0.0, status=Status.TRUNCATED_TURNS, turns=0
+        )
+        opened = Opened(begun, None, 0.0)
+        opened.clock = time.perf_counter()
+        t = opened.trajectory
+        t.seconds = {"generate": 0.0, "env": 0.0}
+        t.steps = [Step(Kind.PROMPT, 0, 0)]
+        made: list[Any] = []
+        call = Call(self._make, prompt, made, late=lambda: [env.close() for env in made])
+        try:
+            messages = await self._env(t, "init", call)
+            opened.tools = definitions(made[0])
+            tokens = self._tokens(t, "init: messages", self.first, messages, opened.tools)
+        except EnvironmentFault as fault:
+            _fail(t, fault)
+            messages, tokens = prompt.messages, self.first(prompt.messages)
+            opened.env = made[0] if made else None
+            await self.close(opened)
+        except asyncio.CancelledError:
+            if made and not call.given_up:  # else the thread closes it when it comes back
+                opened.env = made[0]
+                await self.close(opened)
+            raise
+        else:
+            opened.env = made[0]
+        append(t, tokens, 0)
+        _say(t, messages)
+        t.prompt_length = len(t.tokens)
+        return opened
+
+    def _make(self, prompt: Prompt, made: list[Any]) -> list[Message]:
+        """The first messages; `made` gets the environment, also where its `init` fails: it is closed all the same."""
+        made.append(registry.make(prompt.env_class, prompt.extras, self.environments, self.limits.turns))
+        if calls_tools(made[0]):
+            made[0].parse = self.chat.parse
+            definitions(made[0])  # an environment that gives itself wrong tools fails here, like one whose init does
+        return validate.init(made[0], list(prompt.messages))
+
+    async def play(self, opened: Opened, name: str) -> Trajectory:
+        """Plays to the end. What the policy produced enters `tokens` as it came and is never tokenised again.
+
+        Args:
+            opened: From `open`.
+            name: Names this trajectory's requests and their random stream; no other has it.
+        """
+        t = opened.trajectory
+        if opened.env is None:
+            return t
+        if self.limits.trajectory_timeout_s is not None:
+            opened.until = time.perf_counter() + self.limits.trajectory_timeout_s
+        try:
+            while not await self._turn(opened, name):
+                pass
+            if self.one_message:
+                self._end_message(t)
+        except EnvironmentFault as fault:
+            _fail(t, fault)
+        finally:
+            await self.close(opened)
+        return t
+
+    async def _turn(self, opened: Opened, name: str) -> bool:
+        """One turn; True when the trajectory has ended, with its status set."""
+        t = opened.trajectory
+        room = self.limits.room(t)
+        if room < 1:
+            t.status = Status.TRUNCATED_TOKENS
+            return True
+        said = await self.speak(opened, f"{name}/{t.turns}", room)
+        t.seconds["generate"] += t.steps[-1].generate_s
+        cut = CUT.get(said.finish)
+        if cut and not said.tokens:  # it was over before the first one
+            t.status = cut
+            return True
+        t.turns += 1
+        _say(t, [{"role": "assistant", "content": said.text}])
+
+        step = t.steps[-1]
+        call = Call(validate.step, opened.env, said.text, late=opened.env.close)
+        try:
+            answer = await self._env(t, "step", call)
+        except asyncio.CancelledError:
+            if call.given_up:  # its thread is still inside, and closes it when it comes back
+                opened.env = None
+            raise
+        step.reward, step.tool_calls = answer.reward, answer.tool_calls
+        t.reward += answer.reward
+        t.metadata = answer.metadata
+
+        t.steps.append(Step(Kind.OBSERVATION, step.end, step.end, at_s=opened.seconds))
+        _say(t, answer.messages or answer.observations)
+        if answer.done or cut:
+            t.status = cut or Status.COMPLETED
+        elif t.turns == self.limits.turns:
+            t.status = Status.TRUNCATED_TURNS
+        elif opened.left is not None and opened.left <= 0:
+            t.status = Status.TRUNCATED_TIME
+        else:
+            return self._goes_on(opened, answer)
+        return True
+
+    async def speak(self, opened: Opened, name: str, room: int) -> Said:
+        """Has the policy speak, and puts what it said into the tokens, with the step that tells of it.
+
+        Args:
+            opened: The trajectory so far.
+            name: Names this turn and its random stream; no other has it.
+            room: Tokens at most.
+        """
+        t, start = opened.trajectory, opened.seconds
+        completion = await self.router.generate(Request(name, t.context, room, stream_seed(name), opened.left))
+        end = len(t.tokens)
+        spent = opened.seconds - start
+        t.steps.append(Step(Kind.RESPONSE, end, end, at_s=start, generate_s=spent, finish=completion.finish))
+        t.versions += [(version, end + first) for version, first in completion.versions]
+        append(t, completion.tokens, 1, completion.logprobs)
+        return Said(self.chat.text(completion.tokens), len(completion.tokens), completion.finish)
+
+    def first(self, messages: list[Message], tools: Tools = ()) -> list[int]:
+        """Tokens of a conversation's opening, up to where the policy speaks."""
+        return self.chat.render(messages, tools)
+
+    def following(self, t: Trajectory, observations: list[Message], tools: Tools = ()) -> list[int]:
+        """Tokens from the end of the policy's words up to where it speaks again."""
+        return self.chat.following(t.tokens[-1], observations, tools)
+
+    def _goes_on(self, opened: Opened, answer: validate.StepOutput) -> bool:
+        """Adds the tokens of what the environment said; True where they leave no room for a turn, and are left out."""
+        t, tools = opened.trajectory, opened.tools
+        if answer.messages is None:
+            new = self._tokens(t, "step: observations", self.following, t, answer.observations, tools)
+            more = len(new) - (self.one_message and self._ended(t))
+            response, length = t.response_length + more, len(t.context) + more
+        else:
+            if not self.limits.rewrites:
+                text = "step: messages is a new conversation; that needs rollout.step_wise, turns or merged"
+                raise self._fault(t, Status.ERROR_ENV, text)
+            new = self._tokens(t, "step: messages", self.first, answer.messages, tools)
+            response, length = t.response_length, len(new)
+        most = self.limits.input
+        too_long = length >= self.limits.length or (most is not None and length > most)
+        if response >= self.limits.response or too_long:
+            t.status = Status.TRUNCATED_TOKENS
+            return True
+        if answer.messages is not None:
+            t.steps[-1].kind = Kind.PROMPT
+        elif self.one_message and self._ended(t):
+            _take_back_end(t)
+        append(t, new, 0)
+        return False
+
+    def _ended(self, t: Trajectory) -> bool:
+        """Whether the policy's last token ends its message."""
+        return bool(t.tokens) and t.tokens[-1] in self.chat.stop_tokens
+
+    def _end_message(self, t: Trajectory) -> None:
+        """Ends the one message where a stop string ended its last turn and the limits leave room for a token.
+
+        The published SearchR1 and SkyRL-SQL runs train on this end token, though no engine drew it: it is the policy's
+        in `mask`, belongs to the last response, and its log-prob is NaN.
+        """
+        response = next((step for step in reversed(t.steps) if step.kind is Kind.RESPONSE), None)
+        if response is None or response.end != len(t.tokens) or response.finish != "stop" or self._ended(t):
+            return
+        if t.status is Status.TRUNCATED_TOKENS or self.limits.room(t) < 1:
+            return
+        t.tokens.append(self.chat.tokenizer.eos_token_id)
+        t.mask.append(1)
+        t.logprobs.append(math.nan)
+        for step in t.steps[t.steps.index(response) :]:
+            step.start, step.end = (step.start, len(t.tokens)) if step is response else (len(t.tokens),) * 2
+
+    def _tokens(self, t: Trajectory, what: str, render: Callable[..., list[int]], *args: Any) -> list[int]:
+        """Tokens of an environment's messages; those that the template refuses are the environment's fault."""
+        try:
+            return render(*args)
+        except Refused as error:
+            raise self._fault(t, Status.ERROR_ENV, f"{what}: {error}") from error
+
+    async def _env(self, t: Trajectory, what: str, call: Call) -> Any:
+        """Runs the environment's code in a thread.
+
+        Raises:
+            EnvironmentFault: It raised, took longer than its limit, or gave what the contract does not allow.
+        """
+        limit = self.limits.env_timeout_s
+        try:
+            return await self.threads.run(call, limit)
+        except Abandoned:
+            text = f"{what} took longer than rollout.env_timeout_s={limit:g}"
+            raise self._fault(t, Status.ERROR_ENV_TIMEOUT, text) from None
+        except Raised as raised:
+            error = raised.error
+            text = str(error) if isinstance(error, validate.BadOutput) else f"{what} raised {_shown(error)}"
+            raise self._fault(t, Status.ERROR_ENV, text, error) from error
+        finally:
+            t.seconds["env"] += call.seconds()
+            t.steps[-1].env_s += call.seconds()
+
+    def _fault(self, t: Trajectory, status: Status, text: str, error: BaseException | None = None) -> EnvironmentFault:
+        """What is kept of a fault, with the place in the environment's own file that it came from."""
+        text = text.encode(errors="backslashreplace").decode()[:LONGEST_ERROR]
+        at = blame.place(error, t.prompt.env_class, self.environments)
+        return EnvironmentFault(status, f"environment {t.prompt.env_class}: {text}", at)
+
+    async def close(self, opened: Opened) -> None:
+        """Closes the environment where that has not been done: `play` does, so this is for what is never played."""
+        t, env = opened.trajectory, opened.env
+        opened.env = None
+        if env is None or t.status is Status.ERROR_ENV_TIMEOUT:
+            return  # a thread is still inside it, and closes it when it comes back
+        try:
+            await self._env(t, "close", Call(env.close))
+        except EnvironmentFault as fault:  # the trajectory itself is whole
+            t.metadata["close_error"] = f"{fault} (at {fault.at})" if fault.at else str(fault)
+
+
+def append(t: Trajectory, tokens: list[int], mask: int, logprobs: list[float] | None = None) -> None:
+    """Tokens of the last step."""
+    t.tokens += tokens
+    t.mask += [mask] * len(tokens)
+    t.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+    t.steps[-1].end = len(t.tokens)
+
+
+def _take_back_end(t: Trajectory) -> None:
+    """Takes back the end token of the last response: what follows is inside the same message."""
+    for values in (t.tokens, t.mask, t.logprobs):
+        del values[-1]
+    t.versions = [(version, first) for version, first in t.versions if first < len(t.tokens)]
+    t.steps[-2].end = t.steps[-1].start = t.steps[-1].end = len(t.tokens)
+
+
+def _say(t: Trajectory, messages: list[Message]) -> None:
+    """Messages of the last step."""
+    t.messages += messages
+    t.steps[-1].messages += len(messages)
+
+
+def _fail(t: Trajectory, fault: EnvironmentFault) -> None:
+    t.status, t.reward, t.metadata = fault.status, 0.0, {"error": str(fault)}
+    if fault.at:
+        t.metadata["at"] = fault.at
+
+
+def _shown(error: BaseException) -> str:
+    try:
+        return repr(error)
+    except Exception:  # its own words failed it
+        return type(error).__name__
+
+
+def stream_seed(name: str) -> int:
+    """A 63-bit seed that depends on all of a name."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest()) >> 1

@@ -1,0 +1,147 @@
+"""Trajectories as parquet that a person can read and a program can read back."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from skyrl_mega.cluster.leftovers import partial_file
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
+
+MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+
+STEPS = pa.list_(
+    pa.struct(
+        [
+            ("kind", pa.string()),
+            ("start", pa.int32()),
+            ("end", pa.int32()),
+            ("at_s", pa.float64()),
+            ("generate_s", pa.float64()),
+            ("env_s", pa.float64()),
+            ("messages", pa.int32()),
+            ("reward", pa.float64()),
+            ("finish", pa.string()),
+            ("tool_calls", pa.list_(pa.string())),
+        ]
+    )
+)
+"""`trajectory.Step`, field by field; a tool call is JSON."""
+
+SCHEMA = pa.schema(
+    [
+        ("uid", pa.int64()),
+        ("sample", pa.int32()),
+        ("status", pa.string()),
+        ("reward", pa.float64()),
+        ("prompt", pa.string()),
+        ("response", pa.string()),
+        ("turns", pa.int32()),
+        ("response_length", pa.int32()),
+        ("env_class", pa.string()),
+        ("metadata", pa.string()),
+        ("messages", MESSAGES),
+        ("steps", STEPS),
+        ("versions", pa.list_(pa.struct([("version", pa.int64()), ("start", pa.int32())]))),
+        ("prompt_length", pa.int32()),
+        ("tokens", pa.list_(pa.int32())),
+        ("mask", pa.list_(pa.int8())),
+        ("logprobs", pa.list_(pa.float32())),
+        ("seconds", pa.string()),
+        ("prompt_messages", MESSAGES),
+        ("extras", pa.string()),
+    ]
+)
+"""First what a person looks for, then what a program needs. `metadata`, `seconds` and `extras` are JSON."""
+
+
+def write(path: Path, trajectories: list[Trajectory]) -> None:
+    """Writes trajectories to a parquet file, which appears whole or not at all."""
+    path.parent.mkdir(exist_ok=True)  # and none above it: where a run's folder is gone, its disk is
+    with partial_file(path) as partial:
+        table = pa.Table.from_pylist([_row(t) for t in trajectories], schema=SCHEMA)
+        pq.write_table(table, partial, compression="zstd")
+        os.replace(partial, path)
+
+
+def read(path: Path) -> list[Trajectory]:
+    """Reads trajectories back. What JSON does not have (tuples, sets) comes back as lists and strings."""
+    return [_trajectory(row) for row in pq.read_table(path, schema=SCHEMA).to_pylist()]
+
+
+def _row(t: Trajectory) -> dict[str, Any]:
+    prompt, response = texts(t)
+    return {
+        "uid": t.prompt.uid,
+        "sample": t.sample,
+        "status": t.status.value,
+        "reward": t.reward,
+        "prompt": prompt,
+        "response": response,
+        "turns": t.turns,
+        "response_length": t.response_length,
+        "env_class": t.prompt.env_class,
+        "metadata": plain_json(t.metadata),
+        "messages": t.messages,
+        "steps": [_step_row(step) for step in t.steps],
+        "versions": [{"version": version, "start": start} for version, start in t.versions],
+        "prompt_length": t.prompt_length,
+        "tokens": t.tokens,
+        "mask": t.mask,
+        "logprobs": t.logprobs,
+        "seconds": plain_json(t.seconds),
+        "prompt_messages": t.prompt.messages,
+        "extras": plain_json(t.prompt.extras),
+    }
+
+
+def _trajectory(row: dict[str, Any]) -> Trajectory:
+    prompt = Prompt(row["uid"], row["prompt_messages"], row["env_class"], json.loads(row["extras"]))
+    return Trajectory(
+        prompt,
+        row["sample"],
+        row["tokens"],
+        row["mask"],
+        row["logprobs"],
+        prompt_length=row["prompt_length"],
+        reward=row["reward"],
+        status=Status(row["status"]),
+        turns=row["turns"],
+        versions=[(span["version"], span["start"]) for span in row["versions"]],
+        messages=row["messages"],
+        metadata=json.loads(row["metadata"]),
+        seconds=json.loads(row["seconds"]),
+        steps=[_step(step) for step in row["steps"]],
+    )
+
+
+def _step_row(step: Step) -> dict[str, Any]:
+    return {**vars(step), "kind": step.kind.value, "tool_calls": [plain_json(call) for call in step.tool_calls]}
+
+
+def _step(row: dict[str, Any]) -> Step:
+    return Step(**{**row, "kind": Kind(row["kind"]), "tool_calls": [json.loads(call) for call in row["tool_calls"]]})
+
+
+def texts(t: Trajectory) -> tuple[str, str]:
+    """What stood before the policy first spoke, and all from there on."""
+    first = next((i for i, m in enumerate(t.messages) if m["role"] == "assistant"), len(t.messages))
+    return _text(t.messages[:first]), _text(t.messages[first:])
+
+
+def _text(messages: list[dict[str, Any]]) -> str:
+    """One message plainly; several with their roles."""
+    if len(messages) == 1:
+        return messages[0]["content"]
+    return "\n".join(f"[{m['role']}] {m['content']}" for m in messages)
+
+
+def plain_json(value: Any) -> str:
+    """JSON that a person reads; what it does not have is written as text."""
+    return json.dumps(value, default=str, ensure_ascii=False)

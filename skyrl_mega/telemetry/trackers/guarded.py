@@ -1,0 +1,119 @@
+"""A tracker that may fail or hang without an effect on the run: a thread of its own, bounded retries, told once."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from skyrl_mega.config.secrets import masked
+from skyrl_mega.telemetry.trackers.base import Tracker, TrajectoryText
+
+WAITS_S = (10.0, 60.0, 300.0)
+"""Seconds before a failed call is tried again; after one failure more the tracker is off for the rest of the run."""
+MOST_WAITING = 256
+"""Calls that wait for the tracker at most, where a call hangs or each takes longer than a step; past it, it is off."""
+CLOSE_S = 30.0
+"""Seconds that the end of a run waits for what the tracker still has to do."""
+KEPT = "metrics.jsonl has every step"
+
+
+class Guarded:
+    """A tracker behind a queue. Its methods return at once and never raise.
+
+    Args:
+        name: As `telemetry.trackers` has it.
+        tracker: The tracker; only this object's thread calls it.
+        say: Shows a line to the user.
+    """
+
+    def __init__(self, name: str, tracker: Tracker, say: Callable[[str], None]) -> None:
+        self._name, self._tracker, self._say = name, tracker, say
+        self._calls: queue.Queue[Callable[[], Any] | None] = queue.Queue()
+        self._closing = threading.Event()
+        self._off = self._warned = self._failed = self._left = False
+        self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
+
+    def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
+        """As `Tracker`; the line that it returns is shown to the user."""
+        self._thread.start()
+        self._add(lambda: self._tracker.start(config, resumed_step))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """As `Tracker`."""
+        self._add(lambda: self._tracker.log(step, metrics))
+
+    def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
+        """As `Tracker`."""
+        self._add(lambda: self._tracker.log_trajectories(step, trajectories))
+
+    def close(self, failed: bool = False) -> None:
+        """As `Tracker`, after at most `CLOSE_S`: a call that still fails or hangs then is left."""
+        if not self._thread.is_alive():
+            return
+        self._failed = failed
+        self._closing.set()
+        self._calls.put(None)
+        self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            self._off = True
+            self._tell(f"has not finished within {CLOSE_S:g} s of the run's end and is left; {KEPT}")
+            self._left = True
+
+    def _add(self, call: Callable[[], Any]) -> None:
+        if self._off:
+            return
+        if self._calls.qsize() >= MOST_WAITING:
+            self._off = True
+            self._tell(f"is off for the rest of the run: {MOST_WAITING} calls wait for it; {KEPT}")
+            return
+        self._calls.put(call)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            if not self._off:
+                self._call(call)
+        self._call_once(lambda: self._tracker.close(self._failed), "failed at the end of the run")
+
+    def _call(self, call: Callable[[], Any]) -> None:
+        """One call, tried again after each of `WAITS_S`; once more at once where the run ends meanwhile."""
+        for wait in WAITS_S:
+            try:
+                self._tell_line(call())
+            except Exception as error:
+                if not self._warned:
+                    self._warned = True
+                    self._tell(
+                        f"failed: {_one_line(error)}; the run continues, the call is tried again up to "
+                        f"{len(WAITS_S)} times, within {sum(WAITS_S):g} s; {KEPT}"
+                    )
+                if self._closing.wait(wait):
+                    break
+            else:
+                return
+            if self._off:
+                return
+        if not self._call_once(call, "is off for the rest of the run"):
+            self._off = True
+
+    def _call_once(self, call: Callable[[], Any], consequence: str) -> bool:
+        """Whether the call worked; says so where not."""
+        try:
+            self._tell_line(call())
+        except Exception as error:
+            self._tell(f"{consequence}: {_one_line(error)}; {KEPT}")
+            return False
+        return True
+
+    def _tell_line(self, line: str | None) -> None:
+        if line:
+            self._tell(line)
+
+    def _tell(self, text: str) -> None:
+        if not self._left:
+            self._say(f"tracker {self._name} {text}")
+
+
+def _one_line(error: Exception) -> str:
+    return str(masked(f"{type(error).__name__}: {' '.join(str(error).split())}"))[:500]

@@ -1,0 +1,52 @@
+"""`metrics.jsonl`: one object a step. Resuming and the report read it, so that every run has it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.config.options import Option
+from skyrl_mega.telemetry.metrics import finite, step_of
+from skyrl_mega.telemetry.trackers.base import TrajectoryText
+
+
+class JsonlTracker:
+    """Writes rows under flat names (docs/metrics.md).
+
+    A row is on disk when `log` returns, so a killed process loses none. Figures that are not finite are null: the file
+    stays valid JSON. Trajectories have files of their own (rollout/trajectory_io.py).
+    """
+
+    OPTIONS: Mapping[str, Option] = {}
+
+    def __init__(self, folder: Path, options: Mapping[str, Any] | None = None) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "metrics.jsonl"
+        self._file = self.path.open("a")
+
+    def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
+        """Removes rows after `resumed_step`, and half a row that a kill left: a resumed run writes what an unbroken
+        one does."""
+        last = -1 if resumed_step is None else resumed_step
+        text = self.path.read_text(errors="replace")
+        kept = [line for line in text.splitlines(keepends=True) if step_of(line) <= last]
+        partial = self.path.with_suffix(".partial")
+        partial.write_text("".join(kept))
+        self._file.close()
+        os.replace(partial, self.path)
+        self._file = self.path.open("a")
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds the row of `step`. Values may be Python, numpy or torch scalars."""
+        self._file.write(json.dumps({"step": step, **finite(metrics)}, allow_nan=False) + "\n")
+        self._file.flush()
+
+    def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
+        """Nothing: they are not figures."""
+
+    def close(self, failed: bool = False) -> None:
+        """Closes the file."""
+        self._file.close()

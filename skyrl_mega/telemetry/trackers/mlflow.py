@@ -1,0 +1,154 @@
+"""MLflow: a run of an experiment, in an SQLite file of the run's folder or on a server.
+
+A resumed run continues the same MLflow run; steps that it has already are not logged again (once.py), as MLflow cannot
+remove any. Names keep their slashes: in a database `time/sync` and `time/sync/plan` are two metrics.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.options import Option, text
+from skyrl_mega.config.secrets import leaves, masked
+from skyrl_mega.config.values import shown
+from skyrl_mega.telemetry.trackers.base import TrajectoryText
+from skyrl_mega.telemetry.trackers.once import OnceLog
+
+EXPERIMENT = "skyrl_mega"
+SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")
+"""Stores that can be given; drivers are named as in mysql+pymysql. Plain files are not among them: MLflow has ended its
+support for such stores."""
+PARAMETERS = 100
+"""MLflow's limit of parameters in one call; of metrics it is 1,000, more than a step has."""
+LONGEST_NAME = 250
+LONGEST_VALUE = 6000
+
+
+class MlflowTracker:
+    """Logs to one run of MLflow: metrics, the settings as parameters and as config.json, trajectories as files."""
+
+    OPTIONS: Mapping[str, Option] = {
+        "uri": text(None, "the store; null is MLFLOW_TRACKING_URI's, else mlflow/mlflow.db in the run's folder"),
+        "experiment": text(None, f"null is MLFLOW_EXPERIMENT_NAME's, else {EXPERIMENT}"),
+        "name": text(None, "null is run.name"),
+    }
+
+    @classmethod
+    def check_ready(cls, options: Mapping[str, Any]) -> None:
+        """Looks for the packages and at the store's address.
+
+        Raises:
+            UserError: A package is missing, or MLflow has no such store.
+        """
+        uri = options["uri"] or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:"
+        scheme = "databricks" if uri == "databricks" else urlsplit(uri).scheme.partition("+")[0]
+        if scheme not in SCHEMES:
+            raise UserError(
+                f"telemetry.options.mlflow.uri = {shown(masked(uri))}: allowed is a database such as "
+                "sqlite:////home/me/mlflow.db (MLflow has ended its support for folders of files) or a server's "
+                "http://host:port; null keeps everything in the run's folder"
+            )
+        needed = ["mlflow"] if scheme in ("http", "https", "databricks") else ["mlflow", "sqlalchemy", "alembic"]
+        if missing := [name for name in needed if importlib.util.find_spec(name) is None]:
+            raise UserError(
+                f"telemetry.trackers names mlflow, and {', '.join(missing)} is not installed; install it with "
+                "pip install 'skyrl-mega[mlflow]', or leave mlflow out"
+            )
+        if scheme == "databricks" and not _has_databricks_key():
+            raise UserError(
+                f"telemetry.options.mlflow.uri = {uri}: there is no token for Databricks; set DATABRICKS_HOST and "
+                "DATABRICKS_TOKEN, or run `databricks auth login`"
+            )
+
+    def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
+        self._folder, self._options = folder.absolute() / "mlflow", options
+        self._once = OnceLog(folder / "trackers" / "mlflow.json")
+        self._times: dict[int, int] = {}
+        self._client: Any = None
+        self._run_id = ""
+
+    def start(self, config: Mapping[str, Any], resumed_step: int | None) -> str:
+        """Begins a run, or continues the one that was begun."""
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # its authors' statistics of use
+        os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
+        from mlflow.tracking import MlflowClient
+
+        uri = self._options["uri"] or os.environ.get("MLFLOW_TRACKING_URI")
+        if uri is None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            uri = f"sqlite:///{self._folder / 'mlflow.db'}"
+        self._client = MlflowClient(tracking_uri=uri)
+        known = self._once.resume(resumed_step)
+        self._run_id = known or self._create(config, uri)
+        if not known:  # at once: where what follows fails, the next attempt continues this run
+            self._once.begin(self._run_id)
+        self._client.update_run(self._run_id, status="RUNNING")
+        self._client.log_dict(self._run_id, dict(config), "config.json")  # a resumed run may have others
+        return f"writes run {self._run_id} to {masked(uri)}" + self._once.left_out(resumed_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """All figures of a step in one call, which a store takes or leaves as a whole."""
+        if step in self._once:
+            return
+        from mlflow.entities import Metric
+
+        # A call that is tried again has the same time, by which a store knows what it holds.
+        now = self._times.setdefault(step, int(time.time() * 1000))
+        batch = [Metric(allowed_name(name), value, now, step) for name, value in metrics.items()]
+        with self._once.giving(step):
+            self._client.log_batch(self._run_id, metrics=batch)
+        self._times.clear()
+
+    def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
+        """A file of the run's artifacts; one of a repeated step is written over."""
+        rows = {"trajectories": [asdict(t) for t in trajectories]}
+        self._client.log_dict(self._run_id, rows, f"trajectories/step_{step:06d}.json")
+
+    def close(self, failed: bool = False) -> None:
+        """The run's state is FAILED or FINISHED; resumed, it is RUNNING again."""
+        if self._run_id:
+            self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+
+    def _create(self, config: Mapping[str, Any], uri: str) -> str:
+        from mlflow.entities import Param
+
+        name = self._options["experiment"] or os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
+        experiment = self._client.get_experiment_by_name(name)
+        if experiment:
+            experiment_id = experiment.experiment_id
+        else:
+            experiment_id = self._client.create_experiment(name, artifact_location=_beside(uri))
+        run = self._client.create_run(experiment_id, run_name=self._options["name"] or config["run"]["name"])
+        values = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in leaves(config)]
+        parameters = [Param(allowed_name(key), value[:LONGEST_VALUE]) for key, value in values]
+        for first in range(0, len(parameters), PARAMETERS):
+            self._client.log_batch(run.info.run_id, params=parameters[first : first + PARAMETERS])
+        return str(run.info.run_id)
+
+
+def allowed_name(name: str) -> str:
+    """The name that MLflow is given: `_` for each character that it refuses, no empty part and none of dots alone."""
+    parts = (re.sub(r"[^\w.\- :]", "_", part) for part in name.split("/"))
+    return "/".join(part if part.strip(".") else "_" * max(1, len(part)) for part in parts)[:LONGEST_NAME]
+
+
+def _beside(uri: str) -> str | None:
+    """Where an SQLite file's artifacts go; other stores decide it themselves."""
+    file = uri.removeprefix("sqlite:///")
+    return str(Path(file).absolute().parent / "artifacts") if file != uri else None
+
+
+def _has_databricks_key() -> bool:
+    if os.environ.get("DATABRICKS_TOKEN") or os.environ.get("DATABRICKS_CLIENT_SECRET"):
+        return True
+    return Path(os.environ.get("DATABRICKS_CONFIG_FILE") or "~/.databrickscfg").expanduser().is_file()

@@ -1,0 +1,106 @@
+"""Trackers by name: the built-in ones, and a user's own by import path."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import Any
+
+from skyrl_mega.config import imports
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.options import filled
+from skyrl_mega.config.schema import TelemetryConfig
+from skyrl_mega.config.values import shown
+
+TRACKERS: Mapping[str, str] = {
+    "jsonl": "skyrl_mega.telemetry.trackers.jsonl:JsonlTracker",
+    "tensorboard": "skyrl_mega.telemetry.trackers.tensorboard:TensorboardTracker",
+    "mlflow": "skyrl_mega.telemetry.trackers.mlflow:MlflowTracker",
+    "wandb": "skyrl_mega.telemetry.trackers.wandb:WandbTracker",
+}
+"""Name → import path. The packages behind them are imported where they are used."""
+ALWAYS = "jsonl"
+"""Written by every run, named or not."""
+METHODS = ("start", "log", "log_trajectories", "close")
+
+
+def chosen(config: TelemetryConfig) -> dict[str, str]:
+    """Name → import path of the run's trackers beside metrics.jsonl. The name of a user's own is its class's.
+
+    Raises:
+        UserError: A name is unknown, or there twice.
+    """
+    paths: dict[str, str] = {}
+    for entry in config.trackers:
+        own = ":" in entry
+        name = entry.rpartition(":")[2] if own else entry
+        if name in paths or (own and name in TRACKERS):
+            raise UserError(
+                f"telemetry.trackers = {shown(config.trackers)}: two trackers are called {name}; name each once, and "
+                f"give a class of your own a name that is not one of {', '.join(TRACKERS)}"
+            )
+        if not own and entry not in TRACKERS:
+            raise UserError(f"telemetry.trackers = {shown(config.trackers)}: {unknown(entry)}")
+        paths[name] = entry if own else TRACKERS[entry]
+    paths.pop(ALWAYS, None)
+    return paths
+
+
+def unknown(name: str) -> str:
+    """What to say of a name that is not a tracker's: the nearest, the allowed, the fix."""
+    near = get_close_matches(name, TRACKERS, n=1)
+    hint = f"did you mean {near[0]}? " if near else ""
+    return f"{shown(name)} is unknown; {hint}allowed: {', '.join(TRACKERS)}, or your own: {imports.forms('class')}"
+
+
+def resolve(path: str) -> Any:
+    """The class behind an import path.
+
+    Raises:
+        UserError: It leads nowhere, or to something that is not a tracker.
+    """
+    cls = imports.load(path, "telemetry.trackers")
+    if not isinstance(cls, type) or not all(callable(getattr(cls, method, None)) for method in METHODS):
+        raise UserError(
+            f"telemetry.trackers: {path} is not a tracker; allowed: a class with {', '.join(METHODS)}, as "
+            "skyrl_mega.telemetry.trackers.base.Tracker has them"
+        )
+    return cls
+
+
+def options_of(name: str, cls: Any, config: TelemetryConfig) -> dict[str, Any]:
+    """A tracker's options, filled and checked.
+
+    Raises:
+        UserError: One that it does not have, or a value that it does not allow.
+    """
+    return filled(f"telemetry.options.{name}", config.options.get(name), getattr(cls, "OPTIONS", None))
+
+
+def check(config: TelemetryConfig) -> dict[str, tuple[Any, dict[str, Any]]]:
+    """Every tracker's name and options; asks nothing of the machine.
+
+    Returns:
+        Name → class and options, of the run's trackers beside metrics.jsonl.
+
+    Raises:
+        UserError: One line.
+    """
+    paths = chosen(config)
+    for name in config.options:
+        if name not in {*paths, *TRACKERS}:
+            raise UserError(f"telemetry.options.{name}: {unknown(name)}, named in telemetry.trackers")
+        options_of(name, resolve(paths.get(name) or TRACKERS[name]), config)
+    classes = {name: resolve(path) for name, path in paths.items()}
+    return {name: (cls, options_of(name, cls, config)) for name, cls in classes.items()}
+
+
+def check_ready(config: TelemetryConfig) -> None:
+    """Lets every tracker of the run look for its package and its API key.
+
+    Raises:
+        UserError: Something is missing: what, and the fix.
+    """
+    for cls, options in check(config).values():
+        if hasattr(cls, "check_ready"):
+            cls.check_ready(options)

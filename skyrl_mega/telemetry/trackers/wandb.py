@@ -1,0 +1,152 @@
+"""Weights & Biases: a run of a project, online or kept in the run's folder to be uploaded later.
+
+A resumed run continues the run of the same id; steps that it has already are not logged again (once.py). Offline, each
+start of the run leaves a folder `wandb/offline-run-*-<id>`, and `wandb sync` puts them together.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import netrc
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import astuple, fields
+from pathlib import Path
+from secrets import token_hex
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.options import Option, text, texts
+from skyrl_mega.config.values import Rule
+from skyrl_mega.telemetry.trackers.base import TrajectoryText
+from skyrl_mega.telemetry.trackers.once import OnceLog
+
+PROJECT = "skyrl_mega"
+FLUSH_S = 0.2
+"""Seconds between writes to the run's folder: a kill loses what is younger, and the package's own 15 are many steps."""
+KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
+
+
+class WandbTracker:
+    """Logs to one run of Weights & Biases."""
+
+    OPTIONS: Mapping[str, Option] = {
+        "mode": Option(
+            None, Rule(str, nullable=True, choices=("online", "offline")), "null is WANDB_MODE's, else online"
+        ),
+        "project": text(None, f"null is WANDB_PROJECT's, else {PROJECT}"),
+        "entity": text(None, "user or team; null is WANDB_ENTITY's, else the key's own"),
+        "name": text(None, "null is run.name"),
+        "group": text(None, "runs that are shown together"),
+        "tags": texts([], "words to find the run by"),
+    }
+
+    @classmethod
+    def check_ready(cls, options: Mapping[str, Any]) -> None:
+        """Looks for the package and, online, for an API key.
+
+        Raises:
+            UserError: One of them is missing.
+        """
+        if importlib.util.find_spec("wandb") is None:
+            raise UserError(
+                "telemetry.trackers names wandb, and the package wandb is not installed; install it with "
+                "pip install 'skyrl-mega[wandb]', or leave wandb out"
+            )
+        if _mode(options) == "online" and not any(os.environ.get(name) for name in KEYS):
+            _check_netrc(os.environ.get("WANDB_BASE_URL") or _configured_server())
+
+    def __init__(self, folder: Path, options: Mapping[str, Any]) -> None:
+        self._folder, self._options = folder.absolute(), options
+        self._once = OnceLog(folder / "trackers" / "wandb.json")
+        self._trajectories: dict[int, Sequence[TrajectoryText]] = {}
+        self._run: Any = None
+
+    def start(self, config: Mapping[str, Any], resumed_step: int | None) -> str:
+        """Begins a run, or continues the one of the same id."""
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its authors' reports on their own package
+        os.environ.setdefault("WANDB_SILENT", "true")  # the terminal is the console's
+        os.environ.setdefault("WANDB_DATA_DIR", str(self._folder / "wandb"))  # else tables wait in the home folder
+        import wandb
+
+        options, mode = self._options, _mode(self._options)
+        known = self._once.resume(resumed_step)
+        run_id = known or token_hex(4)
+        self._run = wandb.init(
+            dir=str(self._folder),
+            id=run_id,
+            resume="allow" if known else None,
+            reinit="create_new",
+            mode=mode,
+            project=options["project"] or os.environ.get("WANDB_PROJECT") or PROJECT,
+            entity=options["entity"],
+            name=options["name"] or config["run"]["name"],
+            group=options["group"],
+            tags=list(options["tags"]),
+            config=dict(config),
+            allow_val_change=True,
+            # Neither what is printed nor the command line, which may hold secrets.
+            settings=wandb.Settings(
+                silent=True, console="off", x_disable_meta=True, x_transaction_log_flush_interval=FLUSH_S
+            ),
+        )
+        if not known:
+            self._once.begin(run_id)
+        if mode == "online":
+            place = f"writes to {self._run.url}"
+        else:
+            place = f"writes to {self._folder}/wandb; upload it with: wandb sync {self._folder}/wandb/*-{run_id}"
+        return place + self._once.left_out(resumed_step)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """One row of the history, with the step's trajectories as a table."""
+        if step in self._once:
+            return
+        import wandb
+
+        row: dict[str, Any] = dict(metrics)
+        if trajectories := self._trajectories.get(step):
+            columns = [field.name for field in fields(TrajectoryText)]
+            row["trajectories"] = wandb.Table(columns=columns, data=[list(astuple(t)) for t in trajectories])
+        with self._once.giving(step):
+            self._run.log(row, step=step, commit=True)
+        self._trajectories.pop(step, None)  # not before: a call that fails is made again
+
+    def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
+        """Kept for the step's row."""
+        self._trajectories = {step: trajectories}
+
+    def close(self, failed: bool = False) -> None:
+        """Ends this process's part of the run."""
+        if self._run is not None:
+            self._run.finish(exit_code=1 if failed else 0)
+
+
+def _mode(options: Mapping[str, Any]) -> Literal["online", "offline"]:
+    return "offline" if (options["mode"] or os.environ.get("WANDB_MODE")) == "offline" else "online"
+
+
+def _configured_server() -> str:
+    """The server that `wandb login --host` has written to the package's own settings."""
+    import wandb
+
+    return str(wandb.setup().settings.base_url)
+
+
+def _check_netrc(server: str) -> None:
+    """Where `wandb login` leaves a key.
+
+    Raises:
+        UserError: There is none for this server.
+    """
+    host = urlsplit(server).netloc
+    try:
+        known = netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").authenticators(host)
+    except (OSError, netrc.NetrcParseError):
+        known = None
+    if not known:
+        raise UserError(
+            f"telemetry.options.wandb.mode = online: there is no API key for {host}; set WANDB_API_KEY, run "
+            "`wandb login`, or give telemetry.options.wandb.mode=offline, which keeps everything in the run's folder"
+        )

@@ -1,0 +1,95 @@
+"""The supervised warm-up.
+
+A model that starts from nothing first learns from demonstrations, as part of the run and named as such.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from skyrl_mega.algorithms.token_weights import token_weights
+from skyrl_mega.config.schema import Config, EnvironmentConfig, OptimizerConfig
+from skyrl_mega.data.rows import Demonstration
+from skyrl_mega.envs import registry
+from skyrl_mega.envs.base import Message
+from skyrl_mega.megatron.group import TrainGroup
+from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.rollout.renderer import Renderer
+
+
+def encode(
+    demonstrations: list[Demonstration], chat: Renderer, environments: EnvironmentConfig | None = None
+) -> Sequences:
+    """The demonstrations as a rollout would have them, token by token.
+
+    Args:
+        demonstrations: What is shown.
+        chat: Tokenizer and template.
+        environments: Which environments there are: a prompt shows its environment's tools.
+
+    Field `mask` is 1 on what is learned: the assistant's messages, each with its end token. Prompts and what an
+    environment says between turns are 0.
+    """
+    config = environments or EnvironmentConfig()
+    names = {d.env_class or config.default or "" for d in demonstrations}
+    tools = {name: registry.tools(name, config) if name in registry.names(config) else [] for name in names}
+    encoded = [_encode(d, chat, tools[d.env_class or config.default or ""]) for d in demonstrations]
+    batch = Sequences.of([tokens for tokens, _ in encoded])
+    batch.fields["mask"] = np.concatenate([mask for _, mask in encoded])
+    return batch
+
+
+def _encode(demonstration: Demonstration, chat: Renderer, tools: list[dict[str, Any]]) -> tuple[list[int], np.ndarray]:
+    """Tokens, and which of them are learned (float32)."""
+    end = chat.tokenizer.eos_token_id
+    parts = [(chat.render(demonstration.messages, tools), 0)]
+    observations: list[Message] = []
+    last = len(demonstration.turns) - 1
+    for place, message in enumerate(demonstration.turns):
+        if message["role"] != "assistant":
+            observations.append(message)
+            continue
+        if len(parts) > 1:
+            parts.append((chat.following(end, observations, tools), 0))
+            observations = []
+        ends = [] if chat.one_message and place < last else [end]
+        parts.append(([*chat.encode(message["content"]), *ends], 1))
+    tokens = [token for part, _ in parts for token in part]
+    return tokens, np.repeat(np.array([learned for _, learned in parts], np.float32), [len(part) for part, _ in parts])
+
+
+def warm_up(policy: TrainGroup, demonstrations: Sequences, config: Config, progress: Callable[[int], None]) -> float:
+    """`warmup.steps` optimizer steps of cross-entropy, then a fresh optimizer for RL.
+
+    Returns the last loss, nats per token.
+    """
+    settings = config.warmup
+    optimizer = config.policy.optimizer
+    policy.reset_optimizer(
+        OptimizerConfig(
+            lr=settings.lr,
+            schedule="linear",
+            warmup_steps=min(10, settings.steps // 2),
+            decay_steps=settings.steps,
+            beta1=optimizer.beta1,
+            beta2=0.95,
+            eps=optimizer.eps,
+            weight_decay=0.0,
+            clip_grad=1.0,
+        )
+    )
+    rng = np.random.default_rng([config.run.seed, 17])
+    loss = float("nan")
+    for step in range(settings.steps):
+        rows = rng.choice(len(demonstrations), settings.batch, replace=settings.batch > len(demonstrations))
+        batch = demonstrations.take(rows)
+        mask, lengths = torch.from_numpy(batch.fields["mask"]), torch.from_numpy(batch.lengths)
+        batch.fields = {"weights": token_weights(mask, lengths, "tokens").numpy()}
+        loss = policy.train(batch, temperature=1.0, loss="supervised")["loss"]
+        progress(step + 1)
+    policy.reset_optimizer(optimizer)
+    return loss

@@ -1,0 +1,194 @@
+"""Starts a run's actors: policy and reference with their weights, and engines."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.cluster.fleet import Fleet
+from skyrl_mega.cluster.group import ActorGroup, settle
+from skyrl_mega.cluster.placement import Placement, beside
+from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks
+from skyrl_mega.config.schema import Config, LayoutConfig
+from skyrl_mega.engines.vllm.actor import VllmEngine
+from skyrl_mega.engines.vllm.spec import EngineSpec, environment
+from skyrl_mega.megatron.actor import MegatronActor
+from skyrl_mega.megatron.group import TrainGroup
+from skyrl_mega.megatron.role import POLICY, REFERENCE, ModelRole
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.trainer.placement import Reservations
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What all of a run's actors are started with."""
+
+    config: Config
+    hf: dict[str, Any]
+    """config.json of the model."""
+    model: Path
+    """Its Hugging Face directory."""
+    device: str
+    """cpu or cuda."""
+    folder: Path
+    """The run's."""
+    stack: ExitStack
+    """Ends the actors when it is closed."""
+    say: Callable[[str], None]
+
+    @property
+    def logs(self) -> Path:
+        """Where the actors' output goes."""
+        return self.folder / "logs"
+
+    @property
+    def timeout_s(self) -> float:
+        """How long a start may take."""
+        return self.config.cluster.start_timeout_s
+
+
+def start_actors(setup: Setup, placement: Reservations) -> tuple[TrainGroup, Callable[..., Any] | None, Fleet]:
+    """Policy and reference with their weights, and engines, side by side.
+
+    On GPUs that they share the engines come up first: vLLM measures what is free of the memory, and no other process
+    may be taking some of it meanwhile.
+    """
+    config = setup.config
+    layout, rollout = config.policy.layout, config.rollout
+    shared = config.cluster.shared and setup.device == "cuda"
+    spawn = partial(spawn_ranks, setup, POLICY, layout, policy_ranks(config), placement.policy)
+    boot = partial(start_engines, setup)
+    with ThreadPoolExecutor(1) as background:
+        if shared:
+            group = spawn()
+            booting = background.submit(boot, beside(group.where, rollout.engines, gpus=rollout.tensor))
+            booting.result()
+        else:
+            booting = background.submit(boot, placement.engines)
+            group = spawn()
+        policy = build_model(config, group, POLICY, layout)
+        policy.load(setup.model)
+        reference = start_reference(setup, policy, placement.reference)
+        fleet = booting.result()
+        if shared:
+            fleet.make_room = partial(make_room, group, rollout.tensor, setup.timeout_s, setup.say)
+        return policy, reference, fleet
+
+
+def make_room(policy: ActorGroup, tensor: int, timeout_s: float, say: Callable[[str], None], engine: int) -> None:
+    """Has the policy ranks on an engine's GPUs give back what torch keeps for later, before the engine starts again.
+
+    A rank does so between two calls: one that is busy for longer keeps it, and the engine may then not fit.
+    """
+    ranks = range(engine * tensor, (engine + 1) * tensor)
+    calls = [policy.submit(rank, "empty_cache") for rank in ranks]
+    answers = settle(calls, timeout_s, after_failure=timeout_s).answers
+    kept = [call.actor for call in calls if call not in answers]
+    if kept:
+        say(f"{', '.join(kept)} gave no memory back within {timeout_s:g} s for engine-{engine}, which starts again")
+
+
+def spawn_ranks(
+    setup: Setup, role: ModelRole, layout: LayoutConfig, ranks: int, placement: Placement | None
+) -> ActorGroup:
+    """Actors of a Megatron model, each alone and without weights."""
+    config = setup.config
+    parallel = layout_of(role, layout, ranks)
+    architecture(setup.hf).check_layout(setup.hf, parallel, f"{role.name}.layout")
+    shared = dict(
+        parallel=parallel,
+        hf=setup.hf,
+        policy=config.policy,
+        algorithm=config.algorithm,
+        dtype=config.model.dtype,
+        device=setup.device,
+        trainable=role.trainable,
+    )
+    group = ActorGroup.spawn(
+        role.name,
+        MegatronActor,
+        [{"rank": rank, **shared} for rank in range(ranks)],
+        timeout=setup.timeout_s,
+        placement=placement,
+        # Megatron orders its kernels on one connection; a device reads this when its context is made, in `set_device`.
+        env={"OMP_NUM_THREADS": str(config.policy.threads)}
+        if setup.device == "cpu"
+        else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        logs=setup.logs,
+    )
+    setup.stack.callback(group.shutdown)
+    return group
+
+
+def layout_of(role: ModelRole, layout: LayoutConfig, ranks: int) -> ParallelDims:
+    """The layout of a role's ranks."""
+    return ParallelDims.from_config(layout, ranks, key=f"{role.name}.layout")
+
+
+def build_model(config: Config, group: ActorGroup, role: ModelRole, layout: LayoutConfig) -> TrainGroup:
+    """Joins a role's actors and builds the model in them, without weights."""
+    timeout = config.cluster.start_timeout_s
+    host = group.where[0].address
+    port = group.call_one(0, "open_store", host, timeout, timeout=timeout)
+    group.call_all("join", host, port, config.cluster.call_timeout_s, timeout=timeout)
+    return TrainGroup(group, layout_of(role, layout, len(group)), config.policy, config.cluster.call_timeout_s)
+
+
+def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | None) -> Callable[..., Any] | None:
+    """Log-probs of the reference for KL.
+
+    None without a coefficient; the policy's own ranks unless it has a layout of its own.
+    """
+    config = setup.config
+    if not config.algorithm.kl.coefficient:
+        return None
+    path = Path(config.reference.path or setup.model)
+    layout = config.reference.layout
+    if layout is None:
+        policy.keep_reference(path)
+        return partial(policy.logprobs, reference=True)
+    group = spawn_ranks(setup, REFERENCE, layout, reference_ranks(config), placement)
+    reference = build_model(config, group, REFERENCE, layout)
+    reference.load(path)
+    return reference.logprobs
+
+
+def longer(config: Config) -> dict[str, Any]:
+    """vLLM's arguments for a model whose sequences may be longer than its config.json says (`model.max_length`)."""
+    longest = config.model.max_length
+    return {"hf_overrides": {"max_position_embeddings": longest}} if longest else {}
+
+
+def start_engines(setup: Setup, placement: Placement | None, weights: str = "dummy") -> Fleet:
+    """vLLM engines. With dummy weights the first sync brings the policy's; with `auto` they are the directory's."""
+    config = setup.config
+    spec = EngineSpec(
+        path=str(setup.model),
+        dtype=config.model.dtype,
+        device=setup.device,
+        rollout=config.rollout,
+        max_length=length_limit(config.rollout),
+        weights=weights,
+        seed=config.run.seed,
+        extra=longer(config),
+    )
+    group = ActorGroup.spawn(
+        "engine",
+        VllmEngine,
+        [{"spec": spec}] * config.rollout.engines,
+        timeout=setup.timeout_s,
+        placement=placement,
+        env=environment(spec),
+        logs=setup.logs,
+    )
+    setup.stack.callback(group.shutdown)
+    facts = group.call_all("start", timeout=setup.timeout_s)
+    fleet = Fleet(group, restarts=config.rollout.restarts, start_timeout_s=setup.timeout_s, say=setup.say, facts=facts)
+    setup.stack.callback(fleet.close)
+    return fleet

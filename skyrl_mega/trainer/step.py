@@ -1,0 +1,39 @@
+"""One RL step under way: its number, metrics and phases."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.telemetry.console import Console, Phase
+
+
+@dataclass
+class Step:
+    """One RL step: its number, its metrics, and its phases."""
+
+    number: int
+    console: Console
+    metrics: dict[str, float] = field(default_factory=dict)
+    trajectories: list[Trajectory] = field(default_factory=list)
+    """All that were drawn, also those that dynamic sampling left out."""
+    look: Callable[[], None] = lambda: None
+    """Raises where the run is to end."""
+    start: float = field(default_factory=time.perf_counter)
+
+    @contextmanager
+    def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
+        """Times a phase as `time/<name>` and shows its progress; a phase that is entered again adds up."""
+        self.look()
+        start = time.perf_counter()
+        with self.console.phase(name, total) as progress:
+            yield progress
+        key = f"time/{name}"
+        self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
+
+    def record(self, metrics: dict[str, float]) -> None:
+        """Adds metrics under their full names."""
+        self.metrics.update(metrics)

@@ -1,0 +1,63 @@
+"""Trains from a configuration: opens the run, runs the loop, and starts again after a fault."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from skyrl_mega.config.schema import Config
+
+if TYPE_CHECKING:
+    from skyrl_mega.telemetry.console import Console
+    from skyrl_mega.trainer.run import Run
+
+
+def train(config: Config, folder: Path, console: Console) -> None:
+    """Trains as `config` says and leaves everything in `folder`. The inputs have been checked.
+
+    What its engines survive it goes on through. After any other fault it is taken down and starts again from its
+    newest checkpoint, `run.restarts` times at most, and only once a step has been completed: what never worked is not
+    tried again.
+
+    Raises:
+        UserError: What only shows once the data and the model are read.
+        ActorFailed, ClusterError: An actor died, raised or did not answer; names the root cause.
+        Stopped: A signal came.
+    """
+    from skyrl_mega.cluster.errors import ActorFailed, ClusterError
+    from skyrl_mega.trainer.checkpoints import refuse_old_ones
+    from skyrl_mega.trainer.setup import open_run
+    from skyrl_mega.trainer.shutdown import ShutdownRequest
+
+    refuse_old_ones(folder / "checkpoints")
+    left = config.run.restarts
+    worked = False
+    while True:
+        try:
+            with open_run(config, folder, console) as opened:
+                before = opened.step
+                try:
+                    finish(opened)
+                finally:
+                    worked = worked or opened.step > before
+            return
+        except (ActorFailed, ClusterError) as error:
+            ShutdownRequest().look()  # a signal that everything had is the cause then
+            if not left or not worked:
+                raise
+            left -= 1
+            console.say(f"fault: {error}")
+            console.say(f"the run starts again from its newest checkpoint ({left} restarts are left)")
+
+
+def finish(run: Run) -> None:
+    """All steps that are left, and what comes after them."""
+    from skyrl_mega.report.overview import at_the_end
+    from skyrl_mega.trainer import loop
+
+    loop.train(run)
+    if run.config.checkpoint.export:
+        with run.console.phase("export"):
+            run.policy.export(run.folder / "model", Path(run.config.model.path).absolute())
+    at_the_end(run.folder, run.console.say)
+    run.console.summary(run.folder, run.first_evaluation, run.last_evaluation)

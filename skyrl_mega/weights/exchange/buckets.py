@@ -1,0 +1,110 @@
+"""Buckets: the parts of every route, cut and put together into messages of a bounded size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from skyrl_mega.weights.plan.intersect import Ints, TransferTable
+from skyrl_mega.weights.plan.plan import Plan
+
+ALIGNMENT = 16
+"""A part begins at a multiple of this many bytes of its bucket, so that it can be seen as any type."""
+
+
+@dataclass(frozen=True)
+class Buckets:
+    """All messages of a plan, in the order in which they should arrive."""
+
+    parts: TransferTable
+    """The plan's parts, those larger than a bucket cut."""
+    route: list[int]
+    """By bucket, the index of its route."""
+    members: list[Ints]
+    """By bucket, ascending indices into `parts`."""
+    phase: list[int]
+    """By bucket, 0 or 1: a receiver has everything of phase 0 before anything of phase 1."""
+
+    def offsets(self, bucket: int) -> Ints:
+        """Where each member begins, in bytes."""
+        return _ends(self.parts.nbytes[self.members[bucket]])[:-1]
+
+    def nbytes(self, bucket: int) -> int:
+        """Size of one bucket, what fills up its parts included."""
+        return int(_ends(self.parts.nbytes[self.members[bucket]])[-1])
+
+
+def fill(plan: Plan, bucket_bytes: int, first: frozenset[str] = frozenset()) -> Buckets:
+    """Cuts every route into buckets of at most `bucket_bytes` (one element at least).
+
+    Args:
+        first: tensors of phase 0.
+    """
+    room = max(ALIGNMENT, bucket_bytes // ALIGNMENT * ALIGNMENT)
+    parts, begin = cut(plan.parts, room)
+    early = np.array([name in first for name in parts.tensors], bool)[parts.tensor]
+    found = []
+    for number, route in enumerate(plan.routes):
+        count = begin[route.parts + 1] - begin[route.parts]
+        fine = np.repeat(begin[route.parts] - np.cumsum(count) + count, count) + np.arange(count.sum())
+        for phase, members in enumerate((fine[early[fine]], fine[~early[fine]])):
+            ends = _ends(parts.nbytes[members])
+            at = 0
+            while at < len(members):
+                stop = max(at + 1, int(np.searchsorted(ends, ends[at] + room, "right")) - 1)
+                found.append((phase, int(members[at]), number, members[at:stop]))
+                at = stop
+    found.sort(key=lambda bucket: bucket[:3])
+    return Buckets(parts, [b[2] for b in found], [b[3] for b in found], [b[0] for b in found])
+
+
+def cut(parts: TransferTable, room: int) -> tuple[TransferTable, Ints]:
+    """Parts of at most `room` bytes (one element at least), cut along their leading axes, in the same order.
+
+    Returns:
+        The finer table, and where in it each part begins [parts + 1].
+    """
+    large = np.flatnonzero(parts.nbytes > room)
+    count = np.ones(len(parts), np.int64)
+    known: dict[tuple[tuple[int, ...], int], tuple[Ints, Ints]] = {}
+    pieces = []
+    for part in large.tolist():
+        shape = tuple(parts.shape[part].tolist())
+        size = int(parts.nbytes[part]) // int(np.prod(shape))
+        if (shape, size) not in known:
+            known[shape, size] = _slabs(shape, max(1, room // size))
+        pieces.append(known[shape, size])
+        count[part] = len(pieces[-1][0])
+    begin = np.concatenate([[0], np.cumsum(count)])
+    of = np.repeat(np.arange(len(parts)), count)
+    start, shape_of, nbytes = parts.start[of], parts.shape[of].copy(), parts.nbytes[of].copy()
+    for part, (shift, shapes) in zip(large.tolist(), pieces, strict=True):
+        here = slice(begin[part], begin[part + 1])
+        size = int(parts.nbytes[part]) // int(parts.shape[part].prod())
+        start[here] += shift
+        shape_of[here] = shapes
+        nbytes[here] = shapes.prod(1) * size
+    return TransferTable(parts.tensors, parts.tensor[of], start, shape_of, nbytes), begin
+
+
+def _slabs(shape: tuple[int, ...], room: int) -> tuple[Ints, Ints]:
+    """A box of `shape` in even slabs of at most `room` elements: start and shape of each [slabs, axes]."""
+    if int(np.prod(shape)) <= room:
+        return np.zeros((1, len(shape)), np.int64), np.array([shape], np.int64)
+    axis = next(i for i, n in enumerate(shape) if n > 1)
+    row = int(np.prod(shape[axis + 1 :]))
+    count = min(shape[axis], -(-shape[axis] // max(1, room // row)))
+    edges = np.arange(count + 1) * shape[axis] // count
+    starts, shapes = [], []
+    for low, high in zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True):
+        start, inner = _slabs((*shape[:axis], high - low, *shape[axis + 1 :]), room)
+        start[:, axis] += low
+        starts.append(start)
+        shapes.append(inner)
+    return np.concatenate(starts), np.concatenate(shapes)
+
+
+def _ends(nbytes: Ints) -> Ints:
+    """Where parts of these sizes begin when each is filled up to the alignment, and where the last one ends."""
+    return np.concatenate([[0], np.cumsum(-(-nbytes // ALIGNMENT) * ALIGNMENT)])

@@ -1,0 +1,241 @@
+"""A plan as one process sees it: the buckets that pass through its hands, and its steps, round by round."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from skyrl_mega.parallel.box import Box, Piece, Shard
+from skyrl_mega.weights.exchange.buckets import Buckets, fill
+from skyrl_mega.weights.exchange.rounds import distinct, rounds
+from skyrl_mega.weights.fp8.format import SUFFIX, Wire, scale_box
+from skyrl_mega.weights.plan.intersect import Place
+from skyrl_mega.weights.plan.plan import Plan
+
+CHECKSUM_BYTES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Item:
+    """One part of a bucket, and where it lies in this process's parameters."""
+
+    tensor: str
+    box: Box
+    dtype: torch.dtype
+    """On the wire."""
+    offset: int
+    """Bytes from the bucket's beginning."""
+    taken: Place | None
+    """Where it is packed from."""
+    put: tuple[Place, ...]
+    """Where it is unpacked to."""
+    taken_scale: Piece | None
+    """For a quantised tensor, a piece of the source shard with the scales of all blocks touched."""
+    put_scale: Piece | None
+    """Likewise of the target shard."""
+
+
+@dataclass(slots=True)
+class RankBucket:
+    """One bucket in this process's hands."""
+
+    number: int
+    source: int
+    """The process that packs it."""
+    packed: bool
+    """Whether that is this one."""
+    items: list[Item]
+    """None for who only hands it on."""
+    what: str
+    """For errors: its first tensor, and how many more."""
+    payload: int
+    """Bytes of its parts."""
+    nbytes: int
+    """Bytes of its parts and what fills them up."""
+    parts: int
+    unpacked: bool
+    """Whether this process wants it."""
+    guests: tuple[int, ...]
+    """Guests of this process that want it."""
+    places: list[int]
+    """For each place that is unpacked to, which of the parts."""
+    writes: Counter[str]
+    """By target parameter, the places that are unpacked to."""
+
+    def size(self, checksums: bool) -> int:
+        """Bytes of the message."""
+        return self.nbytes + (CHECKSUM_BYTES * self.parts if checksums else 0)
+
+
+@dataclass(slots=True)
+class Step:
+    """What this process does in one round."""
+
+    round: int
+    receive: RankBucket | None = None
+    sender: int = -1
+    send: RankBucket | None = None
+    """Packed here or handed on; without a receiver it is only packed, for this device."""
+    receiver: int = -1
+    new: list[RankBucket] = field(default_factory=list)
+    """Take a buffer in this step."""
+    over: list[RankBucket] = field(default_factory=list)
+    """Give theirs back after it."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """This process: its number, its ranks in the two layouts and what it holds as such."""
+
+    process: int
+    source: int | None
+    source_shard: Shard | None
+    target: int | None
+    target_shard: Shard | None
+
+
+def rank_program(
+    plan: Plan,
+    wire: Wire,
+    role: Role,
+    *,
+    bucket_bytes: int,
+    in_flight: int,
+    source_base: int,
+    target_base: int,
+    hosts: dict[int, int],
+) -> tuple[list[Step], list[RankBucket]]:
+    """This process's steps in the order of rounds; for a guest only what its host lets it read, in order."""
+    buckets = fill(plan, bucket_bytes, wire.scales)
+    wanted_by = [[target_base + r for r in plan.routes[route].receivers] for route in buckets.route]
+    packed_by = [source_base + plan.routes[route].source for route in buckets.route]
+    chains = [
+        [packer, *distinct((hosts[p] for p in wanted), packer)]
+        for packer, wanted in zip(packed_by, wanted_by, strict=True)
+    ]
+    when = rounds(chains, max(hosts, default=0) + 1, max(2, in_flight - 1), buckets.phase)
+    me, host = role.process, hosts[role.process]
+    touched = [number for number, chain in enumerate(chains) if host in chain]
+    items = _items(
+        buckets, wire, role, [n for n in touched if packed_by[n] == me], [n for n in touched if me in wanted_by[n]]
+    )
+    names = list(buckets.parts.tensors)
+    steps: dict[int, Step] = {}
+    for number in touched:
+        chain, at = chains[number], when[number]
+        cargo = _rank_bucket(
+            number, buckets, packed_by[number], wanted_by[number], hosts=hosts, me=me, items=items, names=names
+        )
+        # Hops that the host takes part in: (round, the peer, whether it sends).
+        hops: list[tuple[int, int, bool]] = []
+        if host == chain[0]:
+            hops.append((at[0], chain[1] if len(chain) > 1 else -1, True))
+        elif host == chain[1]:
+            hops.append((at[0], chain[0], False))
+            hops += [(t, peer, True) for t, peer in zip(at[1:], chain[2:], strict=True)]
+        else:
+            hops.append((at[chain.index(host) - 1], chain[1], False))
+        for t, peer, sends in hops:
+            step = steps.setdefault(t, Step(t))
+            if sends:
+                step.send, step.receiver = cargo, peer
+            else:
+                step.receive, step.sender = cargo, peer
+        steps[hops[0][0]].new.append(cargo)
+        steps[hops[-1][0]].over.append(cargo)
+    ordered = [steps[t] for t in sorted(steps)]
+    for step in ordered:
+        # Received first, then packed: the order in which a host delivers.
+        step.new.sort(key=lambda cargo: cargo is not step.receive)
+    if host == me:
+        return ordered, []
+    return [], [cargo for step in ordered for cargo in step.new if cargo.unpacked]
+
+
+def _rank_bucket(
+    number: int,
+    buckets: Buckets,
+    packer: int,
+    wanted: Sequence[int],
+    *,
+    hosts: dict[int, int],
+    me: int,
+    items: dict[int, list[Item]],
+    names: list[str],
+) -> RankBucket:
+    members = buckets.members[number]
+    first = names[buckets.parts.tensor[members[0]]]
+    more = len(members) - 1
+    return RankBucket(
+        number=number,
+        source=packer,
+        packed=packer == me,
+        items=items.get(number, []),
+        what=f"{first} and {more} more" if more else first,
+        payload=int(buckets.parts.nbytes[members].sum()),
+        nbytes=buckets.nbytes(number),
+        parts=len(members),
+        unpacked=me in wanted,
+        guests=tuple(p for p in wanted if hosts[p] == me and p != me),
+        places=[i for i, item in enumerate(items.get(number, [])) for _ in item.put],
+        writes=Counter(place.param for item in items.get(number, []) for place in item.put),
+    )
+
+
+def _items(buckets: Buckets, wire: Wire, role: Role, packs: list[int], unpacks: list[int]) -> dict[int, list[Item]]:
+    """The parts of the buckets that this process packs or unpacks."""
+    taken = _located(buckets, role.source_shard, packs)
+    put = _located(buckets, role.target_shard, unpacks)
+    source_scales, target_scales = _scale_pieces(role.source_shard, wire), _scale_pieces(role.target_shard, wire)
+    found = {}
+    for number in sorted({*packs, *unpacks}):
+        items = []
+        boxes = buckets.parts.boxes(buckets.members[number])
+        for i, ((tensor, box), offset) in enumerate(zip(boxes, buckets.offsets(number).tolist(), strict=True)):
+            quantised = tensor in wire.quantised
+            items.append(
+                Item(
+                    tensor,
+                    box,
+                    wire.type_of(tensor),
+                    offset,
+                    taken=taken[number][i][0] if number in taken else None,
+                    put=tuple(put[number][i]) if number in put else (),
+                    taken_scale=_covering(source_scales[tensor], box) if quantised and number in taken else None,
+                    put_scale=_covering(target_scales[tensor], box) if quantised and number in put else None,
+                )
+            )
+        found[number] = items
+    return found
+
+
+def _located(buckets: Buckets, shard: Shard | None, numbers: list[int]) -> dict[int, list[list[Place]]]:
+    """By bucket, where each of its parts lies in a shard."""
+    if not numbers:
+        return {}
+    assert shard is not None, "a rank that sends or receives needs its shard"
+    places = buckets.parts.locate(shard, np.concatenate([buckets.members[n] for n in numbers]))
+    found, at = {}, 0
+    for number in numbers:
+        count = len(buckets.members[number])
+        found[number] = places[at : at + count]
+        at += count
+    return found
+
+
+def _scale_pieces(shard: Shard | None, wire: Wire) -> dict[str, list[Piece]]:
+    """By quantised tensor, the pieces of a shard that hold scales of it."""
+    found: dict[str, list[Piece]] = defaultdict(list)
+    for piece in shard.pieces if shard and wire.quantised else ():
+        if piece.tensor.endswith(SUFFIX):
+            found[piece.tensor.removesuffix(SUFFIX)].append(piece)
+    return found
+
+
+def _covering(pieces: list[Piece], box: Box) -> Piece | None:
+    blocks = scale_box(box)
+    return next((piece for piece in pieces if piece.box.intersect(blocks) == blocks), None)

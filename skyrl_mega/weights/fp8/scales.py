@@ -1,0 +1,108 @@
+"""The sender's side of an FP8 wire: scales of the policy's blocks, also of those that several ranks have parts of."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from skyrl_mega.kernels.block_fp8 import BLOCK, block_amax, scales
+from skyrl_mega.parallel.box import Box, Layout, Piece
+from skyrl_mega.weights.exchange.pack import local_view
+from skyrl_mega.weights.fp8.format import SUFFIX, scale_box
+from skyrl_mega.weights.plan.intersect import Ints
+
+Agree = Callable[[Tensor], None]
+"""Replaces a float32 vector by its maximum over all policy ranks, in place; each of them calls it once a run."""
+
+
+class Scales:
+    """A policy rank's scale tables.
+
+    Args:
+        layout: the policy's, with scales (`fp8.format.with_scales`).
+        rank: this process's rank in it.
+        quantised: the tensors that travel as FP8.
+        sent: those of them, and of their scales, that this rank sends anything of.
+        agree: brings the maximum over ranks; unused where no block straddles.
+        device: where the tables lie.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        quantised: frozenset[str],
+        sent: Collection[str],
+        agree: Agree | None,
+        device: torch.device,
+    ) -> None:
+        self._agree = agree
+        shard = layout.shards[rank]
+        common = straddled(layout, quantised)
+        self._common = sum(len(blocks) for blocks in common.values())
+        if self._common and agree is None:
+            name = next(iter(common))
+            raise ValueError(f"{name}: several shards have parts of one block, so ranks must agree on its scale")
+        first = dict(zip(common, np.cumsum([0, *map(len, common.values())]).tolist(), strict=False))
+        weights = [piece for piece in shard.pieces if piece.tensor in quantised]
+        of_scales = {name + SUFFIX for name in quantised}
+        tables = [piece for piece in shard.pieces if piece.tensor in of_scales]
+        shapes = {piece.param: shard.params[piece.param] for piece in tables}
+        sizes = [int(np.prod(shape)) for shape in shapes.values()]
+        self._flat = torch.ones(sum(sizes), dtype=torch.float32, device=device)
+        views = torch.split(self._flat, sizes)
+        self.tables = {name: view.view(shape) for (name, shape), view in zip(shapes.items(), views, strict=True)}
+        """The scales by local name; `compute` fills them."""
+        numbers = dict(zip(shapes, torch.split(torch.arange(sum(sizes)), sizes), strict=True))
+        self._work: list[tuple[Piece, Tensor]] = []
+        here: list[Tensor] = []
+        there: list[Ints] = []
+        for piece, table in zip(weights, tables, strict=True):
+            if piece.tensor not in sent and table.tensor not in sent and piece.tensor not in common:
+                continue
+            self._work.append((piece, local_view(self.tables[table.param], table.offset, table.box)))
+            if piece.tensor in common:
+                blocks = common[piece.tensor] - np.array(table.box.start)
+                inside = ((blocks >= 0) & (blocks < np.array(table.box.shape))).all(1)
+                where = local_view(numbers[table.param].view(shapes[table.param]), table.offset, table.box)
+                here.append(where[tuple(torch.from_numpy(blocks[inside].T.copy()))])
+                there.append(first[piece.tensor] + np.flatnonzero(inside))
+        self._here = torch.cat(here).to(device) if here else torch.empty(0, dtype=torch.int64, device=device)
+        self._there = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *there])).to(device)
+
+    def compute(self, params: Mapping[str, Tensor]) -> None:
+        """Fills the tables from the policy's present weights. A collective of all policy ranks."""
+        for piece, table in self._work:
+            row, column = piece.box.start
+            table.copy_(block_amax(local_view(params[piece.param], piece.offset, piece.box), row, column))
+        if self._common:
+            assert self._agree is not None
+            common = torch.zeros(self._common, dtype=torch.float32, device=self._flat.device)
+            common.scatter_reduce_(0, self._there, self._flat[self._here], "amax")
+            self._agree(common)
+            self._flat[self._here] = common[self._there]
+        self._flat.copy_(scales(self._flat))
+
+
+def straddled(layout: Layout, names: frozenset[str]) -> dict[str, Ints]:
+    """By tensor, the blocks [blocks, 2] that pieces with different boxes have parts of."""
+    boxes: dict[str, dict[Box, None]] = {}
+    for shard in layout.distinct[0]:
+        for piece in shard.pieces:
+            if piece.tensor in names:
+                boxes.setdefault(piece.tensor, {})[piece.box] = None
+    found = {name: _shared(layout.tensors[name], tuple(of)) for name, of in sorted(boxes.items())}
+    return {name: blocks for name, blocks in found.items() if len(blocks)}
+
+
+@cache
+def _shared(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> Ints:
+    """Thousands of tensors are cut alike, hence the cache."""
+    touched = np.zeros([-(-n // BLOCK) for n in shape], np.int64)
+    for box in boxes:
+        touched[scale_box(box).slices()] += 1
+    return np.argwhere(touched > 1)

@@ -1,0 +1,236 @@
+"""Who sends what to whom: the nearest holder, and among equals so that no link carries more than its share.
+
+Three questions, each answered for whole classes of parts at once (`TransferClasses`):
+
+- A node where some rank holds a part is never sent it: a receiver there takes it from its own device or else from
+  another of its node, so that the devices send alike.
+- Any other node gets it once, from some holder: senders are chosen so that the NICs send alike.
+- The first receiver in that node hands it on: first receivers are chosen so that the NICs receive alike.
+
+Each is a division of bytes among links, solved in whole bytes by filling the lowest link first, class by class, until
+nothing moves. All arithmetic is in integers and in a fixed order: every process finds the same answer.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_mega.weights.plan.intersect import Ints, TransferClasses, unique_rows
+from skyrl_mega.weights.plan.topology import Topology
+
+SWEEPS = 50
+"""Rounds of filling at most; the layouts in use settle in three to ten."""
+SETTLED = 1e-4
+"""Filling ends when a round moves less than this share of all bytes."""
+
+
+@dataclass(frozen=True)
+class Route:
+    """Rank `source` of the source layout sends `parts` to target rank `receivers[0]`.
+
+    That rank hands the same bytes on to `receivers[1:]`, which sit in its node.
+    """
+
+    source: int
+    receivers: tuple[int, ...]
+    parts: Ints
+    """Ascending indices into the plan's parts."""
+
+
+def choose(demand: TransferClasses, topology: Topology) -> tuple[Route, ...]:
+    """Routes that bring every part to every rank that wants it, once; sorted by source and receivers."""
+    classes = _Classes(demand, topology)
+    routes = _Collected(len(demand.parts))
+    for k, receiver, source in classes.own_device():
+        routes.add(source, (receiver,), classes.parts[k])
+    _within_nodes(classes, routes)
+    _between_nodes(classes, routes)
+    return routes.sorted()
+
+
+class _Classes:
+    """The classes of a demand as rank lists by node, and their parts."""
+
+    def __init__(self, demand: TransferClasses, topology: Topology) -> None:
+        self.topology = topology
+        self.source_device, self.target_device = np.array(topology.sources), np.array(topology.targets)
+        self.source_node, self.target_node = (topology.node(d) for d in (self.source_device, self.target_device))
+        order = np.argsort(demand.kind, kind="stable")
+        ends = np.cumsum(np.bincount(demand.kind, minlength=len(demand.holders)))
+        self.parts = np.split(order, ends[:-1]) if len(ends) else []
+        self.nbytes = [demand.parts.nbytes[parts] for parts in self.parts]
+        # Holder sets are few; classes that agree in theirs share a division of bytes among senders.
+        sets, self.holder_set = unique_rows(demand.holders)
+        self.holders = [np.flatnonzero(row) for row in sets]
+        self.holder_nodes = [frozenset(self.source_node[ranks].tolist()) for ranks in self.holders]
+        takers, self.taker_set = unique_rows(demand.takers)
+        self.takers = [self._by_node(np.flatnonzero(row)) for row in takers]
+
+    def _by_node(self, ranks: Ints) -> dict[int, Ints]:
+        nodes = self.target_node[ranks]
+        return {int(node): ranks[nodes == node] for node in np.unique(nodes)}
+
+    def wants(self) -> Iterator[tuple[int, int, Ints, bool]]:
+        """(class, node, ranks there that want it, whether a rank there holds it)."""
+        for k, (h, t) in enumerate(zip(self.holder_set.tolist(), self.taker_set.tolist(), strict=True)):
+            for node, ranks in self.takers[t].items():
+                yield k, node, ranks, node in self.holder_nodes[h]
+
+    def own_device(self) -> Iterator[tuple[int, int, int]]:
+        """(class, receiver, the holder on the receiver's device), wherever there is one."""
+        for k, _, ranks, near in self.wants():
+            if near:
+                holders = self.holders[self.holder_set[k]]
+                at = {int(device): int(rank) for rank, device in zip(holders, self.source_device[holders], strict=True)}
+                for rank in ranks.tolist():
+                    if (source := at.get(int(self.target_device[rank]))) is not None:
+                        yield k, rank, source
+
+
+class _Collected:
+    """Deliveries as they are decided; the same source and receivers become one route."""
+
+    def __init__(self, parts: int) -> None:
+        self.numbers: dict[tuple[int, tuple[int, ...]], int] = {}
+        self.route: list[Ints] = []
+        self.part: list[Ints] = []
+        self.total = parts
+
+    def number(self, source: int, receivers: tuple[int, ...]) -> int:
+        return self.numbers.setdefault((source, receivers), len(self.numbers))
+
+    def add(self, source: int, receivers: tuple[int, ...], parts: Ints) -> None:
+        self.route.append(np.full(len(parts), self.number(source, receivers)))
+        self.part.append(parts)
+
+    def sorted(self) -> tuple[Route, ...]:
+        if not self.part:
+            return ()
+        key = np.sort(np.concatenate(self.route) * self.total + np.concatenate(self.part))
+        route, part = np.divmod(key, self.total)
+        pieces = np.split(part, np.flatnonzero(np.diff(route)) + 1)
+        return tuple(Route(*ends, pieces[i]) for ends, i in sorted(self.numbers.items()))
+
+
+def _within_nodes(classes: _Classes, routes: _Collected) -> None:
+    """Receivers whose node, but not whose device, holds a part take it from a device of the node."""
+    lines: dict[tuple[int, int], list[tuple[int, int]]] = defaultdict(list)
+    for k, node, ranks, near in classes.wants():
+        if near:
+            h = int(classes.holder_set[k])
+            on = set(classes.source_device[classes.holders[h]].tolist())
+            lines[h, node] += [(rank, k) for rank in ranks.tolist() if int(classes.target_device[rank]) not in on]
+    keys = [key for key, line in sorted(lines.items()) if line]
+    options = [classes.holders[h][classes.source_node[classes.holders[h]] == node] for h, node in keys]
+    weights = [np.concatenate([classes.nbytes[k] for _, k in sorted(lines[key])]) for key in keys]
+    for key, senders in zip(keys, deal(options, weights, classes.source_device), strict=True):
+        at = 0
+        for receiver, k in sorted(lines[key]):
+            parts = classes.parts[k]
+            mine, at = senders[at : at + len(parts)], at + len(parts)
+            for source in np.unique(mine).tolist():
+                routes.add(source, (receiver,), parts[mine == source])
+
+
+def _between_nodes(classes: _Classes, routes: _Collected) -> None:
+    """Nodes without a holder: a sender elsewhere and a first receiver there, chosen apart from each other."""
+    far = [(k, node, ranks) for k, node, ranks, near in classes.wants() if not near]
+    # A holder's bytes lie along a line, node by node: few senders serve a node, and all nodes are served at once.
+    send: dict[int, list[int]] = defaultdict(list)
+    take: dict[tuple[int, bytes], list[int]] = defaultdict(list)
+    for i, (k, node, ranks) in enumerate(far):
+        send[int(classes.holder_set[k])].append(i)
+        take[node, ranks.tobytes()].append(i)
+    for line in send.values():
+        line.sort(key=lambda i: (far[i][1], far[i][0]))
+
+    def answers(lines: Sequence[list[int]], options: Sequence[Ints], link: Ints) -> list[Ints]:
+        """For every delivery of `far`, the rank chosen for each of its parts."""
+        weights = [np.concatenate([classes.nbytes[far[i][0]] for i in line]) for line in lines]
+        found: list[Ints] = [np.zeros(0, np.int64)] * len(far)
+        for line, dealt in zip(lines, deal(options, weights, link), strict=True):
+            ends = np.cumsum([len(classes.parts[far[i][0]]) for i in line])
+            for i, ranks in zip(line, np.split(dealt, ends[:-1]), strict=True):
+                found[i] = ranks
+        return found
+
+    topology = classes.topology
+    senders = answers(list(send.values()), [classes.holders[h] for h in send], topology.nic(classes.source_device))
+    firsts = answers(
+        list(take.values()), [far[line[0]][2] for line in take.values()], topology.nic(classes.target_device)
+    )
+    targets = len(classes.target_device)
+    for (k, _, ranks), sender, first in zip(far, senders, firsts, strict=True):
+        pairs, which = np.unique(sender * targets + first, return_inverse=True)
+        numbers = []
+        for source, head in zip(*(column.tolist() for column in np.divmod(pairs, targets)), strict=True):
+            numbers.append(routes.number(source, (head, *(rank for rank in ranks.tolist() if rank != head))))
+        routes.route.append(np.array(numbers)[which])
+        routes.part.append(classes.parts[k])
+
+
+def deal(options: Sequence[Ints], weights: Sequence[Ints], link: Ints) -> list[Ints]:
+    """Gives every item of every line to one of the line's options, so that the busiest link carries least.
+
+    Args:
+        options: by line, the ranks that may take its items.
+        weights: by line, the bytes of its items, in order; a rank gets runs of them.
+        link: by rank, the link that its bytes go over; ranks of one link are loaded alike too.
+
+    Returns:
+        By line, the rank of each item.
+    """
+    load = np.zeros(int(link.max(initial=0)) + 1, np.int64)
+    by_rank = np.zeros(len(link), np.int64)
+    links = [np.unique(link[ranks]) for ranks in options]
+    amounts = [int(items.sum()) for items in weights]
+    planned = [np.zeros(len(at), np.int64) for at in links]
+    for _ in range(SWEEPS):
+        moved = 0
+        for i, at in enumerate(links):
+            load[at] -= planned[i]
+            new = fill(load[at], amounts[i])
+            load[at] += new
+            moved += int(np.abs(new - planned[i]).sum())
+            planned[i] = new
+        if moved <= SETTLED * sum(amounts):
+            break
+    # Items are whole. Lines with few options go first, and what they miss their plan by, the later ones even out.
+    dealt: list[Ints] = [np.zeros(0, np.int64)] * len(options)
+    for i in sorted(range(len(options)), key=lambda i: (len(links[i]), amounts[i])):
+        at, ranks = links[i], options[i]
+        load[at] -= planned[i]
+        share = np.zeros(len(ranks), np.int64)
+        for nic, amount in zip(at.tolist(), fill(load[at], amounts[i]).tolist(), strict=True):
+            here = link[ranks] == nic
+            share[here] = fill(by_rank[ranks[here]], amount)
+        chosen = _runs(weights[i], share)
+        got = np.bincount(chosen, weights[i], len(ranks)).astype(np.int64)  # exact below 2⁵³
+        by_rank[ranks] += got
+        np.add.at(load, link[ranks], got)
+        dealt[i] = ranks[chosen]
+    return dealt
+
+
+def fill(load: Ints, amount: int) -> Ints:
+    """How to add `amount` to `load` so that the lowest are filled first, up to one level. Whole numbers; exact."""
+    order = np.argsort(load, kind="stable")
+    ordered = load[order]
+    count = np.arange(1, len(load) + 1)
+    level = (amount + np.cumsum(ordered)) // count
+    n = int(np.flatnonzero(level >= ordered)[-1]) + 1
+    added = np.zeros_like(load)
+    added[order[:n]] = level[n - 1] - ordered[:n]
+    added[order[: amount - int(added.sum())]] += 1
+    return added
+
+
+def _runs(weights: Ints, share: Ints) -> NDArray[np.int64]:
+    """Cuts a line of items into runs of about `share` bytes; by item, which run it is in: that of its middle."""
+    middle = 2 * np.cumsum(weights) - weights
+    return np.minimum(np.searchsorted(2 * np.cumsum(share), middle, "right"), len(share) - 1)

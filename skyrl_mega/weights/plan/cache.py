@@ -1,0 +1,117 @@
+"""Plans on disk: made once for a pair of layouts, and read by every other process and every later run.
+
+A file is numpy's `.npz` without pickle: arrays, and a header in JSON. It is found by a digest of all that the
+plan follows from; what it says of itself is checked against that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from skyrl_mega.weights.plan.assign import Route
+from skyrl_mega.weights.plan.intersect import TransferClasses, TransferTable
+from skyrl_mega.weights.plan.plan import Plan
+from skyrl_mega.weights.plan.topology import Links, Topology
+
+VERSION = 2
+"""Raise it when plans are made otherwise or are written otherwise."""
+
+log = logging.getLogger(__name__)
+
+
+def cached_plan(folder: Path, key: object, make: Callable[[], Plan]) -> Plan:
+    """The plan for `key`: read from `folder`, or made and left there.
+
+    A file that is damaged, of another version or for another key is said in a log line and replaced; so is a folder
+    that cannot be written.
+
+    Args:
+        key: everything that the plan follows from (both layouts' settings, topology, wire), as JSON allows.
+    """
+    told = json.dumps([VERSION, key], sort_keys=True)
+    path = folder / f"plan-{hashlib.sha256(told.encode()).hexdigest()[:24]}.npz"
+    try:
+        return _read(path, told)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
+        log.warning("%s is no plan of these layouts (%s); it is made again", path, error)
+    plan = make()
+    try:
+        _write(path, told, plan)
+    except OSError as error:
+        log.warning("the plan is not kept: %s", error)
+    return plan
+
+
+def _write(path: Path, told: str, plan: Plan) -> None:
+    demand, parts, routes = plan.demand, plan.parts, plan.routes
+    header = {
+        "key": told,
+        "tensors": {name: list(shape) for name, shape in parts.tensors.items()},
+        "sources": plan.topology.sources,
+        "targets": plan.topology.targets,
+        "links": asdict(plan.topology.links),
+    }
+    arrays: dict[str, Any] = {
+        "header": np.frombuffer(json.dumps(header).encode(), np.uint8),
+        "tensor": parts.tensor,
+        "start": parts.start,
+        "shape": parts.shape,
+        "nbytes": parts.nbytes,
+        "kind": demand.kind,
+        "holders": demand.holders,
+        "takers": demand.takers,
+        "route_source": np.array([r.source for r in routes], np.int64),
+        "route_receivers": _joined([r.receivers for r in routes]),
+        "route_receivers_count": np.array([len(r.receivers) for r in routes], np.int64),
+        "route_parts": _joined([r.parts for r in routes]),
+        "route_parts_count": np.array([len(r.parts) for r in routes], np.int64),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=".plan-", delete=False) as file:
+        try:
+            np.savez(file, **arrays)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
+
+
+def _read(path: Path, told: str) -> Plan:
+    with np.load(path, allow_pickle=False) as file:
+        a = {name: file[name] for name in file.files}
+    header = json.loads(a["header"].tobytes())
+    if header["key"] != told:
+        raise ValueError("it was made for something else")
+    tensors = {name: tuple(shape) for name, shape in header["tensors"].items()}
+    parts = TransferTable(tensors, a["tensor"], a["start"], a["shape"], a["nbytes"])
+    receivers = _parted(a["route_receivers"], a["route_receivers_count"])
+    routed = _parted(a["route_parts"], a["route_parts_count"])
+    rows = zip(a["route_source"].tolist(), receivers, routed, strict=True)
+    routes = tuple(Route(source, tuple(to.tolist()), which) for source, to, which in rows)
+    topology = Topology(tuple(header["sources"]), tuple(header["targets"]), Links(**header["links"]))
+    return Plan(TransferClasses(parts, a["kind"], a["holders"], a["takers"]), routes, topology)
+
+
+def _joined(rows: list[Any]) -> np.ndarray:
+    return np.concatenate([np.zeros(0, np.int64), *(np.asarray(row, np.int64) for row in rows)])
+
+
+def _parted(flat: np.ndarray, counts: np.ndarray) -> list[np.ndarray]:
+    if counts.sum() != len(flat):
+        raise ValueError("its routes are cut off")
+    return np.split(flat, np.cumsum(counts)[:-1]) if len(counts) else []

@@ -1,0 +1,284 @@
+"""What a plan moves: boxes that each lie inside one piece of every rank that holds or wants them.
+
+`cut` lays the boxes of two layouts over each other, tensor by tensor, and keeps the cells of the grid that they make.
+Thousands of tensors are cut alike (an expert's, layer after layer), so the geometry is worked out once for each way of
+cutting and the rest is arrays.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from math import prod
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from skyrl_mega.parallel.box import Box, Layout, Shard
+
+Ints = NDArray[np.int64]
+Bits = NDArray[np.uint64]
+"""Sets of shards, one a row, 64 to a word."""
+
+Scalar = TypeVar("Scalar", bound=np.generic)
+
+SLAB_ROWS = 128
+"""A large box is cut at multiples of this where it can be: blocks of a quantised tensor stay whole."""
+
+
+class Place(NamedTuple):
+    """Where a part lies in a local parameter; `offset` is as in `Piece`, and the part fills the last dimensions."""
+
+    param: str
+    offset: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class TransferTable:
+    """A table of boxes, in the order that all processes share: by tensor, then by place in it."""
+
+    tensors: dict[str, tuple[int, ...]]
+    """Global shapes by name; `tensor` counts these."""
+    tensor: Ints
+    """[parts]."""
+    start: Ints
+    """[parts, axes]; 0 where a tensor has fewer axes."""
+    shape: Ints
+    """[parts, axes]; 1 where a tensor has fewer axes."""
+    nbytes: Ints
+    """[parts], on the wire."""
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def name(self, part: int) -> str:
+        """The tensor that a part is of. Slow in a loop: take `list(parts.tensors)` there."""
+        return list(self.tensors)[self.tensor[part]]
+
+    def box(self, part: int) -> Box:
+        """One part as a box of its tensor."""
+        axes = len(self.tensors[self.name(part)])
+        return Box(tuple(self.start[part, :axes].tolist()), tuple(self.shape[part, :axes].tolist()))
+
+    def boxes(self, wanted: Ints) -> list[tuple[str, Box]]:
+        """Tensor and box of each of the parts `wanted`."""
+        names, shapes = list(self.tensors), list(self.tensors.values())
+        found = []
+        rows = (self.tensor[wanted].tolist(), self.start[wanted].tolist(), self.shape[wanted].tolist())
+        for tensor, start, shape in zip(*rows, strict=True):
+            axes = len(shapes[tensor])
+            found.append((names[tensor], Box(tuple(start[:axes]), tuple(shape[:axes]))))
+        return found
+
+    def locate(self, shard: Shard, wanted: Ints) -> list[list[Place]]:
+        """Where each of the parts `wanted` lies in a shard: every piece that contains it, in the shard's order.
+
+        One call for all that a process needs is far cheaper than one for each route: each call tabulates the shard.
+
+        Raises:
+            ValueError: the shard lacks one of them; it names the tensor.
+        """
+        axes = self.start.shape[1]
+        rows = _rows(shard, {name: i for i, name in enumerate(self.tensors)}, axes)
+        order = np.argsort(rows[:, 0], kind="stable")
+        rows = rows[order]
+        tensor = self.tensor[wanted]
+        first, last = (np.searchsorted(rows[:, 0], tensor, side) for side in ("left", "right"))
+        part = np.repeat(np.arange(len(wanted)), last - first)
+        ends = np.cumsum(last - first)
+        row = np.arange(len(part)) - np.repeat(ends - (last - first), last - first) + np.repeat(first, last - first)
+        start, shape = self.start[wanted][part], self.shape[wanted][part]
+        low = rows[row, 1 : 1 + axes]
+        inside = ((low <= start) & (start + shape <= low + rows[row, 1 + axes :])).all(1)
+        found: list[list[Place]] = [[] for _ in range(len(wanted))]
+        shift = (start - low)[inside].tolist()
+        for p, r, by in zip(part[inside].tolist(), order[row[inside]].tolist(), shift, strict=True):
+            piece = shard.pieces[r]
+            stack = len(piece.offset) - len(piece.box.start)
+            inner = (a + b for a, b in zip(piece.offset[stack:], by, strict=False))
+            found[p].append(Place(piece.param, (*piece.offset[:stack], *inner)))
+        for p, places in enumerate(found):
+            if not places:
+                lacking = int(wanted[p])
+                raise ValueError(f"{self.name(lacking)}: the shard has no piece with {self.box(lacking)}")
+        return found
+
+
+@dataclass(frozen=True)
+class TransferClasses:
+    """Parts by who could send and who wants them: all parts of one class agree in both."""
+
+    parts: TransferTable
+    kind: Ints
+    """[parts]: the class."""
+    holders: NDArray[np.bool_]
+    """[classes, source ranks]."""
+    takers: NDArray[np.bool_]
+    """[classes, target ranks]."""
+
+
+def cut(source: Layout, target: Layout, itemsize: Sequence[int], slab_bytes: int) -> TransferClasses:
+    """The parts of everything that the target wants, each at most `slab_bytes` (one row at least).
+
+    Args:
+        source: what is held.
+        target: what is wanted; `itemsize` has one entry per tensor of it, in order.
+        itemsize: bytes of one element on the wire.
+        slab_bytes: size of one part at most.
+
+    Raises:
+        ValueError: the source lacks a box, or the layouts disagree about a shape; it names the tensor.
+    """
+    shapes = list(target.tensors.values())
+    axes = max((len(shape) for shape in shapes), default=0)
+    index = {name: i for i, name in enumerate(target.tensors)}
+    held, wanted = _Side.of(source, index, axes), _Side.of(target, index, axes)
+    alike: dict[tuple[bytes, bytes, int], list[int]] = defaultdict(list)
+    for i, name in enumerate(target.tensors):
+        there = wanted.boxes[wanted.first[i] : wanted.first[i + 1]]
+        if not len(there):
+            continue
+        if source.tensors.get(name) != shapes[i]:
+            raise ValueError(f"{name}: shape {source.tensors.get(name)} in the source, {shapes[i]} in the target")
+        here = held.boxes[held.first[i] : held.first[i + 1]]
+        alike[here.tobytes(), there.tobytes(), itemsize[i]].append(i)
+    columns: list[tuple[Ints, ...]] = []
+    sets: list[Bits] = []
+    for (_, _, size), same in alike.items():
+        tensors = np.array(same)
+        here, there = (side.boxes[side.first[same[0]] : side.first[same[0] + 1]] for side in (held, wanted))
+        start, shape, in_held, in_wanted = _cells(here, there, axes, slab_bytes // size)
+        if not in_held.any(1).all():
+            _refuse(target, same[0], there, in_wanted[~in_held.any(1)][0], wanted)
+        n, cells = len(tensors), len(start)
+        columns.append((np.repeat(tensors, cells), np.tile(start, (n, 1)), np.tile(shape, (n, 1))))
+        both = [_united(side, tensors, inside) for side, inside in ((held, in_held), (wanted, in_wanted))]
+        sets.append(np.concatenate(both, axis=2).reshape(n * cells, -1))
+    if not columns:
+        nothing = np.zeros((0, axes), np.int64)
+        parts = TransferTable(target.tensors, np.zeros(0, np.int64), nothing, nothing, np.zeros(0, np.int64))
+        return TransferClasses(parts, parts.tensor, *(np.zeros((0, len(x.shards)), bool) for x in (source, target)))
+    tensor, start, shape = (np.concatenate(column) for column in zip(*columns, strict=True))
+    order = np.argsort(tensor, kind="stable")
+    tensor, start, shape = tensor[order], start[order], shape[order]
+    nbytes = shape.prod(1) * np.asarray(itemsize, np.int64)[tensor]
+    kinds, kind = unique_rows(np.concatenate(sets)[order])
+    words = held.bits.shape[1]
+    return TransferClasses(
+        TransferTable(target.tensors, tensor, start, shape, nbytes),
+        kind,
+        _ranks(kinds[:, :words], source),
+        _ranks(kinds[:, words:], target),
+    )
+
+
+def unique_rows(rows: NDArray[Scalar]) -> tuple[NDArray[Scalar], Ints]:
+    """The distinct rows in lexicographic order, and for every row which one it is."""
+    order = np.lexsort(rows.T[::-1])
+    ordered = rows[order]
+    new = np.ones(len(rows), bool)
+    new[1:] = (ordered[1:] != ordered[:-1]).any(1)
+    which = np.empty(len(rows), np.int64)
+    which[order] = np.cumsum(new) - 1
+    return ordered[new], which
+
+
+@dataclass(frozen=True)
+class _Side:
+    """The distinct boxes of one layout, sorted by tensor, and which of its distinct shards have each."""
+
+    boxes: Ints
+    """[boxes, start then shape]."""
+    first: Ints
+    """[tensors + 1]: a tensor's boxes begin here."""
+    bits: Bits
+    """[boxes, words]."""
+
+    @classmethod
+    def of(cls, layout: Layout, index: dict[str, int], axes: int) -> _Side:
+        shards, _ = layout.distinct
+        tables = [_rows(shard, index, axes) for shard in shards]
+        rows, which = unique_rows(np.concatenate([np.zeros((0, 1 + 2 * axes), np.int64), *tables]))
+        owner = np.repeat(np.arange(len(shards)), [len(table) for table in tables])
+        bits = np.zeros((len(rows), -(-len(shards) // 64)), np.uint64)
+        np.bitwise_or.at(bits, (which, owner // 64), np.uint64(1) << (owner % 64).astype(np.uint64))
+        first = np.searchsorted(rows[:, 0], np.arange(len(index) + 1))
+        return cls(np.ascontiguousarray(rows[:, 1:]), first, bits)
+
+
+def _rows(shard: Shard, index: dict[str, int], axes: int) -> Ints:
+    """A shard's pieces as rows (tensor, start, shape), in its order; -1 for a tensor that nobody asks about."""
+    zeros, ones = (0,) * axes, (1,) * axes
+    numbers = (
+        chain((index.get(p.tensor, -1),), p.box.start, zeros[len(p.box.start) :], p.box.shape, ones[len(p.box.start) :])
+        for p in shard.pieces
+    )
+    return np.fromiter(chain.from_iterable(numbers), np.int64).reshape(-1, 1 + 2 * axes)
+
+
+def _cells(held: Ints, wanted: Ints, axes: int, room: int) -> tuple[Ints, Ints, NDArray[np.bool_], NDArray[np.bool_]]:
+    """The grid that all edges of two lists of boxes make, without the cells that nobody wants.
+
+    Returns:
+        Start and shape [cells, axes], and which boxes contain each cell [cells, held], [cells, wanted]. A cell of more
+        than `room` elements is cut into slabs.
+    """
+    low = np.concatenate([held, wanted])[:, :axes]
+    high = low + np.concatenate([held, wanted])[:, axes:]
+    edges = [np.unique(np.concatenate([low[:, axis], high[:, axis]])) for axis in range(axes)]
+    start = np.stack(np.meshgrid(*(e[:-1] for e in edges), indexing="ij"), -1).reshape(-1, axes)
+    stop = np.stack(np.meshgrid(*(e[1:] for e in edges), indexing="ij"), -1).reshape(-1, axes)
+    taken = _inside(start, stop, wanted, axes).any(1)
+    slabs = [s for a, z in zip(start[taken], stop[taken], strict=True) for s in _slabs(a, z, room)]
+    start, stop = (np.array(column).reshape(-1, axes) for column in zip(*slabs, strict=True))
+    return start, stop - start, _inside(start, stop, held, axes), _inside(start, stop, wanted, axes)
+
+
+def _slabs(start: Ints, stop: Ints, room: int) -> list[tuple[Ints, Ints]]:
+    """A box cut along its first real axis into slabs of at most `room` elements, one row at least."""
+    shape = stop - start
+    if prod(shape.tolist()) <= room:
+        return [(start, stop)]
+    axis = int(np.argmax(shape > 1))
+    step = max(1, room // prod(shape[axis + 1 :].tolist()))
+    step -= step % SLAB_ROWS if step > SLAB_ROWS else 0
+    cuts = []
+    for at in range(int(start[axis]), int(stop[axis]), step):
+        a, z = start.copy(), stop.copy()
+        a[axis], z[axis] = at, min(at + step, int(stop[axis]))
+        cuts.append((a, z))
+    return cuts
+
+
+def _inside(start: Ints, stop: Ints, boxes: Ints, axes: int) -> NDArray[np.bool_]:
+    """[cells, boxes]: whether the cell lies in the box."""
+    low, high = boxes[:, :axes], boxes[:, :axes] + boxes[:, axes:]
+    return np.all((start[:, None] >= low) & (stop[:, None] <= high), axis=2)
+
+
+def _united(side: _Side, tensors: Ints, inside: NDArray[np.bool_]) -> Bits:
+    """[tensors, cells, words]: the shards that have each cell, over all boxes that contain it."""
+    bits = [
+        np.bitwise_or.reduce(side.bits[side.first[tensors][:, None] + np.flatnonzero(cell)], axis=1) for cell in inside
+    ]
+    return np.stack(bits, 1)
+
+
+def _ranks(bits: Bits, layout: Layout) -> NDArray[np.bool_]:
+    """[sets, ranks]: whether a rank's shard is in the set."""
+    which = np.array(layout.distinct[1])
+    return (bits[:, which // 64] >> (which % 64).astype(np.uint64) & np.uint64(1)).astype(bool)
+
+
+def _refuse(target: Layout, tensor: int, boxes: Ints, inside: NDArray[np.bool_], wanted: _Side) -> None:
+    """Names a box that the source does not cover, and who wants it."""
+    which = int(np.argmax(inside))
+    name, axes = list(target.tensors)[tensor], len(list(target.tensors.values())[tensor])
+    half = boxes.shape[1] // 2
+    box = Box(tuple(boxes[which, :axes].tolist()), tuple(boxes[which, half : half + axes].tolist()))
+    row = wanted.bits[wanted.first[tensor] + which][None]
+    rank = int(np.argmax(_ranks(row, target)[0]))
+    raise ValueError(f"{name}: the source holds no copy of {box}, which target rank {rank} wants")

@@ -1,0 +1,120 @@
+"""A transfer plan and its cost as a table that a person can read, and as plain values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from skyrl_mega.weights.plan.cost import GB, Cost, HostTime, imbalance
+from skyrl_mega.weights.plan.intersect import Ints
+from skyrl_mega.weights.plan.plan import Plan
+
+SHOWN = 40
+"""Nodes in the table for people."""
+
+
+def identity(plan: Plan, wire: str) -> dict[str, Any]:
+    """What a run's plan is compared by."""
+    return {
+        "digest": plan.digest,
+        "wire": wire,
+        "bytes_in_max": max(plan.bytes_in),
+        "devices": {"policy": list(plan.topology.sources), "engines": list(plan.topology.targets)},
+    }
+
+
+def values(plan: Plan, count: Cost, host: HostTime, seconds: float, wire: str) -> dict[str, Any]:
+    """Everything that the table is made from; bytes and seconds, lists by rank, NIC, device and node.
+
+    Args:
+        seconds: What planning took.
+        wire: The types on it, for people.
+    """
+    links = count.predicted
+    return {
+        **identity(plan, wire),
+        "policy_ranks": plan.sources,
+        "engine_ranks": plan.targets,
+        "parts": len(plan.parts),
+        "routes": len(plan.routes),
+        "planning_seconds": seconds,
+        "predicted_seconds": links,
+        "host_seconds": asdict(host),
+        # One after the other: a guest and its host do not overlap them.
+        "sync_seconds": {"first": links + host.first, "later": links + host.later, "checksums": links + host.checksums},
+        "bound_seconds": count.bound,
+        "seconds": count.seconds,
+        "nic_imbalance": {"out": imbalance(count.nic_out), "in": imbalance(count.nic_in)},
+        "bytes": {
+            "network": int(count.nic_in.sum()),
+            "fabric": int(count.fabric_in.sum()),
+            "local": int(count.local.sum()),
+            "node_out": count.node_out.tolist(),
+            "node_in": count.node_in.tolist(),
+            "nic_out": count.nic_out.tolist(),
+            "nic_in": count.nic_in.tolist(),
+            "device_fabric_out": count.fabric_out.tolist(),
+            "device_fabric_in": count.fabric_in.tolist(),
+            "device_local": count.local.tolist(),
+            "policy_rank_out": count.rank_out.tolist(),
+            "engine_rank_in": count.rank_in.tolist(),
+        },
+    }
+
+
+def table(plan: Plan, count: Cost, host: HostTime, seconds: float) -> str:
+    """What a person wants to see: every node, the ranks in sum, the totals and the time."""
+    t, links = plan.topology, plan.topology.links
+    policy, engines = t.node(np.array(t.sources)), t.node(np.array(t.targets))
+    rows: list[Sequence[str]] = [
+        ("node", "policy", "engines", "NIC out GB", "mean", "max", "NIC in GB", "mean", "max", "in node GB", "local GB")
+    ]
+    for node in range(min(t.nodes, SHOWN)):
+        nics = slice(node * links.nics_per_node, (node + 1) * links.nics_per_node)
+        gpus = slice(node * links.gpus_per_node, (node + 1) * links.gpus_per_node)
+        row = [str(node), _ranks(np.flatnonzero(policy == node)), _ranks(np.flatnonzero(engines == node))]
+        for carried in (count.nic_out[nics], count.nic_in[nics]):
+            row += [_gb(carried.sum()), _gb(carried.mean()), _gb(carried.max())]
+        rows.append((*row, _gb(count.fabric_in[gpus].sum()), _gb(count.local[gpus].sum())))
+    more = [f"… and {t.nodes - SHOWN} more nodes (--json has all)"] if t.nodes > SHOWN else []
+    ranks: list[Sequence[str]] = [("GB per rank", "min", "mean", "max")]
+    for name, carried in (("policy rank hands out", count.rank_out), ("engine worker gets", count.rank_in)):
+        ranks.append((name, _gb(carried.min()), _gb(carried.mean()), _gb(carried.max())))
+    slowest = max(count.seconds, key=lambda kind: count.seconds[kind])
+    lines = [
+        *_aligned(rows),
+        *more,
+        "",
+        *_aligned(ranks),
+        "",
+        f"network {_gb(count.nic_in.sum())} GB, within nodes {_gb(count.fabric_in.sum())} GB, within devices "
+        f"{_gb(count.local.sum())} GB",
+        f"busiest NIC over mean: out {imbalance(count.nic_out):.3f}, in {imbalance(count.nic_in):.3f}",
+        f"{len(plan.parts)} parts on {len(plan.routes)} routes, planned in {seconds:.2f} s",
+        f"predicted {count.predicted:.4f} s ({slowest.replace('_', ' ')}), lower bound {count.bound:.4f} s",
+        f"beside it the host: {host.first:.2f} s the first time, {host.later:.3f} s later, {host.checksums:.3f} s with "
+        "checksums",
+    ]
+    return "\n".join(lines)
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Columns as wide as their longest cell, the first one to the left."""
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return [
+        "  ".join(cell.rjust(w) if i else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True)))
+        for row in rows
+    ]
+
+
+def _ranks(ranks: Ints) -> str:
+    """Ranks that follow each other as `0-7`."""
+    runs = np.split(ranks, np.flatnonzero(np.diff(ranks) > 1) + 1) if len(ranks) else []
+    return ",".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs) or "·"
+
+
+def _gb(nbytes: float) -> str:
+    return f"{nbytes / GB:.3f}"

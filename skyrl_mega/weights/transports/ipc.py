@@ -1,0 +1,309 @@
+"""Processes that share a device: one of them, the host, is in the process group; the others are its guests.
+
+Whatever is meant for a guest lies in the host's buffers, and the guest reads it there: memory of both on a CPU (an
+anonymous file), a CUDA IPC handle on a GPU. Beside it goes a Unix socket: the host says which bucket lies where, the
+guest says when it has read it. Messages have fixed formats; nothing is unpickled.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import shutil
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_mega.weights.plan.topology import Topology
+from skyrl_mega.weights.transports.group import Deadline, Transport, TransportError
+
+_HELLO = struct.Struct("<q")
+_BUFFERS = struct.Struct("<qq")
+"""Their size in bytes, and that of the CUDA handle, which follows; without one a file descriptor comes along."""
+_READY = struct.Struct("<qq")
+"""Bucket, and where it begins in the buffers."""
+_DONE = struct.Struct("<q")
+"""Bucket."""
+BUFFERS = "its device's buffers"
+"""What errors call what is under way when a host and a guest meet."""
+SLOT_ALIGNMENT = 256
+"""A buffer begins at a multiple of this many bytes, as memory of the allocator does."""
+
+
+def hosts(topology: Topology, source_base: int, target_base: int) -> dict[int, int]:
+    """The host of every process: the first process on its device, policy ranks before engine workers.
+
+    Args:
+        source_base, target_base: process numbers of source rank 0 and target rank 0; a process may be both.
+
+    Raises:
+        ValueError: two policy ranks share a device.
+    """
+    device_of: dict[int, int] = {}
+    for base, devices in ((source_base, topology.sources), (target_base, topology.targets)):
+        for rank, device in enumerate(devices):
+            device_of.setdefault(base + rank, device)
+    first: dict[int, int] = {}
+    found = {}
+    for process, device in device_of.items():
+        found[process] = first.setdefault(device, process)
+        if found[process] != process and 0 <= process - source_base < len(topology.sources):
+            raise ValueError(f"source ranks {found[process] - source_base} and {process - source_base} share a device")
+    return found
+
+
+class Channel:
+    """One end of the connection between a host and a guest."""
+
+    def __init__(self, connection: socket.socket, transport: Transport, peer: int) -> None:
+        self._connection, self._transport, self._peer = connection, transport, peer
+
+    def _send(self, data: bytes, what: str, deadline: Deadline, descriptors: Sequence[int] = ()) -> None:
+        failure = None
+        try:
+            self._connection.settimeout(deadline.left())
+            if descriptors:
+                socket.send_fds(self._connection, [data], descriptors)
+            else:
+                self._connection.sendall(data)
+        except OSError as error:
+            failure = str(error)
+        if failure is not None:
+            raise self._failed(what, failure, deadline)
+
+    def _receive(self, size: int, what: str, deadline: Deadline) -> bytes:
+        return self._receive_with(size, 0, what, deadline)[0]
+
+    def _receive_with(self, size: int, descriptors: int, what: str, deadline: Deadline) -> tuple[bytes, list[int]]:
+        data, failure = b"", None
+        found: list[int] = []
+        try:
+            while len(data) < size and failure is None:
+                self._connection.settimeout(deadline.left())
+                more, fds, _, _ = socket.recv_fds(self._connection, size - len(data), descriptors)
+                data, found = data + more, [*found, *fds]
+                failure = None if more else "connection closed"
+        except OSError as error:
+            failure = str(error) or "timed out"
+        if failure is not None:
+            raise self._failed(what, failure, deadline)
+        return data, found
+
+    def _failed(self, what: str, failure: str, deadline: Deadline) -> TransportError:
+        self.close()
+        return self._transport.failed(self._peer, what, failure, timed_out=deadline.passed, deadline=deadline)
+
+    def close(self) -> None:
+        """Ends the connection; the other end learns it at once."""
+        self._connection.close()
+
+
+class ToPeer(Channel):
+    """The host's end. The guest gets to see `buffers`, which serve all runs, when this is made."""
+
+    def __init__(
+        self, connection: socket.socket, transport: Transport, peer: int, buffers: Buffers, deadline: Deadline
+    ) -> None:
+        super().__init__(connection, transport, peer)
+        self._read: set[int] = set()
+        handle = buffers.handle()
+        header = _BUFFERS.pack(buffers.flat.numel(), len(handle))
+        # An exchange without a bucket has no memory to show.
+        self._send(header, BUFFERS, deadline, [buffers.descriptor] if buffers.descriptor >= 0 else [])
+        if handle:
+            self._send(handle, BUFFERS, deadline)
+
+    def ready(self, bucket: int, at: int, what: str, deadline: Deadline) -> None:
+        """Says that a bucket lies at byte `at` of the buffers."""
+        self._send(_READY.pack(bucket, at), what, deadline)
+
+    def wait_until_read(self, bucket: int, what: str, deadline: Deadline) -> None:
+        """Waits until the guest has read a bucket."""
+        while bucket not in self._read:
+            self._read.update(_DONE.unpack(self._receive(_DONE.size, what, deadline)))
+        self._read.discard(bucket)
+
+
+class ToOwner(Channel):
+    """The guest's end."""
+
+    def __init__(self, connection: socket.socket, transport: Transport, peer: int, deadline: Deadline) -> None:
+        super().__init__(connection, transport, peer)
+        self.buffers = self._borrow(deadline)
+        """The host's, uint8."""
+
+    def close(self) -> None:
+        """Ends the connection, and lets go of the host's memory."""
+        super().close()
+        self.buffers = torch.empty(0, dtype=torch.uint8)
+
+    def _borrow(self, deadline: Deadline) -> Tensor:
+        data, descriptors = self._receive_with(_BUFFERS.size, 1, BUFFERS, deadline)
+        size, handle = _BUFFERS.unpack(data)
+        if handle:
+            fields = json.loads(self._receive(handle, BUFFERS, deadline))
+            return _from_handle(fields, self._transport.device)
+        if not descriptors:
+            return torch.empty(0, dtype=torch.uint8)
+        (descriptor,) = descriptors
+        try:
+            return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+        finally:
+            os.close(descriptor)
+
+    def wait_until_ready(self, bucket: int, what: str, deadline: Deadline) -> int:
+        """Waits until a bucket lies in the buffers; returns where it begins."""
+        found, at = _READY.unpack(self._receive(_READY.size, what, deadline))
+        if found != bucket:
+            raise self._failed(what, f"it brought bucket {found}, not {bucket}", deadline)
+        return int(at)
+
+    def read(self, bucket: int, what: str, deadline: Deadline) -> None:
+        """Says that a bucket has been read."""
+        self._send(_DONE.pack(bucket), what, deadline)
+
+
+class Buffers:
+    """A process's buffers over all runs: `flat`, uint8 [count · size], on the transport's device.
+
+    Args:
+        size: bytes of one at least.
+        shared: whether guests are to see them.
+    """
+
+    def __init__(self, size: int, count: int, device: torch.device, shared: bool) -> None:
+        self.size, self.count = -(-size // SLOT_ALIGNMENT) * SLOT_ALIGNMENT, count
+        self.descriptor = -1
+        total = self.size * count
+        self._kept: object = None
+        if shared and device.type == "cpu" and total:
+            self.descriptor = os.memfd_create("weights")
+            os.ftruncate(self.descriptor, total)
+            self.flat = torch.frombuffer(mmap.mmap(self.descriptor, total), dtype=torch.uint8)
+        elif shared and total:
+            self.flat, self._kept = _of_one_allocation(total, device)
+        else:
+            self.flat = torch.empty(total, dtype=torch.uint8, device=device)
+
+    def slot(self, number: int) -> Tensor:
+        """One buffer."""
+        return self.flat[number * self.size : (number + 1) * self.size]
+
+    def handle(self) -> bytes:
+        """What a process needs to open the memory on a GPU, as JSON; empty on a CPU."""
+        if self.flat.device.type == "cpu" or not self.flat.numel():
+            return b""
+        fields = self.flat.untyped_storage()._share_cuda_()
+        at = self.flat.storage_offset()
+        return json.dumps([at, self.flat.numel(), *(f.hex() if isinstance(f, bytes) else f for f in fields)]).encode()
+
+    def close(self) -> None:
+        """Gives the memory back; guests keep what they see until they let go of it."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
+        self.flat = torch.empty(0, dtype=torch.uint8)
+        self._kept = None
+
+
+def _of_one_allocation(size: int, device: torch.device) -> tuple[Tensor, object]:
+    """Memory that other processes can open: [size] bytes from cudaMalloc, and what has to be kept with it.
+
+    What `expandable_segments` puts together cannot be opened by CUDA IPC. So the setting is off meanwhile, and a pool
+    of its own keeps the allocator from taking what it has cached before.
+    """
+    now = torch.cuda.memory._snapshot()["allocator_settings"]  # torch 2.11 has no other way to ask for them
+    settings, expand = now["PYTORCH_CUDA_ALLOC_CONF"], now["expandable_segments"]
+    pool = torch.cuda.MemPool()
+    if expand:  # whatever is not named is set back to torch's own
+        torch._C._accelerator_setAllocatorSettings(f"{settings},expandable_segments:False")
+    try:
+        with torch.cuda.use_mem_pool(pool, device.index):  # None is the current one
+            return torch.empty(size, dtype=torch.uint8, device=device), pool
+    finally:
+        if expand:
+            torch._C._accelerator_setAllocatorSettings(settings)
+
+
+def _from_handle(fields: list[Any], here: torch.device) -> Tensor:
+    """Opens another process's memory on this GPU; `fields` are those of `_share_cuda_`, bytes as hexadecimal."""
+    at, size, _, memory, storage_bytes, offset, counter, counter_at, event, synchronise = fields
+    storage = torch.UntypedStorage._new_shared_cuda(
+        torch.cuda.current_device() if here.index is None else here.index,  # the host may count its GPUs otherwise
+        bytes.fromhex(memory),
+        storage_bytes,
+        offset,
+        bytes.fromhex(counter),
+        counter_at,
+        bytes.fromhex(event),
+        synchronise,
+    )
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, at, (size,), (1,))
+
+
+def connect(transport: Transport, hosts: dict[int, int], buffers: Buffers) -> tuple[dict[int, ToPeer], ToOwner | None]:
+    """Connects this process with its guests, who get to see its buffers, or with its host.
+
+    A collective of all processes of one device.
+
+    Raises:
+        TransportError: somebody of the device did not come in time.
+    """
+    deadline = Deadline(transport.timeout_s)
+    me = transport.rank
+    guests = [process for process, host in hosts.items() if host == me and process != me]
+    if guests:
+        return _welcome(transport, guests, buffers, deadline), None
+    if hosts.get(me, me) != me:
+        return {}, _visit(transport, hosts[me], deadline)
+    return {}, None
+
+
+def _welcome(transport: Transport, guests: list[int], buffers: Buffers, deadline: Deadline) -> dict[int, ToPeer]:
+    store = transport.store
+    assert store is not None
+    folder = tempfile.mkdtemp(prefix="weights-")  # only this user may enter it
+    found: dict[int, ToPeer] = {}
+    try:
+        with socket.socket(socket.AF_UNIX) as door:
+            door.bind(f"{folder}/door")
+            door.listen(len(guests))
+            store.set(f"door/{transport.rank}", f"{folder}/door")
+            while missing := [guest for guest in guests if guest not in found]:
+                door.settimeout(deadline.left())
+                try:
+                    connection, _ = door.accept()
+                    connection.settimeout(deadline.left())
+                    (guest,) = _HELLO.unpack(connection.recv(_HELLO.size, socket.MSG_WAITALL))
+                except (OSError, struct.error) as error:
+                    raise transport.failed(missing[0], "its device's channel", str(error), timed_out=True) from None
+                if guest in missing:
+                    found[guest] = ToPeer(connection, transport, guest, buffers, deadline)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    return found
+
+
+def _visit(transport: Transport, host: int, deadline: Deadline) -> ToOwner:
+    store = transport.store
+    assert store is not None
+    while not store.check([f"door/{host}"]):
+        if deadline.passed:
+            raise transport.failed(host, "its device's channel", "", timed_out=True, deadline=deadline)
+        time.sleep(0.01)
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(deadline.left())
+    try:
+        connection.connect(str(Path(store.get(f"door/{host}").decode())))
+        connection.sendall(_HELLO.pack(transport.rank))
+    except OSError as error:
+        raise transport.failed(host, "its device's channel", str(error), timed_out=False) from None
+    return ToOwner(connection, transport, host, deadline)

@@ -1,0 +1,294 @@
+"""What a dry run says of full-sized runs, where neither model nor data nor a GPU is there."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from omegaconf import OmegaConf
+from omegaconf._utils import get_yaml_loader
+
+from skyrl_mega.cli import dry_run, dry_run_text, refusal
+from skyrl_mega.cli.train import main
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.planner import fit
+from skyrl_mega.planner.placement import nodes
+from skyrl_mega.planner.times import step_time
+from tests.cli import large
+
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return large.write(tmp_path_factory.mktemp("large"))
+
+
+def run(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """Standard output of a dry run, which takes at most 20 s of one core."""
+    start = time.process_time()
+    assert main(["--config", str(file), *arguments]) == 0
+    assert time.process_time() - start <= 20
+    return capsys.readouterr().out
+
+
+def values(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(run(file, capsys, "--dry-run", "--json", *arguments))
+    return found
+
+
+def compose_text(out: str) -> Config:
+    """The settings that a dry run prints last."""
+    given = OmegaConf.create(out.rpartition("\nsettings:\n\n")[2])
+    found = OmegaConf.to_object(OmegaConf.merge(OmegaConf.structured(Config), given))
+    assert isinstance(found, Config)
+    return found
+
+
+def merged(tree: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Nested mappings, one over the other."""
+    return tree | {k: merged(tree.get(k, {}), v) if isinstance(v, dict) else v for k, v in over.items()}
+
+
+def test_counts_are_written_as_a_person_does() -> None:
+    counts = [(1, "rank"), (2, "trajectory"), (1, "micro-batch"), (1024, "micro-batch"), (3, "optimizer step")]
+    assert [dry_run_text.counted(*count) for count in counts] == [
+        "1 rank", "2 trajectories", "1 micro-batch", "1,024 micro-batches", "3 optimizer steps",
+    ]  # fmt: skip
+
+
+def test_30b_on_64_gpus(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    v = values(file, capsys)
+    assert v["model"]["parameters"] == 30_532_122_624
+    assert len(v["policy"]) == 32
+    # 18 bytes for a parameter, of which 16 experts and half of the rest lie on a rank: those are 3.62 and 0.78 · 10⁹.
+    memory = v["policy"][0]["memory"]
+    assert memory["weights"] == pytest.approx(2 * 4.4008e9, rel=1e-3)
+    assert memory["gradients"] == 2 * memory["weights"]
+    assert memory["optimizer"] == pytest.approx(12 * (3.624e9 / 4 + 0.7769e9 / 16), rel=1e-3)
+    assert v["policy"][9]["experts"] == "16-31" and v["policy"][9]["heads"] == "16-31"
+    assert [sorted(node["engines"]) for node in v["nodes"]] == [[]] * 4 + [["0"], ["1"], ["2"], ["3"]]
+    assert v["nodes"][1]["policy"] == list(range(8, 16))
+    worker = v["engines"]["workers"][7]
+    budget = worker["memory"]["kv"] + sum(worker["memory"][k] for k in ("weights", "working", "reserve"))
+    assert budget == worker["memory"]["budget"] == int(0.6 * v["gpu_memory"])
+    assert worker["kv"] == "3"  # 4 key/value heads on 8 workers
+    assert v["batch"]["sequences"] == 2560 and v["batch"]["mini_batches"] == 2
+    assert v["sync"]["predicted_seconds"] == pytest.approx(61.06e9 / 8 / 50e9, rel=0.01)
+    host, whole = v["sync"]["host_seconds"], v["sync"]["sync_seconds"]
+    assert 0 < host["later"] < host["checksums"] < 0.1 < host["first"]
+    assert whole["later"] == v["sync"]["predicted_seconds"] + host["later"] == v["seconds"]["sync"]
+    assert v["seconds"]["step"] == pytest.approx(
+        sum(v["seconds"][k] for k in ("generate", "logprobs", "train", "sync"))
+    )
+    assert v["disk"]["checkpoint"] == 30_532_122_624 * 12
+    assert v["disk"]["largest_share"]["rank"] == pytest.approx(30_532_122_624 * 12 / 32, rel=0.001)
+    assert v["absent"] == ["models/Qwen3-30B-A3B", "train.parquet"]
+
+
+def test_tables_line_up_and_are_compact(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(file, capsys, "--dry-run")
+    text = out
+    assert text.startswith("it fits 8 nodes: of 79.10 GiB of a GPU, "), "the answer comes first"
+    assert "\nrun:\n" not in text, "the settings are for who asks"
+    with_settings = run(file, capsys, "--dry-run", "--settings")
+    assert with_settings.startswith(out.partition("planned in")[0]) and compose_text(with_settings) == compose(file)
+    assert max(map(len, text.splitlines())) <= 120
+    lines = text.splitlines()
+    start = lines.index("policy: 32 ranks, TP2 DP16 EP8 EDP4")
+    assert len(lines[start + 1 : lines.index("", start)]) == 1 + 8, "ranks that hold the same are one line"
+    memory = [line for line in lines if re.match(r"  0-31 +\d", line)]
+    assert len(memory) == 1, "ranks that need the same are one line"
+    sections = ("memory of policy", "engines: 4", "nodes", "batch", "weight sync", "seconds of an RL step")
+    assert [part for part in sections if f"\n{part}" not in text] == []
+    assert lines[-3:] == [
+        "note: models/Qwen3-30B-A3B is not here and was not checked",
+        "note: train.parquet is not here and was not checked",
+        "nothing was started (--dry-run)",
+    ]
+
+
+def test_235b_on_512_gpus(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    v = values(file, capsys, *large.HUGE)
+    assert v["policy"][255]["layers"] == "83-93"
+    assert len(v["nodes"]) == 64
+
+
+def test_shared_gpus_hold_both(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    v = values(file, capsys, "cluster.shared=true", "cluster.nodes=4", "rollout.memory_fraction=0.15")
+    assert [len(node["policy"]) for node in v["nodes"]] == [8] * 4
+    assert [list(node["engines"]) for node in v["nodes"]] == [["0"], ["1"], ["2"], ["3"]]
+    assert any("cluster.shared=true" in note for note in v["notes"])
+    s = v["shared"]
+    assert list(s["policy"]) == list(s["left"]) == ["generate", "log-probs", "train", "sync"]
+    assert s["margin"] == min(s["left"].values()) == s["left"]["train"]
+    for phase, policy in s["policy"].items():
+        assert s["left"][phase] == v["gpu_memory"] - policy - s["engine"] - s["beside"]
+    text = dry_run_text.text(v)
+    assert f"\n  at least {s['margin'] / GIB:.2f} GiB are left" in text
+    assert max(map(len, text[text.index("a shared GPU by phase") :].splitlines()[:8])) <= 120
+
+
+def test_gpus_of_their_own_have_no_table_of_shared_ones(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    v = values(file, capsys)
+    assert v["shared"] is None and "a shared GPU" not in dry_run_text.text(v)
+
+
+def test_a_reference_is_never_beside_the_policys_weights(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with_one = values(file, capsys)["policy"][0]["memory"]
+    without = values(file, capsys, "algorithm.kl.coefficient=0")["policy"][0]["memory"]
+    assert with_one["reference"] == 64 * 2**20 and without["reference"] == 0
+    assert with_one["peak"] == without["peak"], "training takes more than log-probs with the buffer"
+    host = values(file, capsys)["nodes"][0]["host_memory"]["reference"]
+    assert host == 8 * with_one["weights"], "one set of weights for each of eight ranks, in host memory"
+
+
+def test_graphs_and_fixed_segments_take_memory(
+    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    eager, graphs = (values(file, capsys, f"rollout.eager={e}") for e in ("true", "false"))
+    kv = [v["engines"]["workers"][0]["memory"]["kv"] for v in (eager, graphs)]
+    assert kv[0] - kv[1] == 2 * GIB
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "garbage_collection_threshold:0.8")
+    fixed = values(file, capsys)
+    assert fixed["policy"][0]["memory"]["peak"] - eager["policy"][0]["memory"]["peak"] == 3 * GIB
+
+
+def test_a_tight_shared_gpu_is_said_to_be_tight(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    v = values(file, capsys, "cluster.shared=true", "cluster.nodes=4", "rollout.memory_fraction=0.44")
+    assert v["shared"]["margin"] < 0
+    assert any(note.startswith("tight: by the estimates a shared GPU lacks") for note in v["notes"])
+
+
+def test_a_reference_of_its_own_has_nodes_of_its_own(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    settings = ["cluster.nodes=9", "reference.layout={tensor: 2, expert: 8}", "reference.ranks=8"]
+    v = values(file, capsys, *settings)
+    assert v["nodes"][4]["reference"] == list(range(8)), "after the policy, before the engines"
+    memory = v["reference"][0]["memory"]
+    assert (memory["gradients"], memory["optimizer"], memory["activations"]) == (0, 0, 0)
+    assert v["policy"][0]["memory"]["reference"] == 0 and v["nodes"][0]["host_memory"]["reference"] == 0
+    assert "memory of reference ranks" in dry_run_text.text(v)
+
+
+def test_long_sequences_set_the_memory(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    v = values(file, capsys, "rollout.max_response_tokens=28672")
+    assert v["batch"]["oversize"] and v["batch"]["row"]["tokens"] == 32768
+    assert v["policy"][0]["memory"]["activations"] > 48 * 16384 * 2048 * 2  # half of the tokens, every layer's input
+    assert any("a micro-batch of its own" in note for note in v["notes"])
+
+
+def test_what_engines_do_at_once_and_what_one_should_know_of_them(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four engines of eight workers, for 2560 trajectories and 4 key/value heads."""
+    v = values(file, capsys)
+    engines = v["engines"]
+    tokens = engines["workers"][0]["memory"]["tokens"]
+    assert engines["usual"] == min(engines["concurrency"], 640, int(tokens / v["batch"]["mean"]))
+    assert engines["usual"] + engines["waiting"] == 640
+    assert any(note.startswith("rollout.tensor=8 is above the model's 4 key/value heads") for note in v["notes"])
+    assert not any("truncated" in note for note in v["notes"])
+    seconds = v["seconds"]["generate"]
+
+    v = values(file, capsys, "rollout.tensor=4", f"rollout.trajectory_timeout_s={seconds / 2}", "rollout.eager=true")
+    assert not any("key/value heads" in note for note in v["notes"])
+    assert any("counts the time that a trajectory waits" in note for note in v["notes"])
+
+
+def test_an_eager_engine_is_planned_slower(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By 300 µs more in each of 48 layers, for every token of the longest response at least."""
+    graphs, eager = (values(file, capsys, f"rollout.eager={eager}")["seconds"]["generate"] for eager in (False, True))
+    assert eager - graphs > 4 * 500 * 48 * 300e-6
+    assert values(file, capsys)["seconds"]["generate"] == graphs
+
+
+def test_a_run_on_a_cpu_is_planned_in_host_memory(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    v = values(inputs / "config.yaml", capsys)
+    assert v["gpu_memory"] is None and v["sync"] is None and v["seconds"] is None
+    assert len(v["nodes"]) == 1 and v["nodes"][0]["host_memory"]["device"] > 0
+    assert v["policy"][0]["memory"]["reserve"] == 0
+    assert "of host memory" in run(inputs / "config.yaml", capsys, "--dry-run")
+
+
+@pytest.mark.parametrize(("gpus", "model"), [(64, []), (512, large.HUGE)], ids=["30B", "235B"])
+def test_what_is_suggested_fits(file: Path, gpus: int, model: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run(file, capsys, *model, "--suggest", str(gpus), "--json"))
+    assert found["complete"] and len(found["found"]) > 20
+    assert all(s["peak"] <= 79.1 * GIB for s in found["found"])
+    for suggestion in found["found"][::40]:
+        config = compose(file, [*model, *suggestion["overrides"]])
+        hf, _ = dry_run.checked(config)
+        assert refusal.wrong(config, hf, planned=True, strict=True) is None
+        parallel, _ = fit.parallel_of(config)
+        seconds = step_time(config, architecture(hf).describe(hf), parallel).step
+        assert seconds == pytest.approx(suggestion["seconds"])
+        assert sum(len(n.policy) + n.workers for n in nodes(config)) <= gpus
+
+
+def test_suggestions_for_people(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = run(file, capsys, "--suggest", "cluster.nodes=8")
+    table, _, paste = out.partition(
+        "\nsettings for the file, in place of those that it has in the same groups (--json has them as arguments):\n"
+    )
+    seconds = [float(line.split()[-1]) for line in table.rstrip().splitlines()[2:]]
+    assert seconds == sorted(seconds)
+    assert len(table.rstrip().splitlines()) == 2 + 10
+    assert max(map(len, table.splitlines())) <= 120
+    assert yaml.load(paste, get_yaml_loader())  # refuses keys that are there twice
+    for text in re.split(r"# \d\n", paste)[1:]:
+        text = re.sub(r"(?m)^# ", "", text)
+        pasted = tmp_path / "pasted.yaml"
+        pasted.write_text(yaml.safe_dump(merged(yaml.safe_load(large.SETTINGS), yaml.safe_load(text))))
+        dry_run.checked(compose(pasted))
+    assert run(file, capsys, "--suggest", "8").endswith(" GPUs are enough\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [(["--suggest", "12"], "nearest that work: 8, 16"), (["--suggest", "cluster.device=cpu"], "cluster.device = cpu")],
+)
+def test_a_number_that_no_nodes_make(
+    file: Path, arguments: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(file), *arguments]) == 2
+    assert says in capsys.readouterr().err
+
+
+def test_what_sandboxes_may_take_together_is_planned(inputs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = "environment.options={text2sql: {sandbox: {total_mib: 2048, disk_mib: 10}}, swe: {}}"
+    sizes = ["data.prompts_per_step=20", "data.samples_per_prompt=10", options]
+    v = values(inputs / "config.yaml", capsys, *sizes, "cluster.host_memory_gib=60")
+    first = v["nodes"][0]["host_memory"]
+    assert first["sandboxes"] == (2048 + 64 * 10 + 8192 + 200 * 64) * 2**20
+    assert v["nodes"][0]["host_memory_total"] == sum(first.values())
+    assert main(["--config", str(inputs / "config.yaml"), "--dry-run", *sizes, "cluster.host_memory_gib=20"]) == 2
+    assert "sandboxes 23.1" in capsys.readouterr().err
+
+
+SHARED = "cluster.nodes=4 cluster.shared=true rollout.memory_fraction=0.3 rollout.engines="
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (SHARED + "3", "rollout.engines=3 of 8 GPUs: 8 of the policy's 32 GPUs have no engine and generate nothing"),
+        (SHARED + "4", None),
+        (
+            "rollout.engines=3",
+            "8 of 64 GPUs are nobody's: policy, reference and engines (rollout.engines=3 of 8 GPUs) ",
+        ),
+        ("rollout.engines=4", None),
+    ],
+)
+def test_gpus_with_nothing_to_do_are_told(tmp_path: Path, settings: str, told: str | None) -> None:
+    config = compose(large.write(tmp_path), settings.split())
+    notes = dry_run.values(config, *dry_run.checked(config))["notes"]
+    found = [note for note in notes if "nobody's" in note or "no engine" in note]
+    assert len(found) == bool(told) and all(note.startswith(told or "") for note in found)

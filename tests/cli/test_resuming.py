@@ -1,0 +1,121 @@
+"""What a resumed run is told of its settings, before anything starts."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.cli import resuming
+from skyrl_mega.config.compose import compose, dump
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.keys import keys
+from skyrl_mega.config.schema import Config
+from skyrl_mega.trainer.checkpoints import Checkpoints, resumes_from
+
+BUILT = "model.build={hidden: 64}"
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A run of 4 steps that has a checkpoint of step 2: 8 of its 20 prompts are drawn."""
+    run = tmp_path / "runs" / "r"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(dump(config(tmp_path)))
+    save(run, 2, 8)
+    return tmp_path
+
+
+def config(folder: Path, *settings: str) -> Config:
+    base = ["run.name=r", f"run.directory={folder}/runs", "run.steps=4", "data.prompts_per_step=4", BUILT]
+    return compose(None, [*base, *settings])
+
+
+def save(run: Path, step: int, position: int) -> None:
+    stream = {"position": position, "count": 20, "seed": 0, "shuffle": True}
+    checkpoints = Checkpoints(run / "checkpoints", keep=2)
+    checkpoints.save(step, {"step": step, "stream": stream}, lambda to: (to / "weights").touch())
+
+
+def test_what_changed_is_told_in_one_line(folder: Path) -> None:
+    assert resuming.changes(config(folder)) == []
+    found = resuming.changes(config(folder, "run.steps=8", "policy.layout.tensor=2", "algorithm.clip_high=0.3"))
+    assert found == ["run.steps 4 → 8", "policy.layout.tensor 1 → 2", "algorithm.clip_high 0.2 → 0.3"]
+    assert resuming.told(found).startswith("settings changed since the run was last started: run.steps 4 → 8, policy.")
+    assert resuming.changes(config(folder, "reference.layout={tensor: 2}")) == [
+        "reference.layout null → a group",
+        "reference.layout.tensor 1 → 2",
+    ]
+
+
+def test_another_value_from_the_environment_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = ["model={path: '${oc.env:A_MODEL}'}", "environment.options.mine={password: '${oc.env:A_WORD}'}"]
+    base = ["run.name=r", f"run.directory={tmp_path}/runs", *given]
+    for name, value in {"A_MODEL": "/models/one", "A_WORD": "first-secret"}.items():
+        monkeypatch.setenv(name, value)
+    run = tmp_path / "runs" / "r"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text(dump(compose(None, base)))
+    save(run, 2, 8)
+    for name, value in {"A_MODEL": "/models/two", "A_WORD": "second-secret"}.items():
+        monkeypatch.setenv(name, value)
+    assert resuming.changes(compose(None, base)) == ['model.path "/models/one" → "/models/two"']
+
+
+FIXED = ("run.seed=1", "data.shuffle=false")
+
+
+@pytest.mark.parametrize("setting", [*FIXED, "policy.moe.freeze_router=true"])
+def test_what_a_checkpoint_is_bound_to_may_not_change(folder: Path, setting: str) -> None:
+    with pytest.raises(UserError) as refused:
+        resuming.changes(config(folder, setting))
+    said = str(refused.value)
+    assert said.startswith(setting.partition("=")[0]) and "step_000002 was made with " in said and "\n" not in said
+
+
+def test_the_table_names_settings_that_are_there() -> None:
+    assert set(resuming.FIXED) <= set(keys())
+    page = (Path(__file__).parents[2] / "docs" / "faults.md").read_text()
+    assert all(f"`{key}`" in page for key in resuming.FIXED)
+
+
+def test_without_a_checkpoint_all_may_change(folder: Path) -> None:
+    assert resuming.changes(config(folder, "run.seed=1", "run.name=other")) == []
+    assert resuming.changes(config(folder, "run.seed=1", "checkpoint.resume=false")) == []
+    (folder / "runs" / "r" / "checkpoints" / "step_000002" / "policy" / "weights").write_text("damaged")
+    assert resuming.changes(config(folder, "run.seed=1")) == []
+
+
+def test_a_run_that_is_done_has_nothing_to_do(folder: Path) -> None:
+    run = folder / "runs" / "r"
+    assert resuming.nothing_left(config(folder)) is None
+    assert "all 2 steps are done" in (resuming.nothing_left(config(folder, "run.steps=2")) or "")
+    assert resuming.nothing_left(config(folder, "run.steps=2", "checkpoint.export=true")) is None
+    (run / "model").mkdir()
+    assert resuming.nothing_left(config(folder, "run.steps=2", "checkpoint.export=true")) is not None
+    save(run, 3, 18)
+    assert "used up after step 3" in (resuming.nothing_left(config(folder)) or "")
+    assert resuming.nothing_left(config(folder, "run.epochs=2")) is None
+
+
+def test_a_fault_promises_what_is_saved(folder: Path) -> None:
+    checkpoints = folder / "runs" / "r" / "checkpoints"
+    assert resumes_from(checkpoints).endswith("step_000002 is saved: the same command resumes after step 2")
+    (checkpoints / "step_000002" / "state.json").write_text(json.dumps({}))
+    assert resumes_from(checkpoints) == "no checkpoint is saved: the same command begins with the first step"
+    assert resumes_from(folder / "absent").startswith("no checkpoint is saved")
+
+
+@pytest.mark.parametrize(
+    "state",
+    [{}, {"step": 2}, {"step": "2", "stream": {}}, {"step": 2, "stream": 5}, {"step": True, "stream": {"count": 1}},
+     {"step": 2, "stream": {"count": -1, "position": 0, "seed": 0, "shuffle": True}},
+     {"step": 2, "stream": {"count": 20, "position": 8}}],
+)  # fmt: skip
+def test_an_odd_state_is_one_line(folder: Path, state: object) -> None:
+    file = folder / "runs" / "r" / "checkpoints" / "step_000002" / "state.json"
+    kept = json.loads(file.read_text())["files"]
+    file.write_text(json.dumps({**state, "files": kept} if isinstance(state, dict) else state))
+    with pytest.raises(UserError, match=r"state\.json: .*step_000002"):
+        resuming.nothing_left(config(folder))

@@ -1,0 +1,168 @@
+"""One placement: every process has a device, nodes are filled as Ray fills them, and reality takes the plan's place."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from skyrl_mega.cluster.actor_process import Location
+from skyrl_mega.cluster.place import RunPlacement, actual, place
+from skyrl_mega.config.derived import engine_ranks, policy_ranks, reference_ranks
+from skyrl_mega.config.schema import ClusterConfig, Config, LayoutConfig, PolicyConfig, ReferenceConfig, RolloutConfig
+
+
+@st.composite
+def configs(draw: st.DrawFn, device: str | None = None) -> Config:
+    """Any sizes; with shared GPUs, engines that have GPUs of policy ranks in one node."""
+    node = draw(st.integers(1, 8))
+    tensor = draw(st.integers(1, node))
+    where = device or draw(st.sampled_from(["cpu", "cuda", "auto"]))
+    shared = draw(st.booleans())
+    if shared and where != "cpu":
+        tensor = draw(st.sampled_from([n for n in range(1, node + 1) if node % n == 0]))
+    engines = draw(st.integers(1, 9))
+    policy = draw(st.integers(engines * tensor if shared else 1, 90))
+    layout = draw(st.sampled_from([None, LayoutConfig()]))
+    return Config(
+        cluster=ClusterConfig(device=where, nodes=draw(st.integers(1, 5)), gpus_per_node=node, shared=shared),
+        policy=PolicyConfig(ranks=policy),
+        reference=ReferenceConfig(layout=layout, ranks=draw(st.integers(1, 20)) if layout else None),
+        rollout=RolloutConfig(engines=engines, tensor=tensor),
+    )
+
+
+@given(configs())
+def test_every_process_has_a_device(config: Config) -> None:
+    found = place(config)
+    workers = config.rollout.engines * engine_ranks(config.rollout)
+    assert (len(found.policy), len(found.reference)) == (policy_ranks(config), reference_ranks(config))
+    assert len(found.engines) == workers
+    own = [*found.policy, *found.reference, *(() if config.cluster.shared else found.engines)]
+    assert len(own) == len({*own}) and min(own) == 0
+    if config.cluster.shared:
+        on_cpu = config.cluster.device == "cpu"
+        for worker, device in enumerate(found.engines):
+            apart = found.node(device) != found.node(found.policy[worker])
+            assert device == found.policy[worker] or (on_cpu and apart and device not in own)
+    assert {*map(found.node, (*own, *found.engines))} == {*range(found.nodes)}, "no node is left out"
+
+
+@given(configs("cuda"))
+def test_engines_are_within_nodes_that_fill_up(config: Config) -> None:
+    found, per_node, size = place(config), config.cluster.gpus_per_node, engine_ranks(config.rollout)
+    assert found.per_node == per_node
+    for first in range(0, len(found.engines), size):
+        devices = found.engines[first : first + size]
+        assert len({*map(found.node, devices)}) == 1 and [*devices] == [*range(devices[0], devices[0] + size)]
+    for ranks in (found.policy, found.reference):
+        for first in range(0, len(ranks), per_node):
+            group = ranks[first : first + per_node]
+            assert len({*map(found.node, group)}) == 1 and [*group] == [*range(group[0], group[0] + len(group))]
+    # A node takes engines until it is full; one of them may have room for more.
+    used = Counter(map(found.node, {*found.policy, *found.reference, *found.engines}))
+    with_room = [node for node in {*map(found.node, found.engines)} if used[node] + size <= per_node]
+    assert config.cluster.shared or len(with_room) <= 1
+
+
+@given(configs("cuda"))
+def test_engines_are_numbered_as_they_are_once_they_are_up(config: Config) -> None:
+    """`by_gpu` gives the first numbers to the nodes that have most."""
+    assume(not config.cluster.shared)
+    found, size = place(config), engine_ranks(config.rollout)
+    nodes = [found.node(device) for device in found.engines[::size]]
+    counts = Counter(nodes)
+    assert nodes == sorted(nodes, key=lambda node: (-counts[node], node))
+
+
+@pytest.mark.parametrize(
+    ("policy", "reference", "engines", "tensor", "nodes"),
+    [
+        (4, 4, 3, 4, [{0: 4}, {1: 4}, {2: 2, 3: 1}]),
+        (12, 4, 4, 4, [{0: 8, 1: 4}, {2: 4}, {3: 2, 1: 1, 2: 1}]),
+        (12, 8, 3, 4, [{0: 8, 1: 4}, {2: 8}, {3: 2, 1: 1}]),
+        (4, 0, 3, 4, [{0: 4}, {}, {1: 2, 2: 1}]),
+        (12, 0, 6, 2, [{0: 8, 1: 4}, {}, {2: 4, 3: 2}]),
+        (8, 0, 2, 8, [{0: 8}, {}, {1: 1, 2: 1}]),
+    ],
+)
+def test_as_ray_packed_four_nodes(
+    policy: int, reference: int, engines: int, tensor: int, nodes: list[dict[int, int]]
+) -> None:
+    """What Ray did on four nodes of 8 GPUs, for these sizes."""
+    config = Config(
+        cluster=ClusterConfig(device="cuda", nodes=4, gpus_per_node=8),
+        policy=PolicyConfig(ranks=policy),
+        reference=ReferenceConfig(layout=LayoutConfig(), ranks=reference) if reference else ReferenceConfig(),
+        rollout=RolloutConfig(engines=engines, tensor=tensor),
+    )
+    found = place(config)
+    every = (found.policy, found.reference, found.engines[::tensor])
+    assert [Counter(map(found.node, devices)) for devices in every] == nodes
+
+
+@given(configs("cpu"))
+def test_cpus_share_the_processes_evenly(config: Config) -> None:
+    found = place(config)
+    assert found.nodes <= config.cluster.nodes
+    assume(not config.cluster.shared)
+    engines = found.engines[:: engine_ranks(config.rollout)]
+    shares = Counter(map(found.node, [*found.policy, *found.reference, *engines]))
+    assert max(shares.values()) - min(shares.values()) <= 1
+
+
+def up(config: Config, found: RunPlacement, names: list[str]) -> tuple[list[Location], list[Location]]:
+    """Processes as they would say where they are; `names` are the nodes'."""
+    size, cpu = engine_ranks(config.rollout), config.cluster.device == "cpu"
+
+    def at(devices: tuple[int, ...]) -> Location:
+        gpus = () if cpu else tuple(str(device % found.per_node) for device in devices)
+        return Location("m", 1, "10.0.0.1", names[found.node(devices[0])], gpus)
+
+    engines = [found.engines[i : i + size] for i in range(0, len(found.engines), size)]
+    policy = [at((device,)) for device in found.policy]
+    return policy, [replace(at(e), gpus=()) if config.cluster.shared else at(e) for e in engines]
+
+
+@given(configs(), st.randoms(use_true_random=False))
+def test_what_is_up_as_planned_is_the_plan(config: Config, order: random.Random) -> None:
+    """Whatever the nodes are called."""
+    planned = place(config)
+    names = [f"node{n}" for n in range(planned.nodes)]
+    order.shuffle(names)
+    assert actual(config, *up(config, planned, names)) == planned
+
+
+def test_what_is_up_otherwise() -> None:
+    """Ray has put the engines into one another's places, and one of them beside the policy."""
+    config = Config(
+        cluster=ClusterConfig(device="cuda", nodes=3, gpus_per_node=4),
+        policy=PolicyConfig(ranks=2),
+        rollout=RolloutConfig(engines=3, tensor=2),
+    )
+    assert place(config) == RunPlacement((0, 1), (), (4, 5, 6, 7, 8, 9), 4)
+
+    def at(node: str, *gpus: str) -> Location:
+        return Location("m", 1, node, node, gpus)
+
+    policy = [at("b", "2"), at("b", "3")]
+    found = actual(config, policy, [at("c", "0", "1"), at("a", "2", "3"), at("b", "0", "1")])
+    assert found == RunPlacement((2, 3), (), (4, 5, 10, 11, 0, 1), 4)
+    assert [found.node(device) for device in found.engines] == [1, 1, 2, 2, 0, 0]
+    # GPUs whose names are no small numbers are counted.
+    found = actual(config, [at("b", "GPU-x"), at("b", "GPU-y")], [at("c", *"45"), at("c", *"67"), at("b", *"01")])
+    assert found == RunPlacement((0, 1), (), (4, 5, 6, 7, 2, 3), 4)
+
+
+def test_shared_gpus_on_cpus_of_several_nodes() -> None:
+    """Engines are beside their ranks; a worker whose rank is on another node has a device of its own."""
+    config = Config(
+        cluster=ClusterConfig(device="cpu", nodes=2, shared=True),
+        policy=PolicyConfig(ranks=4),
+        rollout=RolloutConfig(engines=1, tensor=4),
+    )
+    assert place(config) == RunPlacement((0, 1, 8, 9), (), (0, 1, 2, 3), 8)

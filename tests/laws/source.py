@@ -1,0 +1,37 @@
+"""What the laws look at: the package's modules as text, and what each imports."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "skyrl_mega"
+
+
+def modules(root: Path = ROOT) -> dict[str, str]:
+    """Text of every module of the package by its dotted name, without `skyrl_mega.`; "" is the package itself."""
+    out = {}
+    for file in sorted((root / PACKAGE).rglob("*.py")):
+        name = ".".join(file.relative_to(root / PACKAGE).with_suffix("").parts)
+        out[name.removesuffix("__init__").rstrip(".")] = file.read_text()
+    return out
+
+
+def imports(sources: Mapping[str, str]) -> dict[str, set[str]]:
+    """Which modules of the package each module imports, wherever in it, by the names of `modules`."""
+    return {name: set(_imported(text, sources)) for name, text in sources.items()}
+
+
+def _imported(text: str, sources: Mapping[str, str]) -> Iterator[str]:
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == PACKAGE:
+            base = node.module.removeprefix(PACKAGE).lstrip(".")
+            for alias in node.names:
+                full = f"{base}.{alias.name}".lstrip(".")
+                yield full if full in sources else base
+        elif isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.startswith(f"{PACKAGE}."):
+                    yield alias.name.removeprefix(f"{PACKAGE}.")

@@ -1,0 +1,29 @@
+"""Pages have lines of at most 120 characters, but for what cannot be broken: rows of tables, commands, output."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.laws.source import ROOT
+
+LONGEST = 120
+
+
+def long_lines(text: str) -> list[int]:
+    """Numbers of the lines that are too long."""
+    return [
+        number
+        for number, line in enumerate(text.splitlines(), 1)
+        if len(line) > LONGEST and not line.startswith(("|", "    "))
+    ]
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name)
+def test_lines_of_pages(page: Path) -> None:
+    assert long_lines(page.read_text()) == []
+
+
+def test_a_planted_long_line_is_found() -> None:
+    assert long_lines("a\n" + "b" * 121 + "\n| " + "c" * 200 + "\n    " + "d" * 200) == [2]

@@ -1,0 +1,33 @@
+"""Files and folders that docs/architecture.md names are there."""
+
+from __future__ import annotations
+
+import re
+
+from tests.laws.source import PACKAGE, ROOT
+
+
+def named(text: str) -> set[str]:
+    """Paths in backticks: `folder/file.py`, `folder/`."""
+    names = set(re.findall(r"`([\w./-]+)`", text))
+    return {n for n in names if "/" in n and (n.endswith("/") or re.search(r"\.(py|md|sh|yaml|sbatch)$", n))}
+
+
+def absent(text: str) -> list[str]:
+    """Those that are neither below the package nor below the repository."""
+    made_by_a_run = {"plans/", "checkpoints/", "trajectories/"}
+    return sorted(
+        n
+        for n in named(text) - made_by_a_run
+        if not (ROOT / n).exists() and not (ROOT / PACKAGE / n).exists() and not n.startswith("step_")
+    )
+
+
+def test_every_path_of_the_architecture_page_is_there() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    assert len(named(text)) > 60
+    assert absent(text) == []
+
+
+def test_a_planted_path_is_found() -> None:
+    assert absent("`trainer/loop.py` `policy/rank.py` `sizing/`") == ["policy/rank.py", "sizing/"]

@@ -1,0 +1,76 @@
+"""Texts that users read are in the field's words: what someone would search for."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.laws.source import ROOT
+
+WORDS = {
+    "mend": "fix",
+    "mends": "fixes",
+    "anew": "again, new",
+    "cargo": "bucket",
+    "itinerary": "program",
+    "seat": "place",
+    "seats": "places",
+    "seated": "placed",
+    "nobody answers": "no response",
+    "the first cause": "the root cause",
+    "by custom": "by convention",
+    "whereabouts": "place",
+    "betimes": "early",
+    "hitherto": "until now",
+    "thence": "from there",
+    "whence": "from where",
+}
+"""A word that users' texts may not have, and what the field says."""
+
+PATTERN = re.compile(r"\b(" + "|".join(map(re.escape, WORDS)) + r")\b", re.IGNORECASE)
+NOT_OURS = {"skyrl_mega/envs/math/units.py"}
+"""Lists of words of mathematics problems."""
+
+
+def documents() -> Iterator[Path]:
+    """Everything written for users that is no program."""
+    yield ROOT / "README.md"
+    for folder in ("docs", "configs", "slurm", "launch", "docker"):
+        yield from (p for p in (ROOT / folder).rglob("*") if p.is_file())
+
+
+def texts(source: str) -> Iterator[tuple[int, str]]:
+    """The strings of a program, with their lines: messages, help, docstrings."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.lineno, node.value
+
+
+def wrong(text: str) -> list[str]:
+    """The words in a text that are not the field's; what is in backticks is a name."""
+    return [word.lower() for word in PATTERN.findall(re.sub(r"`[^`\n]*`", "", text))]
+
+
+def test_documents_use_the_fields_words() -> None:
+    found = [f"{p.relative_to(ROOT)}: {word}" for p in documents() for word in wrong(p.read_text())]
+    assert found == []
+
+
+def test_messages_and_docstrings_use_the_fields_words() -> None:
+    found = []
+    for file in sorted((ROOT / "skyrl_mega").rglob("*.py")):
+        name = str(file.relative_to(ROOT))
+        if name not in NOT_OURS:
+            found += [f"{name}:{line}: {word}" for line, text in texts(file.read_text()) for word in wrong(text)]
+    assert found == []
+
+
+def test_planted_words_are_found() -> None:
+    assert wrong("The first cause: nobody answers; give the `seat` anew.") == [
+        "the first cause",
+        "nobody answers",
+        "anew",
+    ]
+    assert [w for _, text in texts('raise E(f"mend {x}")') for w in wrong(text)] == ["mend"]

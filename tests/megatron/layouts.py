@@ -1,0 +1,104 @@
+"""What a rank does in the layout tests: join, load, give log-probs, take optimizer steps."""
+
+from __future__ import annotations
+
+import json
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from skyrl_mega.config.schema import LayoutConfig, OptimizerConfig, PolicyConfig
+from skyrl_mega.megatron import cpu, model, objectives
+from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.megatron.worker import ModelWorker
+from skyrl_mega.parallel.balance import balance
+from skyrl_mega.parallel.dims import ParallelDims
+from tests.support.ranks import run_ranks
+
+CPU = torch.device("cpu")
+
+
+def open_rank(
+    rank: int,
+    address: str,
+    path: Path,
+    parallel: ParallelDims,
+    policy: PolicyConfig,
+    dtype: torch.dtype = torch.float32,
+) -> ModelWorker:
+    """A loaded rank on gloo."""
+    torch.set_num_threads(1)
+    cpu.stand_in()
+    cpu.CudaAsCpu().__enter__()
+    host, port = address.split(":")
+    store = dist.TCPStore(host, int(port), parallel.ranks, is_master=rank == 0, timeout=timedelta(seconds=180))
+    model.join(rank, parallel, store, CPU, 120)
+    hf = json.loads((path / "config.json").read_text())
+    opened = ModelWorker(hf, policy, parallel, dtype=dtype, device=CPU)
+    opened.load(path)
+    return opened
+
+
+def deal(batch: Sequences, rank: ModelWorker) -> tuple[list[list[int]], list[Sequences]]:
+    """This rank's micro-batches: rows of the batch, and the tokens."""
+    p = rank.parallel
+    multiple = p.pipeline if p.virtual_pipeline > 1 else 1
+    rows = balance(batch.lengths.tolist(), p.data, rank.policy.micro_tokens * p.context, multiple=multiple)
+    mine = rows[p.coordinates(dist.get_rank()).dp]
+    return mine, [batch.take(np.asarray(m, np.int64)) for m in mine]
+
+
+def train(
+    rank: int, address: str, path: Path, parallel: ParallelDims, policy: PolicyConfig, batch: Sequences, steps: int
+) -> Any:
+    """Losses and gradient norms of `steps` supervised steps on the same batch."""
+    opened = open_rank(rank, address, path, parallel, policy)
+    _, micros = deal(batch, opened)
+    return [opened.train(micros, objectives.supervised) for _ in range(steps)]
+
+
+def logprobs(
+    rank: int, address: str, path: Path, parallel: ParallelDims, policy: PolicyConfig, batch: Sequences
+) -> Any:
+    """Rows and (log-probs, entropy) of this rank's sequences."""
+    opened = open_rank(rank, address, path, parallel, policy)
+    rows, micros = deal(batch, opened)
+    answer = opened.logprobs(micros)
+    at = parallel.coordinates(rank)
+    return None if answer is None or at.tp or at.cp else list(zip(rows, answer, strict=True))
+
+
+def policy_logprobs(path: Path, batch: Sequences, ranks: int = 1, **sizes: int) -> np.ndarray:
+    """[T] of the batch, by real ranks in the layout of these sizes."""
+    answers = run_ranks(ranks, logprobs, path, layout(ranks, **sizes), policy_config(micro_tokens=400), batch)
+    found = np.full(len(batch.tokens), np.nan)
+    for answer in answers:
+        for rows, (values, _) in answer or []:
+            found[batch.index(rows)] = values
+    return found
+
+
+def some_batch(vocab: int, count: int = 13, longest: int = 40, seed: int = 0) -> Sequences:
+    """Random sequences of random lengths with random advantages-like weights that sum to 1."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(2, longest, count)
+    batch = Sequences.of([rng.integers(0, vocab, n).tolist() for n in lengths])
+    weights = rng.random(len(batch.tokens)).astype(np.float32)
+    weights[batch.starts] = 0
+    batch.fields["weights"] = weights / weights.sum()
+    return batch
+
+
+def policy_config(**changes: Any) -> PolicyConfig:
+    """Small micro-batches and a learning rate that moves the second step's loss."""
+    values: dict[str, Any] = dict(micro_tokens=64, logit_chunk=16, optimizer=OptimizerConfig(lr=1e-2, clip_grad=0.5))
+    return PolicyConfig(**{**values, **changes})
+
+
+def layout(ranks: int, **sizes: Any) -> ParallelDims:
+    """A layout by its sizes."""
+    return ParallelDims.from_config(LayoutConfig(**sizes), ranks)

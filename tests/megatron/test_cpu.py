@@ -1,0 +1,32 @@
+"""The stand-in for CUDA where packages are installed that compute on CUDA alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROGRAM = """
+from skyrl_mega.megatron import cpu
+
+cpu.stand_in()
+import torch
+from megatron.core import optimizer
+from megatron.core.extensions import transformer_engine
+from megatron.core.inference import contexts
+
+print(optimizer.Adam is torch.optim.AdamW, transformer_engine.HAVE_TE)
+"""
+
+
+def test_megatron_takes_nothing_that_computes_on_cuda_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the environment for GPUs its import would fail in one of them, and its optimizer be another's."""
+    for path in ("transformer_engine", "transformer_engine/pytorch", "apex", "flashinfer"):
+        (tmp_path / path).mkdir()
+        (tmp_path / path / "__init__.py").write_text("raise RuntimeError('it computes on CUDA alone')\n")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
+    assert done.stdout.split() == ["True", "False"], done.stderr[-2000:]

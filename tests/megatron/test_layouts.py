@@ -1,0 +1,87 @@
+"""Every layout and every cut of the batch gives the single process's losses and gradient norms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.models.tiny import build
+from tests.megatron import layouts
+from tests.support.ranks import run_ranks
+
+SHAPES: dict[str, BuildConfig] = {
+    "qwen3_moe": BuildConfig(layers=4),
+    "qwen2": BuildConfig(architecture="qwen2", head_dim=16, layers=4, tied=True),
+}
+
+CUTS: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
+    ("micro 40", 1, {}, {"micro_tokens": 40}),
+    ("micro 1000", 1, {}, {"micro_tokens": 1000, "logit_chunk": 7}),
+    ("recompute", 1, {}, {"recompute": True}),
+    ("DP2", 2, {}, {}),
+    ("TP2 ETP2", 2, {"tensor": 2}, {}),
+    ("PP2", 2, {"pipeline": 2}, {}),
+    ("PP2 VPP2", 2, {"pipeline": 2, "virtual_pipeline": 2}, {}),
+    ("PP2 of 3 and 1 layers", 2, {"pipeline": 2, "first_stage_layers": 3}, {}),
+    ("PP2 of 1 and 3 layers", 2, {"pipeline": 2, "first_stage_layers": 1, "last_stage_layers": 3}, {}),
+    ("CP2", 2, {"context": 2}, {}),
+    ("EP2", 2, {"expert": 2}, {}),
+    ("TP2 EP2", 2, {"tensor": 2, "expert": 2}, {}),
+    ("TP2 PP2 EP2", 4, {"tensor": 2, "pipeline": 2, "expert": 2}, {}),
+    ("TP2 CP2", 4, {"tensor": 2, "context": 2}, {}),
+    ("TP2 PP2 VPP2 DP2", 8, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}, {}),
+]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in SHAPES.items():
+        build(config, folder / name, seed=1)
+    return {name: folder / name for name in SHAPES}
+
+
+@pytest.fixture(scope="module")
+def single(models: dict[str, Path]) -> dict[str, list[dict[str, float]]]:
+    """Three steps in one process."""
+    return {name: steps(path, 1, {}, {}) for name, path in models.items()}
+
+
+def steps(path: Path, ranks: int, sizes: dict[str, int], changes: dict[str, Any]) -> list[dict[str, float]]:
+    batch = layouts.some_batch(100)
+    answers = run_ranks(
+        ranks, layouts.train, path, layouts.layout(ranks, **sizes), layouts.policy_config(**changes), batch, 3
+    )
+    return max(answers, key=lambda a: len(a[0]))
+
+
+@pytest.mark.parametrize(("ranks", "sizes", "changes"), [c[1:] for c in CUTS], ids=[c[0] for c in CUTS])
+def test_a_moe_trains_the_same_in_every_layout(
+    models: dict[str, Path],
+    single: dict[str, list[dict[str, float]]],
+    ranks: int,
+    sizes: dict[str, int],
+    changes: dict[str, Any],
+) -> None:
+    compare(steps(models["qwen3_moe"], ranks, sizes, changes), single["qwen3_moe"])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "sizes"),
+    [(2, {"tensor": 2}), (2, {"pipeline": 2}), (4, {"tensor": 2, "pipeline": 2}), (2, {"context": 2})],
+    ids=["TP2", "PP2", "TP2 PP2", "CP2"],
+)
+def test_a_dense_model_with_bias_and_tied_head_trains_the_same(
+    models: dict[str, Path], single: dict[str, list[dict[str, float]]], ranks: int, sizes: dict[str, int]
+) -> None:
+    compare(steps(models["qwen2"], ranks, sizes, {}), single["qwen2"])
+
+
+def compare(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
+    for step, (a, b) in enumerate(zip(found, expected, strict=True)):
+        for name in ("loss", "grad_norm", "entropy"):
+            assert a[name] == pytest.approx(b[name], rel=1e-4), f"step {step}, {name}"
+    assert expected[0]["loss"] != pytest.approx(expected[2]["loss"], rel=1e-2)  # the steps did something

@@ -1,0 +1,96 @@
+"""The formula of a layer's activations against what autograd saves in a real megatron-core layer.
+
+Attention and norm save here what the fused kernels of a GPU save (query, key, value, output and normaliser; input and
+scale), and everything else is megatron-core's own; so this proves the sum, not those kernels.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.megatron import layer_spec
+from skyrl_mega.megatron.model import bare
+from skyrl_mega.megatron.packing import pack
+from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.tiny import build, hf_config
+from skyrl_mega.planner.activations import layer
+from tests.megatron import layouts
+from tests.support.ranks import run_ranks
+
+TOKENS = 1024
+SIZES: dict[str, Any] = dict(layers=2, hidden=256, heads=8, kv_heads=2, head_dim=32, ffn=384, max_length=2048)
+MODELS = {
+    "dense": BuildConfig(architecture="qwen3", **SIZES),
+    "dense with bias": BuildConfig(architecture="qwen2", **SIZES),
+    "experts": BuildConfig(experts=16, experts_per_token=4, expert_ffn=64, **SIZES),
+}
+
+
+class Fused(torch.autograd.Function):
+    """Saves what flash attention saves."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = torch.zeros_like(q)
+        ctx.save_for_backward(q, k, v, out, torch.zeros(q.shape[:2]))
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError
+
+
+class FusedNorm(torch.autograd.Function):
+    """Saves what a fused RMSNorm saves."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight, torch.zeros(x.shape[:-1]))
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        raise NotImplementedError
+
+
+def saved(rank: int, address: str, path: Path) -> int:
+    """Bytes that the second layer keeps for its backward pass, each storage once, without parameters."""
+    layer_spec.PackedAttention.forward = lambda self, q, k, v, mask, **_: Fused.apply(q, k, v).flatten(1)  # type: ignore
+    layer_spec.RMSNorm.forward = lambda self, x: FusedNorm.apply(x, self.weight)  # type: ignore
+    opened = layouts.open_rank(0, address, path, layouts.layout(1), layouts.policy_config(), torch.bfloat16)
+    rng = np.random.default_rng(0)
+    batch = Sequences.of([rng.integers(0, 90, 256).tolist() for _ in range(TOKENS // 256)])
+    micro = pack(batch, context=1, context_rank=0, tensor=1, device=torch.device("cpu"))
+    parameters = {p.untyped_storage().data_ptr() for p in opened.params.values()}
+    found: list[dict[int, int]] = []
+    alive: list[Tensor] = []  # so that no address is used twice
+
+    def keep(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if found and storage.data_ptr() not in parameters:
+            found[-1][storage.data_ptr()] = storage.nbytes()
+        alive.append(t)
+        return t
+
+    model = opened.chunks[0].train()
+    for part in (*bare(model).decoder.layers, bare(model).decoder.final_layernorm):
+        part.register_forward_pre_hook(lambda *_: found.append({}))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        model(micro.tokens, micro.positions, None, packed_seq_params=micro.row)
+    return sum(found[1].values())
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_a_layer_saves_what_the_formula_says(model: str, tmp_path: Path) -> None:
+    build(MODELS[model], tmp_path / "model")
+    hf = hf_config(MODELS[model])
+    formula = layer(architecture(hf).describe(hf), layouts.layout(1), TOKENS, 2, moe=model == "experts")
+    assert formula == pytest.approx(run_ranks(1, saved, tmp_path / "model")[0], rel=0.05)

@@ -1,0 +1,57 @@
+"""Batch arithmetic against the balancer that deals real batches, and schedules against megatron-core's own."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
+
+from skyrl_mega.config.schema import Config
+from skyrl_mega.parallel.balance import balance
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.activations import in_flight
+from skyrl_mega.planner.batch import batch
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    prompts=st.integers(1, 24),
+    samples=st.integers(1, 6),
+    length=st.integers(2, 300),
+    budget=st.integers(1, 900),
+    data=st.integers(1, 6),
+    context=st.sampled_from([1, 2]),
+    stages=st.sampled_from([1, 2]),
+)
+def test_micro_batches_are_those_of_the_balancer(
+    prompts: int, samples: int, length: int, budget: int, data: int, context: int, stages: int
+) -> None:
+    parallel = ParallelDims(data * context * stages, pipeline=stages, virtual_pipeline=stages, context=context)
+    config = Config()
+    config.data.prompts_per_step, config.data.samples_per_prompt = prompts, samples
+    config.policy.micro_tokens = budget
+    config.rollout.max_prompt_tokens, config.rollout.sampling.max_tokens = length // 2, length - length // 2
+    made = batch(config, parallel)
+    dealt = balance([length] * made.trajectories, data, budget * context, stages)
+    assert made.most == len(dealt[0])
+    longest = max(len(micro) * length for rank in dealt for micro in rank)
+    assert made.row.tokens * context >= longest
+    assert made.longest == length
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("count", [12, 24])
+def test_micro_batches_in_flight_are_megatrons(stages: int, chunks: int, count: int) -> None:
+    parallel = ParallelDims(stages, pipeline=stages, virtual_pipeline=chunks)
+    for pp in range(stages):
+        group = SimpleNamespace(size=lambda: stages, rank=lambda pp=pp: pp)
+        talk = SimpleNamespace(pp_group=group, virtual_pipeline_model_parallel_size=chunks if chunks > 1 else None)
+        total, all_in_warm_up, warm_up, _ = get_pp_rank_microbatches(
+            count, chunks, stages, False, p2p_communicator=talk
+        )
+        # The steady state goes one forward before it goes one backward.
+        assert in_flight(parallel, pp, count) == (total if all_in_warm_up else warm_up + 1)

@@ -1,0 +1,58 @@
+"""Sizes from one layer against every box of whole models, and the published counts."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from skyrl_mega.models.published import known
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.memory import engine_parameters
+from skyrl_mega.planner.parameters import stage
+from skyrl_mega.planner.times import elements, flops
+from tests.weights.grids import MODELS, REAL
+
+LAYOUTS = [
+    ("qwen3_moe_mixed", ParallelDims(8, tensor=2, pipeline=2, virtual_pipeline=2, expert=4)),
+    ("qwen2_tied", ParallelDims(4, tensor=2, pipeline=2, expert_tensor=2)),
+    ("qwen2_tied", ParallelDims(2)),
+    ("llama", ParallelDims(4, pipeline=4)),
+    ("30B", ParallelDims(32, tensor=2, expert=8)),
+    ("30B", ParallelDims(16, tensor=4, pipeline=2, expert=4, expert_tensor=2)),
+    ("235B", ParallelDims(256, tensor=4, pipeline=8, expert=16, first_stage_layers=11, last_stage_layers=11)),
+]
+
+
+@pytest.mark.parametrize(("model", "parallel"), LAYOUTS, ids=str)
+def test_a_stage_is_all_of_its_ranks_parameters_in_their_order(model: str, parallel: ParallelDims) -> None:
+    hf = {**MODELS, **REAL}[model]
+    arch = architecture(hf)
+    for pp in range(parallel.pipeline):
+        rank = next(r for r in range(parallel.ranks) if parallel.coordinates(r).pp == pp)
+        whole = arch.megatron_shard(hf, parallel, rank, "local").params
+        chunks = stage(arch.describe(hf), parallel, pp)
+        for number, chunk in enumerate(chunks):
+            mine = {name: prod(shape) for name, shape in whole.items() if name.startswith(f"{number}.")}
+            assert chunk.numel.tolist() == list(mine.values())
+            assert chunk.expert.tolist() == [".experts." in name for name in mine]
+
+
+@pytest.mark.parametrize("experts", [False, True])
+@pytest.mark.parametrize(("model", "tensor", "data"), [("qwen3_moe_mixed", 2, 2), ("qwen2_tied", 2, 1), ("30B", 8, 1)])
+def test_an_engine_worker_is_all_of_its_boxes(model: str, tensor: int, data: int, experts: bool) -> None:
+    hf = {**MODELS, **REAL}[model]
+    arch = architecture(hf)
+    for worker in (0, tensor * data - 1):
+        params = arch.engine_shard(hf, tensor, worker, experts, data).params
+        assert engine_parameters(arch.describe(hf), tensor, data, experts, worker) == sum(map(prod, params.values()))
+
+
+@pytest.mark.parametrize(("name", "active"), [("Qwen3-30B-A3B", 3.35e9), ("Qwen3-235B-A22B", 22.2e9)])
+def test_what_a_token_meets_is_what_the_names_promise(name: str, active: float) -> None:
+    """3.3 and 22 · 10⁹ with the embedding, by the model cards."""
+    hf = known(name)
+    d = architecture(hf).describe(hf)
+    assert flops(d).matrices / 2 + d.vocab * d.hidden == pytest.approx(active, rel=0.01)
+    assert flops(d).matrices / 2 < elements(d) / 10 + d.vocab * d.hidden

@@ -1,0 +1,297 @@
+"""The settings of the runs that were published, and where a recipe here differs from them on purpose.
+
+Values are those of the scripts at the commits that published, with the defaults of their base configuration, in this
+project's names. `ours` of a deviation is what the recipe has instead; its reason stands beside the setting in the
+recipe too. A layout is there only where the run was Megatron's: FSDP has none of these sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+ALL = "all"
+"""Checkpoints kept: not a number here."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """A published run."""
+
+    source: str
+    values: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """What a recipe has instead of the published value."""
+
+    ours: Any
+    reason: str
+
+
+COMMON = {
+    "run.seed": 42,
+    "cluster.shared": True,
+    "cluster.device": "cuda",
+    "model.dtype": "bfloat16",
+    "policy.ranks": None,
+    "policy.recompute": True,
+    "policy.moe.aux_loss": 0.0,
+    "policy.optimizer.lr": 1e-6,
+    "policy.optimizer.schedule": "constant",
+    "policy.optimizer.warmup_steps": 0,
+    "policy.optimizer.beta1": 0.9,
+    "policy.optimizer.beta2": 0.999,
+    "policy.optimizer.weight_decay": 0.01,
+    "policy.optimizer.clip_grad": 1.0,
+    "rollout.concurrency": 1024,
+    "rollout.eager": None,  # CUDA graphs
+    "rollout.max_turns": 1,
+    "rollout.sampling.temperature": 1.0,
+    "rollout.sampling.top_p": 1.0,
+    "rollout.sampling.top_k": -1,
+    "rollout.sampling.stop": [],
+    "algorithm.advantage": "grpo",
+    "algorithm.normalize": True,
+    "algorithm.clip_low": 0.2,
+    "algorithm.clip_high": 0.2,
+    "algorithm.dual_clip": None,
+    "algorithm.importance_cap": None,
+    "algorithm.kl.coefficient": 0.001,
+    "algorithm.kl.estimator": "k3",
+    "algorithm.dynamic_sampling.enabled": False,
+    "algorithm.overlong.filter": False,
+    "algorithm.overlong.buffer": 0,
+    "data.samples_per_prompt": 5,
+    "evaluation.every": 5,
+    "evaluation.before": True,
+    "evaluation.samples": 1,
+    "evaluation.temperature": 0.0,
+    "checkpoint.every": 10,
+    "checkpoint.keep": ALL,
+    "checkpoint.resume": True,
+}
+"""SkyRL's base configuration and what the scripts share."""
+
+
+def tokens_of(samples: int) -> dict[str, Any]:
+    """The token mean of micro-batches of so many samples; of one sample it is the sequences' mean."""
+    if samples == 1:
+        return {"algorithm.loss_mean": "sequences"}
+    return {"algorithm.loss_mean": "micro_batches", "algorithm.loss_mean_samples": samples}
+
+
+def gpus(nodes: int, per_node: int, engines: int, tensor: int, memory: float) -> dict[str, Any]:
+    """The machine and its engines."""
+    keys = ("cluster.nodes", "cluster.gpus_per_node", "rollout.engines", "rollout.tensor", "rollout.memory_fraction")
+    return dict(zip(keys, (nodes, per_node, engines, tensor, memory), strict=True))
+
+
+def megatron(tensor: int, pipeline: int = 1, context: int = 1, expert: int = 1) -> dict[str, Any]:
+    """A layout; one tensor-parallel rank in an expert."""
+    sizes = {"tensor": tensor, "pipeline": pipeline, "context": context, "expert": expert, "expert_tensor": None}
+    return {f"policy.layout.{name}": size for name, size in sizes.items()}
+
+
+SEARCH = {
+    **COMMON,
+    "run.epochs": 1,
+    "policy.optimizer.warmup_steps": 94,
+    "policy.optimizer.warmup_from_zero": True,
+    "policy.optimizer.clip_grad": 0.5,
+    "data.prompts_per_step": 512,
+    "data.mini_batch_prompts": 256,
+    "rollout.max_prompt_tokens": 2048,
+    "rollout.max_input_tokens": 4096,
+    "rollout.max_length": 4096 + 500,
+    "rollout.max_turns": 4,
+    "rollout.conversation": "one_message",
+    "rollout.sampling.max_tokens": 500,
+    "rollout.sampling.stop": ["</search>", "</answer>"],
+    "environment.retriever.topk": 3,
+    "environment.options.search.invalid": "empty",
+    "evaluation.every": 50,
+    "evaluation.before": False,
+    "checkpoint.every": 20,
+    "checkpoint.keep": 5,
+}
+DAPO = {
+    **COMMON,
+    "run.epochs": 20,
+    "policy.optimizer.warmup_steps": 160,
+    "policy.optimizer.warmup_from_zero": True,
+    "policy.optimizer.weight_decay": 0.1,
+    "data.prompts_per_step": 512,
+    "data.mini_batch_prompts": 32,
+    "data.samples_per_prompt": 16,
+    "rollout.eager": True,
+    "rollout.max_prompt_tokens": 2048,
+    "rollout.sampling.max_tokens": 8192,
+    "algorithm.clip_high": 0.28,
+    "algorithm.dual_clip": 10.0,
+    "algorithm.kl.coefficient": 0.0,
+    "algorithm.overlong.filter": True,
+    "algorithm.overlong.buffer": 4096,
+    "algorithm.overlong.penalty": 1.0,
+    "environment.options.aime.answer": "dapo",
+    "evaluation.samples": 32,
+    "evaluation.temperature": 1.0,
+    "evaluation.top_p": 0.7,
+    "checkpoint.keep": 3,
+}
+GSM8K = {
+    **COMMON,
+    "model.path": "models/Qwen2.5-1.5B-Instruct",
+    "run.epochs": 20,
+    **gpus(1, 4, 4, 1, 0.8),
+    **tokens_of(64),
+    "algorithm.kl.mean": "sequences",
+    "data.prompts_per_step": 1024,
+    "data.mini_batch_prompts": 256,
+    "rollout.max_prompt_tokens": 512,
+    "rollout.sampling.max_tokens": 1024,
+}
+
+RUNS: dict[str, Run] = {
+    "searchr1_30b": Run(
+        "SkyRL 9b878cd, skyrl-train/examples/megatron/run_search_megatron.sh",
+        {
+            **SEARCH,
+            "model.path": "models/Qwen3-30B-A3B",
+            **gpus(4, 8, 4, 8, 0.6),
+            **megatron(2, expert=8),
+            **tokens_of(1),
+            "policy.recompute": False,
+            "checkpoint.resume": False,
+        },
+    ),
+    "searchr1_3b": Run(
+        "SkyRL 05774e8 (before 7cd23ea), skyrl-train/examples/search/run_search.sh",
+        {
+            **SEARCH,
+            "model.path": "models/Qwen2.5-3B-Instruct",
+            **gpus(1, 8, 4, 2, 0.5),
+            **tokens_of(4),
+            "algorithm.kl.mean": "sequences",
+        },
+    ),
+    "skyrl_sql_7b": Run(
+        "SkyRL 9b878cd, skyrl-train/examples/text_to_sql/run_skyrl_sql.sh",
+        {
+            **COMMON,
+            "model.path": "models/Qwen2.5-Coder-7B-Instruct",
+            **gpus(1, 8, 2, 4, 0.7),
+            **tokens_of(1),
+            "run.epochs": 30,
+            "policy.optimizer.clip_grad": 0.5,
+            "algorithm.kl.coefficient": 0.0,
+            "data.prompts_per_step": 256,
+            "data.mini_batch_prompts": 256,
+            "rollout.max_prompt_tokens": 6000,
+            "rollout.max_input_tokens": 29000,
+            "rollout.max_length": 29000 + 3000,
+            "rollout.max_turns": 6,
+            "rollout.conversation": "one_message",
+            "rollout.sampling.max_tokens": 3000,
+            "rollout.sampling.temperature": 0.6,
+            "rollout.sampling.top_p": 0.95,
+            "rollout.sampling.stop": ["</sql>", "</solution>"],
+            "environment.options.text2sql.reward_timeout_s": 30,
+            "checkpoint.every": 60,
+        },
+    ),
+    "dapo": Run(
+        "SkyRL 8263149, skyrl-train/examples/megatron/run_megatron_dapo_qwen3_30b_a3b.sh",
+        {
+            **DAPO,
+            "model.path": "models/Qwen3-30B-A3B-Base",
+            **gpus(2, 8, 2, 8, 0.7),
+            **megatron(4, expert=8),
+            **tokens_of(2),
+            "algorithm.importance_cap": 2.0,
+        },
+    ),
+    "dapo_7b": Run(
+        "SkyRL a95b699, skyrl-train/examples/algorithms/dapo/run_dapo_qwen2.5_math_7b_aime.sh",
+        {
+            **DAPO,
+            "model.path": "models/Qwen2.5-Math-7B",
+            **gpus(1, 8, 2, 4, 0.8),
+            **tokens_of(16),
+            "evaluation.every": 10,
+        },
+    ),
+    "dapo_1.7b": Run(
+        "SkyRL a95b699, skyrl-train/examples/algorithms/dapo/run_dapo_qwen3_1.7b_aime.sh",
+        {**DAPO, "model.path": "models/Qwen3-1.7B-Base", **gpus(2, 8, 16, 1, 0.8), **tokens_of(4)},
+    ),
+    "dapo_4b": Run(
+        "SkyRL a95b699, skyrl-train/examples/algorithms/dapo/run_dapo_aime_qwen3_4b_aime.sh",
+        {**DAPO, "model.path": "models/Qwen3-4B-Base", **gpus(2, 8, 16, 1, 0.8), **tokens_of(4)},
+    ),
+    "dapo_4b_one_node": Run(
+        "SkyRL 8263149, skyrl-train/examples/megatron/run_megatron_dapo_qwen3_4b.sh",
+        {
+            **DAPO,
+            "model.path": "models/Qwen3-4B-Base",
+            **gpus(1, 8, 4, 2, 0.8),
+            **megatron(4, pipeline=2),
+            **tokens_of(8),
+            "algorithm.importance_cap": 2.0,
+            "evaluation.before": False,
+        },
+    ),
+    "gsm8k": Run("SkyRL 9b878cd, skyrl-train/examples/gsm8k/run_gsm8k.sh", {**GSM8K, "checkpoint.resume": False}),
+    "multiply": Run("SkyRL 9b878cd, skyrl-train/examples/multiply/run_multiply.sh", GSM8K),
+}
+"""By the recipe's name."""
+
+TURNS = "there, policy and engines take turns in a GPU's memory; here both stay in it"
+LOSS_SAME = "activations are computed again or kept: the loss is the same, only time and memory differ"
+GRAPHS = "the published scripts rule graphs out for an instability of their vLLM; here engines use them on GPUs"
+CONTINUES = "a run that was stopped continues from its checkpoint; one that was not never reads it"
+DISK = "checkpoints with the optimizer's state are large, and the newest is the one to continue from"
+TABLE_SAYS = "the published table says 8 H100s; the script of its commit has two nodes"
+
+DEVIATIONS: dict[str, dict[str, Deviation]] = {
+    "searchr1_30b": {
+        "rollout.memory_fraction": Deviation(0.3, TURNS),
+        "policy.recompute": Deviation(True, LOSS_SAME),
+        "checkpoint.resume": Deviation(True, CONTINUES),
+    },
+    "searchr1_3b": {
+        "rollout.memory_fraction": Deviation(0.45, TURNS),
+        "policy.recompute": Deviation(False, LOSS_SAME),
+    },
+    "skyrl_sql_7b": {
+        "rollout.memory_fraction": Deviation(0.55, TURNS),
+        "checkpoint.keep": Deviation(2, DISK),
+    },
+    "dapo": {"rollout.memory_fraction": Deviation(0.3, TURNS), "rollout.eager": Deviation(None, GRAPHS)},
+    "dapo_7b": {"rollout.memory_fraction": Deviation(0.6, TURNS), "rollout.eager": Deviation(None, GRAPHS)},
+    "dapo_1.7b": {
+        "rollout.memory_fraction": Deviation(0.75, TURNS),
+        "rollout.eager": Deviation(None, GRAPHS),
+        "cluster.nodes": Deviation(1, TABLE_SAYS),
+        "rollout.engines": Deviation(8, TABLE_SAYS),
+    },
+    "dapo_4b": {"rollout.memory_fraction": Deviation(0.75, TURNS), "rollout.eager": Deviation(None, GRAPHS)},
+    "dapo_4b_one_node": {
+        "rollout.memory_fraction": Deviation(0.75, TURNS),
+        "rollout.eager": Deviation(None, GRAPHS),
+    },
+    "gsm8k": {
+        "rollout.memory_fraction": Deviation(0.35, TURNS),
+        "policy.recompute": Deviation(False, LOSS_SAME),
+        "checkpoint.resume": Deviation(True, CONTINUES),
+        "checkpoint.keep": Deviation(2, DISK),
+    },
+    "multiply": {
+        "rollout.memory_fraction": Deviation(0.35, TURNS),
+        "policy.recompute": Deviation(False, LOSS_SAME),
+        "rollout.max_turns": Deviation(5, "the script leaves one turn; the text that it belongs to is about several"),
+        "checkpoint.keep": Deviation(2, DISK),
+    },
+}
+"""Recipe → setting → what it is here. What is not a setting is in docs/recipes.md."""

@@ -1,0 +1,56 @@
+"""How many calls of environments run at once is a setting."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyrl_mega.config.schema import Config, EnvironmentConfig, RolloutConfig, SamplingConfig
+from skyrl_mega.evaluate.endpoint import MessageAgent
+from skyrl_mega.rollout.agent_loop import Agent
+from skyrl_mega.rollout.env_pool import Call, EnvPool
+from skyrl_mega.rollout.generator import Generator
+from skyrl_mega.rollout.renderer import Renderer
+
+NOTHING: Any = None
+
+
+def at_once(threads: EnvPool, calls: int) -> int:
+    """The most of these calls that ran at the same time."""
+    lock, running, most = threading.Lock(), 0, 0
+
+    def work() -> None:
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        time.sleep(0.2)
+        with lock:
+            running -= 1
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(threads.run(Call(work), 600) for _ in range(calls)))
+
+    asyncio.run(all_of_them())
+    return most
+
+
+def of_engines(chat: Renderer, environments: EnvironmentConfig) -> Agent:
+    fleet: Any = SimpleNamespace(serving=[])
+    return Generator(fleet, chat, RolloutConfig(), environments).agent(SamplingConfig())
+
+
+def of_an_endpoint(chat: Renderer, environments: EnvironmentConfig) -> Agent:
+    client: Any = SimpleNamespace(sampling=SimpleNamespace(max_tokens=8))
+    return MessageAgent(client, Config(environment=environments))
+
+
+@pytest.mark.parametrize("agent", [of_engines, of_an_endpoint])
+@pytest.mark.parametrize("workers", [1, 3])
+def test_as_many_as_the_setting_says(agent: Any, workers: int, characters_chat: Renderer) -> None:
+    assert at_once(agent(characters_chat, EnvironmentConfig(workers=workers)).threads, 3 * workers) == workers

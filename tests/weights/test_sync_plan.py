@@ -1,0 +1,227 @@
+"""One plan: the dry run, `weights plan` and the exchange move the same bytes, from where processes really are."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from skyrl_mega.cli import dry_run, dry_run_text
+from skyrl_mega.cli.weights import main
+from skyrl_mega.cluster.actor_process import Location
+from skyrl_mega.cluster.place import RunPlacement, place
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.schema import BuildConfig, Config
+from skyrl_mega.models.tiny import hf_config
+from skyrl_mega.weights import sync as driver
+from skyrl_mega.weights.connection import Connection
+from skyrl_mega.weights.fp8.format import SUFFIX
+from skyrl_mega.weights.plan.cache import cached_plan
+from skyrl_mega.weights.plan.sync_plan import SyncInputs, copy_bytes, sync_plan
+from skyrl_mega.weights.transports.group import host_store
+from tests.support.ranks import run_ranks
+
+HF = {**hf_config(BuildConfig(architecture="qwen3_moe", hidden=256, experts=4)), "head_dim": 128}
+"""Heads of whole blocks: no block of FP8 is on two policy ranks, which would have to agree on its scale."""
+SETTINGS = [
+    "cluster.device=cuda",
+    "cluster.nodes=2",
+    "cluster.gpus_per_node=2",
+    "policy.ranks=2",
+    "policy.layout.expert=2",
+    "policy.spec=local",
+    "rollout.engines=2",
+    "rollout.tensor=1",
+    "model.dtype=bfloat16",
+]
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(HF))
+    return tmp_path
+
+
+def settings(*more: str) -> Config:
+    return compose(None, [*SETTINGS, "model.path=x", *more])
+
+
+# ---- the bytes ---------------------------------------------------------------------------------------------------
+
+
+def exchange(rank: int, address: str, inputs: dict[str, Any], plans: str) -> tuple[int, int, str]:
+    """Joins as a run's process does, and moves the weights once: bytes sent, bytes received, the plan's digest."""
+    host, port = address.split(":")
+    lobby = dist.TCPStore(host, int(port), is_master=rank == 0, wait_for_workers=False)
+    if rank == 0:
+        store = host_store(host, 60)
+        lobby.set("port", str(store.port))
+    connection = Connection(
+        host=host,
+        port=int(lobby.get("port")),
+        meeting="weights",
+        inputs=inputs,
+        bucket_bytes=1 << 16,
+        timeout_s=60,
+        plans=plans,
+    )
+    ends, wire = connection.plan_inputs.endpoints()
+    ranks = len(ends.policy.shards)
+    shard = (ends.policy.shards + ends.engines.shards)[rank]
+    kinds = {p.param: wire.type_of(p.tensor) if rank >= ranks else torch.bfloat16 for p in shard.pieces}
+    made = {name: torch.full(shape, 0.5).to(kinds.get(name, torch.bfloat16)) for name, shape in shard.params.items()}
+    if rank < ranks:
+        joined = connection.join(torch.device("cpu"), source=rank)
+        report = joined.run(source={name: tensor for name, tensor in made.items() if SUFFIX not in name})
+    else:
+        joined = connection.join(torch.device("cpu"), target=rank - ranks)
+        report = joined.run(target=made)
+    return report.sent + report.local, report.received + report.local, connection.plan().digest
+
+
+@pytest.mark.parametrize("wire", ["auto", "fp8"])
+def test_dry_run_command_and_exchange_count_alike(
+    model: Path, tmp_path: Path, wire: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = settings(f"weights.wire={wire}")
+    inputs = asdict(SyncInputs.of(config, HF, place(config)))
+    done = run_ranks(4, exchange, inputs, str(tmp_path / "plans"))
+
+    values = dry_run.values(config, HF)
+    assert main(["plan", "--json", "--model", str(model), *SETTINGS, f"weights.wire={wire}"]) == 0
+    command = json.loads(capsys.readouterr().out)
+    for counted in (values["sync"]["bytes"], command["bytes"]):
+        assert counted["engine_rank_in"] == [received for _, received, _ in done[2:]]
+        assert 2 * counted["network"] == sum(counted["engine_rank_in"]) == 2 * copied(wire)
+    assert {digest for *_, digest in done} == {values["plan"]["digest"]} == {command["digest"]}
+    assert values["plan"]["bytes_in_max"] == max(received for _, received, _ in done)
+    text = dry_run_text.text(values)
+    assert ("FP8" in text) == ("FP8" in command["wire"]) == (wire == "fp8")
+    assert values["plan"]["digest"] in text
+
+
+def copied(wire: str) -> int:
+    """One copy of the model, counted by hand: linear weights take a byte, and four for each block of 128 × 128."""
+    from skyrl_mega.models.registry import architecture
+
+    total = 0
+    for name, shape in architecture(HF).engine_layout(HF, 1, 1).tensors.items():
+        size = 1
+        for n in shape:
+            size *= n
+        if wire == "fp8" and name.endswith("_proj.weight"):
+            total += size + 4 * -(-shape[0] // 128) * -(-shape[1] // 128)
+        else:
+            total += 2 * size
+    return total
+
+
+@pytest.mark.parametrize("wire", ["auto", "fp8"])
+def test_a_copy_without_a_plan_has_the_wires_bytes(wire: str) -> None:
+    from skyrl_mega.models.registry import architecture
+
+    tensors = architecture(HF).engine_layout(HF, 1, 1).tensors
+    assert copy_bytes("bfloat16", wire == "fp8", tensors) == copied(wire)
+
+
+def test_the_digest_is_that_of_what_is_moved(tmp_path: Path) -> None:
+    config = settings()
+    one = sync_plan(config, HF)
+    assert cached_plan(tmp_path, 1, lambda: one).digest == cached_plan(tmp_path, 1, lambda: one).digest == one.digest
+    assert sync_plan(settings("run.seed=7", "rollout.concurrency=3"), HF).digest == one.digest
+    others = [
+        sync_plan(settings("weights.wire=fp8"), HF),
+        sync_plan(settings("rollout.engines=1"), HF),
+        sync_plan(settings("cluster.shared=true"), HF),
+        sync_plan(config, HF, RunPlacement((0, 1), (), (3, 2), 2)),
+        sync_plan(config, hf_config(BuildConfig(architecture="qwen3_moe", hidden=256, experts=8))),
+    ]
+    assert len({one.digest, *(other.digest for other in others)}) == 6
+
+
+# ---- the places --------------------------------------------------------------------------------------------------
+
+
+class Group:
+    """Actors that are nowhere but say where; calls are kept."""
+
+    name = "policy"
+
+    def __init__(self, where: Sequence[tuple[str, int]]) -> None:
+        self.where = [Location("m", 1, node, node, (str(gpu),)) for node, gpu in where]
+        self.calls: list[Any] = []
+
+    def submit(self, rank: int, *call: Any) -> Any:
+        self.calls.append(call[1])
+        return call[1]
+
+    def submit_all(self, *call: Any) -> list[Any]:
+        return [self.submit(rank, *call) for rank in range(len(self.where))]
+
+
+PLANNED = ([("b", 0), ("b", 1)], [("a", 0), ("a", 1)])
+
+
+def connected(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, config: Config, policy: Group, engines: Group
+) -> tuple[driver.WeightSync, list[str]]:
+    """The driver's sync, which meets no process."""
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1")
+    monkeypatch.setattr(driver, "host_store", lambda host, _: SimpleNamespace(host=host, port=1))
+    monkeypatch.setattr(driver.WeightSync, "_settled", lambda *_: [])
+    said: list[str] = []
+    fleet: Any = SimpleNamespace(group=engines)
+    return driver.WeightSync(policy, fleet, HF, config, plans=folder / "plans", say=said.append), said  # type: ignore
+
+
+def told(group: Group) -> Connection:
+    return Connection(**group.calls[-1])
+
+
+def test_as_planned_the_plan_is_the_dry_runs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = settings()
+    policy, engines = map(Group, PLANNED)
+    sync, said = connected(monkeypatch, tmp_path, config, policy, engines)
+    sync._connect([0, 1])
+    digest = dry_run.values(config, HF)["plan"]["digest"]
+    assert told(policy).plan().digest == digest
+    assert len(said) == 1 and said[0].startswith(f"transfer plan {digest}: an engine worker gets ")
+
+
+def test_real_places_replace_the_planned_ones(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Ray has put each engine beside a policy rank: the network carries nothing."""
+    config = settings()
+    policy, engines = Group([("a", 1), ("b", 1)]), Group([("a", 0), ("b", 0)])
+    sync, said = connected(monkeypatch, tmp_path, config, policy, engines)
+    sync._connect([0, 1])
+    inputs = told(policy).plan_inputs
+    assert (inputs.sources, inputs.targets) == ((1, 3), (0, 2))
+    assert told(policy).plan().topology.sources == (1, 3)
+    assert said[0] == (
+        "placed otherwise than planned: policy rank 0 on node 0 device 1, not node 0 device 0; "
+        "policy rank 1 on node 1 device 1, not node 0 device 1; worker 0 on node 0 device 0, not node 1 device 0; "
+        "worker 1 on node 1 device 0, not node 1 device 1"
+    )
+    sync._connect([1])  # said once
+    assert told(policy).plan_inputs.members == (1,) and sum("otherwise" in line for line in said) == 1
+    # An engine that was started again is on a third node.
+    engines.where[1] = replace(engines.where[1], node="c", address="c")
+    sync._connect([0, 1])
+    inputs = told(policy).plan_inputs
+    assert (inputs.sources, inputs.targets) == ((1, 5), (0, 2))
+
+
+def test_a_kept_plan_that_is_not_these_settings_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    config = settings()
+    inputs = asdict(SyncInputs.of(config, HF, place(config)))
+    cached_plan(tmp_path / "plans", inputs, lambda: sync_plan(settings("weights.wire=fp8"), HF))
+    sync, _ = connected(monkeypatch, tmp_path, config, *map(Group, PLANNED))
+    with pytest.raises(RuntimeError, match=r"has digest .* and these settings give .*; remove that folder"):
+        sync._connect([0, 1])
