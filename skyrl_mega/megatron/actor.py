@@ -15,6 +15,7 @@ from skyrl_mega.config import allocator
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron import cpu, objectives
 from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.megatron.without_wandb import without_wandb
 from skyrl_mega.models.megatron import layer_spec, require_transformer_engine
 from skyrl_mega.parallel.dims import ParallelDims
 
@@ -44,7 +45,8 @@ class MegatronActor:
         self.exchange: Exchange | None = None
         if device == "cpu":
             torch.set_num_threads(policy.threads)
-            cpu.stand_in()
+            with without_wandb():
+                cpu.stand_in()
             cpu.CudaAsCpu().__enter__()  # for the life of this thread
             self.device = torch.device("cpu")
         else:
@@ -65,8 +67,9 @@ class MegatronActor:
 
     def join(self, host: str, port: int, timeout_s: float) -> None:
         """Joins the policy's process group and builds the model."""
-        from skyrl_mega.megatron import model
-        from skyrl_mega.megatron.worker import ModelWorker
+        with without_wandb():
+            from skyrl_mega.megatron import model
+            from skyrl_mega.megatron.worker import ModelWorker
 
         if self.index:
             self.store = dist.TCPStore(

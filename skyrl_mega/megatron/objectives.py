@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -12,7 +12,9 @@ from torch import Tensor
 
 from skyrl_mega.algorithms.losses import LossInputs, Metrics, find
 from skyrl_mega.config.schema import AlgorithmConfig
-from skyrl_mega.megatron.packing import MicroBatch
+
+if TYPE_CHECKING:
+    from skyrl_mega.megatron.packing import MicroBatch  # it imports megatron-core, and the driver imports this file
 
 Objective = Callable[[LossInputs], tuple[Tensor, Metrics]]
 """A loss with its settings."""

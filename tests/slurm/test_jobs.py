@@ -21,22 +21,14 @@ SLOW = ["data.train=[rows/train.parquet]", "data.prepare=multiply --output rows 
 """Minutes of preparation: what a test wants to interrupt."""
 
 
-THEIRS = re.compile(r"^torchinductor_|^tmp\w{8}wandb-(media|artifacts)$")
-"""Temporary folders of packages."""
-
-
 def assert_released(slurm: Slurm, nodes: Iterable[str]) -> None:
-    """Nothing of a job is left on these nodes: process, port, shared memory, temporary file.
-
-    But for torch's cache, and the two empty folders that each import of wandb makes: megatron-core imports it wherever
-    it is installed, and what is killed does not remove them.
-    """
+    """Nothing of a job is left on these nodes: process, port, shared memory, temporary file, but for torch's cache."""
     shared = {Path(path).parts[2] for path in slurm.environment["SHARED"].split(":") if path.startswith("/tmp/")}
     for node in nodes:
         assert slurm.processes(node) == []
         assert slurm.listening(node) == []
         left = set(slurm.run("sh", "-c", "ls -A /dev/shm; ls -A /tmp", node=node).split()) - shared
-        assert [name for name in left if not THEIRS.search(name)] == []
+        assert [name for name in left if not name.startswith("torchinductor_")] == []
 
 
 def figures(run: Path) -> list[dict[str, Any]]:

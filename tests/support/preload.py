@@ -9,7 +9,10 @@ import torch
 
 torch.set_num_threads(1)
 
-import skyrl_mega.megatron.worker  # noqa: E402, F401
+from skyrl_mega.megatron.without_wandb import without_wandb  # noqa: E402
+
+with without_wandb():
+    import skyrl_mega.megatron.worker  # noqa: F401
 
 # A rank's first collection would look through all of that, and so copy every page of it: half a second a rank.
 gc.collect()
