@@ -14,7 +14,7 @@ from skyrl_mega.config.other_programs import lookup
 OPENING = """\
 # Configuration
 
-Made from `skyrl_mega/config/schema.py` by `python -m skyrl_mega.config > docs/configuration.md`; edit there.
+Made from `skyrl_mega/config/schema/` by `python -m skyrl_mega.config > docs/configuration.md`; edit there.
 
 A run is one YAML file and, after it on the command line, settings over the file's:
 

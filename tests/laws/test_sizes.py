@@ -10,7 +10,6 @@ from tests.laws.source import modules
 FILE, FUNCTION, POSITIONAL = 450, 60, 6
 
 LISTED = {
-    "config.schema": "one dataclass per group of settings: a list that is read by its keys",
     "envs.swe.witness:_keeper": "keeps what it knows in closures, as an object could be found by the code under test",
     "envs.swe.witness:_pytest": "as `_keeper`",
     "megatron.vocab_parallel:forward": "torch.autograd.Function gives all inputs by position",

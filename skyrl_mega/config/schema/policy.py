@@ -1,0 +1,118 @@
+"""The Megatron policy and the reference: layout, optimizer, router."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from skyrl_mega.config.schema.fields import MOST, at_least, between, one_of
+
+
+@dataclass
+class LayoutConfig:
+    """How Megatron cuts the model. Data parallelism is what remains: ranks / (tensor · pipeline · context)."""
+
+    tensor: int = at_least(1, 1)
+    """Tensor parallel size; sequence parallel is on whenever it is above 1."""
+    pipeline: int = at_least(1, 1)
+    """Pipeline stages."""
+    virtual_pipeline: int = at_least(1, 1)
+    """Model chunks per pipeline stage (interleaved schedule)."""
+    first_stage_layers: Optional[int] = at_least(1, None)
+    """Layers of the first pipeline stage; None gives it as many as the stages between."""
+    last_stage_layers: Optional[int] = at_least(1, None)
+    """Layers of the last pipeline stage; None gives it as many as the stages between."""
+    context: int = at_least(1, 1)
+    """Context parallel size."""
+    expert: int = at_least(1, 1)
+    """Expert parallel size."""
+    expert_tensor: Optional[int] = at_least(1, None)
+    """Tensor parallel size inside an expert; None takes 1 with expert > 1, else `tensor`."""
+
+
+@dataclass
+class OptimizerConfig:
+    """AdamW and its schedule."""
+
+    lr: float = at_least(0, 1e-6)
+    """Peak learning rate."""
+    min_lr: float = at_least(0, 0.0)
+    """Where a decaying schedule ends."""
+    schedule: str = one_of("constant", "linear", "cosine")
+    """After the warm-up."""
+    warmup_steps: int = at_least(0, 0)
+    """Optimizer steps of linear warm-up from zero."""
+    warmup_from_zero: bool = False
+    """The first optimizer step of a warm-up has learning rate 0, and step i has (i − 1) / warmup_steps of `lr`, as with
+    the schedulers of torch and in SkyRL; false gives it i / warmup_steps."""
+    decay_steps: Optional[int] = at_least(1, None)
+    """Optimizer step at which `min_lr` is reached; needed by linear and cosine."""
+    beta1: float = between(0, 1, 0.9)
+    """Adam's first moment decay."""
+    beta2: float = between(0, 1, 0.999)
+    """Adam's second moment decay."""
+    eps: float = at_least(0, 1e-8)
+    """Adam's epsilon."""
+    weight_decay: float = at_least(0, 0.01)
+    """Decoupled weight decay; norms and biases are exempt."""
+    clip_grad: float = at_least(0, 1.0)
+    """Largest global gradient norm; 0 does not clip."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """More fields of megatron-core's OptimizerConfig, by their own names. Memory that they save or take is not
+    planned."""
+
+
+@dataclass
+class MoeConfig:
+    """Router settings of a MoE policy."""
+
+    aux_loss: float = at_least(0, 0.0)
+    """Coefficient of the load-balancing loss."""
+    freeze_router: bool = False
+    """Keeps the router's weights as loaded."""
+
+
+@dataclass
+class PolicyConfig:
+    """The Megatron policy."""
+
+    ranks: Optional[int] = between(1, MOST, None)
+    """Processes (GPUs) of the policy; None takes nodes · gpus_per_node."""
+    layout: LayoutConfig = field(default_factory=LayoutConfig)
+    """How the model is cut."""
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    """AdamW and its schedule."""
+    moe: MoeConfig = field(default_factory=MoeConfig)
+    """Router settings."""
+    spec: str = one_of("auto", "te", "local")
+    """Modules of a layer. te: Transformer Engine's, which compute on CUDA alone. local: megatron-core's own, with this
+    project's attention and norm. auto: te on CUDA, local on a CPU."""
+    overlap: Optional[bool] = None
+    """Sums gradients over the data-parallel ranks while the backward pass computes, and gathers the parameters that an
+    optimizer step changed while the next forward pass does; None does so on CUDA."""
+    micro_tokens: int = at_least(1, 8192)
+    """Token budget of one packed micro-batch on one rank (a longer sequence has one of its own)."""
+    logit_chunk: int = at_least(1, 1024)
+    """Tokens whose logits exist at once while log-probs are computed."""
+    recompute: bool = False
+    """Recomputes every layer's activations in the backward pass."""
+    threads: int = between(1, 4096, 1)
+    """CPU threads of one rank (CPU only)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """More fields of megatron-core's TransformerConfig, by their own names (`recompute_granularity: selective`); a
+    reference with a layout of its own has them too. Fields that another setting or the run decides are refused; memory
+    that the others save or take is not planned."""
+    ddp_options: dict[str, Any] = field(default_factory=dict)
+    """More fields of megatron-core's DistributedDataParallelConfig, by their own names (`bucket_size: 40000000`)."""
+
+
+@dataclass
+class ReferenceConfig:
+    """The frozen policy that KL is measured against. It exists only while `algorithm.kl.coefficient` is above 0."""
+
+    path: Optional[str] = None
+    """Its weights; None takes `model.path`."""
+    layout: Optional[LayoutConfig] = None
+    """None shares the policy's ranks and layout; otherwise actors of its own in this layout."""
+    ranks: Optional[int] = between(1, MOST, None)
+    """Processes of a reference with a layout of its own."""

@@ -1,0 +1,65 @@
+"""A run: how long it goes, what it saves and what it writes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Optional
+
+from skyrl_mega.config.schema.fields import at_least, between
+
+
+@dataclass
+class RunConfig:
+    """Where a run lives and how long it goes."""
+
+    name: str = "run"
+    """The run's name; its folder is `<directory>/<name>`."""
+    directory: str = "runs"
+    """The folder that holds runs."""
+    seed: int = between(0, 2**32 - 1, 0)
+    """Seeds data order, initial weights that are built, and sampling."""
+    steps: Optional[int] = at_least(0, None)
+    """RL steps at most; None goes on until `epochs` are done."""
+    epochs: int = at_least(1, 1)
+    """Passes over the training prompts."""
+    restarts: int = at_least(0, 3)
+    """Times that a run in which a policy rank or a node failed starts again, from its newest checkpoint and in the same
+    allocation. One that has not completed a step yet ends at once."""
+    patience: Optional[int] = at_least(0, 25)
+    """Steps one after another from which the policy cannot learn (docs/health.md), after which the run ends with exit
+    code 1, if they had `patience_groups` too; null or 0 never ends it. A single step to learn from starts the count
+    again. The policy stays as it is in
+    such steps, so that only other prompts can help: with 512 a step, 25 steps are 12,800, more than a whole pass over
+    most data sets, and of a run of days they are hours."""
+    patience_groups: int = at_least(0, 917)
+    """Groups of answers that these steps have together before it is no bad luck that none was of use: where rewards
+    differ in one of a hundred groups, 917 have none with a probability of 1e-4. 0 counts steps alone."""
+
+
+@dataclass
+class CheckpointConfig:
+    """Saving and coming back."""
+
+    every: int = at_least(0, 10)
+    """RL steps between checkpoints; 0 saves none."""
+    keep: int = at_least(1, 2)
+    """Newest checkpoints kept."""
+    resume: bool = True
+    """Goes on from the newest whole checkpoint of the run's folder."""
+    export: bool = False
+    """Writes the final weights as a Hugging Face directory."""
+
+
+@dataclass
+class TelemetryConfig:
+    """What is written while the run goes."""
+
+    trackers: list[str] = field(default_factory=lambda: ["jsonl", "tensorboard"], metadata={"empty": False})
+    """Where the metrics go, in addition to `metrics.jsonl`, which is always written: names of docs/trackers.md, or the
+    import path of your own class (`package.module:Class` or `path/to/file.py:Class`)."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Tracker → its options; the name of your own tracker is that of its class."""
+    trajectories_every: int = at_least(0, 1)
+    """RL steps between trajectory files; 0 writes none."""
+    tracked_trajectories: int = between(0, 1000, 8)
+    """Trajectories that trackers are given whenever such a file is written, the first of the step; 0 gives none."""
