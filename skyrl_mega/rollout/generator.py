@@ -16,7 +16,7 @@ from skyrl_mega.rollout.agent_loop import Agent, Limits, Opened
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Progress, Router
-from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.rollout.trajectory import Group, Trajectory
 
 Answer = TypeVar("Answer")
 
@@ -55,8 +55,8 @@ class Generator:
         *,
         seed: str,
         progress: Progress | None = None,
-    ) -> list[Trajectory]:
-        """`samples` trajectories of every prompt, in the order prompt 0 sample 0, prompt 0 sample 1, ….
+    ) -> list[Group]:
+        """A group of `samples` trajectories for every prompt, in the prompts' order.
 
         The same weights, prompts and seed give the same trajectories; single turns on one engine do so to the last bit.
 
@@ -74,7 +74,8 @@ class Generator:
             try:
                 # Cached prefixes of an earlier phase would change the shapes of the computation, and so the last bits.
                 self.fleet.ask("forget", timeout=self.rollout.request_timeout_s)
-                return asyncio.run(self._generate(prompts, samples, sampling, seed, progress))
+                played = asyncio.run(self._generate(prompts, samples, sampling, seed, progress))
+                return [Group(p, played[i * samples : (i + 1) * samples]) for i, p in enumerate(prompts)]
             except NobodyServes:
                 if self.refill is None:
                     raise
@@ -97,6 +98,7 @@ class Generator:
         seed: str,
         progress: Progress | None,
     ) -> list[Trajectory]:
+        """In the order prompt 0 sample 0, prompt 0 sample 1, …."""
         agent = self.agent(sampling)
         done = 0
         total = len(prompts) * samples

@@ -8,7 +8,7 @@ from typing import Any
 
 from skyrl_mega.envs.prompt import Prompt
 
-__all__ = ["Kind", "Prompt", "Status", "Step", "Trajectory"]
+__all__ = ["Group", "Kind", "Prompt", "Status", "Step", "Trajectory"]
 
 
 class Status(str, Enum):
@@ -122,3 +122,20 @@ class Trajectory:
         """Responses and observations, in tokens: all that is no prompt."""
         rewritten = sum(step.end - step.start for step in self.steps[1:] if step.kind is Kind.PROMPT)
         return len(self.tokens) - self.prompt_length - rewritten
+
+
+@dataclass
+class Group:
+    """The samples of one prompt, which advantages compare with one another.
+
+    A prompt that is drawn twice in one step (an epoch ends within it) has two groups.
+    """
+
+    prompt: Prompt
+    trajectories: list[Trajectory]
+    """In the order of `Trajectory.sample`."""
+
+    @property
+    def rewards(self) -> list[float]:
+        """One for each trajectory."""
+        return [t.reward for t in self.trajectories]

@@ -18,7 +18,7 @@ from skyrl_mega.algorithms.shaping import soft_overlong, without_truncated
 from skyrl_mega.algorithms.token_weights import token_weights
 from skyrl_mega.config.schema import AlgorithmConfig
 from skyrl_mega.megatron.sequences import Sequences
-from skyrl_mega.rollout.trajectory import Kind, Trajectory
+from skyrl_mega.rollout.trajectory import Group, Kind, Trajectory
 
 
 @dataclass(frozen=True)
@@ -66,21 +66,19 @@ def samples_of(t: Trajectory, step_wise: str) -> list[Sample]:
     ] or whole
 
 
-def batch_of(
-    groups: list[list[Trajectory]], algorithm: AlgorithmConfig, response_limit: int, step_wise: str = "off"
-) -> Batch:
+def batch_of(groups: list[Group], algorithm: AlgorithmConfig, response_limit: int, step_wise: str = "off") -> Batch:
     """The samples of all groups' trajectories, with fields `mask`, `rollout_logprobs` and `advantages`.
 
     The mask covers what the policy wrote, less truncated trajectories where overlong filtering is on, and less those
     whose environment failed. Truncated ones still count for their group's baseline; failed ones count for nothing.
     A trajectory has one advantage, which all its samples share.
     """
-    trajectories = [t for group in groups for t in group]
+    trajectories = [t for group in groups for t in group.trajectories]
     cut = [samples_of(t, step_wise) for t in trajectories]
     samples = [sample for of_one in cut for sample in of_one]
     batch = Batch.of([sample.tokens for sample in samples])
     batch.samples = np.array([len(of_one) for of_one in cut], np.int64)
-    batch.groups = np.array([len(group) for group in groups], np.int64)
+    batch.groups = np.array([len(group.trajectories) for group in groups], np.int64)
     tokens_N = _sums(batch.lengths, batch.samples)
 
     mask = torch.from_numpy(np.concatenate([np.asarray(sample.mask, np.float32) for sample in samples]))

@@ -35,13 +35,14 @@ class Evaluator:
         if not self.prompts:
             return {}
         settings = self.config.evaluation
-        trajectories = self.generator.generate(
+        groups = self.generator.generate(
             self.prompts,
             samples=settings.samples,
             sampling=evaluation_sampling(self.config),
             seed=f"{self.config.run.seed}/{step}/evaluation",
             progress=lambda done, _: progress.update(done),
         )
+        trajectories = [t for group in groups for t in group.trajectories]
         refuse_broken(trajectories)
         if told := failures(trajectories):
             self.say(f"health: evaluation after step {step}: environment_fails: {told}")

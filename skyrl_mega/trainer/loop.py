@@ -8,7 +8,7 @@ import torch
 from skyrl_mega.algorithms.mismatch import mismatch
 from skyrl_mega.algorithms.token_weights import averages
 from skyrl_mega.cluster.channel import heeding
-from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.rollout.trajectory import Group
 from skyrl_mega.trainer.batch import batch_of, mini_batches, not_drawn
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.shutdown import GracefulStop
@@ -51,7 +51,7 @@ def take_step(run: Run) -> None:
         run.health.end_if_stuck(step.number)
 
 
-def train_on(run: Run, step: Step, groups: list[list[Trajectory]]) -> None:
+def train_on(run: Run, step: Step, groups: list[Group]) -> None:
     """Advantages, log-probs under the weights that sampled, and the optimizer steps on them."""
     algorithm = run.config.algorithm
     batch = batch_of(groups, algorithm, run.response_limit, run.config.rollout.step_wise)

@@ -80,7 +80,8 @@ def play(
 ) -> list[Trajectory]:
     rollout = replace(ROLLOUT, **changes)  # type: ignore[arg-type]
     sampling = SamplingConfig(max_tokens=rollout.sampling.max_tokens)
-    return Generator(serving(engines), chat, rollout, USER).generate(prompts, samples, sampling, seed=seed)
+    groups = Generator(serving(engines), chat, rollout, USER).generate(prompts, samples, sampling, seed=seed)
+    return [t for group in groups for t in group.trajectories]
 
 
 def test_logprobs_are_those_of_the_distribution_that_is_drawn_from(engines: ActorGroup, model: Path) -> None:
@@ -115,7 +116,9 @@ def test_a_stop_string_ends_a_turn_and_stays_in_it(engines: ActorGroup, chat: Re
 def test_trajectories_come_in_order_and_repeat_to_the_last_bit(engines: ActorGroup, chat: Renderer) -> None:
     progress: list[tuple[int, int]] = []
     generator = Generator(serving(engines), chat, ROLLOUT, USER)
-    first = generator.generate(products(8), 4, FREE, seed="0/1", progress=lambda *done: progress.append(done))
+    groups = generator.generate(products(8), 4, FREE, seed="0/1", progress=lambda *done: progress.append(done))
+    assert [group.prompt.uid for group in groups] == list(range(8))
+    first = [t for group in groups for t in group.trajectories]
     assert [(t.prompt.uid, t.sample) for t in first] == [(p, s) for p in range(8) for s in range(4)]
     assert progress == [(i, 32) for i in range(1, 33)]
     again = play(engines, chat, products(8), 4)
@@ -275,7 +278,8 @@ def test_what_a_dead_engine_had_is_answered_by_the_others(engines: ActorGroup, m
         fleet.serve(refilled[-1])
 
     def tokens() -> list[list[int]]:
-        return [t.tokens for t in generator.generate(products(64), 8, FREE, seed="0/1")]
+        groups = generator.generate(products(64), 8, FREE, seed="0/1")
+        return [t.tokens for group in groups for t in group.trajectories]
 
     try:
         expected = tokens()

@@ -31,7 +31,7 @@ from skyrl_mega.models.char_tokenizer import SPECIAL
 from skyrl_mega.parallel.balance import balance
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
 from skyrl_mega.trainer.batch import batch_of, mini_batches
 from tests.megatron.layouts import policy_logprobs
 from tests.support.chats import CHATML, characters, qwen
@@ -103,9 +103,8 @@ def play(engine: ActorGroup, chat: Renderer, name: str, count: int, rollout: Rol
         )
         for uid in range(count // 2)
     ]
-    trajectories = Generator(serving(engine), chat, rollout, ENVIRONMENT).generate(
-        prompts, 2, rollout.sampling, seed=name
-    )
+    groups = Generator(serving(engine), chat, rollout, ENVIRONMENT).generate(prompts, 2, rollout.sampling, seed=name)
+    trajectories = [t for group in groups for t in group.trajectories]
     seen = engine.call_one(0, "recording", timeout=180)
     turns: list[list[Turn]] = [[] for _ in trajectories]
     for place, of_one in enumerate(turns):
@@ -166,7 +165,8 @@ def check_environments_words(phase: Phase) -> Counter[str]:
 
 def check_training(phase: Phase, model: Path, context: int, **layout: int) -> None:
     """Behind batch, mini-batches and packing: each rank's inputs, targets and weights; and the policy's log-probs."""
-    groups = [phase.trajectories[i : i + 2] for i in range(0, len(phase.trajectories), 2)]
+    pairs = zip(phase.trajectories[::2], phase.trajectories[1::2], strict=True)
+    groups = [Group(first.prompt, [first, second]) for first, second in pairs]
     batch = batch_of(groups, AlgorithmConfig(), LONGEST)
     (mini,) = mini_batches(batch, len(groups), AlgorithmConfig())
     trained = {}

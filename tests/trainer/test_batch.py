@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from skyrl_mega.config.schema import AlgorithmConfig, KlConfig, OverlongConfig
-from skyrl_mega.rollout.trajectory import Prompt, Status, Trajectory
+from skyrl_mega.rollout.trajectory import Group, Prompt, Status, Trajectory
 from skyrl_mega.trainer.batch import Batch, batch_of, mini_batches, not_drawn
 
 PROMPT = Prompt(0, [{"role": "user", "content": "?"}], "gsm8k", {})
@@ -25,7 +25,10 @@ def of_sequence(batch, name: str, row: int) -> np.ndarray:  # type: ignore[no-un
 
 def test_advantages_are_the_groups_own() -> None:
     """Two groups of one prompt (an epoch's end) stay two groups."""
-    groups = [[trajectory(1, 2), trajectory(0, 4)], [trajectory(1, 1), trajectory(1, 1), trajectory(0, 2)]]
+    groups = [
+        Group(PROMPT, [trajectory(1, 2), trajectory(0, 4)]),
+        Group(PROMPT, [trajectory(1, 1), trajectory(1, 1), trajectory(0, 2)]),
+    ]
     batch = batch_of(groups, AlgorithmConfig(normalize=False), 10)
     expected = [1 - 0.5, 0 - 0.5, 1 - 2 / 3, 1 - 2 / 3, 0 - 2 / 3]
     for row, value in enumerate(expected):
@@ -35,15 +38,9 @@ def test_advantages_are_the_groups_own() -> None:
 
 
 def test_truncated_are_filtered_and_failed_count_for_nothing() -> None:
-    groups = [
-        [
-            trajectory(1, 2),
-            trajectory(0, 8, Status.TRUNCATED_TOKENS),
-            trajectory(0, 3, Status.ERROR_ENV),
-            trajectory(0, 3),
-        ]
-    ]
-    batch = batch_of(groups, AlgorithmConfig(normalize=False, overlong=OverlongConfig(filter=True)), 8)
+    truncated, failed = trajectory(0, 8, Status.TRUNCATED_TOKENS), trajectory(0, 3, Status.ERROR_ENV)
+    group = Group(PROMPT, [trajectory(1, 2), truncated, failed, trajectory(0, 3)])
+    batch = batch_of([group], AlgorithmConfig(normalize=False, overlong=OverlongConfig(filter=True)), 8)
     assert of_sequence(batch, "mask", 1).sum() == 0 and of_sequence(batch, "mask", 2).sum() == 0
     # The baseline is the mean of the three that the environment judged: (1 + 0 + 0) / 3.
     np.testing.assert_allclose(of_sequence(batch, "advantages", 0), 1 - 1 / 3, rtol=1e-6)
@@ -51,7 +48,7 @@ def test_truncated_are_filtered_and_failed_count_for_nothing() -> None:
 
 
 def test_soft_overlong_punishment_lowers_the_reward() -> None:
-    groups = [[trajectory(1, 6), trajectory(1, 10)]]
+    groups = [Group(PROMPT, [trajectory(1, 6), trajectory(1, 10)])]
     algorithm = AlgorithmConfig(normalize=False, overlong=OverlongConfig(buffer=4, penalty=1.0))
     batch = batch_of(groups, algorithm, 10)
     # 6 = 10 - 4 tokens are free; 10 tokens cost the whole penalty: rewards 1 and 0.
@@ -60,7 +57,7 @@ def test_soft_overlong_punishment_lowers_the_reward() -> None:
 
 @pytest.mark.parametrize("mode", ["tokens", "sequences", "micro_batches"])
 def test_mini_batches_hold_whole_groups_and_weights_that_sum_to_one(mode: str) -> None:
-    groups = [[trajectory(g, 1 + g + s) for s in range(2)] for g in range(5)]
+    groups = [Group(PROMPT, [trajectory(g, 1 + g + s) for s in range(2)]) for g in range(5)]
     batch = batch_of(groups, AlgorithmConfig(), 10)
     parts = mini_batches(batch, 2, AlgorithmConfig(loss_mean=mode, loss_mean_samples=3))
     assert [len(p) for p in parts] == [4, 4, 2]
@@ -71,7 +68,7 @@ def test_mini_batches_hold_whole_groups_and_weights_that_sum_to_one(mode: str) -
 
 
 def test_the_kl_term_may_have_a_mean_of_its_own() -> None:
-    groups = [[trajectory(g, 1 + g + s) for s in range(2)] for g in range(3)]
+    groups = [Group(PROMPT, [trajectory(g, 1 + g + s) for s in range(2)]) for g in range(3)]
     batch = batch_of(groups, AlgorithmConfig(), 10)
     for mean, coefficient, there in (("sequences", 0.1, True), ("loss", 0.1, False), ("sequences", 0.0, False)):
         algorithm = AlgorithmConfig(kl=KlConfig(coefficient=coefficient, mean=mean))

@@ -10,7 +10,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.health.failures import refuse_broken
 from skyrl_mega.trainer.rollout_source import RolloutSource
@@ -40,10 +40,10 @@ class Plays:
     def __init__(self, *rounds: Status) -> None:
         self.rounds, self.played = rounds, 0
 
-    def generate(self, prompts: list[Prompt], samples: int, **_: object) -> list[Trajectory]:
+    def generate(self, prompts: list[Prompt], samples: int, **_: object) -> list[Group]:
         status = self.rounds[min(self.played, len(self.rounds) - 1)]
         self.played += 1
-        return [ended(status) for _ in range(len(prompts) * samples)]
+        return [Group(prompt, [ended(status) for _ in range(samples)]) for prompt in prompts]
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from skyrl_mega.megatron.packing import pack
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.char_tokenizer import EOS, VOCABULARY
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.trajectory import Kind, Status, Trajectory
+from skyrl_mega.rollout.trajectory import Group, Kind, Status
 from skyrl_mega.trainer.batch import Batch, batch_of, mini_batches, samples_of
 from tests.support.scripted import Scripted, play
 
@@ -47,7 +47,7 @@ def one_thread() -> Iterator[None]:
 class Played:
     """Trajectories by group, and each one's turns as the policy saw them."""
 
-    groups: list[list[Trajectory]]
+    groups: list[Group]
     turns: list[list[tuple[Request, Completion]]]
 
 
@@ -68,7 +68,8 @@ def played(chat: Renderer, env: str) -> Played:
     for t in trajectories:
         t.status, t.reward = Status.COMPLETED, rng.choice([0.0, 0.25, 1.0, 3.0])
     trajectories[5].status, trajectories[8].status = Status.TRUNCATED_TIME, Status.ERROR_ENV
-    groups = [trajectories[g * SAMPLES : (g + 1) * SAMPLES] for g in range(GROUPS)]
+    by_prompt = [trajectories[g * SAMPLES : (g + 1) * SAMPLES] for g in range(GROUPS)]
+    groups = [Group(samples[0].prompt, samples) for samples in by_prompt]
     return Played(groups, [policy.turns for policy in policies])
 
 
@@ -104,10 +105,10 @@ def by_hand(
     play: Played, model: LlamaForCausalLM, old: LlamaForCausalLM, algorithm: AlgorithmConfig
 ) -> tuple[float, torch.Tensor]:
     """Turn after turn, from what the policy was asked and what it said; GRPO, clip and cap as the papers have them."""
-    flat = [t for group in play.groups for t in group]
+    flat = [t for group in play.groups for t in group.trajectories]
     advantage = {}
     for group in play.groups:
-        judged = [t for t in group if t.status is not Status.ERROR_ENV]
+        judged = [t for t in group.trajectories if t.status is not Status.ERROR_ENV]
         rewards = torch.tensor([t.reward for t in judged]).double()
         for t in judged:
             spread = rewards.std() + 1e-6 if rewards.std() > 0 else 1.0
@@ -207,7 +208,7 @@ def test_the_gradient_is_that_of_every_turn(
 def test_a_sample_is_what_the_policy_saw_and_said(characters_chat: Renderer) -> None:
     for env in ("talk", "rewriting"):
         run = played(characters_chat, env)
-        for t, turns in zip([t for group in run.groups for t in group], run.turns, strict=True):
+        for t, turns in zip([t for group in run.groups for t in group.trajectories], run.turns, strict=True):
             cut = samples_of(t, "turns")
             assert [(s.tokens, s.mask) for s in cut] == [
                 (request.tokens + said.tokens, [0] * len(request.tokens) + [1] * len(said.tokens))
@@ -223,14 +224,15 @@ def test_a_sample_is_what_the_policy_saw_and_said(characters_chat: Renderer) -> 
 def test_mini_batches_are_of_whole_trajectories_whatever_their_samples(characters_chat: Renderer) -> None:
     run = played(characters_chat, "talk")
     batch = batch_of(run.groups, AlgorithmConfig(), 1000, "turns")
-    assert isinstance(batch, Batch) and len(batch) == sum(t.turns for group in run.groups for t in group)
+    turns = [t.turns for group in run.groups for t in group.trajectories]
+    assert isinstance(batch, Batch) and len(batch) == sum(turns)
     parts = mini_batches(batch, 2, AlgorithmConfig(loss_mean="sequences"))
     np.testing.assert_array_equal(np.concatenate([p.tokens for p in parts]), batch.tokens)
     for part, groups in zip(parts, (run.groups[:2], run.groups[2:]), strict=True):
         assert part.fields["weights"].sum() == pytest.approx(1, abs=1e-6)
-        learned = [t for group in groups for t in group if not t.status.failed]
+        learned = [t for group in groups for t in group.trajectories if not t.status.failed]
         row = 0
-        for t in (t for group in groups for t in group):
+        for t in (t for group in groups for t in group.trajectories):
             weight = sum(part.take([row + i]).fields["weights"].sum() for i in range(t.turns))
             assert weight == pytest.approx(0 if t.status.failed else 1 / len(learned), rel=1e-5)
             row += t.turns
