@@ -173,6 +173,30 @@ def test_it_works_as_one_of_a_runs_trackers(store: Store) -> None:
     assert store.history(store.runs[-1], "reward/mean") == [(1, 0.5)]
 
 
+def test_metrics_go_on_where_files_cannot_be_stored(store: Store) -> None:
+    """The folder of the experiment's artifacts is a file, until somebody makes room."""
+    folder, said = store.folder.parent / "third", list[str]()
+    artifacts = folder / "mlflow" / "artifacts"
+    artifacts.parent.mkdir(parents=True)
+    artifacts.write_text("in the way")
+    config, rows = compose(None, [*SETTINGS]), [TrajectoryText("1+1=", "2", 1.0, "done", "addition")]
+    with open_trackers(config, folder, said.append) as trackers:
+        trackers.start(config, None)
+        for step in (1, 2):
+            trackers.log_trajectories(step, rows)
+            trackers.log(step, {"reward/mean": step / 4})
+    there = Store(folder, store.proxy)
+    run = there.runs[0]
+    assert there.history(run, "reward/mean") == [(1, 0.25), (2, 0.5)] and run.info.status == "FINISHED"
+    assert len(said) == 1 and "; cannot store config.json: " in said[0] and "metrics go on" in said[0], said
+
+    artifacts.unlink()
+    there.start(2)
+    there.log(3, 3)
+    assert there.history(run, "reward/mean")[-1] == (3, 0.75)
+    assert (artifacts / run.info.run_id / "artifacts" / "trajectories" / "step_000003.json").is_file()
+
+
 @pytest.mark.parametrize(
     ("given", "parts"),
     [

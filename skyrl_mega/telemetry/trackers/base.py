@@ -46,8 +46,8 @@ class Tracker(Protocol):
         """The row of a step (docs/metrics.md). A figure may be NaN or infinite. Steps only rise."""
         ...
 
-    def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
-        """Some trajectories of a step, before its row."""
+    def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> str | None:
+        """Some trajectories of a step, before its row. Returns a line for the user, or None."""
         ...
 
     def close(self, failed: bool = False) -> None:

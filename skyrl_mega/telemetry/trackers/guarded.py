@@ -85,7 +85,7 @@ class Guarded:
                 if not self._warned:
                     self._warned = True
                     self._tell(
-                        f"failed: {_one_line(error)}; the run continues, the call is tried again up to "
+                        f"failed: {one_line(error)}; the run continues, the call is tried again up to "
                         f"{len(WAITS_S)} times, within {sum(WAITS_S):g} s; {KEPT}"
                     )
                 if self._closing.wait(wait):
@@ -102,7 +102,7 @@ class Guarded:
         try:
             self._tell_line(call())
         except Exception as error:
-            self._tell(f"{consequence}: {_one_line(error)}; {KEPT}")
+            self._tell(f"{consequence}: {one_line(error)}; {KEPT}")
             return False
         return True
 
@@ -115,5 +115,5 @@ class Guarded:
             self._say(f"tracker {self._name} {text}")
 
 
-def _one_line(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     return str(masked(f"{type(error).__name__}: {' '.join(str(error).split())}"))[:500]

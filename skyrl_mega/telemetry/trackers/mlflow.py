@@ -22,6 +22,7 @@ from skyrl_mega.config.options import Option, text
 from skyrl_mega.config.secrets import leaves, masked
 from skyrl_mega.config.values import shown
 from skyrl_mega.telemetry.trackers.base import TrajectoryText
+from skyrl_mega.telemetry.trackers.guarded import one_line
 from skyrl_mega.telemetry.trackers.once import OnceLog
 
 EXPERIMENT = "skyrl_mega"
@@ -35,7 +36,11 @@ LONGEST_VALUE = 6000
 
 
 class MlflowTracker:
-    """Logs to one run of MLflow: metrics, the settings as parameters and as config.json, trajectories as files."""
+    """Logs to one run of MLflow: metrics, the settings as parameters and as config.json, trajectories as files.
+
+    Files go to the experiment's place for artifacts, which may be another than the store of the metrics: where one
+    cannot be stored, this is said once, and the metrics go on.
+    """
 
     OPTIONS: Mapping[str, Option] = {
         "uri": text(None, "the store; null is MLFLOW_TRACKING_URI's, else mlflow/mlflow.db in the run's folder"),
@@ -76,6 +81,8 @@ class MlflowTracker:
         self._times: dict[int, int] = {}
         self._client: Any = None
         self._run_id = ""
+        self._told = False
+        """That a file could not be stored."""
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> str:
         """Begins a run, or continues the one that was begun."""
@@ -93,8 +100,9 @@ class MlflowTracker:
         if not known:  # at once: where what follows fails, the next attempt continues this run
             self._once.begin(self._run_id)
         self._client.update_run(self._run_id, status="RUNNING")
-        self._client.log_dict(self._run_id, dict(config), "config.json")  # a resumed run may have others
-        return f"writes run {self._run_id} to {masked(uri)}" + self._once.left_out(resumed_step)
+        trouble = self._store(dict(config), "config.json")  # a resumed run may have others
+        line = f"writes run {self._run_id} to {masked(uri)}" + self._once.left_out(resumed_step)
+        return f"{line}; {trouble}" if trouble else line
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """All figures of a step in one call, which a store takes or leaves as a whole."""
@@ -109,15 +117,25 @@ class MlflowTracker:
             self._client.log_batch(self._run_id, metrics=batch)
         self._times.clear()
 
-    def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
+    def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> str | None:
         """A file of the run's artifacts; one of a repeated step is written over."""
         rows = {"trajectories": [asdict(t) for t in trajectories]}
-        self._client.log_dict(self._run_id, rows, f"trajectories/step_{step:06d}.json")
+        return self._store(rows, f"trajectories/step_{step:06d}.json")
 
     def close(self, failed: bool = False) -> None:
         """The run's state is FAILED or FINISHED; resumed, it is RUNNING again."""
         if self._run_id:
             self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
+
+    def _store(self, content: dict[str, Any], file: str) -> str | None:
+        """Stores a file of the run. Returns a line for the user where that failed for the first time."""
+        try:
+            self._client.log_dict(self._run_id, content, file)
+        except Exception as error:  # every kind of storage has errors of its own
+            if not self._told:
+                self._told = True
+                return f"cannot store {file}: {one_line(error)}; metrics go on, and so does the attempt to store files"
+        return None
 
     def _create(self, config: Mapping[str, Any], uri: str) -> str:
         from mlflow.entities import Param
