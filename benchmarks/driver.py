@@ -1,0 +1,310 @@
+"""What the driver's part of an RL step costs: from trajectories to the policy's ranks, and to the step's file.
+
+    python -m benchmarks.driver [--before FOLDER] [--trajectories 1000] [--tokens 2000] [--rounds 3]
+        [--output FILE.json]
+
+Made-up trajectories in groups of eight, every fourth group over four turns with observations between them, become a
+batch, mini-batches and micro-batches, travel through Ray to four ranks (two data-parallel ones of two) that compute
+nothing, and are written to a parquet file. `--before` takes a checkout of an older commit and measures it in turn with
+this one: every measurement is a process of its own, and medians count.
+
+CPU seconds are the driver's (`time.process_time`: all its threads), those of the ranks stand apart. Memory is the
+highest resident memory of the driver above what it had before there were trajectories: unlike a tracer of Python's
+allocations it sees torch's tensors and what lies in Ray's shared memory too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).parents[1]
+GROUP = 8
+"""Trajectories of a group."""
+PROMPT, OBSERVATION = 200, 100
+"""Tokens that the policy did not write: before its first turn, and between two."""
+TURNS = 4
+"""Of every fourth group; the others have one."""
+VOCABULARY = 151_936
+RANKS, TENSOR = 4, 2
+MICRO_TOKENS = 32_768
+
+
+# ---- one version's own calls -----------------------------------------------------------------------------------------
+
+
+def held(values: np.ndarray) -> Any:
+    """What a trajectory has of each token, as the checkout holds it: an array, or a list of Python's numbers."""
+    from skyrl_mega.rollout.trajectory import Trajectory
+
+    if str(Trajectory.__annotations__["tokens"]).startswith("list"):
+        return values.tolist()
+    return array({np.int32: "i", np.int8: "b", np.float32: "f"}[values.dtype.type], values.tobytes())
+
+
+def grouped(trajectories: list[Any]) -> list[Any]:
+    """Groups as the checkout has them."""
+    from skyrl_mega.rollout import trajectory
+
+    parts = [trajectories[i : i + GROUP] for i in range(0, len(trajectories), GROUP)]
+    if not hasattr(trajectory, "Group"):
+        return parts
+    return [trajectory.Group(part[0].prompt, part) for part in parts]
+
+
+def step_of() -> Callable[..., None]:
+    """The driver's part of a step, as the checkout takes it."""
+    from skyrl_mega.megatron.group import TrainGroup
+
+    return step_with_held if hasattr(TrainGroup, "hold") else step_with_sent
+
+
+def step_with_sent(groups: list[Any], policy: Any, mini_batches: int, made: Callable[[], None]) -> None:
+    """A step in which batches travel with every call."""
+    import torch
+
+    from skyrl_mega.algorithms.mismatch import mismatch
+    from skyrl_mega.config.schema import AlgorithmConfig
+    from skyrl_mega.trainer import batch as batches
+
+    algorithm = AlgorithmConfig()
+    batch = batches.batch_of(groups, algorithm, sys.maxsize)
+    made()
+    old, _ = policy.logprobs(batch, temperature=1.0)
+    batch.fields["old_logprobs"] = old
+    engine, drawn = batch.fields["rollout_logprobs"], ~batches.not_drawn(batch, "messages")
+    mask = batch.fields["mask"] * drawn
+    mismatch(torch.from_numpy(engine), torch.from_numpy(old), torch.from_numpy(mask))
+    batch.fields["rollout_logprobs"] = np.where(drawn, engine, old)
+    for mini in batches.mini_batches(batch, -(-len(groups) // mini_batches), algorithm):
+        policy.train(mini, temperature=1.0, loss="ppo")
+
+
+def step_with_held(groups: list[Any], policy: Any, mini_batches: int, made: Callable[[], None]) -> None:
+    """A step in which ranks hold their micro-batches."""
+    from skyrl_mega.config.schema import AlgorithmConfig, RolloutConfig
+    from skyrl_mega.trainer import batch as batches
+
+    algorithm = AlgorithmConfig()
+    batch = batches.make_batch(groups, algorithm, RolloutConfig())
+    batch["advantages"] = batches.token_advantages(batch, algorithm)
+    made()
+    minis = batches.mini_batches(batch, -(-len(groups) // mini_batches), algorithm)
+    policy.hold(minis)
+    if len(minis) > 1:
+        policy.keep_logprobs("old_logprobs", temperature=1.0)
+    for mini in range(len(minis)):
+        policy.train(mini, temperature=1.0, loss="ppo")
+
+
+class Rank:
+    """Stands for a rank of the policy: takes what it is given, keeps what it is to hold, computes nothing."""
+
+    def __init__(self) -> None:
+        self.kept: Any = None
+
+    def logprobs(self, micros: list[Any], *_: object) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Zeros, as large as a rank's answer."""
+        zeros = [np.zeros((2, len(micro.tokens)), np.float32) for micro in micros]
+        return [(logprobs, entropy) for logprobs, entropy in zeros]
+
+    def hold(self, minis: Any) -> None:
+        """Keeps its micro-batches."""
+        self.kept = minis
+
+    def keep_logprobs(self, *_: object) -> None:
+        """They stay with the rank."""
+
+    def train(self, *_: object) -> dict[str, float]:
+        """No metrics."""
+        return {}
+
+    def cpu_s(self) -> float:
+        """CPU seconds of this process so far."""
+        return time.process_time()
+
+
+# ---- what is measured ------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Cost:
+    """CPU seconds and memory of one process, by phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    """Above what there was before the trajectories."""
+
+    @contextmanager
+    def phase(self, name: str, base: int) -> Iterator[None]:
+        """Measures a phase."""
+        Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten: proc(5)
+        start = time.process_time()
+        yield
+        self.seconds[name] = time.process_time() - start
+        self.peak_bytes[name] = resident("VmHWM") - base
+
+
+def resident(key: str = "VmRSS") -> int:
+    """Bytes of this process's memory, now or (VmHWM) at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(f"{key}:")))
+
+
+def trajectories(count: int, tokens: int) -> list[Any]:
+    """Made-up trajectories of `tokens` tokens each, as the checkout holds them."""
+    from skyrl_mega.envs.prompt import Prompt
+    from skyrl_mega.rollout.trajectory import Status, Trajectory
+
+    draw = np.random.default_rng(0)
+    words = np.array(["the", "number", "of", "apples", "is", "therefore", "twice", "12", "+", "345"])
+    made = []
+    for i in range(count):
+        turns = TURNS if i // GROUP % 4 == 0 else 1
+        steps = steps_of(tokens, turns)
+        mask = np.zeros(tokens, np.int8)
+        for step in steps:
+            mask[step.start : step.end] = step.kind.value == "response"
+        said = [" ".join(draw.choice(words, step.end - step.start)) for step in steps]
+        roles = ["user" if step.kind.value != "response" else "assistant" for step in steps]
+        messages = [{"role": role, "content": text} for role, text in zip(roles, said, strict=True)]
+        ids = draw.integers(0, VOCABULARY, tokens, np.int32)
+        logprobs = -draw.random(tokens, np.float32) * mask
+        made.append(
+            Trajectory(
+                Prompt(i // GROUP, messages[:1], "addition", {"reward_spec": {"ground_truth": "85"}}),
+                i % GROUP,
+                *(held(ids), held(mask), held(logprobs)),
+                prompt_length=steps[0].end,
+                reward=float(draw.integers(0, 2)),
+                status=Status.COMPLETED,
+                turns=turns,
+                versions=[(1, steps[0].end)],
+                messages=messages,
+                metadata={"parsed_answer": "85"},
+                seconds={"generate": 1.0, "env": 0.1},
+                steps=steps,
+            )
+        )
+    return made
+
+
+def steps_of(tokens: int, turns: int) -> list[Any]:
+    """A prompt, and turns of like length with observations between them."""
+    from skyrl_mega.rollout.trajectory import Kind, Step
+
+    prompt, observation = (length * tokens // 2000 for length in (PROMPT, OBSERVATION))
+    said = tokens - prompt - observation * (turns - 1)
+    steps = [Step(Kind.PROMPT, 0, prompt, messages=1)]
+    for turn in range(turns):
+        if turn:
+            steps.append(Step(Kind.OBSERVATION, steps[-1].end, steps[-1].end + observation, messages=1))
+        start = steps[-1].end
+        end = start + said // turns if turn < turns - 1 else tokens
+        steps.append(Step(Kind.RESPONSE, start, end, messages=1, finish="stop"))
+    return steps
+
+
+def measure(count: int, tokens: int, mini_batches: int) -> dict[str, float]:
+    """One round of the checkout that this process imports, per million tokens and per token."""
+    from skyrl_mega.cluster.group import ActorGroup
+    from skyrl_mega.cluster.ray_session import session
+    from skyrl_mega.config.schema import PolicyConfig
+    from skyrl_mega.megatron.group import TrainGroup
+    from skyrl_mega.parallel.dims import ParallelDims
+    from skyrl_mega.rollout import trajectory_io
+    from skyrl_mega.trainer import batch  # noqa: F401  (not to be counted as a phase's)
+
+    step, cost = step_of(), Cost()
+    with session(actors=RANKS), tempfile.TemporaryDirectory() as folder:
+        ranks = ActorGroup.spawn("policy", Rank, [{}] * RANKS, timeout=300)
+        policy = TrainGroup(ranks, ParallelDims(RANKS, tensor=TENSOR), PolicyConfig(micro_tokens=MICRO_TOKENS), 300)
+        step(grouped(trajectories(2 * GROUP, 100)), policy, mini_batches, lambda: None)  # imports, and Ray's first call
+        base, before = resident(), sum(ranks.call_all("cpu_s", timeout=60))
+        played = trajectories(count, tokens)
+        held_bytes = resident() - base
+        with cost.phase("step", base):
+            start = time.process_time()
+            made: list[float] = []
+            step(grouped(played), policy, mini_batches, lambda: made.append(time.process_time() - start))
+        of_ranks = sum(ranks.call_all("cpu_s", timeout=60)) - before
+        with cost.phase("write", base):
+            trajectory_io.write(Path(folder) / "step.parquet", played)
+        written = (Path(folder) / "step.parquet").stat().st_size
+    million = count * tokens / 1e6
+    return {
+        "batch_s": made[0] / million,
+        "to_ranks_s": (cost.seconds["step"] - made[0]) / million,
+        "step_s": cost.seconds["step"] / million,
+        "write_s": cost.seconds["write"] / million,
+        "ranks_s": of_ranks / million,
+        "trajectory_bytes": held_bytes / million / 1e6,
+        "step_peak_bytes": cost.peak_bytes["step"] / million / 1e6,
+        "write_peak_bytes": cost.peak_bytes["write"] / million / 1e6,
+        "file_bytes": written / million / 1e6,
+    }
+
+
+# ---- both checkouts in turn ------------------------------------------------------------------------------------------
+
+
+def in_process(checkout: Path, count: int, tokens: int, mini_batches: int) -> dict[str, float]:
+    """A round in a process of its own that imports `skyrl_mega` from a checkout."""
+    sizes = ["--trajectories", str(count), "--tokens", str(tokens), "--mini-batches", str(mini_batches)]
+    command = [sys.executable, "-P", __file__, "--here", *sizes]
+    env = os.environ | {"PYTHONPATH": str(checkout)}
+    ended = subprocess.run(command, cwd=checkout, env=env, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def commit(checkout: Path) -> str:
+    """What is checked out; a `+` behind it says that files differ from it."""
+    command = ["git", "-C", str(checkout), "describe", "--always", "--dirty=+"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def main() -> None:
+    """Measures the checkouts in turn and prints a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--before", type=Path, metavar="FOLDER", help="a checkout of an older commit")
+    parser.add_argument("--trajectories", type=int, default=1000)
+    parser.add_argument("--tokens", type=int, default=2000, help="of one trajectory")
+    parser.add_argument("--mini-batches", type=int, default=4, help="of a step")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    sizes = args.trajectories, args.tokens, args.mini_batches
+    if args.here:
+        print(json.dumps(measure(*sizes)))
+        return
+    checkouts = ({"before": args.before.absolute()} if args.before else {}) | {"after": ROOT}
+    rounds = [{name: in_process(folder, *sizes) for name, folder in checkouts.items()} for _ in range(args.rounds)]
+    keys = list(rounds[0]["after"])
+    medians = {name: {key: statistics.median(r[name][key] for r in rounds) for key in keys} for name in checkouts}
+    print(f"{'per million tokens, per token':32}" + "".join(name.rjust(10) for name in checkouts))
+    for key in keys:
+        print(f"{key:32}" + "".join(f"{medians[name][key]:10.3g}" for name in checkouts))
+    if args.output:
+        told = {"trajectories": args.trajectories, "tokens": args.tokens, "mini_batches": args.mini_batches}
+        of = {name: {"commit": commit(folder)} | medians[name] for name, folder in checkouts.items()}
+        args.output.write_text(json.dumps({**told, **of, "rounds": rounds}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+"""Tokens a second of whole RL steps on a CPU, beside TRL's GRPO: same model, prompts, lengths and batch, in turn.
+
+    python -m benchmarks.step --trl PYTHON [--only moe smollm2] [--rounds 2] [--steps 6] [--output FILE.json]
+        [--set policy.micro_tokens=8192 …]
+
+PYTHON is an interpreter of an environment of its own with TRL: `pip install torch==2.13.0 trl==1.16.0 transformers
+accelerate datasets`. Without `--trl` only ours is measured.
+
+- moe: a Qwen3-MoE of 1M parameters, 256 responses of 128 tokens.
+- smollm2: SmolLM2-135M-Instruct, 16 responses of 128 tokens.
+
+Every response has all its tokens: the model's directory names no end token (TRL gets `min_new_tokens` too). Rewards are
+a coin of the answer's letters, float32, one optimizer step for each generation, no reference, no dynamic sampling. A
+step is all of it: generation, log-probs where there are any, training, weight sync. The first ones are left out; the
+median of the others, over all rounds, counts. Both sides have all cores. `--set` adds settings to ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.models import smollm2, tiny
+from skyrl_mega.telemetry.metrics import read
+
+ROOT = Path(__file__).parents[1]
+WARM = 2
+"""Steps of each run that are left out: caches fill, memory is asked for the first time."""
+PHASES = ("generate", "logprobs", "train", "sync", "other")
+MOE = BuildConfig(hidden=128, layers=2, heads=4, kv_heads=2, head_dim=32, experts=8, expert_ffn=128, max_length=256)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and a batch."""
+
+    model: str
+    """Its directory; at first its name."""
+    prompts: int
+    samples: int
+    """Responses of one prompt."""
+    length: int
+    """Tokens of a response."""
+    settings: tuple[str, ...]
+    """What suits the machine: found by trying, by public settings alone."""
+    trl_micro: int
+    """Sequences of TRL's micro-batch: the quickest of those that were tried."""
+    trl_model: dict[str, Any] = field(default_factory=dict)
+    """More of TRL's `model_init_kwargs`."""
+    steps: int = 6
+
+    @property
+    def questions(self) -> list[str]:
+        """Additions, enough for all steps."""
+        return [f"{12 + i % 83}+{17 + i % 79}=" for i in range(self.prompts * self.steps)]
+
+    @property
+    def tokens(self) -> int:
+        """Response tokens of one step."""
+        return self.prompts * self.samples * self.length
+
+
+CASES = {
+    "moe": Case(
+        *("moe", 32, 8, 128),
+        settings=("policy.ranks=2", "policy.layout.expert=2", "policy.micro_tokens=8192", "rollout.threads=2"),
+        trl_micro=256,
+    ),
+    "smollm2": Case(
+        *("smollm2", 4, 4, 128),
+        settings=("policy.ranks=2", "policy.layout.pipeline=2", "policy.micro_tokens=1024", "rollout.threads=2"),
+        trl_micro=16,
+    ),
+}
+
+
+def make_model(name: str, folder: Path) -> Path:
+    """Writes the model's directory, without an end token."""
+    path = folder / name
+    if name == "moe":
+        tiny.build(MOE, path)
+    else:
+        smollm2.write(path)
+    for file in ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json", "config.json"):
+        if (path / file).is_file():
+            kept = json.loads((path / file).read_text())
+            (path / file).write_text(json.dumps({k: v for k, v in kept.items() if not k.startswith("eos_token")}))
+    return path
+
+
+def ours(case: Case, folder: Path, more: list[str]) -> list[dict[str, float | None]]:
+    """A run of `skyrl_mega`; the metrics of its steps."""
+    config = {
+        "run": {"name": "run", "directory": str(folder), "steps": case.steps},
+        "cluster": {"device": "cpu"},
+        "model": {"path": case.model, "dtype": "float32"},
+        "policy": {"optimizer": {"lr": 1e-5}},
+        "rollout": {
+            "max_prompt_tokens": 64,
+            "concurrency": case.prompts * case.samples,
+            "sampling": {"max_tokens": case.length},
+        },
+        "environment": {"default": "parity", "classes": {"parity": f"{ROOT}/benchmarks/fault_env.py:ParityEnv"}},
+        "data": {
+            "train": [str(folder / "prompts.parquet")],
+            "prompts_per_step": case.prompts,
+            "samples_per_prompt": case.samples,
+            "shuffle": False,
+        },
+        "evaluation": {"every": 0, "before": False},
+        "checkpoint": {"every": 0},
+        "telemetry": {"trackers": []},
+    }
+    (folder / "config.yaml").write_text(json.dumps(config))
+    rows = [
+        {"prompt": [{"role": "user", "content": text}], "reward_spec": {"ground_truth": "0"}} for text in case.questions
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "prompts.parquet")
+    command = [sys.executable, "-m", "skyrl_mega.launch", "--config", str(folder / "config.yaml")]
+    with (folder / "log").open("w") as log:
+        ended = subprocess.run([*command, *case.settings, *more], cwd=ROOT, stdout=log, stderr=subprocess.STDOUT)
+    if ended.returncode:
+        sys.exit(f"ours ended with {ended.returncode}:\n{(folder / 'log').read_text()}")
+    found = [row for row in read(folder / "run" / "metrics.jsonl") if row["step"]]
+    assert all(row["rollout/tokens"] == case.tokens for row in found), "a response has another length"
+    return found[WARM:]
+
+
+def trls(case: Case, folder: Path, python: Path) -> list[float]:
+    """A run of TRL; seconds of its steps."""
+    file = folder / "trl.json"
+    file.write_text(json.dumps({**asdict(case), "questions": case.questions}))
+    env = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    with (folder / "trl.log").open("w") as log:
+        # -P: this folder has modules of names that transformers looks for elsewhere.
+        command = [str(python), "-P", str(ROOT / "benchmarks" / "step_trl.py"), str(file)]
+        ended = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=log, text=True)
+    if ended.returncode:
+        sys.exit(f"TRL ended with {ended.returncode}:\n{(folder / 'trl.log').read_text()}")
+    seconds: list[float] = json.loads(ended.stdout.splitlines()[-1])["seconds"]
+    return seconds[WARM:]
+
+
+def compare(case: Case, rounds: int, python: Path | None, more: list[str]) -> dict[str, Any]:
+    """Both sides in turn."""
+    rows: list[dict[str, float | None]] = []
+    peer: list[float] = []
+    for _ in range(rounds):
+        with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+            rows += ours(case, Path(folder), more)
+            peer += trls(case, Path(folder), python) if python else []
+    steps = [row["time/step"] or 0.0 for row in rows]
+    found: dict[str, Any] = {
+        "tokens": case.tokens,
+        "settings": [*case.settings, *more],
+        "ours_s": statistics.median(steps),
+        "ours_steps_s": steps,
+        "phases_s": {name: statistics.median(row.get(f"time/{name}") or 0.0 for row in rows) for name in PHASES},
+    }
+    found["ours_tokens_s"] = case.tokens / found["ours_s"]
+    if peer:
+        found |= {"trl_s": statistics.median(peer), "trl_steps_s": peer, "trl_micro": case.trl_micro}
+        found |= {"trl_tokens_s": case.tokens / found["trl_s"], "ratio": found["trl_s"] / found["ours_s"]}
+    return found
+
+
+def main() -> None:
+    """Measures the cases and prints a line for each."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--trl", type=Path, metavar="PYTHON", help="interpreter of an environment with TRL")
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=6, help=f"of a round; the first {WARM} are left out")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="more settings of ours")
+    parser.add_argument("--output", type=Path)
+    args = parser.parse_args()
+    results = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for name in args.only:
+            model = str(make_model(name, Path(folder)))
+            case = Case(**{**vars(CASES[name]), "model": model, "steps": args.steps})
+            results[name] = found = compare(case, args.rounds, args.trl and args.trl.absolute(), args.set)
+            phases = ", ".join(f"{name} {seconds:.2f}" for name, seconds in found["phases_s"].items())
+            print(f"{name}: ours {found['ours_s']:.2f} s a step ({phases}), {found['ours_tokens_s']:.0f} tokens/s")
+            if args.trl:
+                print(f"{name}: TRL {found['trl_s']:.2f} s a step, {found['trl_tokens_s']:.0f} tokens/s")
+                print(f"{name}: {found['ratio']:.2f}x TRL's tokens a second", flush=True)
+    if args.output:
+        args.output.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
