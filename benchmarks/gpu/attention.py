@@ -55,7 +55,7 @@ def inputs(bench: Bench, lengths: list[int]) -> tuple[Tensor, Tensor, Tensor, An
     from skyrl_mega.megatron.packing import pack
 
     heads, groups, width = (4, 2, 16) if bench.tiny else (16, 2, 128)
-    micro = pack(parts.rows(lengths, 100), context=1, context_rank=0, tensor=1, device=bench.device)
+    micro = pack(parts.rows(lengths, 100), context=1, context_rank=0, tensor=1).to(bench.device)
     generator = torch.Generator(bench.device).manual_seed(0)
     tokens = micro.tokens.shape[1]
     q, k, v = (

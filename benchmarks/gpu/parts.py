@@ -86,10 +86,10 @@ def rows(lengths: Sequence[int], vocab: int, seed: int = 0) -> Sequences:
     from skyrl_mega.megatron.sequences import Sequences
 
     rng = np.random.default_rng(seed)
-    batch = Sequences.of([rng.integers(0, vocab, n).tolist() for n in lengths])
-    weights = np.ones(len(batch.tokens), np.float32)
+    batch = Sequences.of([rng.integers(0, vocab, n) for n in lengths])
+    weights = torch.ones(len(batch.tokens))
     weights[batch.starts] = 0
-    batch.fields["weights"] = weights / weights.sum()
+    batch["weights"] = weights / weights.sum()
     return batch
 
 

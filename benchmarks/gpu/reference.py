@@ -60,7 +60,7 @@ def prove(bench: Bench) -> None:
 def _logprobs(rank: ModelWorker, batch: Sequences, reference: bool = False) -> np.ndarray:
     found = rank.logprobs([batch], reference=reference)
     assert found is not None
-    return found[0][0]
+    return found[0][0].numpy()
 
 
 def _off(found: np.ndarray, wanted: np.ndarray) -> float:

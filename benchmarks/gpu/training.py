@@ -98,7 +98,7 @@ def train(case: Case) -> Told:
         rank, batch = _opened(case, dtype)
         rank.load(case.model)
         (pair,) = rank.logprobs([batch])
-        told: Told = {"log-probs": pair[0], "entropy": pair[1], "losses": [], "gradient norms": []}
+        told: Told = {"log-probs": pair[0].numpy(), "entropy": pair[1].numpy(), "losses": [], "gradient norms": []}
         for step in range(STEPS):
             metrics = rank.train([batch], supervised)
             told["losses"].append(metrics["loss"])

@@ -3,7 +3,7 @@
 from skyrl_mega.algorithms.advantages import advantages
 from skyrl_mega.algorithms.filters import informative_groups, varied
 from skyrl_mega.algorithms.kl import kl
-from skyrl_mega.algorithms.mismatch import mismatch
+from skyrl_mega.algorithms.mismatch import mismatch, mismatch_sums
 from skyrl_mega.algorithms.shaping import soft_overlong, without_truncated
 from skyrl_mega.algorithms.token_weights import token_weights
 
@@ -12,6 +12,7 @@ __all__ = [
     "informative_groups",
     "kl",
     "mismatch",
+    "mismatch_sums",
     "soft_overlong",
     "token_weights",
     "varied",

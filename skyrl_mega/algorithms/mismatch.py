@@ -1,32 +1,46 @@
-"""How far the engine's log-probs lie from the policy's, for the tokens that the engine drew."""
+"""How far the engine's log-probs lie from the policy's, for the tokens that the engine drew, at the same weights."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
+
+import torch
 from torch import Tensor
 
 from skyrl_mega.algorithms.kl import kl
+from skyrl_mega.algorithms.losses.base import LossInputs
+
+COUNT = "mismatch_tokens"
+TOTALS = {"mismatch/logprob_abs_mean": "mismatch_abs", "mismatch/kl": "mismatch_kl"}
+PEAKS = {"mismatch/logprob_abs_max": "mismatch_abs_max"}
 
 
-def mismatch(engine_T: Tensor, policy_T: Tensor, mask_T: Tensor) -> dict[str, float]:
-    """The mismatch of a step's tokens, both sides at the same weights.
+def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
+    """What one micro-batch adds: tokens, sums and the maximum, without gradient; {} without the engine's log-probs.
 
-    Args:
-        engine_T: The engine's log-probs, natural log.
-        policy_T: The policy's log-probs of the same tokens.
-        mask_T: 1 where the policy (as engine) produced the token; other entries are not read.
-
-    Returns:
-        `mismatch/logprob_abs_mean` and `mismatch/logprob_abs_max` of |engine - policy|, and `mismatch/kl`, the k3
-        estimate of KL(engine ‖ policy): the tokens are the engine's, so it is the sampling distribution. All 0
-        without tokens.
+    |engine - policy|, and the k3 estimate of KL(engine ‖ policy): the tokens are the engine's, so it is the sampling
+    distribution.
     """
-    chosen = mask_T.bool()
-    engine, policy = engine_T[chosen].double(), policy_T[chosen].double()
-    if engine.numel() == 0:
-        return {"mismatch/logprob_abs_mean": 0.0, "mismatch/logprob_abs_max": 0.0, "mismatch/kl": 0.0}
+    if inputs.rollout_L is None:
+        return {}
+    counts = inputs.active_L if inputs.drawn_L is None else inputs.active_L & inputs.drawn_L
+    engine = torch.where(counts, inputs.rollout_L, 0.0).double()
+    policy = torch.where(counts, inputs.old_L.detach(), 0.0).double()
     distance = (engine - policy).abs()
     return {
-        "mismatch/logprob_abs_mean": distance.mean().item(),
-        "mismatch/logprob_abs_max": distance.max().item(),
-        "mismatch/kl": kl(engine, policy, "k3").mean().item(),
+        COUNT: counts.sum(),
+        "mismatch_abs": distance.sum(),
+        "mismatch_kl": kl(engine, policy, "k3").sum(),
+        "mismatch_abs_max": distance.amax() if len(distance) else distance.sum(),
     }
+
+
+def mismatch(updates: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """A step's mismatch, from the sums of its optimizer steps: the mean and the maximum of the distance, and KL.
+
+    All 0 without tokens.
+    """
+    updates = list(updates)
+    tokens = sum(sums[COUNT] for sums in updates)
+    means = {name: sum(sums[key] for sums in updates) / max(tokens, 1) for name, key in TOTALS.items()}
+    return means | {name: max((sums[key] for sums in updates), default=0.0) for name, key in PEAKS.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from datetime import timedelta
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +44,7 @@ class MegatronActor:
         self.dtype = getattr(torch, dtype)
         self.trainable = trainable
         self.exchange: Exchange | None = None
+        self.minis: list[list[Sequences]] = []
         if device == "cpu":
             torch.set_num_threads(policy.threads)
             with without_wandb():
@@ -92,15 +94,31 @@ class MegatronActor:
         """Starts the optimizer afresh, perhaps with other settings (after the supervised warm-up)."""
         self.rank.reset_optimizer(optimizer)
 
-    def logprobs(
-        self, micros: list[Sequences], temperature: float, reference: bool
-    ) -> list[tuple[np.ndarray, np.ndarray]] | None:
-        """See `ModelWorker.logprobs`."""
-        return self.rank.logprobs(micros, temperature=temperature, reference=reference)
+    def hold(self, minis: list[list[Sequences]]) -> None:
+        """Keeps this rank's micro-batches of each mini-batch of an RL step."""
+        self.minis = minis
 
-    def train(self, micros: list[Sequences], temperature: float, loss: str) -> dict[str, float]:
-        """See `ModelWorker.train`."""
-        return self.rank.train(micros, objectives.objective(loss, self.algorithm), temperature=temperature)
+    def add(self, minis: list[list[np.ndarray]], name: str) -> None:
+        """Adds a column to them: [T] for each micro-batch."""
+        for micro, values in zip(chain(*self.minis), chain(*minis), strict=True):
+            micro[name] = torch.tensor(values)
+
+    def keep_logprobs(self, name: str, temperature: float, reference: bool) -> None:
+        """Adds their log-probs as a column, where this rank has any; see `ModelWorker.logprobs`."""
+        held = list(chain(*self.minis))
+        pairs = self.rank.logprobs(held, temperature=temperature, reference=reference)
+        for micro, (values, _) in zip(held, pairs or (), strict=pairs is not None):
+            micro[name] = values
+
+    def logprobs(self, temperature: float) -> list[np.ndarray] | None:
+        """Their log-probs, [T] for each micro-batch; see `ModelWorker.logprobs`."""
+        pairs = self.rank.logprobs(list(chain(*self.minis)), temperature=temperature)
+        return None if pairs is None else [values.numpy() for values, _ in pairs]
+
+    def train(self, mini: int, temperature: float, loss: str) -> dict[str, float]:
+        """One optimizer step on a mini-batch that is held; see `ModelWorker.train`."""
+        objective = objectives.objective(loss, self.algorithm)
+        return self.rank.train(self.minis[mini], objective, temperature=temperature)
 
     def empty_cache(self) -> None:
         """Gives memory of its GPU back that torch keeps for later."""

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import ray
+import torch
+from torch import Tensor
 
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
@@ -14,15 +16,21 @@ from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.parallel.balance import balance
 from skyrl_mega.parallel.dims import ParallelDims
 
+Rows = list[list[Tensor]]
+"""For each data-parallel rank the sequences of each of its micro-batches."""
+
 
 class TrainGroup:
     """All ranks of a policy (or of a reference in a layout of its own).
 
-    Ranks may work in another folder than the driver, so paths travel whole.
+    The mini-batches of an RL step are dealt once, by `hold`; the ranks keep their micro-batches, and what is computed
+    for them, until the next `hold`. Ranks may work in another folder than the driver, so paths travel whole.
     """
 
     def __init__(self, group: ActorGroup, parallel: ParallelDims, config: PolicyConfig, timeout_s: float) -> None:
         self.group, self.parallel, self.config, self.timeout_s = group, parallel, config, timeout_s
+        self._minis: Sequence[Sequences] = ()
+        self._rows: list[Rows] = []
 
     def load(self, path: Path) -> None:
         """Loads a Hugging Face directory into all ranks."""
@@ -36,33 +44,51 @@ class TrainGroup:
         """Starts the optimizer and its schedule afresh."""
         self._call("reset_optimizer", optimizer)
 
-    def logprobs(
-        self, batch: Sequences, *, temperature: float, reference: bool = False
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Log-prob and entropy of every token given those before it: float32 [T] each, aligned with `batch.tokens`.
+    def hold(self, minis: Sequence[Sequences]) -> None:
+        """Deals mini-batches into micro-batches, which the ranks keep in the place of those that they held."""
+        self._minis, self._rows = minis, [self._deal(mini) for mini in minis]
+        self._send("hold", lambda mini, rows: minis[mini].take(rows))
 
-        0 outside the field `mask`, where the batch has one.
+    def add(self, name: str, values: Sequence[Tensor]) -> None:
+        """Gives the ranks a further column of what they hold: [T] for each mini-batch."""
+        self._send("add", lambda mini, rows: values[mini][self._minis[mini].index(rows)].numpy(), name)
+
+    def keep_logprobs(self, name: str, *, temperature: float, reference: bool = False) -> None:
+        """Has the ranks compute the log-probs of what they hold and keep them as a column, [T] float32.
+
+        Args:
+            name: The column's.
+            temperature: Divides the logits.
+            reference: With the weights of `keep_reference`.
         """
-        rows, micros = self._deal(batch)
-        answers = self._call("logprobs", per_rank=[(m, temperature, reference) for m in micros])
-        logprobs = np.zeros(len(batch.tokens), np.float32)
-        entropy = np.zeros(len(batch.tokens), np.float32)
+        self._call("keep_logprobs", name, temperature, reference)
+
+    def logprobs(self, *, temperature: float) -> list[Tensor]:
+        """Log-prob of every token that is held, given those before it: float32 [T] for each mini-batch.
+
+        0 for tokens that do not count (`ModelWorker.logprobs`).
+        """
+        answers = self._call("logprobs", temperature)
+        found = [torch.zeros(len(mini.tokens)) for mini in self._minis]
         for rank, answer in enumerate(answers):
             at = self.parallel.coordinates(rank)
             if answer is None or at.tp or at.cp:
                 continue
-            for micro, (values, entropies) in zip(rows[at.dp], answer, strict=True):
-                where = batch.index(micro)
-                logprobs[where], entropy[where] = values, entropies
-        return logprobs, entropy
+            micros = iter(answer)
+            for mini, values, rows in zip(self._minis, found, self._rows, strict=True):
+                for micro in rows[at.dp]:
+                    values[mini.index(micro)] = torch.from_numpy(next(micros))
+        return found
 
-    def train(self, batch: Sequences, *, temperature: float, loss: str) -> dict[str, float]:
-        """One optimizer step on the whole batch; its fields must hold final token weights.
+    def train(self, mini: int = 0, *, temperature: float, loss: str) -> dict[str, float]:
+        """One optimizer step on a whole mini-batch that is held; its columns must have final token weights.
 
-        `loss`: `algorithm.loss`, or supervised.
+        Args:
+            mini: Which.
+            temperature: Divides the logits.
+            loss: `algorithm.loss`, or supervised.
         """
-        _, micros = self._deal(batch)
-        answers = self._call("train", per_rank=[(m, temperature, loss) for m in micros])
+        answers = self._call("train", mini, temperature, loss)
         return max(answers, key=len)  # only the last pipeline stage has the loss's metrics
 
     def save(self, folder: Path) -> None:
@@ -80,17 +106,24 @@ class TrainGroup:
     def _call(self, method: str, *args: Any, per_rank: list[Any] | None = None) -> list[Any]:
         return self.group.call_all(method, *args, per_rank=per_rank, timeout=self.timeout_s)
 
-    def _deal(self, batch: Sequences) -> tuple[list[list[np.ndarray]], list[Any]]:
-        """Sequences → for each data-parallel rank its micro-batches' rows.
+    def _send(self, method: str, cut: Callable[[int, Tensor], Any], *args: Any) -> None:
+        """Calls all ranks with `cut(mini-batch, its rows)` for each of their micro-batches, and `args`.
 
-        And for each rank a reference to the tokens.
+        Ranks with the same tokens get the same object, which lies in a node's memory once.
         """
+        stored = [
+            ray.put([[cut(mini, micro) for micro in rows[data]] for mini, rows in enumerate(self._rows)])
+            for data in range(self.parallel.data)
+        ]
+        mine = [stored[self.parallel.coordinates(rank).dp] for rank in range(self.parallel.ranks)]
+        self._call(method, per_rank=[(held, *args) for held in mine])
+
+    def _deal(self, batch: Sequences) -> Rows:
+        """The rows of each data-parallel rank's micro-batches."""
         dealt = balance(
             batch.lengths.tolist(),
             self.parallel.data,
             self.config.micro_tokens * self.parallel.context,
             multiple=self.parallel.pipeline if self.parallel.virtual_pipeline > 1 else 1,
         )
-        rows = [[np.asarray(m, dtype=np.int64) for m in micros] for micros in dealt]
-        stored = [ray.put([batch.take(m) for m in micros]) for micros in rows]
-        return rows, [stored[self.parallel.coordinates(rank).dp] for rank in range(self.parallel.ranks)]
+        return [[torch.tensor(m, dtype=torch.int64) for m in micros] for micros in dealt]

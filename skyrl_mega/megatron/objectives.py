@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from skyrl_mega.algorithms.losses import LossInputs, Metrics, find
+from skyrl_mega.algorithms.mismatch import mismatch_sums
 from skyrl_mega.config.schema import AlgorithmConfig
 
 if TYPE_CHECKING:
@@ -21,13 +22,18 @@ Objective = Callable[[LossInputs], tuple[Tensor, Metrics]]
 
 
 def objective(loss: str, algorithm: AlgorithmConfig) -> Objective:
-    """The loss of this name with these settings."""
+    """The loss of this name with these settings. Its metrics include the engine's mismatch, where its log-probs are."""
     compute = find(loss)
-    return lambda inputs: compute(inputs, algorithm)
+
+    def measured(inputs: LossInputs) -> tuple[Tensor, Metrics]:
+        value, metrics = compute(inputs, algorithm)
+        return value, {**metrics, **mismatch_sums(inputs)}
+
+    return measured
 
 
 supervised = objective("supervised", AlgorithmConfig())
-"""Cross-entropy of the given tokens; field: weights."""
+"""Cross-entropy of the given tokens; column: weights."""
 
 
 def inputs_of(
@@ -38,22 +44,28 @@ def inputs_of(
     Args:
         logprobs: [L], with a gradient.
         entropy: [L].
-        micro: Fields: weights; advantages and old_logprobs but in a supervised step; where there are such,
-            rollout_logprobs, reference_logprobs, values and kl_weights.
+        micro: Columns: weights; advantages but in a supervised step; where there are such, old_logprobs,
+            rollout_logprobs, drawn, reference_logprobs, values and kl_weights. Without old_logprobs these are the
+            weights at the start of the RL step, and the log-probs are their own old ones.
         group: Context ranks that share the sequences; None where a rank has all of each.
     """
-    fields = micro.fields
+    columns = micro.columns
     absent = torch.full_like(logprobs, torch.nan, requires_grad=False)  # a loss that reads it fails
+    old = columns.get("old_logprobs", logprobs.detach())
+    rollout, drawn = columns.get("rollout_logprobs"), columns.get("drawn")
+    if rollout is not None and drawn is not None:
+        rollout = torch.where(drawn, rollout, old)  # nothing is to be corrected where no engine drew
     return LossInputs(
         logprobs_L=logprobs,
-        weights_L=fields["weights"],
-        old_L=fields.get("old_logprobs", absent),
-        advantages_L=fields.get("advantages", absent),
-        rollout_L=fields.get("rollout_logprobs"),
-        reference_L=fields.get("reference_logprobs"),
-        values_L=fields.get("values"),
+        weights_L=columns["weights"],
+        old_L=old,
+        advantages_L=columns.get("advantages", absent),
+        rollout_L=rollout,
+        drawn_L=drawn,
+        reference_L=columns.get("reference_logprobs"),
+        values_L=columns.get("values"),
         entropy_L=entropy,
-        kl_weights_L=fields.get("kl_weights"),
+        kl_weights_L=columns.get("kl_weights"),
         sequence_L=micro.answer,
         sequences=micro.answers,
         **({} if group is None else {"sum_over_ranks": partial(sum_over, group)}),

@@ -11,9 +11,9 @@ Legend: N sequences, T tokens in the packed row, L = T / cp tokens on this conte
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
-import numpy as np
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
@@ -38,7 +38,8 @@ class PackedRow(PackedSeqParams):
 class MicroBatch:
     """One micro-batch on one context rank.
 
-    Entry i of `targets` and of the fields belongs to the token that input i predicts.
+    Entry i of `targets` and of a column that is aligned to the target belongs to the token that input i predicts; of
+    one that is aligned to the input, to input i itself.
     """
 
     tokens: Tensor
@@ -47,8 +48,8 @@ class MicroBatch:
     """int64 [1, L]."""
     targets: Tensor
     """int64 [L]: next tokens."""
-    fields: dict[str, Tensor]
-    """float32 [L] each."""
+    columns: dict[str, Tensor]
+    """[L, …] each, in the dtype that they came in; 0 where no token stands behind an entry."""
     row: PackedRow
     answer: Tensor
     """int64 [L]: which of the micro-batch's answers a token that counts belongs to; 0 for the others."""
@@ -56,99 +57,113 @@ class MicroBatch:
     source: Tensor
     """int64 [L]: index of the predicted token in the flat `Sequences`, or -1 where nothing is predicted."""
 
+    def to(self, device: torch.device) -> MicroBatch:
+        """The same on a device."""
+        columns = {name: values.to(device) for name, values in self.columns.items()}
+        row = replace(self.row, **_moved(self.row, device))
+        return replace(self, columns=columns, row=row, **_moved(self, device))
 
-def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, device: torch.device) -> MicroBatch:
-    """Packs a micro-batch for one context rank.
 
-    A sequence of n tokens gives n inputs; input i predicts token i + 1, the last predicts nothing. Fields are shifted
-    the same way, and are 0 where nothing is predicted.
+def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int) -> MicroBatch:
+    """Packs a micro-batch for one context rank, in host memory.
+
+    A sequence of n tokens gives n inputs; input i predicts token i + 1, the last predicts nothing.
     """
-    chunks = 2 * context if context > 1 else 1
-    padded = -(-batch.lengths // chunks) * chunks
-    total = int(padded.sum())
-    # The width that sequence parallelism and the zigzag both divide.
-    width = chunks * tensor
-    tail = -total % width if total else width
-    if tail:
-        padded = np.append(padded, tail)
-        total += tail
-    starts = np.cumsum(padded) - padded
+    padded = padded_lengths(batch.lengths, context, tensor)
+    starts, total = padded.cumsum(0) - padded, int(padded.sum())
+    read, predicted = torch.full((2, total), -1)
+    """For each place of the whole row, the token that is read there and the one that is predicted there; -1: none."""
+    places = ragged_arange(starts[: len(batch)], batch.lengths)
+    read[places] = torch.arange(len(batch.tokens))
+    predicts = torch.ones(len(batch.tokens), dtype=torch.bool)
+    predicts[batch.lengths.cumsum(0)[batch.lengths > 0] - 1] = False
+    predicted[places[predicts]] = predicts.nonzero()[:, 0] + 1
 
-    place = ragged_arange(starts[: len(batch)], batch.lengths)  # [tokens of the batch] → place in the row
-    tokens = np.zeros(total, np.int64)
-    tokens[place] = batch.tokens
-    source = np.full(total, -1, np.int64)
-    last = np.cumsum(batch.lengths) - 1
-    predicts = np.ones(len(batch.tokens), bool)
-    predicts[last] = False
-    here = np.flatnonzero(predicts)
-    source[place[here]] = here + 1
-
-    answer_of_token, answers = _answers(batch)
     local = _zigzag(starts, padded, context, context_rank)
-    mine = source[local]
-    known = mine >= 0
-    targets = np.where(known, batch.tokens[mine], 0) if len(batch.tokens) else np.zeros(len(local), np.int64)
-    sequence = np.repeat(np.arange(len(padded)), padded)
-    position = np.arange(total) - np.repeat(starts, padded)
+    sources = {"input": read[local], "target": predicted[local]}
 
-    def tensor_of(array: np.ndarray) -> Tensor:
-        return torch.from_numpy(np.ascontiguousarray(array)).to(device)
+    def moved(values: Tensor, aligned: str = "target") -> Tensor:
+        source = sources[aligned]
+        there = source >= 0
+        out = values.new_zeros(len(source), *values.shape[1:])
+        out[there] = values[source[there]]
+        return out
 
-    cu = torch.from_numpy(np.concatenate([[0], np.cumsum(padded)]).astype(np.int32)).to(device)
+    answer, answers = _answers(batch)
+    tokens = batch.tokens.long()
+    row = _packed_row(starts, padded, local, context)
+    assert row.position_L is not None
+    return MicroBatch(
+        tokens=moved(tokens, "input")[None],
+        positions=row.position_L[None],
+        targets=moved(tokens),
+        columns={name: moved(column.values, column.aligned) for name, column in batch.columns.items()},
+        row=row,
+        answer=moved(answer),
+        answers=answers,
+        source=sources["target"],
+    )
+
+
+def _moved(record: MicroBatch | PackedRow, device: torch.device) -> dict[str, Any]:
+    """Its fields that are tensors, on a device."""
+    return {name: value.to(device) for name, value in vars(record).items() if isinstance(value, Tensor)}
+
+
+def padded_lengths(lengths: Tensor, context: int, tensor: int) -> Tensor:
+    """int64 [N] or [N + 1]: every sequence padded to what the zigzag divides, and a last one of padding alone where the
+    row is not divided by what sequence parallelism and the zigzag need."""
+    chunks = 2 * context if context > 1 else 1
+    padded = -(-lengths // chunks) * chunks
+    width, total = chunks * tensor, int(padded.sum())
+    tail = -total % width if total else width
+    return torch.cat([padded, padded.new_tensor([tail])]) if tail else padded
+
+
+def _packed_row(starts: Tensor, padded: Tensor, local: Tensor, context: int) -> PackedRow:
+    """The description of the whole row, and of this rank's places `local` in it."""
+    bounds = torch.cat([starts, padded.sum()[None]]).int()
     longest = int(padded.max())
+    sequence = torch.arange(len(padded)).repeat_interleave(padded)
     order = None
     if context > 1:
-        gathered = np.concatenate([_zigzag(starts, padded, context, r) for r in range(context)])
-        order = np.empty(total, np.int64)
-        order[gathered] = np.arange(total)
-    row = PackedRow(
+        order = torch.cat([_zigzag(starts, padded, context, rank) for rank in range(context)]).argsort()
+    return PackedRow(
         qkv_format="thd",
-        cu_seqlens_q=cu,
-        cu_seqlens_kv=cu,
-        cu_seqlens_q_padded=cu,
-        cu_seqlens_kv_padded=cu,
+        cu_seqlens_q=bounds,
+        cu_seqlens_kv=bounds,
+        cu_seqlens_q_padded=bounds,
+        cu_seqlens_kv_padded=bounds,
         max_seqlen_q=longest,
         max_seqlen_kv=longest,
-        sequence_L=tensor_of(sequence[local]),
-        position_L=tensor_of(position[local]),
-        global_L=None if order is None else tensor_of(order),
+        sequence_L=sequence[local],
+        position_L=local - starts[sequence[local]],
+        global_L=order,
         sequences=len(padded),
     )
-    return MicroBatch(
-        tokens=tensor_of(tokens[local])[None],
-        positions=tensor_of(position[local])[None],
-        targets=tensor_of(targets),
-        fields={k: tensor_of(np.where(known, v[mine], 0).astype(np.float32)) for k, v in batch.fields.items()}
-        if len(batch.tokens)
-        else {k: torch.zeros(len(local), device=device) for k in batch.fields},
-        row=row,
-        answer=tensor_of(np.where(known, answer_of_token[mine], 0) if len(batch.tokens) else np.zeros_like(local)),
-        answers=answers,
-        source=tensor_of(mine),
-    )
 
 
-def _answers(batch: Sequences) -> tuple[np.ndarray, int]:
-    """For each token that counts the number of its answer, [T], and how many answers there are.
+def _answers(batch: Sequences) -> tuple[Tensor, int]:
+    """For each token that counts the number of its answer, int64 [T], and how many answers there are.
 
     An answer is a run of tokens with a weight within one sequence: between two turns lies what the environment said.
     It does not depend on how a trajectory is cut into sequences.
     """
-    counts = batch.fields["weights"] != 0 if "weights" in batch.fields else np.zeros(len(batch.tokens), bool)
-    begins = counts.copy()
+    if "weights" not in batch:
+        return torch.zeros(len(batch.tokens), dtype=torch.int64), 0
+    counts = batch["weights"] != 0
+    begins = counts.clone()
     begins[1:] &= ~counts[:-1]
     first = batch.starts[batch.lengths > 0]
     begins[first] = counts[first]
-    return np.where(counts, np.cumsum(begins) - 1, 0), int(begins.sum())
+    return torch.where(counts, begins.cumsum(0) - 1, 0), int(begins.sum())
 
 
-def _zigzag(starts: np.ndarray, padded: np.ndarray, context: int, rank: int) -> np.ndarray:
+def _zigzag(starts: Tensor, padded: Tensor, context: int, rank: int) -> Tensor:
     """Places in the row that context rank `rank` holds, sequence after sequence."""
     if context == 1:
-        return ragged_arange(starts, padded)
+        return torch.arange(int(padded.sum()))
     width = padded // (2 * context)
     first = starts + rank * width
     second = starts + (2 * context - 1 - rank) * width
-    pairs = np.stack([first, second], 1).ravel()
-    return ragged_arange(pairs, np.repeat(width, 2))
+    return ragged_arange(torch.stack([first, second], 1).flatten(), width.repeat_interleave(2))

@@ -1,60 +1,128 @@
-"""Token sequences as flat arrays: what travels between the trainer and the policy's ranks."""
+"""Token sequences as flat tensors: what travels between the trainer and the policy's ranks."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Any, Literal, Self
 
 import numpy as np
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Column:
+    """A value of every token, and the input that it goes with once sequences are packed (`packing.pack`)."""
+
+    values: Tensor
+    """[T, …], of any dtype that numpy has too."""
+    aligned: Literal["target", "input"] = "target"
+    """target: entry t goes with the input before token t, which predicts it: weights, log-probs, advantages.
+    input: entry t goes with token t itself as it is read: the experts that it was routed to, values."""
+
+    def take(self, index: Tensor | slice) -> Column:
+        """The same of some tokens."""
+        return Column(self.values[index], self.aligned)
 
 
 @dataclass
 class Sequences:
-    """N sequences, one after another. Every array of `fields` is aligned with `tokens`: entry t belongs to token t.
+    """N sequences, one after another. Entry t of every column belongs to token t. All of it is in host memory.
+
+    `sequences["weights"]` is a column's values, and `sequences["weights"] = values` sets one that is aligned to the
+    target.
 
     Legend: N sequences, T tokens of all of them.
     """
 
-    lengths: np.ndarray
+    lengths: Tensor
     """int64 [N]."""
-    tokens: np.ndarray
-    """int64 [T]."""
-    fields: dict[str, np.ndarray] = field(default_factory=dict)
-    """float32 [T] each: mask, advantages, old_logprobs, …"""
+    tokens: Tensor
+    """int32 [T]."""
+    columns: dict[str, Column] = field(default_factory=dict)
+    """By name: mask, weights, advantages, old_logprobs, …"""
 
     @classmethod
-    def of(cls, tokens: Sequence[Sequence[int]]) -> Self:
-        """From one list of token ids per sequence."""
-        lengths = np.array([len(t) for t in tokens], dtype=np.int64)
-        flat = np.concatenate([np.asarray(t, dtype=np.int64) for t in tokens]) if tokens else np.zeros(0, np.int64)
-        return cls(lengths, flat)
+    def of(cls, tokens: Sequence[Sequence[int] | np.ndarray]) -> Self:
+        """From the token ids of each sequence."""
+        lengths = torch.tensor([len(t) for t in tokens], dtype=torch.int64)
+        return cls(lengths, flat(tokens, np.int32))
 
     def __len__(self) -> int:
         return len(self.lengths)
 
-    @property
-    def starts(self) -> np.ndarray:
-        """int64 [N]: where each sequence begins in `tokens`."""
-        return np.cumsum(self.lengths) - self.lengths
+    def __contains__(self, name: str) -> bool:
+        return name in self.columns
 
-    def index(self, rows: Sequence[int] | np.ndarray) -> np.ndarray:
-        """Positions in `tokens` of the sequences `rows`, in that order."""
+    def __getitem__(self, name: str) -> Tensor:
+        return self.columns[name].values
+
+    def __setitem__(self, name: str, values: Tensor) -> None:
+        self.add(name, Column(values))
+
+    def add(self, name: str, column: Column) -> None:
+        """Adds a column, or puts it in the place of the one of this name.
+
+        Raises:
+            ValueError: It has another length than `tokens`.
+        """
+        if len(column.values) != len(self.tokens):
+            raise ValueError(f"column {name}: {len(column.values)} values for {len(self.tokens)} tokens")
+        self.columns[name] = column
+
+    @property
+    def starts(self) -> Tensor:
+        """int64 [N]: where each sequence begins in `tokens`."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    def index(self, rows: Sequence[int] | Tensor) -> Tensor:
+        """int64: positions in `tokens` of the sequences `rows`, in that order."""
+        rows = torch.as_tensor(rows, dtype=torch.int64)
         return ragged_arange(self.starts[rows], self.lengths[rows])
 
-    def take(self, rows: Sequence[int] | np.ndarray) -> Sequences:
-        """The sequences `rows`, in that order."""
-        rows = np.asarray(rows, dtype=np.int64)
+    def take(self, rows: Sequence[int] | Tensor) -> Sequences:
+        """A copy of the sequences `rows`, in that order."""
+        rows = torch.as_tensor(rows, dtype=torch.int64)
         at = self.index(rows)
-        return Sequences(self.lengths[rows], self.tokens[at], {k: v[at] for k, v in self.fields.items()})
+        return Sequences(self.lengths[rows], self.tokens[at], {k: c.take(at) for k, c in self.columns.items()})
 
-    def per_token(self, values: np.ndarray) -> np.ndarray:
-        """Repeats one value per sequence [N] over its tokens [T]."""
-        return np.repeat(values, self.lengths)
+    def part(self, first: int, last: int) -> Sequences:
+        """Sequences `first … last - 1`, as views."""
+        ends = torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
+        at = slice(int(ends[first]), int(ends[last]))
+        return Sequences(self.lengths[first:last], self.tokens[at], {k: c.take(at) for k, c in self.columns.items()})
+
+    def per_token(self, values: Tensor) -> Tensor:
+        """Repeats one value per sequence [N, …] over its tokens [T, …]."""
+        return values.repeat_interleave(self.lengths, dim=0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Arrays of numpy, which Ray hands on in shared memory without a copy for each process."""
+        columns = {name: (c.values.numpy(), c.aligned) for name, c in self.columns.items()}
+        return {"lengths": self.lengths.numpy(), "tokens": self.tokens.numpy(), "columns": columns}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.lengths, self.tokens = _shared(state["lengths"]), _shared(state["tokens"])
+        self.columns = {name: Column(_shared(values), aligned) for name, (values, aligned) in state["columns"].items()}
 
 
-def ragged_arange(starts: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Concatenation of `arange(start, start + length)` for every pair."""
-    ends = np.cumsum(lengths)
-    offsets = np.repeat(starts - (ends - lengths), lengths)
-    return np.arange(int(ends[-1]) if len(ends) else 0, dtype=np.int64) + offsets
+def flat(parts: Sequence[Any], dtype: Any) -> Tensor:
+    """Sequences of numbers, arrays among them, one after another in one tensor [T]."""
+    arrays = [np.asarray(part, dtype) for part in parts]
+    return torch.from_numpy(np.concatenate(arrays) if arrays else np.zeros(0, dtype))
+
+
+def ragged_arange(starts: Tensor, lengths: Tensor) -> Tensor:
+    """Concatenation of `arange(start, start + length)` for every pair: int64."""
+    before = lengths.cumsum(0) - lengths
+    offsets = (starts - before).repeat_interleave(lengths)
+    return torch.arange(len(offsets)) + offsets
+
+
+def _shared(array: np.ndarray) -> Tensor:
+    """The array's memory as a tensor. What came through Ray is read-only: nothing here writes into a column."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")
+        return torch.from_numpy(array)

@@ -6,13 +6,13 @@ which are those of the rank's data-parallel group.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state as mpu
@@ -128,10 +128,10 @@ class ModelWorker:
 
     def logprobs(
         self, micros: Sequence[Sequences], *, temperature: float = 1.0, reference: bool = False
-    ) -> list[tuple[np.ndarray, np.ndarray]] | None:
-        """Log-prob and entropy of every token given those before it, float32, aligned with `tokens`.
+    ) -> list[tuple[Tensor, Tensor]] | None:
+        """Log-prob and entropy of every token given those before it, float32 [T] each in host memory.
 
-        A first token has 0, and so have those outside the field `mask`, where there is one.
+        A first token has 0, and so have those that do not count: with weight 0, or outside the column `mask`.
         One pair per micro-batch on the last pipeline stage; None on the others.
         """
         self._own()
@@ -155,7 +155,7 @@ class ModelWorker:
             both = out["both"]
             if self.parallel.context > 1:
                 dist.all_reduce(both, group=mpu.get_context_parallel_group())
-            pairs.append((both[0].cpu().numpy(), both[1].cpu().numpy()))
+            pairs.append((both[0].cpu(), both[1].cpu()))
         return pairs
 
     def train(self, micros: Sequence[Sequences], objective: Objective, *, temperature: float = 1.0) -> dict[str, float]:
@@ -183,7 +183,7 @@ class ModelWorker:
             self.schedule.step(1)
         lr = float(max(group["lr"] for group in self.optimizer.param_groups))
         updated, grad_norm, _ = self.optimizer.step()
-        if not updated or not np.isfinite(float(grad_norm)):
+        if not updated or not math.isfinite(grad_norm):
             raise FloatingPointError(f"policy: gradient norm is {grad_norm}; loss sums of this step: {metrics}")
         if self.from_zero:
             self.schedule.step(1)
@@ -199,8 +199,7 @@ class ModelWorker:
                 context=self.parallel.context,
                 context_rank=mpu.get_context_parallel_rank(),
                 tensor=self.parallel.tensor,
-                device=self.device,
-            )
+            ).to(self.device)
             for m in micros
         ]
         sizes = [len(m.tokens) for m in micros]
@@ -238,8 +237,8 @@ class ModelWorker:
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
         wanted = micro.source >= 0
         for name in ("mask", "weights"):
-            if name in micro.fields:
-                wanted = wanted & (micro.fields[name] != 0)
+            if name in micro.columns:
+                wanted = wanted & (micro.columns[name] != 0)
         at = wanted.nonzero()[:, 0]
         values = vocab_parallel_logprobs(
             hidden[at, 0].to(weight.dtype),

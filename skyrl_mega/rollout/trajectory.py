@@ -7,6 +7,7 @@ from enum import Enum
 from typing import Any
 
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.megatron.sequences import Column
 
 __all__ = ["Group", "Kind", "Prompt", "Status", "Step", "Trajectory"]
 
@@ -110,6 +111,8 @@ class Trajectory:
     """Time in `generate` and `env`."""
     steps: list[Step] = field(default_factory=list)
     """What happened when."""
+    columns: dict[str, Column] = field(default_factory=dict)
+    """Further values of its tokens, [T, …] each, which the batch carries along."""
 
     @property
     def context(self) -> list[int]:

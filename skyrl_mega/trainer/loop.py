@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import numpy as np
-import torch
-
 from skyrl_mega.algorithms.mismatch import mismatch
 from skyrl_mega.algorithms.token_weights import averages
 from skyrl_mega.cluster.channel import heeding
+from skyrl_mega.config.schema import AlgorithmConfig
+from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.rollout.trajectory import Group
-from skyrl_mega.trainer.batch import batch_of, mini_batches, not_drawn
+from skyrl_mega.trainer.batch import make_batch, mini_batches, token_advantages
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.shutdown import GracefulStop
 from skyrl_mega.trainer.step import Step
@@ -53,24 +52,29 @@ def take_step(run: Run) -> None:
 
 def train_on(run: Run, step: Step, groups: list[Group]) -> None:
     """Advantages, log-probs under the weights that sampled, and the optimizer steps on them."""
-    algorithm = run.config.algorithm
-    batch = batch_of(groups, algorithm, run.response_limit, run.config.rollout.step_wise)
+    algorithm, data = run.config.algorithm, run.config.data
+    batch = make_batch(groups, algorithm, run.config.rollout)
+    batch["advantages"] = token_advantages(batch, algorithm)
+    minis = mini_batches(batch, data.mini_batch_prompts, algorithm)
 
     with step.phase("logprobs"):
-        old, _ = run.policy.logprobs(batch, temperature=run.temperature)
-        batch.fields["old_logprobs"] = old
+        run.policy.hold(minis)
+        if len(minis) > 1:  # the first one trains with the weights that sampled: its own log-probs are the old ones
+            run.policy.keep_logprobs("old_logprobs", temperature=run.temperature)
         if run.reference:
-            batch.fields["reference_logprobs"], _ = run.reference(batch, temperature=run.temperature)
-    engine = batch.fields["rollout_logprobs"]
-    drawn = ~not_drawn(batch, run.config.rollout.conversation)  # nothing is to be corrected where no engine drew
-    mask = batch.fields["mask"] * drawn
-    step.record(mismatch(torch.from_numpy(engine), torch.from_numpy(old), torch.from_numpy(mask)))
-    batch.fields["rollout_logprobs"] = np.where(drawn, engine, old)
+            run.reference.keep_logprobs(minis, temperature=run.temperature)
 
     with step.phase("train"):
-        prompts = run.config.data.mini_batch_prompts or len(groups)
-        minis = mini_batches(batch, prompts, algorithm)
-        sums = [run.policy.train(mini, temperature=run.temperature, loss=algorithm.loss) for mini in minis]
-    totals = [float(mini.fields["weights"].sum()) for mini in minis]
+        sums = [run.policy.train(mini, temperature=run.temperature, loss=algorithm.loss) for mini in range(len(minis))]
+    step.record(mismatch(sums))
+    step.record(update_metrics(sums, minis, algorithm))
+
+
+def update_metrics(
+    sums: list[dict[str, float]], minis: list[Sequences], algorithm: AlgorithmConfig
+) -> dict[str, float]:
+    """`policy/…`: the mean over the optimizer steps of what each of them measured."""
+    totals = [float(mini["weights"].sum()) for mini in minis]
     updates = [averages(found, algorithm, total) for found, total in zip(sums, totals, strict=True)]
-    step.record({f"policy/{name}": sum(u[name] for u in updates) / len(updates) for name in updates[0]})
+    names = [name for name in updates[0] if not name.startswith("mismatch_")]
+    return {f"policy/{name}": sum(update[name] for update in updates) / len(updates) for name in names}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from skyrl_mega.trainer.checkpoints import Checkpoints, NoRoom
 from skyrl_mega.trainer.evaluation import Evaluator
 from skyrl_mega.trainer.health.failures import refuse_broken
 from skyrl_mega.trainer.health.watch import Health
+from skyrl_mega.trainer.reference import ReferenceModel
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.shutdown import ShutdownRequest
 from skyrl_mega.trainer.step import Step
@@ -39,15 +39,13 @@ class Run:
     console: Console
     trackers: Trackers
     policy: TrainGroup
-    reference: Callable[..., tuple[np.ndarray, np.ndarray]] | None
-    """Log-probs of the frozen policy that KL is measured against, as `TrainGroup.logprobs`."""
+    reference: ReferenceModel | None
+    """What KL is measured against."""
     sync: WeightSync
     rollouts: RolloutSource
     evaluator: Evaluator
     stream: PromptStream
     checkpoints: Checkpoints
-    response_limit: int
-    """Tokens of a response at most, for overlong shaping."""
     step: int = 0
     """RL steps done."""
     first_evaluation: dict[str, float] = field(default_factory=dict)

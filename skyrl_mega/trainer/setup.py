@@ -13,7 +13,7 @@ from pathlib import Path
 from skyrl_mega.algorithms import losses
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.checks import check_enough
-from skyrl_mega.config.derived import gpus_needed, policy_ranks, reference_ranks, response_limit
+from skyrl_mega.config.derived import gpus_needed, policy_ranks, reference_ranks
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
@@ -82,7 +82,6 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             evaluator=Evaluator(config, evaluation, generator, console.say),
             stream=stream,
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, console.say),
-            response_limit=response_limit(config.rollout),
         )
         if not run.restore() and config.warmup.steps:
             sft_warmup(run, chat)

@@ -17,7 +17,7 @@ from skyrl_mega.data.rows import Demonstration
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.base import Message
 from skyrl_mega.megatron.group import TrainGroup
-from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.megatron.sequences import Sequences, flat
 from skyrl_mega.rollout.renderer import Renderer
 
 
@@ -31,7 +31,7 @@ def encode(
         chat: Tokenizer and template.
         environments: Which environments there are: a prompt shows its environment's tools.
 
-    Field `mask` is 1 on what is learned: the assistant's messages, each with its end token. Prompts and what an
+    Column `mask` is 1 on what is learned: the assistant's messages, each with its end token. Prompts and what an
     environment says between turns are 0.
     """
     config = environments or EnvironmentConfig()
@@ -39,7 +39,7 @@ def encode(
     tools = {name: registry.tools(name, config) if name in registry.names(config) else [] for name in names}
     encoded = [_encode(d, chat, tools[d.env_class or config.default or ""]) for d in demonstrations]
     batch = Sequences.of([tokens for tokens, _ in encoded])
-    batch.fields["mask"] = np.concatenate([mask for _, mask in encoded])
+    batch["mask"] = flat([mask for _, mask in encoded], np.float32)
     return batch
 
 
@@ -86,10 +86,10 @@ def warm_up(policy: TrainGroup, demonstrations: Sequences, config: Config, progr
     loss = float("nan")
     for step in range(settings.steps):
         rows = rng.choice(len(demonstrations), settings.batch, replace=settings.batch > len(demonstrations))
-        batch = demonstrations.take(rows)
-        mask, lengths = torch.from_numpy(batch.fields["mask"]), torch.from_numpy(batch.lengths)
-        batch.fields = {"weights": token_weights(mask, lengths, "tokens").numpy()}
-        loss = policy.train(batch, temperature=1.0, loss="supervised")["loss"]
+        batch = demonstrations.take(torch.from_numpy(rows))
+        batch["weights"] = token_weights(batch.columns.pop("mask").values, batch.lengths, "tokens")
+        policy.hold([batch])
+        loss = policy.train(temperature=1.0, loss="supervised")["loss"]
         progress(step + 1)
     policy.reset_optimizer(optimizer)
     return loss

@@ -23,6 +23,7 @@ from skyrl_mega.megatron.role import POLICY, REFERENCE, ModelRole
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.trainer.placement import Reservations
+from skyrl_mega.trainer.reference import ReferenceModel
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,7 @@ class Setup:
         return self.config.cluster.start_timeout_s
 
 
-def start_actors(setup: Setup, placement: Reservations) -> tuple[TrainGroup, Callable[..., Any] | None, Fleet]:
+def start_actors(setup: Setup, placement: Reservations) -> tuple[TrainGroup, ReferenceModel | None, Fleet]:
     """Policy and reference with their weights, and engines, side by side.
 
     On GPUs that they share the engines come up first: vLLM measures what is free of the memory, and no other process
@@ -140,10 +141,10 @@ def build_model(config: Config, group: ActorGroup, role: ModelRole, layout: Layo
     return TrainGroup(group, layout_of(role, layout, len(group)), config.policy, config.cluster.call_timeout_s)
 
 
-def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | None) -> Callable[..., Any] | None:
-    """Log-probs of the reference for KL.
+def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | None) -> ReferenceModel | None:
+    """The reference for KL, with its weights.
 
-    None without a coefficient; the policy's own ranks unless it has a layout of its own.
+    None without a coefficient; on the policy's own ranks unless it has a layout of its own.
     """
     config = setup.config
     if not config.algorithm.kl.coefficient:
@@ -152,11 +153,11 @@ def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | Non
     layout = config.reference.layout
     if layout is None:
         policy.keep_reference(path)
-        return partial(policy.logprobs, reference=True)
+        return ReferenceModel(policy)
     group = spawn_ranks(setup, REFERENCE, layout, reference_ranks(config), placement)
     reference = build_model(config, group, REFERENCE, layout)
     reference.load(path)
-    return reference.logprobs
+    return ReferenceModel(policy, reference)
 
 
 def longer(config: Config) -> dict[str, Any]:

@@ -27,7 +27,8 @@ FOLDER = "SKYRL_MEGA_ENTERED"
 """Environment variable: where a run of the tests keeps what was entered."""
 CURRENT, WANTED = "current", "wanted"
 ENOUGH = 100
-"""Of one branch in one process: hot loops need not ask for the test file any more."""
+"""Of one branch in one process and test file: hot loops need not ask for the test file any more."""
+_hits: Counter[tuple[str, str, int]] = Counter()
 
 
 class _Loader(importlib.machinery.SourceFileLoader):
@@ -56,13 +57,12 @@ class _Finder:
 
 def install(folder: Path) -> None:
     """Records, in this process and those that are forked from it."""
-    hits: Counter[tuple[str, str, int]] = Counter()
     written: set[tuple[str, str, int, str]] = set()
 
     def saw(where: str, text: str, occurrence: int, cuda: bool | None, value: Any) -> Any:
         key = (where, text, occurrence)
-        if hits[key] < ENOUGH and (cuda is None or bool(value) is cuda):
-            hits[key] += 1
+        if _hits[key] < ENOUGH and (cuda is None or bool(value) is cuda):
+            _hits[key] += 1
             test = (folder / CURRENT).read_text()
             if (*key, test) not in written:
                 written.add((*key, test))
@@ -114,6 +114,8 @@ def run_tests(
 def pytest_runtest_setup(item: Any) -> None:
     """Pytest's: which test file runs now; one that has entered all that it is to enter runs no further."""
     folder, test = Path(os.environ[FOLDER]), item.path.relative_to(ROOT / "tests").as_posix()
+    if (folder / CURRENT).read_text() != test:
+        _hits.clear()
     (folder / CURRENT).write_text(test)
     if (folder / WANTED).exists() and _recorded(folder).issuperset(
         json.loads((folder / WANTED).read_text()).get(test, ())

@@ -11,7 +11,7 @@ does what it does on a GPU, backward passes and optimizer steps included.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,9 +20,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
 from torch.overrides import TorchFunctionMode
 
+from skyrl_mega.megatron import worker
 from skyrl_mega.megatron.cpu import _TYPE_NAMES, CudaAsCpu
 
 CUDA = torch.device("cuda", 0)
@@ -147,6 +148,18 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
         mock.patch.object(dist, "all_reduce", _same_device),
         # It reads the sequences' lengths, one by one.
         mock.patch.object(rope_utils, "_apply_rotary_pos_emb_thd", lambda t, *_, **__: t.clone()),
+        # It is done in host memory, with values.
+        mock.patch.object(worker, "pack", with_values(worker.pack)),
         Known(),
     ):
         yield mode
+
+
+def with_values(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, outside of the fake device."""
+
+    def called(*args: Any, **options: Any) -> Any:
+        with unset_fake_temporarily(), torch._C.DisableTorchFunction():
+            return function(*args, **options)
+
+    return called

@@ -18,7 +18,7 @@ from skyrl_mega.megatron.packing import MicroBatch, pack
 from skyrl_mega.megatron.worker import ModelWorker
 from skyrl_mega.models.tiny import build, hf_config
 from skyrl_mega.parallel.dims import ParallelDims
-from tests.cuda.fake_cuda import CUDA, CpuAsCuda, fake_cuda
+from tests.cuda.fake_cuda import CUDA, CpuAsCuda, fake_cuda, with_values
 from tests.cuda.ranks import fake_rank
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
@@ -76,13 +76,13 @@ def test_all_that_a_rank_holds_is_on_its_device(
 def test_a_packed_row_is_on_the_device(context: int) -> None:
     batch = layouts.some_batch(100)
     with fake_cuda():
-        micro = pack(batch, context=context, context_rank=0, tensor=2, device=CUDA)
+        micro = with_values(pack)(batch, context=context, context_rank=0, tensor=2).to(CUDA)
         row = micro.row
-        tensors = [micro.tokens, micro.positions, micro.targets, micro.source, *micro.fields.values()]
+        tensors = [micro.tokens, micro.positions, micro.targets, micro.source, *micro.columns.values()]
         tensors += [row.cu_seqlens_q, row.cu_seqlens_kv, row.sequence_L, row.position_L]
         tensors += [row.global_L] if context > 1 else []
         assert all(t.device == CUDA for t in tensors)
-        assert all(t.dtype == torch.float32 for t in micro.fields.values())
+        assert all(t.dtype == torch.float32 for t in micro.columns.values())
         assert row.cu_seqlens_q.dtype == torch.int32 and micro.tokens.dtype == torch.int64
 
 
@@ -97,7 +97,7 @@ def test_forward_through_layers_and_head(
 ) -> None:
     """In half precision the attention is torch's variable-length kernel, in float32 the padded grid."""
     batch = layouts.some_batch(100)
-    micros = [batch.take(np.arange(0, 6)), batch.take(np.arange(6, 13))]
+    micros = [batch.take(range(0, 6)), batch.take(range(6, 13))]
     seen: list[tuple[Tensor, Tensor, MicroBatch]] = []
 
     def finish(logprobs: Tensor, entropy: Tensor, micro: MicroBatch, _: int) -> tuple[Tensor, dict[str, Tensor]]:

@@ -211,7 +211,7 @@ def in_a_rank(rank: int, address: str, path: Path, other: Path, parallel: Parall
     where = {name: p.data_ptr() for name, p in opened.params.items()}
     own = {name: p.detach().clone() for name, p in opened.params.items()}
 
-    before = opened.logprobs(micros)
+    before = arrays(opened.logprobs(micros))
     opened.keep_reference(other)
     run, moved = opened._run, []
 
@@ -220,8 +220,8 @@ def in_a_rank(rank: int, address: str, path: Path, other: Path, parallel: Parall
         return run(*args, **kwargs)
 
     opened._run = watched  # type: ignore[method-assign]
-    reference_logprobs = opened.logprobs(micros, reference=True)
-    after = opened.logprobs(micros)
+    reference_logprobs = arrays(opened.logprobs(micros, reference=True))
+    after = arrays(opened.logprobs(micros))
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         run(*args, **kwargs)
@@ -236,10 +236,14 @@ def in_a_rank(rank: int, address: str, path: Path, other: Path, parallel: Parall
     return before, reference_logprobs, after, moved, same, metrics
 
 
+def arrays(pairs: list[tuple[torch.Tensor, torch.Tensor]] | None) -> list[tuple[np.ndarray, np.ndarray]]:
+    return [(logprobs.numpy(), entropy.numpy()) for logprobs, entropy in pairs or ()]
+
+
 def alone(rank: int, address: str, path: Path, parallel: ParallelDims, batch: Sequences, steps: int) -> Any:
     opened = layouts.open_rank(rank, address, path, parallel, layouts.policy_config(), torch.bfloat16)
     _, micros = layouts.deal(batch, opened)
-    return opened.logprobs(micros), [opened.train(micros, objectives.supervised) for _ in range(steps)]
+    return arrays(opened.logprobs(micros)), [opened.train(micros, objectives.supervised) for _ in range(steps)]
 
 
 def test_a_rank_computes_with_the_reference_and_trains_its_own(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ LISTED = {
     "weights.exchange.exchange:run": "one step after another, none of which has a name of its own",
     "cluster.ray_session:session": "one resource after another, each released in the opposite order",
     "cli.train:_run": "one check after another, then the run and what its end means",
-    "megatron.packing:pack": "one row, field by field",
 }
 """What is longer, and why; what is no longer too long may not stay here."""
 

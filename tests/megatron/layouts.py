@@ -49,7 +49,7 @@ def deal(batch: Sequences, rank: ModelWorker) -> tuple[list[list[int]], list[Seq
     multiple = p.pipeline if p.virtual_pipeline > 1 else 1
     rows = balance(batch.lengths.tolist(), p.data, rank.policy.micro_tokens * p.context, multiple=multiple)
     mine = rows[p.coordinates(dist.get_rank()).dp]
-    return mine, [batch.take(np.asarray(m, np.int64)) for m in mine]
+    return mine, [batch.take(m) for m in mine]
 
 
 def train(
@@ -78,7 +78,7 @@ def policy_logprobs(path: Path, batch: Sequences, ranks: int = 1, **sizes: int) 
     found = np.full(len(batch.tokens), np.nan)
     for answer in answers:
         for rows, (values, _) in answer or []:
-            found[batch.index(rows)] = values
+            found[batch.index(rows).numpy()] = values
     return found
 
 
@@ -86,10 +86,10 @@ def some_batch(vocab: int, count: int = 13, longest: int = 40, seed: int = 0) ->
     """Random sequences of random lengths with random advantages-like weights that sum to 1."""
     rng = np.random.default_rng(seed)
     lengths = rng.integers(2, longest, count)
-    batch = Sequences.of([rng.integers(0, vocab, n).tolist() for n in lengths])
+    batch = Sequences.of([rng.integers(0, vocab, n) for n in lengths])
     weights = rng.random(len(batch.tokens)).astype(np.float32)
-    weights[batch.starts] = 0
-    batch.fields["weights"] = weights / weights.sum()
+    weights[batch.starts.numpy()] = 0
+    batch["weights"] = torch.from_numpy(weights / weights.sum())
     return batch
 
 

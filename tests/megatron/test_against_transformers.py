@@ -21,7 +21,7 @@ def expected_logprobs(path: Path, batch: Sequences) -> np.ndarray:
     out = []
     with torch.no_grad():
         for start, length in zip(batch.starts, batch.lengths, strict=True):
-            tokens = torch.from_numpy(batch.tokens[start : start + length])
+            tokens = batch.tokens[start : start + length].long()
             logp = torch.log_softmax(model(tokens[None]).logits[0].float(), -1)
             out += [0.0, *logp[:-1].gather(1, tokens[1:, None])[:, 0].tolist()]
     return np.array(out)

@@ -26,7 +26,7 @@ def both_ways(rank: int, address: str, ranks: int) -> Any:
     host, port = address.split(":")
     store = dist.TCPStore(host, int(port), ranks, is_master=rank == 0)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    row = pack(layouts.some_batch(100), context=ranks, context_rank=rank, tensor=1, device=layouts.CPU).row
+    row = pack(layouts.some_batch(100), context=ranks, context_rank=rank, tensor=1).row
     attention = layer_spec.PackedAttention.__new__(layer_spec.PackedAttention)
     torch.nn.Module.__init__(attention)
     attention.context, attention.scale = dist.group.WORLD, WIDTH**-0.5

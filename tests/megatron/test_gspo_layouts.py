@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from skyrl_mega.config.schema import AlgorithmConfig, BuildConfig, GspoConfig, KlConfig, PolicyConfig
 from skyrl_mega.megatron import objectives
@@ -36,17 +37,17 @@ def turns() -> Sequences:
     tokens = len(batch.tokens)
     observed = np.repeat(rng.random(tokens // 4 + 1) < 0.3, 4)[:tokens]
     weights = np.where(observed, 0, 1).astype(np.float32)
-    weights[batch.starts] = 0
+    weights[batch.starts.numpy()] = 0
     old = (-4.6 + 0.1 * rng.standard_normal(tokens)).astype(np.float32)
-    batch.fields = {
-        "weights": weights / weights.sum(),
-        "advantages": batch.per_token(rng.standard_normal(len(batch)).astype(np.float32)),
+    columns = {
+        "advantages": batch.per_token(torch.from_numpy(rng.standard_normal(len(batch)).astype(np.float32))).numpy(),
         "old_logprobs": old,
         "rollout_logprobs": old + 0.3 * rng.standard_normal(tokens).astype(np.float32),
         "reference_logprobs": old + 0.3 * rng.standard_normal(tokens).astype(np.float32),
     }
-    for name in ("old_logprobs", "rollout_logprobs", "reference_logprobs", "advantages"):
-        batch.fields[name][weights == 0] = np.nan
+    batch["weights"] = torch.from_numpy(weights / weights.sum())
+    for name, values in columns.items():
+        batch[name] = torch.from_numpy(np.where(weights == 0, np.nan, values).astype(np.float32))
     return batch
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.models.tiny import build
@@ -25,14 +26,15 @@ def test_masked_tokens_get_the_same_log_probs_and_others_none(
         found = np.full(len(batch.tokens), np.nan)
         for answer in run_ranks(ranks, layouts.logprobs, tmp_path / "m", parallel, policy, batch):
             for rows, (logprobs, _) in answer or []:
-                found[batch.index(rows)] = logprobs
+                found[batch.index(rows).numpy()] = logprobs
         return found
 
-    batch.fields = {}
+    batch.columns = {}
     everywhere = values()
     mask = np.random.default_rng(1).random(len(batch.tokens)) < 0.4
     mask[: batch.lengths[0]] = False  # a sequence that nobody asks for
-    mask[batch.starts] = False
-    batch.fields = {"mask": mask.astype(np.float32)}
+    starts = batch.starts.numpy()
+    mask[starts] = False
+    batch["mask"] = torch.from_numpy(mask)
     np.testing.assert_allclose(values(), np.where(mask, everywhere, 0.0), atol=1e-5)
-    assert (everywhere[~mask & ~np.isin(np.arange(len(mask)), batch.starts)] != 0).all()
+    assert (everywhere[~mask & ~np.isin(np.arange(len(mask)), starts)] != 0).all()

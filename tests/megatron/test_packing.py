@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import pickle
+import warnings
 from itertools import pairwise
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from skyrl_mega.megatron.packing import pack
-from skyrl_mega.megatron.sequences import Sequences
-
-CPU = torch.device("cpu")
+from skyrl_mega.megatron.sequences import Column, Sequences
 
 
 def batch_of(lengths: list[int]) -> Sequences:
+    """Tokens, a value of each of them, and two integers that go with a token as it is read."""
     batch = Sequences.of([list(range(100 * i, 100 * i + n)) for i, n in enumerate(lengths)])
-    batch.fields["x"] = np.arange(len(batch.tokens), dtype=np.float32) + 1
+    count = len(batch.tokens)
+    batch["x"] = torch.arange(count, dtype=torch.float32) + 1
+    batch.add("routes", Column(torch.arange(1, 6 * count + 1).reshape(count, 3, 2).to(torch.int16), aligned="input"))
     return batch
 
 
@@ -27,18 +31,67 @@ def test_every_token_is_predicted_once_over_the_context_ranks(lengths: list[int]
     batch = batch_of(lengths)
     seen = np.zeros(len(batch.tokens), int)
     for rank in range(context):
-        micro = pack(batch, context=context, context_rank=rank, tensor=tensor, device=CPU)
+        micro = pack(batch, context=context, context_rank=rank, tensor=tensor)
         assert micro.tokens.shape[1] % tensor == 0
         known = (micro.source >= 0).numpy()
         source = micro.source.numpy()[known]
         seen[source] += 1
-        # Each input is the token before the one it predicts, and fields belong to the predicted token.
+        # Each input is the token before the one it predicts, and values belong to the predicted token.
         np.testing.assert_array_equal(micro.tokens[0].numpy()[known], batch.tokens[source - 1])
         np.testing.assert_array_equal(micro.targets.numpy()[known], batch.tokens[source])
-        np.testing.assert_array_equal(micro.fields["x"].numpy()[known], batch.fields["x"][source])
-        assert not micro.fields["x"].numpy()[~known].any()
+        np.testing.assert_array_equal(micro.columns["x"].numpy()[known], batch["x"][source])
+        assert not micro.columns["x"].numpy()[~known].any()
     first = np.isin(np.arange(len(batch.tokens)), batch.starts)
     np.testing.assert_array_equal(seen, (~first).astype(int))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 30), max_size=8), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2, 4]))
+def test_what_goes_with_an_input_is_there_once_over_the_context_ranks(
+    lengths: list[int], context: int, tensor: int
+) -> None:
+    """Also of a sequence's last token, which predicts nothing; in its own shape and type."""
+    batch = batch_of(lengths)
+    routes = {}
+    for rank in range(context):
+        micro = pack(batch, context=context, context_rank=rank, tensor=tensor)
+        assert micro.columns["routes"].dtype == torch.int16
+        assert micro.row.sequence_L is not None and micro.row.position_L is not None
+        places = zip(micro.row.sequence_L.tolist(), micro.row.position_L.tolist(), strict=True)
+        for (sequence, position), token, found in zip(
+            places, micro.tokens[0].tolist(), micro.columns["routes"].tolist(), strict=True
+        ):
+            if sequence < len(lengths) and position < lengths[sequence]:
+                assert (sequence, position) not in routes and token == 100 * sequence + position
+                routes[sequence, position] = found
+            else:
+                assert not np.any(found)
+    in_order = [routes[i, j] for i, n in enumerate(lengths) for j in range(n)]
+    assert in_order == batch["routes"].tolist()
+
+
+def test_columns_move_with_their_sequences() -> None:
+    batch = batch_of([3, 4, 2])
+    one, some = batch.part(1, 3), batch.take([2, 0])
+    assert one.tokens.tolist() == [100, 101, 102, 103, 200, 201] and some.tokens.tolist() == [200, 201, 0, 1, 2]
+    assert torch.equal(one["routes"], batch["routes"][3:]) and one["x"].data_ptr() == batch["x"][3:].data_ptr()
+    assert torch.equal(some["routes"], batch["routes"][[7, 8, 0, 1, 2]])
+    assert some.columns["routes"].aligned == one.columns["routes"].aligned == "input"
+    with pytest.raises(ValueError, match="column y: 8 values for 9 tokens"):
+        batch["y"] = torch.zeros(8)
+
+
+def test_sequences_travel_as_arrays_that_share_memory() -> None:
+    """What Ray does: the arrays' memory is handed on beside the pickle, read-only."""
+    batch = batch_of([3, 4, 2])
+    buffers: list[pickle.PickleBuffer] = []
+    small = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
+    assert len(buffers) == 4 and len(small) < 1000
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found = pickle.loads(small, buffers=[bytes(b.raw()) for b in buffers])
+    assert torch.equal(found.tokens, batch.tokens) and torch.equal(found.lengths, batch.lengths)
+    assert found.columns["routes"].aligned == "input" and torch.equal(found["routes"], batch["routes"])
 
 
 @settings(max_examples=40, deadline=None)
@@ -47,7 +100,7 @@ def test_zigzag_chunks(lengths: list[int], context: int) -> None:
     """Rank r holds chunks r and 2·cp-1-r of each padded sequence, in that order."""
     batch = batch_of(lengths)
     for rank in range(context):
-        row = pack(batch, context=context, context_rank=rank, tensor=1, device=CPU).row
+        row = pack(batch, context=context, context_rank=rank, tensor=1).row
         assert row.sequence_L is not None and row.position_L is not None
         bounds = row.cu_seqlens_q.numpy()
         for i, (start, stop) in enumerate(pairwise(bounds)):
@@ -60,11 +113,11 @@ def test_zigzag_chunks(lengths: list[int], context: int) -> None:
 def test_gathered_order_restores_the_row() -> None:
     """`global_L` finds each token of the row after the context ranks' parts are put one after another."""
     batch = batch_of([5, 9, 16])
-    micros = [pack(batch, context=2, context_rank=r, tensor=1, device=CPU) for r in range(2)]
+    micros = [pack(batch, context=2, context_rank=r, tensor=1) for r in range(2)]
     gathered = torch.cat([m.tokens[0] for m in micros])
     order = micros[0].row.global_L
     assert order is not None
-    whole = pack(batch, context=1, context_rank=0, tensor=1, device=CPU)
+    whole = pack(batch, context=1, context_rank=0, tensor=1)
     restored = gathered[order].numpy()
     bounds = micros[0].row.cu_seqlens_q.numpy()
     for i, n in enumerate(batch.lengths):

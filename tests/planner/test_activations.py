@@ -68,7 +68,7 @@ def saved(rank: int, address: str, path: Path) -> int:
     opened = layouts.open_rank(0, address, path, layouts.layout(1), layouts.policy_config(), torch.bfloat16)
     rng = np.random.default_rng(0)
     batch = Sequences.of([rng.integers(0, 90, 256).tolist() for _ in range(TOKENS // 256)])
-    micro = pack(batch, context=1, context_rank=0, tensor=1, device=torch.device("cpu"))
+    micro = pack(batch, context=1, context_rank=0, tensor=1)
     parameters = {p.untyped_storage().data_ptr() for p in opened.params.values()}
     found: list[dict[int, int]] = []
     alive: list[Tensor] = []  # so that no address is used twice

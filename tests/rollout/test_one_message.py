@@ -164,7 +164,8 @@ def test_an_observation_cannot_end_the_message(chat: Renderer) -> None:
 def test_samples_have_the_end_token(chat: Renderer, step_wise: str) -> None:
     t = one(chat, [f"ab{EOS}", EOS, "cd"], turns=3)
     samples = samples_of(t, step_wise)
-    assert sum(sum(sample.mask) for sample in samples) == 5 and samples[-1].tokens == t.tokens
+    assert sum(sum(t.mask[sample.own : sample.end]) for sample in samples) == 5
+    assert (samples[-1].start, samples[-1].end) == (0, len(t.tokens))
 
 
 def test_a_demonstration_is_rendered_as_a_rollout(chat: Renderer) -> None:
@@ -173,7 +174,7 @@ def test_a_demonstration_is_rendered_as_a_rollout(chat: Renderer) -> None:
     turns = [m for m in t.messages[1:] if m["role"] == "assistant" or m["content"] == SAID.format(1, 2)]
     batch = encode([Demonstration([{"role": "user", "content": "hello"}], turns)], chat)
     assert batch.tokens.tolist() == t.tokens
-    assert batch.fields["mask"].tolist() == t.mask
+    assert batch["mask"].tolist() == t.mask
 
 
 def test_an_endpoint_is_refused() -> None:

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from safetensors.torch import load_file, save_file
 
 from skyrl_mega.cluster.group import ActorGroup
@@ -32,7 +31,7 @@ from skyrl_mega.parallel.balance import balance
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
-from skyrl_mega.trainer.batch import batch_of, mini_batches
+from skyrl_mega.trainer.batch import make_batch, mini_batches
 from tests.megatron.layouts import policy_logprobs
 from tests.support.chats import CHATML, characters, qwen
 from tests.support.engines import Recorder, build_model, build_model_of, serving, start_engine
@@ -165,16 +164,14 @@ def check_environments_words(phase: Phase) -> Counter[str]:
 
 def check_training(phase: Phase, model: Path, context: int, **layout: int) -> None:
     """Behind batch, mini-batches and packing: each rank's inputs, targets and weights; and the policy's log-probs."""
-    pairs = zip(phase.trajectories[::2], phase.trajectories[1::2], strict=True)
-    groups = [Group(first.prompt, [first, second]) for first, second in pairs]
-    batch = batch_of(groups, AlgorithmConfig(), LONGEST)
-    (mini,) = mini_batches(batch, len(groups), AlgorithmConfig())
+    pairs = [phase.trajectories[i : i + 2] for i in range(0, len(phase.trajectories), 2)]
+    groups = [Group(pair[0].prompt, pair) for pair in pairs]
+    batch = make_batch(groups, AlgorithmConfig(), RolloutConfig(max_response_tokens=LONGEST))
+    (mini,) = mini_batches(batch, None, AlgorithmConfig())
     trained = {}
     for rows in balance(mini.lengths.tolist(), 1, 300 * context)[0]:
         part = mini.take(rows)
-        micros = [
-            pack(part, context=context, context_rank=r, tensor=2, device=torch.device("cpu")) for r in range(context)
-        ]
+        micros = [pack(part, context=context, context_rank=r, tensor=2) for r in range(context)]
         for micro in micros:
             assert micro.row.sequence_L is not None and micro.row.position_L is not None
             for sequence, position, given, target, weight in zip(
@@ -182,7 +179,7 @@ def check_training(phase: Phase, model: Path, context: int, **layout: int) -> No
                 micro.row.position_L.tolist(),
                 micro.tokens[0].tolist(),
                 micro.targets.tolist(),
-                micro.fields["weights"].tolist(),
+                micro.columns["weights"].tolist(),
                 strict=True,
             ):
                 if sequence < len(rows):

@@ -349,7 +349,7 @@ def test_demonstrations_are_rendered_as_rollouts(tmp_path: Path) -> None:
     scripts = [(prompt, Scripted(chat, of)) for prompt, of in zip(prompts, lines, strict=True)]
     played = play(chat, config, scripts, turns=2)
     assert batch.tokens.tolist() == [token for t in played for token in t.tokens]
-    assert batch.fields["mask"].tolist() == [mask for t in played for mask in t.mask]
+    assert batch["mask"].tolist() == [mask for t in played for mask in t.mask]
     assert {t.turns for t in played} == {1, 2} and all(t.reward == 1 for t in played if t.turns == 2)
 
 

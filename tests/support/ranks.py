@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import multiprocessing
 import os
+import pickle
 import secrets
 import socket
 import traceback
@@ -58,7 +59,7 @@ def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: flo
             for rank, pipe in list(waiting.items()):
                 if pipe in ready:
                     try:
-                        ok, value = pipe.recv()
+                        ok, value = pickle.loads(pipe.recv_bytes())
                     except EOFError:
                         ok, value = False, "ended without an answer"
                     if not ok:
@@ -76,7 +77,12 @@ def run_ranks(ranks: int, function: Callable[..., Any], *args: Any, timeout: flo
 
 def _main(pipe: Connection, function: Callable[..., Any], rank: int, address: str, args: tuple[Any, ...]) -> None:
     try:
-        pipe.send((True, function(rank, address, *args)))
+        _answer(pipe, True, function(rank, address, *args))
     except Exception:
-        pipe.send((False, traceback.format_exc()))
+        _answer(pipe, False, traceback.format_exc())
         raise
+
+
+def _answer(pipe: Connection, ok: bool, value: Any) -> None:
+    """Pickled plainly: a pipe would hand over tensors in memory that ends with this process."""
+    pipe.send_bytes(pickle.dumps((ok, value)))

@@ -22,7 +22,7 @@ def run_of(config: Config) -> Run:
     nothing: Any = None
     return Run(
         config=config, folder=nothing, console=SILENT, trackers=SILENT, policy=policy, reference=None, sync=nothing,
-        rollouts=nothing, evaluator=nothing, stream=SILENT, checkpoints=nothing, response_limit=1,
+        rollouts=nothing, evaluator=nothing, stream=SILENT, checkpoints=nothing,
     )  # fmt: skip
 
 

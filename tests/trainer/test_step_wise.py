@@ -14,7 +14,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from skyrl_mega.algorithms.losses import LossInputs, find
-from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, GspoConfig, OverlongConfig
+from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, GspoConfig, OverlongConfig, RolloutConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.megatron.packing import pack
@@ -22,7 +22,7 @@ from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.char_tokenizer import EOS, VOCABULARY
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.trajectory import Group, Kind, Status
-from skyrl_mega.trainer.batch import Batch, batch_of, mini_batches, samples_of
+from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, token_advantages
 from tests.support.scripted import Scripted, play
 
 USER = EnvironmentConfig(
@@ -71,6 +71,14 @@ def played(chat: Renderer, env: str) -> Played:
     by_prompt = [trajectories[g * SAMPLES : (g + 1) * SAMPLES] for g in range(GROUPS)]
     groups = [Group(samples[0].prompt, samples) for samples in by_prompt]
     return Played(groups, [policy.turns for policy in policies])
+
+
+def batch_of(groups: list[Group], algorithm: AlgorithmConfig, step_wise: str) -> Batch:
+    """With advantages; no response is near the limit."""
+    rollout = RolloutConfig(max_response_tokens=1000, step_wise=step_wise)
+    batch = make_batch(groups, algorithm, rollout)
+    batch["advantages"] = token_advantages(batch, algorithm)
+    return batch
 
 
 def small_model(seed: int) -> LlamaForCausalLM:
@@ -150,16 +158,15 @@ def by_batch(
         micro = torch.zeros(()).double()
         for row in part:
             one = mini.take([row])
-            fields = {name: torch.from_numpy(values).double() for name, values in one.fields.items()}
-            packed = pack(one, context=1, context_rank=0, tensor=1, device=torch.device("cpu"))
+            packed = pack(one, context=1, context_rank=0, tensor=1)
             by_token = torch.zeros(len(one.tokens), dtype=torch.int64)
             by_token[packed.source[packed.source >= 0]] = packed.answer[packed.source >= 0]
             inputs = LossInputs(
                 logprobs_L=token_logprobs(model, one.tokens.tolist()),
                 old_L=token_logprobs(old, one.tokens.tolist()).detach(),
-                advantages_L=fields["advantages"],
-                weights_L=fields["weights"],
-                rollout_L=fields["rollout_logprobs"],
+                advantages_L=one["advantages"].double(),
+                weights_L=one["weights"].double(),
+                rollout_L=one["rollout_logprobs"].double(),
                 sequence_L=by_token,
                 sequences=packed.answers,
             )
@@ -196,7 +203,7 @@ def test_the_gradient_is_that_of_every_turn(
     expected, gradient = by_hand(run, model, old, algorithm)
     assert gradient.norm() > 1e-3
     for cut in cuts:
-        batch = batch_of(run.groups, algorithm, 1000, cut)
+        batch = batch_of(run.groups, algorithm, cut)
         (mini,) = mini_batches(batch, GROUPS, algorithm)
         for micros in (1, 4):
             found, its_gradient = by_batch(mini, model, old, algorithm, micros)
@@ -209,31 +216,32 @@ def test_a_sample_is_what_the_policy_saw_and_said(characters_chat: Renderer) -> 
     for env in ("talk", "rewriting"):
         run = played(characters_chat, env)
         for t, turns in zip([t for group in run.groups for t in group.trajectories], run.turns, strict=True):
-            cut = samples_of(t, "turns")
-            assert [(s.tokens, s.mask) for s in cut] == [
-                (request.tokens + said.tokens, [0] * len(request.tokens) + [1] * len(said.tokens))
-                for request, said in turns
-            ]
-            for sample, (_, said) in zip(cut, turns, strict=True):
-                assert sample.logprobs[-len(said.tokens) :] == said.logprobs
-            merged = samples_of(t, "merged")
-            assert sum(sum(s.mask) for s in merged) == sum(t.mask)
+            t.status = Status.COMPLETED  # a failed one's mask is 0
+            cut = batch_of([Group(t.prompt, [t])], AlgorithmConfig(), "turns")
+            assert len(cut) == len(turns)
+            for row, (request, said) in enumerate(turns):
+                sample = cut.take([row])
+                assert sample.tokens.tolist() == [*request.tokens, *said.tokens]
+                assert sample["mask"].tolist() == [0] * len(request.tokens) + [1] * len(said.tokens)
+                given = torch.tensor(said.logprobs)
+                assert torch.equal(sample["rollout_logprobs"][-len(said.tokens) :], given)
+            merged = batch_of([Group(t.prompt, [t])], AlgorithmConfig(), "merged")
+            assert merged["mask"].sum() == sum(t.mask)
             assert len(merged) == sum(step.kind is Kind.PROMPT for step in t.steps)
 
 
 def test_mini_batches_are_of_whole_trajectories_whatever_their_samples(characters_chat: Renderer) -> None:
     run = played(characters_chat, "talk")
-    batch = batch_of(run.groups, AlgorithmConfig(), 1000, "turns")
-    turns = [t.turns for group in run.groups for t in group.trajectories]
-    assert isinstance(batch, Batch) and len(batch) == sum(turns)
+    batch = batch_of(run.groups, AlgorithmConfig(), "turns")
+    assert isinstance(batch, Batch) and len(batch) == sum(t.turns for group in run.groups for t in group.trajectories)
     parts = mini_batches(batch, 2, AlgorithmConfig(loss_mean="sequences"))
     np.testing.assert_array_equal(np.concatenate([p.tokens for p in parts]), batch.tokens)
     for part, groups in zip(parts, (run.groups[:2], run.groups[2:]), strict=True):
-        assert part.fields["weights"].sum() == pytest.approx(1, abs=1e-6)
+        assert part["weights"].sum() == pytest.approx(1, abs=1e-6)
         learned = [t for group in groups for t in group.trajectories if not t.status.failed]
         row = 0
         for t in (t for group in groups for t in group.trajectories):
-            weight = sum(part.take([row + i]).fields["weights"].sum() for i in range(t.turns))
+            weight = sum(part.take([row + i])["weights"].sum() for i in range(t.turns))
             assert weight == pytest.approx(0 if t.status.failed else 1 / len(learned), rel=1e-5)
             row += t.turns
 
@@ -241,5 +249,5 @@ def test_mini_batches_are_of_whole_trajectories_whatever_their_samples(character
 def test_a_trajectory_without_a_response_is_one_sample_that_counts_for_nothing(characters_chat: Renderer) -> None:
     prompt = Prompt(0, [{"role": "user", "content": "hello"}], "talk", {"extra_info": {}})
     (empty,) = play(characters_chat, USER, [(prompt, Scripted(characters_chat, [""], finish="timeout"))])
-    (sample,) = samples_of(empty, "turns")
-    assert sample.tokens == empty.tokens and not any(sample.mask)
+    batch = batch_of([Group(prompt, [empty])], AlgorithmConfig(), "turns")
+    assert batch.tokens.tolist() == list(empty.tokens) and not batch["mask"].any()

@@ -58,7 +58,6 @@ def run(tmp_path: Path) -> Iterator[FakeRun]:
             evaluator=fake,
             stream=PromptStream(100, batch=10),
             checkpoints=Checkpoints(tmp_path / "checkpoints", keep=9),
-            response_limit=1,
         )
         run.shutdown = ShutdownRequest(lambda: run.asked)
         run.faults = {}

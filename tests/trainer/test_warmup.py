@@ -41,7 +41,7 @@ def characters(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 def learned(chat: Renderer, demonstration: Demonstration) -> tuple[str, list[str]]:
     """All text of a demonstration, and the parts of it that the mask covers."""
     batch = encode([demonstration], chat)
-    mask = batch.fields["mask"]
+    mask = batch["mask"].numpy()
     assert mask.dtype == np.float32 and len(mask) == len(batch.tokens) == batch.lengths[0]
     edges = np.flatnonzero(np.diff(np.concatenate([[0], mask, [0]])))
     parts = [chat.tokenizer.decode(batch.tokens[a:b]) for a, b in zip(edges[::2], edges[1::2], strict=True)]
@@ -98,6 +98,6 @@ def test_a_rollout_of_the_same_words_has_the_same_tokens(characters: Renderer) -
     env = MultiplyEnv(extras={"reward_spec": {"ground_truth": "162"}, "max_turns": 3})
     turns = [m for a in answers for m in ({"role": "assistant", "content": a}, *env.step(a)["observations"])]
     batch = encode([Demonstration(PROMPT, turns)] * 2, characters)
-    for start, end in pairwise([0, *np.cumsum(batch.lengths)]):
+    for start, end in pairwise([0, *np.cumsum(batch.lengths.numpy())]):
         assert batch.tokens[start:end].tolist() == tokens
-        assert batch.fields["mask"][start:end].tolist() == mask
+        assert batch["mask"][start:end].tolist() == mask

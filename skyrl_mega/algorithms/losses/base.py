@@ -37,11 +37,13 @@ class LossInputs:
     weights_L: Tensor
     """Slice of `token_weights` for these tokens."""
     old_L: Tensor
-    """Log-probs under the weights at the start of the RL step; NaN in a supervised step."""
+    """Log-probs under the weights at the start of the RL step."""
     advantages_L: Tensor
     """Each token's advantage; NaN in a supervised step."""
     rollout_L: Tensor | None = None
     """The engine's log-probs."""
+    drawn_L: Tensor | None = None
+    """bool: whether the engine drew the token; None: all that count. Where it did not, `rollout_L` is `old_L`."""
     reference_L: Tensor | None = None
     """The reference's; there where `kl.coefficient` is above 0."""
     values_L: Tensor | None = None

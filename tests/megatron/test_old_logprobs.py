@@ -1,0 +1,76 @@
+"""A step of one mini-batch needs no pass for the old log-probs: they are those of its own forward."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_mega.algorithms.mismatch import mismatch
+from skyrl_mega.config.schema import AlgorithmConfig, BuildConfig, KlConfig, PolicyConfig
+from skyrl_mega.megatron import objectives
+from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.models.tiny import build
+from skyrl_mega.parallel.dims import ParallelDims
+from tests.megatron import layouts
+from tests.support.ranks import run_ranks
+
+ALGORITHM = AlgorithmConfig(importance_cap=2.0, kl=KlConfig(coefficient=0.1))
+
+
+def step_of(seed: int = 3) -> Sequences:
+    """What a step trains on: prompts, tokens that no engine drew, and the engine's log-probs."""
+    rng = np.random.default_rng(seed)
+    batch = layouts.some_batch(100)
+    tokens = len(batch.tokens)
+    weights = torch.from_numpy((rng.random(tokens) < 0.7).astype(np.float32))
+    weights[batch.starts] = 0
+    rollout = torch.from_numpy((-4.6 + 0.3 * rng.standard_normal(tokens)).astype(np.float32))
+    drawn = torch.from_numpy(rng.random(tokens) < 0.9)
+    batch["weights"] = weights / weights.sum()
+    batch["advantages"] = torch.from_numpy(rng.standard_normal(tokens).astype(np.float32))
+    batch["rollout_logprobs"] = torch.where(drawn & (weights != 0), rollout, torch.nan)
+    batch["drawn"] = drawn
+    batch["reference_logprobs"] = rollout + 0.1
+    return batch
+
+
+def train(
+    rank: int, address: str, path: Path, parallel: ParallelDims, policy: PolicyConfig, apart: bool
+) -> tuple[list[Any], dict[str, float]]:
+    """Log-probs before an optimizer step, which has them as a column or finds its own, and its metrics."""
+    opened = layouts.open_rank(rank, address, path, parallel, policy)
+    rows, micros = layouts.deal(step_of(), opened)
+    pairs = opened.logprobs(micros) or []
+    if apart:
+        for micro, (values, _) in zip(micros, pairs, strict=bool(pairs)):
+            micro["old_logprobs"] = values
+    metrics = opened.train(micros, objectives.objective("ppo", ALGORITHM))
+    at = parallel.coordinates(rank)
+    return [] if at.tp or at.cp else list(zip(rows, [values for values, _ in pairs], strict=bool(pairs))), metrics
+
+
+@pytest.mark.parametrize(("ranks", "sizes"), [(1, {}), (2, {"context": 2}), (2, {"pipeline": 2})], ids=str)
+def test_the_step_is_the_same_and_measures_the_mismatch(tmp_path: Path, ranks: int, sizes: dict[str, int]) -> None:
+    build(BuildConfig(), tmp_path / "m", seed=4)
+    parallel, policy = layouts.layout(ranks, **sizes), layouts.policy_config()
+    with_pass, without = (run_ranks(ranks, train, tmp_path / "m", parallel, policy, apart) for apart in (True, False))
+    one, other = (max((metrics for _, metrics in found), key=len) for found in (with_pass, without))
+    assert one.keys() == other.keys()
+    for name in one:
+        assert other[name] == pytest.approx(one[name], rel=1e-5, abs=1e-7), name
+
+    batch = step_of()
+    policys = np.full(len(batch.tokens), np.nan)
+    for pairs, _ in without:
+        for rows, values in pairs:
+            policys[batch.index(rows).numpy()] = values
+    counts = (batch["weights"] != 0).numpy() & batch["drawn"].numpy()
+    d = policys[counts] - batch["rollout_logprobs"].numpy()[counts]
+    measured = mismatch([other])
+    assert measured["mismatch/logprob_abs_mean"] == pytest.approx(np.abs(d).mean(), rel=1e-4)
+    assert measured["mismatch/logprob_abs_max"] == pytest.approx(np.abs(d).max(), rel=1e-4)
+    assert measured["mismatch/kl"] == pytest.approx((np.exp(d) - 1 - d).mean(), rel=1e-4)
