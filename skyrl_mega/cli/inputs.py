@@ -310,12 +310,13 @@ def with_device(config: Config, training: bool = True) -> Config:
     """Decides `cluster.device = auto`, and a GPU's memory.
 
     Raises:
-        UserError: There are GPUs that torch cannot use; `cuda` is asked for and there is none; too few GPUs; or an
-            environment for GPUs on a CPU.
+        UserError: There are GPUs that torch cannot use; `cuda` is asked for and there is none; too few GPUs or
+            nodes; or an environment for GPUs on a CPU.
     """
     import torch
 
     from skyrl_mega.cluster import devices
+    from skyrl_mega.cluster.place import check_nodes
     from skyrl_mega.cluster.ray_session import gpus_joined
 
     joined = bool(os.environ.get("RAY_ADDRESS"))
@@ -332,6 +333,7 @@ def with_device(config: Config, training: bool = True) -> Config:
             size = torch.cuda.get_device_properties(0).total_memory / 2**30
             decided = replace(decided, cluster=replace(decided.cluster, gpu_memory_gib=size))
         check_gpus(decided, training)
+        check_nodes(decided, training)
     check_vllm(device)
     if training:
         _check_spec(decided)

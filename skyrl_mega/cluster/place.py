@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from heapq import heappush, heapreplace
 from itertools import count
 
 from skyrl_mega.cluster.actor_process import Location
 from skyrl_mega.cluster.placement import spread
 from skyrl_mega.config.derived import engine_ranks, policy_ranks, reference_ranks
+from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 
 SHOWN = 4
@@ -64,6 +66,40 @@ def place(config: Config) -> RunPlacement:
     return RunPlacement(policy, reference, engines, free.per_node)
 
 
+def check_nodes(config: Config, training: bool = True) -> None:
+    """On GPUs: every group finds a place on `cluster.nodes`, where `config.checks.check_gpus` finds enough GPUs.
+
+    What is left of several nodes may be GPUs enough for an engine, and none of the nodes has room for it.
+
+    Args:
+        training: Policy and reference have GPUs too.
+
+    Raises:
+        UserError: They need more nodes.
+    """
+    nodes, per_node, size = config.cluster.nodes, config.cluster.gpus_per_node, engine_ranks(config.rollout)
+    engines = config.rollout.engines
+
+    def needed(nodes: int) -> int:
+        """Nodes that are used where there are so many."""
+        if not training:
+            return -(-engines // (per_node // size))
+        return place(replace(config, cluster=replace(config.cluster, nodes=nodes))).nodes
+
+    if (used := needed(nodes)) <= nodes:
+        return
+    enough = next(n for n in count(used) if needed(n) <= n)  # where there are more, less is packed together
+    groups = [f"{engines} engines of {size} GPUs"]
+    if training:
+        reference = reference_ranks(config)
+        groups = [f"policy {policy_ranks(config)}", *([f"reference {reference}"] if reference else []), *groups]
+    raise UserError(
+        f"cluster.nodes = {nodes}: {' + '.join(groups)} have no place there: what is left of a node of {per_node} GPUs "
+        f"(cluster.gpus_per_node) does not hold a whole engine; give cluster.nodes={enough}, fewer "
+        "rollout.engines or a smaller rollout.tensor"
+    )
+
+
 class _Free:
     """GPUs that are still free, of nodes that are all alike; more nodes are added where these have no room.
 
@@ -73,13 +109,13 @@ class _Free:
 
     def __init__(self, per_node: int, nodes: int) -> None:
         self.per_node = per_node
-        self.taken = [0] * nodes
-        """By node, how many of its GPUs are taken: the first ones."""
+        self.nodes = [(0, node) for node in range(nodes)]
+        """A heap: how many of a node's GPUs are taken (the first ones), and its number."""
 
     def ranks(self, count: int) -> tuple[int, ...]:
         """Devices of ranks that fill whole nodes, and then one that has room for the rest."""
         sizes = [min(self.per_node, count - first) for first in range(0, count, self.per_node)]
-        return tuple(device for size in sizes for device in self._take(self._emptiest(size), size))
+        return tuple(device for size in sizes for device in self._take(size, 1))
 
     def groups(self, count: int, size: int) -> tuple[int, ...]:
         """Devices of `count` groups of `size`, each within a node: as many as fit into one node, then the next.
@@ -90,30 +126,26 @@ class _Free:
             return self._whole_nodes(count, size)
         places: list[range] = []
         while len(places) < count:
-            node = self._emptiest(size)
-            room = (self.per_node - self.taken[node]) // size
-            places += [self._take(node, size) for _ in range(min(room, count - len(places)))]
+            taken = self._take(size, count - len(places))
+            places += [taken[first : first + size] for first in range(0, len(taken), size)]
         groups = Counter(place[0] // self.per_node for place in places)
         places.sort(key=lambda place: (-groups[place[0] // self.per_node], place[0]))
         return tuple(device for place in places for device in place)
 
-    def _emptiest(self, size: int) -> int:
-        """The first of the nodes with most free GPUs, a new one if that has not enough."""
-        node = min(range(len(self.taken)), key=lambda n: self.taken[n], default=0)
-        if not self.taken or self.taken[node] + size > self.per_node:
-            node = len(self.taken)
-            self.taken.append(0)
-        return node
-
-    def _take(self, node: int, size: int) -> range:
-        first = node * self.per_node + self.taken[node]
-        self.taken[node] += size
-        return range(first, first + size)
+    def _take(self, size: int, most: int) -> range:
+        """Devices of as many groups of `size` as have room on one node, of `most`: the first of the nodes with most
+        free GPUs, a new one if that has not enough for one."""
+        if not self.nodes or self.nodes[0][0] + size > self.per_node:
+            heappush(self.nodes, (0, len(self.nodes)))
+        taken, node = self.nodes[0]
+        gpus = min((self.per_node - taken) // size, most) * size
+        heapreplace(self.nodes, (taken + gpus, node))
+        first = node * self.per_node + taken
+        return range(first, first + gpus)
 
     def _whole_nodes(self, count: int, size: int) -> tuple[int, ...]:
         """Groups that no node can hold, one after the other behind all that is taken."""
-        used = [node for node, taken in enumerate(self.taken) if taken]
-        first = (max(used) + 1 if used else 0) * self.per_node
+        first = (max((node for taken, node in self.nodes if taken), default=-1) + 1) * self.per_node
         return tuple(range(first, first + count * size))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from skyrl_mega.cluster.place import check_nodes
 from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.sandboxes import sandboxes_mib
@@ -44,7 +45,9 @@ def parallel_of(config: Config) -> tuple[ParallelDims, ParallelDims | None]:
 
 
 def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> None:
-    """Refuses the first thing that cannot fit. The layouts have been checked (`cli.inputs.check_layouts`).
+    """Refuses the first thing that cannot fit, on nodes or in memory.
+
+    The layouts have been checked (`cli.inputs.check_layouts`).
 
     Args:
         strict: Also refuses what the estimates say does not fit, without the margin.
@@ -52,6 +55,8 @@ def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> Non
     Raises:
         UserError: one line: key, value, the number that breaks.
     """
+    if not on_cpu(config):
+        check_nodes(config)
     d = architecture(hf).describe(hf)
     parallel, reference = parallel_of(config)
     for what in _problems(config, d, parallel, reference, strict):

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
+from skyrl_mega.cluster.place import place
 from skyrl_mega.config.derived import length_limit, reference_ranks
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, LayoutConfig
@@ -135,6 +136,9 @@ def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[Sugges
         engines = sorted(_engines(config, d, workers), key=lambda made: made[0])
         # On GPUs of their own the fastest engines are the best; on shared ones they must leave room for the policy.
         for _, chosen in engines if config.cluster.shared else engines[:1]:
+            made = replace(config, rollout=chosen.rollout, policy=replace(config.policy, ranks=ranks))
+            if place(made).nodes > made.cluster.nodes:
+                continue
             for parallel, layout in _layouts(config, d, ranks):
                 for made in _policies(replace(config, rollout=chosen.rollout), ranks, layout):
                     if time.process_time() > end:

@@ -82,6 +82,13 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         ["4 above tensor 2", "trains wrong", "expert_tensor=2"],
     ),
     ("more GPUs than there are", "cluster.nodes=4", ["policy 32 + engines 32", "at most 32", "cluster.nodes=8"]),
+    (
+        "pieces of nodes that hold no engine",
+        "reference.layout={tensor: 2, expert: 2} reference.ranks=4 policy.ranks=4 policy.layout.expert=4 "
+        "policy.layout.tensor=4 cluster.nodes=2 rollout.engines=1 cluster.gpu_memory_gib=1000 "
+        "cluster.host_memory_gib=4000",
+        ["cluster.nodes = 2: policy 4 + reference 4 + 1 engines of 8 GPUs", "give cluster.nodes=3", "cluster.nodes=3"],
+    ),
     ("an engine larger than a node", "rollout.tensor=16", ["cluster.gpus_per_node = 8", "rollout.tensor=8"]),
     (
         "a sync that cannot end in time",

@@ -5,14 +5,17 @@ from __future__ import annotations
 import random
 from collections import Counter
 from dataclasses import replace
+from itertools import product
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from skyrl_mega.cluster.actor_process import Location
-from skyrl_mega.cluster.place import RunPlacement, actual, place
+from skyrl_mega.cluster.place import RunPlacement, actual, check_nodes, place
+from skyrl_mega.config.checks import check_gpus
 from skyrl_mega.config.derived import engine_ranks, policy_ranks, reference_ranks
+from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import ClusterConfig, Config, LayoutConfig, PolicyConfig, ReferenceConfig, RolloutConfig
 
 
@@ -103,6 +106,63 @@ def test_as_ray_packed_four_nodes(
     found = place(config)
     every = (found.policy, found.reference, found.engines[::tensor])
     assert [Counter(map(found.node, devices)) for devices in every] == nodes
+
+
+def refused(config: Config, training: bool = True) -> str:
+    """Why settings whose GPUs are enough have no place; empty where they have."""
+    check_gpus(config, training)
+    try:
+        check_nodes(config, training)
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_what_has_gpus_enough_and_no_place_is_refused_with_a_number_of_nodes_that_do() -> None:
+    """All sizes on up to three nodes of 4 GPUs. Nothing is refused whose pieces have one place after the other."""
+    found = 0
+    for nodes, policy, reference, engines, tensor in product(
+        (1, 2, 3), range(1, 12), range(8), range(1, 6), range(1, 5)
+    ):
+        if policy + reference + engines * tensor > 4 * nodes:
+            continue
+        config = Config(
+            cluster=ClusterConfig(device="cuda", nodes=nodes, gpus_per_node=4),
+            policy=PolicyConfig(ranks=policy),
+            reference=ReferenceConfig(layout=LayoutConfig(), ranks=reference) if reference else ReferenceConfig(),
+            rollout=RolloutConfig(engines=engines, tensor=tensor),
+        )
+        line = refused(config)
+        assert bool(line) == (place(config).nodes > nodes), config
+        if line:
+            found += 1
+            assert line.startswith(f"cluster.nodes = {nodes}: policy {policy} + ") and "rollout.engines" in line, line
+            enough = int(line.partition("give cluster.nodes=")[2].partition(",")[0])
+            assert not refused(replace(config, cluster=replace(config.cluster, nodes=enough)))
+        if not reference and tensor <= 2 and policy % tensor == 0:
+            assert not line, "what is left of every node is whole engines"
+    assert found > 50
+
+
+def test_a_policy_and_a_reference_that_take_half_a_node_each_leave_none_for_an_engine() -> None:
+    cluster = ClusterConfig(device="cuda", nodes=2, gpus_per_node=8)
+    config = Config(
+        cluster=cluster,
+        policy=PolicyConfig(ranks=4),
+        reference=ReferenceConfig(layout=LayoutConfig(), ranks=4),
+        rollout=RolloutConfig(engines=1, tensor=8),
+    )
+    assert "policy 4 + reference 4 + 1 engines of 8 GPUs" in refused(config)
+    assert "give cluster.nodes=3," in refused(config)
+
+
+def test_an_evaluations_engines_need_nodes_that_hold_them_whole() -> None:
+    """Five engines of 3 GPUs are 15 GPUs, and a node of 8 holds two of them."""
+    config = Config(
+        cluster=ClusterConfig(device="cuda", nodes=2, gpus_per_node=8), rollout=RolloutConfig(engines=5, tensor=3)
+    )
+    assert refused(config, training=False).startswith("cluster.nodes = 2: 5 engines of 3 GPUs have no place there")
+    assert not refused(replace(config, rollout=RolloutConfig(engines=4, tensor=3)), training=False)
 
 
 @given(configs("cpu"))
