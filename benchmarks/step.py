@@ -75,7 +75,7 @@ class Case:
 CASES = {
     "moe": Case(
         *("moe", 32, 8, 128),
-        settings=("policy.ranks=2", "policy.layout.expert=2", "policy.micro_tokens=8192", "rollout.threads=2"),
+        settings=("policy.ranks=2", "policy.layout.expert=2", "policy.micro_tokens=20000", "rollout.engines=2"),
         trl_micro=256,
     ),
     "smollm2": Case(
