@@ -221,6 +221,8 @@ def steps_of(tokens: int, turns: int) -> list[Any]:
 
 def measure(count: int, tokens: int, mini_batches: int) -> dict[str, float]:
     """One round of the checkout that this process imports, per million tokens and per token."""
+    import torch
+
     from skyrl_mega.cluster.group import ActorGroup
     from skyrl_mega.cluster.ray_session import session
     from skyrl_mega.config.schema import PolicyConfig
@@ -229,6 +231,7 @@ def measure(count: int, tokens: int, mini_batches: int) -> dict[str, float]:
     from skyrl_mega.rollout import trajectory_io
     from skyrl_mega.trainer import batch  # noqa: F401  (not to be counted as a phase's)
 
+    torch.set_num_threads(1)  # as in a run's driver (`trainer.setup`)
     step, cost = step_of(), Cost()
     with session(actors=RANKS), tempfile.TemporaryDirectory() as folder:
         ranks = ActorGroup.spawn("policy", Rank, [{}] * RANKS, timeout=300)

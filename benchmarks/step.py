@@ -54,9 +54,9 @@ class Case:
     length: int
     """Tokens of a response."""
     settings: tuple[str, ...]
-    """What suits the machine: found by trying, by public settings alone."""
+    """What suits the machine, by public settings alone."""
     trl_micro: int
-    """Sequences of TRL's micro-batch: the quickest of those that were tried."""
+    """Sequences of TRL's micro-batch: a first choice, not tuned."""
     trl_model: dict[str, Any] = field(default_factory=dict)
     """More of TRL's `model_init_kwargs`."""
     steps: int = 6

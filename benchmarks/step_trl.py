@@ -5,10 +5,9 @@
 FILE.json has the fields of `benchmarks.step.Case` that both sides share. The last line of the output is JSON: seconds
 of each step, generation to optimizer step, and TRL's version. Nothing of `skyrl_mega` is imported here.
 
-TRL is given what it is quickest with on two cores: one process with both cores, float32, no gradient checkpointing
+TRL is given, on two cores: one process with both cores, float32, no gradient checkpointing
 (its default is on), no logging or saving, generation by transformers for the whole batch at once, one optimizer step
-for each generation, hence no separate log-prob pass, no load-balancing loss (ours has none either), and of the
-micro-batch sizes the best.
+for each generation, hence no separate log-prob pass, and no load-balancing loss (ours has none either).
 """
 
 from __future__ import annotations

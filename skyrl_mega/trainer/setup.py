@@ -10,6 +10,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import torch
+
 from skyrl_mega.algorithms import losses
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.checks import check_enough
@@ -43,6 +45,7 @@ from skyrl_mega.weights.sync import WeightSync
 @contextmanager
 def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
     """A run that is ready for its first step: the engines hold the policy's weights. Leaves no process behind."""
+    torch.set_num_threads(1)  # a batch is cut in no time, but threads would spin on cores that ranks and engines need
     algorithm = losses.with_absolute_path(config.algorithm)
     config = replace(config, environment=with_absolute_paths(config.environment), algorithm=algorithm)
     logs = folder / "logs"

@@ -15,7 +15,7 @@ SCRIPT = """
 import sys
 from vllm.engine.arg_utils import EngineArgs
 from skyrl_mega.config.schema import Config
-from skyrl_mega.trainer.setup import longer
+from skyrl_mega.trainer.start_actors import longer
 
 config = Config()
 config.model.max_length = int(sys.argv[2]) or None
