@@ -126,7 +126,7 @@ async def _off(engine: Any, path: Path) -> list[float]:
     found = []
     for completion in await _answers(engine, requests):
         prompt = PROMPTS[int(completion.id)]
-        tokens = torch.tensor([prompt + completion.tokens])
+        tokens = torch.tensor([[*prompt, *completion.tokens]])
         with torch.no_grad():
             table: Tensor = model(tokens).logits[0].log_softmax(-1)[len(prompt) - 1 : -1]
         wanted = table.gather(1, torch.tensor(completion.tokens)[:, None])[:, 0]

@@ -5,7 +5,7 @@ The driver calls an engine's actor through Ray, by these names; tests put simula
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,7 +32,7 @@ class Request:
     """One prompt to be continued."""
 
     id: str
-    tokens: list[int]
+    tokens: Sequence[int]
     max_tokens: int
     seed: int
     """Seeds this request's own generator, so that its draws do not depend on its neighbours in a batch."""
@@ -45,9 +45,9 @@ class Completion:
     """What an engine made of a request."""
 
     id: str
-    tokens: list[int]
+    tokens: Sequence[int]
     """New tokens, the one that ended it included."""
-    logprobs: list[float]
+    logprobs: Sequence[float]
     """Natural log-prob of each token under the distribution it was drawn from: after temperature, top-k and top-p."""
     finish: str
     """`stop` (a stop token or string), `length`, or `timeout` (of its own `seconds`)."""

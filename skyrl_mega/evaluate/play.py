@@ -11,6 +11,7 @@ from skyrl_mega.cluster.fleet import NobodyServes
 from skyrl_mega.evaluate.results import Results, row_of
 from skyrl_mega.evaluate.sets import Draw
 from skyrl_mega.rollout.agent_loop import Agent
+from skyrl_mega.rollout.event_loop import EventLoop
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.trainer.health.failures import failures
 
@@ -23,7 +24,7 @@ class Source(Protocol):
         """Trajectories under way at once."""
 
     def agent(self) -> AbstractAsyncContextManager[Agent]:
-        """An agent for one event loop."""
+        """An agent. All agents of a source are used in the same event loop."""
 
     def refill(self) -> None:
         """Waits until somebody serves again, after NobodyServes."""
@@ -64,12 +65,13 @@ def draw_missing(
         progress(done)
 
     left = draws
-    while left:
-        try:
-            asyncio.run(_play(source, left, ended))
-        except NobodyServes:
-            source.refill()
-        left = results.missing(iter(left))
+    with EventLoop() as loop:
+        while left:
+            try:
+                loop.run(_play(source, left, ended))
+            except NobodyServes:
+                source.refill()
+            left = results.missing(iter(left))
 
 
 async def _play(source: Source, draws: Iterable[Draw], ended: Callable[[Draw, Trajectory], None]) -> None:

@@ -79,7 +79,9 @@ def that_fit(
         tools = {name: registry.tools(name, config) for name in {p.env_class for p in s.prompts}}
         place = f"the set {s.name}, row"
         prompts = [
-            p for p in s.prompts if len(chat.prompt(p.messages, f"{place} {p.uid}", tools[p.env_class])) <= longest
+            p
+            for p in s.prompts
+            if len(chat.prompt(p.messages, f"{place} {p.uid}", tools[p.env_class], longest)) <= longest
         ]
         if not prompts:
             raise UserError(

@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import math
 import time
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -136,7 +137,15 @@ class Agent:
     async def open(self, prompt: Prompt, sample: int) -> Opened:
         """Makes the environment and the first tokens; a fault of the environment is kept as the trajectory's end."""
         begun = Trajectory(
-            prompt, sample, [], [], [], prompt_length=0, reward=0.0, status=Status.TRUNCATED_TURNS, turns=0
+            prompt,
+            sample,
+            tokens=array("i"),
+            mask=array("b"),
+            logprobs=array("f"),
+            prompt_length=0,
+            reward=0.0,
+            status=Status.TRUNCATED_TURNS,
+            turns=0,
         )
         opened = Opened(begun, None, 0.0)
         opened.clock = time.perf_counter()
@@ -254,7 +263,7 @@ class Agent:
         append(t, completion.tokens, 1, completion.logprobs)
         return Said(self.chat.text(completion.tokens), len(completion.tokens), completion.finish)
 
-    def first(self, messages: list[Message], tools: Tools = ()) -> list[int]:
+    def first(self, messages: list[Message], tools: Tools = ()) -> Sequence[int]:
         """Tokens of a conversation's opening, up to where the policy speaks."""
         return self.chat.render(messages, tools)
 
@@ -308,7 +317,7 @@ class Agent:
         for step in t.steps[t.steps.index(response) :]:
             step.start, step.end = (step.start, len(t.tokens)) if step is response else (len(t.tokens),) * 2
 
-    def _tokens(self, t: Trajectory, what: str, render: Callable[..., list[int]], *args: Any) -> list[int]:
+    def _tokens(self, t: Trajectory, what: str, render: Callable[..., Sequence[int]], *args: Any) -> Sequence[int]:
         """Tokens of an environment's messages; those that the template refuses are the environment's fault."""
         try:
             return render(*args)
@@ -353,11 +362,11 @@ class Agent:
             t.metadata["close_error"] = f"{fault} (at {fault.at})" if fault.at else str(fault)
 
 
-def append(t: Trajectory, tokens: list[int], mask: int, logprobs: list[float] | None = None) -> None:
+def append(t: Trajectory, tokens: Sequence[int], mask: int, logprobs: Sequence[float] | None = None) -> None:
     """Tokens of the last step."""
-    t.tokens += tokens
-    t.mask += [mask] * len(tokens)
-    t.logprobs += [0.0] * len(tokens) if logprobs is None else logprobs
+    t.tokens.extend(tokens)
+    t.mask.extend(array("b", [mask]) * len(tokens))
+    t.logprobs.extend(array("f", [0.0]) * len(tokens) if logprobs is None else logprobs)
     t.steps[-1].end = len(t.tokens)
 
 

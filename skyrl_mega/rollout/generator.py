@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NobodyServes
@@ -14,6 +14,7 @@ from skyrl_mega.engines.base import Sampling
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent_loop import Agent, Limits, Opened
 from skyrl_mega.rollout.env_pool import EnvPool
+from skyrl_mega.rollout.event_loop import EventLoop
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Progress, Router
 from skyrl_mega.rollout.trajectory import Group, Trajectory
@@ -24,7 +25,7 @@ LOOK_EVERY_S = 0.5
 
 
 class Generator:
-    """Plays prompts on a group of engines.
+    """Plays prompts on a group of engines, phase after phase in one event loop, which ends with the `with` block.
 
     Args:
         fleet: The engines; those that serve are asked.
@@ -46,6 +47,14 @@ class Generator:
     ) -> None:
         self.fleet, self.chat, self.rollout, self.environments = fleet, chat, rollout, environments
         self.refill, self.look = refill, look
+        self.threads = EnvPool(environments.workers)
+        self._loop = EventLoop()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._loop.__exit__(*error)
 
     def generate(
         self,
@@ -74,7 +83,7 @@ class Generator:
             try:
                 # Cached prefixes of an earlier phase would change the shapes of the computation, and so the last bits.
                 self.fleet.ask("forget", timeout=self.rollout.request_timeout_s)
-                played = asyncio.run(self._generate(prompts, samples, sampling, seed, progress))
+                played = self._loop.run(self._generate(prompts, samples, sampling, seed, progress))
                 return [Group(p, played[i * samples : (i + 1) * samples]) for i, p in enumerate(prompts)]
             except NobodyServes:
                 if self.refill is None:
@@ -82,13 +91,13 @@ class Generator:
                 self.refill()
 
     def agent(self, sampling: SamplingConfig) -> Agent:
-        """An agent on these engines, for one event loop."""
+        """An agent on these engines, for one phase. All of them are played in the same event loop."""
         drawn = Sampling(
             sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop), self.chat.stop_tokens
         )
         router = Router(self.fleet, drawn, self.rollout.concurrency, self.rollout.request_timeout_s)
         limits = replace(Limits.of(self.rollout), turn=sampling.max_tokens)
-        return Agent(router, self.chat, self.environments, limits, EnvPool(self.environments.workers))
+        return Agent(router, self.chat, self.environments, limits, self.threads)
 
     async def _generate(
         self,

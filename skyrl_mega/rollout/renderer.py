@@ -7,8 +7,10 @@ gets the tokens of those characters: only the template makes turns.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
+from array import array
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -78,6 +80,8 @@ class Renderer:
         self.control = control_tokens(self.tokenizer, self.stop_tokens)
         spelled = "|".join(re.escape(text) for text in self.control.values()) or "(?!)"
         self._spelled = re.compile(f"(?=(?:{spelled})).", re.DOTALL)
+        self._prompts: dict[bytes, array[int]] = {}
+        """Openings of the data's prompts, int32, by `_key`."""
         self._first = lru_cache(maxsize=4096)(self._opening)
         self._continue = lru_cache(maxsize=4096)(self._continuation)
         if MARK not in self._render([{"role": "user", "content": MARK}]):
@@ -118,7 +122,7 @@ class Renderer:
                 f"is a template that takes `tools` and has them called in one of the forms {', '.join(PARSERS)}"
             )
 
-    def parse(self, said: list[int] | str, turn: int = 1) -> AssistantMessage:
+    def parse(self, said: Sequence[int] | str, turn: int = 1) -> AssistantMessage:
         """What the policy said, with the tool calls in it, as the template has it write them.
 
         Args:
@@ -128,27 +132,37 @@ class Renderer:
         text = said if isinstance(said, str) else self.text(said)
         return PARSERS[self.form](text, turn) if self.form else AssistantMessage(text)
 
-    def prompt(self, messages: list[dict[str, Any]], place: str, tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """`render`, of a prompt of the data.
+    def prompt(
+        self,
+        messages: list[dict[str, Any]],
+        place: str,
+        tools: Sequence[Mapping[str, Any]] = (),
+        most: int | None = None,
+    ) -> Sequence[int]:
+        """`render`, of a prompt of the data, which is kept: `render` of the same messages and tools has no more to do.
 
         Args:
             messages: The prompt.
             place: Its file and row, for the error.
             tools: What the environment's policy may call.
+            most: One of more tokens is not kept, as it will not be played; None keeps all.
 
         Raises:
             UserError: The model has no such token.
         """
-        tokens = self.render(messages, tools)
+        given = json.dumps([messages, list(tools)])
+        tokens = self._opening(given)
         if self.vocabulary is not None and (largest := max(tokens, default=0)) >= self.vocabulary:
             raise UserError(
                 f"{place}: its token {largest} is not below config.json's vocab_size = {self.vocabulary}; the "
                 f"tokenizer of model.path={self.path} is another model's, fetch it again"
             )
+        if most is None or len(tokens) <= most:
+            self._prompts[_key(given)] = array("i", tokens)
         return tokens
 
-    def render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> list[int]:
-        """Tokens of a conversation's first messages, up to where the policy begins to speak.
+    def render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Sequence[int]:
+        """Tokens of a conversation's first messages, up to where the policy begins to speak; not to be changed.
 
         Args:
             messages: The conversation.
@@ -157,9 +171,11 @@ class Renderer:
         Raises:
             Refused: By the template.
         """
-        return list(self._first(json.dumps([messages, list(tools)])))
+        given = json.dumps([messages, list(tools)])
+        kept = self._prompts.get(_key(given))
+        return self._first(given) if kept is None else kept
 
-    def first(self, messages: list[dict[str, Any]]) -> list[int]:
+    def first(self, messages: list[dict[str, Any]]) -> Sequence[int]:
         """`render` without tools."""
         return self.render(messages)
 
@@ -229,16 +245,21 @@ class Renderer:
         """Tokens of a rendered text. Parts between BREAKs are tokenised each by itself, so that none spans one."""
         return [token for part in rendered.split(BREAK) for token in self.encode(part)]
 
-    def text(self, tokens: list[int]) -> str:
+    def text(self, tokens: Sequence[int]) -> str:
         """What the policy said, without the token that ended it."""
         own = tokens[:-1] if tokens and tokens[-1] in self.stop_tokens else tokens
-        text: str = self.tokenizer.decode(own, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text: str = self.tokenizer.decode(list(own), skip_special_tokens=False, clean_up_tokenization_spaces=False)
         return text
 
     def encode(self, text: str) -> list[int]:
         """Tokens of a text that has its special tokens written out."""
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return tokens
+
+
+def _key(given: str) -> bytes:
+    """Stands for messages and tools, given as JSON, in 16 bytes."""
+    return hashlib.blake2b(given.encode(), digest_size=16).digest()
 
 
 def one_message_refused(environment: str) -> str:

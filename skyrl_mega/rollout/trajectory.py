@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
@@ -79,6 +80,7 @@ class Step:
 @dataclass
 class Trajectory:
     """One sample of one prompt. `tokens`, `mask` and `logprobs` have the same length T and are aligned by position.
+    They are arrays of 9 bytes a token, which grow as lists do and which numpy reads in place.
 
     Where an environment rewrites the conversation (`rollout.step_wise`), the new one stands after the old one as a
     further `prompt` step: the context of a response is what lies between the last prompt's start and its own.
@@ -87,12 +89,13 @@ class Trajectory:
     prompt: Prompt
     sample: int
     """Which of the prompt's samples."""
-    tokens: list[int]
-    """Prompt, responses and observations, exactly as the engine was given and produced them."""
-    mask: list[int]
-    """1 where the policy produced the token, else 0 (prompt, observations)."""
-    logprobs: list[float]
-    """The engine's log-prob of each token of the policy, 0.0 elsewhere. Natural log, under the sampling temperature.
+    tokens: array[int]
+    """int32. Prompt, responses and observations, exactly as the engine was given and produced them."""
+    mask: array[int]
+    """int8. 1 where the policy produced the token, else 0 (prompt, observations)."""
+    logprobs: array[float]
+    """float32, as engines compute them. The engine's log-prob of each token of the policy, 0.0 elsewhere. Natural log,
+    under the sampling temperature.
     NaN for an end token that no engine drew (`rollout.conversation: one_message`)."""
     prompt_length: int
     """Tokens before the first response: those of the first prompt."""
@@ -115,8 +118,8 @@ class Trajectory:
     """Further values of its tokens, [T, …] each, which the batch carries along."""
 
     @property
-    def context(self) -> list[int]:
-        """What the policy sees, a list of its own: all from the last prompt on."""
+    def context(self) -> array[int]:
+        """What the policy sees, an array of its own: all from the last prompt on."""
         start = next((step.start for step in reversed(self.steps) if step.kind is Kind.PROMPT), 0)
         return self.tokens[start:]
 

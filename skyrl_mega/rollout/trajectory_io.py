@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+from array import array
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
@@ -60,19 +62,46 @@ SCHEMA = pa.schema(
 )
 """First what a person looks for, then what a program needs. `metadata`, `seconds` and `extras` are JSON."""
 
+BY_TOKEN = {"tokens": "i", "mask": "b", "logprobs": "f"}
+"""The columns that have an entry for each token, with the type of `Trajectory`'s arrays; all others are rows."""
+ROWS = pa.schema([column for column in SCHEMA if column.name not in BY_TOKEN])
+PIECE = 1024
+"""Trajectories that are turned into columns at once."""
+
 
 def write(path: Path, trajectories: list[Trajectory]) -> None:
     """Writes trajectories to a parquet file, which appears whole or not at all."""
     path.parent.mkdir(exist_ok=True)  # and none above it: where a run's folder is gone, its disk is
+    plain = [column.name for column in ROWS]  # a dictionary of log-probs would be as long as they are
     with partial_file(path) as partial:
-        table = pa.Table.from_pylist([_row(t) for t in trajectories], schema=SCHEMA)
-        pq.write_table(table, partial, compression="zstd")
+        with pq.ParquetWriter(partial, SCHEMA, compression="zstd", use_dictionary=plain) as writer:
+            for start in range(0, len(trajectories), PIECE):
+                writer.write_table(_table(trajectories[start : start + PIECE]))
         os.replace(partial, path)
 
 
 def read(path: Path) -> list[Trajectory]:
     """Reads trajectories back. What JSON does not have (tuples, sets) comes back as lists and strings."""
-    return [_trajectory(row) for row in pq.read_table(path, schema=SCHEMA).to_pylist()]
+    table = pq.read_table(path, schema=SCHEMA)
+    by_token = [
+        [array(kind, of_one.values.to_numpy().tobytes()) for of_one in table[name]] for name, kind in BY_TOKEN.items()
+    ]
+    rows = table.select(ROWS.names).to_pylist()
+    return [_trajectory(*parts) for parts in zip(rows, *by_token, strict=True)]
+
+
+def _table(trajectories: list[Trajectory]) -> pa.Table:
+    """Their rows; what there is of each token is never a Python object."""
+    rows = pa.Table.from_pylist([_row(t) for t in trajectories], schema=ROWS)
+    ends = np.cumsum([0, *(len(t.tokens) for t in trajectories)])
+    by_token = {
+        name: pa.ListArray.from_arrays(
+            pa.array(ends, pa.int32()), pa.array(np.concatenate([getattr(t, name) for t in trajectories]))
+        )
+        for name in BY_TOKEN
+    }
+    columns = {**dict(zip(ROWS.names, rows.columns, strict=True)), **by_token}
+    return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
 def _row(t: Trajectory) -> dict[str, Any]:
@@ -92,23 +121,20 @@ def _row(t: Trajectory) -> dict[str, Any]:
         "steps": [_step_row(step) for step in t.steps],
         "versions": [{"version": version, "start": start} for version, start in t.versions],
         "prompt_length": t.prompt_length,
-        "tokens": t.tokens,
-        "mask": t.mask,
-        "logprobs": t.logprobs,
         "seconds": plain_json(t.seconds),
         "prompt_messages": t.prompt.messages,
         "extras": plain_json(t.prompt.extras),
     }
 
 
-def _trajectory(row: dict[str, Any]) -> Trajectory:
+def _trajectory(row: dict[str, Any], tokens: array[int], mask: array[int], logprobs: array[float]) -> Trajectory:
     prompt = Prompt(row["uid"], row["prompt_messages"], row["env_class"], json.loads(row["extras"]))
     return Trajectory(
         prompt,
         row["sample"],
-        row["tokens"],
-        row["mask"],
-        row["logprobs"],
+        tokens,
+        mask,
+        logprobs,
         prompt_length=row["prompt_length"],
         reward=row["reward"],
         status=Status(row["status"]),

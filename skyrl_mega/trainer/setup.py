@@ -71,7 +71,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             console.say(f"policy ranks sit on {policy.group.seating}")
             console.say(f"engines sit on {fleet.group.seating}")
 
-        generator = Generator(fleet, chat, config.rollout, config.environment)
+        generator = stack.enter_context(Generator(fleet, chat, config.rollout, config.environment))
         stream = stream_of(config, len(train))
         run = Run(
             config=config,
@@ -131,7 +131,9 @@ def prompts_of(config: Config, chat: Renderer, console: Console) -> tuple[list[P
         for name in sorted(tools):
             if registry.has_tools(name, config.environment):
                 chat.check_tools(name)
-        lengths = [len(chat.prompt(p.messages, f"{key}, row {p.uid}", tools[p.env_class])) for p in prompts]
+        lengths = [
+            len(chat.prompt(p.messages, f"{key}, row {p.uid}", tools[p.env_class], limit_tokens)) for p in prompts
+        ]
         fits = [p for p, length in zip(prompts, lengths, strict=True) if length <= limit_tokens]
         if len(fits) < len(prompts):
             console.say(

@@ -178,8 +178,8 @@ def test_a_conversation_goes_on_as_messages_within_its_budget(fake: Fake) -> Non
     assert (t.status, t.turns, sum(t.mask)) == (Status.COMPLETED, 3, 12)
     # 3 + 4 words, then the environment's.
     heard = len(fake.bodies[1]["messages"][2]["content"].split())
-    assert t.mask[:7] == [0, 0, 0, 1, 1, 1, 1]
-    assert t.mask[7 : 7 + heard] == [0] * heard
+    assert list(t.mask[:7]) == [0, 0, 0, 1, 1, 1, 1]
+    assert list(t.mask[7 : 7 + heard]) == [0] * heard
     assert len({body["seed"] for body in fake.bodies}) == 3
 
 

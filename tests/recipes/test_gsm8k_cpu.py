@@ -63,8 +63,8 @@ def test_two_steps_on_real_questions(shared: Path, smollm2: Path, tmp_path: Path
         assert len(trajectories) == PROMPTS * SAMPLES
         for t in trajectories:
             assert 0 < t.response_length <= LENGTH and len(t.tokens) == len(t.mask) == len(t.logprobs)
-            words = tokenizer.decode(t.tokens[t.prompt_length :]).removesuffix("<|im_end|>")
+            words = tokenizer.decode(list(t.tokens[t.prompt_length :])).removesuffix("<|im_end|>")
             assert t.messages[-1] == {"role": "assistant", "content": words}
             question = t.prompt.extras["extra_info"]["question"]
             assert question in questions
-            assert question in tokenizer.decode(t.tokens[: t.prompt_length])
+            assert question in tokenizer.decode(list(t.tokens[: t.prompt_length]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -37,9 +38,9 @@ def single(uid: int = 7, sample: int = 0, reward: float = 1.0, text: str = "6", 
     t = Trajectory(
         Prompt(uid, question, "multiply", {"reward_spec": {"ground_truth": "6"}}),
         sample=sample,
-        tokens=[5, 9, 11, 3],
-        mask=[0, 0, 1, 1],
-        logprobs=[0.0, 0.0, -0.25, -1.5],
+        tokens=array("i", [5, 9, 11, 3]),
+        mask=array("b", [0, 0, 1, 1]),
+        logprobs=array("f", [0.0, 0.0, -0.25, -1.5]),
         prompt_length=2,
         reward=reward,
         status=Status.COMPLETED,
@@ -62,9 +63,9 @@ def double() -> Trajectory:
     return Trajectory(
         Prompt(8, prompt, "search", {}),
         sample=1,
-        tokens=list(range(20, 32)),
-        mask=[0, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1],
-        logprobs=[0.0] * 4 + [-0.1, -2.0, -0.2] + [0.0] * 2 + [-0.05, -0.5, -5.0],
+        tokens=array("i", range(20, 32)),
+        mask=array("b", [0, 0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1]),
+        logprobs=array("f", [0.0] * 4 + [-0.1, -2.0, -0.2] + [0.0] * 2 + [-0.05, -0.5, -5.0]),
         prompt_length=4,
         reward=0.5,
         status=Status.TRUNCATED_TURNS,

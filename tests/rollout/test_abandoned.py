@@ -38,7 +38,7 @@ def test_it_ends_soon_and_nobody_complains_of_it(monkeypatch: pytest.MonkeyPatch
         if next(looks):
             raise Ending
 
-    playing = Generator(nothing, nothing, nothing, nothing, look=look)
+    playing = Generator(nothing, nothing, nothing, COUNTED, look=look)
 
     async def phase() -> None:
         asyncio.get_running_loop().set_exception_handler(lambda loop, context: complaints.append(context))

@@ -43,7 +43,7 @@ def tiles(t: Trajectory) -> bool:
     return (
         [step.start for step in t.steps] == ends[:-1]
         and ends[-1] == len(t.tokens) == len(t.logprobs)
-        and t.mask == [int(k) for k in own]
+        and list(t.mask) == [int(k) for k in own]
         and sum(step.messages for step in t.steps) == len(t.messages)
     )
 
@@ -206,7 +206,7 @@ def test_a_rewritten_conversation_begins_anew(characters_chat: Renderer) -> None
     said = {"role": "assistant", "content": "line 2"}
     expected = [t.prompt.messages, told(0), told(1), [*told(1), said, go_on], told(3), told(4)]
     template = characters_chat.tokenizer.apply_chat_template
-    assert [characters_chat.tokenizer.decode(request.tokens) for request, _ in policy.turns] == [
+    assert [characters_chat.tokenizer.decode(list(request.tokens)) for request, _ in policy.turns] == [
         template(messages, tokenize=False, add_generation_prompt=True) for messages in expected
     ]
     assert t.response_length == 6 * 7 + len("<user>go on<assistant>") - len("<user><assistant>") + 2

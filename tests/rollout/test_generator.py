@@ -80,7 +80,8 @@ def play(
 ) -> list[Trajectory]:
     rollout = replace(ROLLOUT, **changes)  # type: ignore[arg-type]
     sampling = SamplingConfig(max_tokens=rollout.sampling.max_tokens)
-    groups = Generator(serving(engines), chat, rollout, USER).generate(prompts, samples, sampling, seed=seed)
+    with Generator(serving(engines), chat, rollout, USER) as generator:
+        groups = generator.generate(prompts, samples, sampling, seed=seed)
     return [t for group in groups for t in group.trajectories]
 
 
@@ -115,14 +116,16 @@ def test_a_stop_string_ends_a_turn_and_stays_in_it(engines: ActorGroup, chat: Re
 
 def test_trajectories_come_in_order_and_repeat_to_the_last_bit(engines: ActorGroup, chat: Renderer) -> None:
     progress: list[tuple[int, int]] = []
-    generator = Generator(serving(engines), chat, ROLLOUT, USER)
-    groups = generator.generate(products(8), 4, FREE, seed="0/1", progress=lambda *done: progress.append(done))
+    with Generator(serving(engines), chat, ROLLOUT, USER) as generator:
+        groups = generator.generate(products(8), 4, FREE, seed="0/1", progress=lambda *done: progress.append(done))
+        second = generator.generate(products(8), 4, FREE, seed="0/1")
     assert [group.prompt.uid for group in groups] == list(range(8))
     first = [t for group in groups for t in group.trajectories]
     assert [(t.prompt.uid, t.sample) for t in first] == [(p, s) for p in range(8) for s in range(4)]
     assert progress == [(i, 32) for i in range(1, 33)]
-    again = play(engines, chat, products(8), 4)
-    assert [(t.tokens, t.logprobs, t.reward) for t in again] == [(t.tokens, t.logprobs, t.reward) for t in first]
+    of_second = [t for group in second for t in group.trajectories]
+    for again in (of_second, play(engines, chat, products(8), 4)):  # in the same event loop, and in another
+        assert [(t.tokens, t.logprobs, t.reward) for t in again] == [(t.tokens, t.logprobs, t.reward) for t in first]
     other = play(engines, chat, products(8), 4, seed="0/2")
     assert [t.tokens for t in other] != [t.tokens for t in first]
     # Samples of one prompt are draws of their own.
@@ -139,10 +142,10 @@ def test_a_prompt_may_be_played_twice_in_one_phase(engines: ActorGroup, chat: Re
 
 def test_a_trajectory_is_what_the_engine_was_given_and_gave(engines: ActorGroup, chat: Renderer, model: Path) -> None:
     for t in play(engines, chat, products(4), 2):
-        assert t.tokens[: t.prompt_length] == chat.first(t.prompt.messages)
-        assert t.mask == [0] * t.prompt_length + [1] * t.response_length
+        assert t.tokens[: t.prompt_length].tolist() == chat.first(t.prompt.messages)
+        assert t.mask.tolist() == [0] * t.prompt_length + [1] * t.response_length
         assert len(t.logprobs) == len(t.tokens)
-        assert t.logprobs[: t.prompt_length] == [0.0] * t.prompt_length
+        assert t.logprobs[: t.prompt_length].tolist() == [0.0] * t.prompt_length
         assert t.messages[1] == {"role": "assistant", "content": chat.text(t.tokens[t.prompt_length :])}
         assert (t.status is Status.COMPLETED) == (t.tokens[-1] == END)
         assert (t.status is Status.TRUNCATED_TOKENS) == (t.response_length == 12 and t.tokens[-1] != END)
@@ -169,7 +172,7 @@ def test_turns_are_those_of_the_chat_template_and_the_policys_tokens_stay(engine
         assert all((logprob != 0.0) == bool(mine) for logprob, mine in zip(t.logprobs, t.mask, strict=True))
         # The last message is the environment's, which nobody read: it is not in the tokens.
         rendered = chat.tokenizer.apply_chat_template(t.messages[:-1], tokenize=False)
-        assert chat.tokenizer.decode(t.tokens) == rendered
+        assert chat.tokenizer.decode(list(t.tokens)) == rendered
 
 
 def test_budgets_end_a_conversation_by_name(engines: ActorGroup, chat: Renderer) -> None:
@@ -270,7 +273,6 @@ def test_what_a_dead_engine_had_is_answered_by_the_others(engines: ActorGroup, m
     """The same tokens as without the fault; and where the last engine dies, the phase is played again."""
     pair = start_engine("pair", spec_of(model, ROLLOUT, weights="auto"), model.parent, engines=2)
     fleet = serving(pair, restarts=2)
-    generator = Generator(fleet, chat, ROLLOUT, USER)
     refilled: list[list[int]] = []
 
     def refill() -> None:
@@ -282,17 +284,18 @@ def test_what_a_dead_engine_had_is_answered_by_the_others(engines: ActorGroup, m
         return [t.tokens for group in groups for t in group.trajectories]
 
     try:
-        expected = tokens()
-        # The whole actor of one, of the other only vLLM's process.
-        for rank, victim in ((1, pair.where[1].pid), (0, vllm_process(pair, 0))):
-            timer = threading.Timer(0.15, os.kill, [victim, signal.SIGKILL])
-            timer.start()
-            generator.refill = refill
-            assert tokens() == expected
-            timer.join()
-            assert rank not in fleet.serving or refilled
-        assert len(refilled) == 1
-        a_call_under_way_fails_with_its_engine(pair, fleet.serving[0])
+        with Generator(fleet, chat, ROLLOUT, USER) as generator:
+            expected = tokens()
+            # The whole actor of one, of the other only vLLM's process.
+            for rank, victim in ((1, pair.where[1].pid), (0, vllm_process(pair, 0))):
+                timer = threading.Timer(0.15, os.kill, [victim, signal.SIGKILL])
+                timer.start()
+                generator.refill = refill
+                assert tokens() == expected
+                timer.join()
+                assert rank not in fleet.serving or refilled
+            assert len(refilled) == 1
+            a_call_under_way_fails_with_its_engine(pair, fleet.serving[0])
     finally:
         fleet.close()
         pair.shutdown()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from array import array
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -17,9 +18,9 @@ def trajectory() -> Trajectory:
     return Trajectory(
         Prompt(7, question, "multiply", {"reward_spec": {"ground_truth": "6"}, "extra_info": None}),
         sample=2,
-        tokens=[5, 9, 11, 3],
-        mask=[0, 0, 1, 1],
-        logprobs=[0.0, 0.0, -0.25, -1.5],
+        tokens=array("i", [5, 9, 11, 3]),
+        mask=array("b", [0, 0, 1, 1]),
+        logprobs=array("f", [0.0, 0.0, -0.25, -1.5]),
         prompt_length=2,
         reward=-0.5,
         status=Status.TRUNCATED_TURNS,

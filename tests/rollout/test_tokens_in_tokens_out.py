@@ -102,7 +102,8 @@ def play(engine: ActorGroup, chat: Renderer, name: str, count: int, rollout: Rol
         )
         for uid in range(count // 2)
     ]
-    groups = Generator(serving(engine), chat, rollout, ENVIRONMENT).generate(prompts, 2, rollout.sampling, seed=name)
+    with Generator(serving(engine), chat, rollout, ENVIRONMENT) as generator:
+        groups = generator.generate(prompts, 2, rollout.sampling, seed=name)
     trajectories = [t for group in groups for t in group.trajectories]
     seen = engine.call_one(0, "recording", timeout=180)
     turns: list[list[Turn]] = [[] for _ in trajectories]
@@ -123,7 +124,8 @@ def check_tokens(phase: Phase) -> None:
             tokens += between + turn.produced
             mask += [0] * len(between) + [1] * len(turn.produced)
             logprobs += [0.0] * len(between) + turn.logprobs
-        assert (t.tokens, t.mask, t.logprobs, t.turns) == (tokens, mask, logprobs, len(turns))
+        # Engines compute log-probs in float32: nothing is lost in an array of it.
+        assert (list(t.tokens), list(t.mask), list(t.logprobs), t.turns) == (tokens, mask, logprobs, len(turns))
         assert t.prompt_length == len(turns[0].given)
 
 

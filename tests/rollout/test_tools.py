@@ -101,7 +101,7 @@ def test_calls_are_made_and_answered(chat: Renderer, tmp_path: Path) -> None:
     assert [m.get("tool_call_id") for m in t.messages if m["role"] == "tool"] == ["call_1_1", "call_1_2"]
     first = next(step for step in t.steps if step.tool_calls)
     assert first.tool_calls[1] == {"id": "call_1_2", "name": "say", "arguments": {"text": "b", "times": 2}}
-    shown = chat.tokenizer.decode(t.tokens[: t.prompt_length])
+    shown = chat.tokenizer.decode(list(t.tokens[: t.prompt_length]))
     assert all(json.dumps(tool.definition, ensure_ascii=False) in shown for tool in (SAY, FAIL))
     assert [chat.control[k] for k in t.tokens[: t.prompt_length] if k in chat.control].count(EOS) == 2
     trajectory_io.write(tmp_path / "t.parquet", [t])
@@ -181,7 +181,7 @@ def test_a_hundred_random_conversations_have_the_engines_tokens(chat: Renderer) 
         assert tokens == opening(chat, prompt.messages[0]["content"])
         told = iter([m for m in t.messages if m["role"] == "tool"])
         for place, (request, completion) in enumerate(script.turns):
-            assert request.tokens == tokens
+            assert list(request.tokens) == tokens
             tokens = tokens + completion.tokens
             mask += [1] * len(completion.tokens)
             if place + 1 == len(script.turns):
@@ -193,7 +193,7 @@ def test_a_hundred_random_conversations_have_the_engines_tokens(chat: Renderer) 
             counted[f"{len(answers)} results"] += 1
             counted["errors"] += sum(answer.startswith("Error: ") for answer in answers)
             counted["control tokens spelled"] += sum(name in answer for answer in answers for name in SPECIAL)
-        assert (t.tokens, t.mask) == (tokens, mask)
+        assert (list(t.tokens), list(t.mask)) == (tokens, mask)
         assert next(told, None) is None
     assert min(counted[name] for name in ("1 results", "2 results", "4 results", "errors")) >= 10, counted
     assert counted["control tokens spelled"] >= 10, counted
@@ -256,7 +256,7 @@ def test_with_qwens_template(shared: Path, tmp_path: Path) -> None:
     chat = Renderer(str(qwen(shared, tmp_path / "qwen")))
     chat.check_tools("echo")
     t = one(chat, [f"{call('say', text='a')}{call('say', text='b')}<|im_end|>", "right<|im_end|>"])
-    text = chat.tokenizer.decode(t.tokens)
+    text = chat.tokenizer.decode(list(t.tokens))
     assert text.startswith("<|im_start|>system\n# Tools\n") and json.dumps(SAY.definition) in text
     assert text.endswith(
         "<|im_end|>\n<|im_start|>user\n<tool_response>\na\n</tool_response>\n<tool_response>\nb\n</tool_response>"

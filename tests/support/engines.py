@@ -127,7 +127,7 @@ def difference_from_transformers(path: Path, request: Request, completion: Compl
         model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
     new = torch.tensor(completion.tokens)
     with torch.no_grad():
-        logits = model(torch.tensor([request.tokens + completion.tokens])).logits[0]
+        logits = model(torch.tensor([[*request.tokens, *completion.tokens]])).logits[0]
     logprobs = (logits / temperature).log_softmax(-1)[len(request.tokens) - 1 : -1]
     ours = torch.tensor(completion.logprobs)
     return float((logprobs.gather(1, new[:, None])[:, 0] - ours).abs().max())

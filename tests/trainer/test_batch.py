@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import pytest
 import torch
@@ -17,7 +19,8 @@ PROMPT = Prompt(0, [{"role": "user", "content": "?"}], "gsm8k", {})
 def trajectory(reward: float, response: int, status: Status = Status.COMPLETED, prompt: int = 3) -> Trajectory:
     tokens = list(range(prompt + response))
     mask = [0] * prompt + [1] * response
-    return Trajectory(PROMPT, 0, tokens, mask, [-0.5 * m for m in mask], prompt, reward, status, 1)
+    logprobs = array("f", [-0.5 * m for m in mask])
+    return Trajectory(PROMPT, 0, array("i", tokens), array("b", mask), logprobs, prompt, reward, status, 1)
 
 
 def of_sequence(batch: Batch, name: str, row: int) -> np.ndarray:

@@ -135,7 +135,7 @@ def by_hand(
             together = zip(tokens[first : first + MICRO], counts[first : first + MICRO], strict=True)
             weight = 1 / (math.ceil(len(flat) / MICRO) * sum(n for n, c in together if c))
         for request, said in turns:
-            whole = request.tokens + said.tokens
+            whole = [*request.tokens, *said.tokens]
             now = token_logprobs(model, whole)[len(request.tokens) :]
             before = token_logprobs(old, whole)[len(request.tokens) :].detach()
             ratio = (now - before).exp()

@@ -92,7 +92,7 @@ def test_a_rollout_of_the_same_words_has_the_same_tokens(characters: Renderer) -
         prompt = Prompt(0, PROMPT, "multiply", {"reward_spec": {"ground_truth": "162"}})
         t = await agent.play(await agent.open(prompt, 0), "0")
         assert (t.turns, t.reward) == (3, 1.0)
-        return t.tokens, t.mask
+        return list(t.tokens), list(t.mask)
 
     tokens, mask = asyncio.run(play())
     env = MultiplyEnv(extras={"reward_spec": {"ground_truth": "162"}, "max_turns": 3})

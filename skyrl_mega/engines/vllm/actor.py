@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Coroutine
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -166,7 +167,9 @@ class VllmEngine:
         output = None
         alarm = None if request.seconds is None else asyncio.create_task(self._abort(request.id, request.seconds))
         try:
-            stream = self.llm.generate(tokens_input(request.tokens), self.parameters(request, sampling), request.id)
+            stream = self.llm.generate(
+                tokens_input(list(request.tokens)), self.parameters(request, sampling), request.id
+            )
             async for output in stream:  # noqa: B007  (the last one is read below)
                 pass
         except Exception as error:  # handed to the caller, who raises it
@@ -181,8 +184,8 @@ class VllmEngine:
         done.put_nowait(
             Completion(
                 request.id,
-                list(result.token_ids),
-                list(result.logprobs.logprobs),
+                array("i", result.token_ids),
+                array("f", result.logprobs.logprobs),
                 "timeout" if result.finish_reason == "abort" else str(result.finish_reason),
                 tuple((int(span.version), span.start) for span in result.weight_versions or []),
             )
