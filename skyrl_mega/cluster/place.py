@@ -79,20 +79,24 @@ def check_nodes(config: Config, training: bool = True) -> None:
     """
     nodes, per_node, size = config.cluster.nodes, config.cluster.gpus_per_node, engine_ranks(config.rollout)
     engines = config.rollout.engines
+    # As many ranks as these nodes give them, also where there are more nodes: else there would never be enough.
+    policy = replace(config.policy, ranks=policy_ranks(config))
+    reference = replace(config.reference, ranks=reference_ranks(config) or None)
 
     def needed(nodes: int) -> int:
         """Nodes that are used where there are so many."""
         if not training:
             return -(-engines // (per_node // size))
-        return place(replace(config, cluster=replace(config.cluster, nodes=nodes))).nodes
+        cluster = replace(config.cluster, nodes=nodes)
+        return place(replace(config, policy=policy, reference=reference, cluster=cluster)).nodes
 
     if (used := needed(nodes)) <= nodes:
         return
     enough = next(n for n in count(used) if needed(n) <= n)  # where there are more, less is packed together
     groups = [f"{engines} engines of {size} GPUs"]
     if training:
-        reference = reference_ranks(config)
-        groups = [f"policy {policy_ranks(config)}", *([f"reference {reference}"] if reference else []), *groups]
+        ranks = {"policy": policy.ranks, "reference": reference.ranks}
+        groups = [*(f"{name} {count}" for name, count in ranks.items() if count), *groups]
     raise UserError(
         f"cluster.nodes = {nodes}: {' + '.join(groups)} have no place there: what is left of a node of {per_node} GPUs "
         f"(cluster.gpus_per_node) does not hold a whole engine; give cluster.nodes={enough}, fewer "

@@ -77,7 +77,7 @@ class TrainGroup:
             micros = iter(answer)
             for mini, values, rows in zip(self._minis, found, self._rows, strict=True):
                 for micro in rows[at.dp]:
-                    values[mini.index(micro)] = torch.from_numpy(next(micros))
+                    values[mini.index(micro)] = torch.tensor(next(micros))
         return found
 
     def train(self, mini: int = 0, *, temperature: float, loss: str) -> dict[str, float]:

@@ -162,7 +162,7 @@ def policy_times(config: Config, d: Decoder, parallel: ParallelDims, made: Batch
     passes = (4, 3, 3) if config.policy.recompute else (3, 2, 2)
     train = bubble * (passes[0] * compute + passes[1] * messages + passes[2] * launches)
     train += made.mini_batches * _update(config, d, parallel)
-    logprobs = forward
+    logprobs = forward if made.mini_batches > 1 else 0.0  # the first finds its own as it trains (`trainer.loop`)
     if config.algorithm.kl.coefficient:
         own = config.reference.layout is not None
         weights = 0 if own else sum(chunk.total for chunk in stage(d, parallel, 0)) * size

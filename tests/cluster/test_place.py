@@ -118,6 +118,23 @@ def refused(config: Config, training: bool = True) -> str:
     return ""
 
 
+@pytest.mark.parametrize("reference", [None, LayoutConfig()])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_policy_that_takes_every_node_is_refused_too(shared: bool, reference: LayoutConfig | None) -> None:
+    """`policy.ranks` and `reference.ranks` follow `cluster.nodes`: with more nodes there would be more ranks."""
+    config = Config(
+        cluster=ClusterConfig(device="cuda", nodes=2, gpus_per_node=8, shared=shared),
+        reference=ReferenceConfig(layout=reference),
+        rollout=RolloutConfig(engines=2, tensor=8),
+    )
+    if shared and reference is None:
+        check_nodes(config)
+        return
+    enough = 2 + 2 * (reference is not None) + 2 * (not shared)
+    with pytest.raises(UserError, match=f"cluster.nodes = 2: policy 16 .* give cluster.nodes={enough},"):
+        check_nodes(config)
+
+
 def test_what_has_gpus_enough_and_no_place_is_refused_with_a_number_of_nodes_that_do() -> None:
     """All sizes on up to three nodes of 4 GPUs. Nothing is refused whose pieces have one place after the other."""
     found = 0

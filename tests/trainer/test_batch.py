@@ -125,3 +125,12 @@ def test_a_column_of_a_trajectory_is_cut_and_carried_with_its_tokens(step_wise: 
     assert not routes.values[judged:].any()
     (mini,) = mini_batches(batch, None, AlgorithmConfig())
     assert torch.equal(mini["routes"], routes.values) and mini.columns["routes"].aligned == "input"
+
+
+def test_a_column_that_is_no_longer_its_trajectorys_is_an_error() -> None:
+    """Two that are wrong by as much would go unseen, and every token between them have another's value."""
+    short, long = trajectory(1, 5), trajectory(0, 4)
+    for t, more in ((short, -1), (long, 1)):
+        t.columns["x"] = Column(torch.zeros(len(t.tokens) + more))
+    with pytest.raises(ValueError, match="column x: 7 values for a trajectory of 8 tokens"):
+        make_batch([Group(PROMPT, [short, long])], AlgorithmConfig(), RolloutConfig())
