@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Callable
 
 import pytest
 
@@ -18,7 +19,12 @@ PROTOCOL = {name: f for name, f in vars(Engine).items() if inspect.isfunction(f)
 @pytest.mark.parametrize("kind", [VllmEngine, SimulatedEngine])
 def test_an_engine_has_every_method_with_its_parameters(kind: type) -> None:
     for name, function in PROTOCOL.items():
-        assert inspect.signature(getattr(kind, name)).parameters.keys() == inspect.signature(function).parameters.keys()
+        assert parameters(getattr(kind, name)) == parameters(function)
+
+
+def parameters(function: Callable[..., object]) -> list[str]:
+    """Without the one that Ray adds where a class has been an actor's in this process."""
+    return [name for name in inspect.signature(function).parameters if name != "_ray_trace_ctx"]
 
 
 def test_the_driver_calls_engines_by_these_names_alone() -> None:
