@@ -116,4 +116,5 @@ class Guarded:
 
 
 def one_line(error: Exception) -> str:
+    """An error's type and text in one line of at most 500 characters, without secrets."""
     return str(masked(f"{type(error).__name__}: {' '.join(str(error).split())}"))[:500]
