@@ -54,7 +54,7 @@ class Case:
     length: int
     """Tokens of a response."""
     settings: tuple[str, ...]
-    """What suits the machine, by public settings alone."""
+    """What suits two cores, by public settings alone: whole models that share the data, no messages inside a layer."""
     trl_micro: int
     """Sequences of TRL's micro-batch: a first choice, not tuned."""
     trl_model: dict[str, Any] = field(default_factory=dict)
@@ -75,12 +75,12 @@ class Case:
 CASES = {
     "moe": Case(
         *("moe", 32, 8, 128),
-        settings=("policy.ranks=2", "policy.layout.expert=2", "policy.micro_tokens=20000", "rollout.engines=2"),
+        settings=("policy.ranks=2", "policy.micro_tokens=20000", "rollout.engines=2"),
         trl_micro=256,
     ),
     "smollm2": Case(
         *("smollm2", 4, 4, 128),
-        settings=("policy.ranks=2", "policy.layout.pipeline=2", "policy.micro_tokens=1024", "rollout.threads=2"),
+        settings=("policy.ranks=2", "policy.micro_tokens=1024", "rollout.engines=2", "rollout.threads=1"),
         trl_micro=16,
     ),
 }
