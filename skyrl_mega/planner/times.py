@@ -172,18 +172,18 @@ def policy_times(config: Config, d: Decoder, parallel: ParallelDims, made: Batch
 
 
 def _exchange(d: Decoder, parallel: ParallelDims, links: Links, size: int) -> float:
-    """Seconds of one token's messages in one layer's forward pass: tensor, context and expert parallel."""
+    """Seconds of one token's messages in the forward pass of an average layer: tensor, context and expert parallel."""
     t, c, e = parallel.tensor, parallel.context, parallel.expert
-    per_kind = [[block.messages(parallel) for block in kind] for kind in d.kinds]
+    sent = [(count / d.layers, block.messages(parallel)) for kind, count in d.counted() for block in kind]
     seconds = 0.0
     if t > 1:
         # A gather and a reduce-scatter around each block of linear layers.
-        gathered = max(sum(each.tensor for each in blocks) for blocks in per_kind)
+        gathered = sum(share * each.tensor for share, each in sent)
         seconds += 2 * gathered * size * (t - 1) / t / _rate(links, t, t)
     if c > 1:
-        passed = max(sum(each.context for each in blocks) for blocks in per_kind)
+        passed = sum(share * each.context for share, each in sent)
         seconds += passed * size * (c - 1) / _rate(links, t * c, c)
-    routed = max(sum(each.experts for each in blocks) for blocks in per_kind)
+    routed = sum(share * each.experts for share, each in sent)
     if e > 1:
         out = routed / t * size * (e - 1) / e
         seconds += 2 * out / _rate(links, e * parallel.expert_tensor, e)

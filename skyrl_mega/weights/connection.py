@@ -5,7 +5,6 @@ Policy ranks and engine workers get the same `Connection`, make the same transfe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,13 +52,16 @@ class Connection:
         """Processes that meet: policy ranks first, then the workers of each engine that takes part."""
         return len(self.plan_inputs.sources) + len(self.plan_inputs.members) * self.workers
 
-    def plan(self, make: Callable[[], Plan] | None = None) -> Plan:
+    def plan(self, expected: Plan | None = None) -> Plan:
         """From one end to the other; made once for all processes that share `plans`, and for later runs.
 
         Args:
-            make: Makes it where no file has it; None takes the inputs.
+            expected: What the inputs give, where the caller has it: a file with another plan is replaced.
         """
-        return cached_plan(Path(self.plans), self.inputs, make or self.plan_inputs.plan)
+        folder = Path(self.plans)
+        if expected is None:
+            return cached_plan(folder, self.inputs, self.plan_inputs.plan)
+        return cached_plan(folder, self.inputs, lambda: expected, expected.digest)
 
     def join(self, device: torch.device, *, source: int | None = None, target: int | None = None) -> Exchange:
         """Joins as policy rank `source`, or as engine worker `target` counted over the engines that take part.

@@ -84,3 +84,14 @@ def test_a_folder_that_cannot_be_written_costs_the_cache_only(tmp_path: Path, ca
     with caplog.at_level(logging.WARNING):
         assert equal(cached_plan(tmp_path / "file" / "folder", "key", make), make())
     assert "not kept" in caplog.text
+
+
+def test_a_plan_with_another_digest_is_replaced(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    old, new = make(1), make()
+    assert old.digest != new.digest
+    cached_plan(tmp_path, "key", lambda: old)
+    assert equal(cached_plan(tmp_path, "key", never, old.digest), old)
+    with caplog.at_level(logging.WARNING):
+        assert equal(cached_plan(tmp_path, "key", make, new.digest), new)
+    assert new.digest in caplog.text
+    assert equal(cached_plan(tmp_path, "key", never, new.digest), new)

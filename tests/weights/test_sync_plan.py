@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -218,10 +219,16 @@ def test_real_places_replace_the_planned_ones(monkeypatch: pytest.MonkeyPatch, t
     assert (inputs.sources, inputs.targets) == ((1, 5), (0, 2))
 
 
-def test_a_kept_plan_that_is_not_these_settings_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_kept_plan_of_other_settings_is_made_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     config = settings()
+    planned, other = sync_plan(config, HF), sync_plan(settings("weights.wire=fp8"), HF)
     inputs = asdict(SyncInputs.of(config, HF, place(config)))
-    cached_plan(tmp_path / "plans", inputs, lambda: sync_plan(settings("weights.wire=fp8"), HF))
-    sync, _ = connected(monkeypatch, tmp_path, config, *map(Group, PLANNED))
-    with pytest.raises(RuntimeError, match=r"has digest .* and these settings give .*; remove that folder"):
+    cached_plan(tmp_path / "plans", inputs, lambda: other)
+    policy, engines = map(Group, PLANNED)
+    sync, _ = connected(monkeypatch, tmp_path, config, policy, engines)
+    with caplog.at_level(logging.WARNING):
         sync._connect([0, 1])
+    assert f"has plan {other.digest}, these settings give {planned.digest}; it is made again" in caplog.text
+    assert told(policy).plan().digest == sync.digest == planned.digest  # which the ranks find on disk

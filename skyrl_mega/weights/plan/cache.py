@@ -30,23 +30,33 @@ VERSION = 2
 log = logging.getLogger(__name__)
 
 
-def cached_plan(folder: Path, key: object, make: Callable[[], Plan]) -> Plan:
+def cached_plan(folder: Path, key: object, make: Callable[[], Plan], digest: str | None = None) -> Plan:
     """The plan for `key`: read from `folder`, or made and left there.
 
-    A file that is damaged, of another version or for another key is said in a log line and replaced; so is a folder
-    that cannot be written.
+    A file that is damaged, of another version, for another key or with another digest is said in a log line and
+    replaced. A folder that cannot be written is said too.
 
     Args:
-        key: everything that the plan follows from (both layouts' settings, topology, wire), as JSON allows.
+        key: Everything that the plan follows from (both layouts' settings, topology, wire), as JSON allows.
+        digest: The plan's, where it is known. A file of an older version of this code may hold another plan.
+
+    Raises:
+        OSError: Others would read a plan with another digest, which cannot be removed.
     """
     told = json.dumps([VERSION, key], sort_keys=True)
     path = folder / f"plan-{hashlib.sha256(told.encode()).hexdigest()[:24]}.npz"
+    kept = None
     try:
-        return _read(path, told)
+        kept = _read(path, told)
     except FileNotFoundError:
         pass
     except (OSError, ValueError, KeyError, TypeError, EOFError, zipfile.BadZipFile) as error:
         log.warning("%s is no plan of these layouts (%s); it is made again", path, error)
+    if kept is not None:
+        if digest in (None, kept.digest):
+            return kept
+        log.warning("%s has plan %s, these settings give %s; it is made again", path, kept.digest, digest)
+        path.unlink()  # or else others would follow it
     plan = make()
     try:
         _write(path, told, plan)
