@@ -90,8 +90,9 @@ def test_a_node_that_does_not_answer_is_named_in_time(
 ) -> None:
     monkeypatch.setattr(network, "pairs", lambda names: [])
     monkeypatch.setattr(preflight, "START_S", 25.0)
-    raylets = [p for p in psutil.Process().children(recursive=True) if p.name() == "raylet"]
-    [stopped] = [p for p in raylets if f"--node_id={nodes[1].id}" in p.cmdline()]
+    processes = psutil.process_iter(["name", "cmdline"])  # steps over those that end meanwhile
+    raylets = [p for p in processes if p.info["name"] == "raylet"]
+    [stopped] = [p for p in raylets if f"--node_id={nodes[1].id}" in p.info["cmdline"]]
     os.kill(stopped.pid, signal.SIGSTOP)
     try:
         with pytest.raises(ClusterError, match=r"not fit: node-1;.*node-1: no answer within 35 s"):
