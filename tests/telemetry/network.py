@@ -6,7 +6,10 @@ import os
 import socket
 import struct
 import threading
+from contextlib import suppress
 from pathlib import Path
+
+import psutil
 
 LISTENS = "0A"
 
@@ -32,21 +35,17 @@ class Proxy(threading.Thread):
 
 def family(pid: int) -> list[int]:
     """A process and all below it."""
-    children = [
-        int(child) for task in Path(f"/proc/{pid}/task").glob("*/children") for child in task.read_text().split()
-    ]
-    return [pid, *(one for child in children for one in family(child))]
+    return [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
 
 
 def listening(pid: int) -> list[str]:
     """Addresses of TCP sockets that accept connections, of a process and all below it."""
     mine = set()
     for one in family(pid):
-        for descriptor in Path(f"/proc/{one}/fd").iterdir():
-            try:
-                mine.add(os.readlink(descriptor))
-            except OSError:  # it was closed meanwhile
-                continue
+        with suppress(FileNotFoundError):  # the process has ended meanwhile
+            for descriptor in Path(f"/proc/{one}/fd").iterdir():
+                with suppress(OSError):  # it was closed meanwhile
+                    mine.add(os.readlink(descriptor))
     found = []
     for table in ("tcp", "tcp6"):
         for line in Path(f"/proc/{pid}/net/{table}").read_text().splitlines()[1:]:
