@@ -301,5 +301,5 @@ def test_an_exchange_and_one_that_nobody_answers() -> None:
         assert all(0 < end.result() < 1000 for end in ends)
     alone = network.listen("127.0.0.1")
     with pytest.raises(TimeoutError, match="no answer within 1 s"):
-        network.exchange(("127.0.0.1", 1), "127.0.0.1", "cpu", 1, 1.0, alone)
+        network.exchange(("127.0.0.1", int(alone.getsockname()[1])), "127.0.0.1", "cpu", 1, 1.0, alone)
     assert alone.fileno() == -1
