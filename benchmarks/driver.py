@@ -101,7 +101,7 @@ def step_with_held(groups: list[Any], policy: Any, mini_batches: int, made: Call
 
     algorithm = AlgorithmConfig()
     batch = batches.make_batch(groups, algorithm, RolloutConfig())
-    batch["advantages"] = batches.token_advantages(batch, algorithm)
+    batch["advantages"] = batches.token_advantages(batch, algorithm).whitened
     made()
     minis = batches.mini_batches(batch, -(-len(groups) // mini_batches), algorithm)
     policy.hold(minis)

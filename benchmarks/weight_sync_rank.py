@@ -219,46 +219,54 @@ class _Part:
     piece: Piece
 
 
-def connect_baseline(process: Process) -> Callable[[], None]:
+class Baseline:
     """Gather-then-broadcast, ready to run."""
-    scenario, number = process.scenario, process.number
-    receivers = [0, *range(scenario.policy_ranks, scenario.size)]
-    broadcast_group = dist.new_group(receivers)
-    buckets = _whole_tensors(process.source, scenario.bucket_bytes)
-    parts = _distinct_parts(process.source)
-    largest = max(sum(_numel(process.source, name) for name in bucket) for bucket in buckets)
-    buffers = [torch.empty(largest, dtype=DTYPE) for _ in range(2)]
-    wanted: dict[str, list[Piece]] = {}
-    for piece in process.shard.pieces:
-        wanted.setdefault(piece.tensor, []).append(piece)
 
-    def views(buffer: Tensor, names: list[str]) -> dict[str, Tensor]:
-        at, found = 0, {}
-        for name in names:
-            size = _numel(process.source, name)
-            found[name] = buffer[at : at + size].view(process.source.tensors[name])
-            at += size
-        return found
+    def __init__(self, process: Process) -> None:
+        scenario = process.scenario
+        self._process = process
+        self._layout = process.source
+        self._group = dist.new_group([0, *range(scenario.policy_ranks, scenario.size)])
+        self._buckets = _whole_tensors(self._layout, scenario.bucket_bytes)
+        self._parts = _distinct_parts(self._layout)
+        largest = max(self._size(names) for names in self._buckets)
+        self._buffers = [torch.empty(largest, dtype=DTYPE) for _ in range(2)]
+        self._wanted: dict[str, list[Piece]] = {}
+        for piece in process.shard.pieces:
+            self._wanted.setdefault(piece.tensor, []).append(piece)
 
-    def flat(buffer: Tensor, names: list[str]) -> Tensor:
-        return buffer[: sum(_numel(process.source, name) for name in names)].view(torch.uint8)
+    def run(self) -> None:
+        """What this process does in a sync."""
+        if self._process.number == 0:
+            self._lead()
+        elif self._process.is_policy:
+            self._bring()
+        else:
+            self._take()
 
-    def brings(rank: int, names: list[str]) -> list[_Part]:
-        return [part for name in names for part in parts[name] if part.holder == rank]
+    def _lead(self) -> None:
+        """Rank 0: gathers a bucket while the one before it is broadcast."""
+        works: list[Any] = [None, None]
+        for k, names in enumerate(self._buckets):
+            buffer = self._buffers[k % 2]
+            if works[k % 2] is not None:
+                works[k % 2].wait()
+            self._gather(names, buffer)
+            works[k % 2] = self._broadcast(names, buffer)
+        for work in works:
+            if work is not None:
+                work.wait()
 
-    def local(part: _Part) -> Tensor:
-        return _view(process.params[part.piece.param], part.piece.offset, part.box)
-
-    def gather(names: list[str], buffer: Tensor) -> None:
+    def _gather(self, names: list[str], buffer: Tensor) -> None:
         """Rank 0: the bucket's tensors in full."""
-        tensors = views(buffer, names)
+        tensors = self._views(buffer, names)
         arriving = []
-        for rank in range(1, scenario.policy_ranks):
-            if theirs := brings(rank, names):
+        for rank in range(1, self._process.scenario.policy_ranks):
+            if theirs := self._brought(rank, names):
                 packed = torch.empty(sum(part.box.numel for part in theirs), dtype=DTYPE)
                 arriving.append((dist.irecv(packed.view(torch.uint8), rank), packed, theirs))
-        for part in brings(0, names):
-            tensors[part.tensor][part.box.slices()].copy_(local(part))
+        for part in self._brought(0, names):
+            tensors[part.tensor][part.box.slices()].copy_(self._local(part.piece))
         for work, packed, theirs in arriving:
             assert work is not None
             work.wait()
@@ -267,48 +275,56 @@ def connect_baseline(process: Process) -> Callable[[], None]:
                 tensors[part.tensor][part.box.slices()].copy_(packed[at : at + part.box.numel].view(part.box.shape))
                 at += part.box.numel
 
-    def lead() -> None:
-        works: list[Any] = [None, None]
-        for k, names in enumerate(buckets):
-            buffer = buffers[k % 2]
-            if works[k % 2] is not None:
-                works[k % 2].wait()
-            gather(names, buffer)
-            works[k % 2] = dist.broadcast(flat(buffer, names), 0, group=broadcast_group, async_op=True)
-        for work in works:
-            if work is not None:
-                work.wait()
-
-    def bring() -> None:
+    def _bring(self) -> None:
+        """Another policy rank: sends its parts of a bucket while those of the one before are on their way."""
         works: list[Any] = []
-        for names in buckets:
-            if mine := brings(number, names):
-                packed = torch.cat([local(part).reshape(-1) for part in mine])
+        for names in self._buckets:
+            if mine := self._brought(self._process.number, names):
+                packed = torch.cat([self._local(part.piece).reshape(-1) for part in mine])
                 works.append((dist.isend(packed.view(torch.uint8), 0), packed))
             if len(works) > 1:
                 works.pop(0)[0].wait()
         for work, _ in works:
             work.wait()
 
-    def take() -> None:
+    def _take(self) -> None:
+        """An engine worker: cuts its shard out of a bucket while the next one arrives."""
         under_way: list[tuple[Any, int]] = []
-        for k in range(len(buckets) + 1):
-            if k < len(buckets):
-                wire = flat(buffers[k % 2], buckets[k])
-                under_way.append((dist.broadcast(wire, 0, group=broadcast_group, async_op=True), k))
-            if len(under_way) < 2 and k < len(buckets):
+        for k in range(len(self._buckets) + 1):
+            if k < len(self._buckets):
+                under_way.append((self._broadcast(self._buckets[k], self._buffers[k % 2]), k))
+            if len(under_way) < 2 and k < len(self._buckets):
                 continue
             work, done = under_way.pop(0)
             work.wait()
-            tensors = views(buffers[done % 2], buckets[done])
-            for name in buckets[done]:
-                for piece in wanted.get(name, []):
-                    part = tensors[name][piece.box.slices()]
-                    _view(process.params[piece.param], piece.offset, piece.box).copy_(part)
+            for name, tensor in self._views(self._buffers[done % 2], self._buckets[done]).items():
+                for piece in self._wanted.get(name, []):
+                    self._local(piece).copy_(tensor[piece.box.slices()])
 
-    if number == 0:
-        return lead
-    return bring if process.is_policy else take
+    def _broadcast(self, names: list[str], buffer: Tensor) -> Any:
+        """Starts to send a bucket, or to receive it."""
+        wire = buffer[: self._size(names)].view(torch.uint8)
+        return dist.broadcast(wire, 0, group=self._group, async_op=True)
+
+    def _brought(self, rank: int, names: list[str]) -> list[_Part]:
+        """The parts of a bucket that a policy rank brings."""
+        return [part for name in names for part in self._parts[name] if part.holder == rank]
+
+    def _local(self, piece: Piece) -> Tensor:
+        return _view(self._process.params[piece.param], piece.offset, piece.box)
+
+    def _views(self, buffer: Tensor, names: list[str]) -> dict[str, Tensor]:
+        """A bucket's tensors, one after the other in its buffer."""
+        at, found = 0, {}
+        for name in names:
+            size = _numel(self._layout, name)
+            found[name] = buffer[at : at + size].view(self._layout.tensors[name])
+            at += size
+        return found
+
+    def _size(self, names: list[str]) -> int:
+        """Elements of a bucket."""
+        return sum(_numel(self._layout, name) for name in names)
 
 
 def _view(param: Tensor, offset: tuple[int, ...], box: Box) -> Tensor:
@@ -364,7 +380,7 @@ def main() -> None:
     dist.init_process_group("gloo", store=store, rank=number, world_size=scenario.size, timeout=limit)
     policy = dist.new_group(list(range(scenario.policy_ranks)))
     ways = {
-        "baseline": connect_baseline(process),
+        "baseline": Baseline(process).run,
         "ours": connect_ours(process, store, policy, fp8=False),
         "fp8": connect_ours(process, store, policy, fp8=True),
     }

@@ -7,30 +7,43 @@ from torch import Tensor
 
 from skyrl_mega.config.schema import AlgorithmConfig
 
-MEANS = frozenset(
-    {"ratio", "clip_fraction", "kl_old", "dual_clip_fraction", "importance_weight", "kl", "entropy"},
-)
+_SHARES = "clip dual_clip importance_clipped rejected outlier off_policy covariance high_entropy"
+FRACTIONS = {f"{of}_fraction" for of in _SHARES.split()}
+MEANS = frozenset({*FRACTIONS, "ratio", "importance_weight", "kl_old", "kl", "entropy"})
 """Metrics of a policy loss that are means over tokens."""
 
 
-def token_weights(mask_T: Tensor, lengths_N: Tensor, mode: str, samples: int | None = None) -> Tensor:
+def token_weights(
+    mask_T: Tensor,
+    lengths_N: Tensor,
+    mode: str,
+    samples: int | None = None,
+    *,
+    groups_G: Tensor | None = None,
+    length: int | None = None,
+) -> Tensor:
     """Each token's weight in the loss, computed once over a whole mini-batch, all DP ranks' sequences included.
 
         tokens         w_t = m_t / Σ m                        (DAPO, arXiv:2503.14476, equation 12)
         sequences      w_t = m_t / (sequences · Σ m of its sequence)   (GRPO, arXiv:2402.03300, equation 3)
+        prompts        w_t = m_t / (prompts · Σ m of its prompt's group)   (DAPO, equation 12, as it is printed)
+        constant       w_t = m_t / (sequences · length)       (Dr. GRPO, arXiv:2503.20783, section 3.2)
         micro_batches  w_t = m_t / (groups · Σ m of its group)   (the mean of the token means of a run's micro-batches)
 
-    A group is `samples` sequences that follow one another; the last one may have fewer.
+    The last one's group is `samples` sequences that follow one another; the last group may have fewer.
 
-    Sequences whose mask is all 0 count for nothing. The weights sum to 1, or to 0 where nothing is left to learn from.
-    With micro_batches a group whose mask is all 0 counts, as the micro-batch did whose loss was 0: the weights sum to
-    the share of the others.
+    Sequences whose mask is all 0 count for nothing, and so do prompts without a token. The weights sum to 1, or to 0
+    where nothing is left to learn from; with constant, to the mean number of tokens over `length`. With micro_batches a
+    group whose mask is all 0 counts, as the micro-batch did whose loss was 0: the weights sum to the share of the
+    others.
 
     Args:
         mask_T: Loss mask [T], 1 where the policy produced the token and it counts.
         lengths_N: Tokens of each sequence; sum(lengths) = T.
-        mode: `algorithm.loss_mean`, "tokens", "sequences" or "micro_batches".
+        mode: `algorithm.loss_mean`.
         samples: `algorithm.loss_mean_samples`; only micro_batches looks at it.
+        groups_G: Sequences of each prompt's group; only prompts looks at it.
+        length: `algorithm.loss_mean_length`; only constant looks at it.
 
     Returns:
         float32 [T].
@@ -44,26 +57,33 @@ def token_weights(mask_T: Tensor, lengths_N: Tensor, mode: str, samples: int | N
         case "sequences":
             sequences = (tokens_N > 0).sum().clamp(min=1)
             return (mask_T / (sequences * tokens_N.clamp(min=1))[sequence_T]).float()
+        case "constant" if length:
+            return (mask_T / ((tokens_N > 0).sum().clamp(min=1) * length)).float()
+        case "prompts" if groups_G is not None:
+            group_N = torch.arange(len(groups_G), device=mask_T.device).repeat_interleave(groups_G)
+            tokens_G = mask_T.new_zeros(len(groups_G)).index_add(0, group_N, tokens_N)
+            prompts = (tokens_G > 0).sum().clamp(min=1)
+            return (mask_T / (prompts * tokens_G.clamp(min=1))[group_N[sequence_T]]).float()
         case "micro_batches" if samples:
             group_N = torch.arange(len(lengths_N), device=mask_T.device) // samples
             groups = -(-len(lengths_N) // samples)
             tokens_G = mask_T.new_zeros(groups).index_add(0, group_N, tokens_N)
             return (mask_T / (groups * tokens_G.clamp(min=1))[group_N[sequence_T]]).float()
-    raise ValueError(f"algorithm.loss_mean={mode!r}, loss_mean_samples={samples}")
+    raise ValueError(f"algorithm.loss_mean={mode!r}, loss_mean_samples={samples}, loss_mean_length={length}")
 
 
 def averages(metrics: dict[str, float], algorithm: AlgorithmConfig, total: float) -> dict[str, float]:
     """A mini-batch's metrics as means over the tokens that count.
 
-    They come weighted as the loss is, whose weights sum to less than 1 where a group of `loss_mean=micro_batches` has
-    no token to learn from. The loss itself stays as it is.
+    They come weighted as the loss is, whose weights do not sum to 1 with `loss_mean=constant`, nor where a group of
+    `loss_mean=micro_batches` has no token to learn from. The loss itself stays as it is.
 
     Args:
         metrics: Summed over the mini-batch, from the loss; others stay as they are.
         algorithm: Says which mean was taken.
         total: Sum of the mini-batch's weights.
     """
-    if algorithm.loss_mean != "micro_batches" or total == 0:
+    if algorithm.loss_mean not in ("micro_batches", "constant") or total == 0:
         return metrics
     scaled = MEANS if algorithm.kl.mean == "loss" else MEANS - {"kl"}
     return {name: value / total if name in scaled else value for name, value in metrics.items()}

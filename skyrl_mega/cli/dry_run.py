@@ -14,10 +14,11 @@ from skyrl_mega.cli import inputs
 from skyrl_mega.cli.refusal import with_fix
 from skyrl_mega.config import allocator
 from skyrl_mega.config.checks import check
-from skyrl_mega.config.derived import engine_ranks, idle_gpus, length_limit
+from skyrl_mega.config.derived import critic_ranks, cut_sampling, engine_ranks, idle_gpus, length_limit
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.secrets import masked
+from skyrl_mega.config.unread import unread_notes
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.published import hub_name
@@ -30,6 +31,8 @@ from skyrl_mega.planner.memory import (
     GIB,
     MARGIN,
     PolicyMemory,
+    critic_dims,
+    critic_memory,
     engine_memory,
     gpu_bytes,
     itemsize,
@@ -39,6 +42,7 @@ from skyrl_mega.planner.memory import (
 )
 from skyrl_mega.planner.placement import nodes
 from skyrl_mega.planner.times import at_once, flops, generate_time, step_time
+from skyrl_mega.telemetry.trackers import registry
 from skyrl_mega.weights.plan import report
 from skyrl_mega.weights.plan.cost import cost, host_time
 from skyrl_mega.weights.plan.plan import Plan
@@ -70,6 +74,7 @@ def values(config: Config, hf: Mapping[str, Any], absent: Sequence[str] = ()) ->
     """Everything that the tables are made from. Bytes and seconds."""
     d = architecture(hf).describe(hf)
     parallel, reference = fit.parallel_of(config)
+    critic = critic_dims(config)
     start = time.process_time()
     moved = sync_plan(config, hf)
     sync = None if on_cpu(config) else _sync(config, moved, time.process_time() - start)
@@ -82,6 +87,7 @@ def values(config: Config, hf: Mapping[str, Any], absent: Sequence[str] = ()) ->
         "model": _model(config, d),
         "policy": _ranks(config, d, parallel, policy_memory),
         "reference": _ranks(config, d, reference, reference_memory) if reference else [],
+        "critic": _ranks(config, d, critic, critic_memory) if critic else [],
         "engines": _engines(config, d, made),
         "shared": _shared(config, d, parallel),
         "nodes": [
@@ -188,7 +194,8 @@ def _sync(config: Config, made: Plan, seconds: float) -> dict[str, Any]:
 def _seconds(config: Config, d: Decoder, parallel: ParallelDims, sync: dict[str, Any] | None) -> dict[str, float]:
     found = step_time(config, d, parallel, sync["sync_seconds"]["later"] if sync else None)
     made = batch(config, parallel)
-    gpus = parallel.ranks + (0 if config.cluster.shared else config.rollout.engines * engine_ranks(config.rollout))
+    engines = 0 if config.cluster.shared else config.rollout.engines * engine_ranks(config.rollout)
+    gpus = parallel.ranks + critic_ranks(config) + engines
     return {
         **asdict(found),
         "step": found.step,
@@ -220,7 +227,8 @@ def _engine_notes(config: Config, d: Decoder, made: Batch) -> list[str]:
 
 def _notes(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
     """What one should know though it is not wrong."""
-    notes = []
+    unread = [*unread_notes(config), *registry.unread_notes(config.telemetry)]
+    notes = [note for note in [cut_sampling(config), *unread] if note]
     made = batch(config, parallel)
     if not Path(config.model.path).exists() and (name := hub_name(config.model.path)):
         notes.append(f"the sizes are those of {name}")

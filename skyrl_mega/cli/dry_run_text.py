@@ -29,7 +29,8 @@ Values = Mapping[str, Any]
 
 def text(v: Values) -> str:
     """All sections."""
-    sections = [_answer(v), _model(v), *_policy("policy", v["policy"], v), *_policy("reference", v["reference"], v)]
+    sections = [_answer(v), _model(v)]
+    sections += [part for name in ("policy", "reference", "critic") for part in _policy(name, v[name], v)]
     sections += [*_engines(v), *_shared(v), _nodes(v), _batch(v)]
     sections += [_sync(v), _seconds(v)] if v["sync"] else []
     sections.append(_notes(v))
@@ -156,21 +157,20 @@ def _shared(v: Values) -> list[str]:
 def _nodes(v: Values) -> str:
     placed = list(enumerate(v["nodes"]))
     kinds = [k for k in placed[0][1]["host_memory"] if any(n["host_memory"][k] for _, n in placed)]
-    head = ("node", "policy", "reference", "engines", *kinds, "total")
+    trained = [name for name in ("policy", "reference", "critic") if v[name]]
+    head = ("node", *trained, "engines", *kinds, "total")
 
     def alike(node: Values) -> tuple[str, ...]:
         host = node["host_memory"]
         return (*(f"{host[k] / GIB:.1f}" for k in kinds), f"{node['host_memory_total'] / GIB:.1f}")
 
     rows = [head]
-    counts = [(len(n["policy"]), len(n["reference"]), len(n["engines"])) for _, n in placed]
+    counts = [tuple(len(n[name]) for name in (*trained, "engines")) for _, n in placed]
     for _, same in groupby(placed, lambda entry: (counts[entry[0]], alike(entry[1]))):
         group = list(same)
-        ranks = (runs([r for _, n in group for r in n[kind]]) for kind in ("policy", "reference"))
+        ranks = (runs([r for _, n in group for r in n[kind]]) for kind in trained)
         engines = runs(sorted({int(e) for _, n in group for e in n["engines"]}))
         rows.append((runs([number for number, _ in group]), *ranks, engines, *alike(group[0][1])))
-    shown = [i for i in range(len(head)) if i != 2 or v["reference"]]
-    rows = [tuple(r[i] for i in shown) for r in rows]
     disk = v["disk"]
     files = f"{_gib(disk['checkpoint'])} GiB a checkpoint, {_gib(disk['kept'])} with those kept and one being written"
     if disk["export"]:
@@ -184,12 +184,13 @@ def _nodes(v: Values) -> str:
 def _batch(v: Values) -> str:
     b = v["batch"]
     row, usual = b["row"], counted(b["usual"], "micro-batch")
+    updates = counted(b["mini_batches"] * b["epochs"], "optimizer step")
+    greedy = f", beside {counted(b['greedy'], 'greedy answer')}" if b["greedy"] else ""
     return "\n".join(
         [
             "batch",
             f"  {counted(b['prompts'], 'prompt')} × {counted(b['samples'], 'sample')} = "
-            f"{counted(b['sequences'], 'trajectory')} in {counted(b['mini_batches'], 'optimizer step')} of "
-            f"{b['trajectories']:,}",
+            f"{counted(b['sequences'], 'trajectory')} in {updates} of {b['trajectories']:,}{greedy}",
             f"  on {counted(b['data'], 'data-parallel rank')}: {usual} each at the mean of {b['mean']:,.0f} "
             f"tokens a trajectory, {b['most']} at the limit of {b['longest']:,}",
             f"  a micro-batch has up to {b['budget']:,} tokens, {row['tokens']:,} on one rank",
@@ -216,7 +217,7 @@ def _sync(v: Values) -> str:
 
 def _seconds(v: Values) -> str:
     t = v["seconds"]
-    phases = ("generate", "logprobs", "train", "sync", "step")
+    phases = ("generate", "logprobs", *["critic"] * bool(t["critic"]), "train", "sync", "step")
     rows: list[tuple[str, ...]] = [(*phases, "tokens/s/GPU")]
     rows.append((*(f"{t[key]:.1f}" for key in phases), f"{t['tokens_per_second_per_gpu']:,.0f}"))
     return "\n".join(

@@ -10,12 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.algorithms import losses
+from skyrl_mega.algorithms import advantages, losses
 from skyrl_mega.config.checks import check_enough, check_gpus
 from skyrl_mega.config.derived import (
+    critic_layout,
+    critic_ranks,
     engine_data,
     expert_parallel,
     fp8_parameters,
+    has_critic,
     length_limit,
     policy_ranks,
     reference_ranks,
@@ -31,6 +34,7 @@ from skyrl_mega.models import engine
 from skyrl_mega.models.megatron import TRANSFORMER_ENGINE, layer_spec
 from skyrl_mega.models.published import KNOWN, hub_name, known
 from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.routes import RouteShape
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.preflight import given
 from skyrl_mega.telemetry.console import Console
@@ -52,15 +56,17 @@ def check_inputs(config: Config) -> Mapping[str, Any]:
         UserError: one line.
     """
     trackers.check_ready(config.telemetry)
+    advantages.check(config.algorithm)
     losses.check(config.algorithm)
     registry.check(config.environment)
     given.check_present(config)
     check_rewriting(config)
     hf = model_config(config)
     check_build(config, hf)
+    check_experts(config, hf)
     check_layouts(config, hf)
-    if config.reference.path:
-        index.check_files(Path(config.reference.path))
+    for other in filter(None, (config.reference.path, config.critic.path)):
+        index.check_files(Path(other))
     _check_preparation(config)
     _check_waits(config)
     _check_data(config, missing_ok=config.data.prepare is not None)
@@ -79,6 +85,7 @@ def planned_inputs(config: Config) -> tuple[Mapping[str, Any], list[str]]:
         UserError: one line.
     """
     trackers.check(config.telemetry)
+    advantages.check(config.algorithm)
     losses.check(config.algorithm)
     registry.check(config.environment)
     absent: list[str] = []
@@ -92,12 +99,12 @@ def planned_inputs(config: Config) -> tuple[Mapping[str, Any], list[str]]:
     else:
         hf = _known(path)
         absent.append(str(path))
-    if config.reference.path:
-        reference = Path(config.reference.path)
-        if reference.exists():
-            index.check_files(reference)
+    check_experts(config, hf)
+    for other in map(Path, filter(None, (config.reference.path, config.critic.path))):
+        if other.exists():
+            index.check_files(other)
         else:
-            absent.append(str(reference))
+            absent.append(str(other))
     if not config.data.prepare:
         absent += [file for file in _files(config) if not Path(file).exists()]
     _check_preparation(config)
@@ -245,6 +252,20 @@ def check_build(config: Config, hf: Mapping[str, Any]) -> None:
             )
 
 
+def check_experts(config: Config, hf: Mapping[str, Any]) -> None:
+    """Router replay needs routers.
+
+    Raises:
+        UserError: The model is dense.
+    """
+    replay = config.policy.moe.replay
+    if replay != "off" and RouteShape.of(architecture(hf).describe(hf)) is None:
+        raise UserError(
+            f"policy.moe.replay = {replay}: {config.model.path} has no experts (model_type {hf.get('model_type')}), so "
+            "there are no routes; give off"
+        )
+
+
 def check_rewriting(config: Config) -> None:
     """An environment that rewrites the conversation needs samples that are not whole trajectories."""
     for name in filter(None, [*config.environment.classes, config.environment.default]):
@@ -258,9 +279,9 @@ def check_rewriting(config: Config) -> None:
 
 
 def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
-    """The policy's, the reference's and the engines' cuts of the model."""
+    """The policy's, the reference's, the critic's and the engines' cuts of the model."""
     check_engine(config, hf)
-    megatron_arguments.check(config.policy)
+    megatron_arguments.check(config.policy, config.critic)
     kind = architecture(hf)
     ranks = policy_ranks(config)
     layout = ParallelDims.from_config(config.policy.layout, ranks)
@@ -268,11 +289,16 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
     if config.reference.layout:
         reference = ParallelDims.from_config(config.reference.layout, reference_ranks(config), key="reference.layout")
         kind.check_layout(hf, reference, "reference.layout")
-    if config.cluster.device == "cpu" and layout.expert > 1 and layout.expert_tensor > 1:
-        raise UserError(
-            f"policy.layout.expert_tensor = {layout.expert_tensor}: with policy.layout.expert = {layout.expert} it "
-            "gathers uneven parts, which Gloo cannot; give one of the two as 1, or run on GPUs"
-        )
+    trained = {"policy": layout}
+    if has_critic(config):
+        trained["critic"] = ParallelDims.from_config(critic_layout(config), critic_ranks(config), key="critic.layout")
+        kind.check_layout(hf, trained["critic"], "critic.layout")
+    for name, grid in trained.items():
+        if config.cluster.device == "cpu" and grid.expert > 1 and grid.expert_tensor > 1:
+            raise UserError(
+                f"{name}.layout.expert_tensor = {grid.expert_tensor}: with {name}.layout.expert = {grid.expert} it "
+                "gathers uneven parts, which Gloo cannot; give one of the two as 1, or run on GPUs"
+            )
 
 
 def check_engine(config: Config, hf: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from skyrl_mega.cli.inputs import check_layouts
-from skyrl_mega.config.checks import check, check_values
+from skyrl_mega.config.checks import check
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.planner import fit, fixes
@@ -40,7 +40,8 @@ def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned
     if found:
         return UserError(f"{error}{more}; nearest that work: {'; or '.join(map(fixes.text, found))}")
     try:
-        check_values(config)
+        check(config, planned=planned)
+        check_layouts(config, hf)
     except UserError:
-        return error  # a value outside of its own range: the line says the range, and no other setting changes that
+        return error  # its line says what is allowed; of memory alone there is nothing to say but that it is too little
     return UserError(f"{error}; nothing near these settings was found to fix it{more}")

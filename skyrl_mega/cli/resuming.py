@@ -9,6 +9,7 @@ from typing import Any
 
 import yaml
 
+from skyrl_mega.config.derived import has_critic
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.outside import json_object
@@ -50,6 +51,11 @@ def changes(config: Config) -> list[str]:
     checkpoint = checkpoint_of(config)
     if checkpoint is None or not file.is_file():
         return []
+    if has_critic(config) and not (checkpoint / "critic").is_dir():
+        raise UserError(
+            f"algorithm.advantage = {config.algorithm.advantage}: {checkpoint} has no critic; set it back, or give "
+            "another run.name and the policy's export (docs/export.md) as model.path"
+        )
     try:
         tree = yaml.safe_load(file.read_text()) or {}
         if not isinstance(tree, dict):

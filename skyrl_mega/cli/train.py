@@ -12,13 +12,18 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from skyrl_mega.cluster.supervisor import STOPPED
 from skyrl_mega.config.command import DONE, FAULT, Parser, guarded
-from skyrl_mega.config.derived import idle_gpus
+from skyrl_mega.config.derived import cut_sampling, idle_gpus
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.unread import unread_notes
 from skyrl_mega.trainer.shutdown import ShutdownRequest, Stopped
+
+if TYPE_CHECKING:
+    from skyrl_mega.telemetry.console import Console
 
 
 def parser() -> argparse.ArgumentParser:
@@ -93,6 +98,7 @@ def _run(args: argparse.Namespace) -> int:
 
     from skyrl_mega.telemetry.console import Console
     from skyrl_mega.telemetry.run_dir import run_folder
+    from skyrl_mega.telemetry.trackers import registry
 
     changed = resuming.changes(config)
     with Console(as_json=args.json) as console, run_folder(config) as folder:
@@ -106,34 +112,42 @@ def _run(args: argparse.Namespace) -> int:
         if misfit := refusal.wrong(config, hf, planned=False):
             raise refusal.with_fix(misfit, config, hf, planned=False)
 
-        if config.cluster.device == "cuda" and (idle := idle_gpus(config)):
-            console.say(f"note: {idle}")
+        idle = idle_gpus(config) if config.cluster.device == "cuda" else None
+        for note in (idle, cut_sampling(config), *unread_notes(config), *registry.unread_notes(config.telemetry)):
+            if note:
+                console.say(f"note: {note}")
 
-        from skyrl_mega.cluster.errors import ActorFailed, ClusterError
-        from skyrl_mega.report.overview import at_the_end
-        from skyrl_mega.trainer.checkpoints import resumes_from
-        from skyrl_mega.trainer.health.watch import CannotLearn
-        from skyrl_mega.trainer.train import train
+        return _train(config, folder, console)
 
-        try:
-            train(config, folder, console)
-        except (ActorFailed, ClusterError, CannotLearn, OSError) as error:
-            if ShutdownRequest().at_once:
-                raise Stopped from error
-            console.say(f"fault: {error}")
-            console.say(f"  logs  {folder / 'logs'}; {resumes_from(folder / 'checkpoints')}")
-            if isinstance(error, OSError):  # a disk that is full or gone: where, only the traceback tells
-                _keep_traceback(folder)
-            at_the_end(folder, console.say)  # once more, or first: it names the fault
-            return FAULT
-        except UserError as error:
-            console.note(f"fault: {error}")  # the terminal has it as this command's last line
-            at_the_end(folder, console.say)
-            raise
-        except Exception:
+
+def _train(config: Config, folder: Path, console: Console) -> int:
+    """Trains, and says of a fault what it was and where to look. Returns the exit code."""
+    from skyrl_mega.cluster.errors import ActorFailed, ClusterError
+    from skyrl_mega.report.overview import at_the_end
+    from skyrl_mega.trainer.checkpoints import resumes_from
+    from skyrl_mega.trainer.health.mismatch import EngineDiffers
+    from skyrl_mega.trainer.health.watch import CannotLearn
+    from skyrl_mega.trainer.train import train
+
+    try:
+        train(config, folder, console)
+    except (ActorFailed, ClusterError, CannotLearn, EngineDiffers, OSError) as error:
+        if ShutdownRequest().at_once:
+            raise Stopped from error
+        console.say(f"fault: {error}")
+        console.say(f"  logs  {folder / 'logs'}; {resumes_from(folder / 'checkpoints')}")
+        if isinstance(error, OSError):  # a disk that is full or gone: where, only the traceback tells
             _keep_traceback(folder)
-            at_the_end(folder, console.say)
-            raise
+        at_the_end(folder, console.say)  # once more, or first: it names the fault
+        return FAULT
+    except UserError as error:
+        console.note(f"fault: {error}")  # the terminal has it as this command's last line
+        at_the_end(folder, console.say)
+        raise
+    except Exception:
+        _keep_traceback(folder)
+        at_the_end(folder, console.say)
+        raise
     return DONE
 
 

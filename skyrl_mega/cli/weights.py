@@ -1,6 +1,7 @@
 """`python -m skyrl_mega.weights plan`: what a weight sync moves, over which links, in what time. Needs no GPU.
 
 `python -m skyrl_mega.weights check`: whether the engines compute with what the policy holds, after real syncs.
+`python -m skyrl_mega.weights logprobs`: whether engine, policy and transformers find the same log-probs with it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.checks import check_topology, check_values
-from skyrl_mega.config.command import DONE, FAULT, Parser, guarded
+from skyrl_mega.config.command import DONE, FAULT, Parser, guarded, integer
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
@@ -65,7 +66,41 @@ def check(argv: Sequence[str]) -> int:
     return FAULT if any(worker.different for worker in compared) else DONE
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"plan": plan, "check": check}
+def logprobs(argv: Sequence[str]) -> int:
+    """Starts policy and engines, plays some prompts, and compares the log-probs of every token that was drawn."""
+    p = _parser("logprobs", "Starts policy and engines, plays prompts, and compares log-probs, token by token.")
+    p.add_argument("--prompts", type=integer(1, 10**6), default=8, metavar="N", help="training prompts (default: 8)")
+    p.add_argument("--samples", type=integer(1, 10**6), default=4, metavar="N", help="answers of each (default: 4)")
+    p.add_argument("--worst", type=integer(1, 10**6), default=8, metavar="N", help="tokens shown (default: 8)")
+    p.add_argument(
+        "--no-transformers", action="store_true", help="leave out transformers, which loads the model in float32 here"
+    )
+    args = p.parse_intermixed_args(argv)
+    if args.config is None:
+        raise UserError("--config is missing: give the .yaml file of a run, such as configs/quickstart.yaml")
+
+    from skyrl_mega.cli.weights_logprobs import compare, table
+    from skyrl_mega.cluster.errors import ActorFailed, ClusterError
+
+    model = [f"model.path={args.model}"] if args.model else []
+    try:
+        found = compare(
+            args.config,
+            [*args.overrides, *model],
+            prompts=args.prompts,
+            samples=args.samples,
+            worst=args.worst,
+            transformers=not args.no_transformers,
+            as_json=args.json,
+        )
+    except (ActorFailed, ClusterError) as error:
+        print(f"fault: {error}", file=sys.stderr)
+        return FAULT
+    print(json.dumps(asdict(found)) if args.json else table(found))
+    return DONE if found.agree else FAULT
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"plan": plan, "check": check, "logprobs": logprobs}
 """Subcommand → what runs with the arguments after it."""
 
 

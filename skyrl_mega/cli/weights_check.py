@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from skyrl_mega.cli import inputs
 from skyrl_mega.config.checks import check
@@ -12,6 +14,9 @@ from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.run_dir import run_folder
 from skyrl_mega.trainer.setup import open_run
 from skyrl_mega.weights.sync import Compared
+
+if TYPE_CHECKING:
+    from skyrl_mega.trainer.run import Run
 
 
 def compare(file: str, overrides: Sequence[str], *, as_json: bool = False) -> list[Compared]:
@@ -28,6 +33,16 @@ def compare(file: str, overrides: Sequence[str], *, as_json: bool = False) -> li
         UserError: The settings are wrong.
         ActorFailed: An actor died, raised or did not answer; names the root cause.
     """
+    with opened(file, overrides, as_json=as_json) as run:
+        with run.console.phase("second sync"):
+            run.sync.sync(run.step)
+        with run.console.phase("compare"):
+            return run.sync.check()
+
+
+@contextmanager
+def opened(file: str, overrides: Sequence[str], *, as_json: bool) -> Iterator[Run]:
+    """Policy and engines as a run's, with the weights of `model.path`, in a folder that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="weights-check-") as place:
         mine = [f"run.directory={place}", "warmup.steps=0", "checkpoint.resume=false", "telemetry.trackers=[]"]
         config = compose(file, [*overrides, *mine])
@@ -36,10 +51,7 @@ def compare(file: str, overrides: Sequence[str], *, as_json: bool = False) -> li
         with Console(as_json=as_json) as console, run_folder(config) as folder:
             config = inputs.prepare(config, console)
             with open_run(config, folder, console) as run:
-                with console.phase("second sync"):
-                    run.sync.sync(run.step)
-                with console.phase("compare"):
-                    return run.sync.check()
+                yield run
 
 
 def table(compared: Sequence[Compared]) -> str:

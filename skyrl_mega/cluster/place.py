@@ -1,7 +1,7 @@
 """Which process sits on which node and device: one order for the dry run, for Ray and for the weight sync's plan.
 
-Policy ranks come first, then those of a reference of its own, then engines. `place` says it from the settings alone;
-`actual` says it of processes that are up, in the same numbers where they sit as planned.
+Policy ranks come first, then those of a reference of its own, then those of a critic, then engines. `place` says it
+from the settings alone; `actual` says it of processes that are up, in the same numbers where they sit as planned.
 
 A device is one integer, node · per_node + GPU. On CPUs every process is a device of its own.
 """
@@ -12,11 +12,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import heappush, heapreplace
-from itertools import count
+from itertools import accumulate, chain, count
+from typing import NamedTuple
 
 from skyrl_mega.cluster.actor_process import Location
 from skyrl_mega.cluster.placement import spread
-from skyrl_mega.config.derived import engine_ranks, policy_ranks, reference_ranks
+from skyrl_mega.config.derived import critic_layout, critic_ranks, engine_ranks, policy_ranks, reference_ranks
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 
@@ -36,6 +37,8 @@ class RunPlacement:
     """By worker: those of engine 0, of engine 1, …"""
     per_node: int
     """Devices of a node."""
+    critic: tuple[int, ...] = ()
+    """By rank."""
 
     def node(self, device: int) -> int:
         """The node of a device."""
@@ -44,7 +47,7 @@ class RunPlacement:
     @property
     def nodes(self) -> int:
         """Nodes up to the last one that holds something."""
-        return self.node(max((*self.policy, *self.reference, *self.engines))) + 1
+        return self.node(max((*self.policy, *self.reference, *self.critic, *self.engines))) + 1
 
 
 def place(config: Config) -> RunPlacement:
@@ -55,15 +58,16 @@ def place(config: Config) -> RunPlacement:
     tensor parallel groups and engines whole.
     """
     if config.cluster.device == "cpu":
-        return _on_cpus(config, *nodes_of_cpus(config, config.cluster.nodes))
+        return _on_cpus(config, nodes_of_cpus(config, config.cluster.nodes))
     free = _Free(config.cluster.gpus_per_node, config.cluster.nodes)
     policy, reference = free.ranks(policy_ranks(config)), free.ranks(reference_ranks(config))
+    critic = free.ranks(critic_ranks(config))
     size = engine_ranks(config.rollout)
     if config.cluster.shared:
         engines = tuple(range(config.rollout.engines * size))
     else:
         engines = free.groups(config.rollout.engines, size)
-    return RunPlacement(policy, reference, engines, free.per_node)
+    return RunPlacement(policy, reference, engines, free.per_node, critic)
 
 
 def check_nodes(config: Config, training: bool = True) -> None:
@@ -72,7 +76,7 @@ def check_nodes(config: Config, training: bool = True) -> None:
     What is left of several nodes may be GPUs enough for an engine, and none of the nodes has room for it.
 
     Args:
-        training: Policy and reference have GPUs too.
+        training: Policy, reference and critic have GPUs too.
 
     Raises:
         UserError: They need more nodes.
@@ -82,20 +86,21 @@ def check_nodes(config: Config, training: bool = True) -> None:
     # As many ranks as these nodes give them, also where there are more nodes: else there would never be enough.
     policy = replace(config.policy, ranks=policy_ranks(config))
     reference = replace(config.reference, ranks=reference_ranks(config) or None)
+    critic = replace(config.critic, ranks=critic_ranks(config) or None)
 
     def needed(nodes: int) -> int:
         """Nodes that are used where there are so many."""
         if not training:
             return -(-engines // (per_node // size))
         cluster = replace(config.cluster, nodes=nodes)
-        return place(replace(config, policy=policy, reference=reference, cluster=cluster)).nodes
+        return place(replace(config, policy=policy, reference=reference, critic=critic, cluster=cluster)).nodes
 
     if (used := needed(nodes)) <= nodes:
         return
     enough = next(n for n in count(used) if needed(n) <= n)  # where there are more, less is packed together
     groups = [f"{engines} engines of {size} GPUs"]
     if training:
-        ranks = {"policy": policy.ranks, "reference": reference.ranks}
+        ranks = {"policy": policy.ranks, "reference": reference.ranks, "critic": critic.ranks}
         groups = [*(f"{name} {count}" for name, count in ranks.items() if count), *groups]
     raise UserError(
         f"cluster.nodes = {nodes}: {' + '.join(groups)} have no place there: what is left of a node of {per_node} GPUs "
@@ -153,38 +158,51 @@ class _Free:
         return tuple(range(first, first + count * size))
 
 
-def nodes_of_cpus(config: Config, nodes: int) -> tuple[list[int], list[int], list[int]]:
-    """On CPUs, the node of every policy rank, reference rank and engine: an equal share of them for each node, in
-    order. A tensor parallel group stays on one node; with `cluster.shared` an engine is where its policy ranks are."""
-    policy, reference, engines = policy_ranks(config), reference_ranks(config), config.rollout.engines
-    size = engine_ranks(config.rollout)
+class Nodes(NamedTuple):
+    """The node of every process, by group."""
+
+    policy: Sequence[int]
+    """By rank, as the next two."""
+    reference: Sequence[int]
+    critic: Sequence[int]
+    engines: Sequence[int]
+    """By engine."""
+
+
+def nodes_of_cpus(config: Config, nodes: int) -> Nodes:
+    """On CPUs: an equal share of the processes for each node, in order. A tensor parallel group stays on one node; with
+    `cluster.shared` an engine is where its policy ranks are."""
+    policy, reference, critic = policy_ranks(config), reference_ranks(config), critic_ranks(config)
+    engines, size = config.rollout.engines, engine_ranks(config.rollout)
     units = _tensor_groups(policy, config.policy.layout.tensor)
     if config.reference.layout:
         units += _tensor_groups(reference, config.reference.layout.tensor)
+    units += _tensor_groups(critic, critic_layout(config).tensor)
     apart = not config.cluster.shared
     where = spread(units + [1] * engines * apart, range(nodes))
-    first, second = policy, policy + reference
-    ranks = where[:first]
+    ends = [*accumulate((policy, reference, critic))]
+    ranks = where[:policy]
     beside = [ranks[min(engine * size, policy - 1)] for engine in range(engines)]
-    return ranks, where[first:second], where[second:] if apart else beside
+    return Nodes(ranks, where[policy : ends[1]], where[ends[1] : ends[2]], where[ends[2] :] if apart else beside)
 
 
-def _on_cpus(config: Config, policy: Sequence[int], reference: Sequence[int], engines: Sequence[int]) -> RunPlacement:
+def _on_cpus(config: Config, nodes: Nodes) -> RunPlacement:
     """Devices from nodes: one for each process, in order; a worker shares that of the policy rank of its number where
     `cluster.shared` says so and both are on one node."""
-    workers = [node for node in engines for _ in range(engine_ranks(config.rollout))]
-    shares = [config.cluster.shared and policy[w : w + 1] == [node] for w, node in enumerate(workers)]
+    workers = [node for node in nodes.engines for _ in range(engine_ranks(config.rollout))]
+    shares = [config.cluster.shared and [*nodes.policy[w : w + 1]] == [node] for w, node in enumerate(workers)]
     own = [node for node, share in zip(workers, shares, strict=True) if not share]
-    per_node = max(config.cluster.gpus_per_node, *Counter([*policy, *reference, *own]).values())
+    trained = (nodes.policy, nodes.reference, nodes.critic)
+    per_node = max(config.cluster.gpus_per_node, *Counter([*chain(*trained), *own]).values())
     used: Counter[int] = Counter()
 
     def device(node: int) -> int:
         used[node] += 1
         return node * per_node + used[node] - 1
 
-    ranks, others = tuple(map(device, policy)), tuple(map(device, reference))
-    found = (ranks[w] if share else device(node) for w, (node, share) in enumerate(zip(workers, shares, strict=True)))
-    return RunPlacement(ranks, others, tuple(found), per_node)
+    policy, reference, critic = (tuple(map(device, group)) for group in trained)
+    found = (policy[w] if share else device(node) for w, (node, share) in enumerate(zip(workers, shares, strict=True)))
+    return RunPlacement(policy, reference, tuple(found), per_node, critic)
 
 
 def _tensor_groups(ranks: int, tensor: int) -> list[int]:
@@ -194,7 +212,7 @@ def _tensor_groups(ranks: int, tensor: int) -> list[int]:
 
 
 def actual(config: Config, policy: Sequence[Location], engines: Sequence[Location]) -> RunPlacement:
-    """Where policy and engines really are; a reference, which no plan has, is left where it is planned.
+    """Where policy and engines really are; reference and critic, which no plan has, are left where they are planned.
 
     Nodes have the numbers of the plan where processes are on nodes as planned.
 
@@ -204,10 +222,11 @@ def actual(config: Config, policy: Sequence[Location], engines: Sequence[Locatio
     """
     planned, size = place(config), engine_ranks(config.rollout)
     wanted = [planned.node(device) for device in (*planned.policy, *planned.engines[::size])]
-    number = _numbers([at.node for at in (*policy, *engines)], wanted, {*map(planned.node, planned.reference)})
+    others = [*map(planned.node, planned.reference)], [*map(planned.node, planned.critic)]
+    number = _numbers([at.node for at in (*policy, *engines)], wanted, {*chain(*others)})
     ranks, hosts = [number[at.node] for at in policy], [number[at.node] for at in engines]
     if not all(at.gpus for at in policy):
-        return _on_cpus(config, ranks, [*map(planned.node, planned.reference)], hosts)
+        return _on_cpus(config, Nodes(ranks, *others, hosts))
     index = _indices([*policy, *engines], planned.per_node)
     per_node = max(planned.per_node, *(i + 1 for i in index.values()))
 
@@ -216,7 +235,7 @@ def actual(config: Config, policy: Sequence[Location], engines: Sequence[Locatio
 
     own = devices(policy)
     workers = own[: len(planned.engines)] if config.cluster.shared else devices(engines)
-    return RunPlacement(own, planned.reference, workers, per_node)
+    return RunPlacement(own, planned.reference, workers, per_node, planned.critic)
 
 
 def differences(planned: RunPlacement, found: RunPlacement) -> str:

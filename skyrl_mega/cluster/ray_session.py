@@ -10,8 +10,9 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from skyrl_mega.cluster.actor_process import CACHE, compiled, start_guard
 from skyrl_mega.cluster.errors import ClusterError
@@ -78,39 +79,54 @@ def session(
     if ray.is_initialized():
         raise ClusterError("this process is connected to Ray already")
     with contextlib.ExitStack() as stack:
-        folder = None if address else stack.enter_context(_guarded_folder())
-        stack.callback(ray.shutdown)
-        if folder is None:
-            try:
-                with _own_signals():
-                    ray.init(address=address, **common)
-            except (ConnectionError, ray.exceptions.AuthenticationError) as error:
-                # Somebody listens there. Ray says no more than this of a token that is refused.
-                raise UserError(
-                    f"RAY_ADDRESS={address}: whoever answers there does not let us in ({_first_line(error)}); is it a "
-                    "Ray cluster? Give its token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
-                ) from error
-            except (RuntimeError, ValueError) as error:
-                raise ClusterError(f"RAY_ADDRESS={address}: {_first_line(error)}") from error
+        if address:
+            stack.callback(ray.shutdown)
+            _join(address, common)
             _wait_for_nodes(nodes, timeout_s, say)
         else:
-            try:
-                with _own_signals(), _temporary_files_in(folder):
-                    ray.init(
-                        address="local",
-                        num_cpus=actors,
-                        num_gpus=gpus,
-                        include_dashboard=False,
-                        object_store_memory=OBJECT_STORE_BYTES if gpus == 0 else None,
-                        _temp_dir=str(folder / "r"),  # Ray opens it to everybody
-                        _node_ip_address="127.0.0.1",
-                        **common,
-                    )
-            except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-                raise ClusterError(f"Ray did not start on this machine: {_first_line(error)}") from error
-            if ray.util.get_node_ip_address() != "127.0.0.1":
-                raise ClusterError("Ray would listen beyond this machine: import skyrl_mega.cluster before ray")
+            folder = stack.enter_context(_guarded_folder())
+            stack.callback(ray.shutdown)
+            _start(folder, common, actors=actors, gpus=gpus)
         yield
+
+
+def _join(address: str, common: Mapping[str, Any]) -> None:
+    """Connects to the cluster at `address`; `common` is what `ray.init` is told of either cluster."""
+    import ray
+
+    try:
+        with _own_signals():
+            ray.init(address=address, **common)
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        # Somebody listens there. Ray says no more than this of a token that is refused.
+        raise UserError(
+            f"RAY_ADDRESS={address}: whoever answers there does not let us in ({_first_line(error)}); is it a "
+            "Ray cluster? Give its token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
+        ) from error
+    except (RuntimeError, ValueError) as error:
+        raise ClusterError(f"RAY_ADDRESS={address}: {_first_line(error)}") from error
+
+
+def _start(folder: Path, common: Mapping[str, Any], *, actors: int, gpus: int) -> None:
+    """Starts a private cluster in `folder` and connects to it."""
+    import ray
+
+    try:
+        with _own_signals(), _temporary_files_in(folder):
+            ray.init(
+                address="local",
+                num_cpus=actors,
+                num_gpus=gpus,
+                include_dashboard=False,
+                object_store_memory=OBJECT_STORE_BYTES if gpus == 0 else None,
+                _temp_dir=str(folder / "r"),  # Ray opens it to everybody
+                _node_ip_address="127.0.0.1",
+                **common,
+            )
+    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+        raise ClusterError(f"Ray did not start on this machine: {_first_line(error)}") from error
+    if ray.util.get_node_ip_address() != "127.0.0.1":
+        raise ClusterError("Ray would listen beyond this machine: import skyrl_mega.cluster before ray")
 
 
 def gpus_joined(nodes: int, timeout_s: float) -> float:

@@ -13,7 +13,11 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from skyrl_mega.config import megatron_options
+from skyrl_mega.config.advantage_checks import check_advantage
+from skyrl_mega.config.critic_checks import check_critic
 from skyrl_mega.config.derived import (
+    compares_samples,
+    critic_ranks,
     engine_data,
     engine_ranks,
     fp8_parameters,
@@ -23,9 +27,14 @@ from skyrl_mega.config.derived import (
     reference_ranks,
     response_limit,
 )
+from skyrl_mega.config.deterministic import check_deterministic
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
+from skyrl_mega.config.loss_checks import check_loss
+from skyrl_mega.config.replay_checks import check_replay
+from skyrl_mega.config.sample_checks import check_samples
 from skyrl_mega.config.schema import Config, OptimizerConfig
+from skyrl_mega.config.unread import check_unread
 from skyrl_mega.config.values import shown
 
 ENGINE_ARGUMENTS = {
@@ -43,6 +52,7 @@ ENGINE_ARGUMENTS = {
     "weight_transfer_config": None,
     "worker_extension_cls": None,
     "load_format": None,
+    "enable_return_routed_experts": "policy.moe.replay=rollout",
 }
 """vLLM's arguments that the run decides itself, and the setting to use instead (None: there is none)."""
 
@@ -78,10 +88,18 @@ def check(config: Config, *, planned: bool = False) -> None:
     check_values(config)
     _paths(config)
     _run(config)
-    _optimizer(config.policy.optimizer)
-    megatron_options.check(config.policy)
+    _optimizer(config.policy.optimizer, "policy.optimizer")
+    check_critic(config)
+    _optimizer(config.critic.optimizer, "critic.optimizer")
+    megatron_options.check(config.policy, config.critic)
     _data(config)
     _algorithm(config)
+    check_advantage(config)
+    check_samples(config)
+    check_loss(config)
+    check_unread(config)
+    check_replay(config)
+    check_deterministic(config)
     _rollout(config)
     _wire(config)
     _cluster(config, planned)
@@ -152,6 +170,7 @@ def _paths(c: Config) -> None:
         "run.directory": [c.run.directory],
         "model.path": [c.model.path],
         "reference.path": [c.reference.path or ""],
+        "critic.path": [c.critic.path or ""],
         "data.train": c.data.train,
         "data.eval": c.data.eval,
         "warmup.files": c.warmup.files,
@@ -179,8 +198,7 @@ def _model(c: Config) -> None:
             )
 
 
-def _optimizer(o: OptimizerConfig) -> None:
-    key = "policy.optimizer"
+def _optimizer(o: OptimizerConfig, key: str) -> None:
     if o.schedule != "constant":
         if o.decay_steps is None:
             raise UserError(f"{key}.schedule = {o.schedule}: it needs {key}.decay_steps; give it, or schedule=constant")
@@ -209,16 +227,11 @@ def _data(c: Config) -> None:
 
 def _algorithm(c: Config) -> None:
     a, samples = c.algorithm, c.data.samples_per_prompt
-    if samples < 2 and (a.advantage in ("grpo", "rloo") or a.dynamic_sampling.enabled):
-        why = f"algorithm.advantage={a.advantage}" if a.advantage != "reinforce" else "algorithm.dynamic_sampling"
+    if samples < 2 and (compares_samples(a) or a.dynamic_sampling.enabled):
+        why = f"algorithm.advantage={a.advantage}" if compares_samples(a) else "algorithm.dynamic_sampling"
         raise UserError(
             f"data.samples_per_prompt = {samples}: {why} compares the samples of a prompt and needs at least 2; "
             "or algorithm.advantage=reinforce without dynamic sampling"
-        )
-    if a.loss_mean == "micro_batches" and a.loss_mean_samples is None:
-        raise UserError(
-            "algorithm.loss_mean = micro_batches: it needs algorithm.loss_mean_samples, the samples of one micro-batch "
-            "of the run that is reproduced; give it, or algorithm.loss_mean=tokens"
         )
     if samples > 1 and c.rollout.sampling.temperature == 0:
         raise UserError(
@@ -375,8 +388,8 @@ def check_enough(c: Config, prompts: int, what: str) -> None:
 
 
 def check_gpus(c: Config, training: bool = True) -> None:
-    """Policy and reference (both only in training) have GPUs of their own, and so have engines, or those of policy
-    ranks; an engine lies within a node."""
+    """Policy, reference and critic (all only in training) have GPUs of their own, and so have engines, or those of
+    policy ranks; an engine lies within a node."""
     node, total = c.cluster.gpus_per_node, c.cluster.nodes * c.cluster.gpus_per_node
     if c.rollout.tensor > node:
         raise UserError(f"rollout.tensor = {c.rollout.tensor}: allowed is at most cluster.gpus_per_node = {node}")
@@ -388,8 +401,12 @@ def check_gpus(c: Config, training: bool = True) -> None:
                 f"GPUs, more than cluster.nodes · gpus_per_node = {total}; give fewer"
             )
         return
-    policy, reference = policy_ranks(c), reference_ranks(c)
-    for key, layout, ranks in (("policy", c.policy.layout, policy), ("reference", c.reference.layout, reference)):
+    policy, reference, critic = policy_ranks(c), reference_ranks(c), critic_ranks(c)
+    for key, layout, ranks in (
+        ("policy", c.policy.layout, policy),
+        ("reference", c.reference.layout, reference),
+        ("critic", c.critic.layout, critic),
+    ):
         if layout is not None and ranks > node and node % layout.tensor:
             raise UserError(
                 f"{key}.layout.tensor = {layout.tensor}: it does not divide cluster.gpus_per_node = {node}, so some "
@@ -399,9 +416,11 @@ def check_gpus(c: Config, training: bool = True) -> None:
         _check_shared(c, engines, policy)
         engines = 0
     if gpus_needed(c) > total:
-        parts = f"policy {policy}" + (f" + reference {reference}" if reference else "")
-        parts += f" + engines {engines}" if engines else ""
-        room = total - reference - engines
+        others = {"reference": reference, "critic": critic, "engines": engines}
+        parts = f"policy {policy}" + "".join(f" + {name} {count}" for name, count in others.items() if count)
+        own = {"reference": c.reference.ranks, "critic": c.critic.ranks, "engines": engines}
+        follow = sum(count > 0 and not own[name] for name, count in others.items())  # as many ranks as the policy
+        room = (total - sum(count for name, count in others.items() if own[name])) // (1 + follow)
         fix = f"policy.ranks={room}" if room > 0 else "fewer rollout.engines"
         raise UserError(
             f"policy.ranks = {c.policy.ranks or 'null'}: {parts} GPUs are more than cluster.nodes · "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from skyrl_mega.config.schema import Config, PolicyConfig, RolloutConfig, SamplingConfig
+from skyrl_mega.config.schema import AlgorithmConfig, Config, LayoutConfig, PolicyConfig, RolloutConfig, SamplingConfig
 
 FILL = 2
 """An engine is given no more requests at once than would fill its KV cache so many times, were all of them as long as
@@ -33,15 +33,43 @@ def reference_ranks(config: Config) -> int:
     return (config.reference.ranks or policy_ranks(config)) if config.reference.layout else 0
 
 
+def has_critic(config: Config) -> bool:
+    """Whether advantages are estimated with a critic's values (`algorithms.advantages.GAE`)."""
+    return config.algorithm.advantage == "gae"
+
+
+def critic_ranks(config: Config) -> int:
+    """Processes of the critic; 0 without one."""
+    return (config.critic.ranks or policy_ranks(config)) if has_critic(config) else 0
+
+
+def critic_layout(config: Config) -> LayoutConfig:
+    """How a critic is cut."""
+    return config.critic.layout or config.policy.layout
+
+
+def critic_model(config: Config) -> PolicyConfig:
+    """A critic's settings in the form of a policy's: its own, and the policy's for what it has none of."""
+    critic = config.critic
+    return replace(
+        config.policy,
+        ranks=critic_ranks(config),
+        layout=critic_layout(config),
+        optimizer=critic.optimizer,
+        micro_tokens=critic.micro_tokens or config.policy.micro_tokens,
+        moe=replace(config.policy.moe, replay="off"),  # it chooses experts of its own
+    )
+
+
 def overlaps(policy: PolicyConfig, device: str) -> bool:
     """Whether a policy on this device (`cpu` or `cuda`) communicates while it computes."""
     return device == "cuda" if policy.overlap is None else policy.overlap
 
 
 def gpus_needed(config: Config) -> int:
-    """GPUs of policy, reference and engines; shared ones count once."""
+    """GPUs of policy, reference, critic and engines; shared ones count once."""
     apart = 0 if config.cluster.shared else config.rollout.engines * engine_ranks(config.rollout)
-    return policy_ranks(config) + reference_ranks(config) + apart
+    return policy_ranks(config) + reference_ranks(config) + critic_ranks(config) + apart
 
 
 def idle_gpus(config: Config) -> str | None:
@@ -52,8 +80,41 @@ def idle_gpus(config: Config) -> str | None:
     if config.cluster.shared and engines < policy:
         return f"{made}: {policy - engines} of the policy's {policy} GPUs have no engine and generate nothing"
     if (needed := gpus_needed(config)) < total:
-        return f"{total - needed} of {total} GPUs are nobody's: policy, reference and engines ({made}) take {needed}"
+        trained = "policy, reference, critic" if has_critic(config) else "policy, reference"
+        return f"{total - needed} of {total} GPUs are nobody's: {trained} and engines ({made}) take {needed}"
     return None
+
+
+COMPARES = frozenset(
+    {
+        "grpo", "grpo_turns", "gdpo", "rloo", "opo", "pass_at_k", "maxrl", "gpg", "reinforce++_baseline",
+        "optimal_token_baseline",
+    }
+)  # fmt: skip
+"""Estimators that compare the samples of a prompt with one another."""
+
+
+def compares_samples(algorithm: AlgorithmConfig) -> bool:
+    """Whether advantages compare the samples of a prompt with one another; a user's own estimator need not."""
+    return algorithm.advantage in COMPARES
+
+
+def draws_greedy(algorithm: AlgorithmConfig) -> bool:
+    """Whether a prompt's samples are compared with an answer to it at temperature 0."""
+    return algorithm.advantage == "remax"
+
+
+def cut_sampling(config: Config) -> str | None:
+    """What to say of training samples that are drawn from a part of the policy's distribution; None of others."""
+    sampling = config.rollout.sampling
+    cuts = [f"top_p={sampling.top_p:g}"] * (sampling.top_p < 1) + [f"top_k={sampling.top_k}"] * (sampling.top_k > 0)
+    if not cuts or config.rollout.sampling.temperature == 0:
+        return None
+    capped = "" if config.algorithm.importance_cap is None else ", and algorithm.importance_cap corrects for it too"
+    return (
+        f"rollout.sampling.{', '.join(cuts)}: tokens are drawn from a part of the distribution and the policy is "
+        f"trained over the whole of it: mismatch/* is not 0 with the best of engines{capped} (docs/recipes.md)"
+    )
 
 
 def expert_parallel(rollout: RolloutConfig) -> bool:
@@ -80,6 +141,15 @@ def fp8_parameters(rollout: RolloutConfig) -> bool:
     """Whether engines have the parameters of an FP8 checkpoint: numbers, and a scale for every block of them."""
     overrides = rollout.options.get("hf_overrides")
     return isinstance(overrides, dict) and bool(overrides.get("quantization_config"))
+
+
+def engine_precision(config: Config) -> str:
+    """What engines compute in: `float32`, `bfloat16`, or `fp8` where weights or cache are."""
+    options, wire = config.rollout.options, config.weights.wire
+    fp8 = [options.get("quantization"), options.get("kv_cache_dtype"), wire]
+    if fp8_parameters(config.rollout) or any(str(value).startswith("fp8") for value in fp8):
+        return "fp8"
+    return config.model.dtype
 
 
 def response_limit(rollout: RolloutConfig) -> int:

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from types import FunctionType, ModuleType
 from typing import Any
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.values import shown
 
 KINDS = {"class": type, "function": FunctionType}
 
@@ -44,6 +46,51 @@ def load(path: str, key: str, *, kind: str = "class", contract: Mapping[str, str
         hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(own) or f'no {kind}'}"
         raise UserError(f"{key}={path}: {source} has no {kind} {attribute}; {hint}")
     return value
+
+
+def named(name: str, known: Mapping[str, Any], key: str, takes: str) -> Any:
+    """A function of two arguments by its name, or the user's own by import path.
+
+    Args:
+        name: The setting's value.
+        known: Those that have names.
+        key: The setting, for errors.
+        takes: What such a function takes, for errors.
+
+    Raises:
+        UserError: It names none, its import path leads nowhere, or what is there cannot be called with two arguments.
+    """
+    if name in known:
+        return known[name]
+    if ":" not in name:
+        near = get_close_matches(name, known, n=1)
+        hint = f"did you mean {near[0]}? " if near else ""
+        raise UserError(
+            f"{key} = {shown(name)}: {hint}allowed is one of {', '.join(known)}, or your own as {forms('function')}"
+        )
+    function = load(name, key, kind="function")
+    if not callable(function):
+        raise UserError(f"{key} = {shown(name)}: it is not a function of {takes}")
+    check_takes_two(function, f"{key} = {shown(name)}", takes)
+    return function
+
+
+def check_takes_two(function: Callable[..., Any], setting: str, takes: str) -> None:
+    """Refuses a function that cannot be called with two arguments, in the order of `takes`.
+
+    Raises:
+        UserError: It cannot.
+    """
+    try:
+        signature = inspect.signature(function, follow_wrapped=False)
+    except (ValueError, TypeError):  # one written in C may not say
+        return
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        plain = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
+        own = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
+        raise UserError(f"{setting}: it takes {own}; give it two parameters, {takes}") from error
 
 
 def forms(kind: str) -> str:

@@ -93,15 +93,17 @@ def docstrings(cls: type) -> dict[str, str]:
     return found
 
 
-def _walk(cls: type, prefix: str) -> Iterator[Key]:
+def _walk(cls: type, prefix: str, usual: Any = None) -> Iterator[Key]:
+    """The keys of a group; `usual` is what the group above it has there by default."""
     hints, docs = get_type_hints(cls), docstrings(cls)
     for field in fields(cls):
         of, nullable = _without_none(hints[field.name])
-        default = field.default_factory() if field.default_factory is not MISSING else field.default
+        own = field.default_factory() if field.default_factory is not MISSING else field.default
+        default = getattr(usual, field.name, own)
         doc = docs.get(field.name) or (inspect.getdoc(of) or "" if is_dataclass(of) else "")
         yield Key(prefix + field.name, of, nullable, default, dict(field.metadata), doc)
         if isinstance(of, type) and is_dataclass(of):
-            yield from _walk(of, f"{prefix}{field.name}.")
+            yield from _walk(of, f"{prefix}{field.name}.", default)
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:

@@ -1,4 +1,4 @@
-"""What `policy.options`, `policy.ddp_options` and `policy.optimizer.options` may not hold: megatron-core's fields that
+"""What `policy.options`, `policy.ddp_options` and an `optimizer.options` may not hold: megatron-core's fields that
 other settings or the code decide.
 
 Names and types are checked against the installed megatron-core by `skyrl_mega.megatron.arguments`.
@@ -10,10 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.schema import PolicyConfig
+from skyrl_mega.config.schema import CriticConfig, PolicyConfig
 
 MODEL = "another model.path: config.json decides it"
 OPTIMIZER = "policy.optimizer"
+CRITIC = "critic.optimizer"
 
 _TRANSFORMER: dict[str | None, str] = {
     "policy.layout.tensor": "tensor_model_parallel_size sequence_parallel",
@@ -65,51 +66,62 @@ _DDP: dict[str | None, str] = {
     "outer_dp_sharding_strategy preserve_fp32_weights keep_fp8_transpose_cache fsdp_double_buffer "
     "fsdp_manual_registration suggested_communication_unit_size delay_wgrad_compute",
 }
-_OPTIMIZER: dict[str | None, str] = {
-    f"{OPTIMIZER}.lr": "lr",
-    f"{OPTIMIZER}.min_lr": "min_lr",
-    f"{OPTIMIZER}.beta1": "adam_beta1",
-    f"{OPTIMIZER}.beta2": "adam_beta2",
-    f"{OPTIMIZER}.eps": "adam_eps",
-    f"{OPTIMIZER}.weight_decay": "weight_decay",
-    f"{OPTIMIZER}.clip_grad": "clip_grad",
-    "policy.overlap": "overlap_param_gather overlap_param_gather_with_optimizer_step",
-    "model.dtype": "params_dtype bf16 fp16 fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
-    # AdamW in float32, sharded over the data-parallel ranks, is what checkpoints and the memory plan know, and
-    # gradients are never scaled.
-    None: "optimizer use_distributed_optimizer use_precision_aware_optimizer store_param_remainders main_grads_dtype "
+# AdamW in float32, sharded over the data-parallel ranks, is what checkpoints and the memory plan know, and gradients
+# are never scaled.
+_OPTIMIZER_DECIDED = (
+    "optimizer use_distributed_optimizer use_precision_aware_optimizer store_param_remainders main_grads_dtype "
     "main_params_dtype exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload optimizer_offload_fraction "
     "use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params loss_scale "
     "initial_loss_scale min_loss_scale loss_scale_window hysteresis sgd_momentum muon_momentum muon_split_qkv "
     "muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps muon_tp_mode muon_extra_scale_factor "
-    "timers log_num_zeros_in_grad barrier_with_L1_time",
-}
+    "timers log_num_zeros_in_grad barrier_with_L1_time"
+)
+
+
+def _optimizer(group: str) -> dict[str | None, str]:
+    """Of an optimizer whose settings are in `group`."""
+    return {
+        f"{group}.lr": "lr",
+        f"{group}.min_lr": "min_lr",
+        f"{group}.beta1": "adam_beta1",
+        f"{group}.beta2": "adam_beta2",
+        f"{group}.eps": "adam_eps",
+        f"{group}.weight_decay": "weight_decay",
+        f"{group}.clip_grad": "clip_grad",
+        "policy.overlap": "overlap_param_gather overlap_param_gather_with_optimizer_step",
+        "model.dtype": "params_dtype bf16 fp16 fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
+        None: _OPTIMIZER_DECIDED,
+    }
+
 
 DENIED: dict[str, dict[str, str | None]] = {
     key: {name: instead for instead, names in table.items() for name in names.split()}
     for key, table in (
         ("policy.options", _TRANSFORMER),
         ("policy.ddp_options", _DDP),
-        (f"{OPTIMIZER}.options", _OPTIMIZER),
+        (f"{OPTIMIZER}.options", _optimizer(OPTIMIZER)),
+        (f"{CRITIC}.options", _optimizer(CRITIC)),
     )
 }
 """Setting → field that the run decides itself → what to use instead (None: there is nothing)."""
 
 
-def options(policy: PolicyConfig) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each of the three settings: its key and its value."""
+def options(policy: PolicyConfig, critic: CriticConfig | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Each of the settings: its key and its value."""
     yield "policy.options", policy.options
     yield "policy.ddp_options", policy.ddp_options
     yield f"{OPTIMIZER}.options", policy.optimizer.options
+    if critic:
+        yield f"{CRITIC}.options", critic.optimizer.options
 
 
-def check(policy: PolicyConfig) -> None:
+def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
     """Refuses a field that another setting or the code decides.
 
     Raises:
         UserError: The field, and the setting to use instead.
     """
-    for key, given in options(policy):
+    for key, given in options(policy, critic):
         denied = DENIED[key]
         if key == "policy.options" and policy.recompute:
             denied = denied | dict.fromkeys(_RECOMPUTE.split(), "policy.recompute=false to choose what is recomputed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -50,7 +51,9 @@ def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
     """
     named = {*config.environment.options, config.environment.default, *(config.data.prepare or "").split()[:1]}
     if trajectories is None:
-        step = config.data.prompts_per_step * config.data.samples_per_prompt
+        dynamic = config.algorithm.dynamic_sampling
+        prompts = ceil(config.data.prompts_per_step * (dynamic.oversample if dynamic.enabled else 1.0))
+        step = prompts * config.data.samples_per_prompt
         trajectories = max(step, evaluated(config)) if named & {*SANDBOXES} else 0
     node = config.cluster.host_memory_gib
     usual = usual_total_mib(node * 1024 if node is not None else machine_mib())

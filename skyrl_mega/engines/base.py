@@ -7,7 +7,10 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import numpy as np
 
 
 class EngineDied(RuntimeError):
@@ -38,6 +41,8 @@ class Request:
     """Seeds this request's own generator, so that its draws do not depend on its neighbours in a batch."""
     seconds: float | None = None
     """Time that it has; past it, it ends with the tokens that there are, of which there may be none. None: no end."""
+    routes_from: int = 0
+    """Position in `tokens` from where on routes are wanted, of an engine that gives them: those before are known."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,9 @@ class Completion:
     """`stop` (a stop token or string), `length`, or `timeout` (of its own `seconds`)."""
     versions: tuple[tuple[int, int], ...]
     """(weight version, index of its first token): more than one where a sync came in between."""
+    routes: np.ndarray | None = None
+    """[n, M, K] as in `models.routes`: the experts of every token that the engine read, from `routes_from` on. The last
+    new token was not read. None from an engine that gives none, and without a new token."""
 
 
 @dataclass(frozen=True)

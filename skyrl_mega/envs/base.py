@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NotRequired, TypedDict
 
 from skyrl_mega.envs.options import Option, filled
@@ -20,8 +20,12 @@ class BaseTextEnvStepOutput(TypedDict):
 
     observations: list[Message]
     """Messages appended to the conversation before the next turn; [] when there is none."""
-    reward: float
-    """This step's reward. A trajectory's reward is the sum over its steps."""
+    reward: float | Mapping[str, float]
+    """This step's reward. A trajectory's reward is the sum over its steps. Several have names, and are added up with
+    `algorithm.reward_weights`."""
+    rewards_at: NotRequired[Sequence[tuple[int, float]] | None]
+    """May be left out. (end, reward) of parts of the answer, which are earned beside `reward`: the token that completes
+    the first `end` characters of `action` has it, where advantages are estimated by token."""
     done: bool
     """Whether the trajectory ends here."""
     metadata: dict[str, Any]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from numbers import Real
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from skyrl_mega.envs.base import ROLES, BaseTextEnv, Message
 
-KEYS = ("observations", "messages", "reward", "done", "metadata")
+KEYS = ("observations", "messages", "reward", "rewards_at", "done", "metadata")
 MORE = {"tool": ("tool_call_id", "name"), "assistant": ("tool_calls",)}
 """Role → what a message of it may have beside role and content."""
 
@@ -30,10 +30,15 @@ class StepOutput:
     messages: list[Message] | None
     """The whole conversation, rewritten; None where it goes on."""
     reward: float
-    """Finite."""
+    """Finite; the sum of several, and of parts."""
     done: bool
     metadata: dict[str, Any]
     """As JSON has it: lists for tuples, text for what is neither number, list nor dict."""
+    rewards: dict[str, float]
+    """By name, before weights; empty where the environment gives one without."""
+    _: KW_ONLY
+    rewards_at: list[tuple[int, float]]
+    """(end, reward) of parts of the answer: up to that character of it."""
 
     @property
     def tool_calls(self) -> list[Any]:
@@ -57,8 +62,13 @@ def init(env: BaseTextEnv, prompt: list[Message]) -> list[Message]:
     return messages
 
 
-def step(env: BaseTextEnv, action: str) -> StepOutput:
+def step(env: BaseTextEnv, action: str, weights: Mapping[str, float] | None = None) -> StepOutput:
     """Takes a step. What the environment reads is valid Unicode, whatever was written.
+
+    Args:
+        env: The environment.
+        action: The policy's words.
+        weights: `algorithm.reward_weights`.
 
     Raises:
         BadOutput: Its output is none.
@@ -72,9 +82,17 @@ def step(env: BaseTextEnv, action: str) -> StepOutput:
     for key, value in output.items():
         if key not in KEYS and value is not None:
             raise BadOutput(f"step: {key} = {_shown(value)}: there is no such key; allowed: {', '.join(KEYS)}")
-    reward, done, metadata = output["reward"], output["done"], output.get("metadata")
-    if not isinstance(reward, Real) or not math.isfinite(reward):
-        raise BadOutput(f"step: reward = {_shown(reward)}; allowed: a finite number")
+    reward: Any = output["reward"]
+    done, metadata = output["done"], output.get("metadata")
+    rewards = _named(reward, weights or {}) if isinstance(reward, Mapping) else {}
+    if rewards:
+        reward = math.fsum((weights or {}).get(name, 1.0) * value for name, value in rewards.items())
+    if not _finite(reward):
+        raise BadOutput(f"step: reward = {_shown(reward)}; allowed: a finite number, or a dict of names and numbers")
+    rewards_at = _of_parts(output.get("rewards_at"), len(action))
+    reward = sum((part for _, part in rewards_at), reward)
+    if not _finite(reward):
+        raise BadOutput(f"step: reward and rewards_at sum to {_shown(reward)}; allowed: a finite number")
     if not isinstance(done, bool | np.bool_):
         raise BadOutput(f"step: done = {_shown(done)}; allowed: True or False")
     observations = _messages("step: observations", output["observations"])
@@ -85,7 +103,42 @@ def step(env: BaseTextEnv, action: str) -> StepOutput:
             raise BadOutput(
                 "step: messages is the whole conversation, rewritten: allowed is at least one, and observations = []"
             )
-    return StepOutput(observations, messages, float(reward), bool(done), _metadata(metadata))
+    return StepOutput(
+        observations, messages, float(reward), bool(done), _metadata(metadata), rewards, rewards_at=rewards_at
+    )
+
+
+def _finite(value: Any) -> bool:
+    return isinstance(value, Real) and math.isfinite(value)
+
+
+def _named(rewards: Mapping[Any, Any], weights: Mapping[str, float]) -> dict[str, float]:
+    """Several rewards by name."""
+    for name, value in rewards.items():
+        if not isinstance(name, str) or not name or not _finite(value):
+            raise BadOutput(f"step: reward[{name!r}] = {_shown(value)}; allowed: a finite number under a text")
+        if weights and name not in weights:
+            raise BadOutput(
+                f"step: reward[{name!r}] has no weight; algorithm.reward_weights has {', '.join(map(repr, weights))}"
+            )
+    return {name: float(value) for name, value in rewards.items()}
+
+
+def _of_parts(rewards_at: Any, characters: int) -> list[tuple[int, float]]:
+    """Rewards of parts of an answer that has so many characters."""
+    if rewards_at is None:
+        return []
+    if not isinstance(rewards_at, list | tuple):
+        raise BadOutput(f"step: rewards_at = {_shown(rewards_at)}; allowed: a list of (end, reward)")
+    for i, part in enumerate(rewards_at):
+        pair = isinstance(part, list | tuple) and len(part) == 2 and not any(isinstance(of, bool) for of in part)
+        whole = pair and isinstance(part[0], int | np.integer) and 1 <= part[0] <= characters
+        if not whole or not _finite(part[1]):
+            raise BadOutput(
+                f"step: rewards_at[{i}] = {_shown(part)}; allowed: (end, reward), a number of characters from 1 to the "
+                f"action's {characters}, and a finite number"
+            )
+    return [(int(end), float(reward)) for end, reward in rewards_at]
 
 
 def _messages(key: str, messages: Any) -> list[Message]:

@@ -231,6 +231,7 @@ class MessageAgent(Agent):
         self.client = client
         self.limits = replace(Limits.of(config.rollout), turn=client.sampling.max_tokens)
         self.environments, self.threads = config.environment, EnvPool(config.environment.workers)
+        self.reward_weights = config.algorithm.reward_weights
 
     def first(self, messages: list[Message], tools: Tools = ()) -> list[int]:
         """None: the next reply says how many they were."""

@@ -56,5 +56,7 @@ def own_engines(config: Config, chat: Renderer, folder: Path, console: Console) 
             setup = Setup(config, {}, model, device=device, folder=folder, stack=stack, say=say)
             fleet = start_engines(setup, places, weights="auto")
         fleet.serve(fleet.present())
-        generator = stack.enter_context(Generator(fleet, chat, config.rollout, config.environment))
+        generator = stack.enter_context(
+            Generator(fleet, chat, config.rollout, config.environment, reward_weights=config.algorithm.reward_weights)
+        )
         yield EngineSource(generator, config)

@@ -91,15 +91,7 @@ def export(
     _check_room(output, job)
     proving = 0.0
     with _partial(output) as partial:
-        for file in job.files:
-            with (partial / file.name).open("wb") as opened:
-                opened.write(file.header)
-                _allocate(opened.fileno(), file.nbytes)
-        with progress.phase("write", job.nbytes) as phase:
-            for _, size in run(job, partial, "write", range(len(job.batches)), workers):
-                phase.advance(size)
-            for _ in run(job, partial, "flush", range(len(job.files)), workers):
-                pass
+        _write_tensors(job, partial, workers, progress)
         write_beside(partial, source.model, {f.name: list(f.offsets) for f in job.files}, job.nbytes)
         _say_dtype(partial / "config.json", job.dtype)
         if verify:
@@ -129,6 +121,19 @@ def _check_room(output: Path, job: Job) -> None:
             f"--output {output}: {needed / 1e9:.1f} GB are needed, {parent} has {free / 1e9:.1f} GB; choose another "
             "place"
         )
+
+
+def _write_tensors(job: Job, partial: Path, workers: int, progress: Progress) -> None:
+    """The safetensors files: every one with its header and its whole size first, then the workers fill them."""
+    for file in job.files:
+        with (partial / file.name).open("wb") as opened:
+            opened.write(file.header)
+            _allocate(opened.fileno(), file.nbytes)
+    with progress.phase("write", job.nbytes) as phase:
+        for _, size in run(job, partial, "write", range(len(job.batches)), workers):
+            phase.advance(size)
+        for _ in run(job, partial, "flush", range(len(job.files)), workers):
+            pass
 
 
 def _prove(job: Job, partial: Path, workers: int, progress: Progress) -> None:

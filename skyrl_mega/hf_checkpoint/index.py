@@ -90,6 +90,13 @@ def check_tensors(path: Path, tensors: Mapping[str, tuple[int, ...]]) -> dict[st
     return found
 
 
+def names_in(path: Path) -> set[str]:
+    """The tensors that the directory's files have, whether the model of its config.json has them or not."""
+    if (path / INDEX).exists():
+        return set(json_object(path / INDEX, FETCH).get("weight_map") or ())
+    return set(read_header(path / SINGLE))
+
+
 def read_header(file: Path) -> dict[str, Entry]:
     """The tensors of one file, from its header; UserError when the file is cut off or no safetensors file."""
     try:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.hf_checkpoint.index import INDEX, SINGLE, check_tensors, expected
+from skyrl_mega.hf_checkpoint.index import INDEX, SINGLE, check_tensors, expected, names_in
 from skyrl_mega.parallel.box import Box, Layout, Piece, Shard
 from skyrl_mega.weights.exchange.exchange import Exchange, Lane, local_view
 from skyrl_mega.weights.fp8.format import Wire
@@ -31,10 +31,19 @@ BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 """Files of a Hugging Face directory that travel with the weights: configuration, tokenizer, chat template, licence."""
 
 
-def load(path: Path, shard: Shard, params: Mapping[str, Tensor]) -> None:
+def load(
+    path: Path, shard: Shard, params: Mapping[str, Tensor], optional: Mapping[str, tuple[int, ...]] | None = None
+) -> None:
     """Fills `params` (the local tensors of `shard`) from the safetensors files of `path`, converting to their dtype.
 
     Reads only the shard's boxes. Padding keeps what it holds.
+
+    Args:
+        path: the directory.
+        shard: what this rank holds.
+        params: its local tensors.
+        optional: name → shape of tensors that the model of config.json does not have: they are read where the files
+            have them, and stay as they are elsewhere.
 
     Raises:
         UserError: one line for a missing or misshapen tensor and for a file that is cut off.
@@ -42,7 +51,10 @@ def load(path: Path, shard: Shard, params: Mapping[str, Tensor]) -> None:
     wanted: dict[str, list[Piece]] = defaultdict(list)
     for piece in shard.pieces:
         wanted[piece.tensor].append(piece)
-    shapes = expected(path)
+    shapes, optional = expected(path), optional or {}
+    here = names_in(path) if optional else set()
+    wanted = {tensor: pieces for tensor, pieces in wanted.items() if tensor not in optional or tensor in here}
+    shapes |= {tensor: shape for tensor, shape in optional.items() if tensor in wanted}
     for tensor in wanted:
         if tensor not in shapes:
             raise UserError(

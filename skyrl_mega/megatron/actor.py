@@ -1,4 +1,4 @@
-"""The Ray actor around one policy rank, and what it does for weight sync."""
+"""The Ray actor around one rank of a Megatron model, and what it does for weight sync."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.config import allocator
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron import cpu, objectives
+from skyrl_mega.megatron.role import POLICY, ModelRole
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.megatron.without_wandb import without_wandb
 from skyrl_mega.models.megatron import layer_spec, require_transformer_engine
@@ -37,14 +39,18 @@ class MegatronActor:
         *,
         dtype: str,
         device: str,
-        trainable: bool = True,
+        role: ModelRole = POLICY,
+        value_clip: float | None = None,
+        deterministic: bool = False,
     ) -> None:
         self.index, self.parallel = rank, parallel
         self.hf, self.config, self.algorithm = hf, policy, algorithm
         self.dtype = getattr(torch, dtype)
-        self.trainable = trainable
+        self.role, self.value_clip = role, value_clip
         self.exchange: Exchange | None = None
         self.minis: list[list[Sequences]] = []
+        if deterministic:
+            torch.use_deterministic_algorithms(True)
         if device == "cpu":
             torch.set_num_threads(policy.threads)
             with without_wandb():
@@ -79,7 +85,13 @@ class MegatronActor:
             )
         model.join(self.index, self.parallel, self.store, self.device, timeout_s)
         self.rank = ModelWorker(
-            self.hf, self.config, self.parallel, dtype=self.dtype, device=self.device, trainable=self.trainable
+            self.hf,
+            self.config,
+            self.parallel,
+            dtype=self.dtype,
+            device=self.device,
+            trainable=self.role.trainable,
+            head=self.role.head,
         )
 
     def load(self, path: str) -> None:
@@ -94,6 +106,10 @@ class MegatronActor:
         """Starts the optimizer afresh, perhaps with other settings (after the supervised warm-up)."""
         self.rank.reset_optimizer(optimizer)
 
+    def set_algorithm(self, algorithm: AlgorithmConfig) -> None:
+        """Losses look at these settings from now on."""
+        self.algorithm = algorithm
+
     def hold(self, minis: list[list[Sequences]]) -> None:
         """Keeps this rank's micro-batches of each mini-batch of an RL step."""
         self.minis = minis
@@ -103,22 +119,49 @@ class MegatronActor:
         for micro, values in zip(chain(*self.minis), chain(*minis), strict=True):
             micro[name] = torch.tensor(values)
 
-    def keep_logprobs(self, name: str, temperature: float, reference: bool) -> None:
-        """Adds their log-probs as a column, where this rank has any; see `ModelWorker.logprobs`."""
+    def keep_logprobs(
+        self, name: str, temperature: float, reference: bool, entropy: str | None = None, squares: str | None = None
+    ) -> None:
+        """Adds columns of what is found for their tokens, where this rank has any; see `ModelWorker.logprobs`."""
         held = list(chain(*self.minis))
-        pairs = self.rank.logprobs(held, temperature=temperature, reference=reference)
-        for micro, (values, _) in zip(held, pairs or (), strict=pairs is not None):
-            micro[name] = values
+        asked = squares is not None
+        found = self.rank.logprobs(held, temperature=temperature, reference=reference, squares=asked)
+        names = (name, entropy, squares)[: 2 + asked]
+        for micro, values in zip(held, found or (), strict=found is not None):
+            for column, of_column in zip(names, values, strict=True):
+                if column is not None:
+                    micro[column] = of_column
 
     def logprobs(self, temperature: float) -> list[np.ndarray] | None:
         """Their log-probs, [T] for each micro-batch; see `ModelWorker.logprobs`."""
-        pairs = self.rank.logprobs(list(chain(*self.minis)), temperature=temperature)
-        return None if pairs is None else [values.numpy() for values, _ in pairs]
+        found = self.rank.logprobs(list(chain(*self.minis)), temperature=temperature)
+        return None if found is None else [values.numpy() for values, *_ in found]
 
-    def train(self, mini: int, temperature: float, loss: str) -> dict[str, float]:
+    def column(self, name: str) -> list[np.ndarray] | None:
+        """A column of them, [T] for each micro-batch; None where this rank has not computed it."""
+        held = list(chain(*self.minis))
+        return [micro[name].numpy() for micro in held] if all(name in micro for micro in held) else None
+
+    def keep_values(self, name: str) -> None:
+        """Adds a critic's values as a column, where this rank has any; see `ModelWorker.values`."""
+        held = list(chain(*self.minis))
+        found = self.rank.values(held)
+        for micro, values in zip(held, found or (), strict=found is not None):
+            micro[name] = values
+
+    def train(self, mini: int, temperature: float, loss: str, figures: Figures | None = None) -> dict[str, float]:
         """One optimizer step on a mini-batch that is held; see `ModelWorker.train`."""
-        objective = objectives.objective(loss, self.algorithm)
-        return self.rank.train(self.minis[mini], objective, temperature=temperature)
+        return self.rank.train(self.minis[mini], self._objective(loss, figures), temperature=temperature)
+
+    def measure(self, mini: int, temperature: float, loss: str, figures: Figures | None = None) -> dict[str, float]:
+        """What `train` measures, without an optimizer step; see `ModelWorker.measure`."""
+        return self.rank.measure(self.minis[mini], self._objective(loss, figures), temperature=temperature)
+
+    def _objective(self, loss: str, figures: Figures | None) -> Any:
+        """An `Objective`, or a critic's `ValueObjective`."""
+        if loss == objectives.VALUE:
+            return objectives.value_objective(self.value_clip)
+        return objectives.objective(loss, self.algorithm, figures)
 
     def empty_cache(self) -> None:
         """Gives memory of its GPU back that torch keeps for later."""
@@ -142,6 +185,7 @@ class MegatronActor:
         """Joins policy ranks and engine workers; `info` has the fields of `weights.connection.Connection`."""
         from skyrl_mega.weights.connection import Connection
 
+        assert self.role.synced, f"no engine has the weights of a {self.role.name}"
         self.disconnect_weights()
         self.exchange = Connection(**info).join(self.device, source=self.index)
 

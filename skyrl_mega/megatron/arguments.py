@@ -15,7 +15,7 @@ from typing import Any
 
 from skyrl_mega.config import megatron_options
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.schema import PolicyConfig
+from skyrl_mega.config.schema import CriticConfig, PolicyConfig
 from skyrl_mega.config.values import shown
 
 CLASSES: dict[str, tuple[tuple[str, str], ...]] = {
@@ -25,6 +25,7 @@ CLASSES: dict[str, tuple[tuple[str, str], ...]] = {
     ),
     "policy.ddp_options": (("distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
     "policy.optimizer.options": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
+    "critic.optimizer.options": (("optimizer/optimizer_config.py", "OptimizerConfig"),),
 }
 """Setting → files below megatron/core and the class in each; the first one is the class, the others are its bases."""
 _PLAIN: dict[str, type | tuple[type, ...]] = {
@@ -46,7 +47,7 @@ _WORDS = {
 }
 
 
-def check(policy: PolicyConfig) -> None:
+def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
     """Refuses options that the megatron-core installed here does not have, or not with such a value.
 
     Where megatron-core is not installed (a dry run elsewhere) nothing is known of them, and they pass.
@@ -54,7 +55,7 @@ def check(policy: PolicyConfig) -> None:
     Raises:
         UserError: The field, and the nearest that there is; or its value, and what is allowed.
     """
-    for key, options in megatron_options.options(policy):
+    for key, options in megatron_options.options(policy, critic):
         known = fields(key) if options else {}
         for name, value in options.items() if known else ():
             if name not in known:

@@ -32,7 +32,7 @@ from skyrl_mega.hf_checkpoint.box_files import (
     write_boxes,
 )
 from skyrl_mega.hf_checkpoint.box_header import Header, read_header, write_header
-from skyrl_mega.megatron.moments import allocate_moments, parts, set_step
+from skyrl_mega.megatron.moments import allocate_moments, masters, parts, set_step
 from skyrl_mega.models import dist_checkpoint, huggingface
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.box import Shard
@@ -131,9 +131,9 @@ def _read(
             values.zero_()  # padding of the vocabulary is in no checkpoint
     wanted = _parts(trained, pieces, owned)
     # What was trained then may be frozen now.
-    masters = {entry.tensor for entry in entries if entry.kind == MASTER}
+    trained_then = {entry.tensor for entry in entries if entry.kind == MASTER}
     wanted = [
-        Part(p.tensor, p.box, MASTER, p.values) if p.kind == WEIGHT and p.tensor in masters else p for p in wanted
+        Part(p.tensor, p.box, MASTER, p.values) if p.kind == WEIGHT and p.tensor in trained_then else p for p in wanted
     ]
     read_boxes(entries, wanted)
     return header.step, header.schedule
@@ -155,9 +155,9 @@ def _owned(trained: Trained) -> dict[str, _Owned]:
     names = {id(p): name for name, p in trained.params.items()}
     found = {}
     for part in parts(trained.optimizer):
-        for p in part.model_param_group_index_map:
-            run, tensors = part._get_model_param_range_map(p)["param"], part._get_main_param_and_optimizer_states(p)
-            state = {MASTER: tensors["param"], EXP_AVG: tensors["exp_avg"], EXP_AVG_SQ: tensors["exp_avg_sq"]}
+        for p, master in masters(part):
+            run, adam = part._get_model_param_range_map(p)["param"], part.optimizer.state[master]
+            state = {MASTER: master, EXP_AVG: adam["exp_avg"], EXP_AVG_SQ: adam["exp_avg_sq"]}
             found[names[id(p)]] = _Owned((run.start, run.end), {kind: t.detach() for kind, t in state.items()})
     return found
 

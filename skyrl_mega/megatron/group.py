@@ -1,4 +1,4 @@
-"""The policy as the driver sees it: batches in, log-probs and metrics out, however many ranks there are."""
+"""A Megatron model as the driver sees it: batches in, log-probs or values and metrics out, however many ranks."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import ray
 import torch
 from torch import Tensor
 
+from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.cluster.group import ActorGroup
-from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
+from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.parallel.balance import balance
 from skyrl_mega.parallel.dims import ParallelDims
@@ -21,7 +22,7 @@ Rows = list[list[Tensor]]
 
 
 class TrainGroup:
-    """All ranks of a policy (or of a reference in a layout of its own).
+    """All ranks of a policy, of a critic, or of a reference in a layout of its own.
 
     The mini-batches of an RL step are dealt once, by `hold`; the ranks keep their micro-batches, and what is computed
     for them, until the next `hold`. Ranks may work in another folder than the driver, so paths travel whole.
@@ -44,6 +45,10 @@ class TrainGroup:
         """Starts the optimizer and its schedule afresh."""
         self._call("reset_optimizer", optimizer)
 
+    def set_algorithm(self, algorithm: AlgorithmConfig) -> None:
+        """Gives losses other settings, for what trains several times with the same actors."""
+        self._call("set_algorithm", algorithm)
+
     def hold(self, minis: Sequence[Sequences]) -> None:
         """Deals mini-batches into micro-batches, which the ranks keep in the place of those that they held."""
         self._minis, self._rows = minis, [self._deal(mini) for mini in minis]
@@ -53,23 +58,54 @@ class TrainGroup:
         """Gives the ranks a further column of what they hold: [T] for each mini-batch."""
         self._send("add", lambda mini, rows: values[mini][self._minis[mini].index(rows)].numpy(), name)
 
-    def keep_logprobs(self, name: str, *, temperature: float, reference: bool = False) -> None:
+    def keep_logprobs(
+        self,
+        name: str,
+        *,
+        temperature: float,
+        reference: bool = False,
+        entropy: str | None = None,
+        squares: str | None = None,
+    ) -> None:
         """Has the ranks compute the log-probs of what they hold and keep them as a column, [T] float32.
 
         Args:
             name: The column's.
             temperature: Divides the logits.
             reference: With the weights of `keep_reference`.
+            entropy: A further column, for the entropy of each token's distribution in nats.
+            squares: Another, for the sum of its squared probabilities.
         """
-        self._call("keep_logprobs", name, temperature, reference)
+        self._call("keep_logprobs", name, temperature, reference, entropy, squares)
 
     def logprobs(self, *, temperature: float) -> list[Tensor]:
         """Log-prob of every token that is held, given those before it: float32 [T] for each mini-batch.
 
         0 for tokens that do not count (`ModelWorker.logprobs`).
         """
-        answers = self._call("logprobs", temperature)
+        return self._collected(self._call("logprobs", temperature))
+
+    def values(self, name: str) -> list[Tensor]:
+        """A critic's value of the state before every token that is held, which the ranks keep as a column, too.
+
+        Args:
+            name: The column's.
+
+        Returns:
+            Float32 [T] for each mini-batch; 0 for tokens that do not count.
+        """
+        self._call("keep_values", name)
+        return self.column(name)
+
+    def column(self, name: str) -> list[Tensor]:
+        """A column of what is held that the ranks have computed (`keep_logprobs`): [T] for each mini-batch."""
+        return self._collected(self._call("column", name))
+
+    def _collected(self, answers: list[Any]) -> list[Tensor]:
+        """[T] for each mini-batch, from each rank's values of its micro-batches; None from ranks without."""
         found = [torch.zeros(len(mini.tokens)) for mini in self._minis]
+        if all(answer is None for answer in answers):
+            raise ValueError("no rank has computed what is asked for")
         for rank, answer in enumerate(answers):
             at = self.parallel.coordinates(rank)
             if answer is None or at.tp or at.cp:
@@ -80,16 +116,25 @@ class TrainGroup:
                     values[mini.index(micro)] = torch.tensor(next(micros))
         return found
 
-    def train(self, mini: int = 0, *, temperature: float, loss: str) -> dict[str, float]:
+    def train(
+        self, mini: int = 0, *, temperature: float = 1.0, loss: str, figures: Figures | None = None
+    ) -> dict[str, float]:
         """One optimizer step on a whole mini-batch that is held; its columns must have final token weights.
 
         Args:
             mini: Which.
-            temperature: Divides the logits.
-            loss: `algorithm.loss`, or supervised.
+            temperature: Divides the logits; a critic has none.
+            loss: `algorithm.loss`, or supervised; a critic's is `objectives.VALUE`.
+            figures: What the loss is told of the run.
         """
-        answers = self._call("train", mini, temperature, loss)
+        answers = self._call("train", mini, temperature, loss, figures)
         return max(answers, key=len)  # only the last pipeline stage has the loss's metrics
+
+    def measure(
+        self, mini: int = 0, *, temperature: float, loss: str, figures: Figures | None = None
+    ) -> dict[str, float]:
+        """The metrics of `train` that need no optimizer step, on a mini-batch that teaches nothing."""
+        return max(self._call("measure", mini, temperature, loss, figures), key=len)
 
     def save(self, folder: Path) -> None:
         """Writes a checkpoint into an empty folder, each rank its own part."""

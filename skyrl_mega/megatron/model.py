@@ -23,14 +23,14 @@ from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.config.values import shown
 from skyrl_mega.megatron.layer_spec import decoder_spec
 from skyrl_mega.models.megatron import layer_spec, require_transformer_engine
-from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.registry import HeadKind, architecture
 from skyrl_mega.parallel.dims import ParallelDims
 
 T = TypeVar("T")
 
 
 class HiddenGPT(GPTModel):
-    """A GPTModel whose last stage returns hidden states: the head is applied in chunks by `logprobs`."""
+    """A GPTModel whose last stage returns hidden states: `megatron.heads` applies the head."""
 
     def _postprocess(self, hidden_states: Tensor, *_: Any, **__: Any) -> Tensor:
         return hidden_states
@@ -40,6 +40,35 @@ class HiddenGPT(GPTModel):
         if self.share_embeddings_and_output_weights:
             return self.shared_embedding_or_output_weight()
         return self.output_layer.weight
+
+
+class ValueGPT(HiddenGPT):
+    """A HiddenGPT with a value head in the place of the output projection, whose memory it does not take."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.post_process:
+            del self.output_layer
+            self.value_head = ValueHead(self.config.hidden_size)
+
+    def head(self) -> Tensor:
+        """[1, H], float32 (last stage only)."""
+        return self.value_head.weight
+
+
+class ValueHead(torch.nn.Module):
+    """A value of 0 for every state until it is trained or loaded. All tensor ranks have it, and give it one gradient.
+
+    It stays in float32 in a model of another type: a value is a sum over the hidden states, not a choice among tokens.
+    """
+
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1, hidden))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ValueHead:
+        """As a module does it (`to`, `bfloat16`), but for the type."""
+        return super()._apply(lambda t: fn(t).float(), recurse)
 
 
 def join(rank: int, parallel: ParallelDims, store: dist.Store, device: torch.device, timeout_s: float) -> None:
@@ -85,8 +114,7 @@ def transformer_config(
         moe = dict(
             moe_grouped_gemm=te,
             moe_router_dtype="fp32",
-            moe_router_load_balancing_type="aux_loss" if policy.moe.aux_loss else "none",
-            moe_aux_loss_coeff=policy.moe.aux_loss,
+            moe_router_load_balancing_type="none",  # `expert_balance` takes the loss over the whole mini-batch
         )
     recompute: dict[str, Any] = {}
     if policy.recompute:
@@ -156,14 +184,20 @@ def _finalize(model: Any, num_tokens: Tensor | None, **kwargs: Any) -> None:
 
 
 def build_model(
-    hf: dict[str, Any], policy: PolicyConfig, parallel: ParallelDims, dtype: torch.dtype, device: torch.device
+    hf: dict[str, Any],
+    policy: PolicyConfig,
+    parallel: ParallelDims,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    head: HeadKind = "vocab",
 ) -> list[HiddenGPT]:
     """This rank's model chunks (one, or one per virtual stage), not yet loaded.
 
     Raises:
         UserError: the layers are Transformer Engine's, and it cannot be imported.
     """
-    arch = architecture(hf)
+    arch = architecture(hf, head)
     spec = layer_spec(policy.spec, device.type)
     if spec == "te":
         require_transformer_engine()
@@ -176,7 +210,7 @@ def build_model(
         vp = stage if parallel.virtual_pipeline > 1 else None
         first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp)
         last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp)
-        chunk = HiddenGPT(
+        chunk = MODELS[head](
             config=config,
             transformer_layer_spec=decoder_spec(config, spec, vp),
             pre_process=first,
@@ -188,6 +222,9 @@ def build_model(
         mark_experts(chunk)
         chunks.append(chunk)
     return chunks
+
+
+MODELS: dict[HeadKind, type[HiddenGPT]] = {"vocab": HiddenGPT, "value": ValueGPT}
 
 
 def mark_experts(chunk: torch.nn.Module) -> None:
@@ -245,7 +282,7 @@ def gathered(chunks: list[Any]) -> None:
 
 
 def head_weight(chunk: Any) -> Tensor:
-    """The head's rows on this rank [V/tp, H] (last stage only), gathered.
+    """The head's rows on this rank, [V/tp, H] or a value head's [1, H] (last stage only), gathered.
 
     The head is applied after the model's forward pass, where no hook of DDP's waits for its parameters.
     """

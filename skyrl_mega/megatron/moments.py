@@ -1,10 +1,13 @@
-"""Adam's moments and its count of steps, in the distributed optimizer of megatron-core."""
+"""Master weights, Adam's moments and its count of steps, in the distributed optimizer of megatron-core."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from torch import Tensor
 
 
 def parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
@@ -14,6 +17,21 @@ def parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
     """
     every = list(optimizer.chained_optimizers) if isinstance(optimizer, ChainedOptimizer) else [optimizer]
     return [part for part in every if not part.is_stub_optimizer]
+
+
+def masters(part: DistributedOptimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """Each of the model's parameters that this rank trains some of, with the float32 [n] weights that Adam has of it.
+
+    megatron-core's own map from one to the other (`model_param_group_index_map`) counts parameters in the order of
+    their buffers, while Adam's groups begin with those of type float32; so it is wrong where a group has both types,
+    as that of a bfloat16 critic with its float32 value head.
+    """
+    for groups, shards in (
+        (part.model_fp32_groups, part.shard_fp32_groups),
+        (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+    ):
+        for group, weights in zip(groups, shards, strict=True):
+            yield from zip(group, weights, strict=True)
 
 
 def allocate_moments(optimizer: MegatronOptimizer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_mega.algorithms.losses import LossInputs, Metrics, find
+from skyrl_mega.algorithms.losses import Figures, LossInputs, Metrics, find
+from skyrl_mega.algorithms.losses.value import ValueInputs, value
 from skyrl_mega.algorithms.mismatch import mismatch_sums
 from skyrl_mega.config.schema import AlgorithmConfig
 
@@ -19,17 +21,32 @@ if TYPE_CHECKING:
 
 Objective = Callable[[LossInputs], tuple[Tensor, Metrics]]
 """A loss with its settings."""
+ValueObjective = Callable[[ValueInputs], tuple[Tensor, Metrics]]
+"""A critic's loss with its settings."""
+VALUE = "value"
+"""A critic's loss, which no policy is trained with."""
 
 
-def objective(loss: str, algorithm: AlgorithmConfig) -> Objective:
-    """The loss of this name with these settings. Its metrics include the engine's mismatch, where its log-probs are."""
+def objective(loss: str, algorithm: AlgorithmConfig, figures: Figures | None = None) -> Objective:
+    """The loss of this name with these settings. Its metrics include the engine's mismatch, where its log-probs are.
+
+    With `algorithm.old_logprobs=engine` the loss has the engine's as the old ones; the mismatch is still the policy's.
+    """
     compute = find(loss)
 
     def measured(inputs: LossInputs) -> tuple[Tensor, Metrics]:
-        value, metrics = compute(inputs, algorithm)
+        anchored = inputs if figures is None else replace(inputs, figures=figures)
+        if algorithm.old_logprobs == "engine" and inputs.rollout_L is not None:
+            anchored = replace(anchored, old_L=inputs.rollout_L)
+        value, metrics = compute(anchored, algorithm)
         return value, {**metrics, **mismatch_sums(inputs)}
 
     return measured
+
+
+def value_objective(clip: float | None) -> ValueObjective:
+    """A critic's loss with this clip."""
+    return partial(value, clip=clip)
 
 
 supervised = objective("supervised", AlgorithmConfig())
@@ -43,10 +60,10 @@ def inputs_of(
 
     Args:
         logprobs: [L], with a gradient.
-        entropy: [L].
+        entropy: [L], with a gradient.
         micro: Columns: weights; advantages but in a supervised step; where there are such, old_logprobs,
-            rollout_logprobs, drawn, reference_logprobs, values and kl_weights. Without old_logprobs these are the
-            weights at the start of the RL step, and the log-probs are their own old ones.
+            rollout_logprobs, drawn, reference_logprobs, values, high_covariance, high_entropy and kl_weights. Without
+            old_logprobs these are the weights at the start of the RL step, and the log-probs are their own old ones.
         group: Context ranks that share the sequences; None where a rank has all of each.
     """
     columns = micro.columns
@@ -55,7 +72,7 @@ def inputs_of(
     rollout, drawn = columns.get("rollout_logprobs"), columns.get("drawn")
     if rollout is not None and drawn is not None:
         rollout = torch.where(drawn, rollout, old)  # nothing is to be corrected where no engine drew
-    return LossInputs(
+    inputs = LossInputs(
         logprobs_L=logprobs,
         weights_L=columns["weights"],
         old_L=old,
@@ -63,12 +80,26 @@ def inputs_of(
         rollout_L=rollout,
         drawn_L=drawn,
         reference_L=columns.get("reference_logprobs"),
-        values_L=columns.get("values"),
         entropy_L=entropy,
+        high_covariance_L=columns.get("high_covariance"),
+        high_entropy_L=columns.get("high_entropy"),
         kl_weights_L=columns.get("kl_weights"),
         sequence_L=micro.answer,
         sequences=micro.answers,
-        **({} if group is None else {"sum_over_ranks": partial(sum_over, group)}),
+    )
+    return inputs if group is None else replace(inputs, sum_over_ranks=partial(sum_over, group))
+
+
+def value_inputs(values: Tensor, micro: MicroBatch) -> ValueInputs:
+    """A micro-batch's tokens as a critic's loss sees them.
+
+    Args:
+        values: [L], with a gradient.
+        micro: Columns: weights, old_values, returns.
+    """
+    columns = micro.columns
+    return ValueInputs(
+        values_L=values, weights_L=columns["weights"], old_L=columns["old_values"], returns_L=columns["returns"]
     )
 
 

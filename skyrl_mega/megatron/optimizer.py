@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -13,13 +14,30 @@ from skyrl_mega.config.schema import OptimizerConfig
 from skyrl_mega.megatron.model import with_options
 from skyrl_mega.megatron.moments import allocate_moments
 
+
+class NotFinite(ArithmeticError):
+    """The norm of a gradient is NaN or infinite."""
+
+
+class NoGradient(ArithmeticError):
+    """The norm of a gradient is 0."""
+
+
 _NEVER = 2**40  # a decay that a constant schedule does not reach
 
 
-def build_optimizer(config: OptimizerConfig, chunks: list[Any], dtype: torch.dtype) -> MegatronOptimizer:
+def build_optimizer(
+    config: OptimizerConfig, chunks: list[Any], dtype: torch.dtype, key: str = "policy.optimizer"
+) -> MegatronOptimizer:
     """AdamW over the chunks' parameters, sharded over the data-parallel ranks; norms and biases do not decay.
 
     Its moments are there: a layout that does not fit fails now, and they do not lie between a first step's activations.
+
+    Args:
+        config: Its settings.
+        chunks: Data-parallel model chunks.
+        dtype: Of the model.
+        key: Where the settings are, for errors.
     """
     ours = dict(
         optimizer="adam",
@@ -34,10 +52,28 @@ def build_optimizer(config: OptimizerConfig, chunks: list[Any], dtype: torch.dty
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
-    settings = with_options(MegatronOptimizerConfig, ours, config.options, "policy.optimizer.options")
+    settings = with_options(MegatronOptimizerConfig, ours, config.options, f"{key}.options")
     optimizer = get_megatron_optimizer(settings, chunks)
     allocate_moments(optimizer)
+    _look_at_the_norm(optimizer)
     return optimizer
+
+
+def _look_at_the_norm(optimizer: MegatronOptimizer) -> None:
+    """Ends a step whose gradient is not finite, or 0, with `NotFinite` or `NoGradient` while the weights are as they
+    were: megatron-core asks for the norm before it clips and updates. It would write NaN into every weight, and Adam's
+    moments and weight decay would move them without a gradient."""
+    norm_of = optimizer.get_grad_norm
+
+    def norm() -> float:
+        found = float(norm_of())
+        if not math.isfinite(found):
+            raise NotFinite(f"gradient norm is {found}")
+        if not found:
+            raise NoGradient("gradient norm is 0")
+        return found
+
+    optimizer.get_grad_norm = norm
 
 
 def build_schedule(config: OptimizerConfig, optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

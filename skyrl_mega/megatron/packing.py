@@ -22,6 +22,29 @@ from skyrl_mega.megatron.sequences import Sequences, ragged_arange
 
 
 @dataclass
+class RowRoutes:
+    """What the routers of this rank are to choose for the tokens that they see of a row (`router_replay`).
+
+    Legend: L these tokens, M MoE layers, K experts of a token.
+    """
+
+    routes: Tensor
+    """[L, M, K], as in `models.routes`: what is replayed."""
+    expected: Tensor
+    """The same, found in another way: what must come of it."""
+    read: Tensor
+    """int64 [L]: index of the token in the flat `Sequences`, or -1 for padding."""
+    position: Tensor
+    """int64 [L]: its position in its sequence."""
+    recorded: Tensor | None = None
+    """[L, M, K]: where the routers' own choices are recorded."""
+
+    def to(self, device: torch.device) -> RowRoutes:
+        """The same on a device."""
+        return replace(self, **_moved(self, device))
+
+
+@dataclass
 class PackedRow(PackedSeqParams):
     """megatron-core's description of a packed row, and where each of this rank's tokens lies in its sequence."""
 
@@ -32,6 +55,8 @@ class PackedRow(PackedSeqParams):
     global_L: Tensor | None = None
     """int64 [T]: for each token of the whole row, its place after the context ranks' parts are concatenated."""
     sequences: int = 0
+    routes: RowRoutes | None = None
+    """Of a row whose routers replay or record."""
 
 
 @dataclass
@@ -56,11 +81,19 @@ class MicroBatch:
     answers: int
     source: Tensor
     """int64 [L]: index of the predicted token in the flat `Sequences`, or -1 where nothing is predicted."""
+    read: Tensor
+    """int64 [L]: index of the token that is read in the flat `Sequences`, or -1 for padding."""
+
+    @property
+    def padding(self) -> Tensor:
+        """bool [1, L]: whether no token is read there."""
+        return (self.read < 0)[None]
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same on a device."""
         columns = {name: values.to(device) for name, values in self.columns.items()}
-        row = replace(self.row, **_moved(self.row, device))
+        routes = self.row.routes.to(device) if self.row.routes else None
+        row = replace(self.row, routes=routes, **_moved(self.row, device))
         return replace(self, columns=columns, row=row, **_moved(self, device))
 
 
@@ -89,7 +122,7 @@ def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int) -> M
         out[there] = values[source[there]]
         return out
 
-    answer, answers = _answers(batch)
+    answer, answers = batch.answers()
     tokens = batch.tokens.long()
     row = _packed_row(starts, padded, local, context)
     assert row.position_L is not None
@@ -102,10 +135,11 @@ def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int) -> M
         answer=moved(answer),
         answers=answers,
         source=sources["target"],
+        read=sources["input"],
     )
 
 
-def _moved(record: MicroBatch | PackedRow, device: torch.device) -> dict[str, Any]:
+def _moved(record: MicroBatch | PackedRow | RowRoutes, device: torch.device) -> dict[str, Any]:
     """Its fields that are tensors, on a device."""
     return {name: value.to(device) for name, value in vars(record).items() if isinstance(value, Tensor)}
 
@@ -141,22 +175,6 @@ def _packed_row(starts: Tensor, padded: Tensor, local: Tensor, context: int) -> 
         global_L=order,
         sequences=len(padded),
     )
-
-
-def _answers(batch: Sequences) -> tuple[Tensor, int]:
-    """For each token that counts the number of its answer, int64 [T], and how many answers there are.
-
-    An answer is a run of tokens with a weight within one sequence: between two turns lies what the environment said.
-    It does not depend on how a trajectory is cut into sequences.
-    """
-    if "weights" not in batch:
-        return torch.zeros(len(batch.tokens), dtype=torch.int64), 0
-    counts = batch["weights"] != 0
-    begins = counts.clone()
-    begins[1:] &= ~counts[:-1]
-    first = batch.starts[batch.lengths > 0]
-    begins[first] = counts[first]
-    return torch.where(counts, begins.cumsum(0) - 1, 0), int(begins.sum())
 
 
 def _zigzag(starts: Tensor, padded: Tensor, context: int, rank: int) -> Tensor:

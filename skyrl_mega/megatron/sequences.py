@@ -17,7 +17,7 @@ class Column:
     """A value of every token, and the input that it goes with once sequences are packed (`packing.pack`)."""
 
     values: Tensor
-    """[T, …], of any dtype that numpy has too."""
+    """[T, …], of any dtype that numpy has too, or bfloat16."""
     aligned: Literal["target", "input"] = "target"
     """target: entry t goes with the input before token t, which predicts it: weights, log-probs, advantages.
     input: entry t goes with token t itself as it is read: the experts that it was routed to, values."""
@@ -94,18 +94,36 @@ class Sequences:
         at = slice(int(ends[first]), int(ends[last]))
         return Sequences(self.lengths[first:last], self.tokens[at], {k: c.take(at) for k, c in self.columns.items()})
 
+    def answers(self) -> tuple[Tensor, int]:
+        """For each token that counts the number of its answer, int64 [T], and how many answers there are.
+
+        An answer is a run of tokens with a weight within one sequence: between two turns lies what the environment
+        said. It does not depend on how a trajectory is cut into sequences.
+        """
+        if "weights" not in self:
+            return torch.zeros(len(self.tokens), dtype=torch.int64), 0
+        counts = self["weights"] != 0
+        begins = counts.clone()
+        begins[1:] &= ~counts[:-1]
+        first = self.starts[self.lengths > 0]
+        begins[first] = counts[first]
+        return torch.where(counts, begins.cumsum(0) - 1, 0), int(begins.sum())
+
     def per_token(self, values: Tensor) -> Tensor:
         """Repeats one value per sequence [N, …] over its tokens [T, …]."""
         return values.repeat_interleave(self.lengths, dim=0)
 
     def __getstate__(self) -> dict[str, Any]:
         """Arrays of numpy, which Ray hands on in shared memory without a copy for each process."""
-        columns = {name: (c.values.numpy(), c.aligned) for name, c in self.columns.items()}
+        columns = {name: (_array(c.values), c.values.dtype, c.aligned) for name, c in self.columns.items()}
         return {"lengths": self.lengths.numpy(), "tokens": self.tokens.numpy(), "columns": columns}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.lengths, self.tokens = _shared(state["lengths"]), _shared(state["tokens"])
-        self.columns = {name: Column(_shared(values), aligned) for name, (values, aligned) in state["columns"].items()}
+        columns = state["columns"].items()
+        self.columns = {
+            name: Column(_shared(values).view(dtype), aligned) for name, (values, dtype, aligned) in columns
+        }
 
 
 def flat(parts: Sequence[Any], dtype: Any) -> Tensor:
@@ -119,6 +137,13 @@ def ragged_arange(starts: Tensor, lengths: Tensor) -> Tensor:
     before = lengths.cumsum(0) - lengths
     offsets = (starts - before).repeat_interleave(lengths)
     return torch.arange(len(offsets)) + offsets
+
+
+def _array(values: Tensor) -> np.ndarray:
+    """The tensor's memory as an array; numpy has no bfloat16, and gets its bits."""
+    bits = values.view(torch.int16) if values.dtype is torch.bfloat16 else values
+    array: np.ndarray = bits.numpy()
+    return array
 
 
 def _shared(array: np.ndarray) -> Tensor:

@@ -1,5 +1,5 @@
-"""Log-probs and entropy from hidden states under vocabulary parallelism, without full logits and without gathering
-the vocabulary.
+"""Log-probs, entropy and squared probabilities from hidden states under vocabulary parallelism, without full logits and
+without gathering the vocabulary.
 
 The head is applied to a chunk of tokens at a time. Each tensor rank holds V/tp columns; the soft-max needs three
 all-reduces of one number per token (maximum, sum of exponentials, and the target's logit with the entropy's moment).
@@ -26,8 +26,9 @@ def vocab_parallel_logprobs(
     temperature: float,
     chunk: int,
     group: dist.ProcessGroup,
-) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target and the entropy of each distribution, in nats, float32.
+    squares: bool = False,
+) -> tuple[Tensor, ...]:
+    """Log-prob of each target and the entropy of each distribution, in nats, float32 (float64 from float64).
 
     Args:
         hidden_TH: hidden states after the final norm, the same on all ranks of `group`.
@@ -37,12 +38,17 @@ def vocab_parallel_logprobs(
         temperature: divides the logits, as the sampler does.
         chunk: tokens whose logits exist at once.
         group: the tensor-parallel group.
+        squares: also finds Σ_v p(v)² of each distribution.
 
     Returns:
-        logprobs_T (differentiable; the hidden states' gradient is this rank's part, which the caller sums over `group`)
-        and entropy_T (not differentiable: a measurement).
+        logprobs_T and entropy_T, both differentiable; the hidden states' gradient is this rank's part, which the caller
+        sums over `group`. Entropy that nothing is learned from costs no backward pass of its own. With `squares` also
+        squares_T, without a gradient.
     """
-    return _LogProbs.apply(hidden_TH, weight_vH, targets_T, vocab, temperature, chunk, group)
+    found: tuple[Tensor, ...] = _LogProbs.apply(
+        hidden_TH, weight_vH, targets_T, vocab, temperature, chunk, group, squares
+    )
+    return found
 
 
 class _LogProbs(torch.autograd.Function):
@@ -56,14 +62,17 @@ class _LogProbs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         group: dist.ProcessGroup,
-    ) -> tuple[Tensor, Tensor]:
+        squares: bool,
+    ) -> tuple[Tensor, ...]:
         width = weight_vH.shape[0]
         ctx.first = first = dist.get_rank(group) * width
         ctx.valid = max(0, min(width, vocab - first))
         ctx.temperature, ctx.chunk = temperature, chunk
-        logprobs_T = torch.empty(len(hidden_TH), dtype=torch.float32, device=hidden_TH.device)
+        ctx.set_materialize_grads(False)
+        logprobs_T = torch.empty(len(hidden_TH), dtype=_precise(hidden_TH.dtype), device=hidden_TH.device)
         entropy_T = torch.empty_like(logprobs_T)
         norm_T = torch.empty_like(logprobs_T)
+        squares_T = torch.empty_like(logprobs_T) if squares else None
         for part in _chunks(len(hidden_TH), chunk):
             logits = _logits(hidden_TH[part], weight_vH, ctx.valid, temperature)
             peak = logits.amax(-1)
@@ -74,33 +83,48 @@ class _LogProbs(torch.autograd.Function):
             exp = logits.exp()
             # A padded column has exp 0; 0 · -inf must not become nan.
             moment = (exp * logits.masked_fill(exp == 0, 0.0)).sum(-1)
-            sums = torch.stack([exp.sum(-1), target, moment])
+            summed = [exp.sum(-1), target, moment]
+            if squares:
+                summed.append(exp.square_().sum(-1))
+            sums = torch.stack(summed)
             dist.all_reduce(sums, group=group)
             log_sum = sums[0].log()
             logprobs_T[part] = sums[1] - log_sum
             entropy_T[part] = log_sum - sums[2] / sums[0]
             norm_T[part] = peak + log_sum
-        ctx.save_for_backward(hidden_TH, weight_vH, targets_T, norm_T)
-        ctx.mark_non_differentiable(entropy_T)
-        return logprobs_T, entropy_T
+            if squares_T is not None:
+                squares_T[part] = sums[3] / sums[0].square()
+        ctx.save_for_backward(hidden_TH, weight_vH, targets_T, norm_T, entropy_T)
+        if squares_T is None:
+            return logprobs_T, entropy_T
+        ctx.mark_non_differentiable(squares_T)
+        return logprobs_T, entropy_T, squares_T
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
-        grad_T = grads[0]
-        hidden_TH, weight_vH, targets_T, norm_T = ctx.saved_tensors
+    def backward(ctx: Any, *grads: Tensor | None) -> Any:
+        hidden_TH, weight_vH, targets_T, norm_T, entropy_T = ctx.saved_tensors
+        of_logprobs_T, of_entropy_T, *_ = grads
+        if of_logprobs_T is None:
+            of_logprobs_T = torch.zeros_like(norm_T)
         grad_hidden = torch.empty_like(hidden_TH)
-        grad_weight = torch.zeros(weight_vH.shape, dtype=torch.float32, device=weight_vH.device)
+        grad_weight = torch.zeros(weight_vH.shape, dtype=_precise(weight_vH.dtype), device=weight_vH.device)
         for part in _chunks(len(hidden_TH), ctx.chunk):
-            # d logp / d logits = onehot(target) - softmax
-            probs = (_logits(hidden_TH[part], weight_vH, ctx.valid, ctx.temperature) - norm_T[part, None]).exp_()
+            # d log p(target) / d logits = onehot(target) - p;  d entropy / d logits = -p (log p + entropy)
+            logprobs = _logits(hidden_TH[part], weight_vH, ctx.valid, ctx.temperature) - norm_T[part, None]
+            scale = of_logprobs_T[part]
+            if of_entropy_T is None:
+                grad_logits = logprobs.exp_().mul_(-scale[:, None])
+            else:
+                probs = logprobs.exp()
+                # A padded column has probability 0; 0 · -inf must not become nan.
+                pull = logprobs.masked_fill_(probs == 0, 0.0).add_(entropy_T[part, None])
+                grad_logits = pull.mul_(of_entropy_T[part, None]).add_(scale[:, None]).mul_(probs).neg_()
             local, inside = _local(targets_T[part], ctx.first, ctx.valid)
-            grad_logits = probs.neg_()
-            grad_logits.scatter_add_(1, local[:, None], inside[:, None].to(grad_logits.dtype))
-            grad_logits *= (grad_T[part] / ctx.temperature)[:, None]
-            grad_logits = grad_logits.to(weight_vH.dtype)
+            grad_logits.scatter_add_(1, local[:, None], torch.where(inside, scale, 0.0)[:, None])
+            grad_logits = grad_logits.div_(ctx.temperature).to(weight_vH.dtype)
             grad_hidden[part] = grad_logits @ weight_vH
             grad_weight += grad_logits.T @ hidden_TH[part]
-        return grad_hidden, grad_weight.to(weight_vH.dtype), None, None, None, None, None
+        return grad_hidden, grad_weight.to(weight_vH.dtype), None, None, None, None, None, None
 
 
 def _chunks(total: int, chunk: int) -> list[slice]:
@@ -108,11 +132,16 @@ def _chunks(total: int, chunk: int) -> list[slice]:
 
 
 def _logits(hidden: Tensor, weight: Tensor, valid: int, temperature: float) -> Tensor:
-    logits = (hidden @ weight.T).float()
+    logits = (hidden @ weight.T).to(_precise(hidden.dtype))
     if temperature != 1.0:
         logits /= temperature
     logits[:, valid:] = float("-inf")
     return logits
+
+
+def _precise(dtype: torch.dtype) -> torch.dtype:
+    """What logits are computed with: float32, or float64 where the model has that."""
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _local(targets: Tensor, first: int, valid: int) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,11 @@
-"""One rank of the policy: Megatron's model, optimizer and schedules, without Ray.
+"""One rank of a policy or critic: Megatron's model, optimizer and schedules, without Ray.
 
-Every method is a collective: all ranks of the policy call it with the same arguments, except for the micro-batches,
+Every method is a collective: all ranks of the model call it with the same arguments, except for the micro-batches,
 which are those of the rank's data-parallel group.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -19,28 +18,35 @@ from megatron.core import parallel_state as mpu
 from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.pipeline_parallel import get_forward_backward_func
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from skyrl_mega.config.derived import overlaps
 from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
 from skyrl_mega.hf_checkpoint import load as files
 from skyrl_mega.megatron import checkpoint
-from skyrl_mega.megatron.model import build_model, gathered, head_weight, wrap_ddp
-from skyrl_mega.megatron.objectives import Objective, inputs_of
-from skyrl_mega.megatron.optimizer import build_optimizer, build_schedule
+from skyrl_mega.megatron.expert_balance import ExpertBalance
+from skyrl_mega.megatron.heads import logprobs_of, values_of
+from skyrl_mega.megatron.model import build_model, gathered, wrap_ddp
+from skyrl_mega.megatron.objectives import Objective, ValueObjective, inputs_of, value_inputs
+from skyrl_mega.megatron.optimizer import NoGradient, NotFinite, build_optimizer, build_schedule
 from skyrl_mega.megatron.packing import MicroBatch, pack
 from skyrl_mega.megatron.reference import Reference
+from skyrl_mega.megatron.router_replay import RouterReplay
 from skyrl_mega.megatron.sequences import Sequences
-from skyrl_mega.megatron.vocab_parallel import vocab_parallel_logprobs
+from skyrl_mega.models.blocks.value_head import VALUE
 from skyrl_mega.models.megatron import layer_spec
-from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.registry import HeadKind, architecture
+from skyrl_mega.models.routes import RouteShape
 from skyrl_mega.parallel.box import Shard
 from skyrl_mega.parallel.dims import ParallelDims
 
+Finish = Callable[[Any, MicroBatch, int, Tensor], tuple[Tensor, dict[str, Tensor]]]
+"""(model chunk, micro-batch, its tokens, hidden states) → a loss, and what is kept of it."""
+
 
 class ModelWorker:
-    """A rank after `model.join`: holds its shard of the model, trains it and gives log-probs."""
+    """A rank after `model.join`: holds its shard of the model, trains it and gives log-probs, or values."""
 
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
@@ -56,20 +62,29 @@ class ModelWorker:
         dtype: torch.dtype,
         device: torch.device,
         trainable: bool = True,
+        head: HeadKind = "vocab",
     ) -> None:
-        self.hf, self.policy, self.parallel = hf, policy, parallel
+        self.hf, self.policy, self.parallel, self.head = hf, policy, parallel, head
+        self.architecture = architecture(hf, head)
         self.dtype, self.device = dtype, device
         self.spec = layer_spec(policy.spec, device.type)
-        chunks = build_model(hf, policy, parallel, dtype, device)
+        chunks = build_model(hf, policy, parallel, dtype, device, head=head)
         self.vocab = int(hf["vocab_size"])
         self.params: dict[str, Tensor] = {
             f"{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()
         }
-        self.shard: Shard = architecture(hf).megatron_shard(hf, parallel, dist.get_rank(), self.spec)
+        self.shard: Shard = self.architecture.megatron_shard(hf, parallel, dist.get_rank(), self.spec)
         self._reference: Reference | None = None
+        self.balance: ExpertBalance | None = None
+        self.replay: RouterReplay | None = None
         if not trainable:
             self.chunks: list[Any] = list(chunks)
             return
+        if policy.moe.aux_loss and chunks[0].config.num_moe_experts:
+            self.balance = ExpertBalance(chunks, policy.moe.aux_loss)
+        shape = RouteShape.of(self.architecture.describe(hf))
+        if policy.moe.replay != "off" and shape is not None:
+            self.replay = RouterReplay(chunks, shape, parallel.tensor)
         if policy.moe.freeze_router:
             for name, p in self.params.items():
                 if name.endswith("mlp.router.weight"):
@@ -77,18 +92,31 @@ class ModelWorker:
         self.chunks = list(wrap_ddp(chunks, overlaps(policy, device.type), policy.ddp_options))
         self.reset_optimizer(policy.optimizer)
 
+    @property
+    def name(self) -> str:
+        """What an error calls the model."""
+        return "critic" if self.head == "value" else "policy"
+
     def reset_optimizer(self, config: OptimizerConfig) -> None:
         """A new optimizer and schedule; moments start at zero and master weights are taken from the model."""
         if hasattr(self, "optimizer"):
             del self.optimizer, self.schedule  # there is no room for two
-        self.optimizer = build_optimizer(config, self.chunks, self.dtype)
+        self.optimizer = build_optimizer(config, self.chunks, self.dtype, f"{self.name}.optimizer")
         self.schedule = build_schedule(config, self.optimizer)
         self.from_zero = config.warmup_from_zero
 
     def load(self, path: Path) -> None:
-        """Reads this rank's boxes from a Hugging Face directory. Raises UserError for missing or misshapen tensors."""
+        """Reads this rank's boxes from a Hugging Face directory. Raises UserError for missing or misshapen tensors.
+
+        A value head stays as it is where the directory has none, as a policy's; a reward model's has one.
+        """
         with torch.no_grad():
-            files.load(path, self.shard, self.weights())
+            files.load(
+                path,
+                self.shard,
+                self.weights(),
+                {VALUE: self.architecture.tensors(self.hf)[VALUE]} if self.head == "value" else None,
+            )
         if hasattr(self, "optimizer"):
             self.optimizer.reload_model_params()
 
@@ -127,43 +155,67 @@ class ModelWorker:
     # ---- forward and backward --------------------------------------------------------------------------------------
 
     def logprobs(
-        self, micros: Sequence[Sequences], *, temperature: float = 1.0, reference: bool = False
-    ) -> list[tuple[Tensor, Tensor]] | None:
-        """Log-prob and entropy of every token given those before it, float32 [T] each in host memory.
+        self, micros: Sequence[Sequences], *, temperature: float = 1.0, reference: bool = False, squares: bool = False
+    ) -> list[tuple[Tensor, ...]] | None:
+        """Log-prob and entropy of every token given those before it, float32 [T] each in host memory; with `squares`
+        also Σ_v p(v)² of its distribution.
 
         A first token has 0, and so have those that do not count: with weight 0, or outside the column `mask`.
-        One pair per micro-batch on the last pipeline stage; None on the others.
+        One tuple per micro-batch on the last pipeline stage; None on the others. With `policy.moe.replay: policy` the
+        micro-batches get the routes of this rank's routers, for the passes that follow; a reference routes itself.
         """
         self._own()
         for chunk in self.chunks:
             chunk.eval()
 
-        def report(
-            logprobs: Tensor, entropy: Tensor, micro: MicroBatch, tokens: int
-        ) -> tuple[Tensor, dict[str, Tensor]]:
-            both = torch.zeros(2, tokens, device=self.device)
-            known = micro.source >= 0
-            both[:, micro.source[known]] = torch.stack([logprobs, entropy])[:, known]
-            return logprobs.new_zeros(()), {"both": both}
+        def read(model: Any, hidden: Tensor, micro: MicroBatch) -> tuple[Tensor, ...]:
+            return self._logprobs(model, hidden, micro, temperature, squares=squares)
 
-        with torch.no_grad(), self._weights(reference):
-            outputs = self._run(micros, report, temperature, forward_only=True)
+        recording = self.policy.moe.replay == "policy"
+        mode = self.replay.mode(off=reference, recording=recording) if self.replay else nullcontext()
+        with self._weights(reference), mode:
+            found = self._per_token(micros, read)
+        return None if found is None else [tuple(of_micro) for of_micro in found]
+
+    def values(self, micros: Sequence[Sequences]) -> list[Tensor] | None:
+        """A critic's value of the state before every token, float32 [T] each in host memory.
+
+        0 where `logprobs` has 0. One tensor per micro-batch on the last pipeline stage; None on the others.
+        """
+        for chunk in self.chunks:
+            chunk.eval()
+        found = self._per_token(micros, lambda *of: (values_of(*of),))
+        return None if found is None else [values for (values,) in found]
+
+    def _per_token(
+        self, micros: Sequence[Sequences], read: Callable[[Any, Tensor, MicroBatch], tuple[Tensor, ...]]
+    ) -> list[Tensor] | None:
+        """What `read` finds for the tokens [L] each, as float32 [what, T] for each micro-batch, on the last stage."""
+
+        def report(model: Any, micro: MicroBatch, tokens: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            found = torch.stack(read(model, hidden, micro))
+            placed = torch.zeros(len(found), tokens, device=self.device)
+            known = micro.source >= 0
+            placed[:, micro.source[known]] = found[:, known]
+            return placed.new_zeros(()), {"placed": placed}
+
+        with torch.no_grad():
+            outputs = self._run(micros, report, forward_only=True)
         if not mpu.is_pipeline_last_stage(ignore_virtual=True):
             return None
-        pairs = []
-        for out in outputs:
-            both = out["both"]
-            if self.parallel.context > 1:
-                dist.all_reduce(both, group=mpu.get_context_parallel_group())
-            pairs.append((both[0].cpu(), both[1].cpu()))
-        return pairs
+        if self.parallel.context > 1:
+            for out in outputs:
+                dist.all_reduce(out["placed"], group=mpu.get_context_parallel_group())
+        return [out["placed"].cpu() for out in outputs]
 
-    def train(self, micros: Sequence[Sequences], objective: Objective, *, temperature: float = 1.0) -> dict[str, float]:
+    def train(
+        self, micros: Sequence[Sequences], objective: Objective | ValueObjective, *, temperature: float = 1.0
+    ) -> dict[str, float]:
         """One optimizer step on the micro-batches' summed objective.
 
         The objective's weights are final (`1 / tokens of the whole mini-batch` and the like), so nothing is rescaled
-        here and the result does not depend on how the mini-batch was cut. Returns the metrics summed over all ranks,
-        `grad_norm` before clipping, and `lr`.
+        here and the result does not depend on how the mini-batch was cut. With a gradient of 0 no weight moves. Returns
+        the metrics summed over all ranks, `grad_norm` before clipping, and `lr`.
         """
         self._own()
         for chunk in self.chunks:
@@ -171,53 +223,80 @@ class ModelWorker:
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
 
-        group = mpu.get_context_parallel_group() if self.parallel.context > 1 else None
-
-        def compute(logprobs: Tensor, entropy: Tensor, micro: MicroBatch, _: int) -> tuple[Tensor, dict[str, Tensor]]:
-            loss, metrics = objective(inputs_of(logprobs, entropy, micro, group))
-            return loss, {"loss": loss.detach(), **metrics}
-
-        outputs = self._run(micros, compute, temperature, forward_only=False)
-        metrics = self._reduce(outputs)
+        if self.balance:
+            with torch.no_grad(), self.balance.counted(self.chunks[0].config.num_moe_experts, self.device):
+                self._run(micros, _nothing, forward_only=True)
+        metrics = self._reduce(self._run(micros, self._compute(objective, temperature), forward_only=False))
+        if self.balance:
+            balance = self.balance.value()
+            metrics |= {"expert_balance": balance} if metrics else {}
+        if self.replay:
+            metrics |= self.replay.metrics() if metrics else {}
         if not self.from_zero:
             self.schedule.step(1)
         lr = float(max(group["lr"] for group in self.optimizer.param_groups))
-        updated, grad_norm, _ = self.optimizer.step()
-        if not updated or not math.isfinite(grad_norm):
-            raise FloatingPointError(f"policy: gradient norm is {grad_norm}; loss sums of this step: {metrics}")
+        try:
+            updated, grad_norm, _ = self.optimizer.step()
+        except NoGradient:
+            if not self.from_zero:
+                self.schedule.step(-1)  # as where a mini-batch is only measured
+            return {**metrics, "grad_norm": 0.0, "lr": lr}
+        except NotFinite as error:
+            raise FloatingPointError(f"{self.name}: {error}; loss sums of this step: {_scalars(metrics)}") from error
+        if not updated:
+            raise FloatingPointError(
+                f"{self.name}: a gradient is not finite; loss sums of this step: {_scalars(metrics)}"
+            )
         if self.from_zero:
             self.schedule.step(1)
         return {**metrics, "grad_norm": float(grad_norm), "lr": lr}
 
-    def _run(
-        self, micros: Sequence[Sequences], finish: Callable[..., Any], temperature: float, *, forward_only: bool
-    ) -> list[dict[str, Tensor]]:
-        """Runs Megatron's schedule for this layout; `finish` turns log-probs into a loss and what is kept of it."""
-        packed = [
-            pack(
-                m,
-                context=self.parallel.context,
-                context_rank=mpu.get_context_parallel_rank(),
-                tensor=self.parallel.tensor,
-            ).to(self.device)
-            for m in micros
-        ]
+    def measure(
+        self, micros: Sequence[Sequences], objective: Objective | ValueObjective, *, temperature: float = 1.0
+    ) -> dict[str, float]:
+        """The metrics of `train` that are there before the backward pass. Nothing is learned."""
+        self._own()
+        for chunk in self.chunks:
+            chunk.eval()
+        with torch.no_grad():
+            metrics = self._reduce(self._run(micros, self._compute(objective, temperature), forward_only=True))
+        return metrics | (self.replay.metrics() if self.replay and metrics else {})
+
+    def _compute(self, objective: Any, temperature: float) -> Finish:
+        """The objective of a micro-batch: an `Objective` of a policy, or a `ValueObjective` of a critic."""
+        group = mpu.get_context_parallel_group() if self.parallel.context > 1 else None
+
+        def finish(model: Any, micro: MicroBatch, _: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            if self.head == "value":
+                loss, metrics = objective(value_inputs(values_of(model, hidden, micro), micro))
+            else:
+                logprobs, entropy = self._logprobs(model, hidden, micro, temperature)
+                loss, metrics = objective(inputs_of(logprobs, entropy, micro, group))
+            return loss, {"loss": loss.detach(), **metrics}
+
+        return finish
+
+    def _run(self, micros: Sequence[Sequences], finish: Finish, *, forward_only: bool) -> list[dict[str, Tensor]]:
+        """Runs Megatron's schedule for this layout."""
+        if self.replay:
+            self.replay.begin(micros, self.device)
+        packed = [self._pack(m) for m in micros]
         sizes = [len(m.tokens) for m in micros]
 
         def loss(
             model: Any, micro: MicroBatch, tokens: int, hidden: Tensor
         ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-            logprobs, entropy = self._head(model, hidden, micro, temperature)
-            value, kept = finish(logprobs, entropy, micro, tokens)
+            value, kept = finish(model, micro, tokens, hidden)
             return value, torch.zeros((), dtype=torch.int, device=self.device), kept
 
         def step(data: Iterator[tuple[MicroBatch, int]], model: Any) -> tuple[Tensor, Any]:
             micro, tokens = next(data)
-            hidden = model(micro.tokens, micro.positions, None, packed_seq_params=micro.row)
+            padding = self._padding(micro, model) if self.balance else None
+            hidden = model(micro.tokens, micro.positions, None, packed_seq_params=micro.row, padding_mask=padding)
             return hidden, partial(loss, model, micro, tokens)
 
         feeds = [iter(list(zip(packed, sizes, strict=True))) for _ in self.chunks]
-        return get_forward_backward_func()(
+        outputs: list[dict[str, Tensor]] = get_forward_backward_func()(
             forward_step_func=step,
             data_iterator=feeds if len(feeds) > 1 else feeds[0],
             model=self.chunks if len(self.chunks) > 1 else self.chunks[0],
@@ -226,44 +305,51 @@ class ModelWorker:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        if self.replay:
+            self.replay.end(micros, packed)
+        return outputs
 
-    def _head(self, model: Any, hidden: Tensor, micro: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-        """Hidden states [L/tp, 1, H] → log-probs and entropy [L], 0 for tokens that nobody asks for.
-
-        Prompts and observations are most of an agent's tokens, and the head is most of a small model's work.
-        """
-        weight = head_weight(model)
-        if self.parallel.tensor > 1:
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)
-        wanted = micro.source >= 0
-        for name in ("mask", "weights"):
-            if name in micro.columns:
-                wanted = wanted & (micro.columns[name] != 0)
-        at = wanted.nonzero()[:, 0]
-        values = vocab_parallel_logprobs(
-            hidden[at, 0].to(weight.dtype),
-            weight,
-            micro.targets[at],
-            vocab=self.vocab,
-            temperature=temperature,
-            chunk=self.policy.logit_chunk,
-            group=mpu.get_tensor_model_parallel_group(),
+    def _pack(self, micro: Sequences) -> MicroBatch:
+        """A micro-batch as this rank computes it."""
+        packed = pack(
+            micro,
+            context=self.parallel.context,
+            context_rank=mpu.get_context_parallel_rank(),
+            tensor=self.parallel.tensor,
         )
-        logprobs, entropy = (v.new_zeros(len(micro.targets)).index_copy(0, at, v) for v in values)
-        return logprobs, entropy
+        if self.replay:
+            self.replay.prepare(micro, packed)
+        return packed.to(self.device)
+
+    def _padding(self, micro: MicroBatch, model: Any) -> Tensor:
+        """bool: what is padding of the tokens that this rank's routers see."""
+        if self.parallel.tensor == 1 or unwrap_model(model).pre_process:
+            return micro.padding  # the embedding cuts it for sequence parallelism
+        return micro.padding.chunk(self.parallel.tensor, dim=1)[mpu.get_tensor_model_parallel_rank()]
+
+    def _logprobs(
+        self, model: Any, hidden: Tensor, micro: MicroBatch, temperature: float, *, squares: bool = False
+    ) -> tuple[Tensor, ...]:
+        """Log-probs and entropy of a micro-batch's tokens, [L] each; see `logprobs_of`."""
+        chunk, vocab = self.policy.logit_chunk, self.vocab
+        return logprobs_of(model, hidden, micro, vocab=vocab, temperature=temperature, chunk=chunk, squares=squares)
 
     def _reduce(self, outputs: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Sums (or maxima) over micro-batches and over data and context ranks; empty on all but the last stage."""
+        """Sums (or maxima) over micro-batches and over data and context ranks; empty on all but the last stage.
+
+        Entry i of one that is a vector is called `<name>.<i>`.
+        """
         if not outputs:
             return {}
         names = sorted(outputs[0])
-        table = torch.stack([torch.stack([o[n].float() for n in names]) for o in outputs])
-        peaks = torch.tensor([n.endswith("_max") for n in names], device=table.device)
+        entries = [f"{n}.{i}" if outputs[0][n].ndim else n for n in names for i in range(outputs[0][n].numel())]
+        table = torch.stack([torch.cat([o[n].float().reshape(-1) for n in names]) for o in outputs])
+        peaks = torch.tensor([n.endswith("_max") for n in entries], device=table.device)
         sums, tops = table.sum(0), table.amax(0)
         group = mpu.get_data_parallel_group(with_context_parallel=True)
         dist.all_reduce(sums, group=group)
         dist.all_reduce(tops, dist.ReduceOp.MAX, group=group)
-        return dict(zip(names, tops.where(peaks, sums).tolist(), strict=True))
+        return dict(zip(entries, tops.where(peaks, sums).tolist(), strict=True))
 
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -280,7 +366,7 @@ class ModelWorker:
         checkpoint.load(folder, self._trained())
 
     def _trained(self) -> checkpoint.Trained:
-        decoder = architecture(self.hf).describe(self.hf)
+        decoder = self.architecture.describe(self.hf)
         rank, optimizer = dist.get_rank(), self.optimizer
         return checkpoint.Trained(
             decoder,
@@ -295,5 +381,15 @@ class ModelWorker:
 
     def export(self, path: Path, source: Path) -> None:
         """Writes the weights as a Hugging Face directory, with configuration and tokenizer from `source`."""
-        layout = architecture(self.hf).megatron_layout(self.hf, self.parallel, self.spec)
+        layout = self.architecture.megatron_layout(self.hf, self.parallel, self.spec)
         files.save(path, source, layout, self.weights())
+
+
+def _scalars(metrics: dict[str, float]) -> dict[str, float]:
+    """Without the entries of vectors, which fill a page."""
+    return {name: value for name, value in metrics.items() if "." not in name}
+
+
+def _nothing(model: Any, micro: MicroBatch, tokens: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Finishes a forward pass that is run for what its layers do."""
+    return hidden.new_zeros(()), {}

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from skyrl_mega.models.blocks.base import Block
 from skyrl_mega.models.blocks.embedding import Embedding, Head
 from skyrl_mega.models.blocks.experts import Experts
+from skyrl_mega.models.blocks.value_head import ValueHead
 from skyrl_mega.models.config_json import Hf, integer, number, unsupported
 
 Layer = tuple[Block, ...]
@@ -29,7 +30,7 @@ class Decoder:
     """The layers that differ, in the order of their first appearance."""
     order: tuple[int, ...]
     """The kind of each layer."""
-    head: Head
+    head: Head | ValueHead
     max_length: int
     norm_eps: float
 
@@ -108,6 +109,11 @@ class Decoder:
         """Every kind among `layers` (None: all of them), and how many of these are of it."""
         kinds = list(self.order) if layers is None else [self.order[index] for index in layers]
         return [(kind, kinds.count(number)) for number, kind in enumerate(self.kinds) if number in kinds]
+
+    @property
+    def critic(self) -> Decoder:
+        """The same with a value head in the place of the output projection."""
+        return replace(self, head=ValueHead.of(self.hidden))
 
     def of_one_layer(self, kind: Layer) -> Decoder:
         """The model with one layer of this kind instead of all its layers."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from pkgutil import iter_modules
+from typing import Literal
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.models import engine, families, huggingface, megatron
@@ -89,11 +90,17 @@ def _families() -> dict[str, Architecture]:
     return {name: Architecture(name, import_module(f"{families.__name__}.{name}").describe) for name in names}
 
 
+HeadKind = Literal["vocab", "value"]
+"""What reads the last hidden states: the output projection, or a critic's value head."""
 ARCHITECTURES = _families()
 
 
-def architecture(hf: Hf) -> Architecture:
+def architecture(hf: Hf, head: HeadKind = "vocab") -> Architecture:
     """The architecture of a config.json, by its `model_type`.
+
+    Args:
+        hf: The content of config.json.
+        head: vocab: the model itself. value: a critic of it (`Decoder.critic`).
 
     Raises:
         UserError: the type is not one of those supported.
@@ -104,4 +111,4 @@ def architecture(hf: Hf) -> Architecture:
             f"config.json: model_type is {hf.get('model_type')!r}; supported are {', '.join(ARCHITECTURES)}; "
             "choose a model of one of these"
         )
-    return found
+    return found if head == "vocab" else replace(found, describe=lambda hf: found.describe(hf).critic)

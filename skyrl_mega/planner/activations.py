@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from skyrl_mega.models.blocks.base import Work
 from skyrl_mega.models.blocks.embedding import padded_vocab
+from skyrl_mega.models.blocks.value_head import ValueHead
 from skyrl_mega.models.decoder import Decoder, Layer
 from skyrl_mega.parallel.dims import ParallelDims
 
@@ -47,9 +48,17 @@ class Activations:
 
 
 def activations(
-    d: Decoder, parallel: ParallelDims, pp: int, row: Row, itemsize: int, *, recompute: bool, logit_chunk: int
+    d: Decoder,
+    parallel: ParallelDims,
+    pp: int,
+    row: Row,
+    itemsize: int,
+    *,
+    recompute: bool,
+    logit_chunk: int,
+    token_bytes: float = BATCH_BYTES,
 ) -> Activations:
-    """At the peak, on a rank of pipeline stage `pp`."""
+    """At the peak, on a rank of pipeline stage `pp`. `token_bytes`: of one token of a packed micro-batch."""
     layers = parallel.stage_sizes(d.layers)[pp]
     kinds = d.counted(layer for chunk in _chunks(d, parallel, pp) for layer in chunk)
     usual = Work(parallel, row.tokens, itemsize, IMBALANCE)
@@ -62,11 +71,12 @@ def activations(
     # Every micro-batch under way also keeps the hidden states that it was sent, and those that it sent on.
     saved = flight * (layers / parallel.virtual_pipeline * kept + (2 * boundary if parallel.pipeline > 1 else 0))
     working = max(sum(block.gradient_bytes(worst) for block in kind) for kind, _ in kinds)
-    batch = row.tokens * row.count * BATCH_BYTES
+    batch = row.tokens * row.count * token_bytes
     last = parallel.holds_head(pp, parallel.virtual_pipeline - 1)
     # The last norm's input and output, and what the head reads of it, gathered over the tensor ranks and picked.
     top = 2 * boundary + 2 * row.tokens * d.hidden * itemsize if last else 0
-    train_logits, forward_logits = logits(d, parallel, row.tokens, itemsize, logit_chunk) if last else (0, 0)
+    choice = last and not isinstance(d.head, ValueHead)  # of a token, which a critic does not make
+    train_logits, forward_logits = logits(d, parallel, row.tokens, itemsize, logit_chunk) if choice else (0, 0)
     return Activations(
         train=int(saved + (largest if recompute else 0) + working + top + batch),
         forward=int(largest + 2 * boundary + top + batch),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from skyrl_mega.config.derived import length_limit, response_limit
+from skyrl_mega.config.derived import draws_greedy, length_limit, response_limit
 from skyrl_mega.config.schema import Config
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import Row
@@ -17,8 +17,12 @@ class Batch:
     prompts: int
     samples: int
     """Trajectories of a prompt."""
+    greedy: int
+    """Greedy answers beside them, which engines write and nothing trains on: one to a prompt with ReMax, else 0."""
     mini_batches: int
-    """Optimizer steps."""
+    """Cuts of the RL step."""
+    epochs: int
+    """Optimizer steps on each of them."""
     trajectories: int
     """Of one optimizer step."""
     data: int
@@ -40,8 +44,13 @@ class Batch:
 
     @property
     def sequences(self) -> int:
-        """Trajectories of the RL step."""
+        """Trajectories of the RL step that it trains on."""
         return self.prompts * self.samples
+
+    @property
+    def updates(self) -> int:
+        """Optimizer steps of the RL step."""
+        return self.mini_batches * self.epochs
 
     @property
     def oversize(self) -> bool:
@@ -73,7 +82,9 @@ def batch(config: Config, parallel: ParallelDims) -> Batch:
     return Batch(
         prompts=prompts,
         samples=samples,
+        greedy=prompts if draws_greedy(config.algorithm) else 0,
         mini_batches=-(-prompts // mini),
+        epochs=data.epochs_per_step,
         trajectories=trajectories,
         data=parallel.data,
         longest=longest,

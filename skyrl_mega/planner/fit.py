@@ -24,6 +24,8 @@ from skyrl_mega.planner.memory import (
     MARGIN,
     EngineMemory,
     PolicyMemory,
+    critic_dims,
+    critic_memory,
     engine_memory,
     gpu_bytes,
     on_cpu,
@@ -115,7 +117,10 @@ def _gpu(
     config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None, strict: bool
 ) -> Iterator[str]:
     gpu = gpu_bytes(config)
-    grids = [("policy", parallel, policy_memory)] + ([("reference", reference, reference_memory)] if reference else [])
+    critic = critic_dims(config)
+    grids = [("policy", parallel, policy_memory)]
+    grids += [("reference", reference, reference_memory)] if reference else []
+    grids += [("critic", critic, critic_memory)] if critic else []
     worst = 0
     for name, grid, measure in grids:
         for rank in stages(grid).values():

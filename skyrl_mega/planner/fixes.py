@@ -44,6 +44,10 @@ PAIRED = (
     "reference.layout.expert",
     "reference.layout.pipeline",
     "reference.layout.tensor",
+    "critic.ranks",
+    "critic.layout.expert",
+    "critic.layout.pipeline",
+    "critic.layout.tensor",
 )
 """Keys of which two are changed together where one does not help."""
 
@@ -84,6 +88,7 @@ ONLY_NAMED = (
     "rollout.max_",
     "rollout.sampling.",
     "reference.",
+    "critic.",
     "policy.layout.expert_tensor",
     "rollout.conc",
 )
@@ -107,6 +112,9 @@ NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     MORE_NODES: lambda value: sorted(n for n in {2 * value, 4 * value, 8} if n > value),
     "reference.ranks": lambda value: [] if value is None else _counts(value),
     **{f"reference.layout.{name}": _sizes for name in ("tensor", "expert", "pipeline", "virtual_pipeline", "context")},
+    "critic.ranks": _counts,
+    **{f"critic.layout.{name}": _sizes for name in ("tensor", "expert", "pipeline", "virtual_pipeline", "context")},
+    "critic.micro_tokens": _lower,
     "data.mini_batch_prompts": _counts,
     "data.samples_per_prompt": lambda value: [n for n in range(2, 9) if n > value],
     "rollout.max_prompt_tokens": _lower,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 
-from skyrl_mega.config.derived import engine_ranks
+from skyrl_mega.config.derived import engine_ranks, has_critic
 from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models import huggingface
@@ -16,9 +16,21 @@ from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import BATCH_BYTES
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.checkpoint import INDEX, STAGING, STATE, written
-from skyrl_mega.planner.memory import GIB, engine_memory, itemsize, on_cpu, overlapped, policy_memory, reference_memory
+from skyrl_mega.planner.memory import (
+    GIB,
+    critic_dims,
+    critic_memory,
+    engine_memory,
+    itemsize,
+    on_cpu,
+    overlapped,
+    policy_memory,
+    reference_memory,
+)
 from skyrl_mega.planner.parameters import stage
 from skyrl_mega.planner.placement import Node
+from skyrl_mega.planner.routes import driver_bytes
+from skyrl_mega.planner.times import elements
 
 PROCESS = {"cuda": 4 * GIB, "cpu": 1 * GIB}
 """Python with torch and Megatron or vLLM in it, before any weight."""
@@ -41,7 +53,7 @@ class HostMemory:
     reference: int
     """Frozen weights in pinned host memory, or the policy's own while these are on the GPU. Counted."""
     checkpoint: int
-    """Buffers and index of the policy ranks while a checkpoint is written or read."""
+    """Buffers and index of policy and critic ranks while a checkpoint is written or read."""
     batch: int
     """Tokens and fields of one RL step in Ray's object store."""
     shm: int
@@ -68,17 +80,22 @@ def host_memory(
         device += policy_memory(config, d, parallel, rank).peak if cpu else 0
     if cpu and reference:
         device += sum(reference_memory(config, d, reference, rank).peak for rank in node.reference)
+    if cpu and (critic := critic_dims(config)):
+        device += sum(critic_memory(config, d, critic, rank).peak for rank in node.critic)
     if cpu:
         device += sum(engine_memory(config, d, w).peak for workers in node.engines.values() for w in workers)
     tokens = batch(config, parallel)
-    processes = len(node.policy) + len(node.reference) + node.workers + len(node.engines)
+    trained = len(node.policy) + len(node.critic)
+    processes = trained + len(node.reference) + node.workers + len(node.engines)
     multi = engine_ranks(config.rollout) > 1 or not cpu
     return HostMemory(
         processes=processes * PROCESS["cpu" if cpu else "cuda"] + (DRIVER if first else 0),
         device=device,
         reference=kept,
-        checkpoint=len(node.policy) * (STAGING + INDEX) if config.checkpoint.every else 0,
-        batch=int(tokens.sequences * tokens.longest * BATCH_BYTES) if first else 0,
+        checkpoint=trained * (STAGING + INDEX) if config.checkpoint.every else 0,
+        batch=int((tokens.sequences + tokens.greedy) * tokens.longest * (BATCH_BYTES + driver_bytes(config, d)))
+        if first
+        else 0,
         sandboxes=int(sandboxes_mib(config) * 2**20) if first else 0,
         shm=(node.workers + len(node.engines)) * QUEUE * multi + (0 if cpu else processes * NCCL),
     )
@@ -96,9 +113,14 @@ def shares(config: Config, d: Decoder, parallel: ParallelDims, placed: Sequence[
     """What the rank and the node that write most of a checkpoint write."""
     if not config.checkpoint.every:
         return Shares(0, 0)
-    freeze = config.policy.moe.freeze_router
+    freeze, critic = config.policy.moe.freeze_router, critic_dims(config)
+
+    def write(decoder: Decoder, grid: ParallelDims, rank: int) -> int:
+        return written(decoder, grid, rank, itemsize(config), freeze, overlapped(config))
+
     each = [
-        [written(d, parallel, rank, itemsize(config), freeze, overlapped(config)) for rank in node.policy]
+        [write(d, parallel, rank) for rank in node.policy]
+        + [write(d.critic, critic, rank) for rank in node.critic if critic]
         for node in placed
     ]
     return Shares(max(size for node in each for size in node), max(map(sum, each)))
@@ -109,7 +131,7 @@ class Disk:
     """Bytes of files."""
 
     checkpoint: int
-    """One checkpoint of the policy."""
+    """One checkpoint: of the policy, and of a critic."""
     kept: int
     """All that exist at once: those kept, and the one being written."""
     export: int
@@ -118,11 +140,14 @@ class Disk:
 
 def disk(config: Config, d: Decoder) -> Disk:
     """What a run's folder takes."""
-    tensors = huggingface.tensors(d)
-    elements = sum(map(prod, tensors.values()))
+    one = sum(_stored(config, m) for m in [d, *[d.critic] * has_critic(config)]) if config.checkpoint.every else 0
+    export = elements(d) * itemsize(config) if config.checkpoint.export else 0
+    return Disk(one, one * (config.checkpoint.keep + 1), export)
+
+
+def _stored(config: Config, d: Decoder) -> int:
+    """Bytes of a model in a checkpoint."""
     frozen = 0
     if config.policy.moe.freeze_router:
-        frozen = sum(prod(shape) for name, shape in tensors.items() if name.endswith(ROUTER))
-    one = (elements - frozen) * STATE + frozen * itemsize(config) if config.checkpoint.every else 0
-    export = elements * itemsize(config) if config.checkpoint.export else 0
-    return Disk(one, one * (config.checkpoint.keep + 1), export)
+        frozen = sum(prod(shape) for name, shape in huggingface.tensors(d).items() if name.endswith(ROUTER))
+    return (elements(d) - frozen) * STATE + frozen * itemsize(config)

@@ -1,4 +1,4 @@
-"""Bytes of every process by kind: policy ranks, ranks of a reference of its own, engine workers.
+"""Bytes of every process by kind: policy ranks, ranks of a reference of its own, critic ranks, engine workers.
 
 Weights, gradients, optimizer state and buckets of the sync are counted from the tensors' shapes. Activations, logits,
 an engine's working memory and the reserve are estimated: `MARGIN` says how far off they may be.
@@ -13,17 +13,28 @@ from functools import lru_cache
 from math import prod
 
 from skyrl_mega.config import allocator, limits
-from skyrl_mega.config.derived import eager, engine_data, expert_parallel, length_limit, overlaps
+from skyrl_mega.config.derived import (
+    critic_layout,
+    critic_model,
+    critic_ranks,
+    eager,
+    engine_data,
+    expert_parallel,
+    has_critic,
+    length_limit,
+    overlaps,
+)
 from skyrl_mega.config.limits import ENGINE_STEP_TOKENS, SYNC_BUCKETS
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models import engine
 from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims, RankCoords
-from skyrl_mega.planner.activations import Activations, activations
+from skyrl_mega.planner.activations import BATCH_BYTES, Activations, activations
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.buffers import Held, held
 from skyrl_mega.planner.parameters import Parameters, stage
+from skyrl_mega.planner.routes import rank_bytes
 
 GIB = 2**30
 MARGIN = 0.25
@@ -49,7 +60,7 @@ DEFAULT_GPU_GIB = 79.1
 
 @dataclass(frozen=True)
 class PolicyMemory:
-    """One policy rank. Bytes."""
+    """One rank of a policy, a reference or a critic. Bytes."""
 
     held: Held
     """Counted."""
@@ -194,6 +205,31 @@ def reference_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: i
     return PolicyMemory(Held(weights, 0, 0), forward, 0, 0, _reserve(config), _gaps(config))
 
 
+def critic_view(config: Config) -> Config:
+    """The settings as they would be if the critic were the policy, with nothing to compare it with."""
+    kl = replace(config.algorithm.kl, coefficient=0.0)
+    return replace(config, policy=critic_model(config), algorithm=replace(config.algorithm, kl=kl))
+
+
+def critic_dims(config: Config) -> ParallelDims | None:
+    """The critic's grid; None without one."""
+    if not has_critic(config):
+        return None
+    return ParallelDims.from_config(critic_layout(config), critic_ranks(config), key="critic.layout")
+
+
+def critic_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
+    """What rank `rank` of the critic needs: what a policy does, without logits, reference and sync.
+
+    Args:
+        config: The settings.
+        d: The model, whose head is the policy's.
+        parallel: The critic's grid.
+        rank: In it.
+    """
+    return replace(policy_memory(critic_view(config), d.critic, parallel, rank), sync=0)
+
+
 def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
     """What worker `worker` of an engine needs."""
     rollout, size = config.rollout, itemsize(config)
@@ -239,6 +275,7 @@ def _activations(config: Config, d: Decoder, parallel: ParallelDims, pp: int) ->
         itemsize(config),
         recompute=config.policy.recompute,
         logit_chunk=config.policy.logit_chunk,
+        token_bytes=BATCH_BYTES + rank_bytes(config, d, parallel),
     )
 
 

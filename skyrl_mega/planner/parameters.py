@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from skyrl_mega.models import dist_checkpoint, megatron
 from skyrl_mega.models.blocks.experts import MEGATRON_EXPERTS as EXPERTS
 from skyrl_mega.models.blocks.experts import MEGATRON_ROUTER as ROUTER
+from skyrl_mega.models.blocks.value_head import MEGATRON_VALUE, ValueHead
 from skyrl_mega.models.decoder import Decoder, Layer
 from skyrl_mega.parallel.box import Shard
 from skyrl_mega.parallel.dims import ParallelDims
@@ -66,7 +67,7 @@ def stage(d: Decoder, parallel: ParallelDims, pp: int) -> tuple[Parameters, ...]
         if last:
             parts.append(_plain(norm, copies=parallel.tensor))
         if last and not (d.tied and first):
-            parts.append(_plain(head, shared=twice))
+            parts.append(_plain(head, shared=twice, copies=parallel.tensor if isinstance(d.head, ValueHead) else 1))
         chunks.append(_joined(parts))
     return tuple(chunks)
 
@@ -99,11 +100,12 @@ def _layer(d: Decoder, kind: Layer, tensor: int, expert: int, expert_tensor: int
 
 @lru_cache(maxsize=512)
 def _ends(d: Decoder, tensor: int, expert: int, expert_tensor: int) -> tuple[int, int, int]:
-    """Elements of the embedding, the last norm and the head on one rank."""
+    """Elements of the embedding, the last norm and the head (a tied one is the embedding) on one rank."""
     shard = _small(d.of_one_layer(d.kinds[0]), tensor, expert, expert_tensor)
     found = {name: prod(shape) for name, shape in shard.params.items()}
     embedding = found["0.embedding.word_embeddings.weight"]
-    return embedding, found["0.decoder.final_layernorm.weight"], found.get("0.output_layer.weight", embedding)
+    head = next((n for name, n in found.items() if name.endswith(("output_layer.weight", MEGATRON_VALUE))), embedding)
+    return embedding, found["0.decoder.final_layernorm.weight"], head
 
 
 def _small(d: Decoder, tensor: int, expert: int, expert_tensor: int) -> Shard:

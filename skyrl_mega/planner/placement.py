@@ -18,6 +18,8 @@ class Node:
     """Ranks."""
     reference: list[int] = field(default_factory=list)
     """Ranks of a reference of its own."""
+    critic: list[int] = field(default_factory=list)
+    """Ranks."""
     engines: dict[int, list[int]] = field(default_factory=dict)
     """Engine → its workers."""
 
@@ -36,6 +38,8 @@ def nodes(config: Config) -> list[Node]:
         found[placement.node(device)].policy.append(rank)
     for rank, device in enumerate(placement.reference):
         found[placement.node(device)].reference.append(rank)
+    for rank, device in enumerate(placement.critic):
+        found[placement.node(device)].critic.append(rank)
     for worker, device in enumerate(placement.engines):
         found[placement.node(device)].engines.setdefault(worker // size, []).append(worker % size)
     return found

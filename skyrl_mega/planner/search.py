@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any
 
 from skyrl_mega.cluster.place import place
-from skyrl_mega.config.derived import length_limit, reference_ranks
+from skyrl_mega.config.derived import has_critic, length_limit, reference_ranks
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, LayoutConfig
 from skyrl_mega.models import engine, megatron
@@ -22,7 +22,7 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.fit import stages
-from skyrl_mega.planner.memory import engine_memory, gpu_bytes, on_cpu, policy_memory
+from skyrl_mega.planner.memory import critic_dims, critic_memory, engine_memory, gpu_bytes, on_cpu, policy_memory
 from skyrl_mega.planner.times import generate_time, step_time
 
 SECONDS = 8.0
@@ -105,7 +105,8 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
     """Tries layouts for `gpus` GPUs (None: those of the settings).
 
     Raises:
-        UserError: the number is none that nodes of this size make, or it is a run on a CPU.
+        UserError: the number is none that nodes of this size make, it is a run on a CPU, or the critic's own layout is
+            none of its ranks or of the model.
     """
     if on_cpu(config):
         raise UserError("--suggest: cluster.device = cpu; layouts are suggested for GPUs: add cluster.device=cuda")
@@ -117,6 +118,8 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
             f"--suggest {gpus}: nodes have {node} GPUs (cluster.gpus_per_node); nearest that work: {low}, {low + node}"
         )
     d = architecture(hf).describe(hf)
+    if config.critic.layout and config.critic.ranks:
+        _critic(config, d)  # nothing of it is searched
     end = time.process_time() + SECONDS
     tried, best = 0, dict[ParallelDims, Suggestion]()
     for made in _tries(config, d, gpus, end):
@@ -132,7 +135,8 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
 def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[Suggestion | None]:
     """Everything that is tried, until the time is up; None for what does not fit."""
     config = replace(config, cluster=replace(config.cluster, nodes=-(-gpus // config.cluster.gpus_per_node)))
-    for ranks, workers in _splits(config, gpus - reference_ranks(config)):
+    fixed = reference_ranks(config) + (config.critic.ranks or 0) * has_critic(config)
+    for ranks, workers in _splits(config, gpus - fixed):
         engines = sorted(_engines(config, d, workers), key=lambda made: made[0])
         # On GPUs of their own the fastest engines are the best; on shared ones they must leave room for the policy.
         for _, chosen in engines if config.cluster.shared else engines[:1]:
@@ -155,16 +159,36 @@ def _measure(config: Config, d: Decoder, parallel: ParallelDims) -> Suggestion |
         peak = max(peak, policy_memory(config, d, parallel, rank).peak)
         if peak + (worker.resident if config.cluster.shared else 0) > room:
             return None
+    try:
+        critic = _critic(config, d)
+    except UserError:
+        return None
+    if critic and any(critic_memory(config, d, critic, rank).peak > room for rank in stages(critic).values()):
+        return None
     return Suggestion(parallel, config, peak, worker.tokens, step_time(config, d, parallel).step)
 
 
+def _critic(config: Config, d: Decoder) -> ParallelDims | None:
+    """The critic's grid; None without one.
+
+    Raises:
+        UserError: Its layout, or the policy's in place of it, is none of its ranks or of the model.
+    """
+    critic = critic_dims(config)
+    if critic:
+        megatron.check(d, critic, "critic.layout")
+    return critic
+
+
 def _splits(config: Config, gpus: int) -> list[tuple[int, int]]:
-    """GPUs of the policy and of the engines: whole nodes, or within one node any even share."""
+    """GPUs of the policy and of the engines: whole nodes, or within one node any even share. A critic without ranks of
+    its own has as many as the policy."""
+    trained = 2 if has_critic(config) and config.critic.ranks is None else 1
     if config.cluster.shared:
-        return [(gpus, gpus)]
+        return [(gpus // trained, gpus // trained)]
     unit = config.cluster.gpus_per_node if gpus > config.cluster.gpus_per_node else 1
     shares = sorted({round(gpus / unit * k / 8) * unit for k in EIGHTHS})
-    return [(ranks, gpus - ranks) for ranks in shares if 0 < ranks < gpus]
+    return [(ranks, gpus - trained * ranks) for ranks in shares if ranks > 0 and trained * ranks < gpus]
 
 
 def _engines(config: Config, d: Decoder, workers: int) -> Iterator[tuple[float, Config]]:

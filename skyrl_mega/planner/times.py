@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import prod
 
+from skyrl_mega.algorithms.old_logprobs import pass_needed
 from skyrl_mega.config.derived import FILL, eager, engine_ranks, expert_parallel
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models import huggingface
@@ -18,7 +19,7 @@ from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.batch import Batch, batch
-from skyrl_mega.planner.memory import engine_memory, engine_parameters, itemsize
+from skyrl_mega.planner.memory import critic_dims, critic_view, engine_memory, engine_parameters, itemsize
 from skyrl_mega.planner.parameters import stage
 from skyrl_mega.weights.plan.sync_plan import copy_bytes
 from skyrl_mega.weights.plan.topology import Links
@@ -38,6 +39,8 @@ class StepTime:
     generate: float
     logprobs: float
     """Of the policy, and of a reference where there is one."""
+    critic: float
+    """A critic's values, and its optimizer steps; 0 without one."""
     train: float
     sync: float
 
@@ -96,18 +99,33 @@ def step_time(config: Config, d: Decoder, parallel: ParallelDims, sync: float | 
     if sync is None:
         copied = _copy(d, config.model.dtype, config.weights.wire == "fp8")
         sync = copied / (links.nics_per_node * links.nic_gb_s * 1e9)
-    return StepTime(generate_time(config, d, made), forward, train, sync)
+    return StepTime(generate_time(config, d, made), forward, critic_time(config, d), train, sync)
+
+
+def critic_time(config: Config, d: Decoder) -> float:
+    """Seconds of a critic's values and of its optimizer steps; 0 without one."""
+    parallel, view = critic_dims(config), critic_view(config)
+    if parallel is None:
+        return 0.0
+    train, forward = _passes(view, d.critic, parallel, batch(view, parallel))
+    return forward + config.critic.epochs * train
 
 
 def generate_time(config: Config, d: Decoder, made: Batch) -> float:
+    """Seconds until the step's samples are there, and then in a round of their own the greedy answers, where there are
+    any."""
+    return sum(_round_time(config, d, made, count) for count in (made.sequences, made.greedy) if count)
+
+
+def _round_time(config: Config, d: Decoder, made: Batch, sequences: int) -> float:
     """Until the last response has ended: one full batch after the other, in which all others wait for a place in the
     cache, then a tail of the longest ones."""
     rollout, rates = config.rollout, config.cluster.rates
     memory, size = engine_memory(config, d), itemsize(config)
     layer_us = max(EAGER_LAYER_US, rates.layer_us) if eager(rollout, config.cluster.device) else rates.layer_us
     workers = engine_ranks(rollout)
-    each = -(-made.sequences // rollout.engines)
-    full = at_once(config, memory.tokens, made)
+    each = -(-sequences // rollout.engines)
+    full = min(at_once(config, memory.tokens, made), each)
     work, speed = flops(d), rates.tflops * 1e12 * rates.tflops_share
     bandwidth = rates.memory_gb_s * 1e9 * rates.memory_share
     cut = EngineCut(rollout.tensor, expert_parallel(rollout), workers // rollout.tensor)
@@ -142,6 +160,20 @@ def at_once(config: Config, tokens: int, made: Batch) -> int:
 def policy_times(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> tuple[float, float]:
     """Seconds of all optimizer steps, and of all log-probs."""
     rates, size = config.cluster.rates, itemsize(config)
+    train, forward = _passes(config, d, parallel, made)
+    train *= made.epochs
+    logprobs = forward if pass_needed(config.algorithm, made.updates) else 0.0
+    if config.algorithm.kl.coefficient:
+        own = config.reference.layout is not None
+        weights = 0 if own else sum(chunk.total for chunk in stage(d, parallel, 0)) * size
+        # It comes from host memory and the policy's own go there, and back again (`megatron.reference`).
+        logprobs += forward + 4 * weights / (rates.host_gb_s * 1e9)
+    return train, logprobs
+
+
+def _passes(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> tuple[float, float]:
+    """Seconds of an optimizer step on each mini-batch, and of one forward pass of everything."""
+    rates, size = config.cluster.rates, itemsize(config)
     speed = rates.tflops * 1e12 * rates.tflops_share
     work = flops(d)
     tokens = made.sequences * made.mean
@@ -162,13 +194,9 @@ def policy_times(config: Config, d: Decoder, parallel: ParallelDims, made: Batch
     passes = (4, 3, 3) if config.policy.recompute else (3, 2, 2)
     train = bubble * (passes[0] * compute + passes[1] * messages + passes[2] * launches)
     train += made.mini_batches * _update(config, d, parallel)
-    logprobs = forward if made.mini_batches > 1 else 0.0  # the first finds its own as it trains (`trainer.loop`)
-    if config.algorithm.kl.coefficient:
-        own = config.reference.layout is not None
-        weights = 0 if own else sum(chunk.total for chunk in stage(d, parallel, 0)) * size
-        # It comes from host memory and the policy's own go there, and back again (`megatron.reference`).
-        logprobs += forward + 4 * weights / (rates.host_gb_s * 1e9)
-    return train, logprobs
+    if config.policy.moe.aux_loss and d.experts:
+        train += forward  # the experts' choices are counted first (`megatron.expert_balance`)
+    return train, forward
 
 
 def _exchange(d: Decoder, parallel: ParallelDims, links: Links, size: int) -> float:

@@ -46,7 +46,11 @@ def model_config(config: Config) -> Mapping[str, Any]:
 
 
 def _absent(config: Config) -> Iterator[str]:
-    models = {"model.path": None if config.model.build else config.model.path, "reference.path": config.reference.path}
+    models = {
+        "model.path": None if config.model.build else config.model.path,
+        "reference.path": config.reference.path,
+        "critic.path": config.critic.path,
+    }
     for key, name in models.items():
         if name and not Path(name).exists():
             how = how_to_get(name) if hub_name(name) else "give a Hugging Face directory with config.json"

@@ -55,7 +55,10 @@ SECTIONS: tuple[tuple[str, tuple[Plot, ...]], ...] = (
         "Engine against policy",
         (
             Plot(
-                "log-prob mismatch", ("mismatch/logprob_abs_mean", "mismatch/logprob_abs_max"), "nats: mean, max", True
+                "log-prob mismatch",
+                ("mismatch/logprob_abs_mean", "mismatch/logprob_abs_p99", "mismatch/logprob_abs_max"),
+                "nats: mean, p99, max",
+                True,
             ),
             Plot("mismatch KL", ("mismatch/kl",), "engine ‖ policy", True),
             Plot("importance weight", ("policy/importance_weight",), "mean; 1 is no mismatch"),

@@ -18,6 +18,8 @@ from skyrl_mega.rollout.trajectory import Status
 
 TOKENS = ("tokens", "mask", "logprobs")
 """What is read only for trajectories that are shown."""
+UNREAD = ("columns",)
+"""What nobody reads here."""
 NEEDED = (
     *("uid", "sample", "status", "reward", "turns", "response_length", "env_class", "metadata", "messages"),
     *("versions", "prompt_length", "seconds", "extras", *TOKENS),
@@ -86,8 +88,9 @@ def _table(file: Path) -> pa.Table:
             raise pa.ArrowInvalid(f"it has no column {absent[0]}")
         if size > LARGEST:
             raise pa.ArrowInvalid(f"its columns have {size} bytes, allowed are {LARGEST}")
-        table = opened.read(columns=[name for name in names if name not in TOKENS])
-    columns = {name: table[name] for name in names if name in trajectory_io.SCHEMA.names and name not in TOKENS}
+        read = [name for name in names if name not in (*TOKENS, *UNREAD)]
+        table = opened.read(columns=read)
+    columns = {name: table[name] for name in read if name in trajectory_io.SCHEMA.names}
     if evaluated:
         columns |= {name: table[there] for name, there in EVALUATED.items()}
         columns["versions"] = pa.array([[]] * len(table), trajectory_io.SCHEMA.field("versions").type)

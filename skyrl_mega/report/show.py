@@ -14,6 +14,7 @@ from rich.console import Console
 from skyrl_mega.report.document import save
 from skyrl_mega.report.records import SORTS, Query, Record, files_of, load
 from skyrl_mega.report.terminal import View
+from skyrl_mega.rollout.trajectory import GREEDY
 from skyrl_mega.telemetry.console import Console as Progress
 
 TEXT_LIMIT = 20
@@ -62,12 +63,17 @@ def as_page(wanted: Wanted, file: Path) -> None:
 
 
 def summary(records: Sequence[Record]) -> str:
-    """How many there are, how they ended, and their mean reward."""
-    if not records:
-        return "no trajectory is as asked for"
+    """How many there are, how they ended, and their mean reward. ReMax's greedy answers are counted apart."""
+    drawn = [r for r in records if r.sample != GREEDY]
+    greedy = [r for r in records if r.sample == GREEDY]
+    told = [_told(of, kind) for of, kind in ((drawn, "trajectories"), (greedy, "greedy answers")) if of]
+    return "; ".join(told) or "no trajectory is as asked for"
+
+
+def _told(records: Sequence[Record], kind: str) -> str:
     ended = ", ".join(f"{count} {status}" for status, count in Counter(r.status for r in records).most_common())
     mean = sum(r.reward for r in records) / len(records)
-    return f"{len(records)} trajectories: {ended}; mean reward {mean:.3f}"
+    return f"{len(records)} {kind}: {ended}; mean reward {mean:.3f}"
 
 
 def _found(wanted: Wanted) -> list[Record]:

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from skyrl_mega.config.terminal import printable
 from skyrl_mega.report.records import Part, Record
+from skyrl_mega.rollout.trajectory import GREEDY
 from skyrl_mega.telemetry.table import duration
 
 WIDEST = 120
@@ -39,7 +40,7 @@ COLUMNS = (
     Column("run", lambda r: r.run, left=True),
     Column("step", lambda r: "–" if r.step is None else str(r.step)),
     Column("prompt", lambda r: str(r.uid)),
-    Column("sample", lambda r: str(r.sample)),
+    Column("sample", lambda r: "greedy" if r.sample == GREEDY else str(r.sample)),
     Column("reward", lambda r: f"{r.reward:.3f}"),
     Column("status", lambda r: r.status, left=True),
     Column("turns", lambda r: str(r.turns)),

@@ -9,6 +9,7 @@ import time
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from skyrl_mega.config.derived import length_limit, response_limit
@@ -21,6 +22,8 @@ from skyrl_mega.envs.tools import calls_tools, definitions
 from skyrl_mega.rollout.env_pool import Abandoned, Call, EnvPool, Raised
 from skyrl_mega.rollout.renderer import Refused, Renderer
 from skyrl_mega.rollout.router import Router
+from skyrl_mega.rollout.routes import TurnRoutes
+from skyrl_mega.rollout.token_rewards import TokenRewards
 from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
 
 LONGEST_ERROR = 2000
@@ -90,6 +93,10 @@ class Opened:
     """What the policy may call, as the template takes it."""
     until: float | None = None
     """`time.perf_counter()` at which its time is over; known once it is played."""
+    routes: TurnRoutes = field(default_factory=TurnRoutes)
+    """The experts that its tokens were routed to, of engines that tell."""
+    token_rewards: TokenRewards = field(default_factory=TokenRewards)
+    """What parts of its answers earned, of environments that tell."""
 
     @property
     def seconds(self) -> float:
@@ -126,6 +133,8 @@ class Agent:
 
     one_message = False
     """Whether all turns and observations are inside one message of the assistant: `rollout.conversation`."""
+    reward_weights: Mapping[str, float] = MappingProxyType({})
+    """`algorithm.reward_weights`."""
 
     def __init__(
         self, router: Router, chat: Renderer, environments: EnvironmentConfig, limits: Limits, threads: EnvPool
@@ -158,6 +167,10 @@ class Agent:
             messages = await self._env(t, "init", call)
             opened.tools = definitions(made[0])
             tokens = self._tokens(t, "init: messages", self.first, messages, opened.tools)
+            if len(tokens) >= self.limits.length:
+                text = f"init: messages and tools of {len(tokens)} tokens leave no room for a turn"
+                limit = f"a sequence has at most {self.limits.length} (rollout.max_length)"
+                raise self._fault(t, Status.ERROR_ENV, f"{text}: {limit}")
         except EnvironmentFault as fault:
             _fail(t, fault)
             messages, tokens = prompt.messages, self.first(prompt.messages)
@@ -204,6 +217,8 @@ class Agent:
             _fail(t, fault)
         finally:
             await self.close(opened)
+        opened.routes.keep(t)
+        opened.token_rewards.keep(t)
         return t
 
     async def _turn(self, opened: Opened, name: str) -> bool:
@@ -223,7 +238,7 @@ class Agent:
         _say(t, [{"role": "assistant", "content": said.text}])
 
         step = t.steps[-1]
-        call = Call(validate.step, opened.env, said.text, late=opened.env.close)
+        call = Call(validate.step, opened.env, said.text, self.reward_weights, late=opened.env.close)
         try:
             answer = await self._env(t, "step", call)
         except asyncio.CancelledError:
@@ -231,7 +246,11 @@ class Agent:
                 opened.env = None
             raise
         step.reward, step.tool_calls = answer.reward, answer.tool_calls
+        if answer.rewards_at:  # apart: reading a long answer token by token takes a while
+            await asyncio.to_thread(opened.token_rewards.add, t, self.chat.text, answer.rewards_at)
         t.reward += answer.reward
+        for reward, value in answer.rewards.items():
+            t.rewards[reward] = t.rewards.get(reward, 0.0) + value
         t.metadata = answer.metadata
 
         t.steps.append(Step(Kind.OBSERVATION, step.end, step.end, at_s=opened.seconds))
@@ -255,7 +274,9 @@ class Agent:
             room: Tokens at most.
         """
         t, start = opened.trajectory, opened.seconds
-        completion = await self.router.generate(Request(name, t.context, room, stream_seed(name), opened.left))
+        first = opened.routes.first(t)
+        completion = await self.router.generate(Request(name, t.context, room, stream_seed(name), opened.left, first))
+        opened.routes.add(t, completion)
         end = len(t.tokens)
         spent = opened.seconds - start
         t.steps.append(Step(Kind.RESPONSE, end, end, at_s=start, generate_s=spent, finish=completion.finish))
@@ -385,7 +406,7 @@ def _say(t: Trajectory, messages: list[Message]) -> None:
 
 
 def _fail(t: Trajectory, fault: EnvironmentFault) -> None:
-    t.status, t.reward, t.metadata = fault.status, 0.0, {"error": str(fault)}
+    t.status, t.reward, t.rewards, t.metadata = fault.status, 0.0, {}, {"error": str(fault)}
     if fault.at:
         t.metadata["at"] = fault.at
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Self, TypeVar
 
@@ -18,6 +18,7 @@ from skyrl_mega.rollout.event_loop import EventLoop
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Progress, Router
 from skyrl_mega.rollout.trajectory import Group, Trajectory
+from skyrl_mega.rollout.waves import Waves
 
 Answer = TypeVar("Answer")
 
@@ -34,6 +35,8 @@ class Generator:
         environments: Which environments there are.
         refill: Brings engines back to service where none is left; a phase is then played again from its start.
         look: Asked twice a second while a phase is played; what it raises abandons the phase.
+        reward_weights: `algorithm.reward_weights`.
+        waves: All trajectories wait for one another, turn by turn (`rollout.waves`).
     """
 
     def __init__(
@@ -44,9 +47,14 @@ class Generator:
         environments: EnvironmentConfig,
         refill: Callable[[], object] | None = None,
         look: Callable[[], None] = lambda: None,
+        *,
+        reward_weights: Mapping[str, float] | None = None,
+        waves: bool = False,
     ) -> None:
         self.fleet, self.chat, self.rollout, self.environments = fleet, chat, rollout, environments
         self.refill, self.look = refill, look
+        self.reward_weights = reward_weights or {}
+        self.router = Waves if waves else Router
         self.threads = EnvPool(environments.workers)
         self._loop = EventLoop()
 
@@ -67,7 +75,8 @@ class Generator:
     ) -> list[Group]:
         """A group of `samples` trajectories for every prompt, in the prompts' order.
 
-        The same weights, prompts and seed give the same trajectories; single turns on one engine do so to the last bit.
+        The same weights, prompts and seed give the same trajectories; single turns on one engine do so to the last bit,
+        and with `waves` any.
 
         Args:
             prompts: What to play.
@@ -95,9 +104,11 @@ class Generator:
         drawn = Sampling(
             sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop), self.chat.stop_tokens
         )
-        router = Router(self.fleet, drawn, self.rollout.concurrency, self.rollout.request_timeout_s)
+        router = self.router(self.fleet, drawn, self.rollout.concurrency, self.rollout.request_timeout_s)
         limits = replace(Limits.of(self.rollout), turn=sampling.max_tokens)
-        return Agent(router, self.chat, self.environments, limits, self.threads)
+        agent = Agent(router, self.chat, self.environments, limits, self.threads)
+        agent.reward_weights = self.reward_weights
+        return agent
 
     async def _generate(
         self,
@@ -115,7 +126,10 @@ class Generator:
         async def play(opened: Opened, place: int) -> Trajectory:
             nonlocal done
             # By its place, not by its prompt: where an epoch ends in a phase, a prompt may be in it twice.
-            trajectory = await agent.play(opened, f"{seed}/{place}")
+            try:
+                trajectory = await agent.play(opened, f"{seed}/{place}")
+            finally:
+                agent.router.leave()
             done += 1
             if progress is not None:
                 progress(done, total)
@@ -126,6 +140,7 @@ class Generator:
         playing: list[asyncio.Task[Trajectory]] = []
         try:
             opened = await self._looking(asyncio.gather(*opening))
+            agent.router.expect(total)
             playing += [asyncio.create_task(play(o, place)) for place, o in enumerate(opened)]
             return await self._looking(asyncio.gather(*playing))
         except ActorFailed as error:

@@ -28,6 +28,9 @@ PROBE = "a_tool_to_look_for"
 """The name of a tool that a template is asked to show."""
 BREAK = "\ufdd0"
 """Where a rendered text is cut before it is tokenised. Unicode keeps this code point free of any character."""
+KEPT_TOKENS = 2**26
+"""Tokens of the data's prompts that are kept, 4 bytes each. What comes after them is rendered again when it is played.
+"""
 
 
 class Refused(UserError):
@@ -82,6 +85,8 @@ class Renderer:
         self._spelled = re.compile(f"(?=(?:{spelled})).", re.DOTALL)
         self._prompts: dict[bytes, array[int]] = {}
         """Openings of the data's prompts, int32, by `_key`."""
+        self._room = KEPT_TOKENS
+        """Tokens that there is room for in `_prompts`."""
         self._first = lru_cache(maxsize=4096)(self._opening)
         self._continue = lru_cache(maxsize=4096)(self._continuation)
         if MARK not in self._render([{"role": "user", "content": MARK}]):
@@ -139,7 +144,8 @@ class Renderer:
         tools: Sequence[Mapping[str, Any]] = (),
         most: int | None = None,
     ) -> Sequence[int]:
-        """`render`, of a prompt of the data, which is kept: `render` of the same messages and tools has no more to do.
+        """`render`, of a prompt of the data, which is kept while there is room (`KEPT_TOKENS`): `render` of the same
+        messages and tools then has no more to do.
 
         Args:
             messages: The prompt.
@@ -157,8 +163,10 @@ class Renderer:
                 f"{place}: its token {largest} is not below config.json's vocab_size = {self.vocabulary}; the "
                 f"tokenizer of model.path={self.path} is another model's, fetch it again"
             )
-        if most is None or len(tokens) <= most:
-            self._prompts[_key(given)] = array("i", tokens)
+        key = _key(given)
+        if key not in self._prompts and len(tokens) <= self._room and (most is None or len(tokens) <= most):
+            self._prompts[key] = array("i", tokens)
+            self._room -= len(tokens)
         return tokens
 
     def render(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> Sequence[int]:

@@ -29,7 +29,9 @@ for so much longer does not answer at all."""
 
 
 @dataclass(eq=False)
-class _Waiting:
+class Waiting:
+    """A request, and who waits for its answer."""
+
     request: Request
     answer: asyncio.Future[Completion]
     until: float | None = None
@@ -54,11 +56,11 @@ class _Load:
     requests: int = 0
     tokens: int = 0
 
-    def fits(self, waiting: _Waiting, limit: int) -> bool:
+    def fits(self, waiting: Waiting, limit: int) -> bool:
         """Whether it may take this one; alone, any."""
         return self.requests < limit and (not self.requests or self.tokens + waiting.tokens <= self.room)
 
-    def add(self, waiting: _Waiting, times: int = 1) -> None:
+    def add(self, waiting: Waiting, times: int = 1) -> None:
         """Takes it, or with -1 gives it back."""
         self.requests += times
         self.tokens += times * waiting.tokens
@@ -82,7 +84,7 @@ class Router:
         self.fleet, self.sampling, self.timeout_s = fleet, sampling, timeout_s
         self.limit = IN_FLIGHT * concurrency
         self.load = {engine: _Load(_room(fleet.facts[engine])) for engine in fleet.serving}
-        self.queue: deque[_Waiting] = deque()
+        self.queue: deque[Waiting] = deque()
         self.names: set[str] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.scheduled = False
@@ -99,7 +101,7 @@ class Router:
             raise ValueError(f"two requests of one phase are called {request.id}")
         self.names.add(request.id)
         loop = asyncio.get_running_loop()
-        waiting = _Waiting(request, loop.create_future())
+        waiting = Waiting(request, loop.create_future())
         self.queue.append(waiting)
         timer: asyncio.TimerHandle | None = None
         if request.seconds is not None:
@@ -112,12 +114,18 @@ class Router:
             if timer is not None:
                 timer.cancel()  # the loop outlives the phase, and would keep the request as long
 
+    def expect(self, players: int) -> None:
+        """So many trajectories are about to ask. Here nobody waits for the others."""
+
+    def leave(self) -> None:
+        """One of them has ended."""
+
     def _schedule(self) -> None:
         if not self.scheduled:
             self.scheduled = True
             asyncio.get_running_loop().call_soon(self._dispatch)
 
-    def _expire(self, waiting: _Waiting) -> None:
+    def _expire(self, waiting: Waiting) -> None:
         """The time of a request is over. An engine that has it ends it; one that still waits ends here."""
         if waiting in self.queue:
             self.queue.remove(waiting)
@@ -127,7 +135,7 @@ class Router:
     def _dispatch(self) -> None:
         """Hands out what fits."""
         self.scheduled = False
-        parts: dict[int, dict[str, _Waiting]] = {engine: {} for engine in self.load}
+        parts: dict[int, dict[str, Waiting]] = {engine: {} for engine in self.load}
         while self.queue:
             free = [engine for engine, load in self.load.items() if load.fits(self.queue[0], self.limit)]
             if not free:
@@ -136,20 +144,24 @@ class Router:
             waiting = self.queue.popleft()
             parts[engine][waiting.request.id] = waiting
             self.load[engine].add(waiting)
+        self._send(parts)
+
+    def _send(self, parts: dict[int, dict[str, Waiting]]) -> None:
+        """A message for every engine that has been given something."""
         for engine, part in parts.items():
             if part:
                 task = asyncio.create_task(self._run(engine, part))
                 self.tasks.add(task)
                 task.add_done_callback(partial(self._ended, part))
 
-    def _ended(self, part: dict[str, _Waiting], task: asyncio.Task[None]) -> None:
+    def _ended(self, part: dict[str, Waiting], task: asyncio.Task[None]) -> None:
         """Whatever ends a task is told to those who wait for it: an error of our own would else be a wait for ever."""
         self.tasks.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
             self._fail(part, error)
 
-    async def _run(self, engine: int, part: dict[str, _Waiting]) -> None:
+    async def _run(self, engine: int, part: dict[str, Waiting]) -> None:
         import ray
 
         silence = self.timeout_s + MARGIN_S
@@ -179,7 +191,7 @@ class Router:
         except TimeoutError:
             self._leave(engine, part, f"generate_many: no sign of life within {silence:g} s")
 
-    def _leave(self, engine: int, part: dict[str, _Waiting], cause: str) -> None:
+    def _leave(self, engine: int, part: dict[str, Waiting], cause: str) -> None:
         """Takes an engine out; its requests go to the others."""
         self.load.pop(engine, None)
         try:
@@ -193,7 +205,7 @@ class Router:
         self.queue.extendleft(reversed(part.values()))
         self._schedule()
 
-    def _fail(self, part: dict[str, _Waiting], error: BaseException) -> None:
+    def _fail(self, part: dict[str, Waiting], error: BaseException) -> None:
         for waiting in part.values():
             if not waiting.answer.done():
                 waiting.answer.set_exception(error)

@@ -12,7 +12,11 @@ from skyrl_mega.envs.prompt import Prompt
 if TYPE_CHECKING:  # torch is not for those who only read trajectories
     from skyrl_mega.megatron.sequences import Column
 
-__all__ = ["Group", "Kind", "Prompt", "Status", "Step", "Trajectory"]
+__all__ = ["GREEDY", "Group", "Kind", "Prompt", "Status", "Step", "Trajectory"]
+
+
+GREEDY = -1
+"""`Trajectory.sample` of an answer that is no sample: drawn at temperature 0, for others to be compared with."""
 
 
 class Status(str, Enum):
@@ -35,6 +39,10 @@ class Status(str, Enum):
     def truncated(self) -> bool:
         """Whether a budget ended it."""
         return self in (Status.TRUNCATED_TOKENS, Status.TRUNCATED_TURNS, Status.TRUNCATED_TIME)
+
+    def filtered(self, by: str) -> bool:
+        """Whether the overlong filter takes it out of the loss, `by` what `algorithm.overlong.filter_by` names."""
+        return self.truncated if by == "budgets" else self is Status.TRUNCATED_TOKENS
 
     @property
     def failed(self) -> bool:
@@ -90,7 +98,7 @@ class Trajectory:
 
     prompt: Prompt
     sample: int
-    """Which of the prompt's samples."""
+    """Which of the prompt's samples; `GREEDY` is none of them."""
     tokens: array[int]
     """int32. Prompt, responses and observations, exactly as the engine was given and produced them."""
     mask: array[int]
@@ -106,6 +114,8 @@ class Trajectory:
     status: Status
     turns: int
     """Responses generated."""
+    rewards: dict[str, float] = field(default_factory=dict)
+    """Where the environment gives several, each one's sum over the steps, before weights."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(weight version, position in `tokens` from where on the policy's tokens are drawn with it), in order."""
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -142,6 +152,8 @@ class Group:
     prompt: Prompt
     trajectories: list[Trajectory]
     """In the order of `Trajectory.sample`."""
+    greedy: Trajectory | None = None
+    """An answer at temperature 0, whose reward is ReMax's baseline. Nothing learns from it."""
 
     @property
     def rewards(self) -> list[float]:

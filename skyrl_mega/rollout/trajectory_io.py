@@ -6,7 +6,7 @@ import json
 import os
 from array import array
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,6 +15,9 @@ import pyarrow.parquet as pq
 from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
+
+if TYPE_CHECKING:
+    from skyrl_mega.megatron.sequences import Column
 
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
 
@@ -36,12 +39,26 @@ STEPS = pa.list_(
 )
 """`trajectory.Step`, field by field; a tool call is JSON."""
 
+COLUMNS = pa.list_(
+    pa.struct(
+        [
+            ("name", pa.string()),
+            ("aligned", pa.string()),
+            ("dtype", pa.string()),
+            ("shape", pa.list_(pa.int64())),
+            ("values", pa.binary()),
+        ]
+    )
+)
+"""`Trajectory.columns`; `values` is the array's memory, row by row."""
+
 SCHEMA = pa.schema(
     [
         ("uid", pa.int64()),
         ("sample", pa.int32()),
         ("status", pa.string()),
         ("reward", pa.float64()),
+        ("rewards", pa.string()),
         ("prompt", pa.string()),
         ("response", pa.string()),
         ("turns", pa.int32()),
@@ -58,25 +75,34 @@ SCHEMA = pa.schema(
         ("seconds", pa.string()),
         ("prompt_messages", MESSAGES),
         ("extras", pa.string()),
+        ("columns", COLUMNS),
     ]
 )
-"""First what a person looks for, then what a program needs. `metadata`, `seconds` and `extras` are JSON."""
+"""First what a person looks for, then what a program needs. `metadata`, `rewards`, `seconds` and `extras`
+are JSON."""
 
 BY_TOKEN = {"tokens": "i", "mask": "b", "logprobs": "f"}
 """The columns that have an entry for each token, with the type of `Trajectory`'s arrays; all others are rows."""
 ROWS = pa.schema([column for column in SCHEMA if column.name not in BY_TOKEN])
-PIECE = 1024
+PIECE = 256
 """Trajectories that are turned into columns at once."""
 
 
-def write(path: Path, trajectories: list[Trajectory]) -> None:
-    """Writes trajectories to a parquet file, which appears whole or not at all."""
+def write(path: Path, trajectories: list[Trajectory], *, columns: bool = False) -> None:
+    """Writes trajectories to a parquet file, which appears whole or not at all.
+
+    Args:
+        path: The file.
+        trajectories: What is written.
+        columns: Also their columns, which may be many times as large as all the rest (`telemetry.trajectory_columns`).
+    """
     path.parent.mkdir(exist_ok=True)  # and none above it: where a run's folder is gone, its disk is
-    plain = [column.name for column in ROWS]  # a dictionary of log-probs would be as long as they are
+    # What hardly ever repeats itself (tokens, log-probs, responses) would be its own dictionary.
+    plain = [column.name for column in ROWS if column.name != "response"]
     with partial_file(path) as partial:
         with pq.ParquetWriter(partial, SCHEMA, compression="zstd", use_dictionary=plain) as writer:
             for start in range(0, len(trajectories), PIECE):
-                writer.write_table(_table(trajectories[start : start + PIECE]))
+                writer.write_table(_table(trajectories[start : start + PIECE], columns))
         os.replace(partial, path)
 
 
@@ -90,9 +116,10 @@ def read(path: Path) -> list[Trajectory]:
     return [_trajectory(*parts) for parts in zip(rows, *by_token, strict=True)]
 
 
-def _table(trajectories: list[Trajectory]) -> pa.Table:
+def _table(trajectories: list[Trajectory], columns: bool) -> pa.Table:
     """Their rows; what there is of each token is never a Python object."""
-    rows = pa.Table.from_pylist([_row(t) for t in trajectories], schema=ROWS)
+    more = [_columns(t) if columns else [] for t in trajectories]
+    rows = pa.Table.from_pylist([_row(t) | {"columns": of} for t, of in zip(trajectories, more, strict=True)], ROWS)
     ends = np.cumsum([0, *(len(t.tokens) for t in trajectories)])
     by_token = {
         name: pa.ListArray.from_arrays(
@@ -100,8 +127,8 @@ def _table(trajectories: list[Trajectory]) -> pa.Table:
         )
         for name in BY_TOKEN
     }
-    columns = {**dict(zip(ROWS.names, rows.columns, strict=True)), **by_token}
-    return pa.table([columns[name] for name in SCHEMA.names], schema=SCHEMA)
+    table = {**dict(zip(ROWS.names, rows.columns, strict=True)), **by_token}
+    return pa.table([table[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
 def _row(t: Trajectory) -> dict[str, Any]:
@@ -111,6 +138,7 @@ def _row(t: Trajectory) -> dict[str, Any]:
         "sample": t.sample,
         "status": t.status.value,
         "reward": t.reward,
+        "rewards": plain_json(t.rewards),
         "prompt": prompt,
         "response": response,
         "turns": t.turns,
@@ -137,6 +165,7 @@ def _trajectory(row: dict[str, Any], tokens: array[int], mask: array[int], logpr
         logprobs,
         prompt_length=row["prompt_length"],
         reward=row["reward"],
+        rewards=json.loads(row["rewards"] or "{}"),
         status=Status(row["status"]),
         turns=row["turns"],
         versions=[(span["version"], span["start"]) for span in row["versions"]],
@@ -144,7 +173,25 @@ def _trajectory(row: dict[str, Any], tokens: array[int], mask: array[int], logpr
         metadata=json.loads(row["metadata"]),
         seconds=json.loads(row["seconds"]),
         steps=[_step(step) for step in row["steps"]],
+        columns={column["name"]: _column(column) for column in row["columns"] or ()},  # none in older files
     )
+
+
+def _columns(t: Trajectory) -> list[dict[str, Any]]:
+    arrays = {name: (column.values.numpy(), column.aligned) for name, column in t.columns.items()}
+    return [
+        {"name": name, "aligned": aligned, "dtype": str(a.dtype), "shape": a.shape, "values": a.tobytes()}
+        for name, (a, aligned) in arrays.items()
+    ]
+
+
+def _column(row: dict[str, Any]) -> Column:
+    import torch  # not for those whose trajectories have none
+
+    from skyrl_mega.megatron.sequences import Column
+
+    values = np.frombuffer(row["values"], row["dtype"]).reshape(row["shape"])
+    return Column(torch.from_numpy(values.copy()), row["aligned"])
 
 
 def _step_row(step: Step) -> dict[str, Any]:

@@ -15,13 +15,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from skyrl_mega.algorithms.advantages import advantages
+from skyrl_mega.algorithms.advantages import NEEDS, AdvantageInputs, TokenInputs, estimate, needs, of_tokens, whiten
+from skyrl_mega.algorithms.losses import LOSSES, PULLING
 from skyrl_mega.algorithms.shaping import soft_overlong, without_truncated
 from skyrl_mega.algorithms.token_weights import token_weights
 from skyrl_mega.config.derived import response_limit
-from skyrl_mega.config.schema import AlgorithmConfig, RolloutConfig
+from skyrl_mega.config.schema import AlgorithmConfig, MoeConfig, RolloutConfig
 from skyrl_mega.megatron.sequences import Column, Sequences, flat, ragged_arange
+from skyrl_mega.rollout.token_rewards import TOKEN_REWARDS
 from skyrl_mega.rollout.trajectory import Group, Kind, Trajectory
+from skyrl_mega.trainer.rewards import by_name
+from skyrl_mega.trainer.turns import Turns
 
 
 class Sample(NamedTuple):
@@ -43,8 +47,27 @@ class Batch(Sequences):
     """int64 [N]: samples of each trajectory."""
     rewards: Tensor = field(default_factory=lambda: torch.zeros(0))
     """float32 [N], shaped by their length."""
+    punishment: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """float32 [N]: what their length took from them, at most 0."""
+    written: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.int64))
+    """int64 [N]: tokens that the policy wrote, those of truncated trajectories too."""
     judged: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
     """bool [N]: whether the environment judged it; one that failed counts for nothing."""
+    greedy: Tensor = field(default_factory=lambda: torch.zeros(0))
+    """float32 [G]: the reward of each group's greedy answer, shaped as `rewards`; NaN where there is none, or its
+    environment failed."""
+    own: Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.bool))
+    """bool [T]: what the policy wrote, each token in one sample only; those of truncated trajectories too."""
+    named: dict[str, Tensor] = field(default_factory=dict)
+    """float32 [N] each: an environment's several rewards by name, 0 where it gives no such."""
+    turns: Turns = field(default_factory=lambda: Turns.of([]))
+    """Its answers and their rewards, not shaped by length."""
+
+    earned: Tensor | None = None
+    """float64 [T]: what each of the policy's tokens earned beside the rest of its answer (`rollout/token_rewards.py`);
+    None where no environment tells."""
+    penalty: Tensor | None = None
+    """float32 [T]: what is taken from each token's reward (`trainer/kl_reward.py`)."""
 
     @property
     def group_of(self) -> Tensor:
@@ -56,26 +79,33 @@ class Batch(Sequences):
         """int64 [N]: tokens of each trajectory, over its samples."""
         return _sums(self.lengths, self.samples)
 
+    def per_trajectory(self, values_T: Tensor) -> Tensor:
+        """[N]: the sum of a value over each trajectory's tokens."""
+        return _sums(values_T, self.trajectory_tokens)
+
 
 def samples_of(t: Trajectory, step_wise: str) -> list[Sample]:
     """What is trained on for one trajectory: at least one sample.
 
     Args:
         t: Played to its end.
-        step_wise: `rollout.step_wise`. off: the whole of it. turns: for each response, what the policy saw and what it
-            said. merged: for each conversation (a rewriting begins another) all up to its last response.
+        step_wise: `rollout.step_wise`. off: the whole of it. turns: for each answer, what the policy saw and what it
+            said. merged: for each conversation (a rewriting begins another) all up to its last response. Responses
+            with nothing between them (an empty observation inside one message) are one answer, as in the whole.
     """
     whole = [Sample(0, 0, len(t.tokens))]
     if step_wise == "off":
         return whole
     ends: dict[tuple[int, int], int] = {}
     """(where the sample starts, from where on it is trained on) → its end; the last one counts."""
-    start = 0
+    start = own = end = 0
     for step in t.steps:
         if step.kind is Kind.PROMPT:
-            start = step.start
+            start = end = step.start
         elif step.kind is Kind.RESPONSE and step.start < step.end:
-            ends[start, step.start if step_wise == "turns" else start] = step.end
+            own = own if step.start == end else step.start
+            end = step.end
+            ends[start, own if step_wise == "turns" else start] = end
     return [Sample(start, own, end) for (start, own), end in ends.items()] or whole
 
 
@@ -83,40 +113,60 @@ def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: Rollout
     """The samples of all groups' trajectories, with columns `mask` and `rollout_logprobs`, and with `drawn` where the
     conversation is one message.
 
-    The mask covers what the policy wrote, less truncated trajectories where overlong filtering is on, and less those
+    The mask covers what the policy wrote, less truncated trajectories as `algorithm.overlong` says, and less those
     whose environment failed. Truncated ones still count for their group's baseline; failed ones count for nothing.
     Further columns of the trajectories are cut and carried along.
     """
     played = [t for group in groups for t in group.trajectories]
     cut = [samples_of(t, rollout.step_wise) for t in played]
     spans = _Spans.of(played, cut)
-    failed = torch.tensor([t.status.failed for t in played])
+    failed = torch.tensor([t.status.failed for t in played], dtype=torch.bool)
+    punishment = _punishment(played, algorithm, response_limit(rollout))
     batch = Batch(
         spans.lengths,
         spans.take(flat([t.tokens for t in played], np.int32)),
-        groups=torch.tensor([len(group.trajectories) for group in groups]),
-        samples=torch.tensor([len(samples) for samples in cut]),
-        rewards=_rewards(played, algorithm, response_limit(rollout)),
+        groups=torch.tensor([len(group.trajectories) for group in groups], dtype=torch.int64),
+        samples=torch.tensor([len(samples) for samples in cut], dtype=torch.int64),
+        rewards=torch.tensor([t.reward for t in played], dtype=torch.float32) + punishment,
+        punishment=punishment,
         judged=~failed,
+        greedy=_greedy(groups, algorithm, response_limit(rollout)),
+        named={name: torch.tensor(values) for name, values in by_name(played, algorithm.reward_weights).items()},
+        turns=Turns.of(played),
     )
     left_out = failed
     if algorithm.overlong.filter:
-        left_out = failed | torch.tensor([t.status.truncated for t in played])
+        by = algorithm.overlong.filter_by
+        left_out = failed | torch.tensor([t.status.filtered(by) for t in played], dtype=torch.bool)
     mask = spans.own(spans.take(flat([t.mask for t in played], np.float32)))
+    of_token = torch.arange(len(played)).repeat_interleave(batch.trajectory_tokens)
+    batch.own = mask != 0
+    batch.written = torch.zeros(len(played), dtype=torch.int64).index_add(0, of_token, mask.long())
     batch["mask"] = without_truncated(mask, batch.trajectory_tokens, left_out)
     batch["rollout_logprobs"] = spans.take(flat([t.logprobs for t in played], np.float32))
     if rollout.conversation == "one_message":
         batch["drawn"] = drawn(batch)
-    for name in sorted({name for t in played for name in t.columns}):
-        batch.add(name, spans.column(name, played))
+    columns = {name: spans.column(name, played) for name in sorted({name for t in played for name in t.columns})}
+    if TOKEN_REWARDS in columns:  # the driver's alone
+        batch.earned = columns.pop(TOKEN_REWARDS).values
+    for name, column in columns.items():
+        batch.add(name, column)
     return batch
 
 
-def _rewards(played: list[Trajectory], algorithm: AlgorithmConfig, limit: int) -> Tensor:
-    """float32 [N]: with the punishment of responses that are near the limit or past it."""
-    rewards = torch.tensor([t.reward for t in played], dtype=torch.float32)
-    lengths = torch.tensor([t.response_length for t in played])
-    return rewards + soft_overlong(lengths, limit, algorithm.overlong.buffer, algorithm.overlong.penalty)
+def _punishment(played: list[Trajectory], algorithm: AlgorithmConfig, limit: int) -> Tensor:
+    """float32 [N], at most 0: of responses that are near the limit or past it."""
+    lengths = torch.tensor([t.response_length for t in played], dtype=torch.int64)
+    return soft_overlong(lengths, limit, algorithm.overlong.buffer, algorithm.overlong.penalty)
+
+
+def _greedy(groups: list[Group], algorithm: AlgorithmConfig, limit: int) -> Tensor:
+    """float32 [G]: `Batch.greedy`."""
+    found = torch.full((len(groups),), torch.nan)
+    for i, group in enumerate(groups):
+        if group.greedy is not None and not group.greedy.status.failed:
+            found[i] = group.greedy.reward + _punishment([group.greedy], algorithm, limit)[0]
+    return found
 
 
 @dataclass(frozen=True)
@@ -133,11 +183,12 @@ class _Spans:
     @classmethod
     def of(cls, played: list[Trajectory], cut: list[list[Sample]]) -> _Spans:
         """Of these samples of these trajectories."""
-        start, own, end = torch.tensor([sample for samples in cut for sample in samples]).reshape(-1, 3).T
-        tokens = torch.tensor([len(t.tokens) for t in played])
+        start, own, end = torch.tensor([s for samples in cut for s in samples], dtype=torch.int64).reshape(-1, 3).T
+        tokens = torch.tensor([len(t.tokens) for t in played], dtype=torch.int64)
         if torch.equal(end, tokens) and not start.any():
             return cls(end, own, None)
-        base = (tokens.cumsum(0) - tokens).repeat_interleave(torch.tensor([len(samples) for samples in cut]))
+        counts = torch.tensor([len(samples) for samples in cut], dtype=torch.int64)
+        base = (tokens.cumsum(0) - tokens).repeat_interleave(counts)
         return cls(end - start, own - start, ragged_arange(base + start, end - start))
 
     def take(self, values: Tensor) -> Tensor:
@@ -165,12 +216,77 @@ class _Spans:
         return mask * (position >= self.before.repeat_interleave(self.lengths))
 
 
-def token_advantages(batch: Batch, algorithm: AlgorithmConfig) -> Tensor:
-    """The advantage of every token: float32 [T]. A trajectory has one, which all its samples share; failed ones 0."""
-    advantages_N = torch.zeros(len(batch.rewards))
-    judged = batch.judged
-    advantages_N[judged] = advantages(batch.rewards[judged], batch.group_of[judged], algorithm)
-    return advantages_N.repeat_interleave(batch.trajectory_tokens)
+class TokenAdvantages(NamedTuple):
+    """Every token's advantage, float32 [T] each; 0 in trajectories that failed."""
+
+    whitened: Tensor
+    """As `algorithm.whiten` says."""
+    estimated: Tensor
+    """Before that, as a critic's returns are made from them."""
+
+
+def token_advantages(batch: Batch, algorithm: AlgorithmConfig) -> TokenAdvantages:
+    """The advantage of every token.
+
+    A trajectory has one advantage, which all its tokens and samples share, or each token of the policy has its own:
+    then all others, which have no weight, have 0.
+
+    Args:
+        batch: With the columns that the estimator needs (`algorithms.advantages.needs`).
+        algorithm: Says how advantages are estimated.
+    """
+    judged, tokens = batch.judged, of_tokens(algorithm)
+    rewards = batch.rewards
+    if batch.penalty is not None:
+        rewards = rewards - batch.per_trajectory(batch.penalty)
+    inputs = AdvantageInputs(
+        rewards[judged],
+        batch.group_of[judged],
+        batch.written[judged],
+        greedy_N=batch.greedy[batch.group_of][judged],
+        of_tokens=_token_inputs(batch, needs(algorithm)) if tokens else None,
+        named={name: rewards[judged] for name, rewards in batch.named.items()},
+    )
+
+    def placed(found: Tensor) -> Tensor:
+        if tokens:
+            return torch.zeros(len(batch.tokens)).masked_scatter(_judged_tokens(batch), found.float())
+        of_N = torch.zeros(len(judged)).masked_scatter(judged, found.float())
+        return of_N.repeat_interleave(batch.trajectory_tokens)
+
+    estimated = estimate(inputs, algorithm)
+    return TokenAdvantages(placed(whiten(estimated, inputs, algorithm)), placed(estimated))
+
+
+def _token_inputs(batch: Batch, columns: frozenset[str]) -> TokenInputs:
+    """What the policy wrote in trajectories that were judged, with the columns of these names."""
+    turns, judged = batch.turns, batch.judged
+    if not torch.equal(_sums(turns.tokens, turns.answers), batch.written):
+        raise ValueError("a trajectory's answers have not as many tokens as its mask says that the policy wrote")
+    ends_R, ends_N = turns.tokens.cumsum(0) - 1, batch.written.cumsum(0) - 1
+    rewards_P = torch.zeros(int(batch.written.sum()), dtype=torch.float64)
+    if batch.earned is not None:
+        rewards_P += batch.earned[batch.own]
+    rewards_P[ends_R] += turns.rewards - _sums(rewards_P, turns.tokens)
+    said = batch.written > 0
+    rewards_P[ends_N[said]] += batch.punishment.double()[said]
+    turn_R = ragged_arange(torch.zeros_like(turns.answers), turns.answers)
+    kept_P = judged.repeat_interleave(batch.written)
+    if batch.penalty is not None:
+        rewards_P -= batch.penalty[batch.own].double()
+    at = _judged_tokens(batch)
+    return TokenInputs(
+        trajectory_T=torch.arange(int(judged.sum())).repeat_interleave(batch.written[judged]),
+        turn_T=turn_R.repeat_interleave(turns.tokens)[kept_P],
+        rewards_T=rewards_P[kept_P],
+        known_T=batch["mask"][at] != 0 if columns else None,
+        **{NEEDS[name]: batch[name][at] for name in columns},
+    )
+
+
+def _judged_tokens(batch: Batch) -> Tensor:
+    """bool [T]: what the policy wrote in trajectories that did not fail."""
+    return batch.own & batch.judged.repeat_interleave(batch.trajectory_tokens)
 
 
 def drawn(batch: Sequences) -> Tensor:
@@ -195,22 +311,45 @@ def mini_batches(batch: Batch, groups: int | None, algorithm: AlgorithmConfig) -
         groups: Groups of one optimizer step, of which the last may have fewer; None: all of them.
         algorithm: Which means the loss and its KL term are.
     """
-    trajectory_ends, sample_ends = batch.groups.cumsum(0).tolist(), batch.samples.cumsum(0).tolist()
+    group_ends_G, sample_ends = batch.groups.cumsum(0), batch.samples.cumsum(0).tolist()
+    group_ends = group_ends_G.tolist()
     parts = []
     first = 0
-    for last in trajectory_ends[(groups or len(batch.groups)) - 1 : -1 : groups] + trajectory_ends[-1:]:
+    for last in group_ends[(groups or len(batch.groups)) - 1 : -1 : groups] + group_ends[-1:]:
         samples = batch.samples[first:last]
         part = batch.part(sample_ends[first] - int(samples[0]), sample_ends[last - 1])
         mask, tokens_N = part.columns.pop("mask").values, _sums(part.lengths, samples)
-        part["weights"] = token_weights(mask, tokens_N, algorithm.loss_mean, algorithm.loss_mean_samples)
-        if algorithm.kl.coefficient and algorithm.kl.mean != "loss":
+        of_groups = batch.groups[(group_ends_G <= last) & (group_ends_G > first)]
+        part["weights"] = token_weights(
+            mask,
+            tokens_N,
+            algorithm.loss_mean,
+            algorithm.loss_mean_samples,
+            groups_G=of_groups,
+            length=algorithm.loss_mean_length,
+        )
+        if algorithm.kl.in_loss and algorithm.kl.mean != "loss":
             part["kl_weights"] = token_weights(mask, tokens_N, algorithm.kl.mean)
         parts.append(part)
         first = last
     return parts
 
 
-def _sums(lengths_S: Tensor, samples_N: Tensor) -> Tensor:
-    """int64 [N]: tokens of each trajectory, over its samples."""
-    ends = torch.nn.functional.pad(lengths_S.cumsum(0), (1, 0))[samples_N.cumsum(0)]
-    return ends.diff(prepend=ends.new_zeros(1))
+def teaches(mini: Sequences, algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
+    """Whether a mini-batch has anything to learn from: else its gradient is 0, and an optimizer step on it would move
+    the weights by Adam's moments and weight decay alone.
+
+    A loss of the user's own may learn from tokens whose advantage is 0.
+    """
+    counts = mini["weights"] != 0
+    entropy = algorithm.entropy.coefficient or algorithm.entropy.target is not None
+    own = algorithm.loss in PULLING or algorithm.loss not in LOSSES
+    if algorithm.kl.in_loss or entropy or moe.aux_loss or own:
+        return bool(counts.any())
+    return bool((counts & (mini["advantages"] != 0)).any())
+
+
+def _sums(values_S: Tensor, counts_N: Tensor) -> Tensor:
+    """[N]: the sum of each one's values, which follow one another: tokens of a trajectory's samples, …"""
+    of_S = torch.arange(len(counts_N)).repeat_interleave(counts_N)
+    return values_S.new_zeros(len(counts_N)).index_add(0, of_S, values_S)

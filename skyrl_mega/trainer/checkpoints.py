@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ class NoRoom(OSError):
 
 
 class Checkpoints:
-    """The folder `checkpoints/` of a run: `step_000010/{policy/, state.json}`.
+    """The folder `checkpoints/` of a run: `step_000010/{policy/, critic/, state.json}`, the critic where there is one.
 
     A checkpoint is written under a temporary name and renamed when it is complete, and tells how long its files are.
 
@@ -68,8 +68,13 @@ class Checkpoints:
         del state[_FILES]
         return state
 
-    def save(self, step: int, state: dict[str, Any], save_policy: Callable[[Path], None]) -> Path:
+    def save(self, step: int, state: dict[str, Any], parts: Mapping[str, Callable[[Path], None]]) -> Path:
         """Writes a checkpoint, then removes those beyond `keep` and what an interrupted save left.
+
+        Args:
+            step: RL steps done.
+            state: The driver's.
+            parts: Folder of each model → what saves the model there.
 
         Raises:
             NoRoom: The disk has less room than the last checkpoint takes.
@@ -80,9 +85,11 @@ class Checkpoints:
             shutil.rmtree(old)
         self.folder.mkdir(exist_ok=True)  # and not the run's folder: where that is gone, its disk is
         with removed_at_the_end(partial):
-            (partial / "policy").mkdir(parents=True)
+            partial.mkdir()
             self._check_room()
-            save_policy(partial / "policy")
+            for name, save in parts.items():
+                (partial / name).mkdir()
+                save(partial / name)
             with (partial / _STATE).open("w") as opened:
                 json.dump({**state, _FILES: _sizes(partial)}, opened)
                 opened.flush()

@@ -1,17 +1,29 @@
-"""The RL loop, synchronous: generate and score, advantages, log-probs, train, sync, evaluate, checkpoint."""
+"""The RL loop, synchronous: generate and score, log-probs and values, advantages, train, sync, evaluate, checkpoint."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.algorithms.mismatch import mismatch
-from skyrl_mega.algorithms.token_weights import averages
+from skyrl_mega.algorithms.old_logprobs import columns, pass_needed
+from skyrl_mega.algorithms.token_weights import MEANS, averages
 from skyrl_mega.cluster.channel import heeding
 from skyrl_mega.config.schema import AlgorithmConfig
+from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.rollout.trajectory import Group
-from skyrl_mega.trainer.batch import make_batch, mini_batches, token_advantages
+from skyrl_mega.trainer import critic
+from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, teaches, token_advantages
+from skyrl_mega.trainer.replay import PREFIX, check_routes, replay_metrics
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.shutdown import GracefulStop
+from skyrl_mega.trainer.signal import with_advantage
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trainer.whole_mini_batch import chosen, mean_weight
 
 
 def train(run: Run) -> None:
@@ -21,6 +33,7 @@ def train(run: Run) -> None:
         GracefulStop: SIGUSR1 came; the steps done are in a checkpoint.
         Stopped: Another signal did.
         CannotLearn: The last `run.patience` steps taught the policy nothing.
+        EngineDiffers: Engine and policy differ by more than `health.mismatch` allows.
     """
     with heeding():
         run.begin()
@@ -41,6 +54,7 @@ def take_step(run: Run) -> None:
         run.record_rollouts(step)
         if groups:  # dynamic sampling may have found nothing to learn from
             train_on(run, step, groups)
+            run.end_if_engine_differs(step)
             with step.phase("sync"):
                 step.record(run.sync.sync(step.number))
         if run.due(run.config.evaluation.every, step.number):
@@ -51,30 +65,126 @@ def take_step(run: Run) -> None:
 
 
 def train_on(run: Run, step: Step, groups: list[Group]) -> None:
-    """Advantages, log-probs under the weights that sampled, and the optimizer steps on them."""
+    """Log-probs and values under the weights that sampled, advantages over the whole step, optimizer steps on them."""
     algorithm, data = run.config.algorithm, run.config.data
     batch = make_batch(groups, algorithm, run.config.rollout)
-    batch["advantages"] = token_advantages(batch, algorithm)
+    if run.config.policy.moe.replay == "rollout":
+        check_routes(batch)
     minis = mini_batches(batch, data.mini_batch_prompts, algorithm)
-
     with step.phase("logprobs"):
         run.policy.hold(minis)
-        if len(minis) > 1:  # the first one trains with the weights that sampled: its own log-probs are the old ones
-            run.policy.keep_logprobs("old_logprobs", temperature=run.temperature)
-        if run.reference:
-            run.reference.keep_logprobs(minis, temperature=run.temperature)
+        logprobs(run, batch, minis)
+    if run.critic:
+        with step.phase("values"):
+            batch["values"] = critic.values(run.critic, minis)
 
+    only_critic = run.critic is not None and step.number <= run.config.critic.warmup_steps
+    if algorithm.kl.where == "reward":
+        step.record(run.kl.punish(batch, adapt=not only_critic))
+    batch["advantages"], estimated = token_advantages(batch, algorithm)
+    step.record({"policy/advantage_fraction": with_advantage(batch)})
+    give(run.policy, batch, minis, "advantages")
+    if run.critic:
+        batch["returns"] = estimated + batch["values"]
+        give(run.critic, batch, minis, "returns")
+        with step.phase("critic"):
+            step.record(critic.train_critic(run.critic, minis, run.config.critic.epochs))
+        step.record(critic.quality(batch))
+
+    seed = [run.config.run.seed, step.number]
+    for name, parts in chosen(minis, algorithm, seed).items():
+        run.policy.add(name, parts)
+    order = training_order(len(minis), 1 if only_critic else data.epochs_per_step, seed)
     with step.phase("train"):
-        sums = [run.policy.train(mini, temperature=run.temperature, loss=algorithm.loss) for mini in range(len(minis))]
-    step.record(mismatch(sums))
+        sums = updates(run, minis, order, measured=only_critic)
+    record_updates(run, step, sums, [minis[mini] for mini in order], adapt=not only_critic)
+
+
+def logprobs(run: Run, batch: Batch, minis: list[Sequences]) -> None:
+    """Has the ranks compute what the step needs before its first optimizer step, and fetches what the driver needs.
+
+    Where there is one optimizer step and nothing else asks for them, it trains with the weights that sampled: its own
+    log-probs are the old ones (`algorithms.old_logprobs`).
+    """
+    algorithm = run.config.algorithm
+    needed = columns(algorithm)
+    if pass_needed(algorithm, len(minis) * run.config.data.epochs_per_step):
+        entropy, squares = (name if name in needed else None for name in ("old_entropy", "old_squares"))
+        run.policy.keep_logprobs("old_logprobs", temperature=run.temperature, entropy=entropy, squares=squares)
+    if run.reference:
+        run.reference.keep_logprobs(minis, temperature=run.temperature)
+    for name in sorted(needed - {"values"}):  # a critic's
+        parts = run.policy.column(name)
+        batch[name] = torch.cat(parts)
+        for mini, values in zip(minis, parts, strict=True):
+            mini[name] = values
+
+
+def updates(
+    run: Run, minis: list[Sequences], order: Sequence[int], *, measured: bool = False
+) -> list[dict[str, float]]:
+    """An optimizer step on each mini-batch of `order`, or only its metrics where it teaches nothing or `measured`."""
+    algorithm, found = run.config.algorithm, []
+    taught = [not measured and teaches(mini, algorithm, run.config.policy.moe) for mini in minis]
+    for mini in order:
+        figures = Figures(entropy_coefficient=run.entropy.applied, importance_mean=mean_weight(minis[mini], algorithm))
+        step = run.policy.train if taught[mini] else run.policy.measure
+        found.append(step(mini, temperature=run.temperature, loss=algorithm.loss, figures=figures))
+    return found
+
+
+def training_order(minis: int, epochs: int, seed: Sequence[int]) -> list[int]:
+    """Which mini-batch each optimizer step of an RL step is on: all of them as they are, and in every further epoch in
+    an order that is drawn from the seed."""
+    generator = np.random.default_rng([*seed, 23])
+    return [*range(minis), *(int(mini) for _ in range(epochs - 1) for mini in generator.permutation(minis))]
+
+
+def give(model: TrainGroup, batch: Batch, minis: list[Sequences], name: str) -> None:
+    """Cuts a column of the whole batch into its mini-batches, and gives it to a model's ranks, which hold these."""
+    parts = batch[name].split([len(mini.tokens) for mini in minis])
+    for mini, values in zip(minis, parts, strict=True):
+        mini[name] = values
+    model.add(name, parts)
+
+
+def record_updates(run: Run, step: Step, sums: list[dict[str, float]], minis: list[Sequences], *, adapt: bool) -> None:
+    """What a step's optimizer steps have measured.
+
+    Args:
+        run: Its entropy coefficient adapts to what was measured.
+        step: Gets the metrics.
+        sums: Of each optimizer step.
+        minis: What each of them was on.
+        adapt: Whether the policy learned, so that a coefficient may.
+    """
+    algorithm, replay = run.config.algorithm, run.config.policy.moe.replay
+    moved = [bool(found.get("grad_norm")) for found in sums]
+    step.record({"policy/steps_skipped": float(len(sums) - sum(moved))})
+    as_sampled = sums[: moved.index(True) + 1] if any(moved) else sums
+    """Those whose log-probs and choices are of the weights that sampled, whatever old log-probs are."""
+    step.record(mismatch(sums if algorithm.old_logprobs == "policy" else as_sampled))
+    step.record(replay_metrics(sums, as_sampled if replay == "rollout" else sums))
     step.record(update_metrics(sums, minis, algorithm))
+    if run.entropy.used:
+        step.record({"policy/entropy_coefficient": run.entropy.applied})
+    if "policy/entropy" in step.metrics and adapt:
+        run.entropy.see(step.metrics["policy/entropy"])
 
 
 def update_metrics(
     sums: list[dict[str, float]], minis: list[Sequences], algorithm: AlgorithmConfig
 ) -> dict[str, float]:
-    """`policy/…`: the mean over the optimizer steps of what each of them measured."""
+    """`policy/…`: the mean over the optimizer steps of what each of them measured.
+
+    One without a token that counts has no mean over tokens, one that was only measured no gradient norm.
+    """
     totals = [float(mini["weights"].sum()) for mini in minis]
     updates = [averages(found, algorithm, total) for found, total in zip(sums, totals, strict=True)]
-    names = [name for name in updates[0] if not name.startswith("mismatch_")]
-    return {f"policy/{name}": sum(update[name] for update in updates) / len(updates) for name in names}
+    found: dict[str, list[float]] = {}
+    for update, total in zip(updates, totals, strict=True):
+        for name, value in update.items():
+            if total or name not in {*MEANS, "loss"}:
+                found.setdefault(name, []).append(value)
+    elsewhere = ("mismatch_", PREFIX)
+    return {f"policy/{k}": sum(values) / len(values) for k, values in found.items() if not k.startswith(elsewhere)}

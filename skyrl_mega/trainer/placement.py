@@ -1,7 +1,7 @@
 """Reserves from Ray what `cluster.place` says: all places are found before the first actor starts, in one order.
 
-Policy ranks that share a node come first, then the reference's, then engines: an engine that was placed earlier could
-be on a node that the policy needs whole.
+Policy ranks that share a node come first, then the reference's and the critic's, then engines: an engine that was
+placed earlier could be on a node that the policy needs whole.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ class Reservations:
 
     policy: Placement | None = None
     reference: Placement | None = None
+    critic: Placement | None = None
     engines: Placement | None = None
     """Also None where they have the policy's GPUs: those are known only once its ranks are up."""
 
@@ -36,6 +37,7 @@ def reserve_run(config: Config, device: str) -> Reservations:
         return Reservations(
             _reserve_ranks(planned, planned.policy),
             _reserve_ranks(planned, planned.reference) if planned.reference else None,
+            _reserve_ranks(planned, planned.critic) if planned.critic else None,
             None if config.cluster.shared else reserve(engines, gpus=config.rollout.tensor),
         )
     nodes = worker_nodes()

@@ -1,15 +1,16 @@
-"""Where a step's trajectories come from: prompts in their order, generation, and DAPO's dynamic sampling."""
+"""Where a step's trajectories come from: prompts in their order, generation, and dynamic sampling."""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import replace
 
-from skyrl_mega.algorithms.filters import informative_groups
+from skyrl_mega.config.derived import draws_greedy
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.generator import Generator
-from skyrl_mega.rollout.trajectory import Group
+from skyrl_mega.rollout.trajectory import GREEDY, Group, Trajectory
+from skyrl_mega.trainer.dynamic_sampling import Selection
 from skyrl_mega.trainer.health.failures import all_failed
 from skyrl_mega.trainer.step import Step
 
@@ -23,36 +24,28 @@ class RolloutSource:
     def next_groups(self, step: Step) -> list[Group]:
         """The step's groups.
 
-        With dynamic sampling (DAPO, arXiv:2503.14476, equation 11) groups whose rewards are all the same are left out
-        and as many new prompts are drawn, in at most `max_rounds` rounds. A step that is then still short takes what
-        it has; `rollout/groups_missing` says how much that is. Where every environment has failed, no more is drawn:
-        nothing that a policy says would be judged, and the run is about to end.
+        With dynamic sampling (DAPO, arXiv:2503.14476, equation 11) groups without a signal are left out, and as many
+        new prompts are drawn, or copies, in at most `max_rounds` rounds (`trainer/dynamic_sampling.py`). A step that is
+        then still short takes what it has; `rollout/groups_missing` says how much that is. Where every environment has
+        failed, no more is drawn: nothing that a policy says would be judged, and the run is about to end.
+
+        What a step has depends on the run's seed, the step's number, the place in the data and the weights alone: one
+        that is repeated after a resume has the same.
         """
         wanted, dynamic = self.config.data.prompts_per_step, self.config.algorithm.dynamic_sampling
-        kept: list[Group] = []
-        rounds = 0
-        while len(kept) < wanted and rounds < (dynamic.max_rounds if dynamic.enabled else 1):
-            groups = self._round(wanted - len(kept), rounds, step)
+        if not dynamic.enabled:
+            return self._compared(self._round(wanted, 0, step), step)
+        selection = Selection(self.config.algorithm, wanted)
+        while not selection.complete and selection.rounds < dynamic.max_rounds:
+            groups = self._round(selection.to_draw(self.stream.remaining), selection.rounds, step)
             if not groups:
                 break  # the last epoch has no more prompts
-            rounds += 1
-            step.trajectories += [t for group in groups for t in group.trajectories]
+            selection.add(groups)
             if all_failed(step.trajectories):
                 break
-            if dynamic.enabled:
-                differs = informative_groups(torch.tensor([group.rewards for group in groups]))
-                groups = [group for group, d in zip(groups, differs.tolist(), strict=True) if d]
-            kept += groups
-        if dynamic.enabled:
-            drawn = len(step.trajectories) // self.config.data.samples_per_prompt
-            step.record(
-                {
-                    "rollout/rounds": float(rounds),
-                    "rollout/groups_left_out": float(drawn - len(kept)),
-                    "rollout/groups_missing": float(wanted - len(kept)),
-                }
-            )
-        return kept
+        taken = selection.groups([self.config.run.seed, step.number])
+        step.record(selection.metrics(taken))
+        return self._compared(taken, step)
 
     def _round(self, count: int, number: int, step: Step) -> list[Group]:
         samples = self.config.data.samples_per_prompt
@@ -60,10 +53,42 @@ class RolloutSource:
         if not chosen:
             return []
         with step.phase("generate", total=count * samples) as progress:
-            return self.generator.generate(
+            groups = self.generator.generate(
                 [self.prompts[i] for i in chosen],
                 samples=samples,
                 sampling=self.config.rollout.sampling,
                 seed=f"{self.config.run.seed}/{step.number}/{number}",
                 progress=lambda done, _: progress.update(done),
             )
+        step.trajectories += [t for group in groups for t in group.trajectories]
+        return groups
+
+    def _compared(self, groups: list[Group], step: Step) -> list[Group]:
+        """The groups, each with a greedy answer to its prompt where advantages need one. It is drawn once the step's
+        groups are chosen, in a round of its own, and has the samples' limits."""
+        if not draws_greedy(self.config.algorithm) or not groups or all_failed(step.trajectories):
+            return groups
+        each = list({id(group): group for group in groups}.values())  # a copy is its original
+        with step.phase("generate", total=len(each)) as progress:
+            drawn = self.generator.generate(
+                [group.prompt for group in each],
+                samples=1,
+                sampling=replace(self.config.rollout.sampling, temperature=0.0),
+                seed=f"{self.config.run.seed}/{step.number}/greedy",
+                progress=lambda done, _: progress.update(done),
+            )
+        for group, (greedy,) in zip(each, (one.trajectories for one in drawn), strict=True):
+            greedy.sample, group.greedy = GREEDY, greedy
+            step.greedy.append(greedy)
+        step.record(greedy_metrics(step.greedy))
+        return groups
+
+
+def greedy_metrics(greedy: list[Trajectory]) -> dict[str, float]:
+    """Figures of the step's greedy answers, which are in no figure of its samples."""
+    rewards = [t.reward for t in greedy if not t.status.failed]
+    metrics = {
+        "rollout/greedy_tokens": float(sum(sum(t.mask) for t in greedy)),
+        "rollout/groups_without_baseline": float(len(greedy) - len(rewards)),
+    }
+    return metrics | ({"reward/greedy": sum(rewards) / len(rewards)} if rewards else {})

@@ -9,11 +9,14 @@ from typing import Any
 
 import numpy as np
 
+from skyrl_mega.algorithms.entropy import EntropyCoefficient
 from skyrl_mega.config.derived import gpus_needed
+from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.megatron.group import TrainGroup
+from skyrl_mega.megatron.role import CRITIC, POLICY
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.telemetry.console import Console
@@ -22,7 +25,9 @@ from skyrl_mega.telemetry.trackers.trackers import Trackers
 from skyrl_mega.trainer.checkpoints import Checkpoints, NoRoom
 from skyrl_mega.trainer.evaluation import Evaluator
 from skyrl_mega.trainer.health.failures import refuse_broken
+from skyrl_mega.trainer.health.mismatch import EngineDiffers, end_if_too_far
 from skyrl_mega.trainer.health.watch import Health
+from skyrl_mega.trainer.kl_reward import KlReward
 from skyrl_mega.trainer.reference import ReferenceModel
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.shutdown import ShutdownRequest
@@ -41,6 +46,8 @@ class Run:
     policy: TrainGroup
     reference: ReferenceModel | None
     """What KL is measured against."""
+    critic: TrainGroup | None
+    """What advantages are estimated with."""
     sync: WeightSync
     rollouts: RolloutSource
     evaluator: Evaluator
@@ -63,8 +70,20 @@ class Run:
     health: Health = field(init=False)
     """Whether the policy can learn from what the steps bring."""
 
+    kl: KlReward = field(init=False)
+    """KL in the reward, and its coefficient."""
+    entropy: EntropyCoefficient = field(init=False)
+    """Of the entropy bonus."""
+
     def __post_init__(self) -> None:
         self.health = Health(self.config)
+        self.entropy = EntropyCoefficient(self.config.algorithm.entropy)
+        self.kl = KlReward(self.config.algorithm.kl)
+
+    @property
+    def trained(self) -> dict[str, TrainGroup]:
+        """The models that learn, by the name of their part of a checkpoint."""
+        return {POLICY.name: self.policy} | ({CRITIC.name: self.critic} if self.critic else {})
 
     @property
     def temperature(self) -> float:
@@ -112,6 +131,18 @@ class Run:
         for line in verdict.lines:
             self.console.say(line)
 
+    def end_if_engine_differs(self, step: Step) -> None:
+        """Ends the run after a step whose tokens were not the policy's: its row is written, its weights go nowhere.
+
+        Raises:
+            EngineDiffers: By how much.
+        """
+        try:
+            end_if_too_far(self.config, step.number, step.metrics)
+        except EngineDiffers:
+            self.complete(step)
+            raise
+
     def record_rollouts(self, step: Step) -> None:
         """Measures the step's trajectories and writes them for people to read.
 
@@ -121,7 +152,8 @@ class Run:
         step.record(rollout_metrics(step.trajectories))
         every = self.config.telemetry.trajectories_every
         if every and step.number % every == 0:
-            trajectory_io.write(self.folder / "trajectories" / f"step_{step.number:06d}.parquet", step.trajectories)
+            file = self.folder / "trajectories" / f"step_{step.number:06d}.parquet"
+            trajectory_io.write(file, step.trajectories + step.greedy, columns=self.config.telemetry.trajectory_columns)
             if count := self.config.telemetry.tracked_trajectories:
                 self.trackers.log_trajectories(step.number, [_text(t) for t in step.trajectories[:count]])
         refuse_broken(step.trajectories)
@@ -166,9 +198,10 @@ class Run:
     def save(self) -> None:
         """Writes a checkpoint from which the run goes on after the steps done."""
         stream = self.place or self.stream.state()
-        state = {"step": self.step, "stream": stream, "first_evaluation": self.first_evaluation}
+        state = {"step": self.step, "stream": stream, "first_evaluation": self.first_evaluation, **self.kl.state()}
+        state["entropy"] = self.entropy.state()
         with self.console.phase("checkpoint"):
-            self.checkpoints.save(self.step, state, self.policy.save)
+            self.checkpoints.save(self.step, state, {name: model.save for name, model in self.trained.items()})
 
     def save_before_leaving(self) -> None:
         """Writes a checkpoint of the steps done, unless the newest one is just that."""
@@ -183,9 +216,18 @@ class Run:
         if newest is None:
             return False
         state: dict[str, Any] = self.checkpoints.state(newest)
-        self.policy.restore(newest / "policy")
+        for name, model in self.trained.items():
+            if not (newest / name).is_dir():
+                raise UserError(
+                    f"algorithm.advantage = {self.config.algorithm.advantage}: {newest} was saved by a run without a "
+                    f"{name}; give run.name of a new run, or the estimator of that run"
+                )
+            model.restore(newest / name)
         self.stream.restore(state["stream"])
+        self.kl.restore(state)
         self.step, self.first_evaluation = state["step"], state["first_evaluation"]
+        if "entropy" in state:  # checkpoints of earlier versions have none
+            self.entropy.restore(state["entropy"])
         self.console.say(f"resuming after step {self.step} from {newest}")
         return True
 
@@ -197,16 +239,21 @@ def _text(trajectory: Trajectory) -> TrajectoryText:
 
 
 def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Rewards and lengths of a step's trajectories, failed ones counted apart."""
+    """Rewards of a step's trajectories, lengths and shares. Rewards are those of environments that did not fail."""
     lengths = np.array([t.response_length for t in trajectories])
-    rewards = np.array([t.reward for t in trajectories])
+    judged = [t for t in trajectories if not t.status.failed]
+    rewards = np.array([t.reward for t in judged])
     solved: dict[int, bool] = {}
-    for t in trajectories:
+    for t in judged:
         solved[t.prompt.uid] = solved.get(t.prompt.uid, False) or t.reward > 0
-    return {
+    earned = {
         "reward/mean": float(rewards.mean()),
         "reward/std": float(rewards.std()),
         "reward/pass_at_n": float(np.mean(list(solved.values()))),
+    }
+    for name in sorted({name for t in judged for name in t.rewards}):
+        earned[f"reward/of/{name}"] = float(np.mean([t.rewards.get(name, 0.0) for t in judged]))
+    return (earned if judged else {}) | {
         "rollout/tokens": float(sum(sum(t.mask) for t in trajectories)),
         "rollout/response_length_mean": float(lengths.mean()),
         "rollout/truncated_fraction": float(np.mean([t.status.truncated for t in trajectories])),

@@ -13,9 +13,11 @@ from pathlib import Path
 import torch
 
 from skyrl_mega.algorithms import losses
+from skyrl_mega.cluster.fleet import Fleet
+from skyrl_mega.cluster.leftovers import temporary_folder
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.checks import check_enough
-from skyrl_mega.config.derived import gpus_needed, policy_ranks, reference_ranks
+from skyrl_mega.config.derived import critic_ranks, gpus_needed, policy_ranks, reference_ranks
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
@@ -58,7 +60,8 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
     with ExitStack() as stack:
         config = replace(config, environment=stack.enter_context(service_of(config.environment, logs, console.say)))
         with console.phase("start ray"):
-            actors = policy_ranks(config) + reference_ranks(config) + config.rollout.engines * config.rollout.tensor
+            trained = policy_ranks(config) + reference_ranks(config) + critic_ranks(config)
+            actors = trained + config.rollout.engines * config.rollout.tensor
             gpus = gpus_needed(config) if device == "cuda" else 0
             nodes, limit = config.cluster.nodes, config.cluster.start_timeout_s
             stack.enter_context(session(actors=actors, gpus=gpus, nodes=nodes, timeout_s=limit, say=console.say))
@@ -66,12 +69,12 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         with console.phase("start engines and policy"):
             placement = reserve_run(config, device)
             setup = Setup(config, hf, model, device=device, folder=folder, stack=stack, say=console.say)
-            policy, reference, fleet = start_actors(setup, placement)
+            policy, reference, critic, fleet = start_actors(setup, placement)
         if placement.policy:  # there is more than one node, or a GPU for each
             console.say(f"policy ranks sit on {policy.group.seating}")
             console.say(f"engines sit on {fleet.group.seating}")
 
-        generator = stack.enter_context(Generator(fleet, chat, config.rollout, config.environment))
+        generator = stack.enter_context(generator_of(config, fleet, chat))
         stream = stream_of(config, len(train))
         run = Run(
             config=config,
@@ -80,6 +83,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             trackers=stack.enter_context(open_trackers(config, folder, console.say)),
             policy=policy,
             reference=reference,
+            critic=critic,
             sync=WeightSync(policy.group, fleet, hf, config, plans=folder.absolute() / "plans", say=console.say),
             rollouts=RolloutSource(config, train, stream, generator),
             evaluator=Evaluator(config, evaluation, generator, console.say),
@@ -97,6 +101,18 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         yield run
 
 
+def generator_of(config: Config, fleet: Fleet, chat: Renderer) -> Generator:
+    """What plays a run's prompts on its engines."""
+    return Generator(
+        fleet,
+        chat,
+        config.rollout,
+        config.environment,
+        reward_weights=config.algorithm.reward_weights,
+        waves=config.run.deterministic,
+    )
+
+
 def stream_of(config: Config, prompts: int) -> PromptStream:
     """The order in which the steps take the prompts."""
     return PromptStream(
@@ -109,11 +125,18 @@ def stream_of(config: Config, prompts: int) -> PromptStream:
 
 
 def sft_warmup(run: Run, chat: Renderer) -> None:
-    """The supervised warm-up, and the checkpoint that makes it unnecessary to repeat."""
+    """The supervised warm-up, and the checkpoint that makes it unnecessary to repeat.
+
+    A critic without a path of its own takes the policy's weights as they are then.
+    """
     demonstrations = encode(load_demonstrations(run.config.warmup.files), chat, run.config.environment)
     with run.console.phase("supervised warm-up", total=run.config.warmup.steps) as progress:
         loss = warm_up(run.policy, demonstrations, run.config, progress.update)
     run.console.say(f"supervised warm-up: {run.config.warmup.steps} steps, last loss {loss:.3f} nats per token")
+    if run.critic and not run.config.critic.path:
+        with temporary_folder(run.folder, ".warmed_up.") as folder:
+            run.policy.export(folder / "model", Path(run.config.model.path).absolute())
+            run.critic.load(folder / "model")
     if run.config.checkpoint.every:
         run.save()
 

@@ -1,25 +1,34 @@
-"""Starts a run's actors: policy and reference with their weights, and engines."""
+"""Starts a run's actors: policy, reference and critic with their weights, and engines."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import ActorGroup, settle
 from skyrl_mega.cluster.placement import Placement, beside
-from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks
-from skyrl_mega.config.schema import Config, LayoutConfig
+from skyrl_mega.config.derived import (
+    critic_layout,
+    critic_model,
+    critic_ranks,
+    has_critic,
+    length_limit,
+    policy_ranks,
+    reference_ranks,
+)
+from skyrl_mega.config.deterministic import POLICY_ENVIRONMENT, policy_of
+from skyrl_mega.config.schema import Config, LayoutConfig, PolicyConfig
 from skyrl_mega.engines.vllm.actor import VllmEngine
 from skyrl_mega.engines.vllm.spec import EngineSpec, environment
 from skyrl_mega.megatron.actor import MegatronActor
 from skyrl_mega.megatron.group import TrainGroup
-from skyrl_mega.megatron.role import POLICY, REFERENCE, ModelRole
+from skyrl_mega.megatron.role import CRITIC, POLICY, REFERENCE, ModelRole
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.trainer.placement import Reservations
@@ -54,8 +63,17 @@ class Setup:
         return self.config.cluster.start_timeout_s
 
 
-def start_actors(setup: Setup, placement: Reservations) -> tuple[TrainGroup, ReferenceModel | None, Fleet]:
-    """Policy and reference with their weights, and engines, side by side.
+class Actors(NamedTuple):
+    """What was started."""
+
+    policy: TrainGroup
+    reference: ReferenceModel | None
+    critic: TrainGroup | None
+    engines: Fleet
+
+
+def start_actors(setup: Setup, placement: Reservations) -> Actors:
+    """Policy, reference and critic with their weights, and engines, side by side.
 
     On GPUs that they share the engines come up first: vLLM measures what is free of the memory, and no other process
     may be taking some of it meanwhile.
@@ -76,10 +94,11 @@ def start_actors(setup: Setup, placement: Reservations) -> tuple[TrainGroup, Ref
         policy = build_model(config, group, POLICY, layout)
         policy.load(setup.model)
         reference = start_reference(setup, policy, placement.reference)
+        critic = start_critic(setup, placement.critic)
         fleet = booting.result()
         if shared:
             fleet.make_room = partial(make_room, group, rollout.tensor, setup.timeout_s, setup.say)
-        return policy, reference, fleet
+        return Actors(policy, reference, critic, fleet)
 
 
 def make_room(policy: ActorGroup, tensor: int, timeout_s: float, say: Callable[[str], None], engine: int) -> None:
@@ -105,11 +124,13 @@ def spawn_ranks(
     shared = dict(
         parallel=parallel,
         hf=setup.hf,
-        policy=config.policy,
+        policy=settings_of(role, config),
         algorithm=config.algorithm,
         dtype=config.model.dtype,
         device=setup.device,
-        trainable=role.trainable,
+        role=role,
+        value_clip=config.critic.value_clip,
+        deterministic=config.run.deterministic,
     )
     group = ActorGroup.spawn(
         role.name,
@@ -117,19 +138,29 @@ def spawn_ranks(
         [{"rank": rank, **shared} for rank in range(ranks)],
         timeout=setup.timeout_s,
         placement=placement,
-        # Megatron orders its kernels on one connection; a device reads this when its context is made, in `set_device`.
-        env={"OMP_NUM_THREADS": str(config.policy.threads)}
-        if setup.device == "cpu"
-        else {"CUDA_DEVICE_MAX_CONNECTIONS": "1"},
+        env=rank_environment(config, setup.device),
         logs=setup.logs,
     )
     setup.stack.callback(group.shutdown)
     return group
 
 
+def rank_environment(config: Config, device: str) -> dict[str, str]:
+    """Environment variables of a Megatron rank."""
+    if device == "cpu":
+        return {"OMP_NUM_THREADS": str(config.policy.threads)}
+    # Megatron orders its kernels on one connection; a device reads this when its context is made, in `set_device`.
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | (POLICY_ENVIRONMENT if config.run.deterministic else {})
+
+
 def layout_of(role: ModelRole, layout: LayoutConfig, ranks: int) -> ParallelDims:
     """The layout of a role's ranks."""
     return ParallelDims.from_config(layout, ranks, key=f"{role.name}.layout")
+
+
+def settings_of(role: ModelRole, config: Config) -> PolicyConfig:
+    """A role's settings of layers, optimizer and micro-batches."""
+    return policy_of(replace(config, policy=critic_model(config)) if role is CRITIC else config)
 
 
 def build_model(config: Config, group: ActorGroup, role: ModelRole, layout: LayoutConfig) -> TrainGroup:
@@ -138,7 +169,8 @@ def build_model(config: Config, group: ActorGroup, role: ModelRole, layout: Layo
     host = group.where[0].address
     port = group.call_one(0, "open_store", host, timeout, timeout=timeout)
     group.call_all("join", host, port, config.cluster.call_timeout_s, timeout=timeout)
-    return TrainGroup(group, layout_of(role, layout, len(group)), config.policy, config.cluster.call_timeout_s)
+    parallel = layout_of(role, layout, len(group))
+    return TrainGroup(group, parallel, settings_of(role, config), config.cluster.call_timeout_s)
 
 
 def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | None) -> ReferenceModel | None:
@@ -160,6 +192,17 @@ def start_reference(setup: Setup, policy: TrainGroup, placement: Placement | Non
     return ReferenceModel(policy, reference)
 
 
+def start_critic(setup: Setup, placement: Placement | None) -> TrainGroup | None:
+    """The critic with the weights that it starts from; None where advantages need none."""
+    config = setup.config
+    if not has_critic(config):
+        return None
+    layout = critic_layout(config)
+    critic = build_model(config, spawn_ranks(setup, CRITIC, layout, critic_ranks(config), placement), CRITIC, layout)
+    critic.load(Path(config.critic.path or setup.model))
+    return critic
+
+
 def longer(config: Config) -> dict[str, Any]:
     """vLLM's arguments for a model whose sequences may be longer than its config.json says (`model.max_length`)."""
     longest = config.model.max_length
@@ -177,7 +220,9 @@ def start_engines(setup: Setup, placement: Placement | None, weights: str = "dum
         max_length=length_limit(config.rollout),
         weights=weights,
         seed=config.run.seed,
+        routes=config.policy.moe.replay == "rollout" and weights == "dummy",  # else there is no policy to take them
         extra=longer(config),
+        deterministic=config.run.deterministic,
     )
     group = ActorGroup.spawn(
         "engine",

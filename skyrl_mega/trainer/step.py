@@ -20,6 +20,8 @@ class Step:
     metrics: dict[str, float] = field(default_factory=dict)
     trajectories: list[Trajectory] = field(default_factory=list)
     """All that were drawn, also those that dynamic sampling left out."""
+    greedy: list[Trajectory] = field(default_factory=list)
+    """Answers that samples are compared with: in the file of trajectories, and in no figure of samples."""
     look: Callable[[], None] = lambda: None
     """Raises where the run is to end."""
     start: float = field(default_factory=time.perf_counter)

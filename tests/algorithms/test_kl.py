@@ -1,16 +1,11 @@
-"""KL estimators against the exact KL of a categorical distribution, and the engine's mismatch against numpy."""
+"""KL estimators against the exact KL of a categorical distribution."""
 
 from __future__ import annotations
 
-import math
-
-import numpy as np
 import pytest
 import torch
 
 from skyrl_mega.algorithms.kl import kl
-from skyrl_mega.algorithms.losses import LossInputs
-from skyrl_mega.algorithms.mismatch import mismatch, mismatch_sums
 
 VOCABULARY = 7
 
@@ -61,40 +56,3 @@ def test_k3_is_exact_near_zero() -> None:
 def test_unknown_estimator() -> None:
     with pytest.raises(ValueError, match="k4"):
         kl(torch.zeros(1), torch.zeros(1), "k4")
-
-
-def test_mismatch_equals_numpy_and_reads_only_masked_tokens() -> None:
-    """Over two optimizer steps of two micro-batches each; NaN where a token does not count, or was not drawn."""
-    rng = np.random.default_rng(0)
-    engine, policy, mask = -rng.random(100), -rng.random(100), rng.random(100) < 0.5
-    drawn = rng.random(100) < 0.9
-    given = torch.from_numpy(np.where(mask & drawn, engine, math.nan))
-    updates = []
-    for step in range(2):
-        sums = [
-            mismatch_sums(
-                LossInputs(
-                    logprobs_L=torch.from_numpy(policy[part]),
-                    old_L=torch.from_numpy(policy[part]),
-                    advantages_L=torch.zeros(len(part)),
-                    weights_L=torch.from_numpy(mask[part] / mask.sum()),
-                    rollout_L=given[part],
-                    drawn_L=torch.from_numpy(drawn[part]),
-                )
-            )
-            for part in (np.arange(50 * step, 50 * step + 20), np.arange(50 * step + 20, 50 * step + 50))
-        ]
-        of_step = {name: sum(float(found[name]) for found in sums) for name in sums[0]}
-        updates.append(of_step | {"mismatch_abs_max": max(float(found["mismatch_abs_max"]) for found in sums)})
-    got = mismatch(updates)
-    d = (policy - engine)[mask & drawn]
-    assert got["mismatch/logprob_abs_mean"] == pytest.approx(np.abs(d).mean())
-    assert got["mismatch/logprob_abs_max"] == pytest.approx(np.abs(d).max())
-    assert got["mismatch/kl"] == pytest.approx((np.exp(d) - 1 - d).mean())
-
-
-def test_mismatch_without_tokens() -> None:
-    none = torch.zeros(3)
-    sums = mismatch_sums(LossInputs(logprobs_L=none, old_L=none, advantages_L=none, weights_L=none, rollout_L=none))
-    assert set(mismatch([{name: float(value) for name, value in sums.items()}]).values()) == {0.0}
-    assert mismatch_sums(LossInputs(logprobs_L=none, old_L=none, advantages_L=none, weights_L=none)) == {}

@@ -199,6 +199,34 @@ def test_an_empty_group_lowers_the_loss_and_not_the_means() -> None:
     own = dataclasses.replace(c, kl=KlConfig(coefficient=0.1, mean="sequences"))
     assert averages(metrics, own, 0.5)["kl"] == 0.1
     assert averages(metrics, DAPO, 0.5) == metrics
+    constant = AlgorithmConfig(loss_mean="constant", loss_mean_length=9)
+    assert averages(metrics, constant, 0.5) == {"loss": 0.3, "ratio": 1.0, "kl": 0.2, "lr": 1e-6}
+
+
+@given(
+    groups=st.lists(st.lists(st.integers(1, 9), min_size=1, max_size=4), min_size=1, max_size=5),
+    seed=st.integers(0, 999),
+    length=st.integers(1, 20),
+)
+@settings(max_examples=60, deadline=None)
+def test_weights_by_prompt_and_by_a_constant_equal_a_loop(groups: list[list[int]], seed: int, length: int) -> None:
+    lengths = [n for group in groups for n in group]
+    mask = (torch.rand(sum(lengths), generator=torch.Generator().manual_seed(seed)) < 0.3).long()
+    pieces = iter(mask.split(lengths))
+    by_group = [[next(pieces).tolist() for _ in group] for group in groups]
+    tokens = [sum(map(sum, group)) for group in by_group]
+    taught, kept = sum(map(bool, tokens)), sum(any(piece) for group in by_group for piece in group)
+    by_prompt = [
+        m / (taught * count) if count else 0.0
+        for group, count in zip(by_group, tokens, strict=True)
+        for piece in group
+        for m in piece
+    ]
+    by_constant = [m / (kept * length) if kept else 0.0 for group in by_group for piece in group for m in piece]
+    sizes = torch.tensor(list(map(len, groups)))
+    at = torch.tensor(lengths)
+    assert token_weights(mask, at, "prompts", groups_G=sizes).tolist() == pytest.approx(by_prompt)
+    assert token_weights(mask, at, "constant", length=length).tolist() == pytest.approx(by_constant)
 
 
 @given(lengths=st.lists(st.integers(1, 9), min_size=1, max_size=8), seed=st.integers(0, 999))
@@ -250,6 +278,15 @@ def test_metrics_are_the_means_of_the_batch() -> None:
     assert metrics["importance_weight"].item() == pytest.approx(capped.mean().item(), rel=1e-6)
     assert metrics["entropy"].item() == pytest.approx(b["logprobs"].abs()[chosen].mean().item(), rel=1e-6)
     assert not any(m.requires_grad for m in metrics.values())
+
+
+def test_how_far_the_step_has_moved_is_measured_without_bias() -> None:
+    """The expectation over every token of the distribution that drew, by its own formula."""
+    generator = torch.Generator().manual_seed(1)
+    old, new = torch.randn(2, 50, generator=generator, dtype=torch.float64).mul(1.5).log_softmax(-1)
+    inputs = LossInputs(logprobs_L=new, old_L=old, advantages_L=torch.zeros(50), weights_L=old.exp())
+    _, metrics = ppo(inputs, AlgorithmConfig())
+    assert metrics["kl_old"].item() == pytest.approx((old.exp() * (old - new)).sum().item(), rel=1e-9)
 
 
 def test_a_log_prob_that_the_settings_need_is_asked_for() -> None:

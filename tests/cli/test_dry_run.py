@@ -177,6 +177,69 @@ def test_a_reference_of_its_own_has_nodes_of_its_own(file: Path, capsys: pytest.
     assert "memory of reference ranks" in dry_run_text.text(v)
 
 
+def test_a_critic_has_nodes_and_memory_of_its_own(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It trains as the policy does, and neither chooses among tokens nor sends weights to engines."""
+    settings = ["algorithm=gae", "cluster.nodes=9", "critic.layout={tensor: 2, expert: 8}", "critic.ranks=8"]
+    v, without = values(file, capsys, *settings), values(file, capsys, "algorithm=gae", *LESS)
+    assert v["nodes"][4]["critic"] == list(range(8)), "after the policy, before the engines"
+    memory = v["critic"][0]["memory"]
+    assert memory["gradients"] > 0 and memory["optimizer"] > 0 and memory["activations"] > 0
+    assert (memory["logits"], memory["sync"], memory["reference"]) == (0, 0, 0)
+    assert v["seconds"]["critic"] > 0 == without["seconds"]["critic"]
+    assert v["disk"]["checkpoint"] > 1.9 * without["disk"]["checkpoint"]
+    assert "memory of critic ranks" in dry_run_text.text(v) and "critic" not in dry_run_text.text(without)
+
+
+LESS = ["algorithm.advantage=grpo", "algorithm.whiten=none"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "line"),
+    [
+        (["critic.layout.tensor=3", "critic.ranks=6"], "critic.layout.tensor: 3 does not divide"),
+        (["critic.layout.tensor=16", "critic.ranks=8"], "critic.layout"),
+        (["critic.ranks=1", "critic.layout.tensor=1"], "critic: rank 0 needs about"),
+    ],
+)
+def test_a_critic_that_cannot_be_is_refused(
+    file: Path, settings: list[str], line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(file), "--dry-run", "algorithm=gae", "cluster.nodes=12", *settings]) == 2
+    assert line in capsys.readouterr().err
+
+
+def test_a_suggestion_leaves_room_for_a_critic(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(run(file, capsys, "algorithm=gae", "--suggest", "64", "--json"))
+    for suggestion in found["found"][::60]:
+        config = compose(file, ["algorithm=gae", *suggestion["overrides"]])
+        hf, _ = dry_run.checked(config)
+        assert refusal.wrong(config, hf, planned=True, strict=True) is None
+        assert sum(len(n.policy) + len(n.critic) + n.workers for n in nodes(config)) <= 64
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given"),
+    [(32, ["critic.ranks=8", "policy.layout.expert=8"]), (48, ["critic.layout={tensor: 2, expert: 16}"])],
+    ids=["ranks of its own", "a layout of its own"],
+)
+def test_what_the_critic_cannot_follow_is_not_suggested(
+    file: Path, gpus: int, given: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its layout or its ranks are the policy's, of which the search tries many that cannot be a critic's."""
+    found = json.loads(run(file, capsys, "algorithm=gae", *given, "--suggest", str(gpus), "--json"))
+    assert found["found"] and found["tried"] > len(found["found"])
+    for suggestion in found["found"][::20]:
+        config = compose(file, ["algorithm=gae", *given, *suggestion["overrides"]])
+        hf, _ = dry_run.checked(config)
+        assert refusal.wrong(config, hf, planned=True, strict=True) is None
+
+
+def test_nothing_is_suggested_beside_a_critic_that_cannot_be(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["algorithm=gae", "critic.ranks=8", "critic.layout.tensor=8"]
+    assert main(["--config", str(file), *given, "--suggest", "32"]) == 2
+    assert "critic.layout.tensor: 8 does not divide the model's 4" in capsys.readouterr().err
+
+
 def test_long_sequences_set_the_memory(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     v = values(file, capsys, "rollout.max_response_tokens=28672")
     assert v["batch"]["oversize"] and v["batch"]["row"]["tokens"] == 32768

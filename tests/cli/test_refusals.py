@@ -122,6 +122,11 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         ],
     ),
     ("less than no expert", "policy.layout.expert=-2", ["at least 1", "policy.layout.expert=8"]),
+    (
+        "ranks of a reference without a layout",
+        "reference.ranks=4",
+        ["reference.ranks = 4: it needs reference.layout; without one the policy's ranks are shared"],
+    ),
     ("groups of one", "data.samples_per_prompt=1", ["at least 2", "data.samples_per_prompt=2"]),
     # ---- settings that others drop in silence
     ("an unknown key", "policy.optimizer.betas=0.95", ["did you mean policy.optimizer.beta"]),
@@ -133,6 +138,7 @@ ALONE = (
     "give 7.6 or more",
     "did you mean policy.optimizer.beta",
     "config.json",
+    "reference.ranks = 4: it needs reference.layout; without one the policy's ranks are shared",
 )
 """What stands in place of settings to paste."""
 
@@ -160,6 +166,7 @@ def test_it_is_refused_with_a_mend_that_works(
     assert out == "" and line.count("\n") == 1
     assert [part for part in says if part not in line] == [], line
     _, found, offered = line.rstrip("\n").partition("; nearest that work: ")
+    assert "nothing near" not in line or not any(word in line for word in ("; give ", "needs ref", "allowed"))
     nodes = [int(n) for n in re.findall(r"cluster\.nodes=(\d+)", offered)]
     assert max(nodes, default=0) <= 4 * 65, "nobody has so many"
     assert bool(found) == (says[-1] not in ALONE)

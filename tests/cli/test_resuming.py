@@ -35,7 +35,7 @@ def config(folder: Path, *settings: str) -> Config:
 def save(run: Path, step: int, position: int) -> None:
     stream = {"position": position, "count": 20, "seed": 0, "shuffle": True}
     checkpoints = Checkpoints(run / "checkpoints", keep=2)
-    checkpoints.save(step, {"step": step, "stream": stream}, lambda to: (to / "weights").touch())
+    checkpoints.save(step, {"step": step, "stream": stream}, {"policy": lambda to: (to / "weights").touch()})
 
 
 def test_what_changed_is_told_in_one_line(folder: Path) -> None:
@@ -47,6 +47,15 @@ def test_what_changed_is_told_in_one_line(folder: Path) -> None:
         "reference.layout null → a group",
         "reference.layout.tensor 1 → 2",
     ]
+
+
+def test_a_critic_cannot_join_a_run_that_had_none(folder: Path) -> None:
+    with pytest.raises(
+        UserError, match=r"algorithm\.advantage = gae: .*step_000002 has no critic; set it back, or give"
+    ):
+        resuming.changes(config(folder, "algorithm.advantage=gae"))
+    (folder / "runs" / "r" / "checkpoints" / "step_000002" / "critic").mkdir()
+    assert resuming.changes(config(folder, "algorithm.advantage=gae")) == ['algorithm.advantage "grpo" → "gae"']
 
 
 def test_another_value_from_the_environment_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

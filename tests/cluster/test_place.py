@@ -14,9 +14,18 @@ from hypothesis import strategies as st
 from skyrl_mega.cluster.actor_process import Location
 from skyrl_mega.cluster.place import RunPlacement, actual, check_nodes, place
 from skyrl_mega.config.checks import check_gpus
-from skyrl_mega.config.derived import engine_ranks, policy_ranks, reference_ranks
+from skyrl_mega.config.derived import critic_ranks, engine_ranks, policy_ranks, reference_ranks
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.schema import ClusterConfig, Config, LayoutConfig, PolicyConfig, ReferenceConfig, RolloutConfig
+from skyrl_mega.config.schema import (
+    AlgorithmConfig,
+    ClusterConfig,
+    Config,
+    CriticConfig,
+    LayoutConfig,
+    PolicyConfig,
+    ReferenceConfig,
+    RolloutConfig,
+)
 
 
 @st.composite
@@ -31,7 +40,10 @@ def configs(draw: st.DrawFn, device: str | None = None) -> Config:
     engines = draw(st.integers(1, 9))
     policy = draw(st.integers(engines * tensor if shared else 1, 90))
     layout = draw(st.sampled_from([None, LayoutConfig()]))
+    gae = draw(st.booleans())
     return Config(
+        algorithm=AlgorithmConfig(advantage="gae" if gae else "grpo"),
+        critic=CriticConfig(ranks=draw(st.integers(1, 20)) if gae else None),
         cluster=ClusterConfig(device=where, nodes=draw(st.integers(1, 5)), gpus_per_node=node, shared=shared),
         policy=PolicyConfig(ranks=policy),
         reference=ReferenceConfig(layout=layout, ranks=draw(st.integers(1, 20)) if layout else None),
@@ -44,8 +56,9 @@ def test_every_process_has_a_device(config: Config) -> None:
     found = place(config)
     workers = config.rollout.engines * engine_ranks(config.rollout)
     assert (len(found.policy), len(found.reference)) == (policy_ranks(config), reference_ranks(config))
+    assert len(found.critic) == critic_ranks(config) == (config.critic.ranks or 0)
     assert len(found.engines) == workers
-    own = [*found.policy, *found.reference, *(() if config.cluster.shared else found.engines)]
+    own = [*found.policy, *found.reference, *found.critic, *(() if config.cluster.shared else found.engines)]
     assert len(own) == len({*own}) and min(own) == 0
     if config.cluster.shared:
         on_cpu = config.cluster.device == "cpu"
@@ -188,7 +201,7 @@ def test_cpus_share_the_processes_evenly(config: Config) -> None:
     assert found.nodes <= config.cluster.nodes
     assume(not config.cluster.shared)
     engines = found.engines[:: engine_ranks(config.rollout)]
-    shares = Counter(map(found.node, [*found.policy, *found.reference, *engines]))
+    shares = Counter(map(found.node, [*found.policy, *found.reference, *found.critic, *engines]))
     assert max(shares.values()) - min(shares.values()) <= 1
 
 

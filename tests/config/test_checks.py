@@ -10,19 +10,6 @@ from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
 
-CONFIGS = Path(__file__).parents[2] / "configs"
-
-
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The least that passes."""
-    file = tmp_path_factory.mktemp("configs") / "base.yaml"
-    file.write_text(
-        "model: {path: m}\ndata: {train: [t.parquet], prompts_per_step: 64}\n"
-        "cluster: {device: cpu}\npolicy: {ranks: 8}\n"
-    )
-    return file
-
 
 @pytest.mark.parametrize(
     "arguments",
@@ -31,6 +18,8 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ["policy.optimizer.schedule=cosine", "policy.optimizer.decay_steps=10", "policy.optimizer.warmup_steps=9"],
         ["algorithm.advantage=reinforce", "data.samples_per_prompt=1", "rollout.sampling.temperature=0"],
         ["algorithm.kl.coefficient=0.1", "reference.layout.tensor=2", "reference.ranks=2"],
+        ["algorithm.advantage=gae", "data.samples_per_prompt=1", "critic.layout.tensor=2", "critic.warmup_steps=3"],
+        ["algorithm.advantage=gae", "algorithm.gamma=0.9", "algorithm.whiten=batch"],
         ["rollout.sampling.top_k=1", "rollout.sampling.top_p=0.5", "evaluation.temperature=0"],
         ["cluster.device=cuda", "cluster.nodes=2"],
         ["data.mini_batch_prompts=16"],
@@ -97,13 +86,136 @@ WRONG = [
     ("data.mini_batch_prompts=24", "data.mini_batch_prompts = 24: it does not divide data.prompts_per_step = 64"),
     ("data.mini_batch_prompts=128", "data.mini_batch_prompts = 128: it does not divide data.prompts_per_step = 64"),
     ("data.samples_per_prompt=1", "data.samples_per_prompt = 1: algorithm.advantage=grpo compares the samples"),
+    ("algorithm.importance_cap=0", "algorithm.importance_cap = 0: every token's weight would be 0"),
+    ("algorithm.loss_mean=constant", "algorithm.loss_mean = constant: it needs algorithm.loss_mean_length"),
+    ("algorithm.loss=sapo algorithm.dual_clip=3", "algorithm.dual_clip = 3: algorithm.loss=sapo has no such bound"),
+    ("algorithm.kl.unbiased=true", "algorithm.kl.unbiased = true: there is no KL term to correct"),
+    ("algorithm.importance_level=sequence", "algorithm.importance_level = sequence: there is no importance sampling"),
+    ("algorithm.entropy.target=0.3 algorithm.entropy.step=0", "algorithm.entropy.step = 0: the coefficient would not"),
+    (
+        "algorithm.entropy.target=0.3 algorithm.entropy.coefficient=2",
+        "algorithm.entropy.coefficient = 2: with algorithm.entropy.target allowed is a number from",
+    ),
+    (
+        "algorithm.entropy.target=0.3 algorithm.entropy.most=0",
+        "algorithm.entropy.least = 0: allowed is a number below algorithm.entropy.most = 0",
+    ),
+    (
+        "algorithm.entropy.target=0.3 algorithm.entropy.least=0.5 algorithm.entropy.most=0.1",
+        "algorithm.entropy.least = 0.5: allowed is a number below algorithm.entropy.most = 0.1",
+    ),
+    ("algorithm.entropy.target=0.3 algorithm.entropy.least=0.1", "algorithm.entropy.coefficient = 0: with algorithm"),
+    ("algorithm.entropy.top_share=0", "algorithm.entropy.top_share = 0: no token would be learned from"),
+    ("algorithm.importance_normalize=true", "algorithm.importance_normalize = true: there is no importance sampling"),
+    ("algorithm.clip_cov.low=6", "algorithm.clip_cov.low = 6: allowed is a number below algorithm.clip_cov.high = 5"),
+    ("algorithm.loss=kl_cov", "algorithm.loss = kl_cov: the only optimizer step of an RL step would punish nothing"),
+    (
+        "algorithm.advantage=reinforce algorithm.whiten=group data.samples_per_prompt=1",
+        "data.samples_per_prompt = 1: algorithm.whiten=group would bring the only sample of each prompt to 0",
+    ),
+    (
+        "algorithm.loss=kl_cov data.epochs_per_step=2 algorithm.kl_cov.coefficient=0",
+        "algorithm.kl_cov.coefficient = 0: kl_cov would punish nothing",
+    ),
+    ("algorithm.importance_outside=mask", "algorithm.importance_outside = mask: there is no importance sampling"),
+    ("algorithm.importance_floor=0.5", "algorithm.importance_floor = 0.5: there is no importance sampling"),
+    (
+        "algorithm.importance_floor=2 algorithm.importance_cap=2",
+        "algorithm.importance_floor = 2: allowed is a number below algorithm.importance_cap = 2",
+    ),
+    (
+        "algorithm.old_logprobs=engine algorithm.importance_cap=2",
+        "algorithm.importance_cap = 2.0: its ratio is 1 with algorithm.old_logprobs=engine",
+    ),
+    (
+        "algorithm.old_logprobs=engine algorithm.rejection.level=token",
+        "algorithm.rejection.level = token: its ratio is 1 with algorithm.old_logprobs=engine",
+    ),
+    (
+        "algorithm.old_logprobs=engine algorithm.rejection.outlier_low=0.1",
+        "algorithm.rejection.outlier_low = 0.1: its ratio is 1 with algorithm.old_logprobs=engine",
+    ),
+    ("algorithm.loss=dppo_tv algorithm.dual_clip=3", "algorithm.loss=dppo_tv has no such bound"),
+    (
+        "algorithm.kl.coefficient=0.1 algorithm.kl.unbiased=true algorithm.kl.estimator=k2",
+        "algorithm.kl.estimator=k2 has not the gradient of KL; allowed is k1 or k3",
+    ),
+    ("algorithm.advantage=maxrl algorithm.overlong.buffer=9", "its punishment makes rewards negative, which"),
+    ("algorithm.gamma=0.9", "algorithm.gamma = 0.9: algorithm.advantage=grpo does not discount with it"),
+    ("algorithm.whiten=batch_std", "algorithm.whiten = batch_std: algorithm.advantage=grpo has divided by the group's"),
+    ("algorithm.advantage=gdpo algorithm.overlong.buffer=9", "looks at each of the environment's rewards, which the"),
+    ("algorithm.kl.where=reward", "algorithm.kl.where = reward: algorithm.kl.coefficient = 0 takes nothing from it"),
+    ("algorithm.kl.target=3", "algorithm.kl.target = 3: the coefficient of the loss's term is fixed"),
+    (
+        "algorithm.kl.where=reward algorithm.kl.coefficient=0.1 algorithm.kl.unbiased=true",
+        "algorithm.kl.unbiased = true: it is of the loss's term",
+    ),
+    (
+        "algorithm.kl.where=reward algorithm.kl.coefficient=0.1 algorithm.advantage=maxrl",
+        "algorithm.advantage=maxrl divides by rewards, which KL makes negative",
+    ),
+    (
+        "algorithm.kl.where=reward algorithm.kl.coefficient=0.1 algorithm.old_logprobs=engine",
+        "which algorithm.old_logprobs=engine does not compute",
+    ),
+    ("algorithm.dual_clip=1", "algorithm.dual_clip = 1: it would halve the gradient"),
     ("rollout.sampling.temperature=0", "rollout.sampling.temperature = 0: the 8 samples of a prompt would all be the"),
     (
         "algorithm.kl.coefficient=0.1 warmup.steps=5 warmup.files=[x]",
         "the reference would be the model before its warm-up",
     ),
+    ("critic.ranks=2", "critic.ranks is set: algorithm.advantage=grpo has no critic; give algorithm.advantage=gae"),
+    ("critic.optimizer.lr=1", "critic.optimizer is set: algorithm.advantage=grpo has no critic"),
+    ("critic.warmup_steps=1 algorithm.advantage=rloo", "critic.warmup_steps is set: algorithm.advantage=rloo has no"),
+    (
+        "algorithm.advantage=opo algorithm.gamma=0.9",
+        "give algorithm.gamma=1, or algorithm.advantage=reinforce++ or gae",
+    ),
+    (
+        "algorithm.advantage=optimal_token_baseline data.samples_per_prompt=1",
+        "algorithm.advantage=optimal_token_baseline compares the samples",
+    ),
+    ("algorithm.gae.lam=1", "algorithm.gae.lam is set: algorithm.advantage=grpo has no critic"),
+    ("algorithm.advantage=gae critic.value_clip=0", "critic.value_clip = 0: no value could move; allowed is a number"),
+    ("algorithm.advantage=gae critic.warmup_steps=9 run.steps=9", "allowed is less than run.steps = 9"),
+    ("algorithm.advantage=gae critic.optimizer.beta1=1", "critic.optimizer.beta1 = 1: allowed is a number below 1"),
+    (
+        "algorithm.advantage=gae critic.optimizer.options.lr=1",
+        "critic.optimizer.options.lr: the run decides it; use critic.optimizer.lr",
+    ),
+    (
+        "algorithm.advantage=gae critic.ranks=9 cluster.device=cuda cluster.nodes=2",
+        "policy 8 + critic 9 + engines 1 GPUs are more than cluster.nodes · gpus_per_node = 16",
+    ),
+    (
+        "algorithm.advantage=gae cluster.device=cuda policy.ranks=null rollout.engines=2",
+        "at most 8: policy.ranks=3, or",
+    ),
+    ("algorithm.advantage=gae cluster.device=cuda policy.ranks=5 rollout.engines=2", "at most 8: policy.ranks=3, or"),
+    ("algorithm.advantage=gae cluster.device=cuda critic.ranks=2 rollout.engines=2", "at most 8: policy.ranks=4, or"),
+    (
+        "algorithm.kl.coefficient=0.1 reference.layout.tensor=1 cluster.device=cuda rollout.engines=2",
+        "policy 8 + reference 8 + engines 2 GPUs are more than cluster.nodes · gpus_per_node = 8; allowed is a sum of "
+        "at most 8: policy.ranks=3, or",
+    ),
     ("reference.path=x", "reference.path is set: it needs algorithm.kl.coefficient above 0"),
     ("reference.ranks=2 algorithm.kl.coefficient=0.1", "reference.ranks = 2: it needs reference.layout"),
+    (
+        "algorithm.dynamic_sampling.mode=replace",
+        "algorithm.dynamic_sampling.mode = replace: there is no dynamic sampling",
+    ),
+    ("algorithm.dynamic_sampling.oversample=2", "algorithm.dynamic_sampling.oversample = 2.0: there is no dynamic"),
+    ("algorithm.dynamic_sampling.tolerance=0.1", "algorithm.dynamic_sampling.tolerance = 0.1: there is no dynamic"),
+    ("algorithm.dynamic_sampling.reward=right", "algorithm.dynamic_sampling.reward = right: there is no dynamic"),
+    (
+        "algorithm.advantage=remax data.samples_per_prompt=1 rollout.sampling.temperature=0",
+        "algorithm.advantage=remax would compare greedy answers with themselves",
+    ),
+    (
+        "algorithm.kl.where=reward algorithm.kl.coefficient=0.1 algorithm.advantage=remax",
+        "algorithm.advantage=remax has a baseline that no KL is taken from",
+    ),
+    ("algorithm.overlong.filter_by=tokens", "algorithm.overlong.filter_by = tokens: nothing is filtered"),
     ("algorithm.overlong.buffer=2000", "algorithm.overlong.buffer = 2000: allowed is at most the 1024 tokens"),
     ("rollout.sampling.top_k=0", "rollout.sampling.top_k = 0: allowed is -1 (all) or at least 1"),
     ("rollout.sampling.top_p=0", "rollout.sampling.top_p = 0: allowed is a number above 0"),
@@ -162,3 +274,10 @@ def test_what_is_impossible_is_one_line(base: Path, arguments: str, line: str) -
         check(compose(base, arguments.split()))
     assert line in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_a_reward_has_a_number_as_weight(base: Path) -> None:
+    config = compose(base, [])
+    config.algorithm.reward_weights = {"right": 1, "short": "much"}  # type: ignore[dict-item]
+    with pytest.raises(UserError, match=r"algorithm.reward_weights.short = 'much': allowed is a finite number"):
+        check(config)

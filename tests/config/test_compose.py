@@ -165,8 +165,8 @@ def test_every_recipe_composes_and_its_dump_is_the_same_run(file: Path, tmp_path
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("algorithm/*.yaml")), ids=lambda file: file.stem)
 def test_every_algorithm_can_be_chosen(file: Path) -> None:
     chosen = compose(CONFIGS / "quickstart.yaml", [f"algorithm={file.stem}"]).algorithm
-    assert chosen.advantage == "grpo"
-    assert chosen.clip_high == {"dapo": 0.28, "grpo": 0.2}[file.stem]
+    assert chosen.advantage == {"gae": "gae"}.get(file.stem, "grpo")
+    assert chosen.clip_high == {"dapo": 0.28, "grpo": 0.2, "gae": 0.2}[file.stem]
 
 
 def test_nearest_prefers_the_same_word_elsewhere() -> None:
@@ -187,5 +187,5 @@ def test_groups_that_come_with_the_project_are_found_from_anywhere(tmp_path: Pat
     (tmp_path / "algorithm").mkdir()
     (tmp_path / "algorithm" / "dapo.yaml").write_text("clip_high: 0.77\n")
     assert compose(tmp_path / "mine.yaml").algorithm.clip_high == 0.77, "one beside the file goes before"
-    with pytest.raises(UserError, match=r"algorithm/dpao is not in .*, nor among .*; allowed is dapo, grpo"):
+    with pytest.raises(UserError, match=r"algorithm/dpao is not in .*, nor among .*; allowed is dapo, gae, grpo"):
         compose(tmp_path / "mine.yaml", ["algorithm=dpao"])

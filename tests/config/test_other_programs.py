@@ -21,7 +21,7 @@ from skyrl_mega.config.other_programs.entry import Entry
 ROOT = Path(__file__).parents[2]
 FREE = [name for name, key in keys().items() if key.type is dict]
 YAML = {"null": None, "true": True, "false": False, "-1": -1, "0": 0}
-SAME = {"data.shuffle"}
+SAME = {"data.shuffle", "algorithm.gamma"}
 """Settings that have the same name here."""
 
 
@@ -125,8 +125,8 @@ def test_all_unknown_keys_of_a_command_line_are_told_at_once(
     assert lines[3].startswith(
         "error: generator.engine_init_kwargs.swap_space is SkyRL's; here it is rollout.options.swap"
     )
-    assert lines[4].startswith("error: trainer.algorithm.advantage_estimator=gae is SkyRL's; here there is none: ")
-    assert lines[5].startswith("error: critic.optim.lr is verl's; here there is none: there is no value model")
+    assert lines[4].startswith("error: trainer.algorithm.advantage_estimator=gae is SkyRL's; here it is algorithm.adv")
+    assert lines[5].startswith("error: critic.optim.lr is verl's; here it is critic.optimizer.lr (docs")
     assert lines[6].startswith("error: run.sed = 1 is not known here; did you mean run.seed?")
     assert lines[7].startswith("error: beta is TRL's; here it is algorithm.kl.coefficient")
 
@@ -182,6 +182,13 @@ def test_many_mistakes_have_an_end() -> None:
     assert UserError("one").lines == ["one"] and "\n" not in str(UserErrors(["a\nb", "c"]))
 
 
+def test_every_estimate_of_verl_is_answered_in_loss_and_reward() -> None:
+    table = lookup.PROGRAMS["verl"]
+    names = {f"{name}{plus}" for name in ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "full") for plus in "+ "}
+    for key in ("algorithm.kl_penalty", "actor_rollout_ref.actor.kl_loss_type"):
+        assert set(table[key].values) == {name.strip() for name in names}
+
+
 def page() -> str:
     return (ROOT / "docs" / "migration.md").read_text().partition("## Every key")[0]
 
@@ -205,3 +212,40 @@ def test_each_row_of_the_page_is_as_the_tables_have_it() -> None:
             continue
         line = lookup.answer(theirs) or ""
         assert here == "–" or any(setting in line for setting in ours), (theirs, ours, line)
+
+
+@pytest.mark.parametrize(
+    ("words", "here"),
+    [
+        (["--lam=0.9"], "it is algorithm.gae.lam"),
+        (["--vf_coef=0.1"], "a critic has an optimizer of its own: critic.optimizer.lr"),
+        (["--cliprange_value=0.2"], "it is critic.value_clip"),
+        (["--num_ppo_epochs=4"], "it is data.epochs_per_step and critic.epochs"),
+        (["--kl_coef=0.05"], "algorithm.kl.coefficient: with algorithm.kl.where=reward"),
+        (["--cliprange=0.2"], "it is algorithm.clip_low and algorithm.clip_high"),
+        (["--gamma=1.0"], "it is algorithm.gamma"),
+        (["--epsilon_high=5"], "with cispo algorithm.cispo.clip_high, which is it less 1"),
+        (["actor_rollout_ref.actor.clip_ratio_high=4"], "cispo has algorithm.cispo.clip_high"),
+        (["+algorithm.gdpo_reward_keys=[a,b]"], "it is algorithm.advantage=gdpo: an environment's step names"),
+        (["+algorithm.gdpo_reward_weights=[1,2]"], "it is algorithm.reward_weights: name: weight, not a list"),
+        (["algorithm.rollout_correction.rollout_rs=token_k1"], "it is algorithm.rejection.level=token: its bounds"),
+        (["algorithm.rollout_correction.rollout_rs=seq_mean_k1"], "it is algorithm.rejection.level=geometric"),
+        (["algorithm.rollout_correction.rollout_rs=seq_max_k2"], "there is none: algorithm.rejection looks at ratios"),
+        (["algorithm.kl_penalty=kl"], "it is algorithm.kl.estimator=k1: with where=reward"),
+        (["algorithm.kl_penalty=abs"], "it is algorithm.kl.estimator=abs"),
+        (["algorithm.kl_penalty=mse"], "it is algorithm.kl.estimator=k2"),
+        (["algorithm.kl_penalty=low_var_kl"], "it is algorithm.kl.estimator=k3: with where=reward"),
+        (["algorithm.kl_penalty=low_var_kl+"], "it is algorithm.kl.estimator=k3: with where=reward, where the +"),
+        (["algorithm.kl_penalty=full"], "there is none: algorithm.kl.estimator is of the token that was drawn"),
+        (["actor_rollout_ref.actor.kl_loss_type=low_var_kl+"], "it is algorithm.kl.estimator=k3+"),
+        (["actor_rollout_ref.actor.kl_loss_type=kl+"], "it is algorithm.kl.estimator=k2: its gradient is k2's"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else given[0],
+)
+def test_what_others_call_ppo_gdpo_kl_and_rejection(
+    words: list[str], here: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    option = words[0].startswith("--")
+    run = (lambda: parser().parse_intermixed_args(words)) if option else (lambda: compose(None, words))
+    (line,) = said(run, capsys)
+    assert here in line

@@ -125,7 +125,7 @@ def test_two_nodes_shared(two_nodes: None, tmp_path: Path, monkeypatch: pytest.M
     found = seats.reserve_run(config, "cuda")
     found = replace(found, policy=dealt(found.policy, 1))
     with ExitStack() as stack:
-        policy, _, fleet = start_actors.start_actors(
+        policy, _, _, fleet = start_actors.start_actors(
             start_actors.Setup(config, {}, tmp_path, device="cuda", folder=tmp_path, stack=stack, say=print), found
         )
         where, ranks = policy.group.where, told(policy.group)
@@ -173,7 +173,7 @@ def test_two_nodes_apart(two_nodes: None, tmp_path: Path, monkeypatch: pytest.Mo
     found = seats.reserve_run(config, "cuda")
     found = replace(found, policy=dealt(found.policy, 2), engines=dealt(found.engines, 3))
     with ExitStack() as stack:
-        policy, _, fleet = start_actors.start_actors(
+        policy, _, _, fleet = start_actors.start_actors(
             start_actors.Setup(config, {}, tmp_path, device="cuda", folder=tmp_path, stack=stack, say=print), found
         )
         ranks = [(at.address, gpu) for at in policy.group.where for gpu in at.gpus]

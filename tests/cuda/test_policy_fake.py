@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_mega.config.schema import BuildConfig
-from skyrl_mega.megatron import layer_spec, objectives
+from skyrl_mega.config.schema import BuildConfig, MoeConfig
+from skyrl_mega.megatron import heads, layer_spec, objectives
 from skyrl_mega.megatron.packing import MicroBatch, pack
 from skyrl_mega.megatron.worker import ModelWorker
 from skyrl_mega.models.tiny import build, hf_config
@@ -100,7 +100,9 @@ def test_forward_through_layers_and_head(
     micros = [batch.take(range(0, 6)), batch.take(range(6, 13))]
     seen: list[tuple[Tensor, Tensor, MicroBatch]] = []
 
-    def finish(logprobs: Tensor, entropy: Tensor, micro: MicroBatch, _: int) -> tuple[Tensor, dict[str, Tensor]]:
+    def finish(model: Any, micro: MicroBatch, _: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        head = dict(vocab=made.vocab, temperature=1.0, chunk=made.policy.logit_chunk)
+        logprobs, entropy = heads.logprobs_of(model, hidden, micro, **head)
         seen.append((logprobs, entropy, micro))
         loss, metrics = objectives.supervised(objectives.inputs_of(logprobs, entropy, micro))
         return loss, {"loss": loss.detach(), **metrics}
@@ -111,7 +113,7 @@ def test_forward_through_layers_and_head(
         from megatron.core.pipeline_parallel import schedules
 
         with mock.patch.object(schedules, "backward_step", return_value=None):
-            kept = made._run(micros, finish, 1.0, forward_only=False)
+            kept = made._run(micros, finish, forward_only=False)
         assert len(seen) == len(micros) == len(kept)
         for logprobs, entropy, micro in seen:
             assert logprobs.shape == entropy.shape == micro.targets.shape
@@ -126,6 +128,7 @@ def test_forward_through_layers_and_head(
 def steps(rank: int, address: str, path: Path, parallel: ParallelDims, dtype: torch.dtype, as_cuda: bool) -> Any:
     """Losses, norms and log-probs of a rank whose tensors say CUDA's, or the CPU's."""
     changes: dict[str, Any] = {"spec": "local", "recompute": True} if as_cuda else {}
+    changes |= {"moe": MoeConfig(aux_loss=0.1)}
     if not as_cuda:
         return run_steps(layouts.open_rank(rank, address, path, parallel, layouts.policy_config(**changes), dtype))
     with (

@@ -92,7 +92,7 @@ def test_an_evaluations_engines_have_gpus(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(engines, "session", session)
     monkeypatch.setattr(engines, "reserve", lambda count, gpus: [gpus] * count)
     monkeypatch.setattr(engines, "start_engines", start)
-    monkeypatch.setattr(engines, "Generator", lambda *_: nullcontext())
+    monkeypatch.setattr(engines, "Generator", lambda *_, **__: nullcontext())
     console: Any = SimpleNamespace(say=print, phase=lambda _: nullcontext())
     chat: Any = None
     config = dapo()

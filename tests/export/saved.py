@@ -58,7 +58,7 @@ def make_run(run: Path, ranks: int, sizes: dict[str, Any], *, dtype: torch.dtype
         answers.extend(run_ranks(ranks, save, run, folder, layouts.layout(ranks, **sizes), dtype, steps))
 
     (run / "checkpoints").mkdir(exist_ok=True)
-    Checkpoints(run / "checkpoints", keep=3).save(steps, {"step": steps}, save_policy)
+    Checkpoints(run / "checkpoints", keep=3).save(steps, {"step": steps}, {"policy": save_policy})
     if not steps:
         return None
     found = np.full(len(BATCH.tokens), np.nan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import os
 import signal
 import subprocess
@@ -113,6 +114,7 @@ def errors(
 
 def test_what_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.fuzz.left.GRACE_S", 0.2)
+    gc.collect()  # descriptors that other tests dropped must not be closed meanwhile: their number would not rise
     said = errors(NOTICED, feed, monkeypatch)
     monkeypatch.delenv("FUZZ_LEFT")
     assert said.pop("monotonic") is None

@@ -11,15 +11,11 @@ FILE, FUNCTION, POSITIONAL = 450, 60, 6
 
 LISTED = {
     "envs.swe.witness:_keeper": "keeps what it knows in closures, as an object could be found by the code under test",
-    "envs.swe.witness:_pytest": "as `_keeper`",
+    "envs.swe.witness:_pytest": "as `_keeper`: closures of one program, whose source is shipped whole",
     "megatron.vocab_parallel:forward": "torch.autograd.Function gives all inputs by position",
     "megatron.vocab_parallel:call of _LogProbs.apply": "as `forward`",
     "megatron.layer_spec:call of varlen_attn": "torch's own",
     "weights.transports.ipc:call of torch.UntypedStorage._new_shared_cuda": "torch's own",
-    "export.export:export": "one step after another, none of which has a name of its own",
-    "weights.exchange.exchange:run": "one step after another, none of which has a name of its own",
-    "cluster.ray_session:session": "one resource after another, each released in the opposite order",
-    "cli.train:_run": "one check after another, then the run and what its end means",
 }
 """What is longer, and why; what is no longer too long may not stay here."""
 

@@ -15,6 +15,7 @@ from skyrl_mega.config.schema import LayoutConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron import cpu, model, objectives
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.megatron.worker import ModelWorker
+from skyrl_mega.models.registry import HeadKind
 from skyrl_mega.parallel.balance import balance
 from skyrl_mega.parallel.dims import ParallelDims
 from tests.support.ranks import run_ranks
@@ -29,6 +30,7 @@ def open_rank(
     parallel: ParallelDims,
     policy: PolicyConfig,
     dtype: torch.dtype = torch.float32,
+    head: HeadKind = "vocab",
 ) -> ModelWorker:
     """A loaded rank on gloo."""
     torch.set_num_threads(1)
@@ -38,7 +40,7 @@ def open_rank(
     store = dist.TCPStore(host, int(port), parallel.ranks, is_master=rank == 0, timeout=timedelta(seconds=180))
     model.join(rank, parallel, store, CPU, 120)
     hf = json.loads((path / "config.json").read_text())
-    opened = ModelWorker(hf, policy, parallel, dtype=dtype, device=CPU)
+    opened = ModelWorker(hf, policy, parallel, dtype=dtype, device=CPU, head=head)
     opened.load(path)
     return opened
 

@@ -9,11 +9,12 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.config.schema import BuildConfig, MoeConfig
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.tiny import build
 from tests.megatron import layouts
 from tests.megatron.layouts import policy_logprobs
+from tests.support.ranks import run_ranks
 
 
 def expected_logprobs(path: Path, batch: Sequences) -> np.ndarray:
@@ -75,3 +76,36 @@ def test_log_probs_of_smollm2(smollm2: Path) -> None:
     texts = ["The capital of France is Paris, and", "def f(x):\n    return x + 1\n", "1 + 1 = 2"]
     batch = Sequences.of([tokenizer.encode(t) for t in texts])
     np.testing.assert_allclose(policy_logprobs(smollm2, batch), expected_logprobs(smollm2, batch), atol=1e-4)
+
+
+def test_the_balance_of_experts(tmp_path: Path) -> None:
+    """The gradient norm and the metric of a step, with the load-balancing loss from its equations by autograd."""
+    build(BuildConfig(layers=2), tmp_path / "m", seed=4)
+    widen(tmp_path / "m")
+    batch, coefficient = layouts.some_batch(100, seed=7), 0.3
+    moe = MoeConfig(aux_loss=coefficient)
+    [(found,)] = run_ranks(
+        1, layouts.train, tmp_path / "m", layouts.layout(1), layouts.policy_config(moe=moe), batch, 1
+    )
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "m", dtype=torch.float32, attn_implementation="eager")
+    model.get_input_embeddings().padding_idx = None  # whose row would have no gradient
+    experts, chosen_of_token = model.config.num_experts, model.config.num_experts_per_tok
+    loss, scores = torch.zeros(()), []
+    for start, length in zip(batch.starts, batch.lengths, strict=True):
+        tokens = batch.tokens[start : start + length].long()
+        out = model(tokens[None], output_router_logits=True)
+        logp = torch.log_softmax(out.logits[0], -1)[:-1].gather(1, tokens[1:, None])[:, 0]
+        loss = loss - (batch["weights"][start + 1 : start + length] * logp).sum()
+        scores.append([layer.softmax(-1) for layer in out.router_logits])
+    of_policy, balances = loss.item(), []
+    for layer in zip(*scores, strict=True):
+        probabilities = torch.cat(layer)
+        choices = probabilities.topk(chosen_of_token).indices.flatten()
+        share = torch.bincount(choices, minlength=experts) / len(choices)
+        balances.append(experts * (share * probabilities.mean(0)).sum())
+    (loss + coefficient * sum(balances)).backward()
+    norm = sum(p.grad.square().sum() for p in model.parameters() if p.grad is not None).sqrt()
+    assert found["loss"] == pytest.approx(of_policy, rel=1e-5)
+    assert found["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert found["expert_balance"] == pytest.approx(torch.stack(balances).mean().item(), rel=1e-5)

@@ -23,7 +23,7 @@ from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.megatron import moments, objectives
 from skyrl_mega.megatron.model import gathered
 from skyrl_mega.megatron.worker import ModelWorker
-from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.registry import HeadKind, architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.trainer.checkpoints import Checkpoints
 from tests.export.test_layouts import shorten_vocabulary
@@ -54,28 +54,30 @@ LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
 
 
 def held(rank: ModelWorker) -> Held:
-    """What a rank's optimizer and model hold, in megatron-core's own words."""
+    """What a rank's optimizer and model hold. A float32 parameter's master is the one that lies where it lies."""
     gathered(rank.chunks)
     names, runs = {id(p): name for name, p in rank.params.items()}, {}
     for part in moments.parts(rank.optimizer):
+        at = {t.data_ptr(): t for group in part.optimizer.param_groups for t in group["params"]}
         for p in part.model_param_group_index_map:
             run = part._get_model_param_range_map(p)["param"]
-            state = part._get_main_param_and_optimizer_states(p)
+            master = at[p.data_ptr() + 4 * run.start] if p.dtype == torch.float32 else p.main_param
+            state = {"param": master, **part.optimizer.state[master]}
             arrays = {kind: t.detach().float().numpy().copy() for kind, t in state.items()}
             runs[names[id(p)]] = (run.start, run.end, arrays)
     return runs, {name: p.detach().float().numpy().copy() for name, p in rank.params.items()}
 
 
-def put_together(path: Path, parallel: ParallelDims, ranks: list[Held]) -> dict[str, Arrays]:
+def put_together(path: Path, parallel: ParallelDims, ranks: list[Held], head: HeadKind = "vocab") -> dict[str, Arrays]:
     """Kind → the Hugging Face tensors of all ranks. Every element is somewhere, and replicas agree to the last bit."""
     hf = read_config(path)
-    shapes = architecture(hf).tensors(hf)
+    shapes = architecture(hf, head).tensors(hf)
     found = {
         kind: {t: np.full(s, np.nan, np.float32) for t, s in shapes.items()}
         for kind in ("param", "exp_avg", "exp_avg_sq", "weight")
     }
     for number, (runs, weights) in enumerate(ranks):
-        shard = architecture(hf).megatron_shard(hf, parallel, number, "local")
+        shard = architecture(hf, head).megatron_shard(hf, parallel, number, "local")
         for kind, tensors in found.items():
             for piece in shard.pieces:
                 flat = np.full(weights[piece.param].size, np.nan, np.float32)
@@ -294,12 +296,17 @@ def test_a_rank_that_is_killed_in_a_save_leaves_the_last_checkpoint(tmp_path: Pa
     ranks, sizes = LAYOUTS[name]
     checkpoints = Checkpoints(tmp_path, keep=2)
     answers: list[Any] = []
-    first = checkpoints.save(1, {}, lambda folder: answers.extend(run(name, before, path, options, folder)))
-    with pytest.raises(RuntimeError, match="ended without an answer"):
+    first = checkpoints.save(1, {}, {"policy": lambda folder: answers.extend(run(name, before, path, options, folder))})
+    # Whose word comes first: the killed rank's silence, or that of one that waited for it.
+    with pytest.raises(RuntimeError, match=r"ended without an answer|by peer"):
         checkpoints.save(
             2,
             {},
-            lambda folder: run_ranks(ranks, killed, path, layouts.layout(ranks, **sizes), first / "policy", folder),
+            {
+                "policy": lambda folder: run_ranks(
+                    ranks, killed, path, layouts.layout(ranks, **sizes), first / "policy", folder
+                )
+            },
         )
     left = tmp_path / "step_000002.partial" / "policy"
     assert (left / f"rank_{ranks - 1:05d}.safetensors").stat().st_size and not (left / "checkpoint.json").exists()

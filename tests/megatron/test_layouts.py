@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.config.schema import BuildConfig, MoeConfig
 from skyrl_mega.models.tiny import build
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
@@ -16,6 +16,8 @@ SHAPES: dict[str, BuildConfig] = {
     "qwen3_moe": BuildConfig(layers=4),
     "qwen2": BuildConfig(architecture="qwen2", head_dim=16, layers=4, tied=True),
 }
+
+BALANCED = MoeConfig(aux_loss=0.5)
 
 CUTS: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
     ("micro 40", 1, {}, {"micro_tokens": 40}),
@@ -50,6 +52,12 @@ def single(models: dict[str, Path]) -> dict[str, list[dict[str, float]]]:
     return {name: steps(path, 1, {}, {}) for name, path in models.items()}
 
 
+@pytest.fixture(scope="module")
+def balanced(models: dict[str, Path]) -> list[dict[str, float]]:
+    """Three steps in one process with a load-balancing loss that is as large as the policy's."""
+    return steps(models["qwen3_moe"], 1, {}, {"moe": BALANCED})
+
+
 def steps(path: Path, ranks: int, sizes: dict[str, int], changes: dict[str, Any]) -> list[dict[str, float]]:
     batch = layouts.some_batch(100)
     answers = run_ranks(
@@ -67,6 +75,28 @@ def test_a_moe_trains_the_same_in_every_layout(
     changes: dict[str, Any],
 ) -> None:
     compare(steps(models["qwen3_moe"], ranks, sizes, changes), single["qwen3_moe"])
+
+
+@pytest.mark.parametrize(("ranks", "sizes", "changes"), [c[1:] for c in CUTS], ids=[c[0] for c in CUTS])
+def test_experts_are_balanced_the_same_in_every_layout(
+    models: dict[str, Path],
+    balanced: list[dict[str, float]],
+    ranks: int,
+    sizes: dict[str, int],
+    changes: dict[str, Any],
+) -> None:
+    found = steps(models["qwen3_moe"], ranks, sizes, {**changes, "moe": BALANCED})
+    compare(found, balanced)
+    for a, b in zip(found, balanced, strict=True):
+        assert a["expert_balance"] == pytest.approx(b["expert_balance"], rel=1e-5)
+
+
+def test_what_balances_experts_is_in_the_gradient_and_not_in_the_loss(
+    single: dict[str, list[dict[str, float]]], balanced: list[dict[str, float]]
+) -> None:
+    plain = single["qwen3_moe"]
+    assert balanced[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)  # the metric is the policy's alone
+    assert balanced[0]["grad_norm"] > 1.1 * plain[0]["grad_norm"]
 
 
 @pytest.mark.parametrize(

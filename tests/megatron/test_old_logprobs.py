@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_mega.algorithms.mismatch import mismatch
+from skyrl_mega.algorithms.mismatch import ERROR, mismatch
 from skyrl_mega.config.schema import AlgorithmConfig, BuildConfig, KlConfig, PolicyConfig
 from skyrl_mega.megatron import objectives
 from skyrl_mega.megatron.sequences import Sequences
@@ -44,16 +44,23 @@ def train(
     """Log-probs before an optimizer step, which has them as a column or finds its own, and its metrics."""
     opened = layouts.open_rank(rank, address, path, parallel, policy)
     rows, micros = layouts.deal(step_of(), opened)
-    pairs = opened.logprobs(micros) or []
+    found = opened.logprobs(micros, squares=apart) or []
+    pairs = [of_micro[:2] for of_micro in found]
     if apart:
-        for micro, (values, _) in zip(micros, pairs, strict=bool(pairs)):
+        for micro, (values, entropy, squares) in zip(micros, found, strict=bool(found)):
             micro["old_logprobs"] = values
-    metrics = opened.train(micros, objectives.objective("ppo", ALGORITHM))
+            counts = micro["weights"] != 0
+            least = torch.maximum((2 * values).exp(), (-entropy).exp())  # Σ π² is at least π², and by Jensen exp(-H)
+            assert ((squares >= least * (1 - 1e-5)) & (squares <= 1))[counts].all() and not squares[~counts].any()
+    objective = objectives.objective("ppo", ALGORITHM)
+    measured, metrics = opened.measure(micros, objective), opened.train(micros, objective)
+    assert measured.keys() == metrics.keys() - {"grad_norm", "lr"}
+    assert all(metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-7) for name, value in measured.items())
     at = parallel.coordinates(rank)
     return [] if at.tp or at.cp else list(zip(rows, [values for values, _ in pairs], strict=bool(pairs))), metrics
 
 
-@pytest.mark.parametrize(("ranks", "sizes"), [(1, {}), (2, {"context": 2}), (2, {"pipeline": 2})], ids=str)
+@pytest.mark.parametrize(("ranks", "sizes"), [(1, {}), (2, {}), (2, {"context": 2}), (2, {"pipeline": 2})], ids=str)
 def test_the_step_is_the_same_and_measures_the_mismatch(tmp_path: Path, ranks: int, sizes: dict[str, int]) -> None:
     build(BuildConfig(), tmp_path / "m", seed=4)
     parallel, policy = layouts.layout(ranks, **sizes), layouts.policy_config()
@@ -74,3 +81,7 @@ def test_the_step_is_the_same_and_measures_the_mismatch(tmp_path: Path, ranks: i
     assert measured["mismatch/logprob_abs_mean"] == pytest.approx(np.abs(d).mean(), rel=1e-4)
     assert measured["mismatch/logprob_abs_max"] == pytest.approx(np.abs(d).max(), rel=1e-4)
     assert measured["mismatch/kl"] == pytest.approx((np.exp(d) - 1 - d).mean(), rel=1e-4)
+    assert measured["mismatch/kl_k1"] == pytest.approx(-d.mean(), rel=1e-4, abs=1e-6)
+    assert measured["mismatch/far_fraction"] == pytest.approx((np.abs(d) > np.log(2)).mean(), rel=1e-6)
+    largest = np.quantile(np.abs(d), 0.99, method="inverted_cdf")
+    assert measured["mismatch/logprob_abs_p99"] == pytest.approx(largest, rel=ERROR + 1e-4)

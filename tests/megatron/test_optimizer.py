@@ -101,3 +101,60 @@ def test_one_step_is_adamw_without_decay_of_norms(model: Path) -> None:
         decay = 0.0 if p.dim() == 1 else 0.3
         torch.optim.AdamW([p], lr=1e-2, betas=(0.8, 0.9), eps=1e-8, weight_decay=decay).step()
         np.testing.assert_allclose(end[name], p.detach().numpy(), rtol=1e-5, atol=1e-7, err_msg=name)
+
+
+def spoil(
+    rank: int, address: str, path: Path, parallel: ParallelDims, batch: Sequences, optimizer: OptimizerConfig
+) -> Any:
+    """Two good steps, one with a weight that is NaN, and what is there after each."""
+    opened = layouts.open_rank(rank, address, path, parallel, layouts.policy_config(optimizer=optimizer))
+    _, micros = layouts.deal(batch, opened)
+    for _ in range(2):
+        opened.train(micros, objectives.supervised)
+    before = {name: t.numpy().copy() for name, t in opened.weights().items()}
+    micros[0]["weights"] = torch.full_like(micros[0]["weights"], torch.nan)
+    try:
+        opened.train(micros, objectives.supervised)
+    except FloatingPointError as error:
+        return str(error), before, {name: t.numpy().copy() for name, t in opened.weights().items()}
+    return None
+
+
+@pytest.mark.parametrize("clip_grad", [0.5, 0.0])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gradient_that_is_not_finite_ends_the_step_before_the_weights_move(
+    model: Path, clip_grad: float, ranks: int
+) -> None:
+    settings, parallel = replace(BASE, clip_grad=clip_grad), layouts.layout(ranks)
+    for error, before, after in run_ranks(ranks, spoil, model, parallel, layouts.some_batch(100), settings):
+        assert error.startswith("policy: gradient norm is nan; loss sums of this step: ")
+        for name in before:
+            np.testing.assert_array_equal(after[name], before[name], err_msg=name)
+
+
+def vanish(
+    rank: int, address: str, path: Path, parallel: ParallelDims, batch: Sequences, optimizer: OptimizerConfig
+) -> Any:
+    """A good step, one whose weights are all 0, a good one again."""
+    opened = layouts.open_rank(rank, address, path, parallel, layouts.policy_config(optimizer=optimizer))
+    _, micros = layouts.deal(batch, opened)
+    opened.train(micros, objectives.supervised)
+    before = {name: t.numpy().copy() for name, t in opened.weights().items()}
+    kept = [micro["weights"] for micro in micros]
+    for micro in micros:
+        micro["weights"] = torch.zeros_like(micro["weights"])
+    found = opened.train(micros, objectives.supervised)
+    after = {name: t.numpy().copy() for name, t in opened.weights().items()}
+    for micro, weights in zip(micros, kept, strict=True):
+        micro["weights"] = weights
+    return found, before, after, opened.train(micros, objectives.supervised)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_gradient_of_zero_moves_no_weight(model: Path, ranks: int) -> None:
+    for found, before, after, last in run_ranks(
+        ranks, vanish, model, layouts.layout(ranks), layouts.some_batch(100), BASE
+    ):
+        assert found["grad_norm"] == 0 < last["grad_norm"]
+        for name in before:
+            np.testing.assert_array_equal(after[name], before[name], err_msg=name)

@@ -11,9 +11,8 @@ import numpy as np
 import pytest
 
 from skyrl_mega.config.schema import BuildConfig, PolicyConfig
+from skyrl_mega.megatron import heads, objectives
 from skyrl_mega.megatron import model as policy_build
-from skyrl_mega.megatron import objectives
-from skyrl_mega.megatron import worker as policy_rank
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.dims import ParallelDims
@@ -46,7 +45,7 @@ def run(
     with mock.patch.object(policy_build, "DistributedDataParallelConfig", bucketed):
         opened = layouts.open_rank(rank, address, path, parallel, policy)
     _, micros = layouts.deal(batch, opened)
-    head_weight = policy_rank.head_weight
+    head_weight = heads.head_weight
 
     def waited(chunk: Any) -> Any:
         weight = head_weight(chunk)
@@ -54,7 +53,7 @@ def run(
         assert not policy.overlap or (group.param_gather_dispatched and group.param_gather_handle is None)
         return weight
 
-    policy_rank.head_weight = waited
+    heads.head_weight = waited
 
     def steps(count: int) -> list[dict[str, float]]:
         return [opened.train(micros, objectives.supervised) for _ in range(count)]

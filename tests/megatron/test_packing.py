@@ -84,14 +84,18 @@ def test_columns_move_with_their_sequences() -> None:
 def test_sequences_travel_as_arrays_that_share_memory() -> None:
     """What Ray does: the arrays' memory is handed on beside the pickle, read-only."""
     batch = batch_of([3, 4, 2])
+    batch["half"] = torch.randn(9, 2).bfloat16()  # numpy has no such type
+    batch["half"][0, 0] = float("nan")
     buffers: list[pickle.PickleBuffer] = []
     small = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
-    assert len(buffers) == 4 and len(small) < 1000
+    assert len(buffers) == 5 and len(small) < 1200
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found = pickle.loads(small, buffers=[bytes(b.raw()) for b in buffers])
     assert torch.equal(found.tokens, batch.tokens) and torch.equal(found.lengths, batch.lengths)
     assert found.columns["routes"].aligned == "input" and torch.equal(found["routes"], batch["routes"])
+    assert found["half"].dtype is torch.bfloat16
+    assert torch.equal(found["half"].view(torch.int16), batch["half"].view(torch.int16))
 
 
 @settings(max_examples=40, deadline=None)

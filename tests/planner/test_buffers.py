@@ -59,9 +59,11 @@ def allocated(
 ) -> tuple[int, int, int]:
     """Bytes of the storages of parameters, gradients and optimizer state after an optimizer step."""
     opened: ModelWorker = layouts.open_rank(rank, address, path, parallel, policy, dtype)
-    opened.optimizer.step()  # Adam allocates its moments in the first one
     parameters = list(opened.params.values())
     gradients = [p.main_grad for p in parameters if p.requires_grad]  # type: ignore[attr-defined]
+    for gradient in gradients:
+        gradient.fill_(1e-3)  # without one there is no step
+    opened.optimizer.step()  # Adam allocates its moments in the first one
     state: list[torch.Tensor] = []
     for part in getattr(opened.optimizer, "chained_optimizers", [opened.optimizer]):
         for group in part.optimizer.param_groups:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from skyrl_mega.config.schema import BuildConfig, Config
+from skyrl_mega.models import char_tokenizer as characters
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import build, hf_config
 from skyrl_mega.parallel.dims import ParallelDims
@@ -17,6 +18,7 @@ from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 
 MODEL = BuildConfig(layers=2, hidden=256, expert_ffn=256)
+VOCABULARY = len(characters.VOCABULARY)
 
 
 def save(rank: int, address: str, path: Path, parallel: ParallelDims, folder: Path, dtype: torch.dtype) -> Any:
@@ -43,3 +45,7 @@ def test_a_checkpoint_is_as_large_as_it_is_said_to_be(
     written = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
     assert said.checkpoint == pytest.approx(written, rel=0.03)
     assert said.kept == 3 * said.checkpoint
+    config.algorithm.advantage = "gae"
+    with_critic = disk(config, architecture(hf).describe(hf))
+    less = 12 * (VOCABULARY - 1) * MODEL.hidden  # one row in the place of the output projection
+    assert with_critic.checkpoint == 2 * said.checkpoint - less and with_critic.export == said.export

@@ -39,6 +39,18 @@ def test_a_stage_is_all_of_its_ranks_parameters_in_their_order(model: str, paral
             assert chunk.expert.tolist() == [".experts." in name for name in mine]
 
 
+@pytest.mark.parametrize(("model", "parallel"), LAYOUTS, ids=str)
+def test_a_critics_stage_has_a_value_head_and_no_output_projection(model: str, parallel: ParallelDims) -> None:
+    hf = {**MODELS, **REAL}[model]
+    arch = architecture(hf, "value")
+    for rank in {parallel.ranks // parallel.pipeline * pp for pp in range(parallel.pipeline)}:
+        whole = arch.megatron_shard(hf, parallel, rank, "local").params
+        held = [chunk.numel.tolist() for chunk in stage(arch.describe(hf), parallel, parallel.coordinates(rank).pp)]
+        assert [n for chunk in held for n in chunk] == [prod(shape) for shape in whole.values()]
+        assert not any("output_layer" in name for name in whole)
+    assert len([name for name in whole if name.endswith("value_head.weight")]) == 1, "the last stage's"
+
+
 @pytest.mark.parametrize("experts", [False, True])
 @pytest.mark.parametrize(("model", "tensor", "data"), [("qwen3_moe_mixed", 2, 2), ("qwen2_tied", 2, 1), ("30B", 8, 1)])
 def test_an_engine_worker_is_all_of_its_boxes(model: str, tensor: int, data: int, experts: bool) -> None:

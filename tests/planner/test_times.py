@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from skyrl_mega.config.schema import AlgorithmConfig, Config
+from skyrl_mega.config.schema.algorithm import KlConfig
+from skyrl_mega.config.schema.entropy import EntropyConfig
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner.times import _exchange
+from skyrl_mega.planner.batch import batch
+from skyrl_mega.planner.times import _exchange, generate_time, policy_times
 from skyrl_mega.weights.plan.topology import Links
 from tests.weights.grids import MODELS
 
@@ -24,3 +31,63 @@ def test_messages_are_those_of_every_layer(parallel: ParallelDims) -> None:
     assert _exchange(d, parallel, Links(), 2) == pytest.approx(sum(layers) / d.layers)
     if parallel.expert > 1:
         assert min(layers) < max(layers)
+
+
+def test_counting_the_choices_of_experts_is_a_forward_pass() -> None:
+    hf, parallel = MODELS["qwen3_moe_mixed"], ParallelDims(8, expert=4)
+    d, config = architecture(hf).describe(hf), Config()
+    made = batch(config, parallel)
+    plain, _ = policy_times(config, d, parallel, made)
+    config.policy.moe.aux_loss = 0.1
+    balanced, _ = policy_times(config, d, parallel, made)
+    assert 1.2 < balanced / plain < 1.5
+    dense = architecture(MODELS["qwen3"]).describe(MODELS["qwen3"])
+    without = policy_times(config, dense, ParallelDims(8), made)
+    config.policy.moe.aux_loss = 0.0
+    assert policy_times(config, dense, ParallelDims(8), made) == without
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss": "clip_cov"},
+        {"loss": "kl_cov"},
+        {"importance_cap": 2.0, "importance_normalize": True},
+        {"entropy": EntropyConfig(top_share=0.2)},
+        {"kl": KlConfig(coefficient=0.1, where="reward")},
+        {"advantage": "optimal_token_baseline"},
+        {"advantage": "optimal_token_baseline", "old_logprobs": "engine"},
+    ],
+    ids=str,
+)
+def test_a_pass_for_old_log_probs_is_planned_where_one_optimizer_step_needs_it(change: dict[str, Any]) -> None:
+    hf, parallel = MODELS["qwen3_moe_mixed"], ParallelDims(8, expert=4)
+    d, config = architecture(hf).describe(hf), Config()
+    made = batch(config, parallel)
+    assert made.updates == 1 and policy_times(config, d, parallel, made)[1] == 0.0
+    several = replace(made, epochs=2)
+    _, one_pass = policy_times(config, d, parallel, several)
+    assert one_pass > 0
+    config.algorithm = replace(config.algorithm, **change)
+    _, planned = policy_times(config, d, parallel, made)
+    config.algorithm = AlgorithmConfig(kl=replace(config.algorithm.kl, where="loss"))  # a reference has its own pass
+    assert planned == pytest.approx(one_pass + policy_times(config, d, parallel, made)[1])
+    config.algorithm = AlgorithmConfig(old_logprobs="engine")
+    assert policy_times(config, d, parallel, several)[1] == 0.0
+
+
+def test_greedy_answers_are_a_round_of_their_own() -> None:
+    hf, parallel = MODELS["qwen3_moe_mixed"], ParallelDims(8, expert=4)
+    d, config = architecture(hf).describe(hf), Config()
+    config.data.prompts_per_step, config.data.samples_per_prompt = 64, 4
+    config.rollout.sampling.max_tokens, config.rollout.concurrency = 1024, 1024
+    plain = batch(config, parallel)
+    assert plain.greedy == 0 and plain.sequences == 256
+    sampled = generate_time(config, d, plain)
+    config.data.samples_per_prompt = 1
+    config.algorithm.advantage = "reinforce"
+    alone = generate_time(config, d, batch(config, parallel))
+    config.algorithm.advantage, config.data.samples_per_prompt = "remax", 4
+    made = batch(config, parallel)
+    assert (made.greedy, made.sequences, made.trajectories) == (64, 256, plain.trajectories)
+    assert generate_time(config, d, made) == pytest.approx(sampled + alone)

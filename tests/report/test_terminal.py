@@ -14,8 +14,9 @@ from rich.console import Console
 from skyrl_mega.report import __main__ as command
 from skyrl_mega.report import records
 from skyrl_mega.report.records import Query, Record
-from skyrl_mega.report.terminal import MARGIN, View
-from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.report.show import summary
+from skyrl_mega.report.terminal import COLUMNS, MARGIN, View
+from skyrl_mega.rollout.trajectory import GREEDY, Trajectory
 from tests.report.cases import EVIL, double, run_folder, single, steps_of_double, with_steps
 
 
@@ -79,6 +80,14 @@ def test_columns_line_up_over_all_trajectories(tmp_path: Path) -> None:
         end = titles.index(title) + len(title)
         for row in rows:
             assert row[end - 1] != " " and row[end : end + 2] in ("  ", ""), (title, row)
+
+
+def test_a_greedy_answer_is_none_of_the_samples(tmp_path: Path) -> None:
+    found = loaded(tmp_path, single(uid=1, reward=0.5), single(uid=1, reward=-1.0, sample=GREEDY))
+    assert summary(found) == (
+        "1 trajectories: 1 completed; mean reward 0.500; 1 greedy answers: 1 completed; mean reward -1.000"
+    )
+    assert [COLUMNS[3].show(record) for record in found] == ["0", "greedy"]
 
 
 def test_long_lines_are_wrapped_and_nothing_is_lost(tmp_path: Path) -> None:

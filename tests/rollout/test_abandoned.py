@@ -58,6 +58,12 @@ def test_it_ends_soon_and_nobody_complains_of_it(monkeypatch: pytest.MonkeyPatch
 class Mute:
     """A router whose engine never answers."""
 
+    def expect(self, players: int) -> None:
+        """Nobody waits for the others."""
+
+    def leave(self) -> None:
+        """Nor here."""
+
     async def generate(self, request: Request) -> Completion:
         await asyncio.sleep(600)
         raise AssertionError

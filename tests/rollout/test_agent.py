@@ -56,6 +56,14 @@ SAYS = {
     "nan": "step: reward = float nan; allowed: a finite number",
     "infinite": "step: reward = float inf",
     "text reward": "step: reward = str '1'",
+    "named reward": "step: reward['right'] = str 'yes'; allowed: a finite number under a text",
+    "no rewards": "step: reward = dict {}; allowed: a finite number, or a dict",
+    "parts": "step: rewards_at = dict {1: 0.5}; allowed: a list of (end, reward)",
+    "part": "step: rewards_at[1] = tuple (2, 1.0); allowed: (end, reward), a number of characters from 1 to",
+    "part of nothing": "step: rewards_at[0] = tuple (0, 0.5)",
+    "yes part": "step: rewards_at[0] = tuple (True, 0.5)",
+    "huge parts": "step: reward and rewards_at sum to float inf; allowed: a finite number",
+    "nan part": "step: rewards_at[0] = tuple (1, nan)",
     "text done": "step: done = str 'False'",
     "observations": "step: observations = str 'go on'; allowed: a list",
     "message": "step: observations[0] = str 'go on'",
@@ -117,6 +125,15 @@ def test_messages_that_a_template_refuses_end_one_trajectory(characters_chat: Re
     assert t.status is Status.ERROR_ENV
     assert t.metadata["error"].startswith("environment garbage: step: observations: ")
     assert "the chat template refuses messages of user, assistant, developer" in t.metadata["error"]
+
+
+def test_an_opening_that_leaves_no_room_is_a_fault(characters_chat: Renderer) -> None:
+    """It is no answer of length 0 that would count beside the others."""
+    whole = one(characters_chat, "talk", ["a"] * 4)
+    assert one(characters_chat, "talk", ["a"], length=whole.prompt_length + 1).turns == 1
+    t = one(characters_chat, "talk", [], length=whole.prompt_length)
+    assert (t.status, t.turns, sum(t.mask)) == (Status.ERROR_ENV, 0, 0)
+    assert f"init: messages and tools of {whole.prompt_length} tokens leave no room" in t.metadata["error"]
 
 
 def test_more_environments_may_hang_than_there_are_threads(characters_chat: Renderer) -> None:

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.models.char_tokenizer import EOS, SPECIAL, VOCABULARY
+from skyrl_mega.rollout import renderer
 from skyrl_mega.rollout.renderer import BREAK, Refused, Renderer
 from tests.support.chats import CHATML, characters, qwen
 
@@ -136,3 +137,16 @@ def test_an_option_that_the_template_does_not_read_is_refused(tmp_path: Path) ->
     characters(tmp_path / "model")
     with pytest.raises(UserError, match=r"rollout.chat_template_options.thinking = false: the chat template of"):
         Renderer(str(tmp_path / "model"), RolloutConfig(chat_template_options={"thinking": False}))
+
+
+def test_prompts_are_kept_while_there_is_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(renderer, "KEPT_TOKENS", 20)
+    chat = characters(tmp_path / "characters")
+    prompts = [
+        [user(text)] for text in ("1234567", "89", "1234567", "abcdefgh", "z", "a longer one than there is room")
+    ]
+    tokens = [chat.prompt(messages, "here") for messages in prompts]
+    kept = [list(opening) for opening in chat._prompts.values()]
+    assert kept == [tokens[0], tokens[1], tokens[4]]
+    assert sum(map(len, kept)) <= 20 < sum(map(len, kept)) + len(tokens[3])
+    assert [list(chat.render(messages)) for messages in prompts] == tokens

@@ -12,23 +12,26 @@ import pytest
 
 from skyrl_mega.config.checks import check_evaluation
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.schema import Config, EnvironmentConfig, RetrieverConfig, RolloutConfig
+from skyrl_mega.config.schema import AlgorithmConfig, Config, EnvironmentConfig, RetrieverConfig, RolloutConfig
 from skyrl_mega.data.rows import Demonstration
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.megatron.packing import pack
 from skyrl_mega.models.char_tokenizer import EOS, VOCABULARY
 from skyrl_mega.retriever.build import build
 from skyrl_mega.retriever.session import service_of
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.renderer import Renderer
-from skyrl_mega.rollout.trajectory import Kind, Status, Trajectory
-from skyrl_mega.trainer.batch import samples_of
+from skyrl_mega.rollout.trajectory import Group, Kind, Status, Trajectory
+from skyrl_mega.trainer.batch import make_batch, mini_batches, samples_of
 from skyrl_mega.trainer.sft_warmup import encode
 from tests.support.chats import characters, qwen
 from tests.support.scripted import Scripted, play
 
 ONE = RolloutConfig(conversation="one_message")
 END = VOCABULARY[EOS]
-USER = EnvironmentConfig(classes={name: f"tests.rollout.user_envs:{name.title()}" for name in ("talk", "garbage")})
+USER = EnvironmentConfig(
+    classes={name: f"tests.rollout.user_envs:{name.title()}" for name in ("talk", "garbage", "quiet")}
+)
 SAID = "turn {}: {} letters"
 
 
@@ -166,6 +169,20 @@ def test_samples_have_the_end_token(chat: Renderer, step_wise: str) -> None:
     samples = samples_of(t, step_wise)
     assert sum(sum(t.mask[sample.own : sample.end]) for sample in samples) == 5
     assert (samples[-1].start, samples[-1].end) == (0, len(t.tokens))
+
+
+@pytest.mark.parametrize("step_wise, cut", [("off", 1), ("turns", 2), ("merged", 1)])
+def test_turns_with_nothing_between_them_are_one_answer(chat: Renderer, step_wise: str, cut: int) -> None:
+    """A loss with one ratio for an answer (GSPO) sees the same answers however the trajectory is cut."""
+    t = one(chat, ["ab" + EOS, "cde" + EOS, "f" + EOS, EOS, "gh" + EOS], env="quiet", turns=5)
+    t.status = Status.COMPLETED
+    rollout = RolloutConfig(conversation="one_message", step_wise=step_wise)
+    (mini,) = mini_batches(make_batch([Group(t.prompt, [t])], AlgorithmConfig(), rollout), None, AlgorithmConfig())
+    assert len(mini) == cut
+    packed = pack(mini, context=1, context_rank=0, tensor=1)
+    own = packed.columns["weights"] != 0
+    answers = [packed.targets[own & (packed.answer == number)].tolist() for number in range(packed.answers)]
+    assert answers == [letters("abcde"), [*letters("fgh"), END]]
 
 
 def test_a_demonstration_is_rendered_as_a_rollout(chat: Renderer) -> None:

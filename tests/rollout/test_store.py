@@ -7,8 +7,10 @@ from array import array
 from pathlib import Path
 
 import pyarrow.parquet as pq
+import torch
 
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.megatron.sequences import Column
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
 
@@ -53,6 +55,24 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
     trajectory_io.write(path, [trajectory(), trajectory()])
     assert trajectory_io.read(path) == [trajectory(), trajectory()]
     assert [file.name for file in path.parent.iterdir()] == ["step.parquet"]
+
+
+def test_columns_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
+    """Of those trajectories that have some, with shape, type and alignment; a file from before they were reads too."""
+    routed, path = trajectory(), tmp_path / "step.parquet"
+    values = torch.arange(4 * 3 * 2).reshape(4, 3, 2)
+    for name, dtype in (("routes", torch.uint8), ("wide", torch.int16)):
+        routed.columns[name] = Column(values.to(dtype), "input")
+    trajectory_io.write(path, [routed, trajectory()])
+    assert trajectory_io.read(path) == [trajectory(), trajectory()]
+    trajectory_io.write(path, [routed, trajectory()], columns=True)
+    found, none = trajectory_io.read(path)
+    assert none == trajectory() and sorted(found.columns) == ["routes", "wide"]
+    for name, column in routed.columns.items():
+        assert found.columns[name].aligned == "input" and found.columns[name].values.dtype == column.values.dtype
+        assert torch.equal(found.columns[name].values, column.values)
+    pq.write_table(pq.read_table(path).drop_columns(["columns"]), path)
+    assert trajectory_io.read(path) == [trajectory(), trajectory()]
 
 
 def test_a_person_reads_prompt_and_response(tmp_path: Path) -> None:

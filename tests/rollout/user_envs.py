@@ -71,6 +71,14 @@ GARBAGE: dict[str, Any] = {
     "nan": lambda: good(reward=float("nan")),
     "infinite": lambda: good(reward=float("inf")),
     "text reward": lambda: good(reward="1"),
+    "named reward": lambda: good(reward={"right": "yes"}),
+    "no rewards": lambda: good(reward={}),
+    "parts": lambda: good(rewards_at={1: 0.5}),
+    "part": lambda: good(rewards_at=[(1, 0.5), (2, 1.0)]),
+    "part of nothing": lambda: good(rewards_at=[(0, 0.5)]),
+    "yes part": lambda: good(rewards_at=[(True, 0.5)]),
+    "huge parts": lambda: good(reward=1e308, rewards_at=[(1, 1e308)]),
+    "nan part": lambda: good(rewards_at=[(1, float("nan"))]),
     "text done": lambda: good(done="False"),
     "observations": lambda: good(observations="go on"),
     "message": lambda: good(observations=["go on"]),
@@ -114,6 +122,14 @@ class Garbage(BaseTextEnv):
         if self.turns == 2 and fault in GARBAGE:
             return GARBAGE[fault]()
         return good(done=self.turns == 3)
+
+
+class Quiet(BaseTextEnv):
+    """Says nothing, but for a word after the second turn."""
+
+    def step(self, action: str) -> Any:
+        self.turns += 1
+        return good(observations=[{"role": "user", "content": "word" if self.turns == 2 else ""}])
 
 
 class Stuck(BaseTextEnv):
@@ -184,3 +200,21 @@ class Calling(BaseTextEnv):
         self.turns += 1
         call = {"name": "look", "arguments": {"at": action, "turn": (1, self.turns)}}
         return good(metadata={"tool_calls": [call]}, done=self.turns == 2, reward=self.turns)
+
+
+class Named(BaseTextEnv):
+    """Two turns; each gives two rewards, the second one also `late`."""
+
+    def step(self, action: str) -> Any:
+        self.turns += 1
+        late = {"late": 4.0} if self.turns == 2 else {}
+        return good(reward={"right": 1.0, "short": -0.25, **late}, done=self.turns == 2)
+
+
+class Parts(BaseTextEnv):
+    """Two turns; the first one's first and third character earn something, and the second one's first."""
+
+    def step(self, action: str) -> Any:
+        self.turns += 1
+        parts = [(1, 0.5), (3, 0.25)] if self.turns == 1 else [(1, -1.0)]
+        return good(reward=1.0, rewards_at=parts, done=self.turns == 2)

@@ -185,27 +185,8 @@ def cluster(folder: Path, *, nodes: int = 4, gpus: int = 8) -> Iterator[Slurm]:
     Raises:
         ClusterFault: It did not come up.
     """
-    etc = folder / "etc"
-    etc.mkdir(parents=True)
+    _write_etc(folder, nodes, gpus)
     (folder / "state").mkdir()
-    for name, values in (
-        ("slurm.conf", {"FOLDER": str(folder), "NODES": str(nodes), "GPUS": str(gpus)}),
-        ("gres.conf", {"LAST": str(gpus - 1)}),
-    ):
-        text = (HERE / "etc" / name).read_text()
-        for key, value in values.items():
-            text = text.replace(f"@{key}@", value)
-        (etc / name).write_text(text)
-    key = etc / "munge.key"
-    key.touch(mode=0o600)
-    key.write_bytes(secrets.token_bytes(128))
-    addresses = ["127.0.0.1 localhost", "10.77.0.254 controller"]
-    addresses += [f"10.77.0.{n} node{n}" for n in range(1, nodes + 1)]
-    (etc / "hosts").write_text("\n".join(addresses) + "\n")
-    (etc / "resolv.conf").write_text("options timeout:1 attempts:1\n")  # nobody answers for other names
-
-    _container_plugin(etc)
-
     shared = {str(folder), str(ROOT), sys.prefix, sys.base_prefix}
     # Settings of Slurm, Ray or this project around the tests are none of the cluster's.
     environment = {k: v for k, v in os.environ.items() if not re.match("(SLURM|SBATCH|SRUN|RAY|SKYRL)_", k)}
@@ -235,6 +216,28 @@ def cluster(folder: Path, *, nodes: int = 4, gpus: int = 8) -> Iterator[Slurm]:
     finally:
         outer.send_signal(signal.SIGKILL)  # `--kill-child` takes process 1 along, and the kernel all the rest
         outer.wait()
+
+
+def _write_etc(folder: Path, nodes: int, gpus: int) -> None:
+    """What all nodes have of /etc in common: Slurm's settings, munge's key, and who is who."""
+    etc = folder / "etc"
+    etc.mkdir(parents=True)
+    for name, values in (
+        ("slurm.conf", {"FOLDER": str(folder), "NODES": str(nodes), "GPUS": str(gpus)}),
+        ("gres.conf", {"LAST": str(gpus - 1)}),
+    ):
+        text = (HERE / "etc" / name).read_text()
+        for key, value in values.items():
+            text = text.replace(f"@{key}@", value)
+        (etc / name).write_text(text)
+    key = etc / "munge.key"
+    key.touch(mode=0o600)
+    key.write_bytes(secrets.token_bytes(128))
+    addresses = ["127.0.0.1 localhost", "10.77.0.254 controller"]
+    addresses += [f"10.77.0.{n} node{n}" for n in range(1, nodes + 1)]
+    (etc / "hosts").write_text("\n".join(addresses) + "\n")
+    (etc / "resolv.conf").write_text("options timeout:1 attempts:1\n")  # nobody answers for other names
+    _container_plugin(etc)
 
 
 def _container_plugin(etc: Path) -> None:

@@ -28,6 +28,12 @@ class Scripted:
         self.chat, self.lines, self.finish = chat, iter(lines), finish
         self.turns: list[tuple[Request, Completion]] = []
 
+    def expect(self, players: int) -> None:
+        """Nobody waits for the others."""
+
+    def leave(self) -> None:
+        """Nor here."""
+
     async def generate(self, request: Request) -> Completion:
         """The next line, token i with the log-prob -1 - i / 8."""
         line = self.chat.encode(next(self.lines))

@@ -179,6 +179,13 @@ def test_a_wrong_setting_is_one_line(folder: Path, given: str, parts: list[str])
     assert [part for part in parts if part not in line] == [], line
 
 
+def test_an_option_of_a_tracker_that_is_off_is_told(folder: Path) -> None:
+    given = settings("telemetry.options.wandb.project=mine", "telemetry.options.tensorboard={}").telemetry
+    (note,) = registry.unread_notes(given)
+    assert note.startswith("telemetry.options.wandb.project = mine: telemetry.trackers=")
+    assert note.endswith("has no wandb; give telemetry.trackers=[jsonl,tensorboard,wandb], or leave it out")
+
+
 def test_a_wrong_option_of_a_users_own_is_one_line(folder: Path) -> None:
     line = refusal("telemetry.trackers=['mine.py:Lines']", "telemetry.options.Lines.factor=-1")
     assert "telemetry.options.Lines.factor = -1: allowed is a number of at least 0" in line

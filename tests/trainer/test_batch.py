@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_mega.config.schema import AlgorithmConfig, KlConfig, OverlongConfig, RolloutConfig
+from skyrl_mega.config.schema import AlgorithmConfig, KlConfig, MoeConfig, OverlongConfig, RolloutConfig
 from skyrl_mega.megatron.sequences import Column
 from skyrl_mega.rollout.trajectory import Group, Kind, Prompt, Status, Step, Trajectory
-from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, token_advantages
+from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, teaches, token_advantages
 
 PROMPT = Prompt(0, [{"role": "user", "content": "?"}], "gsm8k", {})
 
@@ -31,7 +31,7 @@ def batch_of(groups: list[list[Trajectory]], algorithm: AlgorithmConfig, respons
     """With responses of at most that many tokens."""
     rollout = RolloutConfig(max_response_tokens=response)
     batch = make_batch([Group(group[0].prompt, group) for group in groups], algorithm, rollout)
-    batch["advantages"] = token_advantages(batch, algorithm)
+    batch["advantages"] = token_advantages(batch, algorithm).whitened
     return batch
 
 
@@ -43,6 +43,7 @@ def test_advantages_are_the_groups_own() -> None:
     for row, value in enumerate(expected):
         np.testing.assert_allclose(of_sequence(batch, "advantages", row), value, rtol=1e-6)
     assert batch["mask"].sum() == 10
+    assert batch.written.tolist() == [2, 4, 1, 1, 2]
     np.testing.assert_allclose(batch["rollout_logprobs"], -0.5 * batch["mask"])
 
 
@@ -62,6 +63,22 @@ def test_truncated_are_filtered_and_failed_count_for_nothing() -> None:
     np.testing.assert_allclose(of_sequence(batch, "advantages", 2), 0)
 
 
+@pytest.mark.parametrize(
+    ("by", "left_out"),
+    [
+        ("budgets", {Status.TRUNCATED_TOKENS, Status.TRUNCATED_TURNS, Status.TRUNCATED_TIME}),
+        ("tokens", {Status.TRUNCATED_TOKENS}),
+    ],
+)
+def test_the_overlong_filter_takes_out_what_its_budgets_ended(by: str, left_out: set[Status]) -> None:
+    groups = [[trajectory(i % 2, 3, status) for i, status in enumerate(Status)]]
+    batch = batch_of(groups, AlgorithmConfig(overlong=OverlongConfig(filter=True, filter_by=by)), 8)
+    for row, status in enumerate(Status):
+        counts = not status.failed and status not in left_out
+        assert of_sequence(batch, "mask", row).sum() == 3 * counts, status
+        assert bool(of_sequence(batch, "advantages", row).any()) != status.failed  # all judged are in the baseline
+
+
 def test_soft_overlong_punishment_lowers_the_reward() -> None:
     groups = [[trajectory(1, 6), trajectory(1, 10)]]
     algorithm = AlgorithmConfig(normalize=False, overlong=OverlongConfig(buffer=4, penalty=1.0))
@@ -70,7 +87,20 @@ def test_soft_overlong_punishment_lowers_the_reward() -> None:
     np.testing.assert_allclose([of_sequence(batch, "advantages", r)[0] for r in (0, 1)], [0.5, -0.5], rtol=1e-6)
 
 
-@pytest.mark.parametrize("mode", ["tokens", "sequences", "micro_batches"])
+def test_prompts_and_a_constant_are_counted_within_a_mini_batch() -> None:
+    groups = [[trajectory(g, 1 + g + s) for s in range(1 + g)] for g in range(3)]
+    batch = batch_of(groups, AlgorithmConfig(), 10)
+    first, second = mini_batches(batch, 2, AlgorithmConfig(loss_mean="prompts"))
+    by_trajectory = [float(first.part(row, row + 1)["weights"].sum()) for row in range(3)]
+    np.testing.assert_allclose(by_trajectory, [1 / 2, 2 / 5 / 2, 3 / 5 / 2], rtol=1e-6)
+    assert second["weights"].sum() == pytest.approx(1)
+    for part, sequences in zip(
+        mini_batches(batch, 2, AlgorithmConfig(loss_mean="constant", loss_mean_length=8)), (3, 3), strict=True
+    ):
+        np.testing.assert_allclose(part["weights"].unique(), [0, 1 / (sequences * 8)], rtol=1e-6)
+
+
+@pytest.mark.parametrize("mode", ["tokens", "sequences", "prompts", "micro_batches"])
 def test_mini_batches_hold_whole_groups_and_weights_that_sum_to_one(mode: str) -> None:
     groups = [[trajectory(g, 1 + g + s) for s in range(2)] for g in range(5)]
     batch = batch_of(groups, AlgorithmConfig(), 10)
@@ -134,3 +164,31 @@ def test_a_column_that_is_no_longer_its_trajectorys_is_an_error() -> None:
         t.columns["x"] = Column(torch.zeros(len(t.tokens) + more))
     with pytest.raises(ValueError, match="column x: 7 values for a trajectory of 8 tokens"):
         make_batch([Group(PROMPT, [short, long])], AlgorithmConfig(), RolloutConfig())
+
+
+def test_no_groups_make_an_empty_batch() -> None:
+    batch = make_batch([], AlgorithmConfig(), RolloutConfig())
+    assert len(batch) == len(batch.tokens) == len(batch["mask"]) == 0
+    assert token_advantages(batch, AlgorithmConfig()).whitened.shape == (0,)
+    assert mini_batches(batch, 2, AlgorithmConfig()) == []
+
+
+@pytest.mark.parametrize("kl, aux, loss, rewards, expected", [
+    (0.0, 0.0, "ppo", (1.0, 0.0), True),
+    (0.0, 0.0, "ppo", (1.0, 1.0), False),
+    (0.0, 0.0, "gspo", (1.0, 1.0), False),
+    (0.1, 0.0, "ppo", (1.0, 1.0), True),
+    (0.0, 0.1, "ppo", (1.0, 1.0), True),
+    (0.0, 0.0, "my.losses:mine", (1.0, 1.0), True),
+    (0.1, 0.1, "my.losses:mine", (), False),
+])  # fmt: skip
+def test_what_a_mini_batch_teaches(
+    kl: float, aux: float, loss: str, rewards: tuple[float, ...], expected: bool
+) -> None:
+    """Without rewards both environments failed."""
+    algorithm = AlgorithmConfig(loss=loss, kl=KlConfig(coefficient=kl))
+    both = [trajectory(reward, 2) for reward in rewards] or [trajectory(0.0, 2, Status.ERROR_ENV)] * 2
+    batch = make_batch([Group(both[0].prompt, both)], algorithm, RolloutConfig())
+    batch["advantages"] = token_advantages(batch, algorithm).whitened
+    (mini,) = mini_batches(batch, None, algorithm)
+    assert teaches(mini, algorithm, MoeConfig(aux_loss=aux)) is expected

@@ -14,7 +14,7 @@ from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.health.failures import refuse_broken
 from skyrl_mega.trainer.rollout_source import RolloutSource
-from skyrl_mega.trainer.run import Step
+from skyrl_mega.trainer.run import Step, rollout_metrics
 
 
 def ended(status: Status) -> Trajectory:
@@ -67,3 +67,34 @@ def test_dynamic_sampling_draws_no_more_where_every_environment_fails(rounds: tu
     if played == 1:
         with pytest.raises(UserError, match="all 4 trajectories failed"):
             refuse_broken(step.trajectories)
+
+
+def test_a_failed_environment_gives_a_group_no_signal() -> None:
+    """One that all the others solved is drawn again: its advantages would all be 0."""
+    config = Config()
+    config.data.prompts_per_step, config.data.samples_per_prompt = 2, 3
+    config.algorithm.dynamic_sampling.enabled, config.algorithm.dynamic_sampling.max_rounds = True, 1
+
+    class Solves:
+        def generate(self, prompts: list[Prompt], samples: int, **_: object) -> list[Group]:
+            groups = [Group(p, [ended(Status.COMPLETED) for _ in range(samples)]) for p in prompts]
+            for group in groups:
+                for t in group.trajectories:
+                    t.reward = 1.0
+                group.trajectories[0] = ended(Status.ERROR_ENV_TIMEOUT)
+            groups[1].trajectories[1].reward = 0.5
+            return groups
+
+    prompts, generator, step = [Prompt(i, [], "mine", {}) for i in range(2)], Solves(), Step(1, Console())
+    source = RolloutSource(config, prompts, PromptStream(2, batch=2, shuffle=False), generator)  # type: ignore[arg-type]
+    assert [group.prompt.uid for group in source.next_groups(step)] == [1]
+    assert step.metrics["rollout/groups_left_out"] == 1
+
+
+def test_rewards_are_those_of_environments_that_did_not_fail() -> None:
+    solved, wrong, failed = ended(Status.COMPLETED), ended(Status.COMPLETED), ended(Status.ERROR_ENV)
+    solved.reward = 1.0
+    metrics = rollout_metrics([solved, wrong, failed, failed])
+    assert (metrics["reward/mean"], metrics["reward/std"]) == (0.5, 0.5)
+    assert metrics["rollout/failed_fraction"] == 0.5
+    assert "reward/mean" not in rollout_metrics([failed])

@@ -33,7 +33,7 @@ def test_newest_whole_one_is_found_and_old_ones_go(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
     assert checkpoints.newest() is None
     for step in (2, 4, 10):
-        checkpoints.save(step, {"step": step}, write)
+        checkpoints.save(step, {"step": step}, {"policy": write})
     newest = checkpoints.newest()
     assert newest is not None and newest.name == "step_000010" and (newest / "policy" / "weights").exists()
     assert checkpoints.state(newest) == {"step": 10}
@@ -42,17 +42,17 @@ def test_newest_whole_one_is_found_and_old_ones_go(tmp_path: Path) -> None:
 
 def test_a_save_that_breaks_off_is_not_found(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(1, {"step": 1}, write)
+    checkpoints.save(1, {"step": 1}, {"policy": write})
 
     def broken(folder: Path) -> None:
         write(folder)
         raise OSError("No space left on device")
 
     with pytest.raises(OSError, match="No space"):
-        checkpoints.save(2, {"step": 2}, broken)
+        checkpoints.save(2, {"step": 2}, {"policy": broken})
     newest = checkpoints.newest()
     assert newest is not None and newest.name == "step_000001"
-    checkpoints.save(2, {"step": 2}, write)  # what was left is cleared away
+    checkpoints.save(2, {"step": 2}, {"policy": write})  # what was left is cleared away
     assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000001", "step_000002"]
 
 
@@ -60,7 +60,7 @@ def test_a_damaged_one_is_named_and_an_older_one_taken(tmp_path: Path) -> None:
     said: list[str] = []
     checkpoints = Checkpoints(tmp_path, keep=3, say=said.append)
     for step in (1, 2, 3):
-        checkpoints.save(step, {"step": step}, write)
+        checkpoints.save(step, {"step": step}, {"policy": write})
     (tmp_path / "step_000003" / "policy" / "weights").write_text("")
     (tmp_path / "step_000002" / "policy" / "weights").unlink()
     newest = checkpoints.newest()
@@ -76,31 +76,31 @@ def test_a_damaged_one_is_named_and_an_older_one_taken(tmp_path: Path) -> None:
 
 def test_without_room_nothing_is_written_and_the_old_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, {"step": 1}, lambda folder: (folder / "weights").write_bytes(bytes(5_000_000)))
+    checkpoints.save(1, {"step": 1}, {"policy": lambda folder: (folder / "weights").write_bytes(bytes(5_000_000))})
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(0, 0, 4_000_000))
     with pytest.raises(NoRoom, match=r"it takes about 0.005 GB, and .* has 0.004 GB free"):
-        checkpoints.save(2, {"step": 2}, write)
+        checkpoints.save(2, {"step": 2}, {"policy": write})
     newest = checkpoints.newest()
     assert newest is not None and newest.name == "step_000001"
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=1)
-    checkpoints.save(1, {"step": 1, "try": 1}, write)
-    again = checkpoints.save(1, {"step": 1, "try": 2}, write)
+    checkpoints.save(1, {"step": 1, "try": 1}, {"policy": write})
+    again = checkpoints.save(1, {"step": 1, "try": 2}, {"policy": write})
     assert checkpoints.state(again)["try"] == 2
 
 
 def test_a_runs_folder_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path / "run" / "checkpoints", keep=2)
     with pytest.raises(FileNotFoundError, match="run/checkpoints"):
-        checkpoints.save(1, {"step": 1}, write)
+        checkpoints.save(1, {"step": 1}, {"policy": write})
     assert not (tmp_path / "run").exists()
 
 
 def test_an_earlier_versions_checkpoint_is_refused_by_name(tmp_path: Path) -> None:
     checkpoints = Checkpoints(tmp_path, keep=2)
-    checkpoints.save(1, {"step": 1}, lambda folder: (folder / ".metadata").touch())
+    checkpoints.save(1, {"step": 1}, {"policy": lambda folder: (folder / ".metadata").touch()})
     with pytest.raises(UserError, match=r"step_000001/policy: is a distributed checkpoint .* model\.path") as told:
         checkpoints.newest()
     assert "\n" not in str(told.value)
@@ -131,7 +131,7 @@ def test_looking_for_the_newest_runs_no_code_from_it(tmp_path: Path) -> None:
         write_header(folder, header)
 
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
-    checkpoints.save(3, {"step": 3}, save)
+    checkpoints.save(3, {"step": 3}, {"policy": save})
     newest = checkpoints.newest()
     assert newest is not None and checkpoints.state(newest) == {"step": 3}
     with pytest.raises(UserError, match=r"rank_00000\.safetensors"):

@@ -21,8 +21,8 @@ def run_of(config: Config) -> Run:
     policy: Any = SimpleNamespace(parallel=SimpleNamespace(ranks=config.policy.ranks))
     nothing: Any = None
     return Run(
-        config=config, folder=nothing, console=SILENT, trackers=SILENT, policy=policy, reference=None, sync=nothing,
-        rollouts=nothing, evaluator=nothing, stream=SILENT, checkpoints=nothing,
+        config=config, folder=nothing, console=SILENT, trackers=SILENT, policy=policy, reference=None, critic=None,
+        sync=nothing, rollouts=nothing, evaluator=nothing, stream=SILENT, checkpoints=nothing,
     )  # fmt: skip
 
 

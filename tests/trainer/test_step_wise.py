@@ -77,7 +77,7 @@ def batch_of(groups: list[Group], algorithm: AlgorithmConfig, step_wise: str) ->
     """With advantages; no response is near the limit."""
     rollout = RolloutConfig(max_response_tokens=1000, step_wise=step_wise)
     batch = make_batch(groups, algorithm, rollout)
-    batch["advantages"] = token_advantages(batch, algorithm)
+    batch["advantages"] = token_advantages(batch, algorithm).whitened
     return batch
 
 

@@ -53,6 +53,7 @@ def run(tmp_path: Path) -> Iterator[FakeRun]:
             trackers=trackers,
             policy=fake,
             reference=None,
+            critic=None,
             sync=fake,
             rollouts=fake,
             evaluator=fake,

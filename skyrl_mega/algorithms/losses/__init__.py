@@ -5,21 +5,41 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
 
 from skyrl_mega.algorithms.losses.base import Loss, LossInputs, Metrics
+from skyrl_mega.algorithms.losses.cispo import cispo
+from skyrl_mega.algorithms.losses.covariance import clip_cov, kl_cov
+from skyrl_mega.algorithms.losses.dppo import dppo_kl, dppo_tv
+from skyrl_mega.algorithms.losses.dro import dro
+from skyrl_mega.algorithms.losses.gmpo import gmpo
 from skyrl_mega.algorithms.losses.gspo import gspo
+from skyrl_mega.algorithms.losses.inputs import Figures
 from skyrl_mega.algorithms.losses.ppo import ppo
+from skyrl_mega.algorithms.losses.sapo import sapo
 from skyrl_mega.algorithms.losses.supervised import supervised
+from skyrl_mega.algorithms.losses.trial import check_on_tokens
 from skyrl_mega.config import imports
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig
 from skyrl_mega.config.values import shown
 
-__all__ = ["LOSSES", "Loss", "LossInputs", "Metrics", "check", "find", "with_absolute_path"]
+__all__ = ["LOSSES", "PULLING", "Figures", "Loss", "LossInputs", "Metrics", "check", "find", "with_absolute_path"]
 
-LOSSES: Mapping[str, Loss] = {"ppo": ppo, "gspo": gspo}
+LOSSES: Mapping[str, Loss] = {
+    "ppo": ppo,
+    "gspo": gspo,
+    "cispo": cispo,
+    "sapo": sapo,
+    "gmpo": gmpo,
+    "dppo_tv": dppo_tv,
+    "dppo_kl": dppo_kl,
+    "dro": dro,
+    "clip_cov": clip_cov,
+    "kl_cov": kl_cov,
+}
 """What `algorithm.loss` may name."""
+PULLING = frozenset({"dro", "kl_cov"})
+"""Those of them that have a gradient where the advantage is 0: they pull the policy to where it was."""
 SUPERVISED = "supervised"
 """The warm-up's loss, which no run is trained with."""
 
@@ -32,28 +52,21 @@ def find(name: str) -> Loss:
     """
     if name == SUPERVISED:
         return supervised
-    if name in LOSSES:
-        return LOSSES[name]
-    if ":" not in name:
-        raise UserError(
-            f"algorithm.loss = {shown(name)}: allowed is one of {', '.join(LOSSES)}, or your own as "
-            f"{imports.forms('function')}"
-        )
-    loss = imports.load(name, "algorithm.loss", kind="function")
-    if not callable(loss):
-        raise UserError(f"algorithm.loss = {shown(name)}: it is not a function of (LossInputs, AlgorithmConfig)")
-    return cast(Loss, loss)
+    found: Loss = imports.named(name, LOSSES, "algorithm.loss", "(LossInputs, AlgorithmConfig)")
+    return found
 
 
 def check(algorithm: AlgorithmConfig) -> None:
-    """Refuses a loss that cannot be found, before any process starts.
+    """Refuses a loss that cannot be found, or one of the user's own that is none, before any process starts.
 
     Raises:
-        UserError: It cannot.
+        UserError: Says what is wrong.
     """
     if algorithm.loss == SUPERVISED:
         raise UserError(f"algorithm.loss = supervised: the warm-up has it; allowed is one of {', '.join(LOSSES)}")
-    find(algorithm.loss)
+    loss = find(algorithm.loss)
+    if algorithm.loss not in LOSSES:
+        check_on_tokens(loss, f"algorithm.loss = {shown(algorithm.loss)}", algorithm)
 
 
 def with_absolute_path(algorithm: AlgorithmConfig) -> AlgorithmConfig:

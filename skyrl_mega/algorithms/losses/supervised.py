@@ -10,8 +10,8 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 def supervised(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
     """-Σ w_t log π(token). It looks at no setting."""
-    loss = -(inputs.weights_L * inputs.logprobs_L).sum()
+    loss = -(inputs.weights_L * inputs.clean(inputs.logprobs_L)).sum()
     metrics = {"loss": loss.detach()}
     if inputs.entropy_L is not None:
-        metrics["entropy"] = (inputs.weights_L * inputs.entropy_L).sum()
+        metrics["entropy"] = inputs.mean(inputs.clean(inputs.entropy_L))
     return loss, metrics

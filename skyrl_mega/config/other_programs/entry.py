@@ -47,24 +47,27 @@ def under(group: str, entries: Table) -> dict[str, Entry]:
 ALWAYS = none("it is always so; leave it out")
 UNUSED = none("nothing here needs it; leave it out")
 FROM_CONFIG = none("it is read from the model's config.json; leave it out")
-NO_CRITIC = none("there is no value model; take algorithm.advantage=grpo, rloo or reinforce")
 NO_FSDP = none("Megatron trains every model; policy.layout cuts it over the GPUs")
 NO_LORA = none("all weights are trained; leave it out")
 NO_OFFLOAD = none(
     "policy and engines stay in GPU memory all the time; --dry-run says what fits, --suggest finds a layout"
 )
 NO_ASYNC = none("generation and training alternate, so that no sample is off policy; leave it out")
-NO_ENTROPY = none("the loss has no entropy term; the entropy is a metric of every step")
 RUN_DECIDES = none("the run decides it; leave it out")
 NO_PROFILER = none("there is no profiler; metrics.jsonl has the time of every phase")
 NO_REWARD_MODEL = none("an environment gives the reward, which may ask a service (docs/own-environment.md)")
 NO_MULTIMODAL = none("models and prompts are text alone")
 NO_DISTILLATION = none("there is no teacher; leave it out")
 NO_MTP = none("multi-token prediction is neither trained nor used for decoding")
-NO_ROUTER_REPLAY = none("the policy routes for itself; `mismatch` metrics say how far the engine's routing was off")
+ROLLOUT_REPLAY = to(
+    "policy.moe.replay", values={"true": to("policy.moe.replay=rollout"), "false": to("policy.moe.replay=off")}
+)
 NO_CHECKPOINT_CHOICE = none("a checkpoint holds all that a run needs, for any layout; leave it out")
 REWARD = to("environment.classes", note="an environment of your own gives the reward (docs/own-environment.md)")
 MICRO = to("policy.micro_tokens", note="a budget of tokens, not a number of sequences")
 LAYOUT_OF_REFERENCE = "reference.layout=null takes the policy's"
-OWN_LOSS = none("algorithm.loss is ppo, gspo, or your own function by import path")
-ONE_CAP = "of each token's ratio, capped; null is off"
+OWN_LOSS = none("algorithm.loss has no such loss; it may be your own function by import path (docs/own-loss.md)")
+ONE_CAP = "of the ratio of algorithm.importance_level; null is off"
+CLIP_LOW = "of ppo and clip_cov; cispo has algorithm.cispo.clip_low, gspo algorithm.gspo.clip_low"
+CLIP_HIGH = "of ppo and clip_cov; cispo has algorithm.cispo.clip_high, gspo algorithm.gspo.clip_high"
+CLIP_BOTH = "of ppo and clip_cov; cispo has algorithm.cispo.clip_low and clip_high, gspo those of algorithm.gspo"

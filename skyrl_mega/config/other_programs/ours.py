@@ -7,17 +7,20 @@ from collections.abc import Iterable
 from skyrl_mega.config.other_programs.lookup import names
 
 ALONE = {
-    "run.restarts", "run.patience", "run.patience_groups",
+    "run.restarts", "run.patience", "run.patience_groups", "health",
     "cluster.gpu_memory_gib", "cluster.gpu_reserve_gib", "cluster.host_memory_gib", "cluster.topology", "cluster.rates",
     "cluster.preflight", "cluster.preflight_timeout_s",
     "model.build", "policy.optimizer.warmup_from_zero", "policy.threads",
     "reference.layout.first_stage_layers", "reference.layout.last_stage_layers",
+    "critic.layout.first_stage_layers", "critic.layout.last_stage_layers",
+    "critic.optimizer.warmup_from_zero", "critic.optimizer.eps",
     "rollout.kv_cache_gib", "rollout.env_timeout_s", "rollout.trajectory_timeout_s", "rollout.threads",
-    "algorithm.gspo", "algorithm.kl.mean", "algorithm.loss_mean_samples", "weights.wire", "weights.timeout_s",
+    "algorithm.gspo", "algorithm.gmpo", "algorithm.dro", "algorithm.kl.mean", "algorithm.loss_mean_samples",
+    "weights.wire", "weights.timeout_s",
     "data.folder", "data.prepare",
     "environment.retriever.index", "environment.retriever.build", "environment.retriever.serve",
     "environment.retriever.passage_chars", "environment.retriever.token_variable",
-    "warmup",
+    "warmup", "telemetry.trajectory_columns",
 }  # fmt: skip
 """Settings, or groups of them, without a name in SkyRL, verl, slime and TRL."""
 

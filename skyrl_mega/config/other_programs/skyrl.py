@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from skyrl_mega.config.other_programs import critic
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
     FROM_CONFIG,
@@ -9,18 +10,16 @@ from skyrl_mega.config.other_programs.entry import (
     MICRO,
     NO_ASYNC,
     NO_CHECKPOINT_CHOICE,
-    NO_CRITIC,
-    NO_ENTROPY,
     NO_FSDP,
     NO_LORA,
     NO_MTP,
     NO_MULTIMODAL,
     NO_OFFLOAD,
     NO_PROFILER,
-    NO_ROUTER_REPLAY,
     ONE_CAP,
     OWN_LOSS,
     REWARD,
+    ROLLOUT_REPLAY,
     RUN_DECIDES,
     UNUSED,
     Table,
@@ -48,11 +47,10 @@ _DATA_AND_RUN: Table = {
     "trainer.enable_ray_gpu_monitor": UNUSED,
     "trainer.train_batch_size": to("data.prompts_per_step"),
     "trainer.policy_mini_batch_size": to("data.mini_batch_prompts"),
-    "trainer.critic_mini_batch_size": NO_CRITIC,
     "trainer.micro_train_batch_size_per_gpu": MICRO,
     "trainer.micro_forward_batch_size_per_gpu": MICRO,
     "trainer.max_tokens_per_microbatch": to("policy.micro_tokens"),
-    "trainer.update_epochs_per_batch": none("every batch is trained on once"),
+    "trainer.update_epochs_per_batch": to("data.epochs_per_step"),
     "trainer.recompute_old_logprobs_per_minibatch": none("the old log-probs are those before the step; leave it out"),
     "trainer.update_ref_every_epoch": none("the reference stays as it was loaded"),
     "trainer.remove_microbatch_padding": ALWAYS,
@@ -116,9 +114,6 @@ _MODELS: Table = {
     ),
     "trainer.placement.ref_num_nodes": to("reference.ranks", note="nodes times GPUs; null shares the policy's"),
     "trainer.placement.ref_num_gpus_per_node": to("reference.ranks", note="nodes times GPUs; null shares the policy's"),
-    "trainer.placement.critic_num_nodes": NO_CRITIC,
-    "trainer.placement.critic_num_gpus_per_node": NO_CRITIC,
-    "trainer.critic.*": NO_CRITIC,
     "trainer.policy.model.path": to("model.path"),
     "trainer.policy.model.lora.*": NO_LORA,
     "trainer.policy.model.fake_int4_qat.*": none("there is no training for INT4; leave it out"),
@@ -201,7 +196,7 @@ _MEGATRON: Table = {
         "moe_router_score_function": FROM_CONFIG,
         "moe_router_enable_expert_bias": FROM_CONFIG,
         "moe_router_dtype": to("policy.options.moe_router_dtype"),
-        "moe_enable_routing_replay": NO_ROUTER_REPLAY,
+        "moe_enable_routing_replay": ROLLOUT_REPLAY,
         "moe_per_layer_logging": UNUSED,
         "ddp_config.overlap_grad_reduce": to("policy.overlap"),
         "ddp_config.overlap_param_gather": to("policy.overlap"),
@@ -229,9 +224,9 @@ _ALGORITHM: Table = {
             values={
                 "grpo": to("algorithm.advantage=grpo"),
                 "rloo": to("algorithm.advantage=rloo"),
-                "gae": NO_CRITIC,
-                "reinforce++": none("algorithm.advantage=rloo is the nearest: a baseline from the group"),
-                "maxrl": none("algorithm.advantage=grpo is the nearest"),
+                "gae": critic.GAE,
+                "reinforce++": to("algorithm.advantage=reinforce++"),
+                "maxrl": to("algorithm.advantage=maxrl"),
             },
         ),
         "policy_loss_type": to(
@@ -240,7 +235,11 @@ _ALGORITHM: Table = {
                 "regular": to("algorithm.loss=ppo", "algorithm.dual_clip=null"),
                 "dual_clip": to("algorithm.loss=ppo", "algorithm.dual_clip"),
                 "gspo": to("algorithm.loss=gspo", note="its clip range is algorithm.gspo"),
-                **several(OWN_LOSS, "cispo clip_cov kl_cov sapo dppo rollout_is"),
+                "cispo": to("algorithm.loss=cispo", note="its clip range is algorithm.cispo"),
+                "sapo": to("algorithm.loss=sapo", note="its gate is algorithm.sapo"),
+                "dppo": to("algorithm.loss", note="dppo_tv or dppo_kl; its trust region is algorithm.dppo"),
+                **{loss: to(f"algorithm.loss={loss}") for loss in ("clip_cov", "kl_cov")},
+                "rollout_is": OWN_LOSS,
             },
         ),
         "loss_reduction": to(
@@ -249,11 +248,11 @@ _ALGORITHM: Table = {
                 "token_mean": to("algorithm.loss_mean=tokens", note="over the mini-batch"),
                 "token_mean_legacy": to("algorithm.loss_mean=micro_batches", "algorithm.loss_mean_samples"),
                 "sequence_mean": to("algorithm.loss_mean=sequences"),
-                "prompt_mean": none("algorithm.loss_mean is tokens, sequences or micro_batches"),
-                "seq_mean_token_sum_norm": none("algorithm.loss_mean is tokens, sequences or micro_batches"),
+                "prompt_mean": to("algorithm.loss_mean=prompts"),
+                "seq_mean_token_sum_norm": to("algorithm.loss_mean=constant", "algorithm.loss_mean_length"),
             },
         ),
-        "max_seq_len": none("algorithm.loss_mean divides by the tokens or sequences that there are"),
+        "max_seq_len": to("algorithm.loss_mean_length", note="of algorithm.loss_mean=constant"),
         "grpo_norm_by_std": to("algorithm.normalize"),
         "use_kl_loss": to(
             "algorithm.kl.coefficient", note="above 0 is on", values={"false": to("algorithm.kl.coefficient=0")}
@@ -262,53 +261,92 @@ _ALGORITHM: Table = {
         "kl_estimator_type": to(
             "algorithm.kl.estimator",
             values={
-                **{k: to(f"algorithm.kl.estimator={k}") for k in ("k1", "k2", "k3")},
-                "abs": none("algorithm.kl.estimator is k1, k2 or k3"),
+                **{k: to(f"algorithm.kl.estimator={k}") for k in ("k1", "k2", "k3", "abs")},
             },
         ),
-        "use_kl_in_reward": none("KL stands in the loss: algorithm.kl.coefficient"),
-        "kl_ctrl.*": none("the coefficient is fixed: algorithm.kl.coefficient"),
-        "use_entropy_loss": NO_ENTROPY,
-        "entropy_loss_coef": NO_ENTROPY,
+        "use_kl_in_reward": to("algorithm.kl.where", values={"true": to("algorithm.kl.where=reward")}),
+        "kl_ctrl.type": to("algorithm.kl.target", values={"fixed": to("algorithm.kl.target=null")}),
+        "kl_ctrl.kl_target": to("algorithm.kl.target", note="of an answer: the sum over its tokens"),
+        "kl_ctrl.horizon": to("algorithm.kl.horizon"),
+        "use_entropy_loss": to("algorithm.entropy.coefficient", note="above 0 is on"),
+        "entropy_loss_coef": to("algorithm.entropy.coefficient"),
         "temperature": to("rollout.sampling.temperature"),
-        "advantage_batch_normalize": none("advantages are normalised in their group: algorithm.normalize"),
-        "value_head_prefix": NO_CRITIC,
-        "value_clip": NO_CRITIC,
-        "gamma": NO_CRITIC,
-        "lambd": NO_CRITIC,
+        "advantage_batch_normalize": to("algorithm.whiten", values={"true": to("algorithm.whiten=batch")}),
         "zero_variance_filter": to(
-            "algorithm.dynamic_sampling.enabled", note="replaces such groups; without it they have advantages of 0"
+            "algorithm.dynamic_sampling.enabled",
+            note="with algorithm.dynamic_sampling.max_rounds=1; without it they have advantages of 0",
+            values={
+                "true": to("algorithm.dynamic_sampling.enabled=true", "algorithm.dynamic_sampling.max_rounds=1"),
+                "false": to("algorithm.dynamic_sampling.enabled=false"),
+            },
         ),
-        "zero_variance_filter_tol": UNUSED,
+        "zero_variance_filter_tol": to(
+            "algorithm.dynamic_sampling.tolerance", note="of highest - lowest, there of the std"
+        ),
         "eps_clip_low": to("algorithm.clip_low"),
         "eps_clip_high": to("algorithm.clip_high"),
         "clip_ratio_c": to("algorithm.dual_clip"),
         "off_policy_correction.token_tis_ratio_clip_high": to("algorithm.importance_cap", note=ONE_CAP),
         "off_policy_correction.tis_ratio_type": to(
-            "algorithm.importance_cap",
-            note=ONE_CAP,
+            "algorithm.importance_level",
             values={
                 "null": to("algorithm.importance_cap=null"),
                 "token": to("algorithm.importance_cap"),
-                "sequence": none("algorithm.importance_cap is of each token's ratio"),
+                "sequence": to("algorithm.importance_cap", "algorithm.importance_level=sequence"),
             },
         ),
-        "off_policy_correction.*": none("algorithm.importance_cap is the only correction: of each token's ratio"),
+        "off_policy_correction.sequence_tis_ratio_clip_high": to("algorithm.importance_cap"),
+        "off_policy_correction.outlier_token_is_threshold_low": to("algorithm.rejection.outlier_low"),
+        "off_policy_correction.outlier_token_is_threshold_high": to("algorithm.rejection.outlier_high"),
+        **{
+            f"off_policy_correction.token_mask_is_threshold_{bound}": to(
+                f"algorithm.rejection.{bound}", note="of algorithm.rejection.level=token"
+            )
+            for bound in ("low", "high")
+        },
+        "off_policy_correction.sequence_mask_metric": to(
+            "algorithm.rejection.level",
+            values={
+                "product": to("algorithm.rejection.level=sequence"),
+                "geometric": to("algorithm.rejection.level=geometric"),
+            },
+        ),
+        **{
+            f"off_policy_correction.{metric}_mask_{bound}": to(f"algorithm.rejection.{bound}")
+            for metric in ("geo", "product")
+            for bound in ("low", "high")
+        },
+        "off_policy_correction.*": none("algorithm.importance_cap and algorithm.rejection are the corrections"),
         "use_tis": to("algorithm.importance_cap", note=ONE_CAP, values={"false": to("algorithm.importance_cap=null")}),
         "tis_imp_ratio_cap": to("algorithm.importance_cap", note=ONE_CAP),
         "dynamic_sampling.type": to(
             "algorithm.dynamic_sampling.enabled",
+            "algorithm.dynamic_sampling.mode",
             values={
                 "filter": to("algorithm.dynamic_sampling.enabled=true"),
                 "null": to("algorithm.dynamic_sampling.enabled=false"),
-                "replace": none("groups without variance are generated again: algorithm.dynamic_sampling.enabled"),
+                "replace": to("algorithm.dynamic_sampling.enabled=true", "algorithm.dynamic_sampling.mode=replace"),
             },
         ),
         "dynamic_sampling.max_sample_batches": to("algorithm.dynamic_sampling.max_rounds", note="at least 1"),
-        "dynamic_sampling.min_replace_ratio": none("groups without variance are generated again, none is copied"),
+        "dynamic_sampling.min_replace_ratio": to("algorithm.dynamic_sampling.replace_from"),
         "overlong_buffer_len": to("algorithm.overlong.buffer"),
         "overlong_buffer_penalty_factor": to("algorithm.overlong.penalty"),
-        **{f"{loss}.*": OWN_LOSS for loss in ("sapo", "clip_cov", "kl_cov", "cispo", "dppo")},
+        "sapo.tau_pos": to("algorithm.sapo.temperature_positive"),
+        "sapo.tau_neg": to("algorithm.sapo.temperature_negative"),
+        "cispo.cispo_eps_clip_low": to("algorithm.cispo.clip_low"),
+        "cispo.cispo_eps_clip_high": to("algorithm.cispo.clip_high"),
+        "dppo.dppo_type": to(
+            "algorithm.loss",
+            values={"binary_tv": to("algorithm.loss=dppo_tv"), "binary_kl": to("algorithm.loss=dppo_kl")},
+        ),
+        "dppo.delta_low": to("algorithm.dppo.tv_low", "algorithm.dppo.kl_low"),
+        "dppo.delta_high": to("algorithm.dppo.tv_high", "algorithm.dppo.kl_high"),
+        "clip_cov.clip_ratio": to("algorithm.clip_cov.share"),
+        "clip_cov.clip_cov_lb": to("algorithm.clip_cov.low"),
+        "clip_cov.clip_cov_ub": to("algorithm.clip_cov.high"),
+        "kl_cov.kl_cov_frac": to("algorithm.kl_cov.share"),
+        "kl_cov.ppo_kl_coef": to("algorithm.kl_cov.coefficient"),
     }.items()
 }
 
@@ -338,7 +376,7 @@ ENGINES: Table = {
         "external_proxy_url": none("engines are the run's own; evaluate --endpoint asks one that runs"),
         "external_server_urls": none("engines are the run's own; evaluate --endpoint asks one that runs"),
         "speculative_config": none("decoding is not speculative, so that log-probs are the policy's"),
-        "enable_return_routed_experts": NO_ROUTER_REPLAY,
+        "enable_return_routed_experts": ROLLOUT_REPLAY,
         "offload_kv_for_weight_sync": NO_OFFLOAD,
         "fully_sharded_loras": NO_LORA,
         "language_model_only": NO_MULTIMODAL,
@@ -390,7 +428,9 @@ _GENERATOR: Table = {
     "generator.zero_reward_on_non_stop": none(
         "the environment gives the reward; algorithm.overlong.filter masks such trajectories"
     ),
-    "generator.apply_overlong_filtering": to("algorithm.overlong.filter"),
+    "generator.apply_overlong_filtering": to(
+        "algorithm.overlong.filter", note="with algorithm.overlong.filter_by=tokens"
+    ),
     "generator.step_wise_trajectories": to(
         "rollout.step_wise", values={"true": to("rollout.step_wise=turns"), "false": to("rollout.step_wise=off")}
     ),
@@ -407,4 +447,4 @@ _GENERATOR: Table = {
     "environment.skyrl_gym.llm_as_a_judge.*": REWARD,
 }
 
-KEYS: Table = {**_DATA_AND_RUN, **_MODELS, **_MEGATRON, **_ALGORITHM, **ENGINES, **_GENERATOR}
+KEYS: Table = {**_DATA_AND_RUN, **_MODELS, **_MEGATRON, **_ALGORITHM, **critic.SKYRL, **ENGINES, **_GENERATOR}

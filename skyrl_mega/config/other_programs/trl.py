@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from skyrl_mega.config.other_programs import critic
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
+    CLIP_BOTH,
     MICRO,
     NO_CHECKPOINT_CHOICE,
-    NO_ENTROPY,
     NO_LORA,
     NO_MULTIMODAL,
     NO_OFFLOAD,
@@ -35,12 +36,19 @@ _TRAINING: Table = {
     "dataset_train_split": to("data.train"),
     "dataset_test_split": to("data.eval"),
     "reward_funcs": REWARD,
-    "reward_weights": REWARD,
+    "reward_weights": to("algorithm.reward_weights", note="by name, of a step whose reward is a dict"),
     "reward_model_name_or_path": REWARD,
-    "multi_objective_aggregation": REWARD,
+    "multi_objective_aggregation": to(
+        "algorithm.advantage",
+        values={
+            "sum_then_normalize": to("algorithm.advantage=grpo"),
+            "normalize_then_sum": to("algorithm.advantage=gdpo"),
+        },
+    ),
     "output_dir": to("run.directory", note="a run is run.directory/run.name"),
     "run_name": to("run.name"),
     "seed": to("run.seed"),
+    "full_determinism": to("run.deterministic", note="of the engines too"),
     "max_steps": to("run.steps", note="RL steps, each of data.prompts_per_step prompts"),
     "num_train_epochs": to("run.epochs"),
     "learning_rate": to("policy.optimizer.lr"),
@@ -81,7 +89,7 @@ _TRAINING: Table = {
     "fsdp": none("Megatron trains every model; policy.layout cuts it over the GPUs"),
     "shuffle_dataset": to("data.shuffle"),
     "remove_unused_columns": none("every column of a row reaches its environment; leave it out"),
-    "router_aux_loss_coef": to("policy.moe.aux_loss"),
+    "router_aux_loss_coef": to("policy.moe.aux_loss", note="times experts of a token / layers, about"),
     "use_peft": NO_LORA,
     "lora_r": NO_LORA,
     "lora_alpha": NO_LORA,
@@ -100,7 +108,7 @@ _GRPO: Table = {
     "num_generations_eval": to("evaluation.samples"),
     "generation_batch_size": to("data.prompts_per_step", note=COMPLETIONS),
     "steps_per_generation": to("data.mini_batch_prompts", note="data.prompts_per_step divided by it"),
-    "num_iterations": none("every batch is trained on once"),
+    "num_iterations": to("data.epochs_per_step"),
     "max_prompt_length": to("rollout.max_prompt_tokens", note="longer prompts are left out, and counted"),
     "max_completion_length": to(
         "rollout.max_response_tokens", "rollout.sampling.max_tokens", note="of all turns, of one"
@@ -134,8 +142,8 @@ _GRPO: Table = {
     "vllm_server_timeout": to("cluster.start_timeout_s"),
     "vllm_group_port": NO_SERVER,
     "beta": to("algorithm.kl.coefficient"),
-    "epsilon": to("algorithm.clip_low", "algorithm.clip_high", note="for GSPO algorithm.gspo.clip_low, clip_high"),
-    "epsilon_high": to("algorithm.clip_high"),
+    "epsilon": to("algorithm.clip_low", "algorithm.clip_high", note=CLIP_BOTH),
+    "epsilon_high": to("algorithm.clip_high", note="with cispo algorithm.cispo.clip_high, which is it less 1"),
     "delta": to("algorithm.dual_clip"),
     "importance_sampling_level": to(
         "algorithm.loss", values={"token": to("algorithm.loss=ppo"), "sequence": to("algorithm.loss=gspo")}
@@ -145,7 +153,7 @@ _GRPO: Table = {
         values={
             **{theirs: to("algorithm.normalize=true") for theirs in ("group", "true")},
             **{theirs: to("algorithm.normalize=false") for theirs in ("none", "false")},
-            "batch": none("advantages are normalised in their group: algorithm.normalize"),
+            "batch": to("algorithm.whiten=batch_std", "algorithm.normalize=false"),
         },
     ),
     "loss_type": to(
@@ -154,45 +162,56 @@ _GRPO: Table = {
             "dapo": to("algorithm.loss_mean=tokens"),
             "bnpo": to("algorithm.loss_mean=micro_batches", "algorithm.loss_mean_samples"),
             "grpo": to("algorithm.loss_mean=sequences"),
-            "dr_grpo": none("algorithm.loss_mean divides by the tokens or sequences that there are"),
-            **several(OWN_LOSS, "cispo sapo luspo vespo"),
+            "dr_grpo": to("algorithm.loss_mean=constant", "algorithm.loss_mean_length"),
+            "cispo": to(
+                "algorithm.loss=cispo",
+                "algorithm.loss_mean=tokens",
+                note="algorithm.cispo.clip_high is epsilon_high - 1",
+            ),
+            "sapo": to("algorithm.loss=sapo", "algorithm.loss_mean=sequences", note="its gate is algorithm.sapo"),
+            "luspo": to(
+                "algorithm.loss=gspo", "algorithm.loss_mean=constant", note="the sum over tokens: loss_mean_length=1"
+            ),
+            **several(OWN_LOSS, "vespo"),
         },
     ),
-    "mask_truncated_completions": to("algorithm.overlong.filter"),
+    "mask_truncated_completions": to("algorithm.overlong.filter", "algorithm.overlong.filter_by", note="by tokens"),
     "vllm_importance_sampling_correction": to(
         "algorithm.importance_cap", note=ONE_CAP, values={"false": to("algorithm.importance_cap=null")}
     ),
     "vllm_importance_sampling_mode": to(
-        "algorithm.importance_cap",
+        "algorithm.importance_outside",
+        "algorithm.importance_level",
         note=ONE_CAP,
         values={
             "token_truncate": to("algorithm.importance_cap"),
-            **several(
-                none("algorithm.importance_cap truncates each token's ratio"),
-                "token_mask sequence_truncate sequence_mask",
+            "sequence_truncate": to("algorithm.importance_cap", "algorithm.importance_level=sequence"),
+            "token_mask": to("algorithm.importance_cap", "algorithm.importance_outside=mask"),
+            "sequence_mask": to(
+                "algorithm.rejection",
+                "algorithm.importance_level=sequence",
+                note="level=sequence, low=0, high; importance_cap at high",
             ),
         },
     ),
     "vllm_importance_sampling_clip_max": to("algorithm.importance_cap", note=ONE_CAP),
     "vllm_importance_sampling_cap": to("algorithm.importance_cap", note=ONE_CAP),
-    "vllm_importance_sampling_clip_min": none("algorithm.importance_cap has no lower bound"),
-    "off_policy_mask_threshold": OWN_LOSS,
-    "use_bias_correction_kl": none("algorithm.kl.estimator is k1, k2 or k3"),
+    "vllm_importance_sampling_clip_min": to("algorithm.importance_floor"),
+    "off_policy_mask_threshold": to("algorithm.rejection.off_policy"),
+    "use_bias_correction_kl": to("algorithm.kl.unbiased"),
     "sync_ref_model": none("the reference stays as it was loaded"),
     "ref_model_mixup_alpha": none("the reference stays as it was loaded"),
     "ref_model_sync_steps": none("the reference stays as it was loaded"),
-    "top_entropy_quantile": none("every token of an answer counts in the loss"),
-    "entropy_coef": NO_ENTROPY,
-    "use_adaptive_entropy": NO_ENTROPY,
-    **several(NO_ENTROPY, "coef_min coef_max coef_delta target", "entropy_"),
-    **{
-        f"{loss}_{key}": OWN_LOSS
-        for loss, keys in {
-            "sapo": ("temperature_neg", "temperature_pos"),
-            "vespo": ("k_pos", "lambda_pos", "k_neg", "lambda_neg"),
-        }.items()
-        for key in keys
-    },
+    "top_entropy_quantile": to("algorithm.entropy.top_share"),
+    "entropy_coef": to("algorithm.entropy.coefficient"),
+    "use_adaptive_entropy": to("algorithm.entropy.target", note="a number is on"),
+    "entropy_coef_min": to("algorithm.entropy.least"),
+    "entropy_coef_max": to("algorithm.entropy.most"),
+    "entropy_coef_delta": to("algorithm.entropy.step"),
+    "entropy_target": to("algorithm.entropy.target"),
+    "sapo_temperature_neg": to("algorithm.sapo.temperature_negative"),
+    "sapo_temperature_pos": to("algorithm.sapo.temperature_positive"),
+    **several(OWN_LOSS, "k_pos lambda_pos k_neg lambda_neg", "vespo_"),
 }
 
-KEYS: Table = {**_TRAINING, **_GRPO}
+KEYS: Table = {**_TRAINING, **_GRPO, **critic.TRL}

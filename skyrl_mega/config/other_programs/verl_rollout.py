@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+from skyrl_mega.config.other_programs import critic, verl_kl
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
     MICRO,
     NO_ASYNC,
-    NO_CRITIC,
     NO_DISTILLATION,
     NO_MTP,
     NO_OFFLOAD,
     NO_PROFILER,
     NO_REWARD_MODEL,
-    NO_ROUTER_REPLAY,
     ONE_CAP,
     REWARD,
+    ROLLOUT_REPLAY,
     UNUSED,
     Table,
     none,
@@ -23,6 +23,7 @@ from skyrl_mega.config.other_programs.entry import (
     under,
 )
 
+RS_BOUNDS = "its bounds are algorithm.rejection.low and high"
 SAMPLING = "rollout.sampling has temperature, top_p and top_k"
 
 _ROLLOUT = under(
@@ -108,14 +109,15 @@ _ROLLOUT = under(
         "prometheus.*": UNUSED,
         "profiler.*": NO_PROFILER,
         "mtp.*": NO_MTP,
-        "enable_rollout_routing_replay": NO_ROUTER_REPLAY,
+        "enable_rollout_routing_replay": ROLLOUT_REPLAY,
         "skip_rollout": none("every step generates; leave it out"),
         "skip_dump_dir": none("every step generates; leave it out"),
         "disaggregation.*": none("an engine computes prompts and answers; leave it out"),
         "qat.*": none("there is no training for low precision; leave it out"),
+        "full_determinism": to("run.deterministic", note="of the whole run, not of the engines alone"),
         **several(
             UNUSED,
-            "skip_tokenizer_init full_determinism moe_load_balance_metrics_interval layer_name_map.*",
+            "skip_tokenizer_init moe_load_balance_metrics_interval layer_name_map.*",
         ),
     },
 )
@@ -128,38 +130,80 @@ _REST: Table = {
         values={
             **{theirs: to("algorithm.advantage=grpo") for theirs in ("grpo", "grpo_vectorized")},
             **{theirs: to("algorithm.advantage=rloo") for theirs in ("rloo", "rloo_vectorized")},
-            "gae": NO_CRITIC,
+            "gae": critic.GAE,
+            "reinforce_plus_plus": to("algorithm.advantage=reinforce++"),
+            "reinforce_plus_plus_baseline": to("algorithm.advantage=reinforce++_baseline"),
+            "opo": to("algorithm.advantage=opo"),
+            "grpo_passk": to("algorithm.advantage=pass_at_k", note="not divided by the standard deviation"),
+            "gpg": to("algorithm.advantage=gpg", note="N is over the trajectories of groups that differ, as published"),
+            "gdpo": to("algorithm.advantage=gdpo", "algorithm.reward_weights"),
+            "remax": to("algorithm.advantage=remax"),
             **several(
-                none("algorithm.advantage is grpo, rloo or reinforce"),
-                "reinforce_plus_plus reinforce_plus_plus_baseline remax opo grpo_passk gpg "
-                "optimal_token_baseline tir_optimal_token_baseline gdpo",
+                to(
+                    "algorithm.advantage=optimal_token_baseline", note="places are counted over the policy's own tokens"
+                ),
+                "optimal_token_baseline tir_optimal_token_baseline",
             ),
         },
     ),
     "algorithm.norm_adv_by_std_in_grpo": to("algorithm.normalize"),
-    "algorithm.gamma": NO_CRITIC,
-    "algorithm.lam": NO_CRITIC,
-    "algorithm.use_kl_in_reward": none("KL stands in the loss: algorithm.kl.coefficient"),
-    "algorithm.kl_penalty": none("KL stands in the loss: algorithm.kl.estimator"),
-    "algorithm.kl_ctrl.kl_coef": none("KL stands in the loss: algorithm.kl.coefficient"),
-    "algorithm.kl_ctrl.*": none("the coefficient is fixed: algorithm.kl.coefficient"),
+    "algorithm.use_kl_in_reward": to("algorithm.kl.where", values={"true": to("algorithm.kl.where=reward")}),
+    "algorithm.kl_penalty": to(
+        "algorithm.kl.estimator", note="of algorithm.kl.where=reward, as verl's is", values=verl_kl.IN_REWARD
+    ),
+    "algorithm.kl_ctrl.kl_coef": to("algorithm.kl.coefficient"),
+    "algorithm.kl_ctrl.type": to("algorithm.kl.target", values={"fixed": to("algorithm.kl.target=null")}),
+    "algorithm.kl_ctrl.target_kl": to("algorithm.kl.target", note="of an answer: the sum over its tokens"),
+    "algorithm.kl_ctrl.horizon": to("algorithm.kl.horizon"),
     "algorithm.use_pf_ppo": none("every trajectory counts once; leave it out"),
     "algorithm.pf_ppo.*": none("every trajectory counts once; leave it out"),
     "algorithm.filter_groups.enable": to("algorithm.dynamic_sampling.enabled"),
     "algorithm.filter_groups.max_num_gen_batches": to("algorithm.dynamic_sampling.max_rounds", note="at least 1"),
-    "algorithm.filter_groups.metric": none("groups whose rewards are equal are replaced; leave it out"),
+    "algorithm.filter_groups.metric": to(
+        "algorithm.dynamic_sampling.reward",
+        note="the name of one of an environment's rewards",
+        values=several(to("algorithm.dynamic_sampling.reward=null"), "score seq_reward seq_final_reward"),
+    ),
     "algorithm.filter_groups.*": UNUSED,
+    "algorithm.gdpo_reward_keys": to(
+        "algorithm.advantage=gdpo",
+        note="an environment's step names its rewards, and all of them count (docs/own-environment.md)",
+    ),
+    "algorithm.gdpo_reward_weights": to("algorithm.reward_weights", note="name: weight, not a list"),
     "algorithm.rollout_correction.rollout_is_threshold": to("algorithm.importance_cap", note=ONE_CAP),
     "algorithm.rollout_correction.rollout_is": to(
-        "algorithm.importance_cap",
-        note=ONE_CAP,
+        "algorithm.importance_level",
         values={
             "null": to("algorithm.importance_cap=null"),
             "token": to("algorithm.importance_cap"),
-            "sequence": none("algorithm.importance_cap is of each token's ratio"),
+            "sequence": to("algorithm.importance_cap", "algorithm.importance_level=sequence"),
         },
     ),
-    "algorithm.rollout_correction.*": none("algorithm.importance_cap is the only correction: of each token's ratio"),
+    "algorithm.rollout_correction.rollout_rs": to(
+        "algorithm.rejection.level",
+        values={
+            "null": to("algorithm.rejection.level=off"),
+            "token_k1": to("algorithm.rejection.level=token", note=RS_BOUNDS),
+            "seq_sum_k1": to("algorithm.rejection.level=sequence", note=RS_BOUNDS),
+            "seq_mean_k1": to("algorithm.rejection.level=geometric", note=RS_BOUNDS),
+            "geometric": to("algorithm.rejection.level=geometric", note=RS_BOUNDS),
+            **several(
+                none("algorithm.rejection looks at ratios: level, low and high, or outlier_low and outlier_high"),
+                "token_k2 token_k3 seq_sum_k2 seq_sum_k3 seq_mean_k2 seq_mean_k3 seq_max_k2 seq_max_k3",
+            ),
+        },
+    ),
+    "algorithm.rollout_correction.rollout_rs_threshold": to(
+        "algorithm.rejection.high", note="algorithm.rejection.low is 1 / high there unless given"
+    ),
+    "algorithm.rollout_correction.rollout_rs_threshold_lower": to("algorithm.rejection.low"),
+    "algorithm.rollout_correction.rollout_token_veto_threshold": to("algorithm.rejection.outlier_low"),
+    "algorithm.rollout_correction.bypass_mode": to(
+        "algorithm.old_logprobs",
+        values={"true": to("algorithm.old_logprobs=engine"), "false": to("algorithm.old_logprobs=policy")},
+    ),
+    "algorithm.rollout_correction.rollout_is_batch_normalize": to("algorithm.importance_normalize"),
+    "algorithm.rollout_correction.*": none("algorithm.importance_cap and algorithm.rejection are the corrections"),
     "reward_model.overlong_buffer.enable": to("algorithm.overlong.buffer", note="above 0 is on"),
     "reward_model.overlong_buffer.len": to("algorithm.overlong.buffer"),
     "reward_model.overlong_buffer.penalty_factor": to("algorithm.overlong.penalty"),
@@ -187,7 +231,6 @@ _REST: Table = {
     "reward.num_workers": to("environment.workers", note="calls of environments at once, not processes"),
     "custom_reward_function.*": REWARD,
     "sandbox_fusion.*": none("programs run in the project's own sandbox (docs/sandbox.md)"),
-    "critic.*": NO_CRITIC,
     "distillation.*": NO_DISTILLATION,
     "global_profiler.*": NO_PROFILER,
     "transfer_queue.*": UNUSED,
@@ -196,4 +239,4 @@ _REST: Table = {
     "model_engine": none("Megatron trains every model; leave it out"),
 }
 
-KEYS: Table = {**_ROLLOUT, **_REST}
+KEYS: Table = {**_ROLLOUT, **critic.VERL, **_REST}

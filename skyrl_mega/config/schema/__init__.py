@@ -10,34 +10,52 @@ from dataclasses import dataclass, field
 
 from skyrl_mega.config.schema.algorithm import (
     AlgorithmConfig,
-    DynamicSamplingConfig,
+    CispoConfig,
+    GmpoConfig,
     GspoConfig,
     KlConfig,
-    OverlongConfig,
+    SapoConfig,
 )
 from skyrl_mega.config.schema.cluster import ClusterConfig, RatesConfig, TopologyConfig
+from skyrl_mega.config.schema.corrections import RejectionConfig
+from skyrl_mega.config.schema.critic import CriticConfig, GaeConfig
 from skyrl_mega.config.schema.data import DataConfig, WarmupConfig
+from skyrl_mega.config.schema.entropy import EntropyConfig
 from skyrl_mega.config.schema.environment import EnvironmentConfig, RetrieverConfig
 from skyrl_mega.config.schema.evaluation import EvaluationConfig
+from skyrl_mega.config.schema.health import HealthConfig, MismatchConfig
+from skyrl_mega.config.schema.losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig
 from skyrl_mega.config.schema.model import BuildConfig, ModelConfig
 from skyrl_mega.config.schema.policy import LayoutConfig, MoeConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
 from skyrl_mega.config.schema.rollout import RolloutConfig, SamplingConfig
 from skyrl_mega.config.schema.run import CheckpointConfig, RunConfig, TelemetryConfig
+from skyrl_mega.config.schema.samples import DynamicSamplingConfig, OverlongConfig
 from skyrl_mega.config.schema.weights import WeightsConfig
 
 __all__ = [
     "AlgorithmConfig",
     "BuildConfig",
     "CheckpointConfig",
+    "CispoConfig",
+    "ClipCovConfig",
     "ClusterConfig",
     "Config",
+    "CriticConfig",
     "DataConfig",
+    "DppoConfig",
+    "DroConfig",
     "DynamicSamplingConfig",
+    "EntropyConfig",
     "EnvironmentConfig",
     "EvaluationConfig",
+    "GaeConfig",
+    "GmpoConfig",
     "GspoConfig",
+    "HealthConfig",
     "KlConfig",
+    "KlCovConfig",
     "LayoutConfig",
+    "MismatchConfig",
     "ModelConfig",
     "MoeConfig",
     "OptimizerConfig",
@@ -45,10 +63,12 @@ __all__ = [
     "PolicyConfig",
     "RatesConfig",
     "ReferenceConfig",
+    "RejectionConfig",
     "RetrieverConfig",
     "RolloutConfig",
     "RunConfig",
     "SamplingConfig",
+    "SapoConfig",
     "TelemetryConfig",
     "TopologyConfig",
     "WarmupConfig",
@@ -65,6 +85,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
@@ -73,4 +94,5 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     warmup: WarmupConfig = field(default_factory=WarmupConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
     telemetry: TelemetryConfig = field(default_factory=TelemetryConfig)

@@ -22,6 +22,10 @@ class DataConfig:
     """Prompts (groups) of one RL step."""
     mini_batch_prompts: Optional[int] = at_least(1, None)
     """Prompts of one optimizer step; None takes all of the RL step's."""
+    epochs_per_step: int = at_least(1, 1)
+    """Times that an RL step trains on its mini-batches (PPO's epochs): the first time in their order, later in one
+    drawn from the run's seed. Each is an optimizer step, which schedules count. Ratios are to the log-probs before the
+    first of them, which are computed first."""
     samples_per_prompt: int = between(1, MOST, 8)
     """Trajectories of one prompt."""
     shuffle: bool = True

@@ -67,9 +67,15 @@ class MoeConfig:
     """Router settings of a MoE policy."""
 
     aux_loss: float = at_least(0, 0.0)
-    """Coefficient of the load-balancing loss."""
+    """Coefficient of the load-balancing loss (arXiv:2101.03961, equation 4), taken over the whole mini-batch: it does
+    not depend on `micro_tokens` or the layout. Above 0 it costs one more forward pass for each mini-batch."""
     freeze_router: bool = False
     """Keeps the router's weights as loaded."""
+    replay: str = one_of("off", "rollout", "policy")
+    """Whose choice of experts the policy's routers repeat. rollout: the engine's, in all of the policy's forward passes
+    (R3, arXiv:2510.11370). policy: those of the pass that computed the old log-probs, in the update (R2,
+    arXiv:2507.18071). Probabilities stay the policy's own over the experts chosen, and routers learn from them. Every
+    pass checks that all tokens went where they had to."""
 
 
 @dataclass

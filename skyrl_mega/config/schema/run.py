@@ -18,6 +18,11 @@ class RunConfig:
     """The folder that holds runs."""
     seed: int = between(0, 2**32 - 1, 0)
     """Seeds data order, initial weights that are built, and sampling."""
+    deterministic: bool = False
+    """Two runs with the same settings agree to the last bit (docs/parity.md): all trajectories of a step wait for one
+    another between turns, so that engines compute the same batches; torch, Megatron and Transformer Engine take
+    algorithms that repeat themselves; on GPUs vLLM takes kernels whose results do not depend on the batch
+    (`VLLM_BATCH_INVARIANT`, compute capability 9.0). Slower; needs `rollout.trajectory_timeout_s=null`."""
     steps: Optional[int] = at_least(0, None)
     """RL steps at most; None goes on until `epochs` are done."""
     epochs: int = at_least(1, 1)
@@ -28,9 +33,9 @@ class RunConfig:
     patience: Optional[int] = at_least(0, 25)
     """Steps one after another from which the policy cannot learn (docs/health.md), after which the run ends with exit
     code 1, if they had `patience_groups` too; null or 0 never ends it. A single step to learn from starts the count
-    again. The policy stays as it is in
-    such steps, so that only other prompts can help: with 512 a step, 25 steps are 12,800, more than a whole pass over
-    most data sets, and of a run of days they are hours."""
+    again; one whose rewards are equal is such a step where tokens still have advantages (lengths, turns, a critic).
+    Without any, rewards teach the policy nothing and only other prompts can help: with 512 a step, 25 steps are 12,800,
+    more than a whole pass over most data sets, and of a run of days they are hours."""
     patience_groups: int = at_least(0, 917)
     """Groups of answers that these steps have together before it is no bad luck that none was of use: where rewards
     differ in one of a hundred groups, 917 have none with a probability of 1e-4. 0 counts steps alone."""
@@ -61,5 +66,8 @@ class TelemetryConfig:
     """Tracker → its options; the name of your own tracker is that of its class."""
     trajectories_every: int = at_least(0, 1)
     """RL steps between trajectory files; 0 writes none."""
+    trajectory_columns: bool = False
+    """Whether trajectory files have every token's routes too (`policy.moe.replay=rollout`): a byte for each MoE layer
+    and expert of a token, 384 a token with Qwen3-30B-A3B, beside 9 for all else."""
     tracked_trajectories: int = between(0, 1000, 8)
     """Trajectories that trackers are given whenever such a file is written, the first of the step; 0 gives none."""

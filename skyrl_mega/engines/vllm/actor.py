@@ -5,12 +5,20 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import AsyncIterator, Coroutine
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
+from skyrl_mega.engines.vllm import routes
+from skyrl_mega.engines.vllm.plugin import MAY_HOLD
 from skyrl_mega.engines.vllm.spec import EngineSpec, arguments
+from skyrl_mega.hf_checkpoint.index import read_config
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.routes import RouteShape
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -44,6 +52,8 @@ class VllmEngine:
         """Where the calls of `generate_many` under way wait."""
         if not (Path(spec.path) / "config.json").is_file():
             raise UserError(f"model.path={spec.path}: there is no config.json; give a Hugging Face directory")
+        self.shape = _shape(spec) if spec.routes else None
+        """Of the routes that completions bring."""
 
     async def start(self, former: Facts | None = None) -> Facts:
         """Loads the model and runs one token through it.
@@ -69,7 +79,11 @@ class VllmEngine:
         except ValidationError as error:  # which Ray could not carry
             told = "; ".join(found["msg"] for found in error.errors(include_url=False, include_input=False))
             raise UserError(f"rollout.options={self.spec.rollout.options}: vLLM refuses the settings: {told}") from None
+        if self.spec.device == "cpu":
+            await self.workers("draw_seeds_ahead")
         await self.llm.update_weight_version(str(self.version))
+        if self._records:
+            await self.workers("record_routes")
         async for _ in self.generate_many([Request("warm-up", [0], 2, 0)], Sampling()):
             pass
         self.watched = True
@@ -118,11 +132,13 @@ class VllmEngine:
                 await asyncio.sleep(COALESCE_S)
                 while not done.empty():
                     ended.append(done.get_nowait())
+                answers = []
                 for outcome in ended:
                     if isinstance(outcome, BaseException):
                         raise outcome
-                left -= len(ended)
-                yield ended  # type: ignore[misc]
+                    answers.append(outcome)
+                left -= len(answers)
+                yield await self._with_routes(answers, requests)
         finally:
             self.running -= len(requests)
             self.calls.discard(done)
@@ -179,17 +195,60 @@ class VllmEngine:
             if alarm is not None:
                 alarm.cancel()
         assert output is not None
-        result = output.outputs[0]
+        try:
+            done.put_nowait(self._completion(request, output.outputs[0]))
+        except routes.WrongRoutes as error:
+            done.put_nowait(error)
+
+    def _completion(self, request: Request, result: Any) -> Completion:
         self.ended += len(result.token_ids)
-        done.put_nowait(
-            Completion(
-                request.id,
-                array("i", result.token_ids),
-                array("f", result.logprobs.logprobs),
-                "timeout" if result.finish_reason == "abort" else str(result.finish_reason),
-                tuple((int(span.version), span.start) for span in result.weight_versions or []),
-            )
+        found = None
+        if self.shape and not self._records and result.token_ids:
+            count = len(request.tokens) + len(result.token_ids) - 1 - request.routes_from
+            found = routes.of_output(result.routed_experts, count, shape=self.shape, name=request.id)
+        return Completion(
+            request.id,
+            array("i", result.token_ids),
+            array("f", result.logprobs.logprobs),
+            "timeout" if result.finish_reason == "abort" else str(result.finish_reason),
+            tuple((int(span.version), span.start) for span in result.weight_versions or []),
+            found,
         )
+
+    # ---- routes ----------------------------------------------------------------------------------------------------
+
+    @property
+    def _records(self) -> bool:
+        """Whether the worker records routes: vLLM's runner on CUDA gives them itself."""
+        return self.shape is not None and self.spec.device == "cpu"
+
+    async def _with_routes(self, ended: list[Completion], requests: list[Request]) -> list[Completion]:
+        """The same with what the worker has recorded of them.
+
+        Raises:
+            WrongRoutes: Routes that cannot be theirs.
+        """
+        if not self._records:
+            return ended
+        taken = (await self.workers("take_routes", [completion.id for completion in ended]))[0]
+        return [
+            self._routed(completion, next(r for r in requests if r.id == completion.id), packed)
+            for completion, packed in zip(ended, taken, strict=True)
+        ]
+
+    def _routed(self, completion: Completion, request: Request, packed: list[bytes] | None) -> Completion:
+        assert self.shape is not None
+        if not completion.tokens:
+            return completion
+        found = routes.checked(
+            None if packed is None else routes.Read.unpacked(packed, self.shape),
+            np.array([*request.tokens, *completion.tokens[:-1]], np.int32),
+            request.routes_from,
+            {version for version, _ in completion.versions},
+            shape=self.shape,
+            name=request.id,
+        )
+        return replace(completion, routes=found)
 
     async def _abort(self, request: str, seconds: float) -> None:
         """Ends a request once its time is over; its last output has the tokens so far."""
@@ -203,6 +262,8 @@ class VllmEngine:
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
+        # Whoever ends a request before its end, this process, needs every token as it comes.
+        may_hold = request.seconds is None and not sampling.stop
         return SamplingParams(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -217,11 +278,15 @@ class VllmEngine:
             flat_logprobs=True,
             output_kind=RequestOutputKind.FINAL_ONLY,
             skip_clone=True,
+            **({"routed_experts_prompt_start": request.routes_from} if self.shape and not self._records else {}),
+            extra_args={MAY_HOLD: True} if may_hold else None,
         )
 
     async def forget(self) -> None:
         """Empties the prefix cache."""
         await self._answer(self.llm.reset_prefix_cache())
+        if self._records:
+            await self.workers("forget_routes")
 
     # ---- weights ---------------------------------------------------------------------------------------------------
 
@@ -259,6 +324,8 @@ class VllmEngine:
         """
         await self._answer(self.llm.finish_weight_update(str(version)))
         self.version = version
+        if self._records:
+            await self.workers("routes_version", version)
         await self.resume()
         return await self.workers("transfer_report")
 
@@ -309,3 +376,16 @@ class VllmEngine:
         """The weight version; raises where the engine is dead."""
         await self.llm.check_health()
         return self.version
+
+
+def _shape(spec: EngineSpec) -> RouteShape:
+    """What the routes of an engine's model look like.
+
+    Raises:
+        UserError: It has none.
+    """
+    hf = read_config(Path(spec.path))
+    shape = RouteShape.of(architecture(hf).describe(hf))
+    if shape is None:
+        raise UserError(f"policy.moe.replay: model.path={spec.path} has no experts to be routed to; give off")
+    return shape

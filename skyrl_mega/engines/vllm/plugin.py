@@ -4,6 +4,8 @@ from __future__ import annotations
 
 BACKEND = "skyrl_mega"
 """Name of our weight-transfer backend in vLLM's `WeightTransferConfig`."""
+MAY_HOLD = "skyrl_mega_may_hold"
+"""In the `extra_args` of a request's sampling parameters: its tokens may wait for one another (`scheduler`)."""
 
 
 def register() -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_mega.config.derived import eager
+from skyrl_mega.config.deterministic import ENGINE_ENVIRONMENT
 from skyrl_mega.config.limits import ENGINE_STEP_TOKENS
 from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.engines.base import Facts
@@ -33,8 +34,12 @@ class EngineSpec:
     weights: str = "dummy"
     """`dummy` (the first sync brings them) or `auto` (read from the directory)."""
     seed: int = 0
+    routes: bool = False
+    """Whether completions bring the experts that the model's tokens were routed to (`engines.vllm.routes`)."""
     extra: dict[str, Any] = field(default_factory=dict)
     """More vLLM engine arguments; `rollout.options` goes before them."""
+    deterministic: bool = False
+    """On a GPU: kernels whose results do not depend on the batch."""
 
 
 def environment(spec: EngineSpec) -> dict[str, str]:
@@ -49,6 +54,8 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_PLUGINS": "skyrl_mega",
     }
+    if spec.routes and spec.device == "cuda":
+        env["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the runner that can give them
     if spec.device == "cpu":
         env |= {
             "OMP_NUM_THREADS": str(spec.rollout.threads),
@@ -61,6 +68,8 @@ def environment(spec: EngineSpec) -> dict[str, str]:
         if eager(spec.rollout, spec.device):
             # vLLM compiles a helper of its sampler even in eager mode: 18 s at the first request.
             env["TORCHDYNAMO_DISABLE"] = "1"
+    elif spec.deterministic:
+        env |= ENGINE_ENVIRONMENT
     return env
 
 
@@ -97,10 +106,14 @@ def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
     if spec.device == "cpu":
         arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
         arguments["distributed_executor_backend"] = "uni" if rollout.tensor == 1 else "mp"
+        # On CUDA vLLM schedules asynchronously, and packs tokens on a core of its own.
+        arguments["scheduler_cls"] = "skyrl_mega.engines.vllm.scheduler.HoldingScheduler"
         # The draw after half a prompt is taken back; vLLM cannot do that to a seeded CPU generator, and dies.
         arguments["enable_chunked_prefill"] = False
     else:
         arguments["distributed_executor_backend"] = "mp"
+        if spec.routes:
+            arguments["enable_return_routed_experts"] = True
         if former is None:
             arguments["gpu_memory_utilization"] = rollout.memory_fraction
         else:

@@ -20,7 +20,10 @@ from vllm.distributed.weight_transfer.base import (
 
 from skyrl_mega.cluster import numa
 from skyrl_mega.engines.vllm.params import LoadTimeParameters, default_cache_scales
+from skyrl_mega.engines.vllm.routes import RouteRecorder
+from skyrl_mega.engines.vllm.seeds import draw_ahead
 from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.routes import RouteShape
 from skyrl_mega.parallel.box import Shard
 from skyrl_mega.weights.connection import Connection
 from skyrl_mega.weights.exchange.exchange import Exchange
@@ -114,10 +117,17 @@ class WorkerExtension:
     cache_config: Any
     available_kv_cache_memory_bytes: float
     _weight_update_active: bool
+    model_runner: Any
+    recorder: RouteRecorder | None = None
+    """Of routes, in the first worker of an engine that records them."""
 
     def transfer_report(self) -> dict[str, float]:
         """Seconds and bytes of the last sync, by the names of `executor.Report`."""
         return self.weight_transfer_engine.report
+
+    def draw_seeds_ahead(self) -> None:
+        """See `seeds.draw_ahead`."""
+        draw_ahead(self.model_runner)
 
     def cache_bytes(self) -> int:
         """Bytes of this worker's KV cache: what it was given, or else what it measured."""
@@ -132,6 +142,29 @@ class WorkerExtension:
         """Takes back the start of an update, wherever it has come to."""
         self.weight_transfer_engine.abandon()
         self._weight_update_active = False  # vLLM clears it itself only in a worker whose own part failed
+
+    def record_routes(self) -> None:
+        """Records routes from now on; all workers route alike, and the first one answers for them."""
+        config = self.weight_transfer_engine.model_config.hf_config.to_dict()
+        shape = RouteShape.of(architecture(config).describe(config))
+        if self.rank == 0 and shape is not None:
+            self.recorder = RouteRecorder(self.model_runner, shape)
+
+    def routes_version(self, version: int) -> None:
+        """The weights are of this version from now on."""
+        if self.recorder is not None:
+            self.recorder.version = version
+
+    def forget_routes(self) -> None:
+        """Drops the routes of requests whose completions nobody took."""
+        if self.recorder is not None:
+            self.recorder.forget()
+
+    def take_routes(self, names: list[str]) -> list[list[bytes] | None]:
+        """What each of these requests was routed to (`routes.Read.packed`); None where nothing is known."""
+        assert self.recorder is not None or self.rank, "record_routes comes first"
+        found = [self.recorder.take(name) for name in names] if self.recorder is not None else []
+        return [None if read is None else read.packed() for read in found]
 
     def own_shard(self) -> Shard:
         """This worker's shard, from the model's config.json."""

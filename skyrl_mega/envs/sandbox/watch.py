@@ -14,10 +14,13 @@ import tree
 
 LOOK_S, LONGEST_S = 0.05, 1.0
 """Between two looks: more where looking takes more than a tenth of a core, up to the longest."""
-HIDDEN_LOOKS = 4
-"""For so many in a row a process may be out of sight: a moment between fork and exec is."""
+HIDDEN_S = 2.0
+"""So long a command's processes may be out of sight, in all: the first one is between fork and exec, which takes a
+while on a busy machine. Those that come later are seen from the start to the end, unless they hide."""
 LISTS_CHILDREN = os.path.exists("/proc/thread-self/children")
 """Whether the kernel lists them; else all processes are asked for their parents."""
+EXITING = 0x4
+"""PF_EXITING of include/linux/sched.h, among a task's flags."""
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -39,7 +42,7 @@ class Watch:
         self.device = os.stat(folder).st_dev if folder is not None else None
         self.pause: float | None = LOOK_S if folder is not None or memory else None
         """Seconds until the next look; None does without."""
-        self._hidden: dict[int, int] = {}
+        self._hidden_s, self._looked = 0.0, time.monotonic()
 
     def look(self) -> tuple[str | None, int]:
         """`disk` where there is too much of it, and the bytes of memory that all processes have together."""
@@ -57,7 +60,7 @@ class Watch:
         if size.deep or size.bytes > self.most or size.entries > self.entries:
             return True
         nameless: dict[int, int] = {}
-        hidden: dict[int, int] = {}
+        hidden = False
         for pid, task in tasks:
             if pid == self.init:
                 continue
@@ -65,11 +68,12 @@ class Watch:
                 self._open_files(task, nameless)
                 self._mapped_files(task, nameless)
             except PermissionError:
-                hidden[pid] = self._hidden.get(pid, 0) + 1
+                hidden = hidden or not _ended(task)
             except OSError:  # it ended
                 continue
-        self._hidden = hidden
-        return size.bytes + sum(nameless.values()) > self.most or HIDDEN_LOOKS in hidden.values()
+        since, self._looked = self._looked, time.monotonic()
+        self._hidden_s += (self._looked - since) if hidden else 0.0
+        return self._hidden_s > HIDDEN_S or size.bytes + sum(nameless.values()) > self.most
 
     def _open_files(self, task: str, nameless: dict[int, int]) -> None:
         """Adds the unlinked files that a thread has open: inode → bytes."""
@@ -114,6 +118,14 @@ def _parent(pid: int) -> int | None:
     with contextlib.suppress(OSError), open(f"/proc/{pid}/stat") as line:
         return int(line.read().rpartition(")")[2].split()[1])
     return None
+
+
+def _ended(task: str) -> bool:
+    """Whether it ends, or has ended and waits until its parent asks how: it runs no more, and nobody may look at it."""
+    with contextlib.suppress(OSError), open(f"{task}/stat") as line:
+        state, *fields = line.read().rpartition(")")[2].split()
+        return state in "ZX" or bool(int(fields[5]) & EXITING)
+    return True
 
 
 def _tasks() -> Iterator[tuple[int, str]]:

@@ -55,7 +55,7 @@ class Page {
     const several = new Set(x.run).size > 1;
     return el("header.head", null,
       el("div.title", null,
-        el("h1", null, `prompt ${x.uid[i]}`, el("span.soft", null, ` sample ${x.sample[i]}`)),
+        el("h1", null, `prompt ${x.uid[i]}`, el("span.soft", null, x.sample[i] < 0 ? " greedy answer" : ` sample ${x.sample[i]}`)),
         rewardChip(x.reward[i]), el(`span.chip${statusKind(x.status[i])}`, null, shortStatus(x.status[i])),
         el("span.end", null,
           el("button", { title: "previous: k", "aria-label": "previous", onclick: () => this.list.go(this.list.at - 1) }, "‹"),

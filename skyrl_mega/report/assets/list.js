@@ -158,7 +158,7 @@ class List {
     const node = el(`div.row${place === this.at ? ".open" : ""}`, {
       role: "option", "aria-selected": String(place === this.at), onclick: () => this.go(place), "data-number": i,
     },
-      el("div.line.num", null, rewardChip(x.reward[i]), el("span.where", null, `${step}prompt ${x.uid[i]} · #${x.sample[i]}`),
+      el("div.line.num", null, rewardChip(x.reward[i]), el("span.where", null, `${step}prompt ${x.uid[i]} · ${x.sample[i] < 0 ? "greedy" : `#${x.sample[i]}`}`),
         x.status[i] !== "completed" && el(`span.dot${statusKind(x.status[i])}`, { title: shortStatus(x.status[i]) }),
         el("span.soft.end", null, x.turns[i] > 1 ? `${x.turns[i]} turns · ${x.response_length[i]}` : x.response_length[i])),
       el("div.snippet.mono", null, visible(x.snippet[i]) || "(nothing written)"));

@@ -174,17 +174,18 @@ async function samples(index, number, open) {
   const same = index.uid.map((_, i) => i).filter((i) =>
     index.uid[i] === index.uid[number] && index.step[i] === index.step[number] && index.run[i] === index.run[number]);
   same.sort((a, b) => index.sample[a] - index.sample[b]);
-  const mean = same.reduce((sum, i) => sum + (index.reward[i] ?? 0), 0) / same.length;
+  const drawn = same.filter((i) => index.sample[i] >= 0); // ReMax's greedy answer is none of them
+  const mean = drawn.reduce((sum, i) => sum + (index.reward[i] ?? 0), 0) / Math.max(drawn.length, 1);
   const texts = await Promise.all(same.map((i) => textOf(index, i)));
   const opening = (text) => text.parts[0]?.kind === "prompt" ? 1 : 0;
   const signedReward = (i) => signed((index.reward[i] ?? 0) - mean);
   return [
-    el("details.common", null, el("summary", null, `the prompt, and ${plural(same.length, "sample")} with a mean reward of ${mean.toFixed(3)}`),
+    el("details.common", null, el("summary", null, `the prompt, and ${plural(drawn.length, "sample")} with a mean reward of ${mean.toFixed(3)}`),
       texts[0].parts.slice(0, opening(texts[0])).flatMap(promptSpeeches)),
     el("div.columns", null, same.map((i, n) =>
       el(`section.column${i === number ? ".open" : ""}`, null,
         el("button.head", { onclick: () => open(i), title: "open this one" },
-          el("b", null, `sample ${index.sample[i]}`), rewardChip(index.reward[i]),
+          el("b", null, index.sample[i] < 0 ? "greedy answer" : `sample ${index.sample[i]}`), rewardChip(index.reward[i]),
           el("span.soft.num", { title: "reward less the samples' mean, and length" }, `${signedReward(i)} · ${plural(index.response_length[i], "token")}`),
           index.status[i] !== "completed" && el(`span.chip${statusKind(index.status[i])}`, null, shortStatus(index.status[i]))),
         texts[n].parts.slice(opening(texts[n])).flatMap((part) => part.messages.map(([role, content]) =>

@@ -95,6 +95,21 @@ def check(config: TelemetryConfig) -> dict[str, tuple[Any, dict[str, Any]]]:
     return {name: (cls, options_of(name, cls, config)) for name, cls in classes.items()}
 
 
+def unread_notes(config: TelemetryConfig) -> list[str]:
+    """What to say of options of trackers that are not on, where they are not what is usual. A recipe may have them."""
+    notes = []
+    for name in sorted({*config.options} - {*chosen(config), ALWAYS}):
+        cls = resolve(TRACKERS[name])
+        given, usual = options_of(name, cls, config), options_of(name, cls, TelemetryConfig())
+        notes += [
+            f"telemetry.options.{name}.{option} = {shown(value)}: telemetry.trackers={shown(config.trackers)} has no "
+            f"{name}; give telemetry.trackers=[{','.join([*config.trackers, name])}], or leave it out"
+            for option, value in given.items()
+            if value != usual[option]
+        ]
+    return notes
+
+
 def check_ready(config: TelemetryConfig) -> None:
     """Lets every tracker of the run look for its package and its API key.
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections import Counter
 from statistics import mean, median
 
+from skyrl_mega.config.derived import compares_samples
 from skyrl_mega.envs.sandbox.budget import told
 from skyrl_mega.rollout.trajectory import Status
 from skyrl_mega.trainer.health.failures import failures
-from skyrl_mega.trainer.health.seen import Finding, Seen, example, plain, shown
+from skyrl_mega.trainer.health.seen import Finding, Seen, example, figure, plain, shown
+from skyrl_mega.trainer.signal import as_compared
 
 MANY = 32
 """Groups, or turns, of one step in which a coincidence is out of the question."""
@@ -18,6 +20,8 @@ SOME = 8
 """Trajectories of a step without which nothing is said of all of them."""
 NEARLY_ALL = 0.95
 TINY = 1e-6
+ONLY_THE_BEST = "pass_at_k"
+"""The estimator with which an answer gains only where it alone is the best."""
 CUT = (Status.TRUNCATED_TOKENS, Status.TRUNCATED_TIME)
 
 
@@ -46,7 +50,8 @@ def everything_cut(seen: Seen) -> Finding | None:
     cut = [t for t in seen.judged if t.status in CUT]
     if len(seen.judged) < SOME or len(cut) < NEARLY_ALL * len(seen.judged):
         return None
-    filtered = seen.config.algorithm.overlong.filter
+    overlong = seen.config.algorithm.overlong
+    filtered = overlong.filter and all(t.status.filtered(overlong.filter_by) for t in cut)
     rollout = seen.config.rollout
     why = "; algorithm.overlong.filter takes all of them out of the loss" if filtered else ""
     timed = sum(t.status is Status.TRUNCATED_TIME for t in cut)
@@ -58,15 +63,22 @@ def everything_cut(seen: Seen) -> Finding | None:
     return Finding(
         "everything_cut",
         f"{len(cut)} of {len(seen.judged)} responses were cut at {limit}{why}; {example(cut[0])}",
-        stuck=filtered or not _differ(seen),
-        explains=("nothing_parsed", "equal_rewards", "rewards_by_prompt", "stop_string_never_comes", "more_cut"),
+        stuck=filtered or not seen.tells_apart,
+        explains=(
+            "nothing_parsed",
+            "equal_rewards",
+            "rewards_by_prompt",
+            "no_advantage",
+            "stop_string_never_comes",
+            "more_cut",
+        ),
     )
 
 
 def nothing_parsed(seen: Seen) -> Finding | None:
     """The environment found nothing in any answer: an entry of its metadata is null in all, and all earn the same."""
     notes = [t.metadata for t in seen.judged]
-    if len(notes) < SOME or len({t.reward for t in seen.judged}) > 1:
+    if len(notes) < SOME or len({as_compared(t.reward) for t in seen.judged}) > 1:
         return None
     keys = [key for key in notes[0] if "error" not in key and all(_nothing(key, note) for note in notes)]
     if not keys:
@@ -76,14 +88,14 @@ def nothing_parsed(seen: Seen) -> Finding | None:
         "nothing_parsed",
         f"the environment says {shown(keys[0])}: {value} of all {len(notes)} answers: it cannot read what the policy "
         f"writes; {example(seen.judged[0])}",
-        stuck=True,
+        stuck=not seen.taught,
         explains=("equal_rewards", "stop_string_never_comes"),
     )
 
 
 def duplicated_samples(seen: Seen) -> Finding | None:
     """The samples of a prompt are all the same text, for every prompt: there is nothing to compare."""
-    if seen.config.algorithm.advantage == "reinforce" or not _all(seen, "rollout/answers_differ"):
+    if not compares_samples(seen.config.algorithm) or not _all(seen, "rollout/answers_differ"):
         return None
     return Finding(
         "duplicated_samples",
@@ -96,21 +108,21 @@ def duplicated_samples(seen: Seen) -> Finding | None:
 
 
 def equal_rewards(seen: Seen) -> Finding | None:
-    """No group has rewards that differ: every advantage is 0.
+    """No group has rewards that differ: nothing to learn from, unless advantages come from elsewhere.
 
     Its name is `rewards_by_prompt` where they differ between prompts though the answers to one do too, and
     `nothing_left` where all earn the most that was ever earned.
     """
     if not _all(seen, "rollout/groups_differ"):
         return None
-    rewards = Counter(t.reward for group in seen.groups for t in group)
+    rewards = Counter(as_compared(t.reward) for group in seen.groups for t in group)
     if len(rewards) > 1:
         group = seen.groups[0]
         return Finding(
             "rewards_by_prompt",
             f"rewards differ between prompts and never between the answers to one, in {len(seen.groups)} groups, "
-            f"though their answers do: no advantage; {example(group[0])}",
-            stuck=True,
+            f"though their answers do: {_advantages(seen)}; {example(group[0])}",
+            stuck=not seen.taught,
             luck=True,
         )
     [reward] = rewards
@@ -122,8 +134,31 @@ def equal_rewards(seen: Seen) -> Finding | None:
     return Finding(
         "equal_rewards",
         f"none of {len(seen.groups)} groups has rewards that differ: all {rewards[reward]} are {reward:g}, of "
-        f"{distinct} different answers: no advantage, no gradient; {example(seen.groups[0][0])}",
-        stuck=True,
+        f"{distinct} different answers: {_advantages(seen)}; {example(seen.groups[0][0])}",
+        stuck=not seen.taught,
+        luck=True,
+        explains=("gradient_vanished",),
+    )
+
+
+def no_advantage(seen: Seen) -> Finding | None:
+    """Rewards differ, and yet no token has an advantage: baselines are what each answer earned, failed or cancel."""
+    steps = seen.in_a_row(
+        lambda row: figure(row, "policy/advantage_fraction") == 0.0 and bool(figure(row, "rollout/groups_differ"))
+    )
+    if seen.taught or not steps or (steps < LONG and seen.compared < MANY):
+        return None
+    name, share = seen.config.algorithm.advantage, seen.figure("rollout/groups_differ")
+    of = f"in {share:.0%} of the groups" if compares_samples(seen.config.algorithm) else "between answers"
+    greedy, without = seen.figure("reward/greedy"), seen.figure("rollout/groups_without_baseline")
+    why = f"; greedy answers earn {greedy:g} in the mean" if greedy is not None else ""
+    why += f"; {without:.0f} prompts have no greedy answer that was judged" if without else ""
+    why += "; the best answer to a prompt is never the only one" if name == ONLY_THE_BEST else ""
+    return Finding(
+        "no_advantage",
+        f"no token has an advantage (algorithm.advantage={name}), though rewards differ {of}{why}; "
+        f"{example(seen.judged[0])}",
+        stuck=name != ONLY_THE_BEST,  # which wants no more than one that is right
         luck=True,
         explains=("gradient_vanished",),
     )
@@ -136,8 +171,8 @@ def nothing_sampled(seen: Seen) -> Finding | None:
     if not missing or rounds != most or missing < wanted / 2:
         return None
     drawn = len(seen.trajectories) // seen.config.data.samples_per_prompt
-    told = f"dynamic sampling left out {drawn - wanted + missing:.0f} of {drawn} groups, whose rewards are equal, in "
-    told += f"{most} rounds; "
+    out = seen.figure("rollout/groups_left_out") or 0.0
+    told = f"dynamic sampling left out {out:.0f} of {drawn} groups, which have no signal, in {most} rounds; "
     if missing < wanted:
         return Finding("groups_missing", f"{told}the step has {wanted - missing:.0f} of {wanted} groups")
     return Finding(
@@ -176,8 +211,10 @@ def more_cut(seen: Seen) -> Finding | None:
     )
 
 
-def _differ(seen: Seen) -> bool:
-    return bool(seen.figure("rollout/groups_differ"))
+def _advantages(seen: Seen) -> str:
+    """What equal rewards leave to learn from."""
+    share = seen.figure("policy/advantage_fraction")
+    return f"the advantages of {share:.0%} of the tokens come from elsewhere" if share else "no advantage"
 
 
 def _all(seen: Seen, share: str) -> bool:
@@ -199,6 +236,7 @@ WATCHERS = (
     nothing_parsed,
     nothing_sampled,
     equal_rewards,
+    no_advantage,
     stop_string_never_comes,
     more_cut,
 )

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import takewhile
 from statistics import median
 
+from skyrl_mega.algorithms.losses import LOSSES
+from skyrl_mega.config.derived import compares_samples
 from skyrl_mega.config.schema import Config
 from skyrl_mega.rollout.trajectory import Kind, Trajectory
+from skyrl_mega.trainer.signal import compared, differ
 
 LONGEST = 80
 """Characters of what a policy wrote that are shown."""
@@ -21,6 +25,8 @@ ONSET = 2
 SPEED = "perf/generate_tokens_per_s"
 KNOWN = 5
 """Steps without which nothing is usual."""
+NEAR = 3
+"""Steps among which two must be far off."""
 
 Row = Mapping[str, float | None]
 """Metrics of a step."""
@@ -65,9 +71,9 @@ class Seen:
     def groups(self) -> list[list[Trajectory]]:
         """The judged samples of each prompt, where there are two to compare.
 
-        Without a baseline (`algorithm.advantage = reinforce`) everything is compared with everything.
+        Where advantages do not compare them (`reinforce`), everything is compared with everything.
         """
-        if self.config.algorithm.advantage == "reinforce":
+        if not compares_samples(self.config.algorithm):
             return [self.judged] if len(self.judged) > 1 else []
         samples = self.config.data.samples_per_prompt
         drawn = [self.trajectories[i : i + samples] for i in range(0, len(self.trajectories), samples)]
@@ -77,14 +83,28 @@ class Seen:
     @property
     def compared(self) -> int:
         """Groups of the step, each of which may have had something to learn from; answers, where there are none."""
-        return len(self.judged if self.config.algorithm.advantage == "reinforce" else self.groups or self.judged)
+        return len(self.groups or self.judged if compares_samples(self.config.algorithm) else self.judged)
+
+    @property
+    def taught(self) -> bool:
+        """Whether a token of the step had an advantage, be the rewards of its group equal: lengths, an answer's own
+        reward, a critic or KL in the reward give one too. A loss of the user's own need not look at advantages."""
+        own = self.config.algorithm.loss not in LOSSES
+        return bool(self.figure("policy/advantage_fraction") or (own and self.figure("policy/grad_norm")))
+
+    @property
+    def tells_apart(self) -> bool:
+        """Whether there was something to learn from: rewards that differ in a group, or an advantage."""
+        return self.taught or bool(self.figure("rollout/groups_differ"))
 
     def shares(self) -> dict[str, float]:
         """Metrics that watchers compare over steps: share of the groups with rewards that differ, with answers that
         differ, and of turns with a stop string in them. Those that cannot be measured are left out."""
         found: dict[str, float] = {}
         if self.groups:
-            found["rollout/groups_differ"] = _share(len({t.reward for t in group}) > 1 for group in self.groups)
+            found["rollout/groups_differ"] = _share(
+                differ(compared(group, self.config.algorithm)) for group in self.groups
+            )
             found["rollout/answers_differ"] = _share(len({tuple(words(t)) for t in group}) > 1 for group in self.groups)
         if turns := self.turns if self.config.rollout.sampling.stop else []:
             found["rollout/stop_strings"] = _share(self.stopped(text) for text in turns)
@@ -100,33 +120,32 @@ class Seen:
         return any(stop in text for stop in self.config.rollout.sampling.stop)
 
     def figure(self, name: str) -> float | None:
-        """A metric of this step; None where it was not measured. What is not finite is infinite."""
-        return _figure(self.metrics, name)
+        """`figure` of this step."""
+        return figure(self.metrics, name)
 
     def usual(self, name: str) -> float | None:
         """The median of a metric over the steps before, zeros left out; None before there are enough."""
-        known = [_figure(row, name) for row in self.past[: len(self.past) - ONSET]][-USUAL:]
+        known = [figure(row, name) for row in self.past[: len(self.past) - ONSET]][-USUAL:]
         values = [value for value in known if value and math.isfinite(value)]
         return median(values) if len(values) >= KNOWN else None
 
     def start(self, name: str) -> float | None:
         """The median of a metric over the run's first steps; None before there are enough."""
-        values = [value for row in self.first if (value := _figure(row, name)) is not None and math.isfinite(value)]
+        values = [value for row in self.first if (value := figure(row, name)) is not None and math.isfinite(value)]
         return median(values) if len(values) >= KNOWN else None
 
     def last(self, name: str, steps: int) -> list[float]:
         """A metric of this step and of those before it, the newest first; of so many steps at most that have it."""
         rows = [self.metrics, *reversed(self.past)]
-        return [value for row in rows if (value := _figure(row, name)) is not None][:steps]
+        return [value for row in rows if (value := figure(row, name)) is not None][:steps]
 
     def lasting(self, name: str, value: float) -> int:
         """For how many steps up to this one, without a break, a metric has had this value."""
-        count = 0
-        for row in [self.metrics, *reversed(self.past)]:
-            if _figure(row, name) != value:
-                break
-            count += 1
-        return count
+        return self.in_a_row(lambda row: figure(row, name) == value)
+
+    def in_a_row(self, holds: Callable[[Row], bool]) -> int:
+        """For how many steps up to this one, without a break, something has held."""
+        return sum(1 for _ in takewhile(holds, [self.metrics, *reversed(self.past)]))
 
 
 def words(t: Trajectory) -> Iterator[str]:
@@ -156,11 +175,20 @@ def example(t: Trajectory) -> str:
     return f"e.g. {shown(said)} earned {t.reward:g}{note}"
 
 
-def _figure(row: Row, name: str) -> float | None:
+def figure(row: Row, name: str) -> float | None:
+    """A metric of a row; None where it was not measured. What is not finite is infinite."""
     if name not in row:
         return None
     value = row[name]
     return math.inf if value is None or not math.isfinite(value) else float(value)
+
+
+def twice(seen: Seen, name: str, far: float, at_all: float) -> bool:
+    """Whether a metric is that far off now and once more in the last steps, or by far now."""
+    now = seen.figure(name)
+    if now is None or now < far:
+        return False
+    return now >= at_all or sum(value >= far for value in seen.last(name, NEAR)) >= 2
 
 
 def _share(found: Iterator[bool]) -> float:

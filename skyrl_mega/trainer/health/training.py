@@ -9,10 +9,8 @@ from __future__ import annotations
 import math
 
 from skyrl_mega.telemetry.table import number
-from skyrl_mega.trainer.health.seen import SPEED, Finding, Seen
+from skyrl_mega.trainer.health.seen import NEAR, SPEED, Finding, Seen, twice
 
-NEAR = 3
-"""Steps among which two must be far off."""
 COLLAPSED = 0.05
 """Share of its value at the start below which entropy has collapsed, where rewards have not risen meanwhile."""
 RISEN = 0.05
@@ -24,9 +22,6 @@ VANISHED = 1e-3
 NO_GRADIENT = 1e-9
 SPIKE, HUGE = 20.0, 1000.0
 """Times the usual gradient norm: twice within three steps, and once."""
-MISMATCH_TIMES, MISMATCH_LEAST, MISMATCH_MOST = 10.0, 1e-3, 0.3
-"""Times the usual mismatch, from so many nats on; and nats that are wrong whatever is usual. Engine and policy in one
-precision differ by 1e-7, in bfloat16 by about 0.01, a large mixture of experts by up to 0.1."""
 KL_OLD, KL_TIMES, KL_LEAST, KL_MOST = 0.5, 20.0, 0.5, 10.0
 """Nats that the policy moves within a step; times the usual KL to the reference, from so many nats on, and at all."""
 CLIPPED = 0.9
@@ -57,8 +52,7 @@ def entropy_collapsed(seen: Seen) -> Finding | None:
     was = "" if start is None else f", from {number(start)} at the start"
     rewards = "" if before is None else f"; reward {number(before)} → {number(earns)}"
     text = f"entropy is {number(now[0])} nats a token{was}{rewards}"
-    # Where answers still earn differently there is something to learn from.
-    return Finding("entropy_collapsed", text, stuck=not seen.figure("rollout/groups_differ"), luck=True)
+    return Finding("entropy_collapsed", text, stuck=not seen.tells_apart, luck=True)
 
 
 def gradient_vanished(seen: Seen) -> Finding | None:
@@ -78,23 +72,11 @@ def gradient_vanished(seen: Seen) -> Finding | None:
 def gradient_spikes(seen: Seen) -> Finding | None:
     """The gradient is many times what it usually is, once more or by far."""
     usual = seen.usual("policy/grad_norm")
-    if not usual or not _twice(seen, "policy/grad_norm", SPIKE * usual, HUGE * usual):
+    if not usual or not twice(seen, "policy/grad_norm", SPIKE * usual, HUGE * usual):
         return None
     now, clip = seen.figure("policy/grad_norm"), seen.config.policy.optimizer.clip_grad
     clipped = f"clipped to {clip:g}" if clip else "not clipped (policy.optimizer.clip_grad = 0)"
     return Finding("gradient_spikes", f"gradient norm {number(now)}, where {number(usual)} is usual; {clipped}")
-
-
-def mismatch_rises(seen: Seen) -> Finding | None:
-    """The engine's log-probs drift away from the policy's: it generates with other weights, or in other numbers."""
-    name = "mismatch/logprob_abs_mean"
-    usual, now = seen.usual(name), seen.figure(name)
-    relative = max(MISMATCH_LEAST, MISMATCH_TIMES * usual) if usual else math.inf
-    if not _twice(seen, name, min(relative, MISMATCH_MOST), MISMATCH_MOST):
-        return None
-    was = "" if usual is None else f", where {number(usual)} is usual"
-    text = f"engine and policy differ by {number(now)} nats a token{was}: what is trained on is not what was sampled"
-    return Finding("mismatch_rises", text, stuck=(now or 0.0) >= MISMATCH_MOST)
 
 
 def kl_explodes(seen: Seen) -> Finding | None:
@@ -105,15 +87,15 @@ def kl_explodes(seen: Seen) -> Finding | None:
         ("policy/kl_old", KL_OLD, 10 * KL_OLD, "where the step began"),
         ("policy/kl", min(least, KL_MOST), KL_MOST, "the reference"),
     ):
-        if _twice(seen, name, far, at_all):
+        if twice(seen, name, far, at_all):
             was = f", where {number(usual)} is usual" if usual and name == "policy/kl" else ""
             return Finding("kl_explodes", f"KL to {of} is {number(seen.figure(name))} nats a token{was}")
     return None
 
 
 def everything_clipped(seen: Seen) -> Finding | None:
-    """Nearly every token's ratio is clipped: those have no gradient."""
-    if not _twice(seen, "policy/clip_fraction", CLIPPED, math.inf):
+    """Nearly every token's ratio is clipped: those have no gradient, but for losses that keep one."""
+    if seen.config.algorithm.loss in ("cispo", "sapo") or not twice(seen, "policy/clip_fraction", CLIPPED, math.inf):
         return None
     share, a = seen.figure("policy/clip_fraction"), seen.config.algorithm
     bounds = {
@@ -132,20 +114,11 @@ def slow(seen: Seen) -> Finding | None:
     return Finding("slow", f"engines generate {now[0]:,.0f} tokens/s for {NEAR} steps, where {usual:,.0f} are usual")
 
 
-def _twice(seen: Seen, name: str, far: float, at_all: float) -> bool:
-    """Whether a metric is that far off now and once more in the last steps, or by far now."""
-    now = seen.figure(name)
-    if now is None or now < far:
-        return False
-    return now >= at_all or sum(value >= far for value in seen.last(name, NEAR)) >= 2
-
-
 WATCHERS = (
     not_finite,
     entropy_collapsed,
     gradient_vanished,
     gradient_spikes,
-    mismatch_rises,
     kl_explodes,
     everything_clipped,
     slow,

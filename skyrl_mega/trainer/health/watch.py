@@ -9,7 +9,7 @@ from math import ceil
 
 from skyrl_mega.config.schema import Config
 from skyrl_mega.rollout.trajectory import Trajectory
-from skyrl_mega.trainer.health import rollouts, training
+from skyrl_mega.trainer.health import mismatch, rollouts, training
 from skyrl_mega.trainer.health.seen import ONSET, SPEED, USUAL, Finding, Row, Seen
 
 PREFIX = "health: "
@@ -135,7 +135,8 @@ class Health:
 
 def findings(seen: Seen) -> list[Finding]:
     """What all watchers find in a step, less what follows from another finding."""
-    found = [finding for watcher in (*rollouts.WATCHERS, *training.WATCHERS) if (finding := watcher(seen))]
+    watchers = (*rollouts.WATCHERS, *training.WATCHERS, *mismatch.WATCHERS)
+    found = [finding for watcher in watchers if (finding := watcher(seen))]
     explained = {kind for finding in found for kind in finding.explains}
     return [finding for finding in found if finding.kind not in explained]
 

@@ -191,41 +191,12 @@ class Exchange:
                 run; it names peer and tensor. After it, or any other error, the transport is closed.
             ChecksumError: a part is not what its sender packed; it names tensor, box and both processes.
         """
-        report, deadline = Report(), Deadline(self.transport.timeout_s)
         given, wanted = source or {}, target or {}
-
-        def taken(name: str) -> Tensor:
-            return self._scales.tables[name] if self._scales and name in self._scales.tables else given[name]
-
-        def put(name: str) -> Tensor:
-            return self._target_scales[name] if name in self._target_scales else wanted[name]
-
-        def told(name: str) -> None:
-            if loaded is not None and name not in self._target_scales:
-                loaded(name)
-
-        run = Run(
-            self.transport,
-            deadline,
-            report,
-            checksums,
-            sources=lambda cargo: self._sources.of(cargo, taken),
-            targets=lambda cargo: self._targets.of(cargo, put),
-            remaining=self._places.copy(),
-            loaded=told,
-        )
+        run = self._begin(given, wanted, loaded or (lambda name: None), checksums=checksums)
         with torch.no_grad(), self._lane.entered():
             done = False
             try:
-                with report.timed("pack_s"):
-                    self._make_scales(wanted)
-                    if not self._runs:  # before any message, so that what lacks shows at once
-                        for cargo in self._cargos:
-                            if cargo.packed:
-                                run.sources(cargo)
-                if self._scales is not None:
-                    with report.timed("quantise_s"):
-                        self._scales.compute(given)
+                self._prepare(run, given, wanted)
                 self._go(run)
                 run.prove()
                 done = True
@@ -233,9 +204,9 @@ class Exchange:
                 if not done:
                     self._leave(run.under_way)
         self._runs += 1
-        report.extra_bytes = self._lane.buffers.flat.numel()
-        report.table_bytes = self._sources.table_bytes + self._targets.table_bytes
-        return report
+        run.report.extra_bytes = self._lane.buffers.flat.numel()
+        run.report.table_bytes = self._sources.table_bytes + self._targets.table_bytes
+        return run.report
 
     def close(self) -> None:
         """Leaves the group and gives the buffers back. The exchange is over; closing it twice does no harm."""
@@ -245,6 +216,43 @@ class Exchange:
         if self._host is not None:
             self._host.close()
         self._lane.close()
+
+    def _begin(self, given: Params, wanted: Params, loaded: Callable[[str], None], *, checksums: bool) -> Run:
+        """A run that begins now, between these parameters and the tables of scales that are beside them."""
+
+        def taken(name: str) -> Tensor:
+            return self._scales.tables[name] if self._scales and name in self._scales.tables else given[name]
+
+        def put(name: str) -> Tensor:
+            return self._target_scales[name] if name in self._target_scales else wanted[name]
+
+        def told(name: str) -> None:
+            if name not in self._target_scales:
+                loaded(name)
+
+        return Run(
+            self.transport,
+            Deadline(self.transport.timeout_s),
+            Report(),
+            checksums,
+            sources=lambda cargo: self._sources.of(cargo, taken),
+            targets=lambda cargo: self._targets.of(cargo, put),
+            remaining=self._places.copy(),
+            loaded=told,
+        )
+
+    def _prepare(self, run: Run, given: Params, wanted: Params) -> None:
+        """All that comes before the first message: scales, and in the first run a look at every source parameter, so
+        that what lacks shows at once."""
+        with run.report.timed("pack_s"):
+            self._make_scales(wanted)
+            if not self._runs:
+                for cargo in self._cargos:
+                    if cargo.packed:
+                        run.sources(cargo)
+        if self._scales is not None:
+            with run.report.timed("quantise_s"):
+                self._scales.compute(given)
 
     def _go(self, run: Run) -> None:
         if self._host is None:

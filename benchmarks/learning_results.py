@@ -1,0 +1,77 @@
+"""What `benchmarks.learning_table` has measured: a file that grows by one line with every row and seed."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.config.errors import UserError
+
+Figures = dict[str, Any]
+
+
+class Results:
+    """Figures of rows and seeds, on disk as soon as they are kept.
+
+    Args:
+        file: A JSON file; it need not be there.
+        settings: What all rows have in common. Figures of other settings are not mixed with these.
+
+    Raises:
+        UserError: The file has those of other settings.
+    """
+
+    def __init__(self, file: Path, settings: list[str]) -> None:
+        self.file, self.settings = file, settings
+        found = json.loads(file.read_text()) if file.exists() else {"settings": settings, "start": None, "rows": {}}
+        if found["settings"] != settings:
+            other = sorted(set(found["settings"]) ^ set(settings))
+            raise UserError(f"{file}: it was measured with other settings ({', '.join(other)}); move it away first")
+        self.start: Figures | None = found["start"]
+        """The scores before training."""
+        self._rows: dict[str, dict[str, Figures]] = found["rows"]
+
+    def has(self, row: str, seed: int) -> bool:
+        """Whether a row was trained with this seed."""
+        return str(seed) in self._rows.get(row, {})
+
+    def of(self, row: str, seed: int) -> Figures:
+        """What was measured of it."""
+        return self._rows[row][str(seed)]
+
+    def seeds(self, row: str) -> list[int]:
+        """Those that a row was trained with."""
+        return sorted(int(seed) for seed in self._rows.get(row, {}))
+
+    def keep(self, row: str, seed: int, figures: Figures) -> None:
+        """Writes what was measured of a row."""
+        self._rows.setdefault(row, {})[str(seed)] = figures
+        self._write()
+
+    def begin_with(self, start: Figures) -> None:
+        """Writes the scores before training, or compares them with those that are there.
+
+        Raises:
+            UserError: They differ: what is to be measured would begin at other weights.
+        """
+        if self.start is not None and self.start != start:
+            raise UserError(
+                f"{self.file}: it was measured from a start with {json.dumps(self.start)}, and this one has "
+                f"{json.dumps(start)}: rows cannot be compared; move the file away, and measure all of them"
+            )
+        self.start = start
+        self._write()
+
+    def _write(self) -> None:
+        rows = ",\n".join(f"  {json.dumps(name)}: {_lines(found)}" for name, found in self._rows.items())
+        settings, start = json.dumps(self.settings), json.dumps(self.start)
+        partial = self.file.with_suffix(".partial")
+        partial.write_text(f'{{\n "settings": {settings},\n "start": {start},\n "rows": {{\n{rows}\n }}\n}}\n')
+        os.replace(partial, self.file)
+
+
+def _lines(by_seed: dict[str, Figures]) -> str:
+    found = ",\n".join(f'   "{seed}": {json.dumps(by_seed[seed])}' for seed in sorted(by_seed, key=int))
+    return f"{{\n{found}\n  }}"

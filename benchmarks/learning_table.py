@@ -1,0 +1,98 @@
+"""Does every advantage and loss learn? Each trains addition from the same start, with Megatron, vLLM and the real loop.
+
+    python -m benchmarks.learning_table [--seeds 0 1 2] [--only NAME …] [--steps N] [--draw]
+
+The start is the quickstart's small mixture of experts after its supervised warm-up, made once and kept in
+runs/learning_table/. All rows have the same start and evaluation, and all rows of a seed the same prompts in the same
+order. What is measured is in benchmarks/results/learning_table.json as soon as it is; the same command goes on with
+what is not there yet, seed by seed. It writes docs/learning_table.svg and the table in docs/learning.md, which is all
+that `--draw` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from benchmarks.learning_page import lines, write_page
+from benchmarks.learning_plot import write_plot
+from benchmarks.learning_results import Figures, Results
+from benchmarks.learning_rows import COMMON, STEPS, Row, rows
+from skyrl_mega.config.command import DONE, Parser, guarded
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.telemetry.table import duration
+
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "learning_table.json"
+PLOT, PAGE = ROOT / "docs" / "learning_table.svg", ROOT / "docs" / "learning.md"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measures what is missing, prints the table, and writes plot and page."""
+    os.chdir(ROOT)
+    parser = Parser(prog="python -m benchmarks.learning_table", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2], metavar="SEED")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="rows (default: all)")
+    parser.add_argument("--steps", type=int, default=STEPS, help="RL steps of a row (default: %(default)s)")
+    parser.add_argument("--draw", action="store_true", help="measure nothing; write plot and page of what was measured")
+    return guarded(lambda: _run(parser.parse_args(arguments)), as_json=False)
+
+
+def _run(args: argparse.Namespace) -> int:
+    results = Results(RESULTS, [*COMMON, f"run.steps={args.steps}"])
+    wanted = chosen(args.only)
+    if not args.draw:
+        _measure(results, wanted, args.seeds, args.steps)
+    print("\n".join(lines(results, list(rows().values()))))
+    write_plot(results, list(rows().values()), PLOT)
+    write_page(results, list(rows().values()), PAGE)
+    return DONE
+
+
+def chosen(names: list[str] | None) -> list[Row]:
+    """The rows of these names, or all.
+
+    Raises:
+        UserError: One is not there.
+    """
+    known = rows()
+    for name in names or ():
+        if name not in known:
+            raise UserError(f"--only {name}: no such row; allowed is {', '.join(known)}")
+    return [known[name] for name in names or known]
+
+
+def _measure(results: Results, wanted: list[Row], seeds: list[int], steps: int) -> None:
+    """What is not there yet, seed by seed: first the rows that share processes, then those that do not."""
+    from benchmarks import learning_runs as runs  # what is slow to import, only where something is run
+
+    missing = [(row, seed) for seed in seeds for row in wanted if not results.has(row.name, seed)]
+    own = {row.name for row in wanted if runs.needs_processes(row)}
+    print(f"{len(missing)} of {len(wanted) * len(seeds)} runs to do", flush=True)
+    if any(row.name not in own for row, _ in missing) or (missing and results.start is None):
+        with runs.session(steps, print) as session:
+            results.begin_with(session.accuracy_at_the_start())
+            for row, seed in missing:
+                if row.name not in own:
+                    _keep(results, row, seed, lambda r=row, s=seed: session.train(r, s, steps))
+    for row, seed in missing:
+        if row.name in own:
+            _keep(results, row, seed, lambda r=row, s=seed: runs.alone(r, s, steps))
+
+
+def _keep(results: Results, row: Row, seed: int, train: Callable[[], Figures]) -> None:
+    began = time.monotonic()
+    found = train()
+    results.keep(row.name, seed, found)
+    assert results.start is not None
+    change = f"{results.start['accuracy']:.3f} → {found['accuracy']:.3f}"
+    took = duration(time.monotonic() - began)
+    print(f"  {time.strftime('%H:%M:%S')}  seed {seed}  {row.name.ljust(22)} accuracy {change}   {took}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

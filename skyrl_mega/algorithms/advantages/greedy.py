@@ -1,0 +1,23 @@
+"""The estimator that compares a trajectory with a greedy answer to the same prompt."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skyrl_mega.algorithms.advantages.base import AdvantageInputs
+from skyrl_mega.config.schema import AlgorithmConfig
+
+
+def remax(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
+    """ReMax (arXiv:2310.10505, equation 5): the reward of the policy's most likely answer is the baseline.
+
+    A_i = r_i - r(greedy)        exactly 0 without a greedy answer, as where its environment failed
+
+    Raises:
+        ValueError: There are no greedy answers at all.
+    """
+    if inputs.greedy_N is None:
+        raise ValueError("remax needs greedy_N")
+    lead = inputs.r - inputs.greedy_N.double()
+    return torch.where(inputs.greedy_N.isnan(), 0.0, lead).to(inputs.rewards_N.dtype)

@@ -1,0 +1,86 @@
+"""Estimators that compare a trajectory with the other samples of its prompt.
+
+All of them give exactly 0 where the rewards of a group are all equal, and to a group of one: nothing was better.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skyrl_mega.algorithms.advantages.base import STD_EPSILON, AdvantageInputs, beyond_rounding
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import AlgorithmConfig
+
+
+def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
+    """GRPO (arXiv:2402.03300, section 4.1.2).
+
+    A_i = (r_i - mean(r)) / (std(r) + 1e-6)     with `algorithm.normalize`; std has n - 1 in its denominator
+    A_i =  r_i - mean(r)                        without (Dr. GRPO, arXiv:2503.20783)
+    """
+    centred = inputs.centred()
+    if algorithm.normalize:
+        variance = inputs.sums(centred.square()) / (inputs.count - 1).clamp(min=1)
+        centred = centred / (variance.sqrt() + STD_EPSILON)
+    return centred.to(inputs.rewards_N.dtype)
+
+
+def rloo(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
+    """Leave-one-out (RLOO, arXiv:2402.14740).
+
+    A_i = r_i - mean(r_j, j ≠ i) = n / (n - 1) · (r_i - mean(r))
+    """
+    n = inputs.count
+    return (inputs.centred() * n / (n - 1).clamp(min=1)).to(inputs.rewards_N.dtype)
+
+
+def opo(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
+    """The baseline of least variance where a gradient's norm grows with the length (OPO, arXiv:2505.23585, equation 9).
+
+    A_i = r_i - Σ l_j r_j / Σ l_j        l_j: tokens that the policy wrote
+    """
+    baseline = inputs.sums(inputs.lengths * inputs.r) / inputs.sums(inputs.lengths).clamp(min=1)
+    return torch.where(inputs.varied, inputs.r - baseline, 0.0).to(inputs.rewards_N.dtype)
+
+
+def pass_at_k(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
+    """What the best of a group gains over the others (arXiv:2503.19595, with the leave-one-out baseline).
+
+    A_i = max(r) - max(r_j, j ≠ i)        so only a single best one has an advantage: its lead over the second
+    """
+    count = int(inputs.group.max()) + 1 if len(inputs.group) else 0
+    low = inputs.r.new_full((count,), -torch.inf)
+    best = low.scatter_reduce(0, inputs.group, inputs.r, "amax")[inputs.group]
+    leads = ~beyond_rounding(best - inputs.r, torch.maximum(best.abs(), inputs.r.abs()))
+    alone = leads & (inputs.sums(leads.double()) == 1)
+    second = low.scatter_reduce(0, inputs.group, inputs.r.masked_fill(leads, -torch.inf), "amax")[inputs.group]
+    return torch.where(alone & inputs.varied, best - second, 0.0).to(inputs.rewards_N.dtype)
+
+
+def maxrl(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
+    """Closer to maximum likelihood than the mean reward is, the more samples there are (MaxRL, as SkyRL has it).
+
+    A_i = (r_i - mean(r)) / (mean(r) + 1e-6)        for rewards of at least 0
+
+    Raises:
+        UserError: A reward is negative: dividing by such a mean would turn better into worse.
+    """
+    if bool((inputs.rewards_N < 0).any()):
+        raise UserError(
+            f"algorithm.advantage = maxrl: a reward is {inputs.rewards_N.min():g}; allowed are rewards of at least 0, "
+            "or another estimator, such as grpo"
+        )
+    mean = inputs.sums(inputs.r) / inputs.count
+    return (inputs.centred() / (mean + STD_EPSILON)).to(inputs.rewards_N.dtype)
+
+
+def gpg(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
+    """Group policy gradient (GPG, arXiv:2504.02546, equations 6 and 8, with F_norm = 1).
+
+    A_i = N / (N - M) · (r_i - mean(r))        M of the step's N trajectories are in groups whose rewards are all equal
+
+    Its loss is -A log π, whose gradient is `loss=ppo`'s in the first optimizer step.
+    """
+    alpha = len(inputs.r) / max(int(inputs.varied.sum()), 1)
+    return (alpha * inputs.centred()).to(inputs.rewards_N.dtype)

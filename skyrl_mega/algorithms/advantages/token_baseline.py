@@ -1,0 +1,51 @@
+"""A baseline of each token's own: the mean of its group's returns, weighed by how much each can move the policy.
+
+Legend: T tokens that the policy wrote, those of a trajectory one after another; K of them that are known.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skyrl_mega.algorithms.advantages.base import AdvantageInputs, discounted, per_token, sums_of, varied
+from skyrl_mega.config.schema import AlgorithmConfig
+
+
+@per_token("old_logprobs", "old_squares")
+def optimal_token_baseline(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
+    """The baseline of least variance for the t-th token of a group's trajectories (arXiv:2602.07078).
+
+        A_t = G_t - B_t        B_t = Σ G_t W_t / Σ W_t, over the trajectories that have a t-th token
+        W_t = Σ_{j ≤ t} (1 - 2 π_j + Σ_v π_j(v)²)
+
+    G_t is what is earned from the token on. A term of W_t is the squared length of the gradient of log π_j by the
+    logits, π_j being the token's probability. t counts the policy's own tokens: what an environment says between two
+    answers has no place.
+
+    Returns:
+        float64 [T]. 0 where all G_t are equal, thus also where no other trajectory is as long; where no trajectory has
+        moved the policy yet (all W_t are 0); and for tokens that nothing is known of.
+    """
+    token = inputs.token
+    if token.old_T is None or token.squares_T is None:
+        raise ValueError("optimal_token_baseline needs log-probs, and sums of squared probabilities")
+    known_T = torch.ones_like(token.trajectory_T, dtype=torch.bool) if token.known_T is None else token.known_T
+    # Rounding may make a term negative where the token was certain.
+    moved_T = (1 - 2 * token.old_T.double().exp() + token.squares_T.double()).clamp(min=0)
+    weight_K = _so_far(torch.where(known_T, moved_T, 0.0), token.trajectory_T)[known_T]
+    return_K = token.returns(1.0)[known_T]
+
+    place_T = _so_far(torch.ones_like(token.trajectory_T), token.trajectory_T)
+    key_K = (place_T * len(inputs.r) + inputs.group[token.trajectory_T])[known_T]
+    at_K = torch.unique(key_K, return_inverse=True)[1]
+    total_K = sums_of(weight_K, at_K)
+    differs_K = (total_K > 0) & varied(return_K, at_K)
+    baseline_K = sums_of(return_K * weight_K, at_K) / torch.where(total_K > 0, total_K, 1.0)
+    found_K = torch.where(differs_K, return_K - baseline_K, 0.0)
+    return torch.zeros_like(moved_T).masked_scatter(known_T, found_K)
+
+
+def _so_far(values_T: Tensor, trajectory_T: Tensor) -> Tensor:
+    """[T]: the sum of a trajectory's values up to each token, itself included."""
+    return discounted(values_T.flip(0), trajectory_T.flip(0), 1).flip(0)

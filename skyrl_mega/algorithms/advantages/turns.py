@@ -1,0 +1,71 @@
+"""Estimators that look at the reward of each answer: a token has an advantage of its own."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skyrl_mega.algorithms.advantages.base import (
+    STD_EPSILON,
+    AdvantageInputs,
+    beyond_rounding,
+    discounted,
+    per_token,
+    sums_of,
+    varied,
+)
+from skyrl_mega.algorithms.advantages.whitening import whitened
+from skyrl_mega.config.schema import AlgorithmConfig
+
+
+@per_token()
+def reinforce_plus_plus(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
+    """REINFORCE++ (arXiv:2501.03262): what is earned from a token on, whitened over all tokens of the step.
+
+        G_t = Σ_{k ≥ t} γ^(k-t) r_k        A_t = (G_t - μ) / sqrt(σ² + 1e-8), σ² with T - 1 in its denominator
+
+    γ is `algorithm.gamma` and discounts from one of the policy's tokens to the next: what an environment says between
+    two answers does not.
+    """
+    return whitened(inputs.token.returns(algorithm.gamma))
+
+
+@per_token()
+def grpo_turns(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
+    """GRPO with process supervision (arXiv:2402.03300, section 4.1.3), an answer's reward being that of a step.
+
+        z_j = (r_j - mean(R)) / (std(R) + 1e-6)        R: rewards of all answers of the group
+        A_t = Σ z_j over the token's answer and those after it
+
+    std has n - 1 in its denominator; without `algorithm.normalize` nothing is divided. 0 where R are all equal, and
+    where the group's trajectories earned the same answer by answer: there is nothing to compare.
+    """
+    token = inputs.token
+    begins_T = torch.ones(len(token.turn_T), dtype=torch.bool)
+    begins_T[1:] = (token.turn_T.diff() != 0) | (token.trajectory_T.diff() != 0)
+    answer_T = begins_T.cumsum(0) - 1
+    trajectory_R = token.trajectory_T[begins_T]
+    rewards_R = inputs.r.new_zeros(len(trajectory_R)).index_add(0, answer_T, token.rewards_T.double())
+
+    group_R = inputs.group[trajectory_R]
+    count_R = sums_of(torch.ones_like(rewards_R), group_R)
+    mean_R = sums_of(rewards_R, group_R) / count_R
+    compared_R = _compared(rewards_R, mean_R, token.turn_T[begins_T], group_R, inputs)
+    centred_R = torch.where(compared_R, rewards_R - mean_R, 0.0)
+    if algorithm.normalize:
+        variance_R = sums_of(centred_R.square(), group_R) / (count_R - 1).clamp(min=1)
+        centred_R = centred_R / (variance_R.sqrt() + STD_EPSILON)
+    return discounted(centred_R, trajectory_R, 1.0)[answer_T]
+
+
+def _compared(rewards_R: Tensor, mean_R: Tensor, turn_R: Tensor, group_R: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """bool [R]: whether trajectories of the answer's group earned differently with their first answers, or second, ….
+
+    An answer that was not given is one that earned the mean of all.
+    """
+    place_R = torch.unique(turn_R * len(inputs.r) + group_R, return_inverse=True)[1]
+    trajectories_R = inputs.group.bincount()[group_R]
+    given_R = sums_of(torch.ones_like(rewards_R), place_R)
+    unlike_R = beyond_rounding((rewards_R - mean_R).abs(), torch.maximum(rewards_R.abs(), mean_R.abs()))
+    differs_R = varied(rewards_R, place_R) | ((given_R < trajectories_R) & unlike_R)
+    return sums_of(differs_R.double(), group_R) > 0

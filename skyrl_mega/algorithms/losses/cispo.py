@@ -1,0 +1,23 @@
+"""CISPO (MiniMax-M1, arXiv:2506.13585): REINFORCE whose importance weight is clipped, so that every token has a
+gradient."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from skyrl_mega.algorithms.kl import LOG_RATIO_LIMIT
+from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, log_ratio, ratio_metrics, total
+from skyrl_mega.config.schema import AlgorithmConfig
+
+
+def cispo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """Equations 4 and 5, for a token:
+
+        L_t = -sg(clip(r_t, 1 - cispo.clip_low, 1 + cispo.clip_high)) A_t log π_t        r_t = π_t / π_old,t
+
+    sg has no gradient. Equation 4's mean is `loss_mean=tokens`.
+    """
+    ratio_L = log_ratio(inputs).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    weight_L = ratio_L.clamp(1 - algorithm.cispo.clip_low, 1 + algorithm.cispo.clip_high)
+    losses_L = -weight_L * inputs.clean(inputs.advantages_L) * inputs.clean(inputs.logprobs_L)
+    return total(inputs, losses_L, ratio_metrics(inputs, ratio_L, weight_L != ratio_L), algorithm)

@@ -1,0 +1,43 @@
+"""Clip-Cov and KL-Cov (arXiv:2505.22617): the few tokens of high covariance between advantage and log-prob, which make
+the entropy fall, are held back. `algorithms.selection` chooses them over the whole mini-batch."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skyrl_mega.algorithms.kl import LOG_RATIO_LIMIT
+from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, clipped_surrogate, log_ratio, ratio_metrics, total
+from skyrl_mega.config.schema import AlgorithmConfig
+
+
+def clip_cov(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """PPO's loss, and 0 for the tokens that are chosen. covariance_fraction is their share."""
+    chosen_L = _chosen(inputs)
+    ratio_L = log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    clips = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip
+    losses_L, metrics = clipped_surrogate(inputs, ratio_L, *clips)
+    metrics["covariance_fraction"] = inputs.mean(chosen_L.to(losses_L.dtype))
+    return total(inputs, torch.where(chosen_L, 0.0, losses_L), metrics, algorithm)
+
+
+def kl_cov(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """For a token with d_t = log π_t - log π_old,t:
+
+        L_t = -exp(d_t) A_t, and + kl_cov.coefficient |d_t| for the tokens that are chosen
+
+    Nothing is clipped: clip_fraction is 0. covariance_fraction is the share of the chosen.
+    """
+    chosen_L = _chosen(inputs)
+    d_L = log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    losses_L = -d_L.exp() * inputs.clean(inputs.advantages_L)
+    losses_L = losses_L + torch.where(chosen_L, algorithm.kl_cov.coefficient * d_L.abs(), 0.0)
+    metrics = ratio_metrics(inputs, d_L.exp(), torch.zeros_like(chosen_L))
+    metrics["covariance_fraction"] = inputs.mean(chosen_L.to(losses_L.dtype))
+    return total(inputs, losses_L, metrics, algorithm)
+
+
+def _chosen(inputs: LossInputs) -> Tensor:
+    if inputs.high_covariance_L is None:
+        raise ValueError("clip_cov and kl_cov need the tokens that were chosen: the column high_covariance")
+    return inputs.high_covariance_L & inputs.active_L

@@ -1,0 +1,57 @@
+"""DPPO (arXiv:2602.04879): a trust region of how far a token's distribution has moved. PPO's bound on the ratio stops a
+rare token at once and lets a frequent one go far."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skyrl_mega.algorithms.kl import LOG_RATIO_LIMIT
+from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, log_ratio, ratio_metrics, total
+from skyrl_mega.config.schema import AlgorithmConfig
+
+TINY = 1e-12
+"""The smallest probability of all other tokens together: its logarithm is taken."""
+
+
+def dppo_tv(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """The binary total variation: with μ and π the old and the present probability of the token that was drawn,
+
+        L_t = -M_t r_t A_t,  r_t = π / μ
+        M_t = 0 where A_t > 0 and π - μ > dppo.tv_high, or A_t < 0 and μ - π > dppo.tv_low;  else 1
+
+    μ is the engine's with `old_logprobs=engine`, as in the paper. clip_fraction is the share of M_t = 0.
+    """
+    old_L, now_L = _probabilities(inputs)
+    return _masked(inputs, (now_L - old_L).abs(), algorithm.dppo.tv_low, algorithm.dppo.tv_high, algorithm)
+
+
+def dppo_kl(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """As `dppo_tv`, with the KL of two outcomes, this token and any other, bounded where r moves with A:
+
+    D_t = μ log(μ / π) + (1 - μ) log((1 - μ) / (1 - π))
+    M_t = 0 where A_t > 0, r_t > 1 and D_t > dppo.kl_high, or A_t < 0, r_t < 1 and D_t > dppo.kl_low;  else 1
+    """
+    old_L, now_L = _probabilities(inputs)
+    others_old_L, others_now_L = ((1 - p_L).clamp(min=TINY) for p_L in (old_L, now_L))
+    divergence_L = old_L * -log_ratio(inputs).detach() + (1 - old_L) * (others_old_L / others_now_L).log()
+    return _masked(inputs, divergence_L, algorithm.dppo.kl_low, algorithm.dppo.kl_high, algorithm)
+
+
+def _probabilities(inputs: LossInputs) -> tuple[Tensor, Tensor]:
+    """μ and π of each token, float64, without gradient: 1 - π is lost to rounding otherwise."""
+    old_L, now_L = inputs.clean(inputs.old_L.detach()), inputs.clean(inputs.logprobs_L.detach())
+    return old_L.double().exp().clamp(max=1), now_L.double().exp().clamp(max=1)
+
+
+def _masked(
+    inputs: LossInputs, distance_L: Tensor, low: float, high: float, algorithm: AlgorithmConfig
+) -> tuple[Tensor, Metrics]:
+    advantages_L = inputs.clean(inputs.advantages_L)
+    d_L = log_ratio(inputs)
+    risen_L = (advantages_L > 0) & (d_L > 0) & (distance_L > high)
+    fallen_L = (advantages_L < 0) & (d_L < 0) & (distance_L > low)
+    left_out_L = risen_L | fallen_L
+    ratio_L = d_L.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    losses_L = torch.where(left_out_L, 0.0, -ratio_L * advantages_L)
+    return total(inputs, losses_L, ratio_metrics(inputs, ratio_L, left_out_L), algorithm)

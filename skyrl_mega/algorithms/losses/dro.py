@@ -1,0 +1,26 @@
+"""DRO (arXiv:2405.19107) as verl has it: REINFORCE with a squared distance from the old policy, and nothing clipped."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skyrl_mega.algorithms.kl import LOG_RATIO_LIMIT
+from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, log_ratio, ratio_metrics, total
+from skyrl_mega.config.schema import AlgorithmConfig
+
+
+def dro(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """For a token with d_t = log π_t - log π_old,t:
+
+        L_t = -A_t log π_t + dro.strength / 2 · d_t²
+
+    Its gradient is that of the paper's squared error (A - β log π / π_ref)² / 2 over β, with the old policy as the
+    reference. clip_fraction is 0.
+    """
+    d_L = log_ratio(inputs)
+    bounded_L = d_L.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    losses_L = -inputs.clean(inputs.advantages_L) * inputs.clean(inputs.logprobs_L)
+    losses_L = losses_L + algorithm.dro.strength / 2 * bounded_L.square()
+    metrics = ratio_metrics(inputs, bounded_L.exp(), torch.zeros_like(inputs.active_L))
+    return total(inputs, losses_L, metrics, algorithm)

@@ -1,0 +1,28 @@
+"""GMPO (arXiv:2507.20673): the geometric mean of an answer's clipped ratios, in which no single token weighs much."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skyrl_mega.algorithms.kl import LOG_RATIO_LIMIT
+from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, log_ratio, ratio_metrics, total
+from skyrl_mega.config.schema import AlgorithmConfig
+
+
+def gmpo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """Equation 4, for all tokens of an answer y with d_t = log π_t - log π_old,t:
+
+        L = -A exp(mean over y of the smaller of ±d_t and ±clip(d_t, -gmpo.clip_low, gmpo.clip_high), times ±1)
+
+    ± is the sign of A: where A > 0 the clip bounds d_t from above, where A < 0 from below, as PPO's does. With
+    `loss_mean=sequences` and one answer a trajectory this is the paper's.
+    """
+    d_L = log_ratio(inputs)
+    advantages_L = inputs.clean(inputs.advantages_L)
+    sign_L = advantages_L.sign()
+    bounded_L = d_L.clamp(-algorithm.gmpo.clip_low, algorithm.gmpo.clip_high)
+    pessimist_L = sign_L * torch.minimum(sign_L * d_L, sign_L * bounded_L)
+    ratio_L = inputs.sequence_mean(pessimist_L).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    clipped_L = (pessimist_L != d_L) & (advantages_L != 0)
+    return total(inputs, -ratio_L * advantages_L, ratio_metrics(inputs, ratio_L, clipped_L), algorithm)

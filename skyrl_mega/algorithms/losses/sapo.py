@@ -1,0 +1,27 @@
+"""SAPO (arXiv:2511.20347): a smooth gate in place of the clip, steeper where the advantage is negative."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from skyrl_mega.algorithms.kl import LOG_RATIO_LIMIT
+from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, log_ratio, ratio_metrics, total
+from skyrl_mega.config.schema import AlgorithmConfig
+
+
+def sapo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
+    """Equations 5 and 6, for a token with r_t = π_t / π_old,t:
+
+        L_t = -(4 / τ) σ(τ (r_t - 1)) A_t        τ = sapo.temperature_positive where A_t > 0, else temperature_negative
+
+    Its gradient is REINFORCE's times 4 σ (1 - σ) r_t: 1 at r_t = 1, and it fades on either side. The paper's mean is
+    `loss_mean=sequences`. clip_fraction is the share of tokens whose 4 σ (1 - σ) is below one half.
+    """
+    ratio_L = log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
+    advantages_L, of = inputs.clean(inputs.advantages_L), algorithm.sapo
+    positive, negative = (ratio_L.new_tensor(t) for t in (of.temperature_positive, of.temperature_negative))
+    tau_L = torch.where(advantages_L > 0, positive, negative)
+    gate_L = torch.sigmoid(tau_L * (ratio_L - 1))
+    faded_L = 4 * gate_L * (1 - gate_L) < 0.5
+    return total(inputs, -4 / tau_L * gate_L * advantages_L, ratio_metrics(inputs, ratio_L, faded_L), algorithm)

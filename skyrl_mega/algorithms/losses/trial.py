@@ -1,0 +1,179 @@
+"""A loss of the user's own is called on a few tokens before anything starts: what is wrong with it else shows in a
+run's first step, on a rank, after engines and warm-up."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from skyrl_mega.algorithms.losses.base import Loss, LossInputs
+from skyrl_mega.algorithms.losses.inputs import Figures
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import AlgorithmConfig
+
+ANSWERS = [0, 0, 0, 0, 1, 1, 1, 2, 2]
+"""Whose each token is. The first of each answer is a prompt's, without a weight."""
+CLOSE = 0.02
+"""What a gradient of all answers and of each one's may differ by, as a part of the largest: a loss may compute in
+bfloat16, and one that sees the other tokens of a micro-batch differs by much more."""
+ELSEWHERE = ("PROCESS GROUP", "IS NOT INITIALIZED", "CUDA", "TRITON")
+"""What an error has in it, in capitals, that says no more than that this is no rank of a run: there it may be right."""
+
+
+class _Elsewhere(Exception):
+    """The function needs ranks, or a device, that are not here."""
+
+
+class _Found(NamedTuple):
+    metrics: dict[str, Tensor]
+    gradients: Tensor
+    """By logprobs_L and entropy_L, [2, L] of all answers; 0 for tokens that were not given."""
+
+
+def check_on_tokens(loss: Loss, setting: str, algorithm: AlgorithmConfig) -> None:
+    """Refuses a loss that raises, whose form is another than a loss's, whose gradient is NaN or none, or that changes
+    with the cut of a mini-batch. One that needs ranks or a GPU cannot be tried, and passes.
+
+    Args:
+        loss: The function.
+        setting: `algorithm.loss = …`, for errors.
+        algorithm: What it is called with.
+
+    Raises:
+        UserError: Says which.
+    """
+    every = range(len(ANSWERS))
+    try:
+        whole = _called(loss, setting, algorithm, [*every])
+        parts = [_called(loss, setting, algorithm, [i for i in every if ANSWERS[i] == answer]) for answer in range(3)]
+        empty = _called(loss, setting, algorithm, [0])
+        again = _called(loss, setting, algorithm, [*every])
+    except _Elsewhere:
+        return
+    if others := [found for found in (*parts, empty) if set(found.metrics) != set(whole.metrics)]:
+        raise UserError(
+            f"{setting}: its metrics are {_listed(whole)} with one micro-batch and {_listed(others[0])} with another; "
+            "return the same names every time"
+        )
+    if not torch.equal(whole.gradients, again.gradients):
+        return  # it draws, or remembers: what changes is not the cut alone
+    cut = torch.stack([part.gradients for part in parts]).sum(0)
+    if bool((whole.gradients - cut).abs().max() > CLOSE * whole.gradients.abs().max()):
+        raise UserError(
+            f"{setting}: its gradient for three answers is another than where each is a micro-batch, so that it would "
+            "change with the layout; return the sum of weights_L times each token's loss (docs/own-loss.md)"
+        )
+
+
+def _called(loss: Loss, setting: str, algorithm: AlgorithmConfig, tokens: list[int]) -> _Found:
+    """What comes of these tokens.
+
+    Raises:
+        _Elsewhere: Nothing can.
+        UserError: It is no loss.
+    """
+    inputs, leaves = _inputs(algorithm, tokens)
+    many = f"with {len(tokens)} tokens, of which {int(inputs.active_L.sum())} count,"
+    try:
+        found: Any = loss(inputs, algorithm)
+        _check_form(found, setting)
+        if found[0].requires_grad:
+            found[0].backward()
+    except UserError:
+        raise
+    except Exception as error:  # whatever a user's function does
+        if any(part in str(error).upper() for part in ELSEWHERE):
+            raise _Elsewhere from error
+        raise UserError(f"{setting}{_line(loss, error)}: {many} it raises {_text(error)}") from error
+    value, metrics = found
+    if len(tokens) == len(ANSWERS) and all(leaf.grad is None for leaf in leaves):
+        raise UserError(f"{setting}: it has no gradient; make it from logprobs_L or entropy_L, and do not detach these")
+    gradients = torch.zeros(len(leaves), len(ANSWERS))
+    gradients[:, tokens] = torch.stack([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])
+    if not bool(value.isfinite() and gradients.isfinite().all()):
+        fix = "compute with inputs.clean(…) of what you read: where the weight is 0 there may be NaN"
+        fix = fix if bool(inputs.active_L.any()) else "divide by what cannot be 0"
+        raise UserError(f"{setting}: {many} it, or its gradient, is NaN or infinite; {fix}")
+    for name, metric in metrics.items():
+        if not bool(metric.isfinite()):
+            raise UserError(
+                f"{setting}: {many} its metric {name!r} is {metric.item()}; inputs.mean(…) gives one that is not"
+            )
+    return _Found(metrics, gradients)
+
+
+def _check_form(found: Any, setting: str) -> None:
+    if not (isinstance(found, tuple) and len(found) == 2 and _is_number(found[0]) and isinstance(found[1], dict)):
+        raise UserError(f"{setting}: it returns {_form(found)}; return a tensor of one number, and a dict of metrics")
+    for name, metric in found[1].items():
+        if not isinstance(name, str) or not _is_number(metric):
+            raise UserError(
+                f"{setting}: its metric {name!r} is {_form(metric)}; give a tensor of one number, by a text"
+            )
+
+
+def _inputs(algorithm: AlgorithmConfig, tokens: list[int]) -> tuple[LossInputs, list[Tensor]]:
+    """What a rank would give for these tokens of three answers, and what has a gradient of it. Columns and figures are
+    there as the settings bring them; what stands at a prompt is NaN. Half of the ratios are near 1."""
+    counts = torch.tensor([i > 0 and ANSWERS[i] == ANSWERS[i - 1] for i in tokens])
+    answer = torch.tensor([ANSWERS[i] for i in tokens])
+    generator = torch.Generator().manual_seed(0)
+
+    def some(least: float, most: float) -> Tensor:
+        return (least + (most - least) * torch.rand(len(ANSWERS), generator=generator))[tokens]
+
+    def given(values: Tensor) -> Tensor:
+        return torch.where(counts, values, torch.nan)
+
+    now = some(-2.0, -0.1)
+    near = torch.tensor([i % 2 == 0 for i in tokens])
+    rollout = now - torch.where(near, 0.001, some(-0.5, 0.5))
+    old = rollout if algorithm.old_logprobs == "engine" else now - torch.where(near, 0.002, some(-0.5, 0.5))
+    logprobs, entropy = given(now).requires_grad_(), given(some(0.1, 2.0)).requires_grad_()
+    weights, kl, bonus = torch.where(counts, 0.2, 0.0), algorithm.kl, algorithm.entropy
+    inputs = LossInputs(
+        logprobs_L=logprobs,
+        entropy_L=entropy,
+        weights_L=weights,
+        old_L=given(old),
+        advantages_L=given(some(-1.0, 1.0)),
+        rollout_L=given(rollout),
+        drawn_L=counts,
+        reference_L=given(some(-2.0, -0.1)) if kl.coefficient else None,
+        kl_weights_L=0.5 * weights if kl.in_loss and kl.mean != "loss" else None,
+        high_entropy_L=counts & near if bonus.top_share < 1 else None,
+        sequence_L=torch.unique(answer, return_inverse=True)[1],
+        sequences=len(answer.unique()),
+        figures=Figures(entropy_coefficient=None if bonus.target is None else bonus.coefficient),
+    )
+    return inputs, [logprobs, entropy]
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 0
+
+
+def _form(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, tuple):
+        return f"({', '.join(map(_form, value))})"
+    return f"a {type(value).__name__}" if value is not None else "None"
+
+
+def _listed(found: _Found) -> str:
+    return ", ".join(sorted(found.metrics)) or "none"
+
+
+def _line(loss: Loss, error: Exception) -> str:
+    """Where in the function's own file."""
+    file = getattr(getattr(loss, "__code__", None), "co_filename", None)
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
+    return f", line {lines[-1]}" if lines else ""
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"

@@ -1,0 +1,61 @@
+"""What a critic is trained with: the squared distance of its values from the returns, with PPO's clip.
+
+Legend: L tokens of the micro-batch on this rank. Entries where the weight is 0 may hold anything, NaN included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from skyrl_mega.algorithms.losses.inputs import Metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueInputs:
+    """The tokens of one micro-batch on one rank. Only `values_L` has a gradient."""
+
+    values_L: Tensor
+    """float32: V(s_t) under the weights that are trained, s_t being all tokens before t."""
+    weights_L: Tensor
+    """Slice of `token_weights`, as in the policy's loss."""
+    old_L: Tensor
+    """Values under the weights at the start of the RL step."""
+    returns_L: Tensor
+    """What the values are to be: the advantage estimate and the old value."""
+
+
+def value(inputs: ValueInputs, clip: float | None) -> tuple[Tensor, Metrics]:
+    """The loss of PPO's critic.
+
+        L_t = ½ max((V_t - R_t)², (clip(V_t, V_old,t - c, V_old,t + c) - R_t)²)        loss = Σ w_t L_t
+
+    PPO, arXiv:1707.06347, equation 9, has the square; the clip is of OpenAI's baselines (arXiv:2005.12729, section 3).
+
+    Args:
+        inputs: The tokens.
+        clip: c, `critic.value_clip`; None does not clip.
+
+    Returns:
+        The micro-batch's loss, and the metrics loss, clip_fraction (tokens whose loss is the clipped one, which has no
+        gradient), and value (their mean).
+    """
+    counts_L = inputs.weights_L != 0
+    values_L, old_L, returns_L = (
+        torch.where(counts_L, given, 0.0) for given in (inputs.values_L, inputs.old_L, inputs.returns_L)
+    )
+    losses_L = (values_L - returns_L).square()
+    clipped = torch.zeros_like(counts_L)
+    if clip is not None:
+        near_L = torch.clamp(values_L, old_L - clip, old_L + clip)
+        bounded_L = (near_L - returns_L).square()
+        clipped = bounded_L > losses_L
+        losses_L = torch.where(clipped, bounded_L, losses_L)
+    loss = 0.5 * (inputs.weights_L * losses_L).sum()
+    return loss, {
+        "loss": loss.detach(),
+        "clip_fraction": (inputs.weights_L * clipped).sum(),
+        "value": (inputs.weights_L * values_L.detach()).sum(),
+    }

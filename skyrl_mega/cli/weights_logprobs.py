@@ -1,0 +1,234 @@
+"""Whose log-probs are whose: the engine's, the policy's and transformers' of the same tokens, token by token."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from skyrl_mega.cli.weights_check import opened
+from skyrl_mega.config.derived import cut_sampling
+from skyrl_mega.trainer.batch import Batch, make_batch
+from skyrl_mega.trainer.health.mismatch import bound
+from skyrl_mega.trainer.health.seen import shown
+
+if TYPE_CHECKING:
+    from skyrl_mega.trainer.run import Run
+
+ENGINE, AGAIN, POLICY, TRANSFORMERS = "engine", "engine again", "policy", "transformers"
+APART = 3.0
+"""One of three is the odd one out when the other two are so many times nearer to one another."""
+BEFORE = 16
+"""Tokens before one that is shown."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pair:
+    """Two sources of log-probs, over the tokens that both have."""
+
+    first: str
+    second: str
+    tokens: int
+    mean: float
+    """Nats: mean distance, 99th percentile, largest one, and the mean of first less second."""
+    p99: float
+    most: float
+    signed: float
+
+
+@dataclass(frozen=True)
+class Worst:
+    """A token about which engine and policy differ most."""
+
+    sample: int
+    position: int
+    """Of the token in its sequence, prompt included."""
+    text: str
+    """The token behind those before it."""
+    logprobs: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What was found, and what it says."""
+
+    pairs: list[Pair]
+    worst: list[Worst]
+    verdict: str
+    agree: bool
+    """Whether engine and policy are nearer than the run's alarm."""
+
+
+def compare(
+    file: str,
+    overrides: Sequence[str],
+    *,
+    prompts: int,
+    samples: int,
+    worst: int,
+    transformers: bool = True,
+    as_json: bool = False,
+) -> Comparison:
+    """Starts policy and engines as the run of a configuration file would, plays prompts, and compares log-probs.
+
+    The prompts are played twice with the same seeds, with a sync in between: what differs then is neither weights nor
+    settings, but the order in which the engine computes, or a cache that outlives a sync.
+
+    Args:
+        file, overrides: As the launcher takes them.
+        prompts, samples: The first so many training prompts, and answers of each.
+        worst: Tokens that are shown.
+        transformers: Whether the model is also loaded in float32 into this process.
+        as_json: Standard output is left alone.
+
+    Raises:
+        UserError: The settings are wrong.
+        ActorFailed: An actor died, raised or did not answer.
+    """
+    with opened(file, overrides, as_json=as_json) as run:
+        batch = _played(run, prompts, samples)
+        run.policy.hold([batch])
+        found = {ENGINE: batch["rollout_logprobs"].double(), POLICY: _policy(run)}
+        with run.console.phase("second sync"):
+            run.sync.sync(run.step)
+        found[AGAIN] = aligned(batch, _played(run, prompts, samples))
+        if transformers:
+            with run.console.phase("transformers"):
+                found[TRANSFORMERS] = _transformers(batch, Path(run.config.model.path), run.temperature)
+        counts = batch["mask"] != 0
+        if "drawn" in batch.columns:
+            counts &= batch["drawn"].bool()
+        pairs = pairs_of({name: values[counts].numpy() for name, values in found.items()})
+        alarm = bound(run.config, "alarm", "mean")
+        verdict, agree = verdict_of(pairs, alarm, cut_sampling(run.config))
+        decode = run.rollouts.generator.chat.text
+        return Comparison(pairs, worst_of(batch, found, counts, worst, decode), verdict, agree)
+
+
+def pairs_of(found: dict[str, np.ndarray]) -> list[Pair]:
+    """All pairs that say something. NaN is what a source does not have."""
+    names = [(ENGINE, POLICY), (ENGINE, TRANSFORMERS), (POLICY, TRANSFORMERS), (ENGINE, AGAIN)]
+    pairs = []
+    for first, second in names:
+        if first in found and second in found:
+            d = found[first] - found[second]
+            d = d[~np.isnan(d)]
+            far = np.abs(d) if len(d) else np.zeros(1)
+            pairs.append(
+                Pair(
+                    first=first,
+                    second=second,
+                    tokens=len(d),
+                    mean=float(far.mean()),
+                    p99=float(np.quantile(far, 0.99, method="inverted_cdf")),
+                    most=float(far.max()),
+                    signed=float(d.mean()) if len(d) else 0.0,
+                )
+            )
+    return pairs
+
+
+def verdict_of(pairs: list[Pair], alarm: float, cut: str | None) -> tuple[str, bool]:
+    """What the pairs say, and whether engine and policy are nearer than the alarm."""
+    mean = {(pair.first, pair.second): pair.mean for pair in pairs}
+    apart = mean[ENGINE, POLICY]
+    repeats = mean.get((ENGINE, AGAIN), 0.0)
+    noise = f"; playing again moves the engine itself by {repeats:.1e} nats" if repeats else ""
+    if apart < alarm:
+        return f"engine and policy agree: {apart:.1e} nats a token, alarm from {alarm:g}{noise}", True
+    why = f"; {cut}" if cut else ""
+    text = f"engine and policy differ by {apart:.3f} nats a token, alarm from {alarm:g}"
+    if (POLICY, TRANSFORMERS) in mean:
+        engine, policy = mean[ENGINE, TRANSFORMERS], mean[POLICY, TRANSFORMERS]
+        if policy * APART < engine:
+            text += ", and the engine is the odd one out: its weights, its kernels or its sampling"
+        elif engine * APART < policy:
+            text += ", and the policy is the odd one out: its weights, or how it reads config.json"
+        else:
+            text += ", and both differ from transformers in float32: their precision"
+    return text + why + noise, False
+
+
+def worst_of(
+    batch: Batch, found: dict[str, torch.Tensor], counts: torch.Tensor, most: int, decode: Callable[[list[int]], str]
+) -> list[Worst]:
+    """The tokens about which engine and policy differ most, the worst first."""
+    distance = torch.where(counts, (found[ENGINE] - found[POLICY]).abs(), -1.0)
+    starts = np.concatenate([[0], np.cumsum(batch.lengths.numpy())])
+    chosen = []
+    for at in distance.topk(min(most, int(counts.sum()))).indices.tolist():
+        sample = int(np.searchsorted(starts, at, side="right")) - 1
+        begin = max(int(starts[sample]), at - BEFORE)
+        text = shown(decode(batch.tokens[begin : at + 1].tolist()))
+        values = {name: float(values[at]) for name, values in found.items()}
+        chosen.append(Worst(sample, at - int(starts[sample]), text, values))
+    return chosen
+
+
+def table(comparison: Comparison) -> str:
+    """The pairs, the worst tokens, and the verdict."""
+    lines = [f"{'':28} {'tokens':>7} {'mean':>9} {'p99':>9} {'max':>9} {'signed':>10}"]
+    for p in comparison.pairs:
+        name = f"{p.first} – {p.second}"
+        lines.append(f"{name:28} {p.tokens:7} {p.mean:9.2e} {p.p99:9.2e} {p.most:9.2e} {p.signed:+10.2e}")
+    if comparison.worst:
+        names = list(comparison.worst[0].logprobs)
+        lines += [
+            "",
+            f"{'sample':>6} {'at':>5} " + " ".join(f"{name:>12}" for name in names) + "  text, up to the token",
+        ]
+        for w in comparison.worst:
+            values = " ".join(f"{'·' if math.isnan(v) else format(v, '.4f'):>12}" for v in w.logprobs.values())
+            lines.append(f"{w.sample:6} {w.position:5} {values}  {w.text}")
+    return "\n".join([*lines, "", comparison.verdict])
+
+
+def _played(run: Run, prompts: int, samples: int) -> Batch:
+    config = run.config
+    chosen = run.rollouts.prompts[:prompts]
+    with run.console.phase("generate"):
+        seed = f"{config.run.seed}/logprobs"
+        groups = run.rollouts.generator.generate(chosen, samples, config.rollout.sampling, seed=seed)
+    batch = make_batch(groups, config.algorithm, config.rollout)
+    batch["mask"] = batch.own.float()  # also of answers that a run would leave out of the loss
+    return batch
+
+
+def _policy(run: Run) -> torch.Tensor:
+    with run.console.phase("policy"):
+        return run.policy.logprobs(temperature=run.temperature)[0].double()
+
+
+def aligned(batch: Batch, again: Batch) -> torch.Tensor:
+    """float64 [T]: the second playing's log-probs up to where its tokens part from the first one's; NaN from there."""
+    values = torch.full((len(batch.tokens),), math.nan, dtype=torch.float64)
+    start = second = 0
+    for length, other in zip(batch.lengths.tolist(), again.lengths.tolist(), strict=False):
+        common = min(length, other)
+        same = batch.tokens[start : start + common] == again.tokens[second : second + common]
+        common = int(same.long().cumprod(0).sum())
+        values[start : start + common] = again["rollout_logprobs"][second : second + common].double()
+        start, second = start + length, second + other
+    return values
+
+
+def _transformers(batch: Batch, path: Path, temperature: float) -> torch.Tensor:
+    """float64 [T], of the model in float32; 0 for first tokens."""
+    from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    values, start = torch.zeros(len(batch.tokens), dtype=torch.float64), 0
+    with torch.no_grad():
+        for length in batch.lengths.tolist():
+            tokens = batch.tokens[start : start + length].long()
+            logits = model(tokens[None]).logits[0, :-1].double() / temperature
+            values[start + 1 : start + length] = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0]
+            start += length
+    return values

@@ -1,0 +1,44 @@
+"""What is refused of the critic's settings."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+
+from skyrl_mega.config.derived import has_critic
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config, CriticConfig, GaeConfig
+
+
+def check_critic(c: Config) -> None:
+    """Refuses a critic that nothing is estimated with, and settings that do not train as they read.
+
+    Raises:
+        UserError: One.
+    """
+    if not has_critic(c):
+        _check_unused(c)
+        return
+    if c.critic.value_clip == 0:
+        raise UserError(
+            "critic.value_clip = 0: no value could move; allowed is a number above 0 (PPO has 0.2), or null, which "
+            "does not clip"
+        )
+    steps = c.run.steps
+    if steps and c.critic.warmup_steps >= steps:
+        raise UserError(
+            f"critic.warmup_steps = {c.critic.warmup_steps}: allowed is less than run.steps = {steps}, or the policy "
+            "would never be trained"
+        )
+
+
+def _check_unused(c: Config) -> None:
+    for group, found, usual in (
+        ("critic", c.critic, CriticConfig()),
+        ("algorithm.gae", c.algorithm.gae, GaeConfig()),
+    ):
+        for field in fields(usual):
+            if getattr(found, field.name) != getattr(usual, field.name):
+                raise UserError(
+                    f"{group}.{field.name} is set: algorithm.advantage={c.algorithm.advantage} has no critic; give "
+                    f"algorithm.advantage=gae, or leave {group}.{field.name} out"
+                )

@@ -1,0 +1,141 @@
+"""What is refused of the loss's settings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from skyrl_mega.config.derived import response_limit
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import AlgorithmConfig, Config, EntropyConfig
+from skyrl_mega.config.unread import READS
+from skyrl_mega.config.values import shown
+
+WITHOUT_DUAL_CLIP = tuple(loss for loss, names in READS.items() if "dual_clip" not in names)
+
+
+def check_loss(c: Config) -> None:
+    """Refuses settings of the loss that lack a part, or that do not train as they read.
+
+    Raises:
+        UserError: One.
+    """
+    a = c.algorithm
+    _correction(a)
+    _entropy(a.entropy)
+    _covariance(c)
+    if a.loss_mean == "micro_batches" and a.loss_mean_samples is None:
+        raise UserError(
+            "algorithm.loss_mean = micro_batches: it needs algorithm.loss_mean_samples, the samples of one micro-batch "
+            "of the run that is reproduced; give it, or algorithm.loss_mean=tokens"
+        )
+    if a.loss_mean == "constant" and a.loss_mean_length is None:
+        raise UserError(
+            "algorithm.loss_mean = constant: it needs algorithm.loss_mean_length, what the sum of a sequence's tokens "
+            f"is divided by; give it, such as the {response_limit(c.rollout)} tokens of the longest response"
+        )
+    if a.dual_clip is not None and a.loss in WITHOUT_DUAL_CLIP:
+        raise UserError(
+            f"algorithm.dual_clip = {a.dual_clip:g}: algorithm.loss={a.loss} has no such bound; give "
+            "algorithm.dual_clip=null, or algorithm.loss=ppo, gspo or clip_cov"
+        )
+    if a.kl.unbiased and not a.kl.coefficient:
+        raise UserError(
+            "algorithm.kl.unbiased = true: there is no KL term to correct; give algorithm.kl.coefficient above 0, or "
+            "algorithm.kl.unbiased=false"
+        )
+    if a.kl.unbiased and a.kl.estimator not in ("k1", "k3"):
+        raise UserError(
+            f"algorithm.kl.unbiased = true: times π / π_old, algorithm.kl.estimator={a.kl.estimator} has not the "
+            "gradient of KL; allowed is k1 or k3"
+        )
+    if a.advantage == "maxrl" and a.overlong.buffer and a.overlong.penalty:
+        raise UserError(
+            f"algorithm.overlong.buffer = {a.overlong.buffer}: its punishment makes rewards negative, which "
+            "algorithm.advantage=maxrl divides by; give 0, or another estimator"
+        )
+    if a.dual_clip == 1:
+        raise UserError(
+            "algorithm.dual_clip = 1: it would halve the gradient of every negative advantage where the policy has not "
+            "moved yet; allowed is a number above 1 (arXiv:1912.09729 has 3), or null, which is off"
+        )
+
+
+def _covariance(c: Config) -> None:
+    """Refuses tokens to choose among that are none, or to punish that have not moved."""
+    cov, kl_cov = c.algorithm.clip_cov, c.algorithm.kl_cov
+    if cov.low >= cov.high:
+        raise UserError(
+            f"algorithm.clip_cov.low = {cov.low:g}: allowed is a number below algorithm.clip_cov.high = {cov.high:g}"
+        )
+    if c.algorithm.loss != "kl_cov":
+        return
+    if kl_cov.coefficient == 0:
+        raise UserError("algorithm.kl_cov.coefficient = 0: kl_cov would punish nothing; allowed is a number above 0")
+    alone = c.data.mini_batch_prompts in (None, c.data.prompts_per_step) and c.data.epochs_per_step == 1
+    if alone and c.algorithm.old_logprobs == "policy":
+        raise UserError(
+            "algorithm.loss = kl_cov: the only optimizer step of an RL step would punish nothing, as no token has "
+            "moved yet; give data.mini_batch_prompts, data.epochs_per_step of at least 2, or algorithm.loss=clip_cov"
+        )
+
+
+def _entropy(e: EntropyConfig) -> None:
+    """Refuses an adaptive bonus that cannot adapt."""
+    key = "algorithm.entropy"
+    if e.top_share == 0:
+        raise UserError(f"{key}.top_share = 0: no token would be learned from; allowed is more, to 1, which takes all")
+    if e.target is None:
+        return
+    if e.step == 0:
+        raise UserError(f"{key}.step = 0: the coefficient would not adapt; allowed is more, or {key}.target=null")
+    if e.least >= e.most:
+        raise UserError(
+            f"{key}.least = {e.least:g}: allowed is a number below {key}.most = {e.most:g}; between them the "
+            "coefficient adapts"
+        )
+    if not e.least <= e.coefficient <= e.most:
+        raise UserError(
+            f"{key}.coefficient = {e.coefficient:g}: with {key}.target allowed is a number from {key}.least = "
+            f"{e.least:g} to {key}.most = {e.most:g}"
+        )
+
+
+def _correction(a: AlgorithmConfig) -> None:
+    """Refuses settings of the correction of the engine's mismatch that lack a part, or do nothing."""
+    if a.importance_cap == 0:
+        raise UserError(
+            "algorithm.importance_cap = 0: every token's weight would be 0 and nothing would be learned; allowed is a "
+            "number above 0 (the published is 2), or null, which does not correct"
+        )
+    if a.importance_cap is None:
+        parts: dict[str, tuple[Any, Any]] = {
+            "importance_level": (a.importance_level, "token"),
+            "importance_outside": (a.importance_outside, "truncate"),
+            "importance_floor": (a.importance_floor, 0.0),
+            "importance_normalize": (a.importance_normalize, False),
+        }
+        for key, (value, default) in parts.items():
+            if value != default:
+                raise UserError(
+                    f"algorithm.{key} = {shown(value)}: there is no importance sampling; give "
+                    f"algorithm.importance_cap, or algorithm.{key}={shown(default)}"
+                )
+    elif a.importance_floor >= a.importance_cap:
+        raise UserError(
+            f"algorithm.importance_floor = {a.importance_floor:g}: allowed is a number below algorithm.importance_cap "
+            f"= {a.importance_cap:g}"
+        )
+    if a.old_logprobs == "engine":
+        ratios: dict[str, tuple[Any, Any]] = {
+            "importance_cap": (a.importance_cap, None),
+            "rejection.level": (a.rejection.level, "off"),
+            "rejection.outlier_low": (a.rejection.outlier_low, None),
+            "rejection.outlier_high": (a.rejection.outlier_high, None),
+        }
+        for key, (value, default) in ratios.items():
+            if value != default:
+                raise UserError(
+                    f"algorithm.{key} = {value}: its ratio is 1 with algorithm.old_logprobs=engine, whose ratios have "
+                    f"the mismatch already; give algorithm.{key}={default or 'null'}, or "
+                    "algorithm.old_logprobs=policy"
+                )

@@ -1,0 +1,68 @@
+"""What is refused of router replay's settings (`policy.moe.replay`)."""
+
+from __future__ import annotations
+
+from skyrl_mega.config.derived import engine_data
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.config.values import shown
+
+OFF = "or policy.moe.replay=off"
+_ALONE = "a MoE part that is recomputed alone has lost its micro-batch's routes"
+
+
+def check_replay(c: Config) -> None:
+    """Refuses settings with which routers could not replay, or with which replay would change nothing.
+
+    Raises:
+        UserError: One.
+    """
+    replay, options = c.policy.moe.replay, c.policy.options
+    if replay == "off":
+        return
+    if options.get("moe_router_fusion"):
+        raise UserError(
+            f"policy.options.moe_router_fusion = true: a fused router chooses by itself, and "
+            f"policy.moe.replay={replay} tells it what to choose; give false, {OFF}"
+        )
+    if options.get("moe_layer_recompute"):
+        raise UserError(
+            f"policy.options.moe_layer_recompute = true: {_ALONE} (policy.moe.replay={replay}); give false, "
+            f"policy.recompute=true, which recomputes whole layers, {OFF}"
+        )
+    if "moe" in (options.get("recompute_modules") or ()):
+        raise UserError(
+            f"policy.options.recompute_modules = {shown(options['recompute_modules'])}: {_ALONE} "
+            f"(policy.moe.replay={replay}); leave moe out, give policy.recompute=true, which recomputes whole layers, "
+            f"{OFF}"
+        )
+    one_update = c.data.mini_batch_prompts in (None, c.data.prompts_per_step) and c.data.epochs_per_step == 1
+    if replay == "policy" and one_update:
+        raise UserError(
+            "policy.moe.replay = policy: a step has one mini-batch, whose update has the weights and routes of the old "
+            "log-probs anyway; give data.mini_batch_prompts below data.prompts_per_step = "
+            f"{c.data.prompts_per_step}, policy.moe.replay=rollout, {OFF}"
+        )
+    if replay == "policy" and c.algorithm.old_logprobs != "policy":
+        raise UserError(
+            f"policy.moe.replay = policy: with algorithm.old_logprobs={c.algorithm.old_logprobs} no pass of the policy "
+            f"computes old log-probs, whose routes could be replayed; give policy.moe.replay=rollout, {OFF}"
+        )
+    if replay == "rollout":
+        _check_engine(c)
+
+
+def _check_engine(c: Config) -> None:
+    """What vLLM does not give routes with, or what no one has put together with them."""
+    if (data := engine_data(c.rollout)) > 1:
+        raise UserError(
+            f"rollout.options.data_parallel_size = {data}: its replicas' routes are not gathered "
+            f"(policy.moe.replay=rollout); give rollout.engines instead, {OFF}"
+        )
+    for name, without in (("speculative_config", None), ("pipeline_parallel_size", 1), ("enable_prefix_caching", True)):
+        value = c.rollout.options.get(name, without)
+        if value != without:
+            raise UserError(
+                f"rollout.options.{name} = {shown(value)}: vLLM gives no routes with it (policy.moe.replay=rollout); "
+                f"leave it out, {OFF}"
+            )

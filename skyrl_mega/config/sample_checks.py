@@ -1,0 +1,27 @@
+"""What is refused of the settings that say which samples a step learns from."""
+
+from __future__ import annotations
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config, DynamicSamplingConfig
+
+
+def check_samples(c: Config) -> None:
+    """Refuses settings of dynamic sampling and of the overlong filter that nothing would read.
+
+    Raises:
+        UserError: One.
+    """
+    dynamic, overlong, unset = c.algorithm.dynamic_sampling, c.algorithm.overlong, DynamicSamplingConfig()
+    for name in ("mode", "oversample", "tolerance", "reward"):
+        value = getattr(dynamic, name)
+        if not dynamic.enabled and value != getattr(unset, name):
+            raise UserError(
+                f"algorithm.dynamic_sampling.{name} = {value}: there is no dynamic sampling; give "
+                "algorithm.dynamic_sampling.enabled=true, or leave it out"
+            )
+    if overlong.filter_by == "tokens" and not overlong.filter:
+        raise UserError(
+            "algorithm.overlong.filter_by = tokens: nothing is filtered; give algorithm.overlong.filter=true, or leave "
+            "it out"
+        )

@@ -1,0 +1,106 @@
+"""Settings that nothing reads beside the others: a value of theirs that is not the default would change nothing.
+
+They are refused. Those that a recipe's file has, so that one word on the command line leaves them without a reader
+(another loss, another mean, no KL), are only told of: the recipe would have to be edited first. A loss or an estimator
+of the user's own may read any setting: beside one, none is looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.keys import keys
+from skyrl_mega.config.schema import AlgorithmConfig, Config
+from skyrl_mega.config.values import shown
+
+CLIP = ("clip_low", "clip_high")
+READS: dict[str, tuple[str, ...]] = {
+    "ppo": (*CLIP, "dual_clip"),
+    "gspo": ("gspo.clip_low", "gspo.clip_high", "dual_clip"),
+    "cispo": ("cispo.clip_low", "cispo.clip_high"),
+    "sapo": ("sapo.temperature_positive", "sapo.temperature_negative"),
+    "gmpo": ("gmpo.clip_low", "gmpo.clip_high"),
+    "dppo_tv": ("dppo.tv_low", "dppo.tv_high"),
+    "dppo_kl": ("dppo.kl_low", "dppo.kl_high"),
+    "dro": ("dro.strength",),
+    "clip_cov": (*CLIP, "dual_clip", "clip_cov.share", "clip_cov.low", "clip_cov.high"),
+    "kl_cov": ("kl_cov.share", "kl_cov.coefficient"),
+}
+"""Loss → the settings of `algorithm` that it reads and not every other loss."""
+NORMALIZED = ("grpo", "grpo_turns")
+"""Estimators that read `algorithm.normalize`."""
+
+
+def check_unread(c: Config) -> None:
+    """Refuses a setting that nothing reads.
+
+    Raises:
+        UserError: The first one.
+    """
+    if not _own(c.algorithm) and (found := next(_changed(c, _refused(c.algorithm)), None)):
+        raise UserError(found)
+
+
+def unread_notes(c: Config) -> list[str]:
+    """What to say of settings that nothing reads and a recipe may have."""
+    return [] if _own(c.algorithm) else [*_changed(c, _told(c.algorithm))]
+
+
+def _own(a: AlgorithmConfig) -> bool:
+    return ":" in a.loss or ":" in a.advantage
+
+
+def _changed(c: Config, candidates: Iterator[tuple[str, str, str]]) -> Iterator[str]:
+    """A line for each of (key below `algorithm`, why nothing reads it, what would) that has not its default value."""
+    for name, why, fix in candidates:
+        key = f"algorithm.{name}"
+        value = reduce(getattr, name.split("."), c.algorithm)
+        if value != (usual := keys()[key].default):
+            yield f"{key} = {shown(value)}: {why}; give {fix}, or {key}={shown(usual)}"
+
+
+def _refused(a: AlgorithmConfig) -> Iterator[tuple[str, str, str]]:
+    if a.rejection.level == "off":
+        for name in ("low", "high"):
+            fix = "algorithm.rejection.level=token, sequence or geometric"
+            yield f"rejection.{name}", "algorithm.rejection.level=off rejects by no such ratio", fix
+    if a.kl.target is None:
+        yield "kl.horizon", "the coefficient has no target to adapt to", "algorithm.kl.target"
+    if a.entropy.target is None:
+        for name in ("step", "least", "most"):
+            yield f"entropy.{name}", "the coefficient has no target to adapt to", "algorithm.entropy.target"
+    if not a.overlong.buffer:
+        why = "algorithm.overlong.buffer=0 has no tokens that are punished"
+        yield "overlong.penalty", why, "algorithm.overlong.buffer"
+    if a.dynamic_sampling.mode != "replace":
+        why = f"algorithm.dynamic_sampling.mode={a.dynamic_sampling.mode} makes no copies"
+        on = "" if a.dynamic_sampling.enabled else "algorithm.dynamic_sampling.enabled=true and "
+        yield "dynamic_sampling.replace_from", why, f"{on}algorithm.dynamic_sampling.mode=replace"
+
+
+def _told(a: AlgorithmConfig) -> Iterator[tuple[str, str, str]]:
+    if a.loss in READS:
+        yield from _of_other_losses(a.loss)
+    if a.advantage not in NORMALIZED:
+        why = f"algorithm.advantage={a.advantage} divides by no standard deviation of a group that could be left out"
+        yield "normalize", why, f"algorithm.advantage={' or '.join(NORMALIZED)}"
+    if a.loss_mean != "constant":
+        why = f"algorithm.loss_mean={a.loss_mean} divides by no length"
+        yield "loss_mean_length", why, "algorithm.loss_mean=constant"
+    if a.loss_mean != "micro_batches":
+        why = f"algorithm.loss_mean={a.loss_mean} has no groups of samples"
+        yield "loss_mean_samples", why, "algorithm.loss_mean=micro_batches"
+    if not a.kl.coefficient:
+        yield "kl.mean", "algorithm.kl.coefficient=0 has no KL term", "a coefficient above 0"
+
+
+def _of_other_losses(loss: str) -> Iterator[tuple[str, str, str]]:
+    """What others read. `dual_clip` is refused (`loss_checks`)."""
+    own = [name for name in READS[loss] if name != "dual_clip"]
+    others = {name: other for other, names in reversed(READS.items()) for name in names if name != "dual_clip"}
+    for name, other in sorted(others.items()):
+        if name not in own:
+            mine = " and ".join(f"algorithm.{name}" for name in own)
+            yield name, f"algorithm.loss={loss} reads {mine}, and not this", f"algorithm.loss={other}"

@@ -1,0 +1,96 @@
+"""The load-balancing loss of experts (Switch Transformer, arXiv:2101.03961, equations 4 to 6) over a whole mini-batch.
+
+    loss = coefficient · Σ over layers of  E · Σ_i f_i P_i
+
+f_i is expert i's share of the mini-batch's choices, P_i the mean of its router probability over the mini-batch's
+tokens: E · Σ f_i P_i is 1 where all experts are chosen alike.
+
+megatron-core takes both from each micro-batch, so that its loss depends on how the mini-batch is cut. Over all of it
+(arXiv:2501.11873) the loss is a plain sum over tokens once f is known: f has no gradient, and a forward pass without
+one counts it before the mini-batch is trained on.
+
+Legend: E experts, K choices of a token, M MoE layers of this rank, L local tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, compute_routing_scores_for_aux_loss
+from megatron.core.transformer.moe.router import TopKRouter
+from torch import Tensor
+
+Routing = Callable[..., tuple[Tensor, Tensor]]
+"""(logits [L, 1, E], padding [L, 1]) → probabilities of the chosen experts, and which are chosen: [L, E] each."""
+
+
+class ExpertBalance:
+    """Counts the choices of a rank's routers, and adds the loss's gradient where they compute.
+
+    Args:
+        chunks: The rank's model chunks.
+        coefficient: `policy.moe.aux_loss`.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], coefficient: float) -> None:
+        self.coefficient = coefficient
+        self.routers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TopKRouter)]
+        self.counting = False
+        for layer, router in enumerate(self.routers):
+            router.routing = partial(self._routing, layer, router.routing)
+
+    @contextmanager
+    def counted(self, experts: int, device: torch.device) -> Iterator[None]:
+        """Counts the choices of the forward passes inside. A collective of the ranks with the same layers.
+
+        Args:
+            experts: E.
+            device: Where counts are kept.
+        """
+        self.chosen, self.scores = torch.zeros(2, len(self.routers), experts, device=device)
+        self.counting = True
+        try:
+            yield
+        finally:
+            self.counting = False
+        dist.all_reduce(self.chosen, group=_ranks_with_these_layers())
+        choices_M = self.chosen.sum(1, keepdim=True).clamp(min=1)
+        self.share = experts * self.chosen / choices_M
+        """[M, E]: E f_i, 1 where all experts are chosen alike."""
+        self.tokens = choices_M / max((router.topk for router in self.routers), default=1)
+        """[M, 1]: tokens of the mini-batch."""
+
+    def value(self) -> float:
+        """The mean of the layers' E · Σ f_i P_i, once the mini-batch has been trained on. A collective of all ranks."""
+        dist.all_reduce(self.scores, group=_ranks_with_these_layers())
+        sums = torch.stack([(self.share * self.scores / self.tokens).sum(), self.scores.new_tensor(len(self.routers))])
+        dist.all_reduce(sums, group=mpu.get_pipeline_model_parallel_group())
+        return float(sums[0] / sums[1])
+
+    def _routing(self, layer: int, routing: Routing, logits: Tensor, padding_mask: Tensor) -> tuple[Tensor, Tensor]:
+        probs, chosen = routing(logits, padding_mask=padding_mask)
+        if self.counting:
+            self.chosen[layer] += (chosen & ~padding_mask.reshape(-1, 1)).sum(0)
+        elif torch.is_grad_enabled():  # else log-probs are asked for, or a layer runs that will be recomputed
+            router = self.routers[layer]
+            _, scores = compute_routing_scores_for_aux_loss(
+                logits.view(-1, logits.shape[-1]),
+                router.topk,
+                router.score_function,
+                fused=router.config.moe_router_fusion,
+                padding_mask=padding_mask.reshape(-1),
+            )
+            sums = scores.sum(0)
+            self.scores[layer] += sums.detach()
+            loss = self.coefficient * (self.share[layer] * sums / self.tokens[layer]).sum()
+            probs = MoEAuxLossAutoScaler.apply(probs, loss)
+        return probs, chosen
+
+
+def _ranks_with_these_layers() -> dist.ProcessGroup:
+    return mpu.get_tensor_and_data_parallel_group(with_context_parallel=True)

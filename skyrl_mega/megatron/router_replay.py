@@ -1,0 +1,237 @@
+"""Router replay: a policy's routers choose the experts that were chosen before, as its tokens were drawn.
+
+A MoE engine and a MoE policy with the same weights choose different experts for some tokens, as they round differently,
+and the log-probs of those tokens then differ by more than rounding. Rollout routing replay (R3, arXiv:2510.11370,
+section 3) gives the engine's choices to every forward pass of the policy; routing replay (R2, arXiv:2507.18071, section
+5.3) those of the pass that computed the old log-probs to the update. Only the choice is replayed: probabilities are the
+softmax of the policy's own logits over the chosen experts, so the router still learns. A token without a route is
+routed by the policy itself.
+
+The routes go with the packed row that every layer is given. So a layer that is computed again in the backward pass
+replays its own micro-batch's, whichever one the schedule has come to. A router that is computed again without its layer
+has no row: all that it does is wrong.
+
+What the routers have then done is compared with the routes as they were before they were packed: for each token by its
+place in the micro-batch, for each layer by the number that the layer itself has. Every pass ends with a sum over all
+ranks, and a single difference ends the run.
+
+Legend: L tokens that a rank's routers see, T tokens of a micro-batch, M MoE layers of the model, K experts of a token,
+E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state as mpu
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from torch import Tensor
+
+from skyrl_mega.megatron.packing import MicroBatch, PackedRow, RowRoutes
+from skyrl_mega.megatron.sequences import Column, Sequences
+from skyrl_mega.models.routes import COLUMN, RouteShape, WrongRoutes
+
+TopK = Callable[..., tuple[Tensor, Tensor]]
+"""megatron-core's own choice: (scores [L, E], K, groups, …) → scores and numbers of the chosen experts, [L, K] each."""
+
+
+class Count(NamedTuple):
+    """What is counted in each layer."""
+
+    tokens: int
+    """Tokens that its router saw, without padding."""
+    replayed: int
+    """Tokens whose experts were replayed."""
+    differs: int
+    """Replayed ones for which the policy itself would have chosen another set of experts."""
+    wrong: int
+    """Tokens that went to other experts than they had to."""
+
+
+class RouterReplay:
+    """Replays, records and checks the choices of a rank's routers.
+
+    Args:
+        chunks: The rank's model chunks, not yet wrapped.
+        shape: What the model's routes look like.
+        tensor: Tensor-parallel size: each rank's routers see a part of the row.
+    """
+
+    def __init__(self, chunks: Sequence[torch.nn.Module], shape: RouteShape, tensor: int) -> None:
+        self.shape, self.tensor = shape, tensor
+        self.dtype = torch.from_numpy(shape.none(0)).dtype
+        self.off = self.recording = self.active = False
+        self.rows: list[RowRoutes | None] = [None] * len(shape.layers)
+        """By layer: of the row that it computes at present."""
+        layers = [m for chunk in chunks for m in chunk.modules() if isinstance(m, TransformerLayer)]
+        for layer in layers:
+            router = getattr(layer.mlp, "router", None)
+            if isinstance(router, TopKRouter):
+                router.router_replay = _Choice(self, self._place(router))
+                layer.register_forward_pre_hook(partial(self._enter, self._place(layer)), with_kwargs=True)
+                layer.register_forward_hook(partial(self._leave, self._place(layer)))
+                router.register_forward_hook(partial(self._look, self._place(layer)))
+
+    def _place(self, module: Any) -> int:
+        """Which of the model's MoE layers a layer or router is: megatron-core counts all layers, from 1."""
+        return self.shape.layers.index(module.layer_number - 1)
+
+    @contextmanager
+    def mode(self, *, off: bool = False, recording: bool = False) -> Iterator[None]:
+        """What the forward passes inside do with routes: nothing, or keep their own; outside they replay."""
+        self.off, self.recording = off, recording
+        try:
+            yield
+        finally:
+            self.off = self.recording = False
+
+    # ---- before and after a pass -----------------------------------------------------------------------------------
+
+    def begin(self, micros: Sequence[Sequences], device: torch.device) -> None:
+        """Begins a pass over micro-batches."""
+        self.active = not self.off and (self.recording or any(COLUMN in micro for micro in micros))
+        self.counts = torch.zeros(len(self.shape.layers), len(Count._fields), dtype=torch.int64, device=device)
+        self.first = torch.full((len(self.shape.layers), 1 + self.shape.per_token + self.shape.experts), -1).to(device)
+        """[M, 1 + K + E]: the first token that went wrong: its position, its route, and where it went."""
+
+    def prepare(self, batch: Sequences, micro: MicroBatch) -> None:
+        """Gives a packed micro-batch's row the part of its routes that this rank's routers are to replay."""
+        packed = micro.columns.pop(COLUMN, None)
+        if not self.active:
+            return
+        none = torch.zeros(len(micro.read), *self.shape.none(0).shape[1:], dtype=self.dtype)
+        routes = none if packed is None or self.recording else packed
+        expected = routes.clone()
+        if packed is not None and not self.recording:
+            predicts = micro.source >= 0  # another way to the same tokens than that of the column
+            expected[predicts] = batch[COLUMN][micro.source[predicts] - 1]
+        assert micro.row.position_L is not None
+        micro.row.routes = RowRoutes(
+            routes=self._seen(routes),
+            expected=self._seen(expected),
+            read=self._seen(micro.read),
+            position=self._seen(micro.row.position_L),
+            recorded=self._seen(none).clone() if self.recording else None,
+        )
+
+    def _seen(self, values: Tensor) -> Tensor:
+        """What this rank's routers see of a row: under sequence parallelism an equal part of it."""
+        return values.chunk(self.tensor)[mpu.get_tensor_model_parallel_rank()] if self.tensor > 1 else values
+
+    def end(self, micros: Sequence[Sequences], packed: Sequence[MicroBatch]) -> None:
+        """Ends a pass; what was recorded becomes a column of the micro-batches. A collective of all ranks.
+
+        Raises:
+            WrongRoutes: A token went to other experts than it had to.
+        """
+        if not self.active:
+            return
+        for micro, row in zip(micros, (p.row.routes for p in packed), strict=True):
+            if row is not None and row.recorded is not None:
+                there = row.read >= 0
+                routes = torch.zeros(len(micro.tokens), *row.recorded.shape[1:], dtype=self.dtype)
+                routes[row.read[there].cpu()] = row.recorded[there].cpu()
+                micro.add(COLUMN, Column(routes, "input"))
+        dist.all_reduce(self.counts)
+        if int(self.counts[:, Count._fields.index("wrong")].sum()):
+            raise WrongRoutes(self._complaint())
+
+    def metrics(self) -> dict[str, float]:
+        """Sums over the pass that has ended, by names of `Count` and layer; {} where nothing was to be replayed."""
+        if not self.active:
+            return {}
+        counts = self.counts.tolist()
+        return {
+            f"replay_{name}_{layer}": float(count)
+            for layer, row in zip(self.shape.layers, counts, strict=True)
+            for name, count in zip(Count._fields, row, strict=True)
+        }
+
+    def _complaint(self) -> str:
+        """Where the first token of each layer went wrong, told to all ranks. Only when one did."""
+        told: list[Any] = [None] * dist.get_world_size()
+        mine = [(place, row) for place, row in enumerate(self.first.tolist()) if row[0] >= 0]
+        dist.all_gather_object(told, mine)
+        wrong = self.counts[:, Count._fields.index("wrong")].tolist()
+        if not any(told):
+            layers = [layer for layer, count in zip(self.shape.layers, wrong, strict=True) if count]
+            return (
+                f"router replay: the routers of layers {layers} ran without the routes of their tokens, as those do "
+                "that are computed again without their layers"
+            )
+        place, (position, *row) = min(found for rank in told for found in rank)
+        expected, chosen = row[: self.shape.per_token], row[self.shape.per_token :]
+        return (
+            f"router replay: {sum(wrong)} tokens went to other experts than their routes say; first in layer "
+            f"{self.shape.layers[place]}, position {position} of a sequence: expected "
+            f"{sorted(e - 1 for e in expected)} (-1: the policy's own choice), found "
+            f"{[expert for expert, here in enumerate(chosen) if here]}"
+        )
+
+    # ---- inside of a pass ------------------------------------------------------------------------------------------
+
+    def _enter(self, place: int, _: Any, __: Any, kwargs: dict[str, Any]) -> None:
+        row: PackedRow | None = kwargs.get("packed_seq_params")
+        self.rows[place] = row.routes if row is not None and self.active else None
+
+    def _leave(self, place: int, *_: Any) -> None:
+        self.rows[place] = None
+
+    def choose(self, place: int, scores: Tensor, own: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Scores and numbers of the experts that are used, [L, K] each.
+
+        Args:
+            place: Which MoE layer.
+            scores: [L, E], by which the policy's router chooses.
+            own: What it has chosen.
+        """
+        row = self.rows[place]
+        if row is None:
+            return own
+        chosen = own[1]
+        if row.recorded is not None:
+            row.recorded[:, place] = (chosen + 1).to(self.dtype)
+        wanted = row.routes[:, place].long() - 1
+        there = wanted[:, :1] >= 0
+        differs = there[:, 0] & (wanted.sort(-1).values != chosen.sort(-1).values).any(-1)
+        seen = torch.stack([row.read >= 0, there[:, 0], differs, torch.zeros_like(differs)])
+        self.counts[place] += seen.sum(1)
+        used = torch.where(there, wanted, chosen)
+        return scores.gather(1, used), used
+
+    def _look(self, place: int, _: Any, __: Any, output: tuple[Tensor, Tensor]) -> None:
+        """Compares what a router has done, a map [L, E], with what it had to do: nothing without a row."""
+        row = self.rows[place]
+        if row is None:
+            if self.active:
+                self.counts[place, Count._fields.index("wrong")] += len(output[1])
+            return
+        chosen, wanted = output[1], row.expected[:, place].long()
+        there = wanted[:, 0] > 0
+        right = chosen.gather(1, (wanted - 1).clamp(min=0)).all(1) & (chosen.sum(1) == self.shape.per_token)
+        wrong = torch.where(there, ~right, row.routes[:, place, 0] > 0)
+        self.counts[place, Count._fields.index("wrong")] += wrong.sum()
+        at = wrong.int().argmax(0, keepdim=True)  # as a tensor of one element it is read on the device
+        found = torch.cat([part.index_select(0, at).view(-1).long() for part in (row.position, wanted, chosen)])
+        self.first[place] = torch.where(wrong.any() & (self.first[place, 0] < 0), found, self.first[place])
+
+
+class _Choice:
+    """What megatron-core's router asks in place of its own top-k (`RouterReplay` of megatron-core, whose replay is of
+    all tokens or none, and in the backward pass goes by the order of micro-batches)."""
+
+    def __init__(self, replay: RouterReplay, place: int) -> None:
+        self.replay, self.place = replay, place
+
+    def get_replay_topk(
+        self, scores: Tensor, topk: int, num_groups: int | None, group_topk: int | None, default_compute_topk: TopK
+    ) -> tuple[Tensor, Tensor]:
+        """megatron-core's name for it."""
+        own = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        return self.replay.choose(self.place, scores, own)

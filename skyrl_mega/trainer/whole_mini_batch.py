@@ -1,0 +1,70 @@
+"""What a loss needs of a whole mini-batch, which no micro-batch shows: tokens that are chosen, and the mean of the
+importance weights. All of it is with the weights that sampled."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from skyrl_mega.algorithms import selection
+from skyrl_mega.algorithms.losses import LossInputs
+from skyrl_mega.algorithms.losses.correction import importance_mean
+from skyrl_mega.config.schema import AlgorithmConfig
+from skyrl_mega.megatron.sequences import Sequences
+
+
+def chosen(minis: Sequence[Sequences], algorithm: AlgorithmConfig, seed: Sequence[int]) -> dict[str, list[Tensor]]:
+    """Columns of tokens that the loss treats apart: bool [T] for each mini-batch; {} where it does not.
+
+    Args:
+        minis: With weights, advantages and what `selection.columns_needed` names.
+        algorithm: Says which tokens.
+        seed: Of what is drawn; a mini-batch's number follows.
+    """
+    found: dict[str, list[Tensor]] = {}
+    if algorithm.loss in ("clip_cov", "kl_cov"):
+        found[selection.COVARIANCE] = [_by_covariance(m, algorithm, [*seed, i]) for i, m in enumerate(minis)]
+    if algorithm.entropy.top_share < 1:
+        found[selection.ENTROPY] = [_by_entropy(m, algorithm.entropy.top_share) for m in minis]
+    return found
+
+
+def mean_weight(mini: Sequences, algorithm: AlgorithmConfig) -> float:
+    """What the importance weights of a mini-batch are divided by: 1 without `importance_normalize`."""
+    if not algorithm.importance_normalize:
+        return 1.0
+    old, engine = mini["old_logprobs"], mini["rollout_logprobs"]
+    answer, answers = mini.answers()
+    inputs = LossInputs(
+        logprobs_L=old,
+        weights_L=mini["weights"],
+        old_L=old,
+        advantages_L=old,
+        rollout_L=torch.where(mini["drawn"], engine, old) if "drawn" in mini else engine,
+        sequence_L=answer,
+        sequences=answers,
+    )
+    return importance_mean(inputs, algorithm)
+
+
+def _by_covariance(mini: Sequences, algorithm: AlgorithmConfig, seed: Sequence[int]) -> Tensor:
+    counts = mini["weights"] != 0
+    if not counts.any():
+        return counts
+    covariance_P = selection.covariance(mini["advantages"][counts], mini["old_logprobs"][counts])
+    if algorithm.loss == "kl_cov":
+        return _at(counts, selection.punished_by_covariance(covariance_P, share=algorithm.kl_cov.share))
+    c = algorithm.clip_cov
+    return _at(counts, selection.clipped_by_covariance(covariance_P, share=c.share, low=c.low, high=c.high, seed=seed))
+
+
+def _by_entropy(mini: Sequences, share: float) -> Tensor:
+    counts = mini["weights"] != 0
+    return _at(counts, selection.high_entropy(mini["old_entropy"][counts], share=share))
+
+
+def _at(counts_T: Tensor, chosen_P: Tensor) -> Tensor:
+    """bool [T]: those of the tokens that count which are chosen."""
+    return torch.zeros_like(counts_T).masked_scatter(counts_T, chosen_P)

@@ -1,0 +1,160 @@
+"""The optimal token baseline equals plain Python loops over ragged groups, token by token."""
+
+from __future__ import annotations
+
+import math
+import random
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from skyrl_mega.algorithms.advantages import AdvantageInputs, TokenInputs, advantages
+from skyrl_mega.config.schema import AlgorithmConfig
+
+NAME = "optimal_token_baseline"
+
+
+class Played(NamedTuple):
+    """A trajectory: its group, whether anything is known of it, and each token's reward, probability and Σ π²."""
+
+    group: int
+    known: bool
+    tokens: list[tuple[float, float, float]]
+
+
+def distribution(rng: random.Random) -> tuple[float, float]:
+    """The probability of a drawn token and the sum of all squared ones; sometimes the token was certain."""
+    if rng.random() < 0.15:
+        return 1.0, 1.0
+    weights = [math.exp(rng.gauss(0, 2)) for _ in range(rng.randint(2, 6))]
+    probs = [weight / sum(weights) for weight in weights]
+    return rng.choices(probs, probs)[0], sum(p * p for p in probs)
+
+
+def some(rng: random.Random) -> list[Played]:
+    """Up to four groups of up to five, of 0 to 7 tokens each, with rewards at some of them."""
+    found = []
+    for group in range(rng.randint(1, 4)):
+        for _ in range(rng.randint(1, 5)):
+            length = rng.randint(0, 7)
+            last = [0.0] * (length - 1) + [rng.choice([0.0, 1.0])]
+            rewards = last if rng.random() < 0.5 else [rng.choice([0.0, 0.0, 0.5, -1.0]) for _ in range(length)]
+            known = rng.random() < 0.8
+            tokens = [(r, *(distribution(rng) if known else (1.0, 0.0))) for r in rewards[:length]]
+            found.append(Played(group, known, tokens))
+    rng.shuffle(found)
+    return found
+
+
+def inputs_of(played: list[Played]) -> AdvantageInputs:
+    rows = [(i, t.known, *token) for i, t in enumerate(played) for token in t.tokens]
+    of, known, rewards, probs, squares = zip(*rows, strict=True) if rows else ((), (), (), (), ())
+    return AdvantageInputs(
+        torch.tensor([sum(r for r, _, _ in t.tokens) for t in played], dtype=torch.float64),
+        torch.tensor([t.group for t in played]),
+        of_tokens=TokenInputs(
+            trajectory_T=torch.tensor(of, dtype=torch.int64),
+            turn_T=torch.zeros(len(of), dtype=torch.int64),
+            rewards_T=torch.tensor(rewards, dtype=torch.float64),
+            known_T=torch.tensor(known, dtype=torch.bool),
+            old_T=torch.tensor(probs, dtype=torch.float64).log(),
+            squares_T=torch.tensor(squares, dtype=torch.float64),
+        ),
+    )
+
+
+def by_loop(played: list[Played]) -> list[float]:
+    """A_t = G_t - Σ G_t W_t / Σ W_t over those of the group that have a t-th token."""
+    found = []
+    for one in played:
+        for t in range(len(one.tokens)):
+            pairs = [
+                (later(other, t), moved(other, t))
+                for other in played
+                if other.group == one.group and other.known and len(other.tokens) > t
+            ]
+            total = math.fsum(w for _, w in pairs)
+            if not one.known or total == 0 or len({g for g, _ in pairs}) == 1:
+                found.append(0.0)
+            else:
+                found.append(later(one, t) - math.fsum(g * w for g, w in pairs) / total)
+    return found
+
+
+def later(one: Played, t: int) -> float:
+    """G_t."""
+    return sum(reward for reward, _, _ in one.tokens[t:])
+
+
+def moved(one: Played, t: int) -> float:
+    """W_t."""
+    return math.fsum(1 - 2 * p + squares for _, p, squares in one.tokens[: t + 1])
+
+
+def test_it_equals_loops() -> None:
+    rng, signals = random.Random(3), 0
+    for _ in range(200):
+        played = some(rng)
+        found = advantages(inputs_of(played), AlgorithmConfig(advantage=NAME))
+        expected = torch.tensor(by_loop(played), dtype=torch.float64)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        signals += int(found.count_nonzero())
+    assert signals > 500
+
+
+def test_a_weight_is_the_squared_gradient_of_the_log_probs_by_the_logits() -> None:
+    """W_t by autograd: the squared length of the gradient of a trajectory's first t log-probs by all their logits."""
+    g = torch.Generator().manual_seed(1)
+    for lengths in ((1, 1), (4, 4, 2), (1, 5, 3, 3)):
+        rewards = torch.randn(len(lengths), generator=g, dtype=torch.float64).tolist()
+        played: list[Played] = []
+        weights: list[list[float]] = []
+        for n, reward in zip(lengths, rewards, strict=True):
+            logits = 2 * torch.randn(n, 6, generator=g, dtype=torch.float64)
+            logits.requires_grad_()
+            logprobs, chosen = logits.log_softmax(-1), torch.randint(6, (n, 1), generator=g)
+            so_far = logprobs.gather(1, chosen)[:, 0].cumsum(0)
+            slopes = [torch.autograd.grad(total, logits, retain_graph=True)[0] for total in so_far]
+            weights.append([float(slope.square().sum()) for slope in slopes])
+            drawn, probs = logprobs.exp().gather(1, chosen)[:, 0].tolist(), logprobs.exp().tolist()
+            squares = [math.fsum(p * p for p in row) for row in probs]
+            tokens = zip([0.0] * (n - 1) + [reward], drawn, squares, strict=True)
+            played.append(Played(0, True, list(tokens)))
+        expected = []
+        for n, reward in zip(lengths, rewards, strict=True):
+            for t in range(n):  # the one reward is the last token's: G_t is it, at each token
+                there = [(r, w[t]) for r, w in zip(rewards, weights, strict=True) if len(w) > t]
+                baseline = math.fsum(r * w for r, w in there) / math.fsum(w for _, w in there)
+                expected.append(reward - baseline if len(there) > 1 else 0.0)
+        found = advantages(inputs_of(played), AlgorithmConfig(advantage=NAME))
+        torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-9, atol=1e-9)
+        assert found.count_nonzero() >= 2
+
+
+@pytest.mark.parametrize("size", [7, 10, 31])
+def test_equal_rewards_give_exactly_zero(size: int) -> None:
+    """Ten times 0.1 over ten is not 0.1 in floating point."""
+    rng = random.Random(size)
+    played = [Played(0, True, [(0.0, *distribution(rng))] * i + [(0.1, *distribution(rng))]) for i in range(size)]
+    assert not advantages(inputs_of(played), AlgorithmConfig(advantage=NAME)).any()
+
+
+def test_nothing_is_said_where_no_other_is_as_long() -> None:
+    """There is nothing to compare with; neither is there for a group of one, nor where nothing is known."""
+    token = (0.5, 0.4)
+    long, short = [(0.0, *token), (0.0, *token), (1.0, *token)], [(0.0, *token)]
+    played = [Played(0, True, long), Played(0, True, short), Played(0, False, long), Played(1, True, long)]
+    found = advantages(inputs_of(played), AlgorithmConfig(advantage=NAME))
+    assert found.tolist() == pytest.approx([0.5, 0, 0, -0.5, 0, 0, 0, 0, 0, 0], abs=1e-12)
+
+
+def test_a_token_that_was_certain_has_no_weight_in_float32() -> None:
+    """1 - 2 π + Σ π² may be a little below 0 there: a weight is not."""
+    played = [Played(0, True, [(1.0, 1.0, 1.0 - 6e-8)]), Played(0, True, [(0.0, 0.5, 0.5)])]
+    assert advantages(inputs_of(played), AlgorithmConfig(advantage=NAME)).tolist() == [1.0, 0.0]
+
+
+def test_no_tokens_no_advantages() -> None:
+    nothing = [Played(0, True, []), Played(0, True, [])]
+    assert advantages(inputs_of(nothing), AlgorithmConfig(advantage=NAME)).shape == (0,)

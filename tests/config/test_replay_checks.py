@@ -1,0 +1,86 @@
+"""Router replay that could not work, or would change nothing, is refused by name; what it takes is planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.cli.inputs import check_experts
+from skyrl_mega.config.checks import check
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import BuildConfig, Config
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.tiny import hf_config
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.routes import driver_bytes, rank_bytes
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "policy.moe.replay=rollout policy.recompute=true",
+        "policy.moe.replay=policy data.mini_batch_prompts=16",
+        "policy.moe.replay=rollout policy.options.recompute_granularity=selective rollout.options={block_size:16}",
+    ],
+)
+def test_what_is_possible_passes(base: Path, arguments: str) -> None:
+    check(compose(base, arguments.split()))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        ("policy.moe.replay=engine", "policy.moe.replay = engine: allowed is one of off, rollout, policy"),
+        ("policy.moe.replay=policy", "policy.moe.replay = policy: a step has one mini-batch"),
+        (
+            "policy.moe.replay=policy data.mini_batch_prompts=16 algorithm.old_logprobs=engine",
+            "policy.moe.replay = policy: with algorithm.old_logprobs=engine no pass",
+        ),
+        (
+            "policy.moe.replay=rollout policy.options.moe_router_fusion=true",
+            "policy.options.moe_router_fusion = true: a fused router chooses by itself",
+        ),
+        (
+            "policy.moe.replay=rollout policy.options.recompute_granularity=selective "
+            "policy.options.recompute_modules=[moe]",
+            "policy.options.recompute_modules = [moe]: a MoE part",
+        ),
+        (
+            "policy.moe.replay=rollout policy.options.moe_layer_recompute=true",
+            "policy.options.moe_layer_recompute = true: a MoE part",
+        ),
+        (
+            "policy.moe.replay=rollout rollout.options.data_parallel_size=2",
+            "rollout.options.data_parallel_size = 2: its",
+        ),
+        (
+            "policy.moe.replay=rollout rollout.options.enable_prefix_caching=false",
+            "rollout.options.enable_prefix_caching = ",
+        ),
+        ("rollout.options.enable_return_routed_experts=true", "rollout.options.enable_return_routed_experts"),
+    ],
+)
+def test_what_is_impossible_is_one_line(base: Path, arguments: str, line: str) -> None:
+    with pytest.raises(UserError) as error:
+        check(compose(base, arguments.split()))
+    assert str(error.value).startswith(line) and "\n" not in str(error.value)
+
+
+def test_a_dense_model_has_no_routes() -> None:
+    config = Config()
+    config.policy.moe.replay, config.model.path = "rollout", "m"
+    check_experts(config, hf_config(BuildConfig()))
+    with pytest.raises(UserError, match=r"policy.moe.replay = rollout: m has no experts \(model_type qwen3\)"):
+        check_experts(config, hf_config(BuildConfig(architecture="qwen3")))
+
+
+def test_memory_of_routes_is_planned() -> None:
+    """Two MoE layers with two experts of eight: four bytes a token."""
+    config, decoder = Config(), architecture(hf_config(BuildConfig())).describe(hf_config(BuildConfig()))
+    assert rank_bytes(config, decoder, ParallelDims()) == driver_bytes(config, decoder) == 0
+    config.policy.moe.replay = "policy"
+    assert (rank_bytes(config, decoder, ParallelDims()), driver_bytes(config, decoder)) == (24, 0)
+    config.policy.moe.replay = "rollout"
+    assert driver_bytes(config, decoder) == 12

@@ -1,0 +1,78 @@
+"""What a plain user's looks at a running command see: which of its processes hide, and which cannot be looked at yet or
+any more."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.envs.sandbox import run
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
+SYSTEM = "/usr/bin/python3"
+USER = 65534
+LOOKS = """
+import json, os, subprocess, sys, time
+import watch
+
+program, command, seconds, count, pause = *sys.argv[1:3], *map(float, sys.argv[3:])
+watch.HIDDEN_S = seconds
+child = subprocess.Popen([program, "-c", command])
+looking = watch.Watch("held", 2**20, 100, 2**20, 0, memory=False)
+found = []
+for _ in range(int(count)):
+    time.sleep(pause)
+    found.append(looking.look()[0])
+child.kill()
+print(json.dumps(found))
+"""
+"""A plain user's program: looks at a command that it started."""
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """With the watch, where every user may read it; pytest's own lie in a folder that only its user may enter."""
+    found = Path(tempfile.mkdtemp())
+    for name in ("watch.py", "tree.py"):
+        shutil.copy(Path(run.__file__).with_name(name), found / name)
+    (found / "looks.py").write_text(LOOKS)
+    (found / "held").mkdir()
+    subprocess.run(["chmod", "-R", "a+rX", found], check=True)
+    yield found
+    shutil.rmtree(found)
+
+
+def looks(folder: Path, program: str, command: str, hidden_s: float, count: int, pause: float) -> list[str | None]:
+    """What so many looks at a command say, which may have hidden processes for so long."""
+    if not Path(SYSTEM).exists():
+        pytest.skip(f"no {SYSTEM}, which every user may run")
+    user = USER if os.geteuid() == 0 else None
+    arguments = [SYSTEM, "looks.py", program, command, str(hidden_s), str(count), str(pause)]
+    said = subprocess.run(arguments, cwd=folder, capture_output=True, text=True, timeout=60, user=user, group=user)
+    assert said.returncode == 0, said.stderr
+    found: list[str | None] = json.loads(said.stdout)
+    return found
+
+
+def test_one_that_waits_to_be_reaped_hides_nothing(folder: Path) -> None:
+    assert looks(folder, SYSTEM, "pass", 0.02, 8, 0.2) == [None] * 8
+
+
+def test_many_short_ones_hide_nothing(folder: Path) -> None:
+    """One that ends may not be looked at, though it has not ended yet."""
+    loop = "while true; do echo a | cat | cat >/dev/null; done"
+    assert looks(folder, "/bin/sh", loop, 0.02, 300, 0.01) == [None] * 300
+
+
+def test_one_that_hides_is_found(folder: Path) -> None:
+    hide = "import ctypes, time; ctypes.CDLL(None).prctl(4, 0, 0, 0, 0); time.sleep(9)"
+    found = looks(folder, SYSTEM, hide, 0.5, 8, 0.2)
+    assert (found[0], found[-1]) == (None, "disk")

@@ -1,0 +1,324 @@
+"""The policy's routers choose what they are told to, in every layout, and a pass in which one did not is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from skyrl_mega.config.schema import BuildConfig, MoeConfig, OptimizerConfig, PolicyConfig
+from skyrl_mega.megatron import objectives
+from skyrl_mega.megatron.packing import MicroBatch, RowRoutes
+from skyrl_mega.megatron.router_replay import RouterReplay
+from skyrl_mega.megatron.sequences import Column, Sequences
+from skyrl_mega.models import tiny
+from skyrl_mega.models.routes import COLUMN, RouteShape, WrongRoutes
+from skyrl_mega.parallel.dims import ParallelDims
+from tests.megatron import layouts
+from tests.support.engines import LOADING, build_model_of
+from tests.support.ranks import run_ranks
+
+LAYOUTS: dict[str, tuple[int, dict[str, int], bool]] = {
+    "one process, recomputed": (1, {}, True),
+    "DP2": (2, {}, False),
+    "TP2 ETP2": (2, {"tensor": 2}, False),
+    "PP2": (2, {"pipeline": 2}, False),
+    "CP2": (2, {"context": 2}, False),
+    "EP2": (2, {"expert": 2}, False),
+    "TP2 EP2": (2, {"tensor": 2, "expert": 2}, False),
+    "PP2 VPP2, recomputed": (2, {"pipeline": 2, "virtual_pipeline": 2}, True),
+}
+SHAPE = RouteShape(layers=(0, 2, 3), experts=8, per_token=2)
+"""Of the model below, whose second layer is dense."""
+SMOOTH = OptimizerConfig(lr=1e-2, eps=1e-2)
+aten = torch.ops.aten
+Found = dict[str, Any]
+"""`logprobs` [T], `recorded` [T, M, K], metrics of two steps of `rollout` and of two of `policy`."""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("replay")
+    return build_model_of(path, tiny.hf_config(BuildConfig(layers=4)) | {"mlp_only_layers": [1]}, seed=2)
+
+
+def routed() -> Sequences:
+    """Random sequences with random routes; every sequence's last token, and all of one sequence, have none."""
+    batch = layouts.some_batch(100)
+    scores = np.random.default_rng(0).random((len(batch.tokens), len(SHAPE.layers), SHAPE.experts))
+    routes = (scores.argsort(-1)[..., : SHAPE.per_token] + 1).astype(SHAPE.dtype)
+    ends = batch.lengths.cumsum(0)
+    routes[ends.numpy() - 1] = 0
+    routes[int(ends[3]) : int(ends[4])] = 0
+    batch.add(COLUMN, Column(torch.from_numpy(routes), "input"))
+    return batch
+
+
+def policy(**changes: Any) -> PolicyConfig:
+    """Routers replay, experts are balanced."""
+    return layouts.policy_config(moe=MoeConfig(aux_loss=0.05, replay="rollout"), optimizer=SMOOTH, **changes)
+
+
+def train(rank: int, address: str, path: Path, parallel: ParallelDims, config: PolicyConfig) -> Any:
+    """Log-probs and two steps with routes that are given, then with those that the policy has recorded."""
+    opened = layouts.open_rank(rank, address, path, parallel, config)
+    rows, micros = layouts.deal(routed(), opened)
+    answer = opened.logprobs(micros)
+    given = [opened.train(micros, objectives.supervised) for _ in range(2)]
+    opened.load(path)
+    opened.reset_optimizer(config.optimizer)
+    opened.policy = replace(config, moe=replace(config.moe, replay="policy"))
+    opened.logprobs(micros)
+    recorded = [micro[COLUMN].numpy() for micro in micros]
+    own = [opened.train(micros, objectives.supervised) for _ in range(2)]
+    at = parallel.coordinates(rank)
+    logprobs = [values.numpy() for values, _ in answer] if answer and not at.tp and not at.cp else None
+    return rows, logprobs, recorded, given, own
+
+
+def run(path: Path, ranks: int, sizes: dict[str, int], **changes: Any) -> Found:
+    """What all ranks together have found."""
+    answers = run_ranks(ranks, train, path, layouts.layout(ranks, **sizes), policy(**changes))
+    batch = routed()
+    logprobs = np.full(len(batch.tokens), np.nan)
+    recorded = np.zeros(batch[COLUMN].shape, SHAPE.dtype)
+    for rows, values, routes, _, _ in answers:
+        for place, of in enumerate(rows):
+            at = batch.index(of).numpy()
+            recorded[at] = np.maximum(recorded[at], routes[place])
+            if values is not None:
+                logprobs[at] = values[place]
+    given, own = max((answer[3:] for answer in answers), key=lambda both: len(both[0][0]))
+    return {"logprobs": logprobs, "recorded": recorded, "given": given, "own": own}
+
+
+@pytest.fixture(scope="module")
+def single(model: Path) -> Found:
+    """One process, one micro-batch."""
+    return run(model, 1, {}, micro_tokens=10_000)
+
+
+@pytest.mark.parametrize(("ranks", "sizes", "recompute"), LAYOUTS.values(), ids=LAYOUTS)
+def test_every_layout_goes_where_the_routes_say(
+    model: Path, single: Found, ranks: int, sizes: dict[str, int], recompute: bool
+) -> None:
+    """That each token did in each layer is checked in every pass, or it would have failed."""
+    found = run(model, ranks, sizes, recompute=recompute)
+    np.testing.assert_allclose(found["logprobs"], single["logprobs"], rtol=1e-4, atol=1e-5)
+    np.testing.assert_array_equal(found["recorded"], single["recorded"])
+    assert (found["recorded"] > 0).all()
+    given = float((routed()[COLUMN][:, 0, 0] > 0).float().mean())
+    for which, share in (("given", given), ("own", 1.0)):
+        for step, expected in zip(found[which], single[which], strict=True):
+            for name in ("loss", "grad_norm", "expert_balance"):
+                assert step[name] == pytest.approx(expected[name], rel=1e-5), (which, name)
+            for layer in SHAPE.layers:
+                assert step[f"replay_replayed_{layer}"] / step[f"replay_tokens_{layer}"] == pytest.approx(share)
+                assert step[f"replay_wrong_{layer}"] == 0
+
+
+def test_replay_matters(single: Found) -> None:
+    """Given routes are others than the policy's own; its own stay as they were recorded when the weights move."""
+    for layer in SHAPE.layers:
+        first, second = (step[f"replay_differs_{layer}"] for step in single["own"])
+        assert first == 0 < second
+        assert single["given"][0][f"replay_differs_{layer}"] > 0.8 * single["given"][0][f"replay_replayed_{layer}"]
+    assert single["given"][0]["grad_norm"] != pytest.approx(single["own"][0]["grad_norm"], rel=1e-2)
+
+
+def test_forced_and_recorded_routes_against_transformers(model: Path, single: Found) -> None:
+    """Its routers are made to choose as told: log-probs; and left alone: which experts."""
+    batch = routed()
+    with LOADING:
+        from transformers import AutoModelForCausalLM
+
+        reference: Any = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    gates = [reference.model.layers[layer].mlp.gate for layer in SHAPE.layers]
+    for start, length in zip(batch.starts.tolist(), batch.lengths.tolist(), strict=True):
+        here = slice(start, start + length)
+        tokens, seen = batch.tokens[here].long(), {}
+        for forced in (True, False):
+            for place, gate in enumerate(gates):
+                routes = batch[COLUMN][here, place].long() - 1 if forced else torch.full((length, 2), -1)
+                gate.forward = router(gate.weight, routes, seen, place)
+            with torch.no_grad():
+                logprobs = torch.log_softmax(reference(tokens[None]).logits[0], -1)[:-1].gather(1, tokens[1:, None])
+            if forced:
+                wanted = np.where(batch["weights"][here][1:] != 0, logprobs[:, 0], 0)
+                np.testing.assert_allclose(single["logprobs"][here][1:], wanted, atol=1e-4)
+        chosen = np.stack([seen[place] for place in range(len(gates))], 1) + 1
+        np.testing.assert_array_equal(np.sort(single["recorded"][here], -1), np.sort(chosen, -1))
+
+
+def router(weight: torch.Tensor, routes: torch.Tensor, seen: dict[int, Any], place: int) -> Callable[..., Any]:
+    """Softmax over the chosen experts alone: of `routes` [n, K], or where these are -1 of the highest logits."""
+
+    def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits = hidden.reshape(-1, hidden.shape[-1]) @ weight.T
+        chosen = torch.where(routes >= 0, routes, logits.topk(SHAPE.per_token).indices)
+        seen[place] = chosen.numpy()
+        return logits, logits.gather(1, chosen).softmax(-1), chosen
+
+    return forward
+
+
+class NoWait(TorchDispatchMode):
+    """Refuses, on tensors of the device `meta`, what a GPU would be waited for.
+
+    Those have shapes and no values. So torch itself refuses whatever needs a value on the host (`item`, `int`, `bool`,
+    `tolist`, `cpu`, any copy to the host), and what has a shape that values decide (`nonzero`, reading with a mask,
+    `masked_select`, `unique`, `repeat_interleave` without a size). Three things it lets pass are refused here: writing
+    with a mask, which looks for its places first; copies from the host, whose memory is not pinned; and places that
+    are given on the host. Not seen are a wait inside of a kernel, and a tensor that is made of a list right on the
+    device: nothing is dispatched for it.
+    """
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (aten.index, aten.index_put, aten.index_put_):
+            for at in args[1]:
+                assert at is None or at.dtype not in (torch.bool, torch.uint8), "looks for places"
+                assert at is None or at.device == args[0].device, "copies places from the host"
+        if func.overloadpacket in (aten.copy, aten.copy_):
+            assert args[1].device == args[0].device, "copies from the host"
+        if func.overloadpacket is aten._to_copy:
+            to = (kwargs or {}).get("device")
+            assert to is None or torch.device(to) == args[0].device, "copies between host and device"
+        return func(*args, **(kwargs or {}))
+
+
+MASK, NUMBERS = torch.zeros(4, dtype=torch.bool, device="meta"), torch.zeros(4, dtype=torch.int64, device="meta")
+WAITS: dict[str, Callable[[], object]] = {
+    "item": lambda: NUMBERS[0].item(),
+    "if": lambda: bool(MASK.any()),
+    "a bound of a slice": lambda: NUMBERS[: NUMBERS[0]],
+    "tolist": NUMBERS.tolist,
+    "cpu": NUMBERS.cpu,
+    "numpy": NUMBERS.numpy,
+    "copy to the host": lambda: torch.zeros(4).copy_(NUMBERS),
+    "copy from the host": lambda: torch.zeros(4).to("meta"),
+    "copy from the host into": lambda: NUMBERS.clone().copy_(torch.zeros(4)),
+    "places on the host": lambda: NUMBERS[torch.tensor([0, 1])],
+    "nonzero": MASK.nonzero,
+    "where": lambda: torch.where(MASK),
+    "reading with a mask": lambda: NUMBERS[MASK],
+    "writing with a mask": lambda: NUMBERS.clone().__setitem__(MASK, NUMBERS[:2]),
+    "masked_select": lambda: NUMBERS.masked_select(MASK),
+    "unique": NUMBERS.unique,
+    "unique_consecutive": NUMBERS.unique_consecutive,
+    "repeat_interleave": lambda: NUMBERS.repeat_interleave(NUMBERS),
+    "bincount": NUMBERS.bincount,
+    "equal": lambda: torch.equal(NUMBERS, NUMBERS),
+}
+
+
+@pytest.mark.parametrize("wait", WAITS.values(), ids=WAITS)
+def test_whatever_waits_for_the_device_is_seen(wait: Callable[[], object]) -> None:
+    with NoWait(), pytest.raises((AssertionError, NotImplementedError, RuntimeError, TypeError)):
+        wait()
+
+
+def looked_at(device: str) -> RouterReplay:
+    """Three tokens, of which the second and the third go elsewhere than their routes say; looked at on the device."""
+    replay = object.__new__(RouterReplay)
+    replay.shape, replay.active = RouteShape(layers=(0,), experts=4, per_token=2), True
+    replay.counts = torch.zeros(1, 4, dtype=torch.int64, device=device)
+    replay.first = torch.full((1, 7), -1, device=device)
+    replay.dtype = torch.uint8
+    routes = torch.tensor([[[1, 2]], [[2, 3]], [[3, 4]]], dtype=torch.uint8).to(device)
+    read, position = torch.arange(3, device=device), torch.tensor([10, 11, 12]).to(device)
+    went = torch.tensor([[1, 1, 0, 0], [1, 0, 0, 1], [1, 1, 0, 0]], dtype=torch.bool).to(device)
+    chosen, scores = torch.tensor([[0, 1]] * 3).to(device), torch.zeros(3, 4, device=device)
+    with NoWait() if device == "meta" else nullcontext():
+        for recorded in (torch.zeros_like(routes), None):
+            row = RowRoutes(routes, routes, read=read, position=position, recorded=recorded)
+            replay.rows = [row]
+            replay.counts.zero_()
+            replay.choose(0, scores, (scores[:, :2], chosen))
+            replay._look(0, None, None, (scores, went))
+    return replay
+
+
+def test_routers_are_looked_at_without_waiting_for_the_device() -> None:
+    """The first token that went wrong, and how many did, stay on the device until the pass ends."""
+    looked_at("meta")
+    replay = looked_at("cpu")
+    assert replay.counts.tolist() == [[3, 3, 2, 2]] and replay.first.tolist() == [[11, 2, 3, 1, 0, 0, 1]]
+
+
+# ---- planted faults -------------------------------------------------------------------------------------------------
+
+
+def lost(batch: Sequences, micro: MicroBatch) -> None:
+    """One token's route in all layers."""
+    micro.columns[COLUMN] = micro.columns[COLUMN].clone()
+    micro.columns[COLUMN][5] = 0
+
+
+def shifted(batch: Sequences, micro: MicroBatch) -> None:
+    """Every route is its neighbour's."""
+    micro.columns[COLUMN] = micro.columns[COLUMN].roll(1, 0)
+
+
+def swapped(batch: Sequences, micro: MicroBatch) -> None:
+    """Two layers have each other's routes."""
+    micro.columns[COLUMN] = micro.columns[COLUMN][:, [0, 2, 1]]
+
+
+def fails(
+    rank: int, address: str, path: Path, parallel: ParallelDims, fault: Callable[..., None] | None, misnumbered: bool
+) -> str:
+    """What a pass says whose packed routes have a fault, or whose routers have other layers' numbers."""
+    prepare, number = RouterReplay.prepare, TopKRouter.set_layer_number
+    if fault is not None:
+        RouterReplay.prepare = lambda self, batch, micro: (fault(batch, micro), prepare(self, batch, micro))[1]  # type: ignore[method-assign]
+    if misnumbered:  # as a chunk would that counts from its own first layer
+        TopKRouter.set_layer_number = lambda self, layer: number(self, {3: 1, 4: 3}.get(layer, layer))  # type: ignore[method-assign]
+    opened = layouts.open_rank(rank, address, path, parallel, policy())
+    _, micros = layouts.deal(routed(), opened)
+    try:
+        opened.train(micros, objectives.supervised)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("fault", "sizes"),
+    [
+        (lost, {}),
+        (shifted, {"context": 2}),
+        (swapped, {"tensor": 2}),
+        (None, {"pipeline": 2, "virtual_pipeline": 2}),
+    ],
+    ids=["lost", "shifted", "swapped", "wrong layer after VPP"],
+)
+def test_a_planted_fault_ends_its_step_on_every_rank(
+    model: Path, fault: Callable[..., None] | None, sizes: dict[str, int]
+) -> None:
+    ranks = 2 if sizes else 1
+    told = run_ranks(ranks, fails, model, layouts.layout(ranks, **sizes), fault, fault is None)
+    assert len(set(told)) == 1
+    assert "WrongRoutes" in told[0] and "first in layer" in told[0] and "expected [" in told[0], told[0]
+
+
+def recomputed_alone(rank: int, address: str, path: Path, parallel: ParallelDims) -> str:
+    """What an update says that computes MoE parts again in the backward pass without their layers."""
+    opened = layouts.open_rank(rank, address, path, parallel, policy(options={"moe_layer_recompute": True}))
+    _, micros = layouts.deal(routed(), opened)
+    with pytest.raises(WrongRoutes) as caught:
+        opened.train(micros, objectives.supervised)
+    return str(caught.value)
+
+
+def test_a_router_that_has_lost_its_row_ends_the_step(model: Path) -> None:
+    """The settings that lead there are refused (`config/replay_checks.py`); the policy's own experts would be wrong."""
+    (said,) = run_ranks(1, recomputed_alone, model, layouts.layout(1))
+    assert "the routers of layers [0, 2, 3] ran without the routes of their tokens" in said

@@ -1,0 +1,141 @@
+"""An environment that says what parts of an answer earned: where that arrives among the tokens."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from skyrl_mega.algorithms.advantages import AdvantageInputs, per_token
+from skyrl_mega.config.schema import AlgorithmConfig, EnvironmentConfig, RolloutConfig
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.megatron.sequences import Column
+from skyrl_mega.models.char_tokenizer import EOS
+from skyrl_mega.rollout import trajectory_io
+from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.token_rewards import TOKEN_REWARDS, characters
+from skyrl_mega.rollout.trajectory import Group, Kind, Status
+from skyrl_mega.trainer.batch import make_batch, token_advantages
+from tests.support.scripted import Scripted, play
+from tests.trainer import test_token_inputs as walks
+
+ENVIRONMENT = EnvironmentConfig(classes={"parts": "tests.rollout.user_envs:Parts"})
+PROMPT = Prompt(0, [{"role": "user", "content": "hello"}], "parts", {"extra_info": {}})
+
+
+@pytest.fixture(scope="module")
+def bytes_and_more() -> Tokenizer:
+    """Every byte is a token, and some pairs are; text is put together as byte-level tokenizers do."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = [(a, b) for a, b in zip("abcdĠ", "bcdea", strict=True)]
+    tokens = [*letters, *(a + b for a, b in merges)]
+    found = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate(tokens)}, merges=merges))
+    found.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    found.decoder = decoders.ByteLevel()
+    return found
+
+
+@given(answer=st.text(alphabet="abcde 😀漢€\u0301ñ", min_size=1, max_size=40))
+@settings(max_examples=200, deadline=None)
+def test_a_character_is_complete_with_its_last_byte(bytes_and_more: Tokenizer, answer: str) -> None:
+    tokens = bytes_and_more.encode(answer).ids
+    ends = characters(tokens, lambda some: str(bytes_and_more.decode(list(some))))
+    length, expected = 0, []
+    for token in tokens:
+        length += len(bytes_and_more.id_to_token(token))  # a character of a byte-level token is a byte
+        expected.append(len(answer.encode()[:length].decode(errors="ignore")))
+    assert ends == expected
+
+
+def test_bytes_that_are_no_character_lose_none_of_the_text(bytes_and_more: Tokenizer) -> None:
+    """The policy's words need not be valid: what is broken counts with what comes after it."""
+    rng = random.Random(0)
+    for _ in range(300):
+        tokens = [rng.randrange(bytes_and_more.get_vocab_size()) for _ in range(rng.randint(1, 30))]
+        ends = characters(tokens, lambda some: str(bytes_and_more.decode(list(some))))
+        assert ends == sorted(ends) and ends[-1] == len(bytes_and_more.decode(tokens)), tokens
+    broken = [bytes_and_more.token_to_id("Ģ")] * 3000  # each alone is no character: no reason to read all of them anew
+    began = time.monotonic()
+    assert characters(broken, lambda some: str(bytes_and_more.decode(list(some))))[-1] == 3000
+    assert time.monotonic() - began < 5
+
+
+def test_a_special_token_has_no_character() -> None:
+    pieces = ["", "a", "bc", "", "def", ""]
+    assert characters(range(6), lambda some: "".join(pieces[i] for i in some)) == [0, 1, 3, 3, 6, 6]
+
+
+def test_they_are_in_the_reward_and_at_their_tokens(characters_chat: Renderer, tmp_path: Path) -> None:
+    script = Scripted(characters_chat, [f"abc{EOS}", f"de{EOS}"])
+    (t,) = play(characters_chat, ENVIRONMENT, [(PROMPT, script)])
+    # Parts: 0.5 for "a" and 0.25 for "abc" of the first answer, -1 for "d" of the second; each answer earns 1 beside.
+    assert [step.reward for step in t.steps if step.kind is Kind.RESPONSE] == [1.75, 0.0] and t.reward == 1.75
+    own = [i for i, said in enumerate(t.mask) if said]
+    assert t.columns[TOKEN_REWARDS].values[own].tolist() == [0.5, 0.0, 0.25, 0.0, -1.0, 0.0, 0.0]
+    trajectory_io.write(tmp_path / "t.parquet", [t], columns=True)
+    (back,) = trajectory_io.read(tmp_path / "t.parquet")
+    assert torch.equal(back.columns[TOKEN_REWARDS].values, t.columns[TOKEN_REWARDS].values)
+
+    algorithm = AlgorithmConfig(advantage="tests.rollout.test_token_rewards:returns")
+    batch = make_batch([Group(PROMPT, [t])], algorithm, RolloutConfig())
+    assert TOKEN_REWARDS not in batch, "nothing that ranks have to be sent"
+    told = token_advantages(batch, algorithm).whitened[own]
+    assert told.tolist() == [1.75, 1.25, 1.25, 1.0, 0.0, 1.0, 1.0]
+
+
+@per_token()
+def returns(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> torch.Tensor:
+    """What is earned from each token on."""
+    return inputs.token.returns(1.0)
+
+
+@per_token()
+def rewards(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> torch.Tensor:
+    """What each token earned."""
+    return inputs.token.rewards_T
+
+
+@pytest.mark.parametrize("step_wise", ["off", "turns", "merged"])
+def test_however_a_trajectory_is_cut_they_stay_where_they_are(step_wise: str) -> None:
+    """Some trajectories have parts, and the last token of an answer has what they leave of its reward."""
+    algorithm = AlgorithmConfig(advantage="tests.rollout.test_token_rewards:rewards")
+    rollout = RolloutConfig(step_wise=step_wise)
+    counted = 0
+    for seed in range(20):
+        rng = random.Random(seed)
+        played = [walks.played(rng, 0, sample, step_wise != "off") for sample in range(4)]
+        told = iter(walks.expected([Group(PROMPT, played)], [t.reward for t in played]))
+        wanted = []
+        for t in played:
+            own = [i for i, said in enumerate(t.mask) if said]
+            parts = {i: rng.choice([0.0, 0.5, -2.0]) for i in own} if rng.random() < 0.7 else {}
+            if parts:
+                values = [parts.get(i, 0.0) for i in range(len(t.tokens))]
+                t.columns[TOKEN_REWARDS] = Column(torch.tensor(values, dtype=torch.float64))
+            if t.status.failed:
+                continue
+            walked = [(turn, reward) for _, turn, reward in (next(told) for _ in own)]
+            for place, (turn, reward) in enumerate(walked):
+                last = place + 1 == len(walked) or walked[place + 1][0] != turn
+                of_answer = [parts.get(i, 0.0) for i, (other, _) in zip(own, walked, strict=True) if other == turn]
+                wanted.append(reward + parts.get(own[place], 0.0) - (sum(of_answer) if last else 0.0))
+        batch = make_batch([Group(PROMPT, played)], algorithm, rollout)
+        found = token_advantages(batch, algorithm).whitened
+        judged = batch.judged.repeat_interleave(batch.trajectory_tokens)
+        assert found[batch.own & judged].tolist() == pytest.approx(wanted)
+        assert not found[~(batch.own & judged)].any()
+        counted += len(wanted)
+    assert counted > 100
+
+
+def test_what_fails_has_none(characters_chat: Renderer) -> None:
+    script = Scripted(characters_chat, [f"abc{EOS}", f"{EOS}"])  # no part of an answer without a character
+    (t,) = play(characters_chat, ENVIRONMENT, [(PROMPT, script)])
+    assert t.status is Status.ERROR_ENV and t.reward == 0.0 and not t.columns
+    assert "rewards_at[0] = tuple (1, -1.0); allowed: (end, reward), a number of characters" in t.metadata["error"]

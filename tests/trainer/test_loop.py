@@ -1,0 +1,303 @@
+"""What the loop asks of the policy, with a policy that only notes it."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_mega.algorithms.entropy import EntropyCoefficient
+from skyrl_mega.algorithms.mismatch import EDGES, PEAKS, TOTALS, WITHIN
+from skyrl_mega.config.schema import Config, CriticConfig
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
+from skyrl_mega.telemetry.console import Console
+from skyrl_mega.trainer.checkpoints import Checkpoints
+from skyrl_mega.trainer.loop import train_on, training_order
+from skyrl_mega.trainer.run import Run
+from skyrl_mega.trainer.step import Step
+
+
+class Notes:
+    """A policy; `calls` has what it was asked, in order."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+        self.tokens: list[int] = []
+        self.added: dict[str, torch.Tensor] = {}
+
+    def hold(self, minis: list[Sequences]) -> None:
+        self.calls.append(("hold", len(minis)))
+        self.tokens = [len(mini.tokens) for mini in minis]
+
+    def keep_logprobs(self, name: str, *, temperature: float, **beside: str | None) -> None:
+        self.calls.append((name, *(column for column in beside.values() if column)))
+
+    def add(self, name: str, values: list[torch.Tensor]) -> None:
+        self.calls.append((name, [len(v) for v in values]))
+        self.added[name] = torch.cat(values)
+
+    def column(self, name: str) -> list[torch.Tensor]:
+        self.calls.append(("column", name))
+        return [torch.full((n,), 0.1 if name == "old_squares" else -2.0) for n in self.tokens]
+
+    def train(self, mini: int, **_: object) -> dict[str, float]:
+        self.calls.append(("train", mini))
+        return {**self.sums(mini), "grad_norm": 7.0}
+
+    def measure(self, mini: int, **_: object) -> dict[str, float]:
+        self.calls.append(("measure", mini))
+        return self.sums(mini)
+
+    def sums(self, mini: int) -> dict[str, float]:
+        sums = dict.fromkeys((*TOTALS.values(), *PEAKS.values()), 0.5)
+        within = {f"{WITHIN}.{i}": float(edge >= 0.5) for i, edge in enumerate(EDGES)}
+        return {"loss": 2.0 + mini, "mismatch_tokens": 1.0, **sums, **within}
+
+
+def group(*rewards: float, status: Status = Status.COMPLETED) -> Group:
+    prompt = Prompt(0, [], "mine", {})
+    parts = array("i", [1, 2, 3]), array("b", [0, 1, 1]), array("f", [0.0, -1.0, -1.0])
+    return Group(prompt, [Trajectory(prompt, i, *parts, 1, reward, status, 1) for i, reward in enumerate(rewards)])
+
+
+class CriticNotes(Notes):
+    """A critic that expects 0.25 of every token that counts, and remembers what it was told to learn."""
+
+    def values(self, name: str) -> list[torch.Tensor]:
+        self.calls.append(("values", name))
+        return [torch.full((n,), 0.25) for n in self.tokens]
+
+    def add(self, name: str, values: list[torch.Tensor]) -> None:
+        self.calls.append((name, torch.cat(values).tolist()))
+
+
+def after_with_critic(groups: list[Group], step: int = 1, **critic: Any) -> tuple[Notes, CriticNotes, dict[str, float]]:
+    """What policy and critic were asked in a step on these groups, and the step's metrics."""
+    config, policy, values = Config(critic=CriticConfig(**critic)), Notes(), CriticNotes()
+    config.algorithm.advantage, config.algorithm.gae.lam = "gae", 1.0
+    config.algorithm.whiten = "batch"
+    taken = Step(step, Console())
+    run: Any = SimpleNamespace(config=config, policy=policy, reference=None, critic=values, temperature=1.0)
+    run.entropy = EntropyCoefficient(config.algorithm.entropy)
+    train_on(run, taken, groups)
+    return policy, values, taken.metrics
+
+
+def test_a_critic_learns_returns_and_the_policy_what_it_did_not_expect() -> None:
+    """λ is 1: the return of every token that the policy wrote is the reward; the others have none."""
+    policy, critic, metrics = after_with_critic([group(1.0, 0.0)], epochs=2)
+    assert [call[0] for call in critic.calls] == ["hold", "values", "returns", "train", "train"]
+    returns = dict(call for call in critic.calls if call[0] == "returns")["returns"]
+    assert sorted({round(r, 6) for r in returns}) == [0.0, 0.25, 1.0], "a prompt's token has its value as its return"
+    assert policy.calls == [("hold", 1), ("advantages", [6]), ("train", 0)]
+    assert policy.added["advantages"].tolist() == pytest.approx([0, *[3**0.5 / 2] * 2, 0, *[-(3**0.5) / 2] * 2])
+    assert metrics["critic/return"] == pytest.approx(0.5)
+    assert metrics["critic/explained_variance"] == pytest.approx(0.0)
+    assert metrics["critic/grad_norm"] == 7.0 and "time/critic" in metrics and "time/values" in metrics
+
+
+def test_only_the_critic_learns_in_its_warm_up() -> None:
+    policy, critic, metrics = after_with_critic([group(1.0, 0.0)], step=3, warmup_steps=3)
+    assert policy.calls[-1] == ("measure", 0) and critic.calls[-1] == ("train", 0)
+    assert metrics["policy/steps_skipped"] == 1
+    policy, _, _ = after_with_critic([group(1.0, 0.0)], step=4, warmup_steps=3)
+    assert policy.calls[-1] == ("train", 0)
+
+
+def test_a_step_without_a_token_teaches_a_critic_nothing() -> None:
+    _, critic, metrics = after_with_critic([group(0.0, 1.0, status=Status.ERROR_ENV)])
+    assert critic.calls[-1][0] == "returns" and "critic/loss" not in metrics
+
+
+def after(
+    groups: list[Group],
+    mini_batch_prompts: int | None,
+    advantage: str = "grpo",
+    change: Callable[[Config], None] = lambda config: None,
+) -> tuple[list[Any], dict[str, float]]:
+    """What the policy was asked in a step on these groups, and the step's metrics."""
+    config, policy, step = Config(), Notes(), Step(1, Console())
+    config.data.mini_batch_prompts = mini_batch_prompts
+    config.algorithm.advantage = advantage
+    change(config)
+    entropy = EntropyCoefficient(config.algorithm.entropy)
+    run: Any = SimpleNamespace(config=config, policy=policy, reference=None, critic=None, temperature=1.0)
+    run.entropy = entropy
+    train_on(run, step, groups)
+    return policy.calls, step.metrics
+
+
+def test_a_mini_batch_without_a_signal_is_no_optimizer_step() -> None:
+    calls, metrics = after([group(1.0, 1.0), group(1.0, 0.0), group(0.0, 0.0)], 1)
+    assert calls == [
+        ("hold", 3),
+        ("old_logprobs",),
+        ("advantages", [6, 6, 6]),
+        ("measure", 0),
+        ("train", 1),
+        ("measure", 2),
+    ]
+    assert (metrics["policy/steps_skipped"], metrics["policy/loss"], metrics["policy/grad_norm"]) == (2.0, 3.0, 7.0)
+    assert metrics["mismatch/logprob_abs_mean"] == 0.5
+
+
+def test_one_that_teaches_in_part_is_a_step() -> None:
+    calls, metrics = after([group(1.0, 1.0), group(1.0, 0.0)], None)
+    assert calls == [("hold", 1), ("advantages", [12]), ("train", 0)]
+    assert metrics["policy/steps_skipped"] == 0
+
+
+def test_a_step_without_any_signal_only_measures() -> None:
+    failed = group(0.0, 1.0, status=Status.ERROR_ENV)
+    calls, metrics = after([group(1.0, 1.0), failed], 1)
+    assert calls == [("hold", 2), ("old_logprobs",), ("advantages", [6, 6]), ("measure", 0), ("measure", 1)]
+    assert metrics["policy/steps_skipped"] == 2 and metrics["mismatch/logprob_abs_mean"] == 0.5
+    assert "policy/grad_norm" not in metrics
+
+
+def test_a_gradient_of_zero_is_counted_as_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Notes, "train", lambda self, mini, **_: {**self.sums(mini), "grad_norm": 0.0})
+    _, metrics = after([group(1.0, 0.0)], None)
+    assert (metrics["policy/steps_skipped"], metrics["policy/grad_norm"]) == (1.0, 0.0)
+
+
+def test_a_mini_batch_without_a_token_has_no_mean() -> None:
+    failed = group(0.0, 1.0, status=Status.ERROR_ENV)
+    _, metrics = after([failed, group(1.0, 0.0)], 1)
+    assert metrics["policy/loss"] == 3.0
+
+
+OWN = """
+from skyrl_mega.algorithms.advantages import per_token
+
+@per_token("old_logprobs")
+def surprise(inputs, algorithm):
+    return inputs.token.rewards_T - inputs.token.old_T
+"""
+
+
+def test_what_an_estimator_needs_is_there_before_advantages(tmp_path: Path) -> None:
+    """Also where a step has a single mini-batch, which else would not ask for old log-probs."""
+    (tmp_path / "own.py").write_text(OWN)
+    calls, _ = after([group(1.0, 1.0)], None, f"{tmp_path / 'own.py'}:surprise")
+    assert calls[:4] == [("hold", 1), ("old_logprobs",), ("column", "old_logprobs"), ("advantages", [6])]
+    assert calls[4:] == [("train", 0)]
+
+
+def test_several_epochs_take_every_mini_batch_again_in_an_order_of_the_seed() -> None:
+    def twice(config: Config) -> None:
+        config.data.epochs_per_step = 3
+
+    groups = [group(1.0, 0.0), group(1.0, 1.0), group(0.0, 1.0)]
+    calls, metrics = after(groups, 1, change=twice)
+    steps = calls[3:]
+    assert calls[:3] == [("hold", 3), ("old_logprobs",), ("advantages", [6, 6, 6])]
+    assert [mini for _, mini in steps[:3]] == [0, 1, 2] and len(steps) == 9
+    assert all(sorted(mini for _, mini in steps[i : i + 3]) == [0, 1, 2] for i in (0, 3, 6))
+    assert {what for what, mini in steps if mini == 1} == {"measure"} and metrics["policy/steps_skipped"] == 3.0
+    orders = {tuple(training_order(5, 2, [0, step])) for step in range(9)}
+    assert len(orders) > 5 and {order[:5] for order in orders} == {(0, 1, 2, 3, 4)}
+    assert training_order(5, 2, [0, 4]) == training_order(5, 2, [0, 4]) != training_order(5, 2, [1, 4])
+
+
+def test_one_mini_batch_in_two_epochs_needs_the_log_probs_before_the_first() -> None:
+    def twice(config: Config) -> None:
+        config.data.epochs_per_step = 2
+
+    calls, _ = after([group(1.0, 0.0)], None, change=twice)
+    assert ("old_logprobs",) in calls
+    assert ("old_logprobs",) not in after([group(1.0, 0.0)], None)[0]
+
+
+def test_ratios_to_the_engine_need_no_log_probs_of_the_policy() -> None:
+    def engine(config: Config) -> None:
+        config.algorithm.old_logprobs = "engine"
+
+    calls, _ = after([group(1.0, 0.0), group(0.0, 1.0)], 1, change=engine)
+    assert [what for what, *_ in calls] == ["hold", "advantages", "train", "train"]
+
+
+@pytest.mark.parametrize(("replay", "routes"), [("rollout", 1.5), ("policy", 2.0)])
+def test_the_engine_is_compared_with_weights_that_have_not_moved(
+    monkeypatch: pytest.MonkeyPatch, replay: str, routes: float
+) -> None:
+    """The second mini-batch is the first that teaches: the third is of other weights, where nothing kept the old."""
+
+    def engine(config: Config) -> None:
+        config.algorithm.old_logprobs, config.policy.moe.replay = "engine", replay
+
+    def sums(self: Notes, mini: int) -> dict[str, float]:
+        counts = dict.fromkeys((f"replay_{what}_0" for what in ("tokens", "replayed", "wrong")), 10.0)
+        return {**whole(self, mini), "mismatch_abs": mini + 1.0, **counts, "replay_differs_0": 10.0 * (mini + 1)}
+
+    whole = Notes.sums
+    monkeypatch.setattr(Notes, "sums", sums)
+    monkeypatch.setattr("skyrl_mega.trainer.loop.check_routes", lambda batch: None)
+    calls, metrics = after([group(1.0, 1.0), group(1.0, 0.0), group(0.0, 1.0)], 1, change=engine)
+    assert [what for what, *_ in calls] == ["hold", "advantages", "measure", "train", "train"]
+    assert metrics["mismatch/logprob_abs_mean"] == 1.5
+    assert metrics["replay/route_mismatch"] == routes
+
+
+def test_what_a_loss_chooses_over_a_mini_batch_is_chosen_before_the_first_optimizer_step() -> None:
+    def both(config: Config) -> None:
+        config.algorithm.loss, config.algorithm.entropy.top_share = "clip_cov", 0.5
+
+    calls, _ = after([group(1.0, 0.0)], None, change=both)
+    assert calls == [
+        ("hold", 1),
+        ("old_logprobs", "old_entropy"),
+        ("column", "old_entropy"),
+        ("column", "old_logprobs"),
+        ("advantages", [6]),
+        ("high_covariance", [6]),
+        ("high_entropy", [6]),
+        ("train", 0),
+    ]
+
+
+def test_a_baseline_of_tokens_needs_the_distributions_that_they_were_drawn_from() -> None:
+    calls, metrics = after([group(1.0, 0.0)], None, "optimal_token_baseline")
+    assert calls == [
+        ("hold", 1),
+        ("old_logprobs", "old_squares"),
+        ("column", "old_logprobs"),
+        ("column", "old_squares"),
+        ("advantages", [6]),
+        ("train", 0),
+    ]
+    assert metrics["policy/steps_skipped"] == 0
+
+
+def test_an_entropy_bonus_teaches_where_no_advantage_does() -> None:
+    def bonus(config: Config) -> None:
+        config.algorithm.entropy.coefficient = 0.01
+
+    calls, metrics = after([group(1.0, 1.0)], None, change=bonus)
+    assert calls[-1] == ("train", 0) and metrics["policy/entropy_coefficient"] == 0.01
+    assert "policy/entropy_coefficient" not in after([group(1.0, 1.0)], None)[1]
+
+
+def test_the_adaptive_coefficient_comes_back_with_a_checkpoint(tmp_path: Path) -> None:
+    def opened() -> Run:
+        config = Config()
+        config.algorithm.entropy.target = 0.5
+        stream: Any = SimpleNamespace(state=lambda: {"at": 3}, restore=lambda state: None)
+        policy: Any = SimpleNamespace(save=lambda folder: None, restore=lambda folder: None)
+        nothing: Any = None
+        checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
+        return Run(config, tmp_path, Console(), nothing, policy, None, None, *[nothing] * 3, stream, checkpoints)
+
+    run = opened()
+    run.entropy.see(0.4)
+    run.save()
+    again = opened()
+    assert again.entropy.applied == 0.0 and again.restore()
+    assert again.entropy.applied == run.entropy.applied == 0.005 and again.entropy.entropy == 0.4
