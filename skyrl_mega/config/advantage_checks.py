@@ -78,10 +78,10 @@ def _check_kl(c: Config) -> None:
             "or algorithm.kl.where=loss"
         )
     if kl.unbiased or kl.mean != "loss":
-        key, value = ("unbiased", "true") if kl.unbiased else ("mean", kl.mean)
+        key, value, fix = ("unbiased", "true", "false") if kl.unbiased else ("mean", kl.mean, "loss")
         raise UserError(
             f"algorithm.kl.{key} = {value}: it is of the loss's term, and algorithm.kl.where=reward has none; "
-            "leave it out, or give algorithm.kl.where=loss"
+            f"give algorithm.kl.{key}={fix}, or algorithm.kl.where=loss"
         )
     if why := WITHOUT_KL.get(a.advantage):
         raise UserError(

@@ -228,10 +228,13 @@ def _data(c: Config) -> None:
 def _algorithm(c: Config) -> None:
     a, samples = c.algorithm, c.data.samples_per_prompt
     if samples < 2 and (compares_samples(a) or a.dynamic_sampling.enabled):
-        why = f"algorithm.advantage={a.advantage}" if compares_samples(a) else "algorithm.dynamic_sampling"
+        compares = compares_samples(a)
+        why = f"algorithm.advantage={a.advantage}" if compares else "algorithm.dynamic_sampling"
+        others = ["algorithm.advantage=reinforce"] if compares else []
+        others += ["algorithm.dynamic_sampling.enabled=false"] if a.dynamic_sampling.enabled else []
         raise UserError(
             f"data.samples_per_prompt = {samples}: {why} compares the samples of a prompt and needs at least 2; "
-            "or algorithm.advantage=reinforce without dynamic sampling"
+            f"or give {' and '.join(others)}"
         )
     if samples > 1 and c.rollout.sampling.temperature == 0:
         raise UserError(

@@ -212,7 +212,7 @@ def test_what_takes_two_arguments_passes(own: Path) -> None:
         ("backward", "with 9 tokens, of which 6 count, it raises RuntimeError: one of the variables needed"),
         (
             "of_none",
-            "with 1 tokens, of which 0 count, it, or its gradient, is NaN or infinite; divide by what cannot be",
+            "with 1 tokens, of which 0 count, it, or its gradient, is NaN or infinite; divide by what cannot be 0,",
         ),
         ("nan_metric", "with 1 tokens, of which 0 count, its metric 'mine' is nan"),
         ("some_names", "its metrics are loss with one micro-batch and none with another"),

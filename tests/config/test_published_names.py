@@ -12,10 +12,12 @@ from skyrl_mega.algorithms.advantages import ADVANTAGES
 from skyrl_mega.algorithms.losses import LOSSES
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
+from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.unread import unread_notes
 
-PAGE = Path(__file__).parents[2] / "docs" / "algorithms.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "algorithms.md"
 
 
 def lines() -> dict[str, list[str]]:
@@ -52,3 +54,35 @@ def test_every_advantage_and_loss_has_a_line() -> None:
     settings = {setting for line in LINES.values() for setting in line}
     assert {name for name in ADVANTAGES if f"algorithm.advantage={name}" not in settings} == {"grpo"}
     assert {name for name in LOSSES if f"algorithm.loss={name}" not in settings} == {"ppo"}
+
+
+@pytest.mark.parametrize("name", [name for name, line in LINES.items() if "algorithm.kl.where=reward" in line])
+def test_kl_in_the_reward_over_a_recipe_whose_kl_has_a_mean_of_its_own(name: str) -> None:
+    recipe = ROOT / "configs" / "gsm8k_cpu.yaml"
+    with pytest.raises(
+        UserError, match=re.escape("algorithm.kl.mean = sequences: ") + ".* give algorithm.kl.mean=loss"
+    ):
+        check(compose(recipe, LINES[name]), planned=True)
+    check(compose(recipe, [*LINES[name], "algorithm.kl.mean=loss"]), planned=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fix"),
+    [
+        (
+            ["algorithm.dynamic_sampling.enabled=true"],
+            "algorithm.advantage=reinforce and algorithm.dynamic_sampling.ena",
+        ),
+        ([], "give algorithm.advantage=reinforce"),
+        (
+            ["algorithm.advantage=reinforce++", "algorithm.dynamic_sampling.enabled=true"],
+            "needs at least 2; or give algorithm.dynamic_sampling.enabled=false",
+        ),
+    ],
+)
+def test_one_sample_of_a_prompt_where_some_are_compared(settings: list[str], fix: str, base: Path) -> None:
+    with pytest.raises(UserError, match=re.escape(fix)):
+        check(compose(base, ["data.samples_per_prompt=1", *settings]), planned=True)
+    fixes = ["algorithm.dynamic_sampling.enabled=false"] if settings else []
+    fixes += ["algorithm.advantage=reinforce"] if "advantage=reinforce " in fix + " " else []
+    check(compose(base, ["data.samples_per_prompt=1", *settings, *fixes]), planned=True)

@@ -95,7 +95,11 @@ def _called(loss: Loss, setting: str, algorithm: AlgorithmConfig, tokens: list[i
     gradients[:, tokens] = torch.stack([torch.zeros_like(leaf) if leaf.grad is None else leaf.grad for leaf in leaves])
     if not bool(value.isfinite() and gradients.isfinite().all()):
         fix = "compute with inputs.clean(…) of what you read: where the weight is 0 there may be NaN"
-        fix = fix if bool(inputs.active_L.any()) else "divide by what cannot be 0"
+        fix = (
+            fix
+            if bool(inputs.active_L.any())
+            else "divide by what cannot be 0, or by nothing: weights_L makes the mean"
+        )
         raise UserError(f"{setting}: {many} it, or its gradient, is NaN or infinite; {fix}")
     for name, metric in metrics.items():
         if not bool(metric.isfinite()):

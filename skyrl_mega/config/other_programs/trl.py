@@ -146,7 +146,11 @@ _GRPO: Table = {
     "epsilon_high": to("algorithm.clip_high", note="with cispo algorithm.cispo.clip_high, which is it less 1"),
     "delta": to("algorithm.dual_clip"),
     "importance_sampling_level": to(
-        "algorithm.loss", values={"token": to("algorithm.loss=ppo"), "sequence": to("algorithm.loss=gspo")}
+        "algorithm.loss",
+        values={
+            "token": to("algorithm.loss=ppo"),
+            "sequence": to("algorithm.loss=gspo", note="clip range: algorithm.gspo"),
+        },
     ),
     "scale_rewards": to(
         "algorithm.normalize",
