@@ -27,6 +27,7 @@ from skyrl_mega.config.schema.health import HealthConfig, MismatchConfig
 from skyrl_mega.config.schema.losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig
 from skyrl_mega.config.schema.model import BuildConfig, ModelConfig
 from skyrl_mega.config.schema.policy import LayoutConfig, MoeConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
+from skyrl_mega.config.schema.residency import ResidencyConfig
 from skyrl_mega.config.schema.rollout import RolloutConfig, SamplingConfig
 from skyrl_mega.config.schema.run import CheckpointConfig, RunConfig, TelemetryConfig
 from skyrl_mega.config.schema.samples import DynamicSamplingConfig, OverlongConfig
@@ -64,6 +65,7 @@ __all__ = [
     "RatesConfig",
     "ReferenceConfig",
     "RejectionConfig",
+    "ResidencyConfig",
     "RetrieverConfig",
     "RolloutConfig",
     "RunConfig",
@@ -88,6 +90,7 @@ class Config:
     critic: CriticConfig = field(default_factory=CriticConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
+    residency: ResidencyConfig = field(default_factory=ResidencyConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)
