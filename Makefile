@@ -9,6 +9,14 @@ CUDA_READY := .venv-cuda/.ready
 # Where it is set, each of a run's many processes would compile thousands of modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
+# First the tests that may run beside others, two files at a time; then those that need the machine. The first that finds
+# none of what ARGS picks (pytest's code 5) is no failure, and the second only where the first found something.
+define tests
+@$(PY) -m pytest -n 2 --dist loadfile -m "$(1)not alone" $(ARGS); together=$$?; [ $$together = 5 ] || [ $$together = 0 ] || failed=1; \
+$(PY) -m pytest -m "$(1)alone" $(ARGS); alone=$$?; [ $$alone = 0 ] || { [ $$alone = 5 ] && [ $$together != 5 ]; } || failed=1; \
+exit $${failed:-0}
+endef
+
 .DEFAULT_GOAL := help
 # Real data for the *-cpu recipes, a folder each. GSM8K: train.jsonl and test.jsonl; empty is the Hugging Face hub.
 GSM8K ?= $(wildcard ../shared/data/gsm8k)
@@ -71,10 +79,10 @@ gpu:  ## what one GPU can prove, kept in benchmarks/results/gpu.json; needs Pyth
 	$(PYTHON) -m benchmarks.gpu $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
 
 test: $(READY)  ## every test that takes less than 20 seconds, at most 25 minutes on 2 cores (ARGS="tests/config" picks)
-	$(PY) -m pytest -m "not slow" $(ARGS)
+	$(call tests,not slow and )
 
 test-all: $(READY)  ## these and the slow ones: whole runs, faults, a Slurm cluster; about 50 minutes on 2 cores
-	$(PY) -m pytest $(ARGS)
+	$(call tests,)
 
 fuzz: $(READY)  ## hostile settings, files, replies, texts, programs and SQL, for an hour (ARGS="--seconds 60 --seed 7" adds options)
 	$(PY) -m tests.fuzz --seconds 3600 $(ARGS)

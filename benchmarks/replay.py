@@ -61,7 +61,6 @@ def measure(path: Path, rounds: int) -> dict[str, Any]:
     """CPU seconds of a step, medians over the rounds."""
     torch.set_num_threads(1)
     cpu.stand_in()
-    cpu.CudaAsCpu().__enter__()
     build(MODEL, path, seed=0)
     parallel = ParallelDims.from_config(LayoutConfig(), 1)
     store = dist.TCPStore("127.0.0.1", 0, 1, is_master=True, timeout=timedelta(seconds=60))

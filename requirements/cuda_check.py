@@ -161,20 +161,19 @@ def policy() -> None:
     require_transformer_engine()  # what is not there yet, the stand-in keeps from being imported
     cpu.stand_in()
     logging.disable(logging.WARNING)  # megatron-core's, that the random state it reads is a CPU's
-    with cpu.CudaAsCpu():
-        for name, ranks, sizes in LAYOUTS:
-            hf = MODELS[name]
-            parallel = ParallelDims(ranks=ranks, **sizes)
-            start, counts = time.monotonic(), set()
-            for rank in range(ranks):
-                kinds, found = _megatron(hf, parallel, rank)
-                expected = architecture(hf).megatron_shard(hf, parallel, rank, "te").params
-                compare(f"{name} {sizes}, rank {rank}", expected, found)
-                if not kinds <= TE_LAYERS:
-                    raise Differs(f"{name} {sizes}, rank {rank}: layers {sorted(kinds - TE_LAYERS)}")
-                counts.add(len(found))
-            shown = " ".join(f"{key}={value}" for key, value in sizes.items()) or "one rank"
-            print(row(name, shown, ranks, counts, start))
+    for name, ranks, sizes in LAYOUTS:
+        hf = MODELS[name]
+        parallel = ParallelDims(ranks=ranks, **sizes)
+        start, counts = time.monotonic(), set()
+        for rank in range(ranks):
+            kinds, found = _megatron(hf, parallel, rank)
+            expected = architecture(hf).megatron_shard(hf, parallel, rank, "te").params
+            compare(f"{name} {sizes}, rank {rank}", expected, found)
+            if not kinds <= TE_LAYERS:
+                raise Differs(f"{name} {sizes}, rank {rank}: layers {sorted(kinds - TE_LAYERS)}")
+            counts.add(len(found))
+        shown = " ".join(f"{key}={value}" for key, value in sizes.items()) or "one rank"
+        print(row(name, shown, ranks, counts, start))
 
 
 TE_LAYERS = {

@@ -18,12 +18,26 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 
+TOGETHER = {
+    "algorithms", "config", "cuda", "data", "export", "kernels", "laws", "megatron", "models", "parallel", "planner",
+    "telemetry",
+}  # fmt: skip
+"""Rooms whose tests may run beside others. The rest have the machine to themselves: they start Ray, engines, sandboxes
+or Slurm, look for what a run leaves, or measure time."""
+
 # The same examples every time, and no limit on an example's seconds: a busy machine must not fail what is right.
 # HYPOTHESIS_PROFILE=explore draws new examples.
 slow_is_fine = [HealthCheck.too_slow, HealthCheck.data_too_large]
 settings.register_profile("same", deadline=None, derandomize=True, suppress_health_check=slow_is_fine)
 settings.register_profile("explore", deadline=None, print_blob=True, suppress_health_check=slow_is_fine)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks what has to run alone."""
+    for item in items:
+        if item.path.relative_to(ROOT / "tests").parts[0] not in TOGETHER:
+            item.add_marker("alone")
 
 
 @pytest.fixture(autouse=True)

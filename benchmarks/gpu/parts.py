@@ -119,7 +119,6 @@ def open_rank(
         from skyrl_mega.megatron import cpu
 
         cpu.stand_in()
-        cpu.CudaAsCpu().__enter__()
     else:
         os.environ.update(allocator.variables(os.environ))  # as in the policy's actors
         torch.cuda.set_device(device)

@@ -55,7 +55,6 @@ class MegatronActor:
             torch.set_num_threads(policy.threads)
             with without_wandb():
                 cpu.stand_in()
-            cpu.CudaAsCpu().__enter__()  # for the life of this thread
             self.device = torch.device("cpu")
         else:
             # Here, as a node may have settings of its own, which variables given by `spawn` would override. torch reads

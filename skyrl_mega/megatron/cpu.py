@@ -1,20 +1,20 @@
 """The CPU stand-in for CUDA: what megatron-core 0.16 takes for granted, when there is no CUDA device.
 
 megatron-core asks `torch.cuda` for devices, streams and random state, and names the device "cuda" outright.
-`stand_in` replaces those names for the process, and `CudaAsCpu` maps the device in every torch call of the thread
-that enters it. Nothing else in the project knows that it runs on a CPU; on a machine with CUDA this module is never
-entered.
+`stand_in` replaces those names for the process, and maps that device wherever a tensor is made. Nothing else in the
+project knows that it runs on a CPU; on a machine with CUDA this module is never entered.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Callable
+from functools import wraps
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from torch.overrides import TorchFunctionMode
 
 _CPU = torch.device("cpu")
 _TYPE_NAMES = {
@@ -45,32 +45,47 @@ class _Stream:
         return True
 
 
-class CudaAsCpu(TorchFunctionMode):
-    """Maps `device="cuda"` to the CPU and answers `Tensor.type()` with the CUDA name, which megatron-core compares
-    with.
+_FACTORIES = (
+    "arange", "as_tensor", "asarray", "empty", "empty_like", "empty_strided", "eye", "full", "full_like", "linspace",
+    "ones", "ones_like", "rand", "rand_like", "randint", "randn", "randn_like", "randperm", "tensor", "zeros",
+    "zeros_like",
+)  # fmt: skip
+"""What makes a tensor on a device that is named. A mode (`torch.overrides`) would map the device in every call, at a
+quarter of a small model's time."""
 
-    A mode belongs to a thread: enter it in the one that runs Megatron.
-    """
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return _TYPE_NAMES.get(args[0].dtype, func(args[0]))
+def _on_cpu(make: Callable[..., Any]) -> Callable[..., Any]:
+    """`make` with CUDA's device mapped to the CPU, where there is no pinned memory either."""
+
+    @wraps(make)
+    def made(*args: Any, **kwargs: Any) -> Any:
         device = kwargs.get("device")
         if device is not None and (isinstance(device, int) or torch.device(device).type == "cuda"):
             kwargs["device"] = _CPU
         kwargs.pop("pin_memory", None)
-        args = tuple(
-            _CPU
-            if (isinstance(a, torch.device) and a.type == "cuda") or (isinstance(a, str) and a.startswith("cuda"))
-            else a
-            for a in args
-        )
-        return func(*args, **kwargs)
+        return make(*args, **kwargs)
+
+    return made
+
+
+def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+    """`Tensor.type`, which answers with CUDA's name of it: megatron-core compares with that."""
+    if args or kwargs:
+        return _own_type(tensor, *args, **kwargs)
+    return _TYPE_NAMES.get(tensor.dtype) or _own_type(tensor)
+
+
+_own_type = torch.Tensor.type
 
 
 def stand_in() -> None:
     """Replaces for this process what megatron-core expects of CUDA, before its first import. Idempotent."""
+    tensor: Any = torch.Tensor
+    if tensor.type is _type:
+        return
+    tensor.type = _type
+    for name in _FACTORIES:
+        setattr(torch, name, _on_cpu(getattr(torch, name)))
     modules: dict[str, Any] = sys.modules
     for name in _CUDA_ONLY:
         modules.setdefault(name, None)  # nobody of this process can import it from now on
@@ -87,7 +102,6 @@ def stand_in() -> None:
     cuda.get_rng_state = lambda *_: torch.get_rng_state()
     cuda.set_rng_state = lambda state, *_: torch.set_rng_state(state)
     cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=1)
-    tensor: Any = torch.Tensor
     tensor.cuda = lambda self, *_, **__: self
     tensor.record_stream = lambda self, *_: None
     module: Any = torch.nn.Module

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from skyrl_mega.megatron.cpu import CudaAsCpu
+from tests.cuda.fake_cuda import CudaAsCpu
 
 CUDA = torch.device("cuda")
 """Without a number, so that the one in use has to be asked for."""

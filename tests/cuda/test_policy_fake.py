@@ -133,7 +133,7 @@ def steps(rank: int, address: str, path: Path, parallel: ParallelDims, dtype: to
         return run_steps(layouts.open_rank(rank, address, path, parallel, layouts.policy_config(**changes), dtype))
     with (
         mock.patch.object(layouts, "CPU", CUDA),
-        mock.patch.object(layouts.cpu, "CudaAsCpu", CpuAsCuda),
+        CpuAsCuda(),
         mock.patch.object(dist, "init_process_group", on_gloo(dist.init_process_group)),
         mock.patch.object(layer_spec, "varlen_attn", one_by_one),
     ):

@@ -29,7 +29,6 @@ def save(
     """Trains, saves to `folder`, exports in the run's own way; this rank's log-probs, where it has some."""
     torch.set_num_threads(1)
     cpu.stand_in()
-    cpu.CudaAsCpu().__enter__()
     host, port = address.split(":")
     store = dist.TCPStore(host, int(port), parallel.ranks, is_master=rank == 0, timeout=timedelta(seconds=180))
     model.join(rank, parallel, store, layouts.CPU, 120)

@@ -35,7 +35,6 @@ def open_rank(
     """A loaded rank on gloo."""
     torch.set_num_threads(1)
     cpu.stand_in()
-    cpu.CudaAsCpu().__enter__()
     host, port = address.split(":")
     store = dist.TCPStore(host, int(port), parallel.ranks, is_master=rank == 0, timeout=timedelta(seconds=180))
     model.join(rank, parallel, store, CPU, 120)

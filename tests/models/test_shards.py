@@ -252,9 +252,8 @@ def megatron_params(rank: int, address: str, hf: dict[str, Any], parallel: Paral
     host, port = address.split(":")
     store = TCPStore(host, int(port), is_master=rank == 0, wait_for_workers=False)
     cpu.stand_in()
-    with cpu.CudaAsCpu():
-        build.join(rank, parallel, store, CPU, 120)
-        chunks = build.build_model(hf, PolicyConfig(), parallel, torch.float32, CPU)
+    build.join(rank, parallel, store, CPU, 120)
+    chunks = build.build_model(hf, PolicyConfig(), parallel, torch.float32, CPU)
     return {f"{i}.{name}": tuple(p.shape) for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()}
 
 
