@@ -23,7 +23,8 @@ from skyrl_mega.config.errors import UserError
         ["rollout.sampling.top_k=1", "rollout.sampling.top_p=0.5", "evaluation.temperature=0"],
         ["cluster.device=cuda", "cluster.nodes=2"],
         ["data.mini_batch_prompts=16"],
-        ["policy.fusions=[]", "policy.recompute=selective"],
+        ["policy.fusions=[]", "policy.recompute=moe"],
+        ["policy.recompute=selective", "cluster.device=cuda", "cluster.nodes=2"],
         ["policy.fusions=[rope,permute]", "policy.moe.aux_loss=0.1", "cluster.device=cuda", "cluster.nodes=2"],
         ["policy.moe.dispatcher=deepep", "policy.layout.expert=2", "cluster.device=cuda", "cluster.nodes=2"],
         ["policy.options.recompute_granularity=selective", "policy.ddp_options.bucket_size=1000"],
@@ -47,6 +48,10 @@ WRONG = [
     (
         "policy.fusions=[rope,router] policy.moe.aux_loss=0.1 cluster.device=cuda cluster.nodes=2",
         "policy.fusions = [rope, router]: a fused router chooses by itself, and policy.moe.aux_loss=0.1 needs",
+    ),
+    (
+        "policy.recompute=selective",
+        "policy.recompute = selective: megatron-core recomputes such parts of Transformer E",
     ),
     ("policy.moe.dispatcher=nvshmem", "policy.moe.dispatcher = nvshmem: allowed is one of alltoall, deepep"),
     (
