@@ -12,11 +12,6 @@ def one_of(*allowed: str, former: dict[bool, str] | None = None) -> Any:
     return field(default=allowed[0], metadata={"allowed": allowed, "former": former or {}})
 
 
-def some_of(*allowed: str) -> Any:
-    """A list of some of `allowed`, or null, which is the default."""
-    return field(default=None, metadata={"allowed": allowed})
-
-
 def at_least(low: float, default: Any) -> Any:
     """A number field that is never below `low`."""
     return field(default=default, metadata={"low": low})
