@@ -1,8 +1,8 @@
 """Counts where the host waits for the device, on tensors that lie on the CPU and stand for the device's.
 
 What a tensor stands for is kept beside it: what is made on the host, or copied to it, is the host's, and so is what is
-computed of the host's tensors alone; everything else is the device's. A wait is a value that Python asks the device for,
-an operation whose result has a size that only values tell, a copy to the host, or a call that waits outright.
+computed of the host's tensors alone; everything else is the device's. A wait is a value that Python asks the device
+for, an operation whose result has a size that only values tell, a copy to the host, or a call that waits outright.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A rank of Transformer Engine's layers goes forward and backward on a CPU, and the waits of its host are counted.
 
-Its Python and megatron-core's are the real ones (`te`), its kernels torch's (`te_kernels`), ranks are processes on gloo.
+Its Python and megatron-core's are real (`te`), its kernels torch's (`te_kernels`), the ranks processes on gloo.
 Run as a program it reads a pickled `Case` from standard input and writes its pickled answers to the file that is named.
 """
 

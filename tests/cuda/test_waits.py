@@ -31,7 +31,7 @@ POLICIES = {
     "selective": PolicyConfig(spec="te", recompute="selective"),
     "moe": PolicyConfig(spec="te", recompute="moe"),
     "full": PolicyConfig(spec="te", recompute="full"),
-    "replayed": PolicyConfig(spec="te", moe=MoeConfig(aux_loss=0.1)),
+    "balanced": PolicyConfig(spec="te", moe=MoeConfig(aux_loss=0.1)),
     "local": PolicyConfig(spec="local"),
 }
 DISPATCH = ("synchronize", "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_synchronize")
@@ -60,7 +60,15 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
     return {name: [of[i] for of in found] for i, name in enumerate(POLICIES)}
 
 
-@pytest.mark.parametrize(("name", "passes"), [("fused", 1), ("replayed", 1), ("selective", 1), ("moe", 2), ("full", 2)])
+def test_what_the_settings_ask_for_is_in_the_model(answers: dict[str, list[Answer]]) -> None:
+    names = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion", "bias_activation_fusion")
+    fused = {policy: tuple(found[0].fields[name] for name in names) for policy, found in answers.items()}
+    assert fused["fused"] == fused["full"] == (True,) * 4
+    assert fused["balanced"] == (True, True, False, True)
+    assert fused["nothing fused"] == fused["local"] == (False,) * 4
+
+
+@pytest.mark.parametrize(("name", "passes"), [("fused", 1), ("balanced", 1), ("selective", 1), ("moe", 2), ("full", 2)])
 def test_the_host_waits_for_nothing_but_the_dispatchers_counts(
     answers: dict[str, list[Answer]], name: str, passes: int
 ) -> None:
