@@ -40,7 +40,7 @@ def _train(tiny: bool, device: str, early: bool) -> dict[str, Any]:
 
     here = torch.device(device)
     hf, parallel = parts.slice_of_30b(tiny_size=tiny, layers=LAYERS)
-    policy = parts.policy_config(recompute=True, logit_chunk=1024)
+    policy = parts.policy_config(recompute="full", logit_chunk=1024)
     rank = parts.open_rank(hf, parallel, device=here, policy=policy)
     parts.forget_moments(rank)
     if early:

@@ -49,7 +49,7 @@ def prove(bench: Bench) -> None:
         bench.figure(f"{name}", found / GIB, "GiB", limit=said / GIB, limit_of="sizing, counted")
         bench.holds(f"{name} are what sizing counts", found == said, f"{found} bytes, not {said}")
 
-    estimate = activations(d, parallel, 0, Row(tokens, 1), 2, recompute=True, logit_chunk=CHUNK)
+    estimate = activations(d, parallel, 0, Row(tokens, 1), 2, recompute="full", logit_chunk=CHUNK)
     if bench.cuda:
         inference = bench.peak(lambda: rank.logprobs([batch]))
         torch.cuda.reset_peak_memory_stats()
@@ -91,7 +91,7 @@ def open_slice(
 ) -> ModelWorker:
     """The rank, with random weights."""
     hf, parallel = parts.slice_of_30b(tiny_size=bench.tiny, layers=layers)
-    policy = parts.policy_config(spec, recompute=True, logit_chunk=CHUNK, micro_tokens=TOKENS)
+    policy = parts.policy_config(spec, recompute="full", logit_chunk=CHUNK, micro_tokens=TOKENS)
     return parts.open_rank(hf, parallel, device=bench.device, policy=policy, fusions=fusions)
 
 

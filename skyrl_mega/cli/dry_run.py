@@ -274,6 +274,6 @@ def _notes(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
         if tight:
             notes.append(
                 f"tight: by the estimates stage {', '.join(map(str, tight))} of the policy is over a GPU's memory, "
-                "though within their margin; lower policy.micro_tokens or give policy.recompute=true"
+                "though within their margin; lower policy.micro_tokens or give policy.recompute=full"
             )
     return notes

@@ -25,6 +25,7 @@ from skyrl_mega.config.derived import (
 )
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.speed_checks import check_speed
 from skyrl_mega.data.rows import check_files, environments_of, load_demonstrations
 from skyrl_mega.engines.vllm import arguments
 from skyrl_mega.envs import registry
@@ -363,6 +364,7 @@ def with_device(config: Config, training: bool = True) -> Config:
     check_vllm(device)
     if training:
         _check_spec(decided)
+        check_speed(decided)
     return decided
 
 

@@ -70,7 +70,7 @@ def _row(number: int, s: Suggestion) -> tuple[str, ...]:
         str(policy.ranks),
         _layout(s),
         str(policy.micro_tokens),
-        "yes" if policy.recompute else "no",
+        policy.recompute,
         f"{rollout.engines} × TP{rollout.tensor}",
         f"{s.peak / GIB:.1f}",
         f"{s.kv_tokens:,}",

@@ -35,6 +35,7 @@ from skyrl_mega.config.replay_checks import check_replay
 from skyrl_mega.config.residency_checks import check_residency
 from skyrl_mega.config.sample_checks import check_samples
 from skyrl_mega.config.schema import Config, OptimizerConfig
+from skyrl_mega.config.speed_checks import check_speed
 from skyrl_mega.config.unread import check_unread
 from skyrl_mega.config.values import shown
 
@@ -100,6 +101,7 @@ def check(config: Config, *, planned: bool = False) -> None:
     check_loss(config)
     check_unread(config)
     check_replay(config)
+    check_speed(config)
     check_residency(config)
     check_deterministic(config)
     _rollout(config)

@@ -209,6 +209,8 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
             OmegaConf.update(config, name, OmegaConf.structured(known[name].type), merge=False)
     if key in known and known[key].group and value == {}:
         return
+    if key in known and isinstance(value, bool):
+        value = known[key].metadata.get("former", {}).get(value, value)
     if key in known and known[key].type is list and isinstance(value, list):
         for entry in value:
             if not isinstance(entry, str | int | float) or isinstance(entry, bool):

@@ -28,6 +28,7 @@ _TRANSFORMER: dict[str | None, str] = {
     "policy.layout.expert": "expert_model_parallel_size",
     "policy.layout.expert_tensor": "expert_tensor_parallel_size moe_extended_tp",
     "policy.moe.aux_loss": "moe_aux_loss_coeff moe_router_load_balancing_type",
+    "policy.moe.dispatcher": "moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend",
     "policy.spec": "transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm use_kitchen use_kitchen_attention",
     "model.dtype": "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype fp8_param fp4_param",
     MODEL: "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
@@ -46,7 +47,7 @@ _TRANSFORMER: dict[str | None, str] = {
     "moe_token_dropping moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy "
     "moe_router_force_load_balancing moe_router_enable_expert_bias moe_enable_routing_replay qk_clip "
     "perform_initialization use_cpu_initialization init_model_with_meta_device variable_seq_lengths "
-    "moe_token_dispatcher_type moe_enable_deepep overlap_p2p_comm batch_p2p_comm use_ring_exchange_p2p "
+    "overlap_p2p_comm batch_p2p_comm use_ring_exchange_p2p "
     "overlap_p2p_comm_warmup_flush gradient_accumulation_fusion delay_wgrad_compute "
     "defer_embedding_wgrad_compute overlap_moe_expert_parallel_comm cpu_offloading cpu_offloading_num_layers "
     "tp_comm_overlap enable_cuda_graph external_cuda_graph cuda_graph_impl "
@@ -123,8 +124,8 @@ def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
     """
     for key, given in options(policy, critic):
         denied = DENIED[key]
-        if key == "policy.options" and policy.recompute:
-            denied = denied | dict.fromkeys(_RECOMPUTE.split(), "policy.recompute=false to choose what is recomputed")
+        if key == "policy.options" and policy.recompute != "none":
+            denied = denied | dict.fromkeys(_RECOMPUTE.split(), "policy.recompute=none to choose what is recomputed")
         for name in given:
             if name in denied:
                 instead = denied[name]

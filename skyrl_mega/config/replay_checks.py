@@ -25,15 +25,20 @@ def check_replay(c: Config) -> None:
             f"policy.options.moe_router_fusion = true: a fused router chooses by itself, and "
             f"policy.moe.replay={replay} tells it what to choose; give false, {OFF}"
         )
+    if c.policy.recompute == "moe":
+        raise UserError(
+            f"policy.recompute = moe: {_ALONE} (policy.moe.replay={replay}); give policy.recompute=full, which "
+            f"recomputes whole layers, {OFF}"
+        )
     if options.get("moe_layer_recompute"):
         raise UserError(
             f"policy.options.moe_layer_recompute = true: {_ALONE} (policy.moe.replay={replay}); give false, "
-            f"policy.recompute=true, which recomputes whole layers, {OFF}"
+            f"policy.recompute=full, which recomputes whole layers, {OFF}"
         )
     if "moe" in (options.get("recompute_modules") or ()):
         raise UserError(
             f"policy.options.recompute_modules = {shown(options['recompute_modules'])}: {_ALONE} "
-            f"(policy.moe.replay={replay}); leave moe out, give policy.recompute=true, which recomputes whole layers, "
+            f"(policy.moe.replay={replay}); leave moe out, give policy.recompute=full, which recomputes whole layers, "
             f"{OFF}"
         )
     one_update = c.data.mini_batch_prompts in (None, c.data.prompts_per_step) and c.data.epochs_per_step == 1

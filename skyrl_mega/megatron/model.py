@@ -21,6 +21,7 @@ from torch import Tensor
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.config.values import shown
+from skyrl_mega.megatron import speed
 from skyrl_mega.megatron.layer_spec import decoder_spec
 from skyrl_mega.models.megatron import layer_spec, require_transformer_engine
 from skyrl_mega.models.registry import HeadKind, architecture
@@ -110,15 +111,13 @@ def transformer_config(
     settings = architecture(hf).megatron_settings(hf)
     te = layer_spec(policy.spec, device.type) == "te"
     moe: dict[str, Any] = {}
-    if settings.transformer.get("num_moe_experts"):
+    experts = bool(settings.transformer.get("num_moe_experts"))
+    if experts:
         moe = dict(
             moe_grouped_gemm=te,
             moe_router_dtype="fp32",
             moe_router_load_balancing_type="none",  # `expert_balance` takes the loss over the whole mini-batch
         )
-    recompute: dict[str, Any] = {}
-    if policy.recompute:
-        recompute = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
     ours = dict(
         **settings.transformer,
         tensor_model_parallel_size=parallel.tensor,
@@ -143,7 +142,6 @@ def transformer_config(
         perform_initialization=True,
         # Packed micro-batches differ in length, so stages tell each other the shape.
         variable_seq_lengths=True,
-        moe_token_dispatcher_type="alltoall",  # the default refuses varying lengths, in dense models too
         # With PP = 2 and virtual stages, batched point-to-point pairs messages wrongly and trains wrong without an
         # error: both neighbours are the same peer. Overlapped, unbatched messages are exact.
         overlap_p2p_comm=parallel.virtual_pipeline > 1,
@@ -154,9 +152,8 @@ def transformer_config(
         # megatron-core's own output layer takes apex for it, and refuses to be built without.
         gradient_accumulation_fusion=False,
         masked_softmax_fusion=False,
-        bias_activation_fusion=False,
         **moe,
-        **recompute,
+        **speed.fields(policy, "te" if te else "local", experts),
     )
     return with_options(TransformerConfig, ours, policy.options, "policy.options")
 
@@ -195,12 +192,13 @@ def build_model(
     """This rank's model chunks (one, or one per virtual stage), not yet loaded.
 
     Raises:
-        UserError: the layers are Transformer Engine's, and it cannot be imported.
+        UserError: the layers are Transformer Engine's, or the dispatcher is deep_ep's, and it cannot be imported.
     """
     arch = architecture(hf, head)
     spec = layer_spec(policy.spec, device.type)
     if spec == "te":
         require_transformer_engine()
+    speed.prepare(policy)
     config = transformer_config(hf, policy, parallel, dtype, device)
     gpt = dict(arch.megatron_settings(hf).gpt)
     gpt["vocab_size"] = arch.padded_vocab(hf, parallel.tensor)

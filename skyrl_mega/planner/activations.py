@@ -54,19 +54,27 @@ def activations(
     row: Row,
     itemsize: int,
     *,
-    recompute: bool,
+    recompute: str,
     logit_chunk: int,
     token_bytes: float = BATCH_BYTES,
 ) -> Activations:
-    """At the peak, on a rank of pipeline stage `pp`. `token_bytes`: of one token of a packed micro-batch."""
+    """At the peak, on a rank of pipeline stage `pp`.
+
+    Args:
+        recompute: `policy.recompute`, of Transformer Engine's layers.
+        token_bytes: Of one token of a packed micro-batch.
+    """
     layers = parallel.stage_sizes(d.layers)[pp]
     kinds = d.counted(layer for chunk in _chunks(d, parallel, pp) for layer in chunk)
     usual = Work(parallel, row.tokens, itemsize, IMBALANCE)
     worst = Work(parallel, row.tokens, itemsize, HOTTEST)
     largest = max(_saved(kind, worst) for kind, _ in kinds)
-    mean = sum(_saved(kind, usual) * count for kind, count in kinds) / layers
     boundary = row.tokens // parallel.tensor * d.hidden * itemsize
-    kept = boundary if recompute else mean
+    if recompute == "full":
+        kept, again = float(boundary), float(largest)
+    else:
+        kept = sum(_saved(kind, usual, recompute) * count for kind, count in kinds) / layers
+        again = max(_saved(kind, worst) - _saved(kind, worst, recompute) for kind, _ in kinds)
     flight = in_flight(parallel, pp, row.count)
     # Every micro-batch under way also keeps the hidden states that it was sent, and those that it sent on.
     saved = flight * (layers / parallel.virtual_pipeline * kept + (2 * boundary if parallel.pipeline > 1 else 0))
@@ -78,7 +86,7 @@ def activations(
     choice = last and not isinstance(d.head, ValueHead)  # of a token, which a critic does not make
     train_logits, forward_logits = logits(d, parallel, row.tokens, itemsize, logit_chunk) if choice else (0, 0)
     return Activations(
-        train=int(saved + (largest if recompute else 0) + working + top + batch),
+        train=int(saved + again + working + top + batch),
         forward=int(largest + 2 * boundary + top + batch),
         train_logits=train_logits,
         forward_logits=forward_logits,
@@ -94,15 +102,23 @@ def in_flight(parallel: ParallelDims, pp: int, count: int) -> int:
 
 
 def layer(
-    d: Decoder, parallel: ParallelDims, tokens: int, itemsize: int, *, moe: bool, imbalance: float = IMBALANCE
+    d: Decoder,
+    parallel: ParallelDims,
+    tokens: int,
+    itemsize: int,
+    *,
+    moe: bool,
+    imbalance: float = IMBALANCE,
+    recompute: str = "none",
 ) -> int:
-    """Bytes that one layer, with experts or without, saves for its backward pass, its input among them."""
+    """Bytes that one layer, with experts or without, saves for its backward pass, its input among them; of
+    `policy.recompute` all kinds but full."""
     kind = next(d.layer(i) for i in range(d.layers) if d.is_moe(i) == moe)
-    return _saved(kind, Work(parallel, tokens, itemsize, imbalance))
+    return _saved(kind, Work(parallel, tokens, itemsize, imbalance), recompute)
 
 
-def _saved(kind: Layer, work: Work) -> int:
-    return int(sum(block.saved_bytes(work) for block in kind))
+def _saved(kind: Layer, work: Work, recompute: str = "none") -> int:
+    return int(sum(block.kept_bytes(work, recompute) for block in kind))
 
 
 def logits(d: Decoder, parallel: ParallelDims, tokens: int, itemsize: int, chunk: int) -> tuple[int, int]:

@@ -95,7 +95,7 @@ ONLY_NAMED = (
 """Beginnings of keys that are changed only where a refusal names them: they change what is learned, or are odd."""
 
 NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
-    "policy.recompute": lambda value: [] if value else [True],
+    "policy.recompute": lambda value: [] if value == "full" else ["full"],
     "policy.micro_tokens": _lower,
     "policy.logit_chunk": _lower,
     "weights.bucket_mib": _lower,

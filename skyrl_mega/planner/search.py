@@ -82,7 +82,7 @@ class Suggestion:
             p.pipeline * p.virtual_pipeline,
             p.tensor * p.context,
             p.expert,
-            self.config.policy.recompute,
+            self.config.policy.recompute != "none",
         )
 
 
@@ -250,7 +250,7 @@ def _ends(layers: int, pipeline: int, virtual: int) -> int | None:
 
 def _policies(config: Config, ranks: int, layout: LayoutConfig) -> Iterator[Config]:
     """The layout with micro-batches of different sizes, with and without recomputation."""
-    for tokens, recompute in product(sorted({*MICRO_TOKENS, config.policy.micro_tokens}), (False, True)):
+    for tokens, recompute in product(sorted({*MICRO_TOKENS, config.policy.micro_tokens}), ("none", "full")):
         policy = replace(config.policy, ranks=ranks, layout=layout, micro_tokens=tokens, recompute=recompute)
         yield replace(config, policy=policy)
 

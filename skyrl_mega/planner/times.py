@@ -24,6 +24,10 @@ from skyrl_mega.planner.parameters import stage
 from skyrl_mega.weights.plan.sync_plan import copy_bytes
 from skyrl_mega.weights.plan.topology import Links
 
+PASSES = {"none": (3, 2, 2), "selective": (3, 2, 2), "moe": (4, 3, 3), "full": (4, 3, 3)}
+"""`policy.recompute` → products, messages and launches of a forward and backward pass, as multiples of the forward
+pass's. Backward: two products for each of the forward pass, its messages once more; recomputing is a forward pass.
+moe is counted as the whole layer, which is too much by the attention's part."""
 TAIL = 10
 """While the longest responses end, one sequence in so many still runs."""
 EAGER_LAYER_US = 400.0
@@ -190,8 +194,7 @@ def _passes(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> 
     launches = count * layers * rates.layer_us * 1e-6
     bubble = 1 + (parallel.pipeline - 1) / (made.usual * parallel.virtual_pipeline)
     forward = (compute + messages + launches) * bubble
-    # Backward: two products for each of the forward pass, its messages once more; recomputing is a forward pass.
-    passes = (4, 3, 3) if config.policy.recompute else (3, 2, 2)
+    passes = PASSES[config.policy.recompute]
     train = bubble * (passes[0] * compute + passes[1] * messages + passes[2] * launches)
     train += made.mini_batches * _update(config, d, parallel)
     if config.policy.moe.aux_loss and d.experts:

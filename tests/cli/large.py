@@ -8,7 +8,7 @@ SETTINGS = """\
 run: {name: large}
 cluster: {nodes: 8, device: cuda}
 model: {path: models/Qwen3-30B-A3B}
-policy: {ranks: 32, layout: {tensor: 2, expert: 8}, recompute: true}
+policy: {ranks: 32, layout: {tensor: 2, expert: 8}, recompute: full}
 rollout:
   engines: 4
   tensor: 8

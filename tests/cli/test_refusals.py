@@ -19,7 +19,7 @@ from tests.cli import large
 IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
     # ---- memory of a GPU
     ("experts on every rank", "policy.layout.expert=1", ["rank 0 needs about", "at least", "policy.layout.expert=4"]),
-    ("long rows without recomputation", "policy.recompute=false policy.micro_tokens=65536", ["activations"]),
+    ("long rows without recomputation", "policy.recompute=none policy.micro_tokens=65536", ["activations"]),
     (
         "logits of a whole row",
         "policy.logit_chunk=65536 policy.micro_tokens=65536",
@@ -113,12 +113,12 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
     ),
     (
         "the 30B on two nodes, without recomputation",
-        "cluster.nodes=2 cluster.shared=true policy.ranks=16 rollout.engines=2 policy.recompute=false "
+        "cluster.nodes=2 cluster.shared=true policy.ranks=16 rollout.engines=2 policy.recompute=none "
         "rollout.memory_fraction=0.35",
         [
             "--suggest searches further",
             "--suggest searches further",
-            "policy.recompute=true rollout.memory_fraction=0.",
+            "policy.recompute=full rollout.memory_fraction=0.",
         ],
     ),
     ("less than no expert", "policy.layout.expert=-2", ["at least 1", "policy.layout.expert=8"]),

@@ -23,6 +23,10 @@ from skyrl_mega.config.errors import UserError
         ["rollout.sampling.top_k=1", "rollout.sampling.top_p=0.5", "evaluation.temperature=0"],
         ["cluster.device=cuda", "cluster.nodes=2"],
         ["data.mini_batch_prompts=16"],
+        ["policy.fusions=[]", "policy.recompute=moe"],
+        ["policy.recompute=selective", "cluster.device=cuda", "cluster.nodes=2"],
+        ["policy.fusions=[rope,permute]", "policy.moe.aux_loss=0.1", "cluster.device=cuda", "cluster.nodes=2"],
+        ["policy.moe.dispatcher=deepep", "policy.layout.expert=2", "cluster.device=cuda", "cluster.nodes=2"],
         ["policy.options.recompute_granularity=selective", "policy.ddp_options.bucket_size=1000"],
     ],
 )
@@ -31,6 +35,41 @@ def test_what_is_possible_passes(base: Path, arguments: list[str]) -> None:
 
 
 WRONG = [
+    ("policy.recompute=maybe", "policy.recompute = maybe: allowed is one of none, selective, moe, full"),
+    ("policy.fusions=[norm]", "policy.fusions = [norm]: allowed is a list of rope, permute, router, swiglu or null"),
+    (
+        "policy.fusions=[rope]",
+        "policy.fusions = [rope]: they are kernels of Transformer Engine's layers, and cluster.de",
+    ),
+    (
+        "policy.fusions=[rope] policy.spec=local cluster.device=cuda cluster.nodes=2",
+        "policy.fusions = [rope]: they are kernels of Transformer Engine's layers, and policy.spec is local; leave it",
+    ),
+    (
+        "policy.fusions=[rope,router] policy.moe.aux_loss=0.1 cluster.device=cuda cluster.nodes=2",
+        "policy.fusions = [rope, router]: a fused router chooses by itself, and policy.moe.aux_loss=0.1 needs",
+    ),
+    (
+        "policy.recompute=selective",
+        "policy.recompute = selective: megatron-core recomputes such parts of Transformer E",
+    ),
+    ("policy.moe.dispatcher=nvshmem", "policy.moe.dispatcher = nvshmem: allowed is one of alltoall, deepep"),
+    (
+        "policy.moe.dispatcher=deepep",
+        "policy.moe.dispatcher = deepep: it has kernels for CUDA alone, and cluster.device",
+    ),
+    (
+        "policy.moe.dispatcher=deepep cluster.device=cuda cluster.nodes=2 model.dtype=float32",
+        "policy.moe.dispatcher = deepep: it sends bfloat16, and model.dtype is float32; give",
+    ),
+    (
+        "policy.moe.dispatcher=deepep cluster.device=cuda cluster.nodes=2 model.dtype=bfloat16",
+        "policy.moe.dispatcher = deepep: policy.layout.expert = 1 has all experts on every rank, and nothing is sent",
+    ),
+    (
+        "policy.options.moe_enable_deepep=true",
+        "policy.options.moe_enable_deepep: the run decides it; use policy.moe.dis",
+    ),
     ("policy.layout.first_stage_layers=0", "policy.layout.first_stage_layers = 0: allowed is a whole number of at"),
     ("cluster.topology.nic_gb_s=0", "cluster.topology.nic_gb_s = 0.0: allowed is a number of at least 0.001"),
     (
@@ -235,8 +274,8 @@ WRONG = [
         "policy.options.hidden_size: the run decides it; use another model.path: config.json decides it",
     ),
     (
-        "policy.recompute=true policy.options.recompute_granularity=selective",
-        "policy.options.recompute_granularity: the run decides it; use policy.recompute=false to choose",
+        "policy.recompute=full policy.options.recompute_granularity=selective",
+        "policy.options.recompute_granularity: the run decides it; use policy.recompute=none to choose",
     ),
     (
         "policy.ddp_options.overlap_grad_reduce=true",

@@ -77,7 +77,7 @@ def test_values_of_every_kind(folder: Path) -> None:
     assert config.policy.optimizer.lr == 3e-4
     assert config.data.train == ["a.parquet", "b.parquet"]
     assert config.rollout.sampling.stop == ["</answer>"]
-    assert (config.policy.ranks, config.policy.recompute, config.evaluation.top_p) == (4, True, None)
+    assert (config.policy.ranks, config.policy.recompute, config.evaluation.top_p) == (4, "full", None)
     assert config.rollout.options == {"block_size": 16, "scale": 1e-3}
     assert config.environment.classes == {"mine": "path/to/env.py:Mine"}
     assert config.run.directory == "a=b"
@@ -96,7 +96,7 @@ def test_values_of_every_kind(folder: Path) -> None:
         ("policy.layout.tensor=2.5", "policy.layout.tensor = 2.5: allowed is a whole number of at least 1"),
         ("policy.layout.tensor=true", "policy.layout.tensor = true: allowed is a whole number of at least 1"),
         ("policy.layout.tensor.x=2", "policy.layout.tensor is a whole number of at least 1 and holds no other keys"),
-        ("policy.recompute=maybe", "policy.recompute = maybe: allowed is true or false"),
+        ("policy.moe.freeze_router=maybe", "policy.moe.freeze_router = maybe: allowed is true or false"),
         ("policy.layout=3", "policy.layout = 3: allowed is a group of tensor, pipeline"),
         ("policy.layout=null", "policy.layout = null: allowed is a group of tensor"),
         ("run.seed=null", "run.seed = null: allowed is a whole number"),

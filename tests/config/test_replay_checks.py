@@ -20,7 +20,7 @@ from skyrl_mega.planner.routes import driver_bytes, rank_bytes
 @pytest.mark.parametrize(
     "arguments",
     [
-        "policy.moe.replay=rollout policy.recompute=true",
+        "policy.moe.replay=rollout policy.recompute=full",
         "policy.moe.replay=policy data.mini_batch_prompts=16",
         "policy.moe.replay=rollout policy.options.recompute_granularity=selective rollout.options={block_size:16}",
     ],
@@ -46,6 +46,11 @@ def test_what_is_possible_passes(base: Path, arguments: str) -> None:
             "policy.moe.replay=rollout policy.options.recompute_granularity=selective "
             "policy.options.recompute_modules=[moe]",
             "policy.options.recompute_modules = [moe]: a MoE part",
+        ),
+        ("policy.moe.replay=rollout policy.recompute=moe", "policy.recompute = moe: a MoE part"),
+        (
+            "policy.moe.replay=rollout policy.fusions=[router] cluster.device=cuda cluster.nodes=2",
+            "policy.fusions = [router]: a fused router chooses by itself, and policy.moe.replay=rollout",
         ),
         (
             "policy.moe.replay=rollout policy.options.moe_layer_recompute=true",

@@ -14,8 +14,10 @@ import importlib.machinery
 import os
 import sys
 import types
+from collections.abc import Callable, Mapping
 from importlib.metadata import version
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -33,16 +35,21 @@ def absent() -> str:
     return f"{FOLDER} has no transformer_engine: `make test` puts it there where a package index has it"
 
 
-def install() -> None:
+def install(kernels: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> None:
     """Makes `transformer_engine` importable in this process, over a stub, and CUDA apparently there.
 
     Call it before megatron-core is imported, then `skyrl_mega.megatron.cpu.stand_in`.
+
+    Args:
+        kernels: Functions of the extension that compute (`te_kernels`), by name; all others are mocks.
     """
     import torch
 
     os.environ["NVTE_PROJECT_BUILDING"] = "1"  # its own way to be imported without its libraries
     sys.path.insert(0, str(FOLDER))
-    sys.modules["transformer_engine_torch"] = _extension()
+    sys.modules["transformer_engine_torch"] = extension = _extension()
+    for name, kernel in kernels.items():
+        setattr(extension, name, kernel)
     for name in ("onnx", "onnxscript"):
         sys.modules[name] = _Stub(name)
 
@@ -57,6 +64,15 @@ def install() -> None:
     package.common = importlib.import_module("transformer_engine.common")
     package.common.load_framework_extension = lambda *_: None
     package.pytorch = importlib.import_module("transformer_engine.pytorch")
+
+
+class _Number:
+    """An enumeration of pybind11's, whose members can be made into a number and are none."""
+
+    value: int
+
+    def __int__(self) -> int:
+        return self.value
 
 
 class _Stub(types.ModuleType):
@@ -80,6 +96,7 @@ def _extension() -> _Stub:
     stub: Any = _Stub("transformer_engine_torch")
     stub.DType = enum.IntEnum("DType", {name: i for i, name in enumerate(DTYPES)})
     stub.NVTE_Fused_Attn_Backend = enum.IntEnum("NVTE_Fused_Attn_Backend", BACKENDS)
+    stub.NVTERoutingMapFormat = enum.Enum("NVTERoutingMapFormat", {"BYTEMAP": 0, "BITMAP_U8": 1}, type=_Number)
     stub.FP8FwdTensors = enum.IntEnum("FP8FwdTensors", {f"GEMM{g}_{x}": 3 * (g - 1) + i for g in (1, 2, 3)
         for i, x in enumerate(("INPUT", "WEIGHT", "OUTPUT"))})  # fmt: skip
     stub.FP8BwdTensors = enum.IntEnum("FP8BwdTensors", {f"GRAD_{x}{g}": 2 * (g - 1) + i for g in (1, 2, 3)

@@ -89,7 +89,11 @@ def test_a_packed_row_is_on_the_device(context: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize(
     ("parallel", "rank", "changes"),
-    [(ParallelDims(), 0, {}), (ParallelDims(2, tensor=2), 1, {"recompute": True}), (ParallelDims(2, context=2), 1, {})],
+    [
+        (ParallelDims(), 0, {}),
+        (ParallelDims(2, tensor=2), 1, {"recompute": "full"}),
+        (ParallelDims(2, context=2), 1, {}),
+    ],
     ids=["one", "TP2", "CP2"],
 )
 def test_forward_through_layers_and_head(
@@ -127,7 +131,7 @@ def test_forward_through_layers_and_head(
 
 def steps(rank: int, address: str, path: Path, parallel: ParallelDims, dtype: torch.dtype, as_cuda: bool) -> Any:
     """Losses, norms and log-probs of a rank whose tensors say CUDA's, or the CPU's."""
-    changes: dict[str, Any] = {"spec": "local", "recompute": True} if as_cuda else {}
+    changes: dict[str, Any] = {"spec": "local", "recompute": "full"} if as_cuda else {}
     changes |= {"moe": MoeConfig(aux_loss=0.1)}
     if not as_cuda:
         return run_steps(layouts.open_rank(rank, address, path, parallel, layouts.policy_config(**changes), dtype))

@@ -22,7 +22,10 @@ BALANCED = MoeConfig(aux_loss=0.5)
 CUTS: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
     ("micro 40", 1, {}, {"micro_tokens": 40}),
     ("micro 1000", 1, {}, {"micro_tokens": 1000, "logit_chunk": 7}),
-    ("recompute", 1, {}, {"recompute": True}),
+    ("recompute", 1, {}, {"recompute": "full"}),
+    ("recompute MoE", 1, {}, {"recompute": "moe"}),
+    ("TP2 EP2, recompute MoE", 2, {"tensor": 2, "expert": 2}, {"recompute": "moe"}),
+    ("PP2 VPP2, recompute MoE", 2, {"pipeline": 2, "virtual_pipeline": 2}, {"recompute": "moe"}),
     ("DP2", 2, {}, {}),
     ("TP2 ETP2", 2, {"tensor": 2}, {}),
     ("PP2", 2, {"pipeline": 2}, {}),

@@ -28,7 +28,7 @@ MODELS = {
     "tied dense": BuildConfig(architecture="qwen2", head_dim=16, layers=4, tied=True),
 }
 CASES: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
-    ("moe", 2, {}, {"micro_tokens": 40, "recompute": True}),
+    ("moe", 2, {}, {"micro_tokens": 40, "recompute": "full"}),
     ("moe", 4, {"expert": 2}, {}),
     ("moe", 4, {"tensor": 2, "expert": 2}, {}),
     ("moe", 4, {"pipeline": 2, "context": 2}, {}),

@@ -26,15 +26,15 @@ from tests.megatron import layouts
 from tests.support.engines import LOADING, build_model_of
 from tests.support.ranks import run_ranks
 
-LAYOUTS: dict[str, tuple[int, dict[str, int], bool]] = {
-    "one process, recomputed": (1, {}, True),
-    "DP2": (2, {}, False),
-    "TP2 ETP2": (2, {"tensor": 2}, False),
-    "PP2": (2, {"pipeline": 2}, False),
-    "CP2": (2, {"context": 2}, False),
-    "EP2": (2, {"expert": 2}, False),
-    "TP2 EP2": (2, {"tensor": 2, "expert": 2}, False),
-    "PP2 VPP2, recomputed": (2, {"pipeline": 2, "virtual_pipeline": 2}, True),
+LAYOUTS: dict[str, tuple[int, dict[str, int], str]] = {
+    "one process, recomputed": (1, {}, "full"),
+    "DP2": (2, {}, "none"),
+    "TP2 ETP2": (2, {"tensor": 2}, "none"),
+    "PP2": (2, {"pipeline": 2}, "none"),
+    "CP2": (2, {"context": 2}, "none"),
+    "EP2": (2, {"expert": 2}, "none"),
+    "TP2 EP2": (2, {"tensor": 2, "expert": 2}, "none"),
+    "PP2 VPP2, recomputed": (2, {"pipeline": 2, "virtual_pipeline": 2}, "full"),
 }
 SHAPE = RouteShape(layers=(0, 2, 3), experts=8, per_token=2)
 """Of the model below, whose second layer is dense."""
@@ -108,7 +108,7 @@ def single(model: Path) -> Found:
 
 @pytest.mark.parametrize(("ranks", "sizes", "recompute"), LAYOUTS.values(), ids=LAYOUTS)
 def test_every_layout_goes_where_the_routes_say(
-    model: Path, single: Found, ranks: int, sizes: dict[str, int], recompute: bool
+    model: Path, single: Found, ranks: int, sizes: dict[str, int], recompute: str
 ) -> None:
     """That each token did in each layer is checked in every pass, or it would have failed."""
     found = run(model, ranks, sizes, recompute=recompute)

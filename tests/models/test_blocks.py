@@ -140,8 +140,8 @@ def test_its_memory() -> None:
     worker = architecture(HF).engine_shard(HF, 2, 1)
     assert engine_parameters(d, 2, 1, False, 1) == sum(map(prod, worker.params.values()))
     row = Row(tokens=128, count=1)
-    saved = activations(d, ParallelDims(), 0, row, 2, recompute=False, logit_chunk=64).train
-    more = activations(d, ParallelDims(), 0, Row(256, 1), 2, recompute=False, logit_chunk=64).train
+    saved = activations(d, ParallelDims(), 0, row, 2, recompute="none", logit_chunk=64).train
+    more = activations(d, ParallelDims(), 0, Row(256, 1), 2, recompute="none", logit_chunk=64).train
     assert more - saved > LAYERS * 128 * 2 * 1000
 
 

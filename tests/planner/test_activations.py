@@ -21,7 +21,7 @@ from skyrl_mega.megatron.packing import pack
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import build, hf_config
-from skyrl_mega.planner.activations import layer
+from skyrl_mega.planner.activations import Row, activations, layer
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 
@@ -61,11 +61,12 @@ class FusedNorm(torch.autograd.Function):
         raise NotImplementedError
 
 
-def saved(rank: int, address: str, path: Path) -> int:
+def saved(rank: int, address: str, path: Path, recompute: str) -> int:
     """Bytes that the second layer keeps for its backward pass, each storage once, without parameters."""
     layer_spec.PackedAttention.forward = lambda self, q, k, v, mask, **_: Fused.apply(q, k, v).flatten(1)  # type: ignore
     layer_spec.RMSNorm.forward = lambda self, x: FusedNorm.apply(x, self.weight)  # type: ignore
-    opened = layouts.open_rank(0, address, path, layouts.layout(1), layouts.policy_config(), torch.bfloat16)
+    policy = layouts.policy_config(recompute=recompute)
+    opened = layouts.open_rank(0, address, path, layouts.layout(1), policy, torch.bfloat16)
     rng = np.random.default_rng(0)
     batch = Sequences.of([rng.integers(0, 90, 256).tolist() for _ in range(TOKENS // 256)])
     micro = pack(batch, context=1, context_rank=0, tensor=1)
@@ -88,9 +89,23 @@ def saved(rank: int, address: str, path: Path) -> int:
     return sum(found[1].values())
 
 
-@pytest.mark.parametrize("model", MODELS)
-def test_a_layer_saves_what_the_formula_says(model: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("model", "recompute"), [*((model, "none") for model in MODELS), ("experts", "moe")])
+def test_a_layer_saves_what_the_formula_says(model: str, recompute: str, tmp_path: Path) -> None:
     build(MODELS[model], tmp_path / "model")
     hf = hf_config(MODELS[model])
-    formula = layer(architecture(hf).describe(hf), layouts.layout(1), TOKENS, 2, moe=model == "experts")
-    assert formula == pytest.approx(run_ranks(1, saved, tmp_path / "model")[0], rel=0.05)
+    d = architecture(hf).describe(hf)
+    formula = layer(d, layouts.layout(1), TOKENS, 2, moe=model == "experts", recompute=recompute)
+    assert formula == pytest.approx(run_ranks(1, saved, tmp_path / "model", recompute)[0], rel=0.05)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_what_is_recomputed_needs_less_the_more_it_is(model: str) -> None:
+    """A dense layer of Transformer Engine's has no part that costs next to no time: selective is none there."""
+    hf = hf_config(MODELS[model])
+    d = architecture(hf).describe(hf)
+    none, selective, moe, full = (
+        activations(d, layouts.layout(1), 0, Row(TOKENS, 1), 2, recompute=kind, logit_chunk=64).train
+        for kind in ("none", "selective", "moe", "full")
+    )
+    assert none >= selective > moe > 0 and none > full > 0
+    assert (none > selective) == (model == "experts")

@@ -36,7 +36,7 @@ COMMON = {
     "cluster.device": "cuda",
     "model.dtype": "bfloat16",
     "policy.ranks": None,
-    "policy.recompute": True,
+    "policy.recompute": "full",
     "policy.moe.aux_loss": 0.0,
     "policy.optimizer.lr": 1e-6,
     "policy.optimizer.schedule": "constant",
@@ -162,7 +162,7 @@ RUNS: dict[str, Run] = {
             **gpus(4, 8, 4, 8, 0.6),
             **megatron(2, expert=8),
             **tokens_of(1),
-            "policy.recompute": False,
+            "policy.recompute": "none",
             "checkpoint.resume": False,
         },
     ),
@@ -257,12 +257,12 @@ TABLE_SAYS = "the published table says 8 H100s; the script of its commit has two
 DEVIATIONS: dict[str, dict[str, Deviation]] = {
     "searchr1_30b": {
         "rollout.memory_fraction": Deviation(0.3, TURNS),
-        "policy.recompute": Deviation(True, LOSS_SAME),
+        "policy.recompute": Deviation("full", LOSS_SAME),
         "checkpoint.resume": Deviation(True, CONTINUES),
     },
     "searchr1_3b": {
         "rollout.memory_fraction": Deviation(0.45, TURNS),
-        "policy.recompute": Deviation(False, LOSS_SAME),
+        "policy.recompute": Deviation("none", LOSS_SAME),
     },
     "skyrl_sql_7b": {
         "rollout.memory_fraction": Deviation(0.55, TURNS),
@@ -283,13 +283,13 @@ DEVIATIONS: dict[str, dict[str, Deviation]] = {
     },
     "gsm8k": {
         "rollout.memory_fraction": Deviation(0.35, TURNS),
-        "policy.recompute": Deviation(False, LOSS_SAME),
+        "policy.recompute": Deviation("none", LOSS_SAME),
         "checkpoint.resume": Deviation(True, CONTINUES),
         "checkpoint.keep": Deviation(2, DISK),
     },
     "multiply": {
         "rollout.memory_fraction": Deviation(0.35, TURNS),
-        "policy.recompute": Deviation(False, LOSS_SAME),
+        "policy.recompute": Deviation("none", LOSS_SAME),
         "rollout.max_turns": Deviation(5, "the script leaves one turn; the text that it belongs to is about several"),
         "checkpoint.keep": Deviation(2, DISK),
     },

@@ -6,9 +6,10 @@ from dataclasses import field
 from typing import Any
 
 
-def one_of(*allowed: str) -> Any:
-    """A string field; the first of `allowed` is the default."""
-    return field(default=allowed[0], metadata={"allowed": allowed})
+def one_of(*allowed: str, former: dict[bool, str] | None = None) -> Any:
+    """A string field; the first of `allowed` is the default. `former`: what true and false are taken for, where the
+    setting was a switch once."""
+    return field(default=allowed[0], metadata={"allowed": allowed, "former": former or {}})
 
 
 def at_least(low: float, default: Any) -> Any:

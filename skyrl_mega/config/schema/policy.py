@@ -76,6 +76,10 @@ class MoeConfig:
     (R3, arXiv:2510.11370). policy: those of the pass that computed the old log-probs, in the update (R2,
     arXiv:2507.18071). Probabilities stay the policy's own over the experts chosen, and routers learn from them. Every
     pass checks that all tokens went where they had to."""
+    dispatcher: str = one_of("alltoall", "deepep")
+    """How tokens get to their experts' ranks and back. alltoall: NCCL. deepep: the kernels of the package deep_ep,
+    which send a token once to a rank or node that has several of its experts; CUDA in bfloat16 alone, and
+    `policy.layout` must spread experts."""
 
 
 @dataclass
@@ -100,8 +104,15 @@ class PolicyConfig:
     """Token budget of one packed micro-batch on one rank (a longer sequence has one of its own)."""
     logit_chunk: int = at_least(1, 1024)
     """Tokens whose logits exist at once while log-probs are computed."""
-    recompute: bool = False
-    """Recomputes every layer's activations in the backward pass."""
+    recompute: str = one_of("none", "selective", "moe", "full", former={True: "full", False: "none"})
+    """What the backward pass computes once more instead of keeping it, the least memory last. none: nothing. selective:
+    what takes next to no time, in `te` layers alone: norms and the experts' activation function. moe: the MoE part of
+    every layer, of a dense layer its MLP. full: whole layers (true and false mean full and none). docs/speed.md has the
+    bytes and the time of each."""
+    fusions: Optional[list[str]] = field(default=None, metadata={"allowed": ("rope", "permute", "router", "swiglu")})
+    """Operations of `te` layers that one kernel does: the rotation of queries and keys, the sorting of tokens by
+    expert, the router's choice, the activation function of MLPs. null: all of them, but no fused router where
+    `moe.replay` or `moe.aux_loss` needs megatron-core's own. []: none. `local` layers have none."""
     threads: int = between(1, 4096, 1)
     """CPU threads of one rank (CPU only)."""
     options: dict[str, Any] = field(default_factory=dict)

@@ -171,6 +171,11 @@ class Block(Protocol):
         """What autograd keeps of it for the backward pass, its input among it."""
         ...
 
+    def kept_bytes(self, work: Work, recompute: str) -> float:
+        """The same where the backward pass computes parts of a layer again: `policy.recompute`, but for `full`, in
+        Transformer Engine's layers."""
+        return self.saved_bytes(work)
+
     def gradient_bytes(self, work: Work) -> float:
         """Gradients of its activations and weights that exist together while it goes backward."""
         return 0.0

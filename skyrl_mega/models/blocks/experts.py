@@ -171,6 +171,16 @@ class Experts(Block):
         # Logits, probabilities and masks over all experts, in float32 and bool.
         return norm + experts + s * self.count * 24
 
+    def kept_bytes(self, work: Work, recompute: str) -> float:
+        """moe: the norm's input and output. selective: not the norm's output, and of the activation its inputs."""
+        norm = work.tokens / work.parallel.tensor * self.hidden * work.itemsize
+        if recompute == "moe":
+            return 2 * norm
+        if recompute == "selective":
+            dropped = 4 * self._routed(work) * self.width / work.parallel.expert_tensor * work.itemsize
+            return self.saved_bytes(work) - norm - dropped
+        return self.saved_bytes(work)
+
     def gradient_bytes(self, work: Work) -> float:
         width = self.width / work.parallel.expert_tensor
         weights = self.count / work.parallel.expert * 3 * self.hidden * width

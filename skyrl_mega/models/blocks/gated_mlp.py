@@ -81,6 +81,12 @@ class GatedMlp(Block):
         norm = 2 * work.tokens / tensor * self.hidden * work.itemsize  # input and output
         return norm + work.tokens * work.itemsize * 5 * self.width / tensor
 
+    def kept_bytes(self, work: Work, recompute: str) -> float:
+        """moe: what the MLP reads. In selective its norm is a part of the product, which keeps the norm's output."""
+        if recompute == "moe":
+            return work.tokens / work.parallel.tensor * self.hidden * work.itemsize
+        return self.saved_bytes(work)
+
     def gradient_bytes(self, work: Work) -> float:
         width, hidden = self.width / work.parallel.tensor, self.hidden
         return work.itemsize * (work.tokens * (3 * width + 2 * hidden / work.parallel.tensor) + 3 * hidden * width)

@@ -1,0 +1,71 @@
+"""What is refused of the policy's settings of speed: `fusions`, `recompute`, `moe.dispatcher`."""
+
+from __future__ import annotations
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.config.values import shown
+
+
+def check_speed(c: Config) -> None:
+    """Refuses what would not be used, or would compute something else.
+
+    Raises:
+        UserError: One.
+    """
+    _fusions(c)
+    _recompute(c)
+    _dispatcher(c)
+
+
+def _recompute(c: Config) -> None:
+    # megatron-core 0.16 recomputes a norm or an activation by Transformer Engine's functions, and ends without them.
+    if c.policy.recompute == "selective" and (without := _no_transformer_engine(c)):
+        raise UserError(
+            f"policy.recompute = selective: megatron-core recomputes such parts of Transformer Engine's layers alone, "
+            f"and {without}; allowed there is none, moe or full"
+        )
+
+
+def _fusions(c: Config) -> None:
+    fusions, moe = c.policy.fusions, c.policy.moe
+    if not fusions:
+        return
+    if without := _no_transformer_engine(c):
+        raise UserError(
+            f"policy.fusions = {shown(fusions)}: they are kernels of Transformer Engine's layers, and {without}; leave "
+            "it out"
+        )
+    if "router" in fusions and (moe.replay != "off" or moe.aux_loss):
+        why = f"policy.moe.replay={moe.replay}" if moe.replay != "off" else f"policy.moe.aux_loss={moe.aux_loss:g}"
+        raise UserError(
+            f"policy.fusions = {shown(fusions)}: a fused router chooses by itself, and {why} needs megatron-core's "
+            "own; leave router out, or policy.fusions, which then is without it"
+        )
+
+
+def _dispatcher(c: Config) -> None:
+    moe, layout = c.policy.moe, c.policy.layout
+    if moe.dispatcher != "deepep":
+        return
+    said = "policy.moe.dispatcher = deepep"
+    fix = "give policy.moe.dispatcher=alltoall"
+    if without := _no_transformer_engine(c):
+        raise UserError(f"{said}: it has kernels for CUDA alone, and {without}; {fix}")
+    if c.model.dtype != "bfloat16":
+        raise UserError(
+            f"{said}: it sends bfloat16, and model.dtype is {c.model.dtype}; {fix}, or model.dtype=bfloat16"
+        )
+    tensor = layout.expert_tensor or (1 if layout.expert > 1 else layout.tensor)
+    if layout.expert * tensor == 1:
+        raise UserError(
+            f"{said}: policy.layout.expert = 1 has all experts on every rank, and nothing is sent; {fix}, or "
+            "policy.layout.expert above 1"
+        )
+
+
+def _no_transformer_engine(c: Config) -> str:
+    """Why the policy's layers are megatron-core's local ones; '' where they are not, or nobody knows yet."""
+    if c.policy.spec == "local":
+        return "policy.spec is local"
+    return "cluster.device is cpu" if c.cluster.device == "cpu" else ""

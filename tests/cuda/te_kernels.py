@@ -1,0 +1,343 @@
+"""What Transformer Engine's kernels compute, in plain torch, for its own Python to call on a CPU (`te.install`).
+
+Only what a BF16 or FP32 layer of this project enters. Everything around the kernels is Transformer Engine's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import unittest.mock
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import CustomOpDef
+
+from tests.cuda import syncs, te
+from tests.cuda.syncs import AsCuda, Counted, Waits
+
+UNUSED = ("layernorm_fwd", "layernorm_bwd")
+"""Kernels that its modules name and a model of this project does not enter."""
+KERNELS: dict[str, Callable[..., Any]] = {}
+TRITON: dict[str, Callable[..., Any]] = {}
+
+
+def install(waits: Waits) -> None:
+    """Puts Transformer Engine (`te.install`) into this process with these kernels, and its Triton kernels' stand-ins.
+
+    What a kernel does is the device's: nothing of it counts as a wait of the host.
+    """
+    nothing = {name: unittest.mock.MagicMock(name=name) for name in UNUSED}
+    te.install(nothing | {name: _on_the_device(each, waits) for name, each in KERNELS.items()})
+    from transformer_engine.pytorch import permutation
+
+    for name, each in TRITON.items():
+        setattr(permutation.triton_permutation, name, _on_the_device(each, waits))
+    for op in vars(permutation).values():
+        if isinstance(op, CustomOpDef):  # torch calls these without the modes that Python has entered
+            op._backend_fns = {kind: _in_the_modes(each, waits) for kind, each in op._backend_fns.items()}
+
+
+def stand_in(waits: Waits) -> None:
+    """What Transformer Engine asks of a device beside what megatron-core does, and megatron-core's own copies to the
+    host: `cpu.stand_in`, which goes before, leaves these out."""
+    from megatron.core.transformer.moe import moe_utils, token_dispatcher
+
+    syncs.stand_in(waits)
+    dispatcher: Any = token_dispatcher
+    dispatcher.maybe_move_tensor_to_cpu = moe_utils.maybe_move_tensor_to_cpu
+    cuda: Any = torch.cuda
+    cuda.is_current_stream_capturing = lambda: False
+    cuda.device = lambda *_: contextlib.nullcontext()
+    cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132, major=9, minor=0)
+    autograd: Any = torch.autograd
+    autograd.backward = backward
+
+
+def backward(tensors: Any, grads: Any = None) -> None:
+    """torch's, which would go backward without the modes that are entered."""
+    pairs = [
+        (t, g) for t, g in zip(_tuple(tensors), _tuple(grads), strict=True) if isinstance(t, Tensor) and t.requires_grad
+    ]
+    outputs, gradients = zip(*pairs, strict=True)
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.run_backward(outputs, gradients, False, False, (), allow_unreachable=True, accumulate_grad=True)
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, list | tuple) else (value,)
+
+
+def _in_the_modes(function: Callable[..., Any], waits: Waits) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with AsCuda(), Counted(waits) if waits.counting else contextlib.nullcontext():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def _on_the_device(function: Callable[..., Any], waits: Waits) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with waits.pause(), torch.no_grad():
+            return function(*args, **kwargs)
+
+    return run
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One of the compiled extension's, by its name there."""
+    KERNELS[function.__name__] = function
+    return function
+
+
+def triton(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One of `transformer_engine.pytorch.triton.permutation`, by its name there."""
+    TRITON[function.__name__] = function
+    return function
+
+
+def _product(a: Tensor, transa: bool, b: Tensor, transb: bool) -> Tensor:
+    """cuBLAS counts columns first: op(b) · op(a) in rows."""
+    a, b = (t.reshape(-1, t.shape[-1]).float() for t in (a, b))
+    return (b.T if transb else b) @ (a.T if transa else a)
+
+
+def _write(out: Tensor | None, value: Tensor, like: Tensor, accumulate: bool) -> Tensor:
+    if out is None:
+        return value.to(like.dtype)
+    return out.add_(value) if accumulate else out.copy_(value.view(out.shape))
+
+
+@kernel
+def generic_gemm(
+    a: Tensor, transa: bool, b: Tensor, transb: bool, out: Tensor | None, quantizer: Any, out_dtype: Any, bias: Any,
+    bias_dtype: Any, gelu: bool, gelu_in: Any, grad: bool, workspace: Any, size: int, accumulate: bool, split: bool,
+    **_: Any,
+) -> tuple[Tensor, Tensor | None, None, None]:  # fmt: skip
+    """One product, with a bias or its gradient."""
+    assert quantizer is None and not gelu
+    value = _product(a, transa, b, transb)
+    has_bias = isinstance(bias, Tensor) and bias.numel() > 0
+    bias_grad = b.reshape(-1, b.shape[-1]).float().sum(0).to(b.dtype) if grad and has_bias else None
+    if has_bias and not grad:
+        value = value + bias.float()
+    rows = b.shape[:-1] if not transb else value.shape[:1]
+    return _write(out, value.view(*rows, -1), b, accumulate), bias_grad, None, None
+
+
+@kernel
+def te_general_grouped_gemm(
+    a: list[Tensor], transa: bool, b: list[Tensor], transb: bool, out: list[Tensor], out_dtype: Any,
+    splits: list[int], bias: Any, bias_dtype: Any, single: bool, gelu_in: Any, grad: bool, workspaces: Any, size: int,
+    accumulate: bool, *_: Any,
+) -> Any:  # fmt: skip
+    """A product for every expert."""
+    parts = out[0].split([len(each) for each in b]) if single else out
+    for part, one, other in zip(parts, a, b, strict=True):
+        _write(part, _product(one, transa, other, transb), other, accumulate)
+    return bias
+
+
+@kernel
+def get_num_cublas_streams() -> int:
+    """Workspaces."""
+    return 1
+
+
+@kernel
+def get_cudnn_version() -> int:
+    """9.20, as in the lock."""
+    return 92000
+
+
+@kernel
+def rmsnorm_fwd(
+    x: Tensor, weight: Tensor, eps: float, out: Tensor | None, quantizer: Any, *_: Any
+) -> tuple[Tensor, None, Tensor]:
+    """Output, no mean, and 1 / RMS of every row."""
+    rows = x.float()
+    scale = torch.rsqrt(rows.square().mean(-1) + eps)
+    value = (rows * scale[..., None] * weight.float()).to(x.dtype)
+    return value if out is None else out.copy_(value), None, scale
+
+
+@kernel
+def rmsnorm_bwd(dy: Tensor, x: Tensor, scale: Tensor, weight: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """Gradients of the input and of the weight."""
+    normed = x.float() * scale.view(*x.shape[:-1], 1)
+    dy = dy.view(x.shape).float()
+    through = dy * weight.float()
+    dx = scale.view(*x.shape[:-1], 1) * (through - normed * (through * normed).mean(-1, keepdim=True))
+    return dx.to(x.dtype), (dy * normed).flatten(0, -2).sum(0).to(weight.dtype)
+
+
+def _angles(freqs: Tensor, cu_seqlens: Tensor, size: int, rank: int) -> Tensor:
+    """[L, 1, D]: of every token of a context rank, whose parts are the chunks r and 2 cp - 1 - r of each sequence."""
+    places = []
+    for start, end in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist(), strict=True):
+        chunk = (end - start) // (2 * size) if size > 1 else 0
+        if size == 1:
+            places.append(torch.arange(end - start))
+        else:
+            places += [torch.arange(k * chunk, (k + 1) * chunk) for k in (rank, 2 * size - 1 - rank)]
+    return freqs[torch.cat(places), 0]
+
+
+def _rotated(t: Tensor, angles: Tensor, sign: int) -> Tensor:
+    width = angles.shape[-1]
+    x, rest = t[..., :width].float(), t[..., width:]
+    half = width // 2
+    turned = torch.cat([-x[..., half:], x[..., :half]], -1)
+    return torch.cat([(x * angles.cos() + sign * turned * angles.sin()).to(t.dtype), rest], -1)
+
+
+@kernel
+def fused_rope_forward(
+    t: Tensor, freqs: Tensor, start: Any, form: Any, interleaved: bool, cu_seqlens: Tensor, size: int, rank: int
+) -> Tensor:
+    """Rotation of [L, H, D]."""
+    assert start is None and not interleaved
+    return _rotated(t, _angles(freqs, cu_seqlens, size, rank), 1)
+
+
+@kernel
+def fused_rope_backward(
+    grad: Tensor, freqs: Tensor, start: Any, form: Any, interleaved: bool, cu_seqlens: Tensor, size: int, rank: int
+) -> Tensor:
+    """Rotation back: cosines and sines of both halves are the same."""
+    return _rotated(grad, _angles(freqs, cu_seqlens, size, rank), -1)
+
+
+def _chosen(logits: Tensor, topk: int, pre_softmax: bool, scale: float | None) -> tuple[Tensor, Tensor]:
+    x = logits.float()
+    chosen = torch.zeros_like(x, dtype=torch.bool).scatter(-1, x.topk(topk, -1).indices, True)
+    probs = x.softmax(-1) * chosen if pre_softmax else x.masked_fill(~chosen, float("-inf")).softmax(-1)
+    return probs * (scale or 1.0), chosen
+
+
+@kernel
+def fused_topk_with_score_function_fwd(
+    logits: Tensor, topk: int, pre_softmax: bool, groups: Any, group_topk: Any, scale: Any, score: str, bias: Any,
+    form: int, indices: Any,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Probabilities, which experts are chosen, and what the backward pass needs."""
+    assert score == "softmax" and groups is None and bias is None and indices is None
+    probs, chosen = _chosen(logits, topk, pre_softmax, scale)
+    return probs.to(logits.dtype), chosen, logits.float().clone()
+
+
+@kernel
+def fused_topk_with_score_function_bwd(
+    chosen: Tensor, logits: Tensor, grad: Tensor, out: Tensor, topk: int, pre_softmax: bool, scale: Any, *_: Any
+) -> None:
+    """Writes the gradient of the logits."""
+    with torch.enable_grad():
+        leaf = logits.detach().requires_grad_()
+        probs, _chosen_again = _chosen(leaf, topk, pre_softmax, scale)
+        (found,) = torch.autograd.grad(probs, leaf, grad.float())
+    out.copy_(found)
+
+
+@triton
+def make_row_id_map(routing_map: Tensor, tokens: int, experts: int) -> Tensor:
+    """int32 [T, 2 E + 1]: destinations of a token's copies, here of every expert in its place, -1 for no copy."""
+    places = routing_map.T.reshape(-1).long().cumsum(0).view(experts, tokens).T - 1
+    rows = torch.where(routing_map.bool(), places, -1)
+    return torch.cat([rows, torch.zeros(tokens, experts + 1, dtype=rows.dtype)], 1).int()
+
+
+def _copies(rows: Tensor, experts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Token, expert and destination of every copy."""
+    token, expert = (rows[:, :experts] >= 0).nonzero(as_tuple=True)
+    return token, expert, rows[token, expert].long()
+
+
+@triton
+def permute_with_mask_map(
+    x: Tensor, rows: Tensor, probs: Tensor | None, scale: Any, pads: Any, tokens: int, experts: int, copies: int,
+    hidden: int, scale_hidden: Any,
+) -> tuple[Tensor, None, Tensor | None]:  # fmt: skip
+    """Copies of tokens, expert by expert, and the probability of each."""
+    assert scale is None and pads is None
+    token, expert, to = _copies(rows, experts)
+    out = x.new_zeros(copies, hidden).index_copy(0, to, x[token])
+    moved = None if probs is None else probs.new_zeros(copies).index_copy(0, to, probs[token, expert])
+    return out, None, moved
+
+
+@triton
+def unpermute_with_mask_map(
+    x: Tensor, rows: Tensor, merging: Any, probs: Tensor | None, pads: Any, tokens: int, experts: int, hidden: int
+) -> tuple[Tensor, Tensor | None]:
+    """The sum of a token's copies, and the probabilities where they were."""
+    assert merging is None and pads is None
+    token, expert, at = _copies(rows, experts)
+    out = torch.zeros(tokens, hidden).index_add(0, token, x[at].float()).to(x.dtype)
+    if probs is None:
+        return out, None
+    back = probs.new_zeros(tokens, experts)
+    back[token, expert] = probs[at]
+    return out, back
+
+
+@triton
+def make_chunk_sort_map(sizes: Tensor, order: Tensor, tokens: int, splits: int) -> Tensor:
+    """int32 [T]: the destination of every row."""
+    chunks = torch.arange(tokens).split(sizes.tolist())
+    sources = torch.cat([chunks[i] for i in order.tolist()])
+    return torch.empty(tokens, dtype=torch.int32).index_copy(0, sources, torch.arange(tokens, dtype=torch.int32))
+
+
+@triton
+def sort_chunks_by_map(
+    x: Tensor, rows: Tensor, probs: Tensor | None, tokens: int, hidden: int, is_forward: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Rows in another order, or back."""
+    to = rows.long()
+    if not is_forward:
+        return x[to], None if probs is None else probs[to]
+    move = lambda t: torch.empty_like(t).index_copy(0, to, t)  # noqa: E731
+    return move(x), None if probs is None else move(probs)
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    """Causal within each sequence; [T, H, D] and [T, G, D] → [T, H, D]."""
+    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
+    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
+    at = torch.arange(len(q))
+    seen = (sequence[:, None] == sequence) & (at[:, None] >= at)
+    k, v = (t.float().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = torch.einsum("thd,shd->hts", q.float(), k) * scale
+    return torch.einsum("hts,shd->thd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v).contiguous()
+
+
+@kernel
+def get_fused_attn_backend(*_: Any, **__: Any) -> tuple[Any, str]:
+    """cuDNN's for sequences of any length."""
+    import transformer_engine_torch as tex
+
+    return tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
+
+
+@kernel
+def fused_attn_fwd(*args: Any) -> list[Tensor]:
+    """Output, normaliser and state of the random numbers."""
+    scale, cu_seqlens, q, k, v = args[3], args[14], args[16], args[17], args[18]
+    out = _attention(q, k, v, cu_seqlens, scale)
+    return [out.to(q.dtype), torch.zeros(len(q), q.shape[1], 1), torch.zeros(2, dtype=torch.int64)]
+
+
+@kernel
+def fused_attn_bwd(*args: Any) -> list[Tensor]:
+    """Gradients of queries, keys and values."""
+    scale, cu_seqlens, grad = args[2], args[17], args[23]
+    with torch.enable_grad():
+        leaves = [t.detach().float().requires_grad_() for t in args[19:22]]
+        out = _attention(*leaves, cu_seqlens, scale)
+        grads = torch.autograd.grad(out, leaves, grad.view(out.shape).float())
+    return [g.to(t.dtype) for g, t in zip(grads, args[19:22], strict=True)]

@@ -1,0 +1,116 @@
+"""A layer of Transformer Engine's computes what the local one does, fused or not, and its host waits once at most.
+
+All of Python is the real one, Transformer Engine's and megatron-core's; kernels are torch's (`te_kernels`).
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from skyrl_mega.config.schema import BuildConfig, MoeConfig, PolicyConfig
+from skyrl_mega.models.tiny import build
+from skyrl_mega.parallel.dims import ParallelDims
+from tests.cuda import te
+from tests.cuda.te_layers import Answer, Case
+from tests.support.ranks import free_port
+
+pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
+
+ROOT = Path(__file__).resolve().parents[2]
+POLICIES = {
+    "fused": PolicyConfig(spec="te"),
+    "nothing fused": PolicyConfig(spec="te", fusions=[]),
+    "selective": PolicyConfig(spec="te", recompute="selective"),
+    "moe": PolicyConfig(spec="te", recompute="moe"),
+    "full": PolicyConfig(spec="te", recompute="full"),
+    "balanced": PolicyConfig(spec="te", moe=MoeConfig(aux_loss=0.1)),
+    "local": PolicyConfig(spec="local"),
+}
+DISPATCH = ("synchronize", "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_synchronize")
+"""How many tokens go to each rank and expert, which NCCL's and cuBLAS's calls want from the host."""
+LAYERS = 2
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
+    """What each of two ranks found with each policy."""
+    folder = tmp_path_factory.mktemp("waits")
+    build(BuildConfig(layers=LAYERS), folder / "model", seed=1)
+    parallel, address = ParallelDims(2, tensor=2, expert=2), f"127.0.0.1:{free_port()}"
+    started = []
+    for rank in range(parallel.ranks):
+        case = Case(rank, address, folder / "model", parallel, tuple(POLICIES.values()))
+        (folder / f"{rank}.case").write_bytes(pickle.dumps(case))
+        with (folder / f"{rank}.case").open("rb") as given, (folder / f"{rank}.log").open("wb") as log:
+            command = [sys.executable, "-W", "ignore", "-m", "tests.cuda.te_layers", str(folder / f"{rank}.out")]
+            path = os.pathsep.join([str(ROOT), *sys.path])
+            environ = os.environ | {"PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"}  # no kernel is compiled on a CPU
+            started.append(subprocess.Popen(command, stdin=given, stderr=log, stdout=log, cwd=ROOT, env=environ))
+    for rank, process in enumerate(started):
+        assert process.wait(timeout=300) == 0, (folder / f"{rank}.log").read_text()[-3000:]
+    found = [pickle.loads((folder / f"{rank}.out").read_bytes()) for rank in range(parallel.ranks)]
+    return {name: [of[i] for of in found] for i, name in enumerate(POLICIES)}
+
+
+def test_what_the_settings_ask_for_is_in_the_model(answers: dict[str, list[Answer]]) -> None:
+    names = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion", "bias_activation_fusion")
+    fused = {policy: tuple(found[0].fields[name] for name in names) for policy, found in answers.items()}
+    assert fused["fused"] == fused["full"] == (True,) * 4
+    assert fused["balanced"] == (True, True, False, True)
+    assert fused["nothing fused"] == fused["local"] == (False,) * 4
+
+
+@pytest.mark.parametrize(("name", "passes"), [("fused", 1), ("balanced", 1), ("selective", 1), ("moe", 2), ("full", 2)])
+def test_the_host_waits_for_nothing_but_the_dispatchers_counts(
+    answers: dict[str, list[Answer]], name: str, passes: int
+) -> None:
+    """Once in a layer's forward pass, once more where the pass is repeated, and never in a backward pass."""
+    for answer in answers[name]:
+        assert dict(answer.waits) == {DISPATCH: passes * LAYERS}
+
+
+def test_unfused_layers_wait_where_the_desk_check_said(answers: dict[str, list[Answer]]) -> None:
+    """So the count finds what is there: two waits for queries, two for keys, two where tokens are sorted."""
+    rope = "megatron/core/models/common/embeddings/rope_utils.py:_apply_rotary_pos_emb_thd"
+    sort = "megatron/core/transformer/moe/moe_utils.py:permute"
+    for answer in answers["nothing fused"]:
+        assert dict(answer.waits) == {
+            ("tolist", rope): 2 * LAYERS,
+            ("bool", rope): 2 * LAYERS,
+            ("masked_select", sort): 2 * LAYERS,
+            DISPATCH: LAYERS,
+        }
+
+
+@pytest.mark.parametrize("name", [name for name in POLICIES if name != "local"])
+def test_fused_layers_compute_what_local_ones_do(answers: dict[str, list[Answer]], name: str) -> None:
+    """In bfloat16, whose noise is between them."""
+    for found, local in zip(answers[name], answers["local"], strict=True):
+        assert off(found.hidden, local.hidden) < 0.02
+        assert set(found.gradients) and all(np.isfinite(g).all() for g in found.gradients.values())
+        assert off(found.gradients[EMBEDDING], local.gradients[EMBEDDING]) < 0.05
+
+
+EMBEDDING = "embedding.word_embeddings.weight"
+"""Its gradient has come through every layer."""
+
+
+@pytest.mark.parametrize("name", ["selective", "moe", "full"])
+def test_what_is_recomputed_changes_no_gradient(answers: dict[str, list[Answer]], name: str) -> None:
+    for found, kept in zip(answers[name], answers["fused"], strict=True):
+        assert set(found.gradients) == set(kept.gradients)
+        for parameter, gradient in found.gradients.items():
+            np.testing.assert_allclose(gradient, kept.gradients[parameter], rtol=1e-5, atol=1e-7, err_msg=parameter)
+
+
+def off(found: NDArray[np.float32], expected: NDArray[np.float32]) -> float:
+    """Distance over length."""
+    return float(np.linalg.norm(found - expected) / np.linalg.norm(expected))
