@@ -22,6 +22,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.config.values import shown
 from skyrl_mega.megatron.layer_spec import decoder_spec
+from skyrl_mega.megatron.precision import transformer_settings
 from skyrl_mega.models.megatron import layer_spec, require_transformer_engine
 from skyrl_mega.models.registry import HeadKind, architecture
 from skyrl_mega.parallel.dims import ParallelDims
@@ -157,6 +158,7 @@ def transformer_config(
         bias_activation_fusion=False,
         **moe,
         **recompute,
+        **(transformer_settings(policy.precision) if te else {}),
     )
     return with_options(TransformerConfig, ours, policy.options, "policy.options")
 
