@@ -24,6 +24,7 @@ from skyrl_mega.config.derived import (
     reference_ranks,
 )
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.precision import check_device
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.speed_checks import check_speed
 from skyrl_mega.data.rows import check_files, environments_of, load_demonstrations
@@ -31,7 +32,7 @@ from skyrl_mega.engines.vllm import arguments
 from skyrl_mega.envs import registry
 from skyrl_mega.hf_checkpoint import index
 from skyrl_mega.megatron import arguments as megatron_arguments
-from skyrl_mega.models import engine
+from skyrl_mega.models import engine, fp8_widths
 from skyrl_mega.models.megatron import TRANSFORMER_ENGINE, layer_spec
 from skyrl_mega.models.published import KNOWN, hub_name, known
 from skyrl_mega.models.registry import architecture
@@ -290,16 +291,25 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
     if config.reference.layout:
         reference = ParallelDims.from_config(config.reference.layout, reference_ranks(config), key="reference.layout")
         kind.check_layout(hf, reference, "reference.layout")
+        _check_widths(config, hf, reference, "reference.layout")
+    _check_widths(config, hf, layout, "policy.layout")
     trained = {"policy": layout}
     if has_critic(config):
         trained["critic"] = ParallelDims.from_config(critic_layout(config), critic_ranks(config), key="critic.layout")
         kind.check_layout(hf, trained["critic"], "critic.layout")
+        _check_widths(config, hf, trained["critic"], "critic.layout")
     for name, grid in trained.items():
         if config.cluster.device == "cpu" and grid.expert > 1 and grid.expert_tensor > 1:
             raise UserError(
                 f"{name}.layout.expert_tensor = {grid.expert_tensor}: with {name}.layout.expert = {grid.expert} it "
                 "gathers uneven parts, which Gloo cannot; give one of the two as 1, or run on GPUs"
             )
+
+
+def _check_widths(config: Config, hf: Mapping[str, Any], layout: ParallelDims, key: str) -> None:
+    """A cut of the model leaves the widths that `policy.precision` needs. `auto` is taken for a GPU's."""
+    spec = layer_spec(config.policy.spec, "cpu" if config.cluster.device == "cpu" else "cuda")
+    fp8_widths.check(architecture(hf).describe(hf), layout, config.policy.precision, spec, key)
 
 
 def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
@@ -399,6 +409,8 @@ def _check_spec(config: Config) -> None:
             "policy.spec = te: Transformer Engine computes on CUDA alone, and cluster.device is cpu; allowed there is "
             "local or auto"
         )
+    if device == "cuda":
+        check_device(config)
     installed = {str(found.name).lower().replace("_", "-") for found in importlib.metadata.distributions()}
     missing = [name for name in TRANSFORMER_ENGINE if name not in installed]
     if layer_spec(spec, device) == "te" and torch.cuda.is_available() and missing:

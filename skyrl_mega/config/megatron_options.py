@@ -30,7 +30,9 @@ _TRANSFORMER: dict[str | None, str] = {
     "policy.moe.aux_loss": "moe_aux_loss_coeff moe_router_load_balancing_type",
     "policy.moe.dispatcher": "moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend",
     "policy.spec": "transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm use_kitchen use_kitchen_attention",
-    "model.dtype": "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype fp8_param fp4_param",
+    "model.dtype": "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype",
+    "policy.precision": "fp8 fp8_recipe fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16 "
+    "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
     MODEL: "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
     "layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm qk_l2_norm gated_linear_unit activation_func "
     "activation_func_clamp_value glu_linear_offset add_bias_linear add_qkv_bias attention_output_gate softmax_scale "
@@ -52,25 +54,26 @@ _TRANSFORMER: dict[str | None, str] = {
     "defer_embedding_wgrad_compute overlap_moe_expert_parallel_comm cpu_offloading cpu_offloading_num_layers "
     "tp_comm_overlap enable_cuda_graph external_cuda_graph cuda_graph_impl "
     "fp32_residual_connection attention_backend moe_router_bias_update_rate barrier_with_L1_time "
-    # Rows are not padded as FP8 needs them.
-    "fp8 fp8_recipe fp8_quantizer_factory fp8_margin fp8_interval fp8_amax_history_len fp8_amax_compute_algo fp8_wgrad "
-    "fp8_dot_product_attention fp8_multi_head_attention first_last_layers_bf16 num_layers_at_start_in_bf16 "
-    "num_layers_at_end_in_bf16 fp4 fp4_recipe fp4_quantizer_factory moe_router_padding_for_fp8 "
+    # Recipes are those that a CPU computes too; parameters in FP8 are not synced or saved; padding is not routed.
+    "fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_wgrad fp8_dot_product_attention "
+    "fp8_multi_head_attention tp_only_amax_red fp4 fp4_param fp4_recipe fp4_quantizer_factory "
+    "moe_router_padding_for_fp8 moe_router_padding_for_quantization "
     "flash_decode use_inference_optimized_layers test_mode hetereogenous_dist_checkpoint",
 }
 _RECOMPUTE = "recompute_granularity recompute_method recompute_num_layers recompute_modules"
 _DDP: dict[str | None, str] = {
     "policy.overlap": "overlap_grad_reduce overlap_param_gather align_param_gather",
-    "model.dtype": "fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag",
     None: "use_distributed_optimizer num_distributed_optimizer_instances average_in_collective "
     "gradient_reduce_div_fusion use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy "
-    "outer_dp_sharding_strategy preserve_fp32_weights keep_fp8_transpose_cache fsdp_double_buffer "
+    "outer_dp_sharding_strategy fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag preserve_fp32_weights "
+    "keep_fp8_transpose_cache fsdp_double_buffer "
     "fsdp_manual_registration suggested_communication_unit_size delay_wgrad_compute",
 }
 # AdamW in float32, sharded over the data-parallel ranks, is what checkpoints and the memory plan know, and gradients
 # are never scaled.
 _OPTIMIZER_DECIDED = (
-    "optimizer use_distributed_optimizer use_precision_aware_optimizer store_param_remainders main_grads_dtype "
+    "optimizer fp8_recipe reuse_grad_buf_for_mxfp8_param_ag use_distributed_optimizer "
+    "use_precision_aware_optimizer store_param_remainders main_grads_dtype "
     "main_params_dtype exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload optimizer_offload_fraction "
     "use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params loss_scale "
     "initial_loss_scale min_loss_scale loss_scale_window hysteresis sgd_momentum muon_momentum muon_split_qkv "
@@ -90,7 +93,7 @@ def _optimizer(group: str) -> dict[str | None, str]:
         f"{group}.weight_decay": "weight_decay",
         f"{group}.clip_grad": "clip_grad",
         "policy.overlap": "overlap_param_gather overlap_param_gather_with_optimizer_step",
-        "model.dtype": "params_dtype bf16 fp16 fp8_recipe reuse_grad_buf_for_mxfp8_param_ag",
+        "model.dtype": "params_dtype bf16 fp16",
         None: _OPTIMIZER_DECIDED,
     }
 

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.config import allocator
+from skyrl_mega.config.precision import check_gpu
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron import cpu, objectives
 from skyrl_mega.megatron.role import POLICY, ModelRole
@@ -62,6 +63,7 @@ class MegatronActor:
             os.environ.update(allocator.variables(os.environ))
             if layer_spec(policy.spec, device) == "te":
                 require_transformer_engine()
+                check_gpu(policy.precision, torch.cuda.get_device_capability(0))
             self.device = torch.device("cuda", 0)
             torch.cuda.set_device(self.device)
 

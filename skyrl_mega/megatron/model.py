@@ -23,6 +23,7 @@ from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.config.values import shown
 from skyrl_mega.megatron import speed
 from skyrl_mega.megatron.layer_spec import decoder_spec
+from skyrl_mega.megatron.precision import transformer_settings
 from skyrl_mega.models.megatron import layer_spec, require_transformer_engine
 from skyrl_mega.models.registry import HeadKind, architecture
 from skyrl_mega.parallel.dims import ParallelDims
@@ -154,6 +155,7 @@ def transformer_config(
         masked_softmax_fusion=False,
         **moe,
         **speed.fields(policy, "te" if te else "local", experts),
+        **(transformer_settings(policy.precision) if te else {}),
     )
     return with_options(TransformerConfig, ours, policy.options, "policy.options")
 

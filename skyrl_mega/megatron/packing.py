@@ -11,6 +11,7 @@ Legend: N sequences, T tokens in the packed row, L = T / cp tokens on this conte
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -97,12 +98,14 @@ class MicroBatch:
         return replace(self, columns=columns, row=row, **_moved(self, device))
 
 
-def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int) -> MicroBatch:
+def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, rows: int = 1) -> MicroBatch:
     """Packs a micro-batch for one context rank, in host memory.
+
+    Each tensor rank's part of the row is padded to a multiple of `rows`.
 
     A sequence of n tokens gives n inputs; input i predicts token i + 1, the last predicts nothing.
     """
-    padded = padded_lengths(batch.lengths, context, tensor)
+    padded = padded_lengths(batch.lengths, context, tensor, rows)
     starts, total = padded.cumsum(0) - padded, int(padded.sum())
     read, predicted = torch.full((2, total), -1)
     """For each place of the whole row, the token that is read there and the one that is predicted there; -1: none."""
@@ -144,12 +147,12 @@ def _moved(record: MicroBatch | PackedRow | RowRoutes, device: torch.device) -> 
     return {name: value.to(device) for name, value in vars(record).items() if isinstance(value, Tensor)}
 
 
-def padded_lengths(lengths: Tensor, context: int, tensor: int) -> Tensor:
+def padded_lengths(lengths: Tensor, context: int, tensor: int, rows: int = 1) -> Tensor:
     """int64 [N] or [N + 1]: every sequence padded to what the zigzag divides, and a last one of padding alone where the
-    row is not divided by what sequence parallelism and the zigzag need."""
+    row is not divided by what sequence parallelism and the zigzag need, and multiples of `rows` on a rank."""
     chunks = 2 * context if context > 1 else 1
     padded = -(-lengths // chunks) * chunks
-    width, total = chunks * tensor, int(padded.sum())
+    width, total = math.lcm(chunks * tensor, context * tensor * rows), int(padded.sum())
     tail = -total % width if total else width
     return torch.cat([padded, padded.new_tensor([tail])]) if tail else padded
 

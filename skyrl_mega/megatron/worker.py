@@ -25,12 +25,14 @@ from skyrl_mega.config.derived import overlaps
 from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
 from skyrl_mega.hf_checkpoint import load as files
 from skyrl_mega.megatron import checkpoint
+from skyrl_mega.megatron.emulated_fp8 import EmulatedFp8
 from skyrl_mega.megatron.expert_balance import ExpertBalance
 from skyrl_mega.megatron.heads import logprobs_of, values_of
 from skyrl_mega.megatron.model import build_model, gathered, wrap_ddp
 from skyrl_mega.megatron.objectives import Objective, ValueObjective, inputs_of, value_inputs
 from skyrl_mega.megatron.optimizer import NoGradient, NotFinite, build_optimizer, build_schedule
 from skyrl_mega.megatron.packing import MicroBatch, pack
+from skyrl_mega.megatron.precision import row_multiple
 from skyrl_mega.megatron.reference import Reference
 from skyrl_mega.megatron.router_replay import RouterReplay
 from skyrl_mega.megatron.sequences import Sequences
@@ -75,6 +77,10 @@ class ModelWorker:
         }
         self.shard: Shard = self.architecture.megatron_shard(hf, parallel, dist.get_rank(), self.spec)
         self._reference: Reference | None = None
+        self.fp8: EmulatedFp8 | None = None
+        if self.spec == "local" and policy.precision.recipe != "model":
+            layout = self.architecture.megatron_layout(hf, parallel, self.spec)
+            self.fp8 = EmulatedFp8(chunks, policy.precision, self.params, layout, dist.get_rank())
         self.balance: ExpertBalance | None = None
         self.replay: RouterReplay | None = None
         if not trainable:
@@ -280,6 +286,9 @@ class ModelWorker:
         """Runs Megatron's schedule for this layout."""
         if self.replay:
             self.replay.begin(micros, self.device)
+        if self.fp8:
+            gathered(self.chunks)
+            self.fp8.begin()
         packed = [self._pack(m) for m in micros]
         sizes = [len(m.tokens) for m in micros]
 
@@ -305,6 +314,8 @@ class ModelWorker:
             micro_batch_size=1,
             forward_only=forward_only,
         )
+        if self.fp8:
+            self.fp8.end(trained=not forward_only)
         if self.replay:
             self.replay.end(micros, packed)
         return outputs
@@ -316,6 +327,7 @@ class ModelWorker:
             context=self.parallel.context,
             context_rank=mpu.get_context_parallel_rank(),
             tensor=self.parallel.tensor,
+            rows=row_multiple(self.policy.precision, self.spec),
         )
         if self.replay:
             self.replay.prepare(micro, packed)

@@ -23,6 +23,7 @@ from skyrl_mega.config.derived import (
     reference_ranks,
 )
 from skyrl_mega.config.deterministic import POLICY_ENVIRONMENT, policy_of
+from skyrl_mega.config.precision import environment as precision_environment
 from skyrl_mega.config.schema import Config, LayoutConfig, PolicyConfig
 from skyrl_mega.engines.vllm.actor import VllmEngine
 from skyrl_mega.engines.vllm.spec import EngineSpec, environment
@@ -150,7 +151,8 @@ def rank_environment(config: Config, device: str) -> dict[str, str]:
     if device == "cpu":
         return {"OMP_NUM_THREADS": str(config.policy.threads)}
     # Megatron orders its kernels on one connection; a device reads this when its context is made, in `set_device`.
-    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | (POLICY_ENVIRONMENT if config.run.deterministic else {})
+    exact = POLICY_ENVIRONMENT if config.run.deterministic else {}
+    return {"CUDA_DEVICE_MAX_CONNECTIONS": "1"} | precision_environment(config.policy.precision) | exact
 
 
 def layout_of(role: ModelRole, layout: LayoutConfig, ranks: int) -> ParallelDims:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl_mega.config.other_programs import critic
+from skyrl_mega.config.other_programs import critic, precision
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
     FROM_CONFIG,
@@ -26,6 +26,7 @@ from skyrl_mega.config.other_programs.entry import (
     none,
     several,
     to,
+    under,
 )
 
 _DATA_AND_RUN: Table = {
@@ -176,15 +177,12 @@ _MEGATRON: Table = {
                 "null": to("policy.recompute=false"),
             },
         ),
-        "transformer_config_kwargs.recompute_method": to(
-            "policy.recompute", note="of every layer; policy.options can say it finer"
+        **several(
+            to("policy.recompute", note="of every layer; policy.options can say it finer"),
+            "recompute_method recompute_num_layers recompute_modules",
+            "transformer_config_kwargs.",
         ),
-        "transformer_config_kwargs.recompute_num_layers": to(
-            "policy.recompute", note="of every layer; policy.options can say it finer"
-        ),
-        "transformer_config_kwargs.recompute_modules": to(
-            "policy.recompute", note="of every layer; policy.options can say it finer"
-        ),
+        **under("transformer_config_kwargs", precision.FIELDS),
         "transformer_config_kwargs.*": to("policy.options.*"),
         "optimizer_config_kwargs.*": to("policy.optimizer.options.*"),
         "model_config_kwargs.*": FROM_CONFIG,

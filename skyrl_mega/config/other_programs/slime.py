@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl_mega.config.other_programs import critic
+from skyrl_mega.config.other_programs import critic, precision
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
     CLIP_BOTH,
@@ -275,8 +275,7 @@ _MEGATRON: Table = {
     "--lr-warmup-iters": to("policy.optimizer.warmup_steps"),
     "--lr-warmup-fraction": to("policy.optimizer.warmup_steps", note="optimizer steps, not a share of the run"),
     "--seq-length": to("model.max_length", note="the longest sequence; micro-batches hold policy.micro_tokens"),
-    "--fp8-format": none("the layers of the policy compute in model.dtype"),
-    "--fp8-recipe": none("the layers of the policy compute in model.dtype"),
+    **precision.FLAGS,
     "--no-rope-fusion": to("policy.options.apply_rope_fusion=false"),
     "--no-masked-softmax-fusion": to("policy.options.masked_softmax_fusion=false"),
     "--no-gradient-accumulation-fusion": RUN_DECIDES,

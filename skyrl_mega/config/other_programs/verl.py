@@ -5,7 +5,7 @@ From verl/trainer/config: ppo_megatron_trainer.yaml, and what FSDP recipes set o
 
 from __future__ import annotations
 
-from skyrl_mega.config.other_programs import verl_kl
+from skyrl_mega.config.other_programs import precision, verl_kl
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
     CLIP_BOTH,
@@ -177,6 +177,7 @@ _MEGATRON_OPTIONS: Table = {
     "override_transformer_config.recompute_modules": to(
         "policy.recompute", note="of every layer; policy.options can say it finer"
     ),
+    **under("override_transformer_config", precision.FIELDS),
     "override_transformer_config.moe_aux_loss_coeff": to("policy.moe.aux_loss"),
     "override_transformer_config.*": to("policy.options.*"),
     "override_ddp_config.overlap_grad_reduce": to("policy.overlap"),

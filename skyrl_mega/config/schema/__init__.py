@@ -27,6 +27,7 @@ from skyrl_mega.config.schema.health import HealthConfig, MismatchConfig
 from skyrl_mega.config.schema.losses import ClipCovConfig, DppoConfig, DroConfig, KlCovConfig
 from skyrl_mega.config.schema.model import BuildConfig, ModelConfig
 from skyrl_mega.config.schema.policy import LayoutConfig, MoeConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
+from skyrl_mega.config.schema.precision import PrecisionConfig
 from skyrl_mega.config.schema.residency import ResidencyConfig
 from skyrl_mega.config.schema.rollout import RolloutConfig, SamplingConfig
 from skyrl_mega.config.schema.run import CheckpointConfig, RunConfig, TelemetryConfig
@@ -62,6 +63,7 @@ __all__ = [
     "OptimizerConfig",
     "OverlongConfig",
     "PolicyConfig",
+    "PrecisionConfig",
     "RatesConfig",
     "ReferenceConfig",
     "RejectionConfig",

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Optional
 
 from skyrl_mega.config.schema.fields import MOST, at_least, between, one_of
+from skyrl_mega.config.schema.precision import PrecisionConfig
 
 
 @dataclass
@@ -94,6 +95,8 @@ class PolicyConfig:
     """AdamW and its schedule."""
     moe: MoeConfig = field(default_factory=MoeConfig)
     """Router settings."""
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    """What linear layers compute in."""
     spec: str = one_of("auto", "te", "local")
     """Modules of a layer. te: Transformer Engine's, which compute on CUDA alone. local: megatron-core's own, with this
     project's attention and norm. auto: te on CUDA, local on a CPU."""

@@ -141,6 +141,10 @@ class Block(Protocol):
         """What the policy's layout must divide."""
         return ()
 
+    def megatron_widths(self) -> Sequence[Cut]:
+        """Widths of its linear layers that a layout cuts; of several in one layer, what a cut goes through."""
+        return ()
+
     def check_megatron(self, parallel: ParallelDims, key: str) -> None:
         """Refuses any other layout that would train wrong, with a UserError that names `key`."""
 

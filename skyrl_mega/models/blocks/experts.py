@@ -87,6 +87,9 @@ class Experts(Block):
             Cut("expert_tensor", "columns of an expert (moe_intermediate_size)", self.width, "columns"),
         )
 
+    def megatron_widths(self) -> Sequence[Cut]:
+        return (Cut("expert_tensor", "columns of an expert (moe_intermediate_size)", self.width),)
+
     def check_megatron(self, parallel: ParallelDims, key: str) -> None:
         if parallel.expert == 1 and parallel.expert_tensor != parallel.tensor:
             # Without expert parallelism megatron-core 0.16 gives experts the data-parallel groups of the dense layers

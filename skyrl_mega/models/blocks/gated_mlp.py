@@ -52,6 +52,9 @@ class GatedMlp(Block):
     def megatron_cuts(self) -> Sequence[Cut]:
         return (Cut("tensor", "columns of a dense layer (intermediate_size)", self.width),)
 
+    def megatron_widths(self) -> Sequence[Cut]:
+        return self.megatron_cuts()
+
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
         norm = "mlp.linear_fc1.layer_norm_weight" if place.spec == "te" else "pre_mlp_layernorm.weight"
         b.whole(f"{target}.{norm}", f"{source}.{NORM}")

@@ -136,6 +136,13 @@ class GroupedQueryAttention(Block):
             Cut("tensor", "key/value heads", self.kv_heads, "kv"),
         )
 
+    def megatron_widths(self) -> Sequence[Cut]:
+        q, kv = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        return (
+            Cut("tensor", "query columns (heads · head_dim)", q),
+            Cut("tensor", "rows of q, k and v", q + 2 * kv),
+        )
+
     def megatron_pieces(self, b: ShardBuilder, place: MegatronPlace, target: str, source: str) -> None:
         """Rows of linear_qkv are interleaved by query group: a group's query heads, its key head, its value head."""
         size, tp = place.parallel.tensor, place.coords.tp

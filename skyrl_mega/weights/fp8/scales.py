@@ -58,13 +58,14 @@ class Scales:
         self.tables = {name: view.view(shape) for (name, shape), view in zip(shapes.items(), views, strict=True)}
         """The scales by local name; `compute` fills them."""
         numbers = dict(zip(shapes, torch.split(torch.arange(sum(sizes)), sizes), strict=True))
-        self._work: list[tuple[Piece, Tensor]] = []
+        self.pieces: list[tuple[Piece, Tensor]] = []
+        """Every piece of a quantised tensor that this rank sends or agrees on, and where its scales lie: [I, J]."""
         here: list[Tensor] = []
         there: list[Ints] = []
         for piece, table in zip(weights, tables, strict=True):
             if piece.tensor not in sent and table.tensor not in sent and piece.tensor not in common:
                 continue
-            self._work.append((piece, local_view(self.tables[table.param], table.offset, table.box)))
+            self.pieces.append((piece, local_view(self.tables[table.param], table.offset, table.box)))
             if piece.tensor in common:
                 blocks = common[piece.tensor] - np.array(table.box.start)
                 inside = ((blocks >= 0) & (blocks < np.array(table.box.shape))).all(1)
@@ -76,7 +77,7 @@ class Scales:
 
     def compute(self, params: Mapping[str, Tensor]) -> None:
         """Fills the tables from the policy's present weights. A collective of all policy ranks."""
-        for piece, table in self._work:
+        for piece, table in self.pieces:
             row, column = piece.box.start
             table.copy_(block_amax(local_view(params[piece.param], piece.offset, piece.box), row, column))
         if self._common:

@@ -1,0 +1,157 @@
+"""The recipes of `policy.precision`: what each asks of a machine, of widths and of rows, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config, PrecisionConfig
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What a recipe needs."""
+
+    block: int
+    """Numbers along a row that share a scale; 1: a tensor has one scale."""
+    width: int
+    """A multiple that Transformer Engine's products need the widths of a rank's weights to be."""
+    rows: int
+    """A multiple that they need the rows of a rank's activations to be."""
+    capability: tuple[tuple[int, int], tuple[int, int]]
+    """The lowest compute capability of GPUs that multiply such numbers, and the first above them that does not."""
+    environment: tuple[tuple[str, str], ...] = ()
+    """Variables that Transformer Engine reads as it is imported."""
+
+
+RECIPES = MappingProxyType(
+    {
+        # Float32 scales, as engines and the wire have them; by default Transformer Engine's are powers of two.
+        "fp8_blockwise": Needs(128, 16, 128, ((9, 0), (10, 0)), (("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1"),)),
+        # Powers of two, by which no number is rounded otherwise when the batch is cut otherwise.
+        "fp8_current": Needs(1, 16, 16, ((8, 9), (99, 0)), (("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1"),)),
+        "fp8_delayed": Needs(1, 16, 16, ((8, 9), (99, 0))),
+        "mxfp8": Needs(32, 32, 32, ((10, 0), (12, 0))),
+    }
+)
+"""By name; `model` needs nothing."""
+
+
+def needs(precision: PrecisionConfig) -> Needs | None:
+    """Of a policy; None where it computes in `model.dtype`."""
+    return RECIPES.get(precision.recipe)
+
+
+def environment(precision: PrecisionConfig) -> dict[str, str]:
+    """Environment variables of a rank on CUDA."""
+    found = needs(precision)
+    return dict(found.environment) if found else {}
+
+
+def check_precision(c: Config) -> None:
+    """Refuses what megatron-core or Transformer Engine would.
+
+    Raises:
+        UserError: key, value, what is allowed, the fix.
+    """
+    p = c.policy.precision
+    if p.recipe == "model":
+        for name in ("first_layers", "last_layers"):
+            if getattr(p, name):
+                raise UserError(
+                    f"policy.precision.{name} = {getattr(p, name)}: with policy.precision.recipe=model all layers "
+                    "compute in model.dtype; give 0, or an FP8 recipe"
+                )
+    if p.recipe == "fp8_delayed" and (p.first_layers or p.last_layers):
+        name = "first_layers" if p.first_layers else "last_layers"
+        raise UserError(
+            f"policy.precision.{name} = {getattr(p, name)}: megatron-core has no layers in another precision with "
+            "delayed scaling; give 0, or policy.precision.recipe=fp8_current"
+        )
+    if p.recipe != "fp8_delayed" and p.history != PrecisionConfig().history:
+        raise UserError(
+            f"policy.precision.history = {p.history}: policy.precision.recipe={p.recipe} keeps no magnitudes; give "
+            f"fp8_delayed, or policy.precision.history={PrecisionConfig().history}"
+        )
+    if p.recipe == "model":
+        return
+    if c.cluster.device == "cuda":
+        check_device(c)
+    if p.recipe == "fp8_delayed" and {"moe_act", "layernorm"} & set(_modules(c)):
+        raise UserError(
+            "policy.options.recompute_modules: megatron-core recomputes moe_act and layernorm with no delayed scaling; "
+            "leave them out, or give policy.precision.recipe=fp8_current"
+        )
+
+
+def check_device(c: Config) -> None:
+    """Refuses what a policy on GPUs cannot compute.
+
+    Raises:
+        UserError: key, value, what is allowed, the fix.
+    """
+    p = c.policy.precision
+    if p.recipe == "model":
+        return
+    if c.policy.spec == "local":
+        raise UserError(
+            f"policy.precision.recipe = {p.recipe}: with policy.spec=local a GPU would only round numbers to FP8 and "
+            "multiply them as before; allowed there is policy.spec=te, or policy.precision.recipe=model"
+        )
+    if c.model.dtype != "bfloat16":
+        raise UserError(
+            f"model.dtype = {c.model.dtype}: allowed is bfloat16 where policy.precision.recipe is {p.recipe}; give "
+            "that, or policy.precision.recipe=model"
+        )
+
+
+def check_gpu(precision: PrecisionConfig, capability: tuple[int, int]) -> None:
+    """Refuses a GPU that does not multiply a recipe's numbers.
+
+    Args:
+        precision: `policy.precision`.
+        capability: The GPU's compute capability.
+
+    Raises:
+        UserError: it is too old, or too new.
+    """
+    found = needs(precision)
+    if found is None or found.capability[0] <= capability < found.capability[1]:
+        return
+    can = [name for name, of in RECIPES.items() if of.capability[0] <= capability < of.capability[1]]
+    raise UserError(
+        f"policy.precision.recipe = {precision.recipe}: this GPU (compute capability {capability[0]}.{capability[1]}) "
+        f"does not multiply such numbers; allowed on it: {', '.join(['model', *can])}"
+    )
+
+
+def _modules(c: Config) -> list[str]:
+    found = c.policy.options.get("recompute_modules")
+    return [str(one) for one in found] if isinstance(found, list) else []
+
+
+def check_layers(precision: PrecisionConfig, layers: int, pipeline: int) -> None:
+    """Some layer computes in FP8, and megatron-core takes so many others.
+
+    Args:
+        precision: `policy.precision`.
+        layers: Of the model.
+        pipeline: Stages.
+
+    Raises:
+        UserError: too many are asked for.
+    """
+    most = layers // pipeline
+    for name in ("first_layers", "last_layers"):
+        if getattr(precision, name) > most:
+            raise UserError(
+                f"policy.precision.{name} = {getattr(precision, name)}: megatron-core takes at most the layers of a "
+                f"pipeline stage, {layers} // {pipeline} = {most}; give at most that"
+            )
+    if precision.recipe != "model" and precision.first_layers + precision.last_layers >= layers:
+        raise UserError(
+            f"policy.precision.first_layers = {precision.first_layers} and last_layers = {precision.last_layers}: no "
+            f"layer of the model's {layers} is left for {precision.recipe}; give fewer, or "
+            "policy.precision.recipe=model"
+        )

@@ -1,0 +1,190 @@
+"""`policy.precision` without FP8 products: linear layers round as Transformer Engine's and multiply in `model.dtype`.
+
+Forward, activations and weights are rounded; backward, the gradient of the output, of which then come those of input
+and weight. The weight's gradient is made of the same rounded activations and gradients as the other two products, where
+Transformer Engine rounds both again along the tokens: a block of tokens would depend on how the batch is cut.
+
+Weights are rounded once a pass, before its first micro-batch. Blocks of 128 × 128 are those of the Hugging Face
+tensors, and their scales come from the code that gives the wire its scales (`weights.fp8`): what engines receive with
+`weights.wire: fp8` are the numbers that the policy has computed with. The layers are those whose weights travel so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+)
+from torch import Tensor
+
+from skyrl_mega.config.schema import PrecisionConfig
+from skyrl_mega.kernels.block_fp8 import dequantise, quantise
+from skyrl_mega.megatron import fp8_rounding
+from skyrl_mega.megatron.fp8_magnitudes import GRADIENT, INPUT, WEIGHT, Magnitudes
+from skyrl_mega.megatron.fp8_rounding import E4M3, E5M2
+from skyrl_mega.parallel.box import Layout
+from skyrl_mega.weights.exchange.pack import local_view
+from skyrl_mega.weights.fp8.format import SUFFIX, quantised, with_scales
+from skyrl_mega.weights.fp8.scales import Scales
+
+
+class EmulatedFp8:
+    """The linear layers of a rank that compute in an FP8 recipe.
+
+    Args:
+        chunks: The rank's model chunks, not wrapped.
+        precision: `policy.precision`; its recipe is not `model`.
+        params: The rank's parameters by local name.
+        layout: What all ranks of the model hold.
+        rank: This one.
+    """
+
+    def __init__(
+        self, chunks: Sequence[Any], precision: PrecisionConfig, params: Mapping[str, Tensor], layout: Layout, rank: int
+    ) -> None:
+        names = quantised(layout.tensors)
+        number = {name: i for i, name in enumerate(sorted(names))}
+        # A layer is known by the first of the tensors in its weight, on whichever rank.
+        pieces = [piece for piece in layout.shards[rank].pieces if piece.tensor in names]
+        layers = {piece.param: number[piece.tensor] for piece in reversed(pieces)}
+        device = next(iter(params.values())).device
+        self._params = params
+        self._magnitudes = Magnitudes(len(names), precision.history, device)
+        self._delayed = precision.recipe == "fp8_delayed"
+        self.linears: dict[str, Linear] = {}
+        """By the local name of their weight."""
+        for param, module in _modules(chunks, precision):
+            if param in layers:
+                self.linears[param] = Linear(precision.recipe, layers[param], self._magnitudes)
+                module._forward_impl = self.linears[param]
+        self._scales: Scales | None = None
+        if precision.recipe == "fp8_blockwise":
+            scales = {name + SUFFIX for name in names}
+            self._scales = Scales(with_scales(layout, names), rank, names, names | scales, _agree, device)
+
+    def begin(self) -> None:
+        """Rounds the weights for the pass that follows. A collective of all ranks."""
+        with torch.no_grad():
+            if self._scales is not None:
+                self._scales.compute(self._params)
+                for param, linear in self.linears.items():
+                    linear.weight = linear.transposed = torch.empty_like(self._params[param])
+                for piece, scales in self._scales.pieces:
+                    if piece.param in self.linears:
+                        row, column = piece.box.start
+                        weight = local_view(self._params[piece.param], piece.offset, piece.box)
+                        numbers = quantise(weight, scales, row, column)
+                        rounded = local_view(self.linears[piece.param].weight, piece.offset, piece.box)
+                        rounded.copy_(dequantise(numbers, scales, row, column, weight.dtype))
+                return
+            for param, linear in self.linears.items():
+                linear.round_weight(self._params[param].detach())
+
+    def end(self, trained: bool) -> None:
+        """Ends a pass. A collective of all ranks where it trained."""
+        if self._delayed and trained:
+            self._magnitudes.end(_agree)
+        else:
+            self._magnitudes.forget()
+
+
+class Linear:
+    """One linear layer's products, in the place of megatron-core's (`_forward_impl`).
+
+    Args:
+        recipe: `policy.precision.recipe`, not `model`.
+        number: Of the layer, in `magnitudes`.
+        magnitudes: Of all layers.
+    """
+
+    weight: Tensor
+    """[out, in], rounded, as it meets activations."""
+    transposed: Tensor
+    """[out, in], rounded, as it meets gradients."""
+
+    def __init__(self, recipe: str, number: int, magnitudes: Magnitudes) -> None:
+        self.recipe, self.number, self.magnitudes = recipe, number, magnitudes
+
+    def __call__(
+        self,
+        *,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        allreduce_dgrad: bool,
+        sequence_parallel: bool,
+        tp_group: Any,
+        **_: Any,
+    ) -> Tensor:
+        """input [..., in] → [..., out], with megatron-core's communication."""
+        if sequence_parallel:
+            input = gather_from_sequence_parallel_region(input, tensor_parallel_output_grad=True, group=tp_group)
+        elif allreduce_dgrad:
+            input = copy_to_tensor_model_parallel_region(input, group=tp_group)
+        out: Tensor = _Product.apply(input, weight, self)
+        return out if bias is None else out + bias
+
+    def round_weight(self, weight: Tensor) -> None:
+        """`weight` and `transposed` of a recipe whose scales lie within a rank's weight."""
+        if self.recipe == "mxfp8":
+            self.weight = fp8_rounding.microscaled(weight)
+            self.transposed = fp8_rounding.microscaled(weight.t()).t()
+        else:
+            self.weight = self.transposed = self._scaled(weight, WEIGHT)
+
+    def round(self, x: Tensor, what: int) -> Tensor:
+        """Activations (INPUT) or gradients (GRADIENT)."""
+        match self.recipe:
+            case "fp8_blockwise":
+                return fp8_rounding.blocks(x)
+            case "mxfp8":
+                return fp8_rounding.microscaled(x)
+        return self._scaled(x, what)
+
+    def _scaled(self, x: Tensor, what: int) -> Tensor:
+        amax = fp8_rounding.magnitude(x)
+        if self.recipe == "fp8_delayed":
+            amax = self.magnitudes.before(self.number, what, amax)
+        kind = E5M2 if what == GRADIENT else E4M3
+        return fp8_rounding.tensor(x, fp8_rounding.power(amax, kind), kind)
+
+
+class _Product(torch.autograd.Function):
+    """x [..., in], weight [out, in] → [..., out]."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, linear: Linear) -> Tensor:
+        rounded = linear.round(x, INPUT)
+        ctx.save_for_backward(rounded, linear.transposed)
+        ctx.linear = linear
+        return rounded @ linear.weight.t()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x, transposed = ctx.saved_tensors
+        rounded = ctx.linear.round(gradient, GRADIENT)
+        of_x = rounded @ transposed if ctx.needs_input_grad[0] else None
+        of_weight = rounded.flatten(0, -2).t() @ x.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        return of_x, of_weight, None
+
+
+def _modules(chunks: Sequence[Any], precision: PrecisionConfig) -> Iterator[tuple[str, Any]]:
+    """Linear layers of the decoder layers that compute in FP8: local name of the weight, module."""
+    for i, chunk in enumerate(chunks):
+        fp8 = range(precision.first_layers, chunk.config.num_layers - precision.last_layers)
+        for local, layer in enumerate(chunk.decoder.layers):
+            if layer.layer_number - 1 in fp8:
+                for name, module in layer.named_modules():
+                    if isinstance(module, ColumnParallelLinear | RowParallelLinear):
+                        yield f"{i}.decoder.layers.{local}.{name}.weight", module
+
+
+def _agree(values: Tensor) -> None:
+    dist.all_reduce(values, dist.ReduceOp.MAX)

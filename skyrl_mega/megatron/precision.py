@@ -1,0 +1,45 @@
+"""`policy.precision` in megatron-core's words, for Transformer Engine's layers."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any
+
+from skyrl_mega.config.precision import needs
+from skyrl_mega.config.schema import PrecisionConfig
+
+RECIPES = MappingProxyType(
+    {
+        "fp8_blockwise": ("e4m3", "blockwise"),
+        "fp8_current": ("hybrid", "tensorwise"),
+        "fp8_delayed": ("hybrid", "delayed"),
+        "mxfp8": ("e4m3", "mxfp8"),
+    }
+)
+"""Recipe → `fp8` and `fp8_recipe` of TransformerConfig; hybrid has gradients in E5M2."""
+
+
+def transformer_settings(precision: PrecisionConfig) -> dict[str, Any]:
+    """Fields of TransformerConfig. Router, head, embedding and norms are no layers that it has in FP8.
+
+    Tokens of an expert are padded by megatron-core inside of its grouped linear layers, where padding meets a
+    probability of 0: `moe_router_padding_for_quantization` would route them, and counts of tokens would change.
+    """
+    if precision.recipe == "model":
+        return {}
+    numbers, recipe = RECIPES[precision.recipe]
+    return dict(
+        fp8=numbers,
+        fp8_recipe=recipe,
+        fp8_amax_history_len=precision.history,
+        fp8_amax_compute_algo="max",
+        first_last_layers_bf16=bool(precision.first_layers or precision.last_layers),
+        num_layers_at_start_in_bf16=precision.first_layers,
+        num_layers_at_end_in_bf16=precision.last_layers,
+    )
+
+
+def row_multiple(precision: PrecisionConfig, spec: str) -> int:
+    """What the tokens of a rank have to be a multiple of: padding makes them so."""
+    found = needs(precision)
+    return found.rows if found and spec == "te" else 1

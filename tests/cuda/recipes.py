@@ -1,0 +1,72 @@
+"""What Transformer Engine's classes make of `policy.precision`, as JSON; a program, in a process of its own.
+
+It reads a JSON list of `PrecisionConfig`s' fields from standard input and answers for each with what a rank has built.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+HF: dict[str, Any] = dict(layers=4, hidden=128, heads=4, kv_heads=2, head_dim=128, experts=4, expert_ffn=256)
+
+
+def describe(precision: dict[str, Any]) -> dict[str, Any]:
+    """The model of a rank of TP2 EP2."""
+    import torch
+    from megatron.core import fp8_utils
+    from transformer_engine.pytorch.module.base import TransformerEngineBaseModule
+
+    from skyrl_mega.config.schema import BuildConfig, PolicyConfig, PrecisionConfig
+    from skyrl_mega.megatron import model as build
+    from skyrl_mega.models.tiny import hf_config
+    from skyrl_mega.parallel.dims import ParallelDims
+    from tests.cuda.ranks import fake_rank
+
+    parallel = ParallelDims(2, tensor=2, expert=2)
+    policy = PolicyConfig(spec="te", precision=PrecisionConfig(**precision))
+    with fake_rank(0, parallel):
+        hf = hf_config(BuildConfig(**HF))
+        (chunk,) = build.build_model(hf, policy, parallel, torch.bfloat16, torch.device("cpu"))
+        contexts = [type(fp8_utils.get_fp8_context(chunk.config, layer)).__name__ for layer in range(HF["layers"])]
+        recipe = fp8_utils.get_fp8_recipe(chunk.config)
+    engine = [
+        name
+        for name, module in chunk.named_modules()
+        if isinstance(module, TransformerEngineBaseModule) and not name.endswith("core_attention")
+    ]
+    return {
+        "recipe": type(recipe).__name__,
+        "format": recipe.fp8_format.name,
+        "powers": [
+            getattr(recipe, of).power_2_scale
+            for of in ("fp8_quant_fwd_inp", "fp8_quant_fwd_weight", "fp8_quant_bwd_grad")
+            if hasattr(recipe, of)
+        ],
+        "history": [getattr(recipe, "amax_history_len", None), getattr(recipe, "amax_compute_algo", None)],
+        "fp8": [context != "nullcontext" for context in contexts],
+        "linear": sorted({name.rpartition(".")[2] for name in engine}),
+        "attention": recipe.fp8_dpa or recipe.fp8_mha,
+        "padded": sorted({name.rpartition(".")[2] for name, _ in chunk.named_modules() if "quantization" in name}),
+        "routed_padding": chunk.config.moe_router_padding_for_quantization,
+        "types": sorted({str(p.dtype) for p in chunk.parameters()}),
+    }
+
+
+def main() -> None:
+    """Answers on standard output, after a line of its own."""
+    from tests.cuda import te
+
+    te.install()
+    from skyrl_mega.megatron import cpu
+
+    cpu.stand_in()
+    asked = json.load(sys.stdin)
+    with cpu.CudaAsCpu():
+        answers = [describe(one) for one in asked]
+    print("\nanswers " + json.dumps(answers))
+
+
+if __name__ == "__main__":
+    main()

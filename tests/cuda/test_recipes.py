@@ -1,0 +1,83 @@
+"""Transformer Engine's own classes take each recipe of `policy.precision`, and have what it says."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_mega.config import precision
+from skyrl_mega.config.schema import PrecisionConfig
+from tests.cuda import te
+
+pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
+
+ROOT = Path(__file__).resolve().parents[2]
+ASKED: list[dict[str, Any]] = [
+    {"recipe": "fp8_blockwise", "first_layers": 1, "last_layers": 2},
+    {"recipe": "fp8_current"},
+    {"recipe": "fp8_delayed", "history": 7},
+    {"recipe": "mxfp8", "last_layers": 1},
+]
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, dict[str, Any]]:
+    """By recipe, from one process with the variables of all of them."""
+    variables: dict[str, str] = {}
+    for one in ASKED:
+        variables |= precision.environment(PrecisionConfig(**one))
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.cuda.recipes"],
+        input=json.dumps(ASKED),
+        cwd=ROOT,
+        env=os.environ | variables | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr[-3000:]
+    found = json.loads(ran.stdout.partition("\nanswers ")[2].splitlines()[0])
+    return {one["recipe"]: answer for one, answer in zip(ASKED, found, strict=True)}
+
+
+def test_recipes_and_formats(answers: dict[str, dict[str, Any]]) -> None:
+    assert {name: (of["recipe"], of["format"]) for name, of in answers.items()} == {
+        "fp8_blockwise": ("Float8BlockScaling", "E4M3"),
+        "fp8_current": ("Float8CurrentScaling", "HYBRID"),
+        "fp8_delayed": ("TEDelayedScaling", "HYBRID"),
+        "mxfp8": ("MXFP8BlockScaling", "E4M3"),
+    }
+    assert answers["fp8_delayed"]["history"] == [7, "max"]
+
+
+def test_scales_are_those_of_the_wire_and_of_the_emulation(answers: dict[str, dict[str, Any]]) -> None:
+    """Float32 for blocks, and powers of two for tensors; by default it is the other way round."""
+    assert answers["fp8_blockwise"]["powers"] == [False] * 3
+    assert answers["fp8_current"]["powers"] == [True] * 3
+
+
+def test_layers_in_another_precision(answers: dict[str, dict[str, Any]]) -> None:
+    assert {name: of["fp8"] for name, of in answers.items()} == {
+        "fp8_blockwise": [False, True, False, False],
+        "fp8_current": [True] * 4,
+        "fp8_delayed": [True] * 4,
+        "mxfp8": [True, True, True, False],
+    }
+
+
+@pytest.mark.parametrize("recipe", [one["recipe"] for one in ASKED])
+def test_only_linear_layers_have_numbers_of_their_own(answers: dict[str, dict[str, Any]], recipe: str) -> None:
+    """No router, head or norm; parameters stay as they are; tokens of experts are padded in the grouped layer."""
+    found = answers[recipe]
+    assert found["linear"] == ["linear_fc1", "linear_fc2", "linear_proj", "linear_qkv"]
+    assert found["attention"] is False
+    assert found["padded"] == ["quantization_padding", "quantization_unpadding"]
+    assert found["routed_padding"] is False
+    assert found["types"] == ["torch.bfloat16"]

@@ -1,0 +1,227 @@
+"""A policy in an emulated FP8 recipe: its products, its layers, its scales, and the same results in every layout."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from skyrl_mega.config.precision import RECIPES
+from skyrl_mega.config.schema import BuildConfig, OptimizerConfig, PolicyConfig, PrecisionConfig
+from skyrl_mega.kernels.block_fp8 import BLOCK
+from skyrl_mega.megatron import fp8_rounding as fp8
+from skyrl_mega.megatron.emulated_fp8 import Linear
+from skyrl_mega.megatron.fp8_magnitudes import GRADIENT, INPUT, Magnitudes
+from skyrl_mega.megatron.packing import pack
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.tiny import build
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.weights.exchange.pack import local_view
+from skyrl_mega.weights.fp8.format import SUFFIX, quantised
+from tests.megatron import layouts
+from tests.support.ranks import run_ranks
+from tests.weights.test_fp8_wire import whole_tensors
+
+SHAPES = {
+    "moe": BuildConfig(layers=2, hidden=128, heads=4, kv_heads=2, head_dim=128, experts=4, expert_ffn=256),
+    "dense": BuildConfig(
+        architecture="qwen2", layers=2, hidden=256, heads=2, kv_heads=2, head_dim=128, ffn=256, tied=True
+    ),
+    "odd": BuildConfig(layers=2, hidden=160, heads=4, kv_heads=2, head_dim=48, experts=2, expert_ffn=96),
+}
+LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
+    "micro 40": (1, {}, {"micro_tokens": 40}),
+    "TP2": (2, {"tensor": 2}, {}),
+    "EP2": (2, {"expert": 2}, {}),
+    "PP2": (2, {"pipeline": 2}, {}),
+    "CP2": (2, {"context": 2}, {}),
+}
+CASES = [
+    *(("moe", "fp8_blockwise", name) for name in LAYOUTS),
+    ("moe", "fp8_current", "TP2"),
+    ("moe", "fp8_delayed", "EP2"),
+    ("moe", "mxfp8", "TP2"),
+    ("dense", "fp8_blockwise", "TP2"),
+]
+SLOW = {("dense", "fp8_blockwise", "TP2"), ("moe", "fp8_blockwise", "PP2")}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in SHAPES.items():
+        build(config, folder / name, seed=1)
+    return {name: folder / name for name in SHAPES}
+
+
+def policy(recipe: str, changes: dict[str, Any] | None = None, **precision: int) -> PolicyConfig:
+    # With this eps Adam moves weights by their gradients, not by their signs, which rounding decides where they are 0.
+    values = {
+        "optimizer": OptimizerConfig(lr=0.3, eps=1.0, clip_grad=0.5),
+        "precision": PrecisionConfig(recipe, **precision),
+    }
+    return layouts.policy_config(**{**values, **(changes or {})})
+
+
+def steps(path: Path, ranks: int, sizes: dict[str, int], config: PolicyConfig) -> list[dict[str, float]]:
+    answers = run_ranks(ranks, layouts.train, path, layouts.layout(ranks, **sizes), config, layouts.some_batch(100), 2)
+    return max(answers, key=lambda a: len(a[0]))
+
+
+Single = Callable[[str, str], list[dict[str, float]]]
+
+
+@pytest.fixture(scope="module")
+def single(models: dict[str, Path]) -> Single:
+    """Two steps of a model in a recipe, in one process."""
+    return cache(lambda model, recipe: steps(models[model], 1, {}, policy(recipe)))
+
+
+@pytest.mark.parametrize(
+    ("model", "recipe", "cut"),
+    [pytest.param(*case, id=" ".join(case), marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES],
+)
+def test_every_layout_gives_the_single_process(
+    models: dict[str, Path], single: Single, model: str, recipe: str, cut: str
+) -> None:
+    ranks, sizes, changes = LAYOUTS[cut]
+    found = steps(models[model], ranks, sizes, policy(recipe, changes))
+    for a, b in zip(found, single(model, recipe), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=1e-4)
+        # A sum in another order moves a number over the middle between two of E4M3's, here and there.
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=3e-3)
+
+
+def test_recipes_compute_something_else_and_learn_as_much(single: Single) -> None:
+    plain = single("moe", "model")
+    losses = {recipe: single("moe", recipe) for recipe in RECIPES}
+    for recipe, found in losses.items():
+        assert 1e-6 < abs(found[0]["loss"] / plain[0]["loss"] - 1) < 3e-3, recipe
+        assert found[1]["loss"] == pytest.approx(plain[1]["loss"], rel=3e-3), recipe
+    first = {recipe: (round(found[0]["loss"], 6), round(found[0]["grad_norm"], 6)) for recipe, found in losses.items()}
+    assert len(set(first.values())) == 3  # fp8_delayed has no other magnitudes yet than fp8_current
+    assert losses["fp8_delayed"][0]["loss"] == losses["fp8_current"][0]["loss"]
+
+
+@pytest.mark.parametrize("recipe", ["fp8_blockwise", "fp8_current", "fp8_delayed", "mxfp8"])
+def test_products_and_gradients_are_those_of_rounded_operands(recipe: str) -> None:
+    """Each of the three products in float64, of operands that the formats have rounded."""
+    make = torch.Generator().manual_seed(0)
+    x, w, g = (torch.randn(*shape, generator=make) for shape in ((6, 200), (72, 200), (6, 72)))
+    linear = Linear(recipe, 0, Magnitudes(1, 4, torch.device("cpu")))
+    if recipe == "fp8_blockwise":
+        linear.weight = linear.transposed = fp8.blocks(w)  # 128 × 128 blocks are tested with the wire's
+        of_x, of_w, of_g = fp8.blocks(x), (fp8.blocks(w), fp8.blocks(w)), fp8.blocks(g)
+    else:
+        linear.round_weight(w)
+        if recipe == "mxfp8":
+            of_x, of_g = fp8.microscaled(x), fp8.microscaled(g)
+            of_w = fp8.microscaled(w), fp8.microscaled(w.t()).t()
+        else:
+            of_x, rounded = (fp8.tensor(t, fp8.power(t.abs().max(), fp8.E4M3), fp8.E4M3) for t in (x, w))
+            of_w, of_g = (rounded, rounded), fp8.tensor(g, fp8.power(g.abs().max(), fp8.E5M2), fp8.E5M2)
+    inputs = x.clone().requires_grad_(), w.clone().requires_grad_()
+    bias = torch.randn(72, generator=make)
+    out = linear(
+        input=inputs[0], weight=inputs[1], bias=bias, allreduce_dgrad=False, sequence_parallel=False, tp_group=None
+    )
+    out.backward(g)
+    expected = (
+        of_x.double() @ of_w[0].double().t() + bias,
+        of_g.double() @ of_w[1].double(),
+        of_g.double().t() @ of_x.double(),
+    )
+    for found, of in zip((out, inputs[0].grad, inputs[1].grad), expected, strict=True):
+        assert found is not None
+        torch.testing.assert_close(found.double(), of, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(out.double(), x.double() @ w.double().t() + bias, rtol=1e-3, atol=1e-3)
+
+
+def rounded_weights(
+    rank: int, address: str, path: Path, parallel: ParallelDims, config: PolicyConfig
+) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    opened = layouts.open_rank(rank, address, path, parallel, config)
+    assert opened.fp8 is not None
+    opened.fp8.begin()
+    return {name: linear.weight for name, linear in opened.fp8.linears.items()}, opened.weights()
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "sizes"),
+    [("moe", 1, {}), ("odd", 2, {"tensor": 2}), ("odd", 2, {"expert": 2})],
+    ids=["whole blocks", "TP2 parts blocks", "EP2"],
+)
+def test_weights_are_the_numbers_and_scales_of_the_wire(
+    models: dict[str, Path], model: str, ranks: int, sizes: dict[str, int]
+) -> None:
+    """Bit for bit: blocks of the whole tensors in a plain loop, as in the wire's tests, whoever holds parts of them."""
+    hf = json.loads((models[model] / "config.json").read_text())
+    tensors = load_file(next(models[model].glob("*.safetensors")))
+    names = quantised(tensors)
+    numbers, scales = whole_tensors(tensors, names)
+    parallel = layouts.layout(ranks, **sizes)
+    for rank, (found, _) in enumerate(
+        run_ranks(ranks, rounded_weights, models[model], parallel, policy("fp8_blockwise"))
+    ):
+        seen = set()
+        for piece in architecture(hf).megatron_shard(hf, parallel, rank, "local").pieces:
+            if piece.tensor not in names:
+                assert piece.param not in found
+                continue
+            scale = scales[piece.tensor + SUFFIX].repeat_interleave(BLOCK, 0).repeat_interleave(BLOCK, 1)
+            rows, columns = tensors[piece.tensor].shape
+            whole = numbers[piece.tensor].float() * scale[:rows, :columns]
+            assert torch.equal(local_view(found[piece.param], piece.offset, piece.box), whole[piece.box.slices()])
+            seen.add(piece.param)
+        assert seen == set(found)
+
+
+def test_first_and_last_layers_are_left_out(models: dict[str, Path]) -> None:
+    config = policy("mxfp8", first_layers=1)
+    (found, params), *_ = run_ranks(1, rounded_weights, models["moe"], ParallelDims(), config)
+    assert {name.split(".")[3] for name in found} == {"1"}
+    linear = {name for name, p in params.items() if p.dim() == 2 and ".layers.1." in name and ".router." not in name}
+    assert set(found) == linear and all(re.search(r"linear_(qkv|proj|fc1|fc2)\.weight$", name) for name in found)
+
+
+def test_delayed_scales_are_of_the_passes_before() -> None:
+    kept = Magnitudes(2, 2, torch.device("cpu"))
+
+    def passed(*magnitudes: float, trained: bool = True) -> float:
+        found = [float(kept.before(1, INPUT, torch.tensor(m))) for m in magnitudes]
+        if trained:
+            kept.end(lambda _: None)
+        else:
+            kept.forget()
+        return found[0]
+
+    assert passed(3.0, 5.0) == 3.0  # nothing is known yet
+    assert passed(2.0) == 5.0
+    assert passed(1.0) == 5.0
+    assert passed(9.0, trained=False) == 2.0
+    assert passed(4.0) == 2.0
+    assert float(kept.before(0, INPUT, torch.tensor(7.0))) == 7.0
+    assert float(kept.before(1, GRADIENT, torch.tensor(8.0))) == 8.0
+
+
+@pytest.mark.parametrize("context", [1, 2])
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_rows_are_padded_and_what_counts_stays(context: int, tensor: int) -> None:
+    batch = layouts.some_batch(100)
+    for rank in range(context):
+        plain, padded = (pack(batch, context=context, context_rank=rank, tensor=tensor, rows=rows) for rows in (1, 32))
+        assert padded.tokens.shape[1] % (32 * tensor) == 0
+        assert padded.tokens.shape[1] - plain.tokens.shape[1] < 32 * tensor
+        for one, other in ((plain.source, padded.source), (plain.read, padded.read)):
+            assert one[one >= 0].tolist() == other[other >= 0].tolist()
+        assert padded.columns["weights"][padded.source < 0].abs().sum() == 0
+        assert padded.columns["weights"].sum() == pytest.approx(float(plain.columns["weights"].sum()), abs=1e-6)
+        assert bool(padded.padding[0, plain.tokens.shape[1] :].all())
