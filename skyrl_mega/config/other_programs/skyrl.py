@@ -5,6 +5,7 @@ from __future__ import annotations
 from skyrl_mega.config.other_programs import critic
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
+    FUSED_HEAD,
     FROM_CONFIG,
     LAYOUT_OF_REFERENCE,
     MICRO,
@@ -98,7 +99,7 @@ _MODELS: Table = {
     "trainer.logprobs_chunk_size": to("policy.logit_chunk"),
     "trainer.vocab_entropy_chunk_size": to("policy.logit_chunk"),
     "trainer.vocab_entropy_chunk_memory_mb": to("policy.logit_chunk", note="tokens"),
-    "trainer.fused_lm_head_logprob": ALWAYS,
+    "trainer.fused_lm_head_logprob": FUSED_HEAD,
     "trainer.fused_lm_head_logprob_backend": UNUSED,
     "trainer.use_expandable_segments": ALWAYS,
     "trainer.sequence_parallel_backend": none("policy.layout.context cuts sequences over several GPUs"),

@@ -98,8 +98,12 @@ class PolicyConfig:
     optimizer step changed while the next forward pass does; None does so on CUDA."""
     micro_tokens: int = at_least(1, 8192)
     """Token budget of one packed micro-batch on one rank (a longer sequence has one of its own)."""
+    head: str = one_of("auto", "fused", "chunked")
+    """How log-probs and entropy come from the last hidden states. fused: the output projection and the soft-max are one
+    kernel, and no logits are in memory; needs Triton on CUDA, and is computed by torch on a CPU. chunked: the logits of
+    `logit_chunk` tokens at a time. auto: fused on CUDA, chunked on a CPU."""
     logit_chunk: int = at_least(1, 1024)
-    """Tokens whose logits exist at once while log-probs are computed."""
+    """Tokens whose logits exist at once while log-probs are computed, with the chunked head."""
     recompute: bool = False
     """Recomputes every layer's activations in the backward pass."""
     threads: int = between(1, 4096, 1)
