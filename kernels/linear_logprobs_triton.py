@@ -131,7 +131,7 @@ def _logits(products, floor, is_target, valid, TEMPERATURE: tl.constexpr, CAP: t
     x = products
     tanh = tl.zeros_like(products)
     if CAP > 0:
-        tanh = 1.0 - 2.0 / (tl.exp(x * (2.0 / CAP)) + 1.0)  # ±1 where the exponential is ∞ or 0
+        tanh = 1.0 - 2.0 / (tl.exp(x * (2.0 / CAP)) + 1.0)  # 1 or -1 where the exponential is infinite or 0
         x = tanh * CAP
     if TEMPERATURE != 1.0:
         x = x * (1.0 / TEMPERATURE)

@@ -1,5 +1,5 @@
-"""The vocabulary-parallel head, chunked and fused, against torch's log_softmax: values and gradients of log-probs and entropy, and
-squared probabilities."""
+"""The vocabulary-parallel head, chunked and fused, against torch's log_softmax: values and gradients of log-probs and
+entropy, and squared probabilities. Without a chunk it is the fused one."""
 
 from __future__ import annotations
 
