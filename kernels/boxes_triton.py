@@ -24,25 +24,28 @@ WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 """Bytes of a word → its type; a box is read in the widest that its place, stride and row length allow."""
 ADDRESSES = 4
 """Sets of addresses that are kept on the device: a flat buffer that is summed up lies in one of a few slots."""
-_OWNER, _AT, _STEP, _ROWS, _ROW, _PLACE, _BOX, _INSIDE = range(8)
+_OWNER, _AT, _STEP, _ROWS, _ROW, _PLACE, _BOX, _INSIDE, _WIDTH = range(9)
+_COLUMNS: tl.constexpr = tl.constexpr(9)
+_PHI: tl.constexpr = tl.constexpr(PHI - (1 << 64))
 
 Ints = NDArray[np.int64]
 
 
-class _Launch(NamedTuple):
-    """The boxes that are read in words of one width."""
+class _Tiles(NamedTuple):
+    """The boxes' work, those that are read in the widest words first."""
 
-    kind: Any
-    tiles: int
     rows: Tensor
-    """int64 [runs, 8]: owner, bytes from its first element, bytes from row to row, rows, bytes of a row, place in the
-    flat buffer, which box, bytes from the box's first one; bytes in words of this width, but for the last."""
+    """int64 [runs, 9]: owner, bytes from its first element, bytes from row to row, rows, bytes of a row, place in the
+    flat buffer, which box, bytes from the box's first one, bytes of a word; bytes in words of this width, but for the
+    last two."""
     of_tile: Tensor
     """int32 [tiles, 2]: its run, and the first of its words there."""
+    widths: tuple[tuple[int, slice], ...]
+    """Bytes of a word, and the tiles that are read in it."""
 
 
 class Table:
-    """The boxes on the device, once for all copies: for each width of a word, its boxes and the tiles they make.
+    """The boxes on the device, once for all copies and checksums, by width of a word, and the tiles they make.
 
     Made with the first use, because it depends on how the tensors are aligned, and only then.
 
@@ -54,78 +57,80 @@ class Table:
         self._device, self._count = device, len(regions)
         self._runs = _runs(regions)
         self._aligned: tuple[int, ...] | None = None
-        self._launches: list[_Launch] = []
+        self._tiles: _Tiles | None = None
         self._addresses: dict[tuple[int, ...], Tensor] = {}
 
     @property
     def nbytes(self) -> int:
         """Memory on the device."""
-        return sum(launch.rows.nbytes + launch.of_tile.nbytes for launch in self._launches)
+        return 0 if self._tiles is None else self._tiles.rows.nbytes + self._tiles.of_tile.nbytes
 
     def copy(self, owners: Sequence[Tensor], flat: Tensor, *, pack: bool) -> None:
-        """All boxes into `flat`, or out of it.
+        """All boxes into `flat`, or out of it: a launch for each width of a word.
 
         Raises:
             ValueError: the buffer does not begin at a multiple of 8 bytes.
         """
         if flat.data_ptr() % WORD:
             raise ValueError("the flat buffer must begin at a multiple of 8 bytes; do not slice it at an odd place")
-        addresses = self._bind(owners)
-        for kind, tiles, rows, of_tile in self._launches:
-            _copy[(tiles,)](addresses, rows, of_tile, flat, PACK=pack, WORD=kind, TILE=TILE, num_warps=WARPS)
+        addresses, tiles = self._bind(owners)
+        for width, some in tiles.widths:
+            of_tile = tiles.of_tile[some]
+            constants = dict(PACK=pack, WORD=WORDS[width], TILE=TILE, num_warps=WARPS)
+            _copy[(len(of_tile),)](addresses, tiles.rows, of_tile, flat, **constants)
 
     def checksums(self, owners: Sequence[Tensor]) -> Tensor:
-        """See `boxes.Boxes.checksums`."""
-        addresses = self._bind(owners)
+        """See `boxes.Boxes.checksums`. One launch, whatever the boxes."""
+        addresses, tiles = self._bind(owners)
         sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
-        for kind, tiles, rows, of_tile in self._launches:
-            size = kind.primitive_bitwidth // 8
-            _sum[(tiles,)](addresses, rows, of_tile, sums, WORD=kind, SIZE=size, TILE=TILE, num_warps=WARPS)
-        return sums.mul_(PHI - (1 << 64))
+        _sum[(len(tiles.of_tile),)](addresses, tiles.rows, tiles.of_tile, sums, TILE=TILE, num_warps=WARPS)
+        return sums
 
-    def _bind(self, owners: Sequence[Tensor]) -> Tensor:
-        """The owners' addresses on the device, int64 [owners]."""
+    def _bind(self, owners: Sequence[Tensor]) -> tuple[Tensor, _Tiles]:
+        """The owners' addresses on the device, int64 [owners], and the tiles for tensors that are aligned so."""
         told = tuple([owner.data_ptr() for owner in owners])
         known = self._addresses.get(told)
-        if known is not None:
-            return known
+        if known is not None and self._tiles is not None:
+            return known, self._tiles
         aligned = tuple([address % WORD for address in told])
-        if aligned != self._aligned:
-            self._lay_out(np.array(aligned, np.int64))
+        if self._tiles is None or aligned != self._aligned:
+            self._tiles = self._lay_out(np.array(aligned, np.int64))
             self._aligned = aligned
             self._addresses.clear()
         while len(self._addresses) >= ADDRESSES:
             del self._addresses[next(iter(self._addresses))]
         self._addresses[told] = known = upload(np.array(told, np.int64), self._device)
-        return known
+        return known, self._tiles
 
-    def _lay_out(self, aligned: Ints) -> None:
+    def _lay_out(self, aligned: Ints) -> _Tiles:
         """The tables, for tensors whose addresses have these remainders of 8."""
         runs = self._runs
         places = runs[:, [_AT, _STEP, _ROW, _PLACE, _INSIDE]]
         together = np.bitwise_or.reduce(places, axis=1) | aligned[runs[:, _OWNER]]
         widest = np.minimum(together & -together, WORD)
-        self._launches = []
-        for word, kind in WORDS.items():
-            mine = runs[widest == word]
-            if not len(mine):
-                continue
-            mine[:, [_AT, _STEP, _ROW, _PLACE]] //= word
-            words = mine[:, _ROWS] * mine[:, _ROW]
-            if words.max() > 2**31 - TILE:
-                raise ValueError(f"a box has more than {2**31 - TILE} words of {word} bytes; cut it")
-            tiles = -(-words // TILE)
-            run = np.repeat(np.arange(len(mine)), tiles)
-            first = (np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * TILE
-            of_tile = np.stack([run, first], axis=1).astype(np.int32)
-            self._launches.append(_Launch(kind, len(run), upload(mine, self._device), upload(of_tile, self._device)))
+        order = np.argsort(-widest, kind="stable")
+        rows, widest = runs[order], widest[order]
+        rows[:, _WIDTH] = widest
+        rows[:, [_AT, _STEP, _ROW, _PLACE]] //= widest[:, None]
+        words = rows[:, _ROWS] * rows[:, _ROW]
+        if len(words) and words.max() > 2**31 - TILE:
+            raise ValueError(f"a box has more than {2**31 - TILE} words of {widest[words.argmax()]} bytes; cut it")
+        tiles = -(-words // TILE)
+        run = np.repeat(np.arange(len(rows)), tiles)
+        first = (np.arange(tiles.sum()) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * TILE
+        of_tile = np.stack([run, first], axis=1).astype(np.int32)
+        ends = {width: int(tiles[widest >= width].sum()) for width in WORDS}
+        begins = [0, *ends.values()]
+        widths = [(width, slice(begin, end)) for (width, end), begin in zip(ends.items(), begins, strict=False)]
+        used = tuple((width, part) for width, part in widths if part.start < part.stop)
+        return _Tiles(upload(rows, self._device), upload(of_tile, self._device), used)
 
 
 def _runs(regions: Sequence[Region]) -> Ints:
-    """The regions as rows of contiguous bytes, [runs, 8]; see `_Launch.rows`."""
+    """The regions as rows of contiguous bytes, [runs, 9], the last column to be filled in; see `_Tiles.rows`."""
     alike = [_rows(region.shape, region.stride, region.dtype.itemsize) for region in regions]
     count = [len(rows) for rows in alike]
-    table = np.zeros((sum(count), 8), np.int64)
+    table = np.zeros((sum(count), 9), np.int64)
     table[:, [_AT, _STEP, _ROWS, _ROW, _INSIDE]] = np.concatenate(alike)
     box = np.repeat(np.arange(len(regions)), count)
     each = np.array([(r.owner, r.at * r.dtype.itemsize, r.offset) for r in regions], np.int64)[box]
@@ -164,23 +169,28 @@ def _walked(shape: tuple[int, ...], stride: tuple[int, ...], size: int) -> Itera
 
 
 @triton.jit
-def _tile(addresses, table, of_tile, WORD: tl.constexpr, TILE: tl.constexpr):
-    """This program's run in the table, its words' numbers there, which of them exist, and where they lie."""
-    tile = of_tile + tl.program_id(0) * 2
-    run = table + tl.load(tile).to(tl.int64) * 8
+def _run(table, of_tile):
+    """This program's run in the table."""
+    return table + tl.load(of_tile + tl.program_id(0) * 2).to(tl.int64) * _COLUMNS
+
+
+@triton.jit
+def _tile(addresses, run, of_tile, WORD: tl.constexpr, TILE: tl.constexpr):
+    """The words' numbers in this program's run, which of them exist, and where they lie."""
     step, rows, row = tl.load(run + 2), tl.load(run + 3), tl.load(run + 4)
     # Within a run 32 bits are enough (`Table` refuses larger ones), and dividing 64 bits is slow.
-    word = tl.load(tile + 1) + tl.arange(0, TILE)
+    word = tl.load(of_tile + tl.program_id(0) * 2 + 1) + tl.arange(0, TILE)
     there = word < (rows * row).to(tl.int32)
     length = row.to(tl.int32)
     at_row = word // length
     owner = tl.load(addresses + tl.load(run)).to(tl.pointer_type(WORD))
-    return run, word, there, owner + tl.load(run + 1) + at_row * step + (word - at_row * length)
+    return word, there, owner + tl.load(run + 1) + at_row * step + (word - at_row * length)
 
 
 @triton.jit
 def _copy(addresses, table, of_tile, flat, PACK: tl.constexpr, WORD: tl.constexpr, TILE: tl.constexpr):
-    run, word, there, local = _tile(addresses, table, of_tile, WORD, TILE)
+    run = _run(table, of_tile)
+    word, there, local = _tile(addresses, run, of_tile, WORD, TILE)
     packed = flat.to(tl.pointer_type(WORD)) + tl.load(run + 5) + word
     if PACK:
         tl.store(packed, tl.load(local, mask=there), mask=there)
@@ -189,11 +199,26 @@ def _copy(addresses, table, of_tile, flat, PACK: tl.constexpr, WORD: tl.constexp
 
 
 @triton.jit
-def _sum(addresses, table, of_tile, sums, WORD: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr):
-    run, word, there, local = _tile(addresses, table, of_tile, WORD, TILE)
+def _summed(addresses, run, of_tile, WORD: tl.constexpr, SIZE: tl.constexpr, TILE: tl.constexpr):
+    """Σ value · (2i + 1) over this program's words, i being the 64-bit word that each is in."""
+    word, there, local = _tile(addresses, run, of_tile, WORD, TILE)
     byte = tl.load(run + 7) + word.to(tl.int64) * SIZE  # from the box's first one
     value = tl.load(local, mask=there, other=0).to(tl.int64)
     if SIZE < 8:
         value = (value & ((1 << SIZE * 8) - 1)) << (byte % 8 * 8)
-    total = tl.sum(value * (byte // 8 * 2 + 1), axis=0)
-    tl.atomic_add(sums + tl.load(run + 6), total)
+    return tl.sum(value * (byte // 8 * 2 + 1), axis=0)
+
+
+@triton.jit
+def _sum(addresses, table, of_tile, sums, TILE: tl.constexpr):
+    run = _run(table, of_tile)
+    width = tl.load(run + 8)
+    if width == 8:
+        total = _summed(addresses, run, of_tile, tl.int64, 8, TILE)
+    elif width == 4:
+        total = _summed(addresses, run, of_tile, tl.int32, 4, TILE)
+    elif width == 2:
+        total = _summed(addresses, run, of_tile, tl.int16, 2, TILE)
+    else:
+        total = _summed(addresses, run, of_tile, tl.int8, 1, TILE)
+    tl.atomic_add(sums + tl.load(run + 6), total * _PHI)

@@ -66,6 +66,12 @@ def overlaps(policy: PolicyConfig, device: str) -> bool:
     return device == "cuda" if policy.overlap is None else policy.overlap
 
 
+def logit_chunk(policy: PolicyConfig, device: str) -> int | None:
+    """Tokens whose logits exist at once on this device (`cpu` or `cuda`); None with the fused head, where none do."""
+    fused = device == "cuda" if policy.head == "auto" else policy.head == "fused"
+    return None if fused else policy.logit_chunk
+
+
 def gpus_needed(config: Config) -> int:
     """GPUs of policy, reference, critic and engines; shared ones count once."""
     apart = 0 if config.cluster.shared else config.rollout.engines * engine_ranks(config.rollout)

@@ -26,7 +26,7 @@ def logprobs_of(
     *,
     vocab: int,
     temperature: float,
-    chunk: int,
+    chunk: int | None,
     squares: bool = False,
 ) -> tuple[Tensor, ...]:
     """Log-probs and entropy, float32 [L] each, and Σ_v p(v)² where it is asked for; 0 for tokens that nobody asks for.
@@ -37,7 +37,7 @@ def logprobs_of(
         micro: Its columns `mask` and `weights`, where there are any, say which tokens count.
         vocab: Tokens without padding.
         temperature: Divides the logits.
-        chunk: Tokens whose logits exist at once.
+        chunk: Tokens whose logits exist at once; None: the fused head.
         squares: Asks for them.
     """
     weight = head_weight(model)

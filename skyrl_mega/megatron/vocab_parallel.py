@@ -1,7 +1,8 @@
 """Log-probs, entropy and squared probabilities from hidden states under vocabulary parallelism, without full logits and
 without gathering the vocabulary.
 
-The head is applied to a chunk of tokens at a time. Each tensor rank holds V/tp columns; the soft-max needs three
+Two ways. On CUDA the logits are summed up where they are computed (`fused_head.py`). This file has the other, for which
+torch is enough: the head is applied to a chunk of tokens at a time. Each tensor rank holds V/tp columns; the soft-max needs three
 all-reduces of one number per token (maximum, sum of exponentials, and the target's logit with the entropy's moment).
 The backward pass computes the chunk's logits again, so the memory is `chunk · V/tp` instead of `T · V/tp`.
 
@@ -16,6 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from skyrl_mega.megatron.fused_head import fused_logprobs
+
 
 def vocab_parallel_logprobs(
     hidden_TH: Tensor,
@@ -24,7 +27,7 @@ def vocab_parallel_logprobs(
     *,
     vocab: int,
     temperature: float,
-    chunk: int,
+    chunk: int | None,
     group: dist.ProcessGroup,
     squares: bool = False,
 ) -> tuple[Tensor, ...]:
@@ -36,7 +39,7 @@ def vocab_parallel_logprobs(
         targets_T: int64 token ids.
         vocab: size of the real vocabulary; padded columns beyond it have probability 0.
         temperature: divides the logits, as the sampler does.
-        chunk: tokens whose logits exist at once.
+        chunk: tokens whose logits exist at once; None: nobody's, the fused head (`config.derived.logit_chunk`).
         group: the tensor-parallel group.
         squares: also finds Σ_v p(v)² of each distribution.
 
@@ -45,6 +48,9 @@ def vocab_parallel_logprobs(
         sums over `group`. Entropy that nothing is learned from costs no backward pass of its own. With `squares` also
         squares_T, without a gradient.
     """
+    if chunk is None:
+        told: dict[str, Any] = {"vocab": vocab, "temperature": temperature, "group": group, "squares": squares}
+        return fused_logprobs(hidden_TH, weight_vH, targets_T, **told)
     found: tuple[Tensor, ...] = _LogProbs.apply(
         hidden_TH, weight_vH, targets_T, vocab, temperature, chunk, group, squares
     )

@@ -21,7 +21,7 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
-from skyrl_mega.config.derived import overlaps
+from skyrl_mega.config.derived import logit_chunk, overlaps
 from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
 from skyrl_mega.hf_checkpoint import load as files
 from skyrl_mega.megatron import checkpoint
@@ -343,7 +343,7 @@ class ModelWorker:
         self, model: Any, hidden: Tensor, micro: MicroBatch, temperature: float, *, squares: bool = False
     ) -> tuple[Tensor, ...]:
         """Log-probs and entropy of a micro-batch's tokens, [L] each; see `logprobs_of`."""
-        chunk, vocab = self.policy.logit_chunk, self.vocab
+        chunk, vocab = logit_chunk(self.policy, self.device.type), self.vocab
         return logprobs_of(model, hidden, micro, vocab=vocab, temperature=temperature, chunk=chunk, squares=squares)
 
     def _reduce(self, outputs: list[dict[str, Tensor]]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from skyrl_mega.kernels.linear_logprobs import backward_bytes, forward_bytes
 from skyrl_mega.models.blocks.base import Work
 from skyrl_mega.models.blocks.embedding import padded_vocab
 from skyrl_mega.models.blocks.value_head import ValueHead
@@ -55,13 +56,14 @@ def activations(
     itemsize: int,
     *,
     recompute: str,
-    logit_chunk: int,
+    logit_chunk: int | None,
     token_bytes: float = BATCH_BYTES,
 ) -> Activations:
     """At the peak, on a rank of pipeline stage `pp`.
 
     Args:
         recompute: `policy.recompute`, of Transformer Engine's layers.
+        logit_chunk: Tokens whose logits exist at once; None with the fused head.
         token_bytes: Of one token of a packed micro-batch.
     """
     layers = parallel.stage_sizes(d.layers)[pp]
@@ -121,11 +123,16 @@ def _saved(kind: Layer, work: Work, recompute: str = "none") -> int:
     return int(sum(block.kept_bytes(work, recompute) for block in kind))
 
 
-def logits(d: Decoder, parallel: ParallelDims, tokens: int, itemsize: int, chunk: int) -> tuple[int, int]:
-    """Bytes of the head in the backward and in the forward pass: a chunk's logits, and the gradient of the weight."""
+def logits(d: Decoder, parallel: ParallelDims, tokens: int, itemsize: int, chunk: int | None) -> tuple[int, int]:
+    """Bytes of the head in the backward and in the forward pass: a chunk's logits, or the fused head's sums and its
+    chunk of their gradient; and the gradient of the weight."""
     rows = padded_vocab(d.vocab, parallel.tensor) // parallel.tensor
-    table = min(chunk, tokens) * rows
     weight = rows * d.hidden
+    if chunk is None:
+        sums, work = forward_bytes(tokens, rows, squares=True), backward_bytes(tokens, rows, d.hidden, itemsize)
+        # The weight's gradient is written in its own type; then that stands beside what it is added to.
+        return max(work + weight * itemsize, weight * 2 * itemsize, sums), sums
+    table = min(chunk, tokens) * rows
     # Forward: logits, their exponentials, the masked logits and the product, float32 each (megatron/vocab_parallel.py).
     # Backward: two tables of float32 before the weight's gradient, then one and its copy beside the gradient's two.
     backward = max(

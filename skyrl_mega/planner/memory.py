@@ -22,6 +22,7 @@ from skyrl_mega.config.derived import (
     expert_parallel,
     has_critic,
     length_limit,
+    logit_chunk,
     overlaps,
 )
 from skyrl_mega.config.limits import ENGINE_STEP_TOKENS, SYNC_BUCKETS
@@ -274,7 +275,7 @@ def _activations(config: Config, d: Decoder, parallel: ParallelDims, pp: int) ->
         batch(config, parallel).row,
         itemsize(config),
         recompute=config.policy.recompute,
-        logit_chunk=config.policy.logit_chunk,
+        logit_chunk=logit_chunk(config.policy, "cpu" if on_cpu(config) else "cuda"),
         token_bytes=BATCH_BYTES + rank_bytes(config, d, parallel),
     )
 

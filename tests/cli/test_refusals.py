@@ -22,7 +22,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
     ("long rows without recomputation", "policy.recompute=none policy.micro_tokens=65536", ["activations"]),
     (
         "logits of a whole row",
-        "policy.logit_chunk=65536 policy.micro_tokens=65536",
+        "policy.head=chunked policy.logit_chunk=65536 policy.micro_tokens=65536",
         ["logits", "policy.logit_chunk=8192"],
     ),
     (

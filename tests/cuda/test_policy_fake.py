@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from skyrl_mega.config.derived import logit_chunk
 from skyrl_mega.config.schema import BuildConfig, MoeConfig
 from skyrl_mega.megatron import heads, layer_spec, objectives
 from skyrl_mega.megatron.packing import MicroBatch, pack
@@ -22,6 +23,10 @@ from tests.cuda.fake_cuda import CUDA, CpuAsCuda, fake_cuda, with_values
 from tests.cuda.ranks import fake_rank
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
+
+pytest.importorskip("triton", reason="Triton is not installed: the head's kernels cannot be imported")
+
+from skyrl_mega.kernels import linear_logprobs_triton  # noqa: E402
 
 MOE = BuildConfig(layers=2)
 DENSE = BuildConfig(architecture="qwen2", head_dim=16, layers=2, tied=True)
@@ -105,14 +110,20 @@ def test_forward_through_layers_and_head(
     seen: list[tuple[Tensor, Tensor, MicroBatch]] = []
 
     def finish(model: Any, micro: MicroBatch, _: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        head = dict(vocab=made.vocab, temperature=1.0, chunk=made.policy.logit_chunk)
+        head = dict(vocab=made.vocab, temperature=1.0, chunk=logit_chunk(made.policy, "cuda"))
         logprobs, entropy = heads.logprobs_of(model, hidden, micro, **head)
         seen.append((logprobs, entropy, micro))
         loss, metrics = objectives.supervised(objectives.inputs_of(logprobs, entropy, micro))
         return loss, {"loss": loss.detach(), **metrics}
 
     kernel = mock.Mock(side_effect=layer_spec.varlen_attn)
-    with fake_cuda(), fake_rank(rank, parallel), mock.patch.object(layer_spec, "varlen_attn", kernel):
+    sums = mock.MagicMock()  # launched with fake tensors, which have no memory
+    with (
+        fake_cuda(),
+        fake_rank(rank, parallel),
+        mock.patch.object(layer_spec, "varlen_attn", kernel),
+        mock.patch.object(linear_logprobs_triton, "_sums", sums),
+    ):
         made = opened(DENSE, parallel, dtype, **changes)
         from megatron.core.pipeline_parallel import schedules
 
@@ -123,6 +134,7 @@ def test_forward_through_layers_and_head(
             assert logprobs.shape == entropy.shape == micro.targets.shape
             assert logprobs.device == entropy.device == CUDA and logprobs.dtype == torch.float32
             assert logprobs.requires_grad
+    assert sums.__getitem__.call_count == len(micros)
     assert kernel.call_count == (DENSE.layers * len(micros) if dtype == torch.bfloat16 else 0)
 
 

@@ -4,10 +4,22 @@ in which TRITON_INTERPRET is set, as it must be before the first kernel is defin
 
 from __future__ import annotations
 
+import gc
+from typing import Any
+from unittest import mock
+
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import _disable_current_modes
 
-from tests.kernels import cases
+from skyrl_mega.kernels import linear_logprobs as head_of
+from skyrl_mega.kernels import linear_logprobs_triton
+from skyrl_mega.kernels.linear_logprobs import Head, Inputs
+from tests.kernels import cases, head_cases
+from tests.kernels.allocations import Allocations
+from tests.kernels.head_cases import Case
 
 
 @pytest.mark.parametrize("rows, columns, row0, col0", cases.SHARDS)
@@ -41,3 +53,90 @@ def test_one_table_for_tensors_that_move() -> None:
 
 def test_checksums() -> None:
     cases.checksums_like_the_reference("cpu")
+
+
+# ---- the fused head: float64, where autograd's numbers are exact enough to compare with ------------------------------
+
+EXACT = 1e-6
+
+
+@pytest.mark.parametrize("case", head_cases.RAGGED, ids=str)
+def test_head(case: Case) -> None:
+    head_cases.like_autograd(case, torch.float64, "cpu", by_kernel=True, near=EXACT)
+
+
+@given(
+    st.builds(
+        Case,
+        tokens=st.integers(1, 70),
+        width=st.integers(1, 70),
+        vocab=st.integers(1, 300),
+        ranks=st.sampled_from([1, 2, 4]),
+        temperature=st.sampled_from([1.0, 0.6]),
+        soft_cap=st.sampled_from([None, 3.0]),
+        padding=st.integers(0, 80),
+        floor=st.booleans(),
+        entropy=st.booleans(),
+    )
+)
+@settings(max_examples=12, deadline=None)
+def test_head_of_any_shape(case: Case) -> None:
+    head_cases.like_autograd(case, torch.float64, "cpu", by_kernel=True, near=EXACT)
+
+
+# bfloat16 is left to GPUs: the interpreter's matrix product takes its bits for integers.
+@pytest.mark.parametrize(("dtype", "near"), [(torch.float32, 3e-5), (torch.float16, 3e-3)], ids=str)
+def test_head_in_lower_precision(dtype: torch.dtype, near: float) -> None:
+    case = Case(tokens=70, width=72, vocab=600, ranks=2, temperature=0.7, soft_cap=4.0, padding=9)
+    head_cases.like_autograd(case, dtype, "cpu", by_kernel=True, near=near)
+
+
+def test_extreme_logits() -> None:
+    head_cases.extremes_are_exact("cpu", torch.float32, by_kernel=True)
+
+
+class Unseen:
+    """A kernel whose launches are not looked at: the interpreter copies what it is given, and keeps it in circles."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            with _disable_current_modes():
+                self.kernel[grid](*args, **kwargs)
+                gc.collect()
+
+        return launch
+
+
+def test_the_heads_buffers_are_as_large_as_is_said() -> None:
+    tokens, width, columns = 40, 72, 1100
+    g = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(n, width, generator=g).half() for n in (tokens, columns))
+    inputs = Inputs(hidden, weight, torch.arange(tokens), Head(columns, temperature=0.7))
+    few = 16 * tokens * 4  # numbers of a token
+
+    def product(to: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        with _disable_current_modes():  # a GPU adds up in float32 without copies of that type
+            to.addmm_(a.float(), b.float())
+
+    with (
+        mock.patch.object(Inputs, "by_kernel", True),
+        mock.patch.object(head_of, "_add_product", product),
+        mock.patch.object(linear_logprobs_triton, "_sums", Unseen(linear_logprobs_triton._sums)),
+        mock.patch.object(linear_logprobs_triton, "_gradient", Unseen(linear_logprobs_triton._gradient)),
+    ):
+        for squares in (False, True):
+            with Allocations() as seen:
+                sums = head_of.merge(head_of.partial_sums(inputs, squares=squares))
+            said = head_of.forward_bytes(tokens, columns, squares=squares)
+            assert [size for size in seen.sizes if size > few] == [said] and seen.peak <= said + few
+        logprobs, _, saved = head_of.finish(sums)
+        with Allocations() as seen:
+            grads = head_of.gradients(inputs, saved, logprobs, logprobs)
+    returned = sum(grad.nbytes for grad in grads)
+    said = head_of.backward_bytes(tokens, columns, width, 2)
+    assert sum(size for size in seen.sizes if size > few) == said + returned
+    # The hidden states' gradient is there in its own type when the chunk is gone.
+    assert seen.peak == said + grads[1].nbytes

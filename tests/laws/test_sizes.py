@@ -14,6 +14,7 @@ LISTED = {
     "envs.swe.witness:_pytest": "as `_keeper`: closures of one program, whose source is shipped whole",
     "megatron.vocab_parallel:forward": "torch.autograd.Function gives all inputs by position",
     "megatron.vocab_parallel:call of _LogProbs.apply": "as `forward`",
+    "megatron.fused_head:forward": "as `vocab_parallel`'s",
     "megatron.layer_spec:call of varlen_attn": "torch's own",
     "weights.transports.ipc:call of torch.UntypedStorage._new_shared_cuda": "torch's own",
 }

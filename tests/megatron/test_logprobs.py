@@ -1,5 +1,5 @@
-"""The chunked, vocabulary-parallel head against torch's log_softmax: values and gradients of log-probs and entropy, and
-squared probabilities."""
+"""The vocabulary-parallel head, chunked and fused, against torch's log_softmax: values and gradients of log-probs and
+entropy, and squared probabilities. Without a chunk it is the fused one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def learned(logp: torch.Tensor, entropy: torch.Tensor, of: str) -> torch.Tensor:
     return sum((parts[name] for name in of.split(" and ")), torch.zeros((), dtype=logp.dtype))
 
 
-def one_rank(rank: int, address: str, ranks: int, temperature: float, chunk: int, of: str, dtype: torch.dtype) -> Any:
+def one_rank(rank: int, address: str, ranks: int, temperature: float, chunk: int | None, of: str, dtype: torch.dtype) -> Any:
     from skyrl_mega.megatron.vocab_parallel import vocab_parallel_logprobs
 
     dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=ranks)
@@ -53,7 +53,7 @@ def one_rank(rank: int, address: str, ranks: int, temperature: float, chunk: int
     return logp.detach().numpy(), entropy.detach().numpy(), grad.numpy(), local.grad.numpy()  # type: ignore[union-attr]
 
 
-def squares(rank: int, address: str, ranks: int, temperature: float, chunk: int, dtype: torch.dtype) -> Any:
+def squares(rank: int, address: str, ranks: int, temperature: float, chunk: int | None, dtype: torch.dtype) -> Any:
     """Log-probs, entropy and sums of squared probabilities, and whether these have a gradient."""
     from skyrl_mega.megatron.vocab_parallel import vocab_parallel_logprobs
 
@@ -85,9 +85,13 @@ EXACT, ROUNDED = 1e-9, 1e-5
         (2, 1.0, 8, "entropy", torch.float64),
         (2, 1.0, 8, "logprobs and entropy", torch.float32),
         (4, 1.3, 37, "logprobs and entropy", torch.float64),
+        (1, 0.7, None, "logprobs", torch.float64),
+        (2, 0.7, None, "entropy", torch.float64),
+        (2, 1.0, None, "logprobs and entropy", torch.float32),
+        (4, 1.3, None, "logprobs and entropy", torch.float64),
     ],
 )
-def test_head_equals_log_softmax(ranks: int, temperature: float, chunk: int, of: str, dtype: torch.dtype) -> None:
+def test_head_equals_log_softmax(ranks: int, temperature: float, chunk: int | None, of: str, dtype: torch.dtype) -> None:
     hidden, weight, targets, _, _ = tensors()
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -115,10 +119,12 @@ def test_head_equals_log_softmax(ranks: int, temperature: float, chunk: int, of:
         (2, 0.7, 8, torch.float64),
         (2, 1.0, 100, torch.float32),
         (4, 1.3, 37, torch.float64),
+        (1, 1.0, None, torch.float32),
+        (2, 0.7, None, torch.float64),
     ],
 )
 def test_squares_are_sums_over_the_whole_vocabulary(
-    ranks: int, temperature: float, chunk: int, dtype: torch.dtype
+    ranks: int, temperature: float, chunk: int | None, dtype: torch.dtype
 ) -> None:
     hidden, weight, _, _, _ = tensors()
     logits = hidden @ weight.T / temperature

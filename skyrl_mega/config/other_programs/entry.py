@@ -62,6 +62,7 @@ NO_MTP = none("multi-token prediction is neither trained nor used for decoding")
 ROLLOUT_REPLAY = to(
     "policy.moe.replay", values={"true": to("policy.moe.replay=rollout"), "false": to("policy.moe.replay=off")}
 )
+FUSED_HEAD = to("policy.head", values={"true": to("policy.head=fused"), "false": to("policy.head=chunked")})
 NO_CHECKPOINT_CHOICE = none("a checkpoint holds all that a run needs, for any layout; leave it out")
 REWARD = to("environment.classes", note="an environment of your own gives the reward (docs/own-environment.md)")
 MICRO = to("policy.micro_tokens", note="a budget of tokens, not a number of sequences")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from skyrl_mega.config.other_programs import critic, precision
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
+    FUSED_HEAD,
     FROM_CONFIG,
     LAYOUT_OF_REFERENCE,
     MICRO,
@@ -96,10 +97,9 @@ _MODELS: Table = {
     "trainer.flash_attn": none("policy.spec chooses the attention of a layer"),
     "trainer.gradient_checkpointing": to("policy.recompute", note="false unless given; there it is true"),
     "trainer.gradient_checkpointing_use_reentrant": UNUSED,
-    "trainer.logprobs_chunk_size": to("policy.logit_chunk"),
-    "trainer.vocab_entropy_chunk_size": to("policy.logit_chunk"),
+    **several(to("policy.logit_chunk"), "logprobs_chunk_size vocab_entropy_chunk_size", "trainer."),
     "trainer.vocab_entropy_chunk_memory_mb": to("policy.logit_chunk", note="tokens"),
-    "trainer.fused_lm_head_logprob": ALWAYS,
+    "trainer.fused_lm_head_logprob": FUSED_HEAD,
     "trainer.fused_lm_head_logprob_backend": UNUSED,
     "trainer.use_expandable_segments": ALWAYS,
     "trainer.sequence_parallel_backend": none("policy.layout.context cuts sequences over several GPUs"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from skyrl_mega.config.other_programs import precision, verl_kl
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
+    FUSED_HEAD,
     CLIP_BOTH,
     CLIP_HIGH,
     CLIP_LOW,
@@ -146,7 +147,7 @@ _MODEL = under(
         "override_config.moe_config.freeze_moe_router": to("policy.moe.freeze_router"),
         "override_config.*": FROM_CONFIG,
         "use_remove_padding": ALWAYS,
-        "use_fused_kernels": ALWAYS,
+        "use_fused_kernels": FUSED_HEAD,
         "fused_kernel_options.*": UNUSED,
         "mtp.*": NO_MTP,
         "lora.*": NO_LORA,
@@ -319,7 +320,7 @@ _ACTOR = under(
         "use_torch_compile": UNUSED,
         "use_prefix_grouper": UNUSED,
         "use_remove_padding": ALWAYS,
-        "use_fused_kernels": ALWAYS,
+        "use_fused_kernels": FUSED_HEAD,
         "freeze_vision_tower": NO_MULTIMODAL,
         "entropy_from_logits_chunk_size": to("policy.logit_chunk"),
         "entropy_from_logits_with_chunking": to("policy.logit_chunk"),

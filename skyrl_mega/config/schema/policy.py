@@ -105,8 +105,12 @@ class PolicyConfig:
     optimizer step changed while the next forward pass does; None does so on CUDA."""
     micro_tokens: int = at_least(1, 8192)
     """Token budget of one packed micro-batch on one rank (a longer sequence has one of its own)."""
+    head: str = one_of("auto", "fused", "chunked")
+    """How log-probs and entropy come from the last hidden states. fused: the output projection and the soft-max are one
+    kernel, and no logits are in memory; needs Triton on CUDA, and is computed by torch on a CPU. chunked: the logits of
+    `logit_chunk` tokens at a time. auto: fused on CUDA, chunked on a CPU."""
     logit_chunk: int = at_least(1, 1024)
-    """Tokens whose logits exist at once while log-probs are computed."""
+    """Tokens whose logits exist at once while log-probs are computed, with the chunked head."""
     recompute: str = one_of("none", "selective", "moe", "full", former={True: "full", False: "none"})
     """What the backward pass computes once more instead of keeping it, the least memory last. none: nothing. selective:
     what takes next to no time, in `te` layers alone: norms and the experts' activation function. moe: the MoE part of

@@ -93,8 +93,9 @@ class BucketViews:
         self.conversions = [view for view in rest if view.scale is not None]
         self._rest = rest
         self._boxes = Boxes(together, device) if together else None
-        in_bucket = [Region(0, v.region.offset, (v.nbytes,), (1,), torch.uint8, v.region.offset) for v in rest]
-        self._in_bucket = Boxes(in_bucket, device) if rest else None
+        # What checksums are of, in the bucket's order; the bucket is one more tensor beside the parameters.
+        summed = [_in_bucket(v, len(params)) if apart else v.region for v, apart in zip(views, alone, strict=True)]
+        self._summed = Boxes(summed, device) if rest else self._boxes
         self._order: Tensor | None = None
         if together and rest:  # from those that only copy, then the others, to the bucket's order
             self._order = upload(np.argsort(np.argsort(alone, kind="stable")), device)
@@ -102,7 +103,7 @@ class BucketViews:
     @property
     def table_bytes(self) -> int:
         """Memory of the tables on the device."""
-        return sum(boxes.table_bytes for boxes in (self._boxes, self._in_bucket) if boxes is not None)
+        return sum(boxes.table_bytes for boxes in {self._boxes, self._summed} if boxes is not None)
 
     def pack(self, params: Sequence[Tensor], flat: Tensor) -> None:
         """Parameters → bucket, those that are as they are on the wire or nearly."""
@@ -132,14 +133,10 @@ class BucketViews:
 
     def checksums(self, params: Sequence[Tensor], flat: Tensor) -> Tensor:
         """Of every part as it is on the wire, int64 [views]: of what lies in the parameter, or, where that is of
-        another type, of what lies in the bucket.
+        another type, of what lies in the bucket. One launch on a GPU.
         """
-        found = []
-        if self._boxes is not None:
-            found.append(self._boxes.checksums(params))
-        if self._in_bucket is not None:
-            found.append(self._in_bucket.checksums([flat]))
-        return found[0] if self._order is None else torch.cat(found)[self._order]
+        assert self._summed is not None  # a bucket has parts
+        return self._summed.checksums([*params, flat] if self._rest else params)
 
     def unlike(self, params: Sequence[Tensor], flat: Tensor, sent: Tensor) -> Tensor:
         """Whether each part is in the parameter otherwise than it was sent: bool [views], on the device.
@@ -154,6 +151,11 @@ class BucketViews:
         if self._order is not None:
             changed = torch.cat([changed.new_zeros(len(self.views) - len(self._rest)), changed])[self._order]
         return different | changed
+
+
+def _in_bucket(view: View, owner: int) -> Region:
+    """A part as it lies in the bucket, which is tensor `owner`."""
+    return Region(owner, view.region.offset, (view.nbytes,), (1,), torch.uint8, view.region.offset)
 
 
 def _unlike(view: View, params: Sequence[Tensor], flat: Tensor) -> Tensor:

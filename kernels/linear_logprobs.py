@@ -1,0 +1,291 @@
+"""Log-prob, entropy and squared probabilities of hidden states under an output head, without the logits in memory.
+
+`partial_sums` goes forward and `gradients` backward over one tensor rank's columns of the vocabulary. Between them stands
+what ranks tell each other: sums that `merge` adds up, of splits of the vocabulary as of ranks.
+
+Forward, every tile of logits x is summed up where it was computed: the largest, Σ e^(x - peak), Σ (x - peak) e^(x - peak),
+the target's, Σ e^2(x - peak). The moment is taken from the peak, so logits of ±10⁴ lose nothing. Backward, the gradient
+of the logits is computed once more for a chunk of the vocabulary, [T, columns] in the model's type, and two matrix
+products take it: the weight's gradient of that chunk is whole at once, because the chunk has all tokens; the hidden
+states' is added up in float32. (A kernel that kept a token tile's dHidden would need 4·128·H bytes, 1 MiB at H 2,048,
+of an SM's 228 KiB; added up in L2 tile by tile it is 2 MiB of traffic for 0.13 GFLOP, ten times what L2 gives.)
+
+The limit is the matrix product: 2·T·H·V FLOPs forward and 6·T·H·V backward, 2 of these for the logits again. Bytes are far
+from theirs: with as many columns in a chunk as the hidden states are wide, a chunk is 6·T·H² FLOPs and 14·T·H bytes
+in bfloat16 (the gradient written and read twice, dHidden read and written): 878 FLOPs a byte at H 2,048, where an H100
+balances at 295. The soft-max of a tile costs one exponential an element, 7 % of the tile's product at H 2,048.
+
+Legend: T tokens, H hidden width, V vocabulary, v columns of this rank, S splits of them, Q quantities summed up.
+Sources: online soft-max, Milakov and Gimelshein (arXiv:1805.02867); Cut Cross-Entropy (arXiv:2411.09009).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+PEAK, TOTAL, MOMENT, TARGET, SQUARES = range(5)
+"""The quantities, Q: largest logit x; Σ e; Σ (x - peak) e; the target's x, 0 where it is elsewhere; Σ e²."""
+LOWEST = -1e30
+"""The largest of no logits at all, as in a split that is all padding: finite, so that no ∞ - ∞ comes about."""
+SPLITS = 33
+"""Parts that the vocabulary is summed up in. Four tiles of tokens then fill the 132 processors of an H100; 151,936
+columns are 18 tiles of 256 in each part."""
+TILE_COLUMNS = 256
+"""Parts and chunks are whole multiples of so many columns."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """What makes a distribution of the products hidden · weight."""
+
+    valid: int
+    """This rank's columns that are tokens; those behind them are padding and have probability 0."""
+    first: int = 0
+    """The token of this rank's first column."""
+    temperature: float = 1.0
+    """Divides the logits, after the soft cap."""
+    soft_cap: float | None = None
+    """logit ← cap · tanh(logit / cap), as in Gemma 2."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What both passes read."""
+
+    hidden_TH: Tensor
+    """bfloat16, float16, float32, or float64 (which the kernel has in Triton's interpreter alone)."""
+    weight_vH: Tensor
+    """This rank's rows of the output projection, of the same type."""
+    targets_T: Tensor
+    """int64: tokens of the whole vocabulary."""
+    head: Head
+    floor_T: Tensor | None = None
+    """Restricts each distribution to its *support*: the logits (after cap and temperature) of at least the token's
+    floor, and the target whatever its logit. Log-prob, entropy and gradients are then those of the distribution over
+    the support alone. The floor that top-p or top-k left is the logit of the least likely token that it kept; of equal
+    logits all are in. A logit and no probability, because it is the same on all ranks and costs no other pass over the
+    vocabulary. -∞ restricts nothing. float32, float64 beside float64."""
+
+    def __post_init__(self) -> None:
+        """Raises ValueError where shapes or types do not fit."""
+        (tokens, width), (columns, other) = self.hidden_TH.shape, self.weight_vH.shape
+        if width != other or self.hidden_TH.dtype != self.weight_vH.dtype or self.targets_T.shape != (tokens,):
+            raise ValueError(
+                f"hidden states {list(self.hidden_TH.shape)} {self.hidden_TH.dtype}, a weight {[columns, other]} "
+                f"{self.weight_vH.dtype} and targets {list(self.targets_T.shape)} are no head's inputs"
+            )
+        if not 0 <= self.head.valid <= columns:
+            raise ValueError(f"a rank of {columns} columns cannot have {self.head.valid} valid ones")
+
+    def columns(self, part: slice) -> Inputs:
+        """Of some of the columns alone."""
+        valid = min(max(self.head.valid - part.start, 0), part.stop - part.start)
+        head = replace(self.head, first=self.head.first + part.start, valid=valid)
+        return replace(self, weight_vH=self.weight_vH[part], head=head)
+
+    @property
+    def by_kernel(self) -> bool:
+        """Whether Triton's kernels compute it."""
+        return self.hidden_TH.is_cuda and self.hidden_TH.dtype != torch.float64
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What the backward pass needs of the forward pass, [T] each, float32 (float64 from float64)."""
+
+    peak_T: Tensor
+    """The largest logit."""
+    log_sum_T: Tensor
+    """ln Σ e^(x - peak); apart from the peak, which may be so large that their sum would lose it."""
+    entropy_T: Tensor
+
+
+# ---- forward ---------------------------------------------------------------------------------------------------------
+
+
+def partial_sums(inputs: Inputs, *, squares: bool = False) -> Tensor:
+    """The quantities over this rank's columns, [Q, S, T], of which `merge` makes one; with `squares` the last too.
+
+    Returns:
+        float32, float64 from float64.
+    """
+    if inputs.by_kernel:
+        from skyrl_mega.kernels import linear_logprobs_triton
+
+        return linear_logprobs_triton.partial_sums(inputs, squares=squares)
+    return partial_sums_reference(inputs, squares=squares)
+
+
+def merge(parts_QST: Tensor) -> Tensor:
+    """One of all splits or ranks, [Q, T]. Works in the parts' own memory, which is used up."""
+    peak_T = parts_QST[PEAK].amax(0)
+    rebase(parts_QST, peak_T)
+    merged = parts_QST.sum(1)
+    merged[PEAK] = peak_T
+    return merged
+
+
+def rebase(sums: Tensor, peak_T: Tensor) -> None:
+    """Quantities [Q, T] or [Q, S, T] as they are from a higher peak, in place. Row PEAK is of no use afterwards."""
+    shift = sums[PEAK].sub_(peak_T)
+    sums[MOMENT].addcmul_(shift, sums[TOTAL])
+    factor = shift.exp_()
+    sums[TOTAL].mul_(factor)
+    sums[MOMENT].mul_(factor)
+    if len(sums) > SQUARES:
+        sums[SQUARES].mul_(factor).mul_(factor)
+
+
+def finish(sums_QT: Tensor) -> tuple[Tensor, Tensor | None, Saved]:
+    """Of the whole vocabulary's quantities: log-probs in nats [T], Σ p² [T] if it is there, and what backward needs,
+    the entropy among it."""
+    log_sum_T = sums_QT[TOTAL].log()
+    entropy_T = log_sum_T - sums_QT[MOMENT] / sums_QT[TOTAL]
+    logprobs_T = sums_QT[TARGET] - sums_QT[PEAK] - log_sum_T
+    squares_T = sums_QT[SQUARES] / sums_QT[TOTAL].square() if len(sums_QT) > SQUARES else None
+    return logprobs_T, squares_T, Saved(sums_QT[PEAK].clone(), log_sum_T, entropy_T)
+
+
+# ---- backward --------------------------------------------------------------------------------------------------------
+
+
+def gradients(
+    inputs: Inputs, saved: Saved, of_logprobs_T: Tensor, of_entropy_T: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Gradients of the hidden states (this rank's part of their sum over ranks) and of the weight, in their types.
+
+    Args:
+        inputs: As in the forward pass.
+        saved: Of the whole vocabulary.
+        of_logprobs_T, of_entropy_T: What comes back for each log-prob and entropy, of the type of `saved`; without the
+            latter nothing is learned from the entropy.
+    """
+    hidden, weight = inputs.hidden_TH, inputs.weight_vH
+    tokens, columns = len(hidden), chunk_columns(*weight.shape)
+    buffer = torch.empty(tokens * columns, dtype=weight.dtype, device=weight.device)
+    grad_hidden = torch.zeros(hidden.shape, dtype=precise(hidden.dtype), device=hidden.device)
+    grad_weight = torch.empty_like(weight)
+    for part in _chunks(len(weight), columns):
+        some = inputs.columns(part)
+        width = len(some.weight_vH)
+        grad_logits = buffer[: tokens * width].view(tokens, width)
+        logit_gradients(some, saved, of_logprobs_T, of_entropy_T, out_Tv=grad_logits)
+        torch.mm(grad_logits.T, hidden, out=grad_weight[part])
+        _add_product(grad_hidden, grad_logits, some.weight_vH)
+    del buffer, grad_logits
+    return grad_hidden.to(hidden.dtype), grad_weight
+
+
+def logit_gradients(
+    inputs: Inputs, saved: Saved, of_logprobs_T: Tensor, of_entropy_T: Tensor | None, *, out_Tv: Tensor
+) -> None:
+    """The gradient of the products hidden · weight, into `out_Tv` [T, v]; see `gradients`."""
+    if inputs.by_kernel:
+        from skyrl_mega.kernels import linear_logprobs_triton
+
+        linear_logprobs_triton.logit_gradients(inputs, saved, of_logprobs_T, of_entropy_T, out_Tv=out_Tv)
+    else:
+        logit_gradients_reference(inputs, saved, of_logprobs_T, of_entropy_T, out_Tv=out_Tv)
+
+
+def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
+    """to += a · b, added up in the type of `to`."""
+    if a.is_cuda and a.dtype != to.dtype:
+        torch.addmm(to, a, b, out_dtype=to.dtype, out=to)
+    else:
+        to.addmm_(a.to(to.dtype), b.to(to.dtype))
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def forward_bytes(tokens: int, columns: int, *, squares: bool = False) -> int:
+    """Bytes of the partial sums, of a model in float32 or half of it: what the forward pass takes, but for a few numbers
+    a token."""
+    return 4 * (5 if squares else 4) * splits(columns) * tokens
+
+
+def backward_bytes(tokens: int, columns: int, hidden: int, itemsize: int) -> int:
+    """Bytes that the backward pass takes beside the gradients that it returns: a chunk's gradient of the logits, and
+    the hidden states' in float32."""
+    return tokens * (chunk_columns(columns, hidden) * itemsize + hidden * 4)
+
+
+def splits(columns: int) -> int:
+    """Parts that so many columns are summed up in."""
+    return -(-columns // split_columns(columns))
+
+
+def split_columns(columns: int) -> int:
+    """Columns of each part but the last."""
+    return _whole_tiles(-(-columns // SPLITS))
+
+
+def chunk_columns(columns: int, hidden: int) -> int:
+    """Columns whose gradient exists at once: about as many as the hidden states are wide, of 1,024 to 8,192."""
+    return min(_whole_tiles(min(max(hidden, 1024), 8192)), columns)
+
+
+def precise(dtype: torch.dtype) -> torch.dtype:
+    """What logits and sums are computed in: float32, or float64 where the model has that."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def _whole_tiles(columns: int) -> int:
+    return -(-columns // TILE_COLUMNS) * TILE_COLUMNS
+
+
+def _chunks(total: int, chunk: int) -> Iterator[slice]:
+    return (slice(i, min(i + chunk, total)) for i in range(0, total, chunk))
+
+
+# ---- in torch --------------------------------------------------------------------------------------------------------
+
+
+def partial_sums_reference(inputs: Inputs, *, squares: bool = False) -> Tensor:
+    """`partial_sums` in torch: a split's logits exist at once, some times over."""
+    width, found = len(inputs.weight_vH), []
+    for part in _chunks(width, split_columns(width)):
+        logits, is_target, _ = _logits(inputs.columns(part))
+        peak_T = logits.amax(-1).clamp(min=LOWEST)
+        shifted = logits - peak_T[:, None]
+        exp = shifted.exp()
+        # Where there is no probability, 0 · -∞ must not become nan.
+        moment_T = (exp * shifted.masked_fill(exp == 0, 0.0)).sum(-1)
+        rows = [peak_T, exp.sum(-1), moment_T, logits.masked_fill(~is_target, 0.0).sum(-1)]
+        found.append(torch.stack([*rows, exp.square().sum(-1)] if squares else rows))
+    return torch.stack(found, 1)
+
+
+def logit_gradients_reference(
+    inputs: Inputs, saved: Saved, of_logprobs_T: Tensor, of_entropy_T: Tensor | None, *, out_Tv: Tensor
+) -> None:
+    """`logit_gradients` in torch: the logits exist, some times over."""
+    logits, is_target, slope = _logits(inputs)
+    # d log p(target) / d logits = onehot(target) - p;  d entropy / d logits = -p (log p + entropy)
+    logprobs = logits - saved.peak_T[:, None] - saved.log_sum_T[:, None]
+    probs = logprobs.exp()
+    pull = of_logprobs_T[:, None].expand_as(probs)
+    if of_entropy_T is not None:
+        surprise = logprobs.masked_fill(probs == 0, 0.0) + saved.entropy_T[:, None]
+        pull = pull + of_entropy_T[:, None] * surprise
+    out_Tv.copy_((of_logprobs_T[:, None] * is_target - pull * probs) * slope)
+
+
+def _logits(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | float]:
+    """Logits, -∞ outside of the support; which is the target's; what one more in a product adds to the logit."""
+    dtype, head = precise(inputs.hidden_TH.dtype), inputs.head
+    logits, slope = inputs.hidden_TH.to(dtype) @ inputs.weight_vH.to(dtype).T, 1 / head.temperature
+    if head.soft_cap is not None:
+        tanh = torch.tanh(logits / head.soft_cap)
+        logits, slope = tanh * head.soft_cap, (1 - tanh.square()) / head.temperature
+    logits = logits / head.temperature
+    column = torch.arange(logits.shape[1], device=logits.device)
+    valid = column < head.valid
+    is_target = (column == inputs.targets_T[:, None] - head.first) & valid
+    kept = valid if inputs.floor_T is None else ((logits >= inputs.floor_T[:, None]) | is_target) & valid
+    return logits.masked_fill(~kept, float("-inf")), is_target, slope

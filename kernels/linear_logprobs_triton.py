@@ -1,0 +1,222 @@
+"""The Triton kernels of `linear_logprobs`: tiles of logits that are summed up, or become their gradient, in registers.
+
+`_sums` has a program for every tile of tokens and split of the vocabulary: it walks over the split's tiles and keeps the
+sums of an online soft-max. `_gradient` has one for every tile of a chunk. Programs that run at once share tiles of the
+weight (tokens count fastest), which are read from memory once and from L2 by all.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from skyrl_mega.kernels.linear_logprobs import LOWEST, Inputs, Saved, precise, split_columns, splits
+
+_LOWEST: tl.constexpr = tl.constexpr(LOWEST)
+
+
+class Tile(NamedTuple):
+    """What one program computes at a time, and how."""
+
+    tokens: int
+    columns: int
+    depth: int
+    """Of the hidden width, read at a time."""
+    warps: int
+    stages: int
+    """Loads under way ahead of the product."""
+
+
+HALF = Tile(128, 256, 64, warps=8, stages=3)
+"""1.5 MiB come from L2 for 0.13 GFLOP (H 2,048): at L2's 5.5 TB/s, 490 TFLOP/s. A tile of 128 × 128 would end at 370.
+144 KiB of loads, and half of a thread's registers are products."""
+FLOAT32 = Tile(64, 64, 32, warps=4, stages=3)
+"""Products of float32 numbers as they are, not cut to TF32."""
+
+
+def tile(dtype: torch.dtype) -> Tile:
+    """For hidden states of this type."""
+    return HALF if dtype.itemsize == 2 else FLOAT32
+
+
+def partial_sums(inputs: Inputs, *, squares: bool = False) -> Tensor:
+    """See `linear_logprobs.partial_sums`."""
+    tokens, width = len(inputs.hidden_TH), len(inputs.weight_vH)
+    count = splits(width)
+    shape = (5 if squares else 4, count, tokens)
+    sums = torch.empty(shape, dtype=precise(inputs.hidden_TH.dtype), device=inputs.hidden_TH.device)
+    used, given = _arguments(inputs)
+    grid = (triton.cdiv(tokens, used.tokens), count)
+    _sums[grid](*given.values(), sums, split_columns(width), SQUARES=squares, **_constants(inputs, used))
+    return sums
+
+
+def logit_gradients(
+    inputs: Inputs, saved: Saved, of_logprobs_T: Tensor, of_entropy_T: Tensor | None, *, out_Tv: Tensor
+) -> None:
+    """See `linear_logprobs.logit_gradients`. `out_Tv` is contiguous."""
+    tokens, width = out_Tv.shape
+    used, given = _arguments(inputs)
+    grid = (triton.cdiv(tokens, used.tokens), triton.cdiv(width, used.columns))
+    of_entropy = of_logprobs_T if of_entropy_T is None else of_entropy_T
+    rows = (saved.peak_T, saved.log_sum_T, saved.entropy_T, of_logprobs_T, of_entropy)
+    _gradient[grid](
+        *given.values(),
+        *(row.contiguous() for row in rows),
+        out_Tv,
+        ENTROPY=of_entropy_T is not None,
+        **_constants(inputs, used),
+    )
+
+
+def _arguments(inputs: Inputs) -> tuple[Tile, dict[str, Any]]:
+    """The tile, and what both kernels take first, in their order."""
+    hidden, weight = inputs.hidden_TH.contiguous(), inputs.weight_vH.contiguous()
+    return tile(hidden.dtype), {
+        "hidden": hidden,
+        "weight": weight,
+        "targets": inputs.targets_T,
+        "floor": inputs.targets_T if inputs.floor_T is None else inputs.floor_T,
+        "tokens": len(hidden),
+        "columns": len(weight),
+        "width": hidden.shape[1],
+        "first": inputs.head.first,
+        "valid": inputs.head.valid,
+    }
+
+
+def _constants(inputs: Inputs, used: Tile) -> dict[str, Any]:
+    """What kernels are compiled for."""
+    head = inputs.head
+    return {
+        "TEMPERATURE": head.temperature,
+        "CAP": 0.0 if head.soft_cap is None else head.soft_cap,
+        "FLOOR": inputs.floor_T is not None,
+        "EVEN": inputs.hidden_TH.shape[1] % used.depth == 0,
+        "DOUBLE": inputs.hidden_TH.dtype == torch.float64,
+        "BT": used.tokens,
+        "BV": used.columns,
+        "BK": used.depth,
+        "num_warps": used.warps,
+        "num_stages": used.stages,
+    }
+
+
+@triton.jit
+def _products(hidden, weight, row, col, width, EVEN: tl.constexpr, TYPE: tl.constexpr, BK: tl.constexpr):
+    """hidden[row] · weight[col], [BT, BV] in TYPE."""
+    k = tl.arange(0, BK)
+    left = hidden + row.to(tl.int64)[:, None] * width + k[None, :]
+    right = weight + col.to(tl.int64)[:, None] * width + k[None, :]
+    found = tl.zeros((row.shape[0], col.shape[0]), TYPE)
+    for start in range(0, width, BK):
+        if EVEN:
+            h, w = tl.load(left), tl.load(right)
+        else:
+            there = k[None, :] < width - start
+            h, w = tl.load(left, mask=there, other=0.0), tl.load(right, mask=there, other=0.0)
+        found = tl.dot(h, tl.trans(w), found, input_precision="ieee", out_dtype=TYPE)
+        left += BK
+        right += BK
+    return found
+
+
+@triton.jit
+def _logits(products, floor, is_target, valid, TEMPERATURE: tl.constexpr, CAP: tl.constexpr, FLOOR: tl.constexpr):
+    """Logits, -∞ outside of the support, and tanh of the capped ones (0 without a cap)."""
+    x = products
+    tanh = tl.zeros_like(products)
+    if CAP > 0:
+        tanh = 1.0 - 2.0 / (tl.exp(x * (2.0 / CAP)) + 1.0)  # 1 or -1 where the exponential is infinite or 0
+        x = tanh * CAP
+    if TEMPERATURE != 1.0:
+        x = x * (1.0 / TEMPERATURE)
+    kept = valid
+    if FLOOR:
+        kept = valid & ((x >= floor[:, None]) | is_target)
+    return tl.where(kept, x, float("-inf")), tanh
+
+
+@triton.jit
+def _sums(
+    hidden, weight, targets, floor, tokens, columns, width, first, valid, sums, split,
+    SQUARES: tl.constexpr, TEMPERATURE: tl.constexpr, CAP: tl.constexpr, FLOOR: tl.constexpr, EVEN: tl.constexpr,
+    DOUBLE: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    TYPE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    row = tl.minimum(token, tokens - 1)  # what is beyond the last is computed, and not stored
+    local = (tl.load(targets + row) - first).to(tl.int32)
+    least = tl.load(floor + row) if FLOOR else row
+    peak = tl.full((BT,), _LOWEST, TYPE)
+    total = tl.zeros((BT,), TYPE)
+    moment = tl.zeros((BT,), TYPE)
+    target = tl.zeros((BT,), TYPE)
+    squared = tl.zeros((BT,), TYPE)
+    begin = tl.program_id(1) * split
+    end = tl.minimum(begin + split, columns)
+    for at in range(begin, end, BV):
+        col = at + tl.arange(0, BV)
+        products = _products(hidden, weight, row, tl.minimum(col, columns - 1), width, EVEN, TYPE, BK)
+        there = col < tl.minimum(valid, end)
+        is_target = (col[None, :] == local[:, None]) & there[None, :]
+        x, _ = _logits(products, least, is_target, there[None, :], TEMPERATURE, CAP, FLOOR)
+        target += tl.sum(tl.where(is_target, x, 0.0), axis=1)
+        higher = tl.maximum(peak, tl.max(x, axis=1))
+        shift = peak - higher
+        factor = tl.exp(shift)
+        x = x - higher[:, None]
+        e = tl.exp(x)
+        # The moment from the new peak; where there is no probability, 0 · -∞ must not become nan.
+        moment = (moment + shift * total) * factor + tl.sum(tl.where(e > 0, x, 0.0) * e, axis=1)
+        total = total * factor + tl.sum(e, axis=1)
+        if SQUARES:
+            squared = squared * factor * factor + tl.sum(e * e, axis=1)
+        peak = higher
+    step = tl.num_programs(1).to(tl.int64) * tokens
+    out = sums + tl.program_id(1).to(tl.int64) * tokens + token
+    stored = token < tokens
+    tl.store(out, peak, mask=stored)
+    tl.store(out + step, total, mask=stored)
+    tl.store(out + 2 * step, moment, mask=stored)
+    tl.store(out + 3 * step, target, mask=stored)
+    if SQUARES:
+        tl.store(out + 4 * step, squared, mask=stored)
+
+
+@triton.jit
+def _gradient(
+    hidden, weight, targets, floor, tokens, columns, width, first, valid,
+    peak, log_sum, entropy, of_logprobs, of_entropy, out,
+    ENTROPY: tl.constexpr, TEMPERATURE: tl.constexpr, CAP: tl.constexpr, FLOOR: tl.constexpr, EVEN: tl.constexpr,
+    DOUBLE: tl.constexpr, BT: tl.constexpr, BV: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    TYPE: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    token = tl.program_id(0) * BT + tl.arange(0, BT)
+    row = tl.minimum(token, tokens - 1)
+    col = tl.program_id(1) * BV + tl.arange(0, BV)
+    products = _products(hidden, weight, row, tl.minimum(col, columns - 1), width, EVEN, TYPE, BK)
+    local = (tl.load(targets + row) - first).to(tl.int32)
+    least = tl.load(floor + row) if FLOOR else row
+    there = col < valid
+    is_target = (col[None, :] == local[:, None]) & there[None, :]
+    x, tanh = _logits(products, least, is_target, there[None, :], TEMPERATURE, CAP, FLOOR)
+    logprob = x - tl.load(peak + row)[:, None] - tl.load(log_sum + row)[:, None]
+    p = tl.exp(logprob)
+    own = tl.load(of_logprobs + row)[:, None]
+    # d log p(target) / d logits = onehot(target) - p;  d entropy / d logits = -p (log p + entropy)
+    if ENTROPY:
+        surprise = tl.where(p > 0, logprob, 0.0) + tl.load(entropy + row)[:, None]
+        grad = tl.where(is_target, own, 0.0) - p * (own + tl.load(of_entropy + row)[:, None] * surprise)
+    else:
+        grad = own * (tl.where(is_target, 1.0, 0.0) - p)
+    if CAP > 0:
+        grad = grad * (1.0 - tanh * tanh)
+    if TEMPERATURE != 1.0:
+        grad = grad * (1.0 / TEMPERATURE)
+    at = out + token.to(tl.int64)[:, None] * columns + col[None, :]
+    tl.store(at, grad.to(out.dtype.element_ty), mask=(token < tokens)[:, None] & (col < columns)[None, :])

@@ -1,0 +1,44 @@
+"""What torch allocates: every new storage, and how much there was at once."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class Allocations(TorchDispatchMode):
+    """While it is entered, storages that operations make, by bytes; those from before do not count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        """Of each, in order."""
+        self.peak = 0
+        """The most bytes at once."""
+        self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {_key(t) for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor)}
+        out = func(*args, **(kwargs or {}))
+        for t in tree_leaves(out):
+            if isinstance(t, torch.Tensor) and (key := _key(t)) not in given | self._known:
+                storage = t.untyped_storage()
+                self._known.add(key)
+                self.sizes.append(storage.nbytes())
+                self._now += storage.nbytes()
+                self.peak = max(self.peak, self._now)
+                weakref.finalize(storage, self._gone, key, storage.nbytes())
+        return out
+
+    def _gone(self, key: int, size: int) -> None:
+        self._known.discard(key)
+        self._now -= size
+
+
+def _key(t: torch.Tensor) -> int:
+    return t.untyped_storage()._cdata
