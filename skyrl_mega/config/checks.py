@@ -31,6 +31,7 @@ from skyrl_mega.config.deterministic import check_deterministic
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.loss_checks import check_loss
+from skyrl_mega.config.profile_checks import check_profile
 from skyrl_mega.config.replay_checks import check_replay
 from skyrl_mega.config.residency_checks import check_residency
 from skyrl_mega.config.sample_checks import check_samples
@@ -101,6 +102,7 @@ def check(config: Config, *, planned: bool = False) -> None:
     check_unread(config)
     check_replay(config)
     check_residency(config)
+    check_profile(config)
     check_deterministic(config)
     _rollout(config)
     _wire(config)

@@ -36,7 +36,9 @@ from skyrl_mega.telemetry.metrics import read
 from skyrl_mega.telemetry.trackers.trackers import open_trackers
 from skyrl_mega.trainer.checkpoints import Checkpoints
 from skyrl_mega.trainer.evaluation import Evaluator
+from skyrl_mega.trainer.meters import Meters
 from skyrl_mega.trainer.placement import reserve_run
+from skyrl_mega.trainer.profile import Profiler
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.sft_warmup import encode, warm_up
@@ -76,6 +78,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
 
         generator = stack.enter_context(generator_of(config, fleet, chat))
         stream = stream_of(config, len(train))
+        models = {group.group.name: group.group for group in (policy, reference and reference.own, critic) if group}
         run = Run(
             config=config,
             folder=folder,
@@ -89,6 +92,11 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             evaluator=Evaluator(config, evaluation, generator, console.say),
             stream=stream,
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, console.say),
+            model=architecture(hf).describe(hf),
+            meters=Meters(models, fleet),
+            profiler=Profiler(
+                config.telemetry.profile, folder, policy.group, fleet=fleet, generator=generator, say=console.say
+            ),
         )
         if not run.restore() and config.warmup.steps:
             sft_warmup(run, chat)

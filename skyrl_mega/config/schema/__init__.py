@@ -29,7 +29,7 @@ from skyrl_mega.config.schema.model import BuildConfig, ModelConfig
 from skyrl_mega.config.schema.policy import LayoutConfig, MoeConfig, OptimizerConfig, PolicyConfig, ReferenceConfig
 from skyrl_mega.config.schema.residency import ResidencyConfig
 from skyrl_mega.config.schema.rollout import RolloutConfig, SamplingConfig
-from skyrl_mega.config.schema.run import CheckpointConfig, RunConfig, TelemetryConfig
+from skyrl_mega.config.schema.run import CheckpointConfig, ProfileConfig, RunConfig, TelemetryConfig
 from skyrl_mega.config.schema.samples import DynamicSamplingConfig, OverlongConfig
 from skyrl_mega.config.schema.weights import WeightsConfig
 
@@ -62,6 +62,7 @@ __all__ = [
     "OptimizerConfig",
     "OverlongConfig",
     "PolicyConfig",
+    "ProfileConfig",
     "RatesConfig",
     "ReferenceConfig",
     "RejectionConfig",
