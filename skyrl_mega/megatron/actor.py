@@ -26,6 +26,7 @@ from skyrl_mega.telemetry.memory import MemoryMeter, Reading
 
 if TYPE_CHECKING:
     from skyrl_mega.megatron.profile import RankProfiler
+    from skyrl_mega.telemetry.trace import Span
     from skyrl_mega.weights.exchange.exchange import Exchange, Report
 
 
@@ -201,11 +202,11 @@ class MegatronActor:
 
         self.profiler = RankProfiler(self.index, self.device.type == "cuda")
 
-    def stop_profile(self, file: str, step: int, zero: float) -> dict[str, float]:
+    def stop_profile(self, file: str, step: Span) -> dict[str, float]:
         """Writes it; see `RankProfiler.stop`."""
         assert self.profiler is not None, "start_profile comes first"
         profiler, self.profiler = self.profiler, None
-        return profiler.stop(Path(file), step, zero)
+        return profiler.stop(Path(file), step)
 
     # ---- weight sync -----------------------------------------------------------------------------------------------
 

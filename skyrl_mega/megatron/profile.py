@@ -14,7 +14,7 @@ from typing import Any, TextIO
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from skyrl_mega.telemetry.trace import PER_RANK, RANKS, named, write_part
+from skyrl_mega.telemetry.trace import PER_RANK, RANKS, Span, named, write_part
 
 LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 """How calls of CUDA begin that start kernels; a graph counts once."""
@@ -36,13 +36,12 @@ class RankProfiler:
         self._profile.start()
         self._start = time.time()
 
-    def stop(self, file: Path, step: int, zero: float) -> dict[str, float]:
+    def stop(self, file: Path, step: Span) -> dict[str, float]:
         """Writes the events.
 
         Args:
             file: A part of a trace (`trace.write_part`).
-            step: What the span around all of it is called after.
-            zero: When the trace begins, in seconds of the day's clock.
+            step: The step, at whose beginning the trace begins.
 
         Returns:
             On a GPU `launches` and `host_syncs`: calls of CUDA that started kernels, or waited for the GPU.
@@ -50,16 +49,15 @@ class RankProfiler:
         if self.cuda:
             torch.cuda.synchronize()  # kernels under way belong to the step
         self._profile.stop()
-        end = time.time()
         with tempfile.TemporaryDirectory() as folder:
             raw = Path(folder) / "trace.json"
             self._profile.export_chrome_trace(str(raw))
             with raw.open() as text:
-                tracks = Tracks(self.rank, os.getpid(), text, zero)
+                tracks = Tracks(self.rank, os.getpid(), text, step.start)
                 whole = {
-                    **dict(ph="X", cat="step", name=f"step {step}", tid=threading.get_native_id()),
-                    **dict(pid=RANKS + self.rank * PER_RANK, ts=(self._start - zero) * 1e6),
-                    "dur": (end - self._start) * 1e6,
+                    **dict(ph="X", cat="step", name=step.name, tid=threading.get_native_id()),
+                    **dict(pid=RANKS + self.rank * PER_RANK, ts=round((self._start - step.start) * 1e6, 3)),
+                    "dur": round((step.end - self._start) * 1e6, 3),
                 }
                 write_part(file, _first(whole, tracks))
         return tracks.calls if tracks.gpus else {}

@@ -51,10 +51,10 @@ class Profiler:
         """Before the step."""
         if step not in self.config.steps:
             return
+        self.zero = time.time()
         gather([self.policy.submit(rank, "start_profile") for rank in self.config.ranks], START_S)
         settle(self.fleet.submit(self.fleet.serving, "record_spans", True), ANSWER_S, after_failure=ANSWER_S)
         self.generator.spans = []
-        self.zero = time.time()
 
     def end(self, step: Step) -> dict[str, float]:
         """After the step: writes its trace.
@@ -64,18 +64,17 @@ class Profiler:
         """
         if step.number not in self.config.steps or self.generator.spans is None:
             return {}
-        end = time.time()
+        whole = Span(f"step {step.number}", self.zero, time.time(), {"metrics": step.metrics})
         parts = self.folder / f".step_{step.number}"
         files = [parts / f"policy-{rank}.gz" for rank in self.config.ranks]
         writing = [
-            self.policy.submit(rank, "stop_profile", str(file), step.number, self.zero)
+            self.policy.submit(rank, "stop_profile", str(file), whole)
             for rank, file in zip(self.config.ranks, files, strict=True)
         ]
         asked = self.fleet.submit(self.fleet.serving, "record_spans", False)
         spans = settle(asked, ANSWER_S, after_failure=ANSWER_S).answers
         calls = gather(writing, WRITE_S)
         environments, self.generator.spans = self.generator.spans, None
-        whole = Span(f"step {step.number}", self.zero, end, {"metrics": step.metrics})
         file = self.folder / f"step_{step.number}.json.gz"
         with TraceWriter(file, self.zero) as trace:
             trace.process(DRIVER, "driver", [whole, *step.spans], "phases", nested=True)

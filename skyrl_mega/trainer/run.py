@@ -17,21 +17,18 @@ from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.megatron.role import CRITIC, POLICY
-from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.trackers.base import TrajectoryText
 from skyrl_mega.telemetry.trackers.trackers import Trackers
-from skyrl_mega.trainer import speed
 from skyrl_mega.trainer.checkpoints import Checkpoints, NoRoom
 from skyrl_mega.trainer.evaluation import Evaluator
 from skyrl_mega.trainer.health.failures import refuse_broken
 from skyrl_mega.trainer.health.mismatch import EngineDiffers, end_if_too_far
 from skyrl_mega.trainer.health.watch import Health
 from skyrl_mega.trainer.kl_reward import KlReward
-from skyrl_mega.trainer.meters import Meters
-from skyrl_mega.trainer.profile import Profiler
+from skyrl_mega.trainer.measurements import Measurements
 from skyrl_mega.trainer.reference import ReferenceModel
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.shutdown import ShutdownRequest
@@ -57,12 +54,8 @@ class Run:
     evaluator: Evaluator
     stream: PromptStream
     checkpoints: Checkpoints
-    model: Decoder
-    """The policy's."""
-    meters: Meters
-    """What actors measure of a step."""
-    profiler: Profiler
-    """Records the steps of `telemetry.profile`."""
+    measurements: Measurements
+    """Memory, speed and traces of its steps."""
     step: int = 0
     """RL steps done."""
     first_evaluation: dict[str, float] = field(default_factory=dict)
@@ -113,13 +106,14 @@ class Run:
     def next_step(self) -> Step:
         """The step after those done."""
         self.place = self.stream.state()
-        self.profiler.begin(self.step + 1)
-        self.meters.begin()
-        return Step(self.step + 1, self.console, dict(self.saving), look=self.shutdown.look, ended=self.meters.ended)
+        self.measurements.begin(self.step + 1)
+        saving, look, ended = dict(self.saving), self.shutdown.look, self.measurements.ended
+        return Step(self.step + 1, self.console, saving, look=look, ended=ended)
 
     def complete(self, step: Step) -> None:
         """The step is done: its metrics are written, and what is wrong with it is said."""
         self.saving = {}
+        step.record(self.measurements.of(step))
         seconds = time.perf_counter() - step.start
         phases = {k: v for k, v in step.metrics.items() if k.startswith("time/") and k.count("/") == 1}
         known = sum(phases.values()) - phases.get("time/checkpoint", 0.0)
@@ -132,7 +126,7 @@ class Run:
                 "perf/tokens_per_s_per_rank": tokens / seconds / gpus_needed(self.config),
             }
         )
-        step.record(self._figures(step) | self.profiler.end(step))
+        step.record(self.measurements.recorded(step))
         if (ended := budget.ended()) is not None:
             step.record({"environment/ended_for_memory": float(ended - self.ended_for_memory)})
             self.ended_for_memory = ended
@@ -143,16 +137,6 @@ class Run:
         self.console.step(step.number, step.metrics)
         for line in verdict.lines:
             self.console.say(line)
-
-    def _figures(self, step: Step) -> dict[str, float]:
-        """`memory/*`, and what the step made of the hardware."""
-        memory = self.meters.collect()
-        training = speed.of_training(self.config, self.model, step.loads, step.metrics)
-        seconds = step.metrics.get("time/generate", 0.0)
-        if not seconds:
-            return memory | training
-        played = [*step.trajectories, *step.greedy]
-        return memory | training | speed.of_decoding(self.config, self.model, [*self.meters.steps.values()], played, seconds)
 
     def end_if_engine_differs(self, step: Step) -> None:
         """Ends the run after a step whose tokens were not the policy's: its row is written, its weights go nowhere.
