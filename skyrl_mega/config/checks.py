@@ -230,9 +230,8 @@ def _data(c: Config) -> None:
 
 
 def _algorithm(c: Config) -> None:
-    a, samples = c.algorithm, c.data.samples_per_prompt
-    if samples < 2 and (compares_samples(a) or a.dynamic_sampling.enabled):
-        compares = compares_samples(a)
+    a, samples, compares = c.algorithm, c.data.samples_per_prompt, compares_samples(c.algorithm)
+    if samples < 2 and (compares or a.dynamic_sampling.enabled):
         why = f"algorithm.advantage={a.advantage}" if compares else "algorithm.dynamic_sampling"
         others = ["algorithm.advantage=reinforce"] if compares else []
         others += ["algorithm.dynamic_sampling.enabled=false"] if a.dynamic_sampling.enabled else []
