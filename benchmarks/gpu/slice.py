@@ -11,8 +11,8 @@ from benchmarks.gpu import limits, parts
 from benchmarks.gpu.proof import Bench
 from skyrl_mega.planner.activations import Row, activations
 from skyrl_mega.planner.buffers import held
+from skyrl_mega.planner.flops import flops
 from skyrl_mega.planner.parameters import stage
-from skyrl_mega.planner.times import flops
 
 if TYPE_CHECKING:
     from skyrl_mega.megatron.worker import ModelWorker

@@ -22,7 +22,7 @@ from benchmarks.gpu.runner import SITE, WHEELS, there
 from benchmarks.gpu.wheels import HELD, held, into, nvidia
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner.times import flops
+from skyrl_mega.planner.flops import flops
 
 FUSIONS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("no fusion", {}),

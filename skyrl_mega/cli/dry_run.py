@@ -26,6 +26,7 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import fit, layout_text
 from skyrl_mega.planner.batch import Batch, batch
+from skyrl_mega.planner.flops import flops
 from skyrl_mega.planner.host_memory import disk, host_memory, shares
 from skyrl_mega.planner.memory import (
     GIB,
@@ -41,7 +42,7 @@ from skyrl_mega.planner.memory import (
     reference_memory,
 )
 from skyrl_mega.planner.placement import nodes
-from skyrl_mega.planner.times import at_once, flops, generate_time, step_time
+from skyrl_mega.planner.times import at_once, generate_time, mfu, step_time
 from skyrl_mega.telemetry.trackers import registry
 from skyrl_mega.weights.plan import report
 from skyrl_mega.weights.plan.cost import cost, host_time
@@ -200,6 +201,7 @@ def _seconds(config: Config, d: Decoder, parallel: ParallelDims, sync: dict[str,
         **asdict(found),
         "step": found.step,
         "tokens_per_second_per_gpu": made.sequences * made.mean / found.step / gpus,
+        "mfu": mfu(config, d, parallel, made),
     }
 
 

@@ -218,8 +218,9 @@ def _sync(v: Values) -> str:
 def _seconds(v: Values) -> str:
     t = v["seconds"]
     phases = ("generate", "logprobs", *["critic"] * bool(t["critic"]), "train", "sync", "step")
-    rows: list[tuple[str, ...]] = [(*phases, "tokens/s/GPU")]
-    rows.append((*(f"{t[key]:.1f}" for key in phases), f"{t['tokens_per_second_per_gpu']:,.0f}"))
+    rows: list[tuple[str, ...]] = [(*phases, "tokens/s/GPU", "MFU")]
+    speed = f"{t['tokens_per_second_per_gpu']:,.0f}", f"{t['mfu']:.1%}"
+    rows.append((*(f"{t[key]:.1f}" for key in phases), *speed))
     return "\n".join(
         [
             "seconds of an RL step: an estimate from cluster.rates, without the environment's own time",

@@ -88,7 +88,7 @@ def _run(args: argparse.Namespace) -> int:
     if args.settings:
         raise UserError("--settings: it is for --dry-run; a run writes its settings to config.yaml")
 
-    from skyrl_mega.cli import inputs, refusal, resuming
+    from skyrl_mega.cli import estimate, inputs, refusal, resuming
 
     try:
         check(config)
@@ -116,6 +116,7 @@ def _run(args: argparse.Namespace) -> int:
         for note in (idle, cut_sampling(config), *unread_notes(config), *registry.unread_notes(config.telemetry)):
             if note:
                 console.say(f"note: {note}")
+        estimate.keep(folder, config, hf, console.say)
 
         return _train(config, folder, console)
 

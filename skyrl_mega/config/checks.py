@@ -33,6 +33,7 @@ from skyrl_mega.config.keys import keys
 from skyrl_mega.config.loss_checks import check_loss
 from skyrl_mega.config.optimizer_checks import check_optimizer
 from skyrl_mega.config.precision import check_precision
+from skyrl_mega.config.profile_checks import check_profile
 from skyrl_mega.config.replay_checks import check_replay
 from skyrl_mega.config.residency_checks import check_residency
 from skyrl_mega.config.sample_checks import check_samples
@@ -106,6 +107,7 @@ def check(config: Config, *, planned: bool = False) -> None:
     check_speed(config)
     check_residency(config)
     check_precision(config)
+    check_profile(config)
     check_deterministic(config)
     _rollout(config)
     _wire(config)
@@ -218,9 +220,8 @@ def _data(c: Config) -> None:
 
 
 def _algorithm(c: Config) -> None:
-    a, samples = c.algorithm, c.data.samples_per_prompt
-    if samples < 2 and (compares_samples(a) or a.dynamic_sampling.enabled):
-        compares = compares_samples(a)
+    a, samples, compares = c.algorithm, c.data.samples_per_prompt, compares_samples(c.algorithm)
+    if samples < 2 and (compares or a.dynamic_sampling.enabled):
         why = f"algorithm.advantage={a.advantage}" if compares else "algorithm.dynamic_sampling"
         others = ["algorithm.advantage=reinforce"] if compares else []
         others += ["algorithm.dynamic_sampling.enabled=false"] if a.dynamic_sampling.enabled else []

@@ -211,7 +211,7 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
         return
     if key in known and isinstance(value, bool):
         value = known[key].metadata.get("former", {}).get(value, value)
-    if key in known and known[key].type is list and isinstance(value, list):
+    if key in known and known[key].type is list and not known[key].rule.numbers and isinstance(value, list):
         for entry in value:
             if not isinstance(entry, str | int | float) or isinstance(entry, bool):
                 raise UserError(f"{key} = {shown(value)}: {shown(entry)} is no text; allowed is {known[key].allowed}")

@@ -27,7 +27,7 @@ class Rule:
     """A type and a range. NaN and infinity are never allowed, nor is text that no file or terminal can take."""
 
     type: type
-    """int, float (whole numbers too), bool, str, list (of text) or dict."""
+    """int, float (whole numbers too), bool, str, list (of text; of whole numbers where `low` is given) or dict."""
     nullable: bool = False
     low: float | None = None
     high: float | None = None
@@ -37,6 +37,11 @@ class Rule:
     """Texts that are allowed; of a list, for each of its entries."""
     empty: bool = True
     """Whether text, or an entry of a list, may be empty."""
+
+    @property
+    def numbers(self) -> bool:
+        """Whether it is a list of whole numbers."""
+        return self.type is list and self.low is not None
 
     def allows(self, value: Any) -> bool:
         """Whether it may stand there."""
@@ -57,7 +62,7 @@ class Rule:
     def _one(self) -> str:
         if self.choices:
             return f"{'a list of' if self.type is list else 'one of'} {', '.join(self.choices)}"
-        text = WORDS.get(self.type, "a mapping")
+        text = "a list of whole numbers, each" if self.numbers else WORDS.get(self.type, "a mapping")
         if not self.empty:
             text += " that is not empty" if self.type is str else ", none empty"
         if self.above is not None:
@@ -68,7 +73,7 @@ class Rule:
         return f"{text} from {_plain(self.low)}{most}" if most else f"{text} of at least {_plain(self.low)}"
 
     def _number(self, value: Any) -> bool:
-        kinds = int if self.type is int else (int, float)
+        kinds = (int, float) if self.type is float else int
         return (
             isinstance(value, kinds)
             and not isinstance(value, bool)
@@ -83,7 +88,7 @@ class Rule:
         return fits and (self.empty or value != "") and (not self.choices or value in self.choices)
 
     def _list(self, value: Any) -> bool:
-        return isinstance(value, list | tuple) and all(map(self._text, value))
+        return isinstance(value, list | tuple) and all(map(self._number if self.numbers else self._text, value))
 
     def _mapping(self, value: Any) -> bool:
         return isinstance(value, Mapping) and all(map(_is_plain, _leaves(value)))

@@ -9,6 +9,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from skyrl_mega.telemetry.memory import Reading
+from skyrl_mega.telemetry.trace import Span
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -111,6 +114,12 @@ class Engine(Protocol):
 
     async def probe(self) -> None:
         """Returns when every worker has answered."""
+
+    async def measured(self) -> list[tuple[Reading, dict[int, int]]]:
+        """Of each worker its memory, and how many steps it made of how many tokens, since the last time."""
+
+    async def record_spans(self, on: bool) -> list[Span]:
+        """Records requests from now on, or no more. Returns those that were recorded."""
 
     async def health(self) -> int:
         """The weight version; raises where the engine is dead."""

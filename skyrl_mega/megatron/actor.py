@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch.profiler import record_function
 
 from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.config import allocator
@@ -22,8 +23,11 @@ from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.megatron.without_wandb import without_wandb
 from skyrl_mega.models.megatron import layer_spec, require_transformer_engine
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.telemetry.memory import MemoryMeter, Reading
 
 if TYPE_CHECKING:
+    from skyrl_mega.megatron.profile import RankProfiler
+    from skyrl_mega.telemetry.trace import Span
     from skyrl_mega.weights.exchange.exchange import Exchange, Report
 
 
@@ -50,6 +54,8 @@ class MegatronActor:
         self.role, self.value_clip = role, value_clip
         self.exchange: Exchange | None = None
         self.minis: list[list[Sequences]] = []
+        self.memory = MemoryMeter(device)
+        self.profiler: RankProfiler | None = None
         if deterministic:
             torch.use_deterministic_algorithms(True)
         if device == "cpu":
@@ -111,6 +117,7 @@ class MegatronActor:
         """Losses look at these settings from now on."""
         self.algorithm = algorithm
 
+    @record_function("hold")
     def hold(self, minis: list[list[Sequences]]) -> None:
         """Keeps this rank's micro-batches of each mini-batch of an RL step."""
         self.minis = minis
@@ -120,6 +127,7 @@ class MegatronActor:
         for micro, values in zip(chain(*self.minis), chain(*minis), strict=True):
             micro[name] = torch.tensor(values)
 
+    @record_function("keep_logprobs")
     def keep_logprobs(
         self, name: str, temperature: float, reference: bool, entropy: str | None = None, squares: str | None = None
     ) -> None:
@@ -143,6 +151,7 @@ class MegatronActor:
         held = list(chain(*self.minis))
         return [micro[name].numpy() for micro in held] if all(name in micro for micro in held) else None
 
+    @record_function("keep_values")
     def keep_values(self, name: str) -> None:
         """Adds a critic's values as a column, where this rank has any; see `ModelWorker.values`."""
         held = list(chain(*self.minis))
@@ -150,10 +159,12 @@ class MegatronActor:
         for micro, values in zip(held, found or (), strict=found is not None):
             micro[name] = values
 
+    @record_function("train")
     def train(self, mini: int, temperature: float, loss: str, figures: Figures | None = None) -> dict[str, float]:
         """One optimizer step on a mini-batch that is held; see `ModelWorker.train`."""
         return self.rank.train(self.minis[mini], self._objective(loss, figures), temperature=temperature)
 
+    @record_function("measure")
     def measure(self, mini: int, temperature: float, loss: str, figures: Figures | None = None) -> dict[str, float]:
         """What `train` measures, without an optimizer step; see `ModelWorker.measure`."""
         return self.rank.measure(self.minis[mini], self._objective(loss, figures), temperature=temperature)
@@ -180,6 +191,24 @@ class MegatronActor:
         """Writes the weights as a Hugging Face directory, with configuration and tokenizer from `source`."""
         self.rank.export(Path(path), Path(source))
 
+    # ---- figures ---------------------------------------------------------------------------------------------------
+
+    def measured(self) -> Reading:
+        """Memory since the last time."""
+        return self.memory.read()
+
+    def start_profile(self) -> None:
+        """Records what is computed from here on."""
+        from skyrl_mega.megatron.profile import RankProfiler
+
+        self.profiler = RankProfiler(self.index, self.device.type == "cuda")
+
+    def stop_profile(self, file: str, step: Span) -> dict[str, float]:
+        """Writes it; see `RankProfiler.stop`."""
+        assert self.profiler is not None, "start_profile comes first"
+        profiler, self.profiler = self.profiler, None
+        return profiler.stop(Path(file), step)
+
     # ---- weight sync -----------------------------------------------------------------------------------------------
 
     def connect_weights(self, info: dict[str, Any]) -> None:
@@ -196,6 +225,7 @@ class MegatronActor:
             self.exchange.close()
         self.exchange = None
 
+    @record_function("send_weights")
     def send_weights(self, checksums: bool) -> Report:
         """Sends this rank's part of the weights to the engines."""
         assert self.exchange is not None

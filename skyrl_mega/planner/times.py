@@ -12,14 +12,15 @@ from functools import lru_cache
 from math import prod
 
 from skyrl_mega.algorithms.old_logprobs import pass_needed
-from skyrl_mega.config.derived import FILL, eager, engine_ranks, expert_parallel
+from skyrl_mega.config.derived import FILL, eager, engine_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models import huggingface
-from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.batch import Batch, batch
-from skyrl_mega.planner.memory import critic_dims, critic_view, engine_memory, engine_parameters, itemsize
+from skyrl_mega.planner.decode import reads
+from skyrl_mega.planner.flops import BACKWARD, Load, causal_pairs, flops
+from skyrl_mega.planner.memory import critic_dims, critic_view, engine_memory, itemsize
 from skyrl_mega.planner.parameters import stage
 from skyrl_mega.weights.plan.sync_plan import copy_bytes
 from skyrl_mega.weights.plan.topology import Links
@@ -52,35 +53,6 @@ class StepTime:
     def step(self) -> float:
         """All phases, one after the other."""
         return sum(asdict(self).values())
-
-
-@dataclass(frozen=True)
-class Flops:
-    """Floating point operations of one token in one forward pass."""
-
-    layers: float
-    """Two for every element of a layer's matrix that the token meets."""
-    head: float
-    """The same of the output projection."""
-    attention: float
-    """Of a token that has one token before it; grows with how many there are."""
-
-    @property
-    def matrices(self) -> float:
-        """Of layers and head."""
-        return self.layers + self.head
-
-
-@lru_cache(maxsize=16)
-def flops(d: Decoder) -> Flops:
-    """What the model's shapes make of it."""
-    layers = attention = 0.0
-    for kind, count in d.counted():
-        for block in kind:
-            work = block.flops()
-            layers += count * work.matrices
-            attention += count * work.attention
-    return Flops(layers, d.head.flops().matrices, attention)
 
 
 @lru_cache(maxsize=16)
@@ -125,21 +97,17 @@ def _round_time(config: Config, d: Decoder, made: Batch, sequences: int) -> floa
     """Until the last response has ended: one full batch after the other, in which all others wait for a place in the
     cache, then a tail of the longest ones."""
     rollout, rates = config.rollout, config.cluster.rates
-    memory, size = engine_memory(config, d), itemsize(config)
     layer_us = max(EAGER_LAYER_US, rates.layer_us) if eager(rollout, config.cluster.device) else rates.layer_us
     workers = engine_ranks(rollout)
     each = -(-sequences // rollout.engines)
-    full = min(at_once(config, memory.tokens, made), each)
+    full = min(at_once(config, engine_memory(config, d).tokens, made), each)
     work, speed = flops(d), rates.tflops * 1e12 * rates.tflops_share
     bandwidth = rates.memory_gb_s * 1e9 * rates.memory_share
-    cut = EngineCut(rollout.tensor, expert_parallel(rollout), workers // rollout.tensor)
-    sparse = [(count * n, part) for kind, count in d.counted() for n, part in (b.engine_sparse(cut) for b in kind) if n]
-    plain = engine_parameters(d, cut.tensor, cut.data, cut.expert_parallel, 0) - sum(n for n, _ in sparse)
+    reading = reads(config, d)
 
     def decode(running: float) -> float:
         """One token of each of so many sequences."""
-        read = plain * size + running / (workers / rollout.tensor) * made.mean * memory.per_token
-        read += sum(n * size * (1 - (1 - part) ** running) for n, part in sparse)
+        read = reading.weights(running) + running / (workers / rollout.tensor) * made.mean * reading.per_token
         compute = running * (work.matrices + work.attention * made.mean) / workers / speed
         return max(read / bandwidth, compute) + d.layers * layer_us * 1e-6
 
@@ -175,6 +143,13 @@ def policy_times(config: Config, d: Decoder, parallel: ParallelDims, made: Batch
     return train, logprobs
 
 
+def mfu(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> float:
+    """Share of the peak (`cluster.rates.tflops`) that the model's own operations are of the train phase, 0 to 1."""
+    load = Load.of([made.mean], made.generated) * (made.sequences * made.epochs * BACKWARD)
+    train, _ = policy_times(config, d, parallel, made)
+    return flops(d).forward(load) / (train * parallel.ranks * config.cluster.rates.tflops * 1e12)
+
+
 def _passes(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> tuple[float, float]:
     """Seconds of an optimizer step on each mini-batch, and of one forward pass of everything."""
     rates, size = config.cluster.rates, itemsize(config)
@@ -184,7 +159,7 @@ def _passes(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> 
     count = made.usual * made.mini_batches
     per_rank = tokens / (parallel.data * parallel.context)
     # All stages wait for the one that takes longest, which the head makes the last one, of equal ones.
-    body = work.layers + work.attention * made.mean / 2
+    body = work.layers + work.attention * causal_pairs(made.mean) / made.mean
     head = work.head * made.generated / made.mean  # only for tokens that the loss asks for
     sizes = parallel.stage_sizes(d.layers)
     slowest = max(body * n / d.layers + (head if s == parallel.pipeline - 1 else 0) for s, n in enumerate(sizes))

@@ -12,7 +12,7 @@ from typing import Any
 
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.secrets import hidden
-from skyrl_mega.report import plots
+from skyrl_mega.report import estimate, plots
 from skyrl_mega.report.document import document, save
 from skyrl_mega.report.run_data import RunData, read
 from skyrl_mega.telemetry.table import duration, number
@@ -87,7 +87,11 @@ SECTIONS: tuple[tuple[str, tuple[Plot, ...]], ...] = (
                 ("sync/bytes_in_max", "sync/bytes_in_ideal"),
                 "into the busiest worker; the least possible",
             ),
-            Plot("memory", ("memory/*",)),
+            Plot("MFU", ("perf/mfu", "perf/mfu_logprobs"), "model FLOPs over the peak"),
+            Plot("decoding", ("perf/decode_bandwidth_share",), "bytes read over the memory's rate"),
+            Plot("memory of the policy", ("memory/policy_*_gib",), "GiB: the most in each phase"),
+            Plot("memory of engines", ("memory/engine_*_gib",), "GiB: the most in each phase"),
+            Plot("memory of GPUs and nodes", ("memory/device_*_gib", "memory/host_gib"), "GiB, by all programs"),
         ),
     ),
 )
@@ -132,6 +136,7 @@ def page(runs: Sequence[RunData]) -> str:
             ]
         if any(figures):
             body.append(f"<section><h2>{title}</h2><div class='plots'>{''.join(figures)}</div></section>")
+    body += [estimate.table(run, name if len(runs) > 1 else "") for run, name in zip(runs, names, strict=True)]
     body.append(_settings(runs, names))
     body += [_places(run, name if len(runs) > 1 else "") for run, name in zip(runs, names, strict=True)]
     main = f'<main class="report">{"".join(body)}</main>'

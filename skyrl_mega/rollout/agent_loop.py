@@ -25,6 +25,7 @@ from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.routes import TurnRoutes
 from skyrl_mega.rollout.token_rewards import TokenRewards
 from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
+from skyrl_mega.telemetry.trace import Span, day
 
 LONGEST_ERROR = 2000
 """Characters of an environment's error that are kept."""
@@ -135,6 +136,8 @@ class Agent:
     """Whether all turns and observations are inside one message of the assistant: `rollout.conversation`."""
     reward_weights: Mapping[str, float] = MappingProxyType({})
     """`algorithm.reward_weights`."""
+    spans: list[Span] | None = None
+    """Where calls of environments are recorded."""
 
     def __init__(
         self, router: Router, chat: Renderer, environments: EnvironmentConfig, limits: Limits, threads: EnvPool
@@ -364,6 +367,10 @@ class Agent:
         finally:
             t.seconds["env"] += call.seconds()
             t.steps[-1].env_s += call.seconds()
+            if self.spans is not None and call.start is not None:
+                about = {"environment": t.prompt.env_class, "prompt": t.prompt.uid, "sample": t.sample}
+                start = day(call.start)
+                self.spans.append(Span(f"{what} {t.prompt.env_class}", start, start + call.seconds(), about))
 
     def _fault(self, t: Trajectory, status: Status, text: str, error: BaseException | None = None) -> EnvironmentFault:
         """What is kept of a fault, with the place in the environment's own file that it came from."""

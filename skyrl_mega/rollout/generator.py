@@ -19,6 +19,7 @@ from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Progress, Router
 from skyrl_mega.rollout.trajectory import Group, Trajectory
 from skyrl_mega.rollout.waves import Waves
+from skyrl_mega.telemetry.trace import Span
 
 Answer = TypeVar("Answer")
 
@@ -56,6 +57,8 @@ class Generator:
         self.reward_weights = reward_weights or {}
         self.router = Waves if waves else Router
         self.threads = EnvPool(environments.workers)
+        self.spans: list[Span] | None = None
+        """Where calls of environments are recorded."""
         self._loop = EventLoop()
 
     def __enter__(self) -> Self:
@@ -108,6 +111,7 @@ class Generator:
         limits = replace(Limits.of(self.rollout), turn=sampling.max_tokens)
         agent = Agent(router, self.chat, self.environments, limits, self.threads)
         agent.reward_weights = self.reward_weights
+        agent.spans = self.spans
         return agent
 
     async def _generate(

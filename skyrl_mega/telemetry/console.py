@@ -37,6 +37,8 @@ PLACES = (
     ("report", "report.html"),
     ("config", "config.yaml"),
     ("metrics", "metrics.jsonl"),
+    ("estimate", "estimate.json"),
+    ("profile", "profile"),
     ("tensorboard", "tensorboard"),
     ("trajectories", "trajectories"),
     ("checkpoints", "checkpoints"),

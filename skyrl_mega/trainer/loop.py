@@ -15,6 +15,7 @@ from skyrl_mega.cluster.channel import heeding
 from skyrl_mega.config.schema import AlgorithmConfig
 from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.planner.flops import BACKWARD
 from skyrl_mega.rollout.trajectory import Group
 from skyrl_mega.trainer import critic
 from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, teaches, token_advantages
@@ -22,6 +23,7 @@ from skyrl_mega.trainer.replay import PREFIX, check_routes, replay_metrics
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.shutdown import GracefulStop
 from skyrl_mega.trainer.signal import with_advantage
+from skyrl_mega.trainer.speed import load_of
 from skyrl_mega.trainer.step import Step
 from skyrl_mega.trainer.whole_mini_batch import chosen, mean_weight
 
@@ -73,7 +75,7 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
     minis = mini_batches(batch, data.mini_batch_prompts, algorithm)
     with step.phase("logprobs"):
         run.policy.hold(minis)
-        logprobs(run, batch, minis)
+        logprobs(run, step, batch, minis)
     if run.critic:
         with step.phase("values"):
             batch["values"] = critic.values(run.critic, minis)
@@ -96,11 +98,11 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
         run.policy.add(name, parts)
     order = training_order(len(minis), 1 if only_critic else data.epochs_per_step, seed)
     with step.phase("train"):
-        sums = updates(run, minis, order, measured=only_critic)
+        sums = updates(run, step, minis, order, measured=only_critic)
     record_updates(run, step, sums, [minis[mini] for mini in order], adapt=not only_critic)
 
 
-def logprobs(run: Run, batch: Batch, minis: list[Sequences]) -> None:
+def logprobs(run: Run, step: Step, batch: Batch, minis: list[Sequences]) -> None:
     """Has the ranks compute what the step needs before its first optimizer step, and fetches what the driver needs.
 
     Where there is one optimizer step and nothing else asks for them, it trains with the weights that sampled: its own
@@ -111,8 +113,11 @@ def logprobs(run: Run, batch: Batch, minis: list[Sequences]) -> None:
     if pass_needed(algorithm, len(minis) * run.config.data.epochs_per_step):
         entropy, squares = (name if name in needed else None for name in ("old_entropy", "old_squares"))
         run.policy.keep_logprobs("old_logprobs", temperature=run.temperature, entropy=entropy, squares=squares)
+        computed(step, minis)
     if run.reference:
         run.reference.keep_logprobs(minis, temperature=run.temperature)
+        if run.reference.own is None:
+            computed(step, minis)
     for name in sorted(needed - {"values"}):  # a critic's
         parts = run.policy.column(name)
         batch[name] = torch.cat(parts)
@@ -120,16 +125,23 @@ def logprobs(run: Run, batch: Batch, minis: list[Sequences]) -> None:
             mini[name] = values
 
 
+def computed(step: Step, minis: list[Sequences]) -> None:
+    """The policy's ranks have computed log-probs of all of these."""
+    for mini in minis:
+        step.computed("logprobs", load_of(mini))
+
+
 def updates(
-    run: Run, minis: list[Sequences], order: Sequence[int], *, measured: bool = False
+    run: Run, step: Step, minis: list[Sequences], order: Sequence[int], *, measured: bool = False
 ) -> list[dict[str, float]]:
     """An optimizer step on each mini-batch of `order`, or only its metrics where it teaches nothing or `measured`."""
     algorithm, found = run.config.algorithm, []
     taught = [not measured and teaches(mini, algorithm, run.config.policy.moe) for mini in minis]
     for mini in order:
         figures = Figures(entropy_coefficient=run.entropy.applied, importance_mean=mean_weight(minis[mini], algorithm))
-        step = run.policy.train if taught[mini] else run.policy.measure
-        found.append(step(mini, temperature=run.temperature, loss=algorithm.loss, figures=figures))
+        update = run.policy.train if taught[mini] else run.policy.measure
+        found.append(update(mini, temperature=run.temperature, loss=algorithm.loss, figures=figures))
+        step.computed("train", load_of(minis[mini]), BACKWARD if taught[mini] else 1)
     return found
 
 

@@ -28,6 +28,7 @@ from skyrl_mega.trainer.health.failures import refuse_broken
 from skyrl_mega.trainer.health.mismatch import EngineDiffers, end_if_too_far
 from skyrl_mega.trainer.health.watch import Health
 from skyrl_mega.trainer.kl_reward import KlReward
+from skyrl_mega.trainer.measurements import Measurements
 from skyrl_mega.trainer.reference import ReferenceModel
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.shutdown import ShutdownRequest
@@ -53,6 +54,8 @@ class Run:
     evaluator: Evaluator
     stream: PromptStream
     checkpoints: Checkpoints
+    measurements: Measurements
+    """Memory, speed and traces of its steps."""
     step: int = 0
     """RL steps done."""
     first_evaluation: dict[str, float] = field(default_factory=dict)
@@ -103,11 +106,14 @@ class Run:
     def next_step(self) -> Step:
         """The step after those done."""
         self.place = self.stream.state()
-        return Step(self.step + 1, self.console, dict(self.saving), look=self.shutdown.look)
+        self.measurements.begin(self.step + 1)
+        saving, look, ended = dict(self.saving), self.shutdown.look, self.measurements.ended
+        return Step(self.step + 1, self.console, saving, look=look, ended=ended)
 
     def complete(self, step: Step) -> None:
         """The step is done: its metrics are written, and what is wrong with it is said."""
         self.saving = {}
+        step.record(self.measurements.of(step))
         seconds = time.perf_counter() - step.start
         phases = {k: v for k, v in step.metrics.items() if k.startswith("time/") and k.count("/") == 1}
         known = sum(phases.values()) - phases.get("time/checkpoint", 0.0)
@@ -120,6 +126,7 @@ class Run:
                 "perf/tokens_per_s_per_rank": tokens / seconds / gpus_needed(self.config),
             }
         )
+        step.record(self.measurements.recorded(step))
         if (ended := budget.ended()) is not None:
             step.record({"environment/ended_for_memory": float(ended - self.ended_for_memory)})
             self.ended_for_memory = ended

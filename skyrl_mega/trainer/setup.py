@@ -36,11 +36,14 @@ from skyrl_mega.telemetry.metrics import read
 from skyrl_mega.telemetry.trackers.trackers import open_trackers
 from skyrl_mega.trainer.checkpoints import Checkpoints
 from skyrl_mega.trainer.evaluation import Evaluator
+from skyrl_mega.trainer.measurements import Measurements
+from skyrl_mega.trainer.meters import Meters
 from skyrl_mega.trainer.placement import reserve_run
+from skyrl_mega.trainer.profile import Profiler
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.sft_warmup import encode, warm_up
-from skyrl_mega.trainer.start_actors import Setup, start_actors
+from skyrl_mega.trainer.start_actors import Actors, Setup, start_actors
 from skyrl_mega.weights.sync import WeightSync
 
 
@@ -69,7 +72,8 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         with console.phase("start engines and policy"):
             placement = reserve_run(config, device)
             setup = Setup(config, hf, model, device=device, folder=folder, stack=stack, say=console.say)
-            policy, reference, critic, fleet = start_actors(setup, placement)
+            actors = start_actors(setup, placement)
+        policy, reference, critic, fleet = actors
         if placement.policy:  # there is more than one node, or a GPU for each
             console.say(f"policy ranks sit on {policy.group.seating}")
             console.say(f"engines sit on {fleet.group.seating}")
@@ -89,6 +93,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             evaluator=Evaluator(config, evaluation, generator, console.say),
             stream=stream,
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, console.say),
+            measurements=measurements_of(setup, actors, generator),
         )
         if not run.restore() and config.warmup.steps:
             sft_warmup(run, chat)
@@ -111,6 +116,15 @@ def generator_of(config: Config, fleet: Fleet, chat: Renderer) -> Generator:
         reward_weights=config.algorithm.reward_weights,
         waves=config.run.deterministic,
     )
+
+
+def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measurements:
+    """What is measured of a run's steps."""
+    config, policy, fleet = setup.config, actors.policy.group, actors.engines
+    trained = actors.policy, actors.reference and actors.reference.own, actors.critic
+    profiler = Profiler(config.telemetry.profile, setup.folder, policy, fleet=fleet, generator=generator, say=setup.say)
+    meters = Meters({model.group.name: model.group for model in trained if model}, fleet)
+    return Measurements(config, architecture(setup.hf).describe(setup.hf), meters, profiler)
 
 
 def stream_of(config: Config, prompts: int) -> PromptStream:

@@ -7,8 +7,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from skyrl_mega.planner.flops import Load
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.telemetry.console import Console, Phase
+from skyrl_mega.telemetry.trace import Span, day
 
 
 @dataclass
@@ -24,7 +26,13 @@ class Step:
     """Answers that samples are compared with: in the file of trajectories, and in no figure of samples."""
     look: Callable[[], None] = lambda: None
     """Raises where the run is to end."""
+    ended: Callable[[str], None] = lambda phase: None
+    """Told of every phase that has ended."""
     start: float = field(default_factory=time.perf_counter)
+    spans: list[Span] = field(default_factory=list)
+    """Its phases."""
+    loads: dict[str, Load] = field(default_factory=dict)
+    """By phase what the policy's ranks computed on, in forward passes: an optimizer step is worth three."""
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
@@ -34,7 +42,14 @@ class Step:
         with self.console.phase(name, total) as progress:
             yield progress
         key = f"time/{name}"
-        self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
+        end = time.perf_counter()
+        self.metrics[key] = self.metrics.get(key, 0.0) + end - start
+        self.spans.append(Span(name, day(start), day(end)))
+        self.ended(name)
+
+    def computed(self, phase: str, load: Load, passes: float = 1.0) -> None:
+        """The policy's ranks have computed so many forward passes on this in a phase."""
+        self.loads[phase] = self.loads.get(phase, Load()) + load * passes
 
     def record(self, metrics: dict[str, float]) -> None:
         """Adds metrics under their full names."""

@@ -33,10 +33,11 @@ from skyrl_mega.models.registry import ARCHITECTURES, Architecture, architecture
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import Row, activations
+from skyrl_mega.planner.flops import flops
 from skyrl_mega.planner.layout_text import places
 from skyrl_mega.planner.memory import engine_parameters, kv_bytes_per_token
 from skyrl_mega.planner.parameters import stage
-from skyrl_mega.planner.times import elements, flops
+from skyrl_mega.planner.times import elements
 from tests.weights.grids import MODELS, cut, global_tensors
 
 HF: dict[str, Any] = {**MODELS["llama"], "model_type": "plain", "intermediate_size": 96}

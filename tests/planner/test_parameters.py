@@ -9,9 +9,10 @@ import pytest
 from skyrl_mega.models.published import known
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.flops import flops
 from skyrl_mega.planner.memory import engine_parameters
 from skyrl_mega.planner.parameters import stage
-from skyrl_mega.planner.times import elements, flops
+from skyrl_mega.planner.times import elements
 from tests.weights.grids import MODELS, REAL
 
 LAYOUTS = [

@@ -45,6 +45,9 @@ def run(tmp_path: Path) -> Iterator[FakeRun]:
     fake: Any = SimpleNamespace(
         save=lambda folder: (folder / "weights").touch(), parallel=SimpleNamespace(ranks=1), next_groups=None
     )
+    unmeasured: Any = SimpleNamespace(
+        begin=lambda step: None, ended=lambda phase: None, of=lambda step: {}, recorded=lambda step: {}
+    )
     with Trackers(JsonlTracker(tmp_path)) as trackers:
         run = FakeRun(
             config=config,
@@ -59,6 +62,7 @@ def run(tmp_path: Path) -> Iterator[FakeRun]:
             evaluator=fake,
             stream=PromptStream(100, batch=10),
             checkpoints=Checkpoints(tmp_path / "checkpoints", keep=9),
+            measurements=unmeasured,
         )
         run.shutdown = ShutdownRequest(lambda: run.asked)
         run.faults = {}

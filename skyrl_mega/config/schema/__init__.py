@@ -30,7 +30,7 @@ from skyrl_mega.config.schema.policy import LayoutConfig, MoeConfig, OptimizerCo
 from skyrl_mega.config.schema.precision import PrecisionConfig
 from skyrl_mega.config.schema.residency import ResidencyConfig
 from skyrl_mega.config.schema.rollout import RolloutConfig, SamplingConfig
-from skyrl_mega.config.schema.run import CheckpointConfig, RunConfig, TelemetryConfig
+from skyrl_mega.config.schema.run import CheckpointConfig, ProfileConfig, RunConfig, TelemetryConfig
 from skyrl_mega.config.schema.samples import DynamicSamplingConfig, OverlongConfig
 from skyrl_mega.config.schema.weights import WeightsConfig
 
@@ -64,6 +64,7 @@ __all__ = [
     "OverlongConfig",
     "PolicyConfig",
     "PrecisionConfig",
+    "ProfileConfig",
     "RatesConfig",
     "ReferenceConfig",
     "RejectionConfig",

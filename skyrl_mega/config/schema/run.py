@@ -56,6 +56,16 @@ class CheckpointConfig:
 
 
 @dataclass
+class ProfileConfig:
+    """Steps of which everything that is computed is recorded, for Perfetto (docs/report.md)."""
+
+    steps: list[int] = field(default_factory=list, metadata={"low": 1})
+    """RL steps, each with a file of its own, `profile/step_<n>.json.gz` in the run's folder; empty records none."""
+    ranks: list[int] = field(default_factory=lambda: [0], metadata={"low": 0})
+    """Policy ranks whose operators and kernels are in it; empty leaves the driver, engines and environments."""
+
+
+@dataclass
 class TelemetryConfig:
     """What is written while the run goes."""
 
@@ -71,3 +81,5 @@ class TelemetryConfig:
     and expert of a token, 384 a token with Qwen3-30B-A3B, beside 9 for all else."""
     tracked_trajectories: int = between(0, 1000, 8)
     """Trajectories that trackers are given whenever such a file is written, the first of the step; 0 gives none."""
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    """What is recorded for a profiler's view."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from array import array
 from collections.abc import AsyncIterator, Coroutine
 from dataclasses import replace
@@ -19,6 +20,8 @@ from skyrl_mega.engines.vllm.spec import EngineSpec, arguments
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.routes import RouteShape
+from skyrl_mega.telemetry.memory import Reading
+from skyrl_mega.telemetry.trace import Span
 
 if TYPE_CHECKING:
     from vllm import SamplingParams
@@ -48,6 +51,8 @@ class VllmEngine:
         self.watched = False
         """Whether time without a token counts: not in a pause, nor before the first request has been answered, for
         which kernels may be compiled."""
+        self.spans: list[Span] | None = None
+        """Of the requests that have ended, while they are recorded."""
         self.calls: set[asyncio.Queue[Completion | BaseException]] = set()
         """Where the calls of `generate_many` under way wait."""
         if not (Path(spec.path) / "config.json").is_file():
@@ -180,7 +185,7 @@ class VllmEngine:
     ) -> None:
         from vllm.inputs.engine import tokens_input
 
-        output = None
+        output, began = None, time.time()
         alarm = None if request.seconds is None else asyncio.create_task(self._abort(request.id, request.seconds))
         try:
             stream = self.llm.generate(
@@ -195,6 +200,9 @@ class VllmEngine:
             if alarm is not None:
                 alarm.cancel()
         assert output is not None
+        if self.spans is not None:
+            about = {"prompt": len(request.tokens), "tokens": len(output.outputs[0].token_ids)}
+            self.spans.append(Span(request.id, began, time.time(), about))
         try:
             done.put_nowait(self._completion(request, output.outputs[0]))
         except routes.WrongRoutes as error:
@@ -344,6 +352,15 @@ class VllmEngine:
     async def probe(self) -> None:
         """Returns when every worker has answered."""
         await self.workers("transfer_report")
+
+    async def measured(self) -> list[tuple[Reading, dict[int, int]]]:
+        """Of each worker its memory, and how many steps it made of how many tokens, since the last time."""
+        return [(Reading(**memory), steps) for memory, steps in await self.workers("measured")]
+
+    async def record_spans(self, on: bool) -> list[Span]:
+        """Records requests from now on, or no more. Returns those that were recorded."""
+        found, self.spans = self.spans or [], [] if on else None
+        return found
 
     async def workers(self, method: str, *args: Any) -> list[Any]:
         """Calls a method of `engines.vllm.transfer.WorkerExtension` in every worker, with plain values only."""

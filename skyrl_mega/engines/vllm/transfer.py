@@ -22,9 +22,11 @@ from skyrl_mega.cluster import numa
 from skyrl_mega.engines.vllm.params import LoadTimeParameters, default_cache_scales
 from skyrl_mega.engines.vllm.routes import RouteRecorder
 from skyrl_mega.engines.vllm.seeds import draw_ahead
+from skyrl_mega.engines.vllm.steps import StepCounter
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.routes import RouteShape
 from skyrl_mega.parallel.box import Shard
+from skyrl_mega.telemetry.memory import MemoryMeter
 from skyrl_mega.weights.connection import Connection
 from skyrl_mega.weights.exchange.exchange import Exchange
 
@@ -120,10 +122,19 @@ class WorkerExtension:
     model_runner: Any
     recorder: RouteRecorder | None = None
     """Of routes, in the first worker of an engine that records them."""
+    meters: tuple[MemoryMeter, StepCounter] | None = None
 
     def transfer_report(self) -> dict[str, float]:
         """Seconds and bytes of the last sync, by the names of `executor.Report`."""
         return self.weight_transfer_engine.report
+
+    def measured(self) -> tuple[dict[str, Any], dict[int, int]]:
+        """Fields of a `Reading` of its memory, and its steps by their tokens, since the last time."""
+        if self.meters is None:
+            device = self.weight_transfer_engine.device.type
+            self.meters = MemoryMeter(device), StepCounter(self.model_runner)
+        memory, steps = self.meters
+        return asdict(memory.read()), steps.take()
 
     def draw_seeds_ahead(self) -> None:
         """See `seeds.draw_ahead`."""

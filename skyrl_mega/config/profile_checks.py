@@ -1,0 +1,28 @@
+"""What is refused of `telemetry.profile`."""
+
+from __future__ import annotations
+
+from skyrl_mega.config.derived import policy_ranks
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+
+
+def check_profile(c: Config) -> None:
+    """Raises UserError for a step or a rank that there is not, or that is named twice."""
+    profile, ranks = c.telemetry.profile, policy_ranks(c)
+    for name, given in (("steps", profile.steps), ("ranks", profile.ranks)):
+        twice = [number for number in given if given.count(number) > 1]
+        if twice:
+            raise UserError(f"telemetry.profile.{name} = {given}: {twice[0]} is there twice; give it once")
+    beyond = [rank for rank in profile.ranks if rank >= ranks]
+    if profile.steps and beyond:
+        raise UserError(
+            f"telemetry.profile.ranks = {profile.ranks}: there is no policy rank {beyond[0]}; allowed are 0 to "
+            f"{ranks - 1} (policy.ranks)"
+        )
+    late = [step for step in profile.steps if c.run.steps is not None and step > c.run.steps]
+    if late:
+        raise UserError(
+            f"telemetry.profile.steps = {profile.steps}: there is no step {late[0]}; allowed are 1 to "
+            f"{c.run.steps} (run.steps)"
+        )

@@ -1,0 +1,143 @@
+"""torch.profiler on one policy rank, for one RL step, and its events as `telemetry.trace` wants them."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, TextIO
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from skyrl_mega.telemetry.trace import PER_RANK, RANKS, Span, named, write_part
+
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
+"""How calls of CUDA begin that start kernels; a graph counts once."""
+WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
+"""Calls of CUDA that wait for the GPU, as `.item()` and `.tolist()` do."""
+
+
+class RankProfiler:
+    """Records what a rank computes from here on, until `stop`: operators, and kernels where it has a GPU.
+
+    Args:
+        rank: The rank.
+        cuda: Whether it has a GPU.
+    """
+
+    def __init__(self, rank: int, cuda: bool) -> None:
+        self.rank, self.cuda = rank, cuda
+        self._profile = profile(activities=[ProfilerActivity.CPU, *[ProfilerActivity.CUDA] * cuda])
+        self._profile.start()
+        self._start = time.time()
+
+    def stop(self, file: Path, step: Span) -> dict[str, float]:
+        """Writes the events.
+
+        Args:
+            file: A part of a trace (`trace.write_part`).
+            step: The step, at whose beginning the trace begins.
+
+        Returns:
+            On a GPU `launches` and `host_syncs`: calls of CUDA that started kernels, or waited for the GPU.
+        """
+        if self.cuda:
+            torch.cuda.synchronize()  # kernels under way belong to the step
+        self._profile.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            raw = Path(folder) / "trace.json"
+            self._profile.export_chrome_trace(str(raw))
+            with raw.open() as text:
+                tracks = Tracks(self.rank, os.getpid(), text, step.start)
+                whole = {
+                    **dict(ph="X", cat="step", name=step.name, tid=threading.get_native_id()),
+                    **dict(pid=RANKS + self.rank * PER_RANK, ts=round((self._start - step.start) * 1e6, 3)),
+                    "dur": round((step.end - self._start) * 1e6, 3),
+                }
+                write_part(file, _first(whole, tracks))
+        return tracks.calls if tracks.gpus else {}
+
+
+class Tracks:
+    """A rank's events, with their process ids and times changed to the trace's.
+
+    Args:
+        rank: The rank.
+        pid: Its process, as torch's file calls it.
+        text: The file.
+        zero: When the trace begins, in seconds of the day's clock.
+    """
+
+    def __init__(self, rank: int, pid: int, text: TextIO, zero: float) -> None:
+        self.rank, self.text, self.zero = rank, text, zero
+        self.numbers: dict[int, int] = {pid: RANKS + rank * PER_RANK}
+        self.gpus = False
+        self.calls = {"launches": 0.0, "host_syncs": 0.0}
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        yield from named(RANKS + self.rank * PER_RANK, f"policy-{self.rank}")
+        base, events = read(self.text)
+        offset = (base - round(self.zero * 1e9)) / 1000
+        for event in events:
+            pid = event.get("pid")
+            if not isinstance(pid, int) or event["name"] in ("process_name", "process_labels", "process_sort_index"):
+                continue  # of the profiler itself, or said by `named`
+            if pid not in self.numbers:
+                self.numbers[pid] = RANKS + self.rank * PER_RANK + len(self.numbers)
+                yield from named(self.numbers[pid], f"policy-{self.rank} GPU {pid}")
+            if event.get("cat") in ("cuda_runtime", "cuda_driver"):
+                self._call(event["name"])
+            changed = {**event, "pid": self.numbers[pid]}
+            if "ts" in event:
+                changed["ts"] = round(event["ts"] + offset, 3)
+            if "id" in event:  # arrows from calls to kernels: another rank has the same numbers
+                changed["id"] = event["id"] + ((self.rank + 1) << 32)
+            yield changed
+
+    def _call(self, name: str) -> None:
+        self.gpus = True
+        self.calls["launches"] += name.startswith(LAUNCHES)
+        self.calls["host_syncs"] += name in WAITS
+
+
+def read(text: TextIO) -> tuple[int, Iterator[dict[str, Any]]]:
+    """The time that a file of torch's profiler counts from, in nanoseconds of the day's clock, and its events.
+
+    The file may be larger than memory: torch puts each event's braces in lines of their own, two spaces in.
+
+    Raises:
+        ValueError: It does not begin as torch 2.13 writes it.
+    """
+    base = None
+    for line in text:
+        if '"baseTimeNanoseconds"' in line:
+            base = int(line.split(":")[1].strip(" ,\n"))
+        if '"traceEvents"' in line:
+            break
+    if base is None:
+        raise ValueError(f"{text.name}: a trace of torch {torch.__version__} without its baseTimeNanoseconds")
+    return base, _events(text)
+
+
+def _events(text: TextIO) -> Iterator[dict[str, Any]]:
+    lines: list[str] = []
+    for line in text:
+        kind = line.rstrip()
+        if kind == "  {":
+            lines = [line]
+        elif kind in ("  },", "  }") or kind.startswith("  }]"):
+            if lines:
+                yield json.loads("".join([*lines, "}"]))
+            lines = []
+        elif lines:
+            lines.append(line)
+
+
+def _first(event: Mapping[str, Any], events: Iterator[Mapping[str, Any]] | Tracks) -> Iterator[Mapping[str, Any]]:
+    yield event
+    yield from events

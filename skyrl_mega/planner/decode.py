@@ -1,0 +1,47 @@
+"""Bytes that an engine worker reads in one step: all weights that some token of the step meets, and the cache.
+
+For the time that decoding will take (`planner.times`) and the share of the memory's rate that it reached
+(`trainer.speed`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from skyrl_mega.config.derived import engine_ranks, expert_parallel
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models.blocks.base import EngineCut
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.planner.memory import engine_parameters, itemsize, kv_bytes_per_token
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Of one engine worker. Bytes."""
+
+    plain: int
+    """Weights that every step reads."""
+    sparse: tuple[tuple[float, float], ...]
+    """Weights of which a token reads a part, and that part (0 to 1): experts."""
+    per_token: int
+    """Cache of one token that is attended to."""
+
+    def weights(self, tokens: float) -> float:
+        """Read in a step of so many tokens, each of which chooses its experts by itself."""
+        return self.plain + sum(size * (1 - (1 - part) ** tokens) for size, part in self.sparse)
+
+
+def reads(config: Config, d: Decoder) -> Reads:
+    """What a worker of an engine reads."""
+    rollout = config.rollout
+    data = engine_ranks(rollout) // rollout.tensor
+    return _reads(d, EngineCut(rollout.tensor, expert_parallel(rollout), data), itemsize(config))
+
+
+@lru_cache(maxsize=16)
+def _reads(d: Decoder, cut: EngineCut, size: int) -> Reads:
+    sparse = [(count * n, part) for kind, count in d.counted() for n, part in (b.engine_sparse(cut) for b in kind) if n]
+    plain = engine_parameters(d, cut.tensor, cut.data, cut.expert_parallel, 0) - sum(n for n, _ in sparse)
+    per_token = kv_bytes_per_token(d, cut.tensor, size)
+    return Reads(int(plain * size), tuple((n * size, part) for n, part in sparse), per_token)

@@ -1,0 +1,69 @@
+"""What the dry run expected of a run beside what the run measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from html import escape
+from pathlib import Path
+from statistics import median
+
+from skyrl_mega.config import outside
+from skyrl_mega.report.run_data import RunData
+from skyrl_mega.telemetry.table import number
+
+FILE = "estimate.json"
+"""In a run's folder: metric → the value that the dry run expects."""
+FIRST = 2
+"""Steps from this one on are compared: the first compiles, and asks for its memory."""
+TIMES = ("time/generate", "time/logprobs", "time/train", "time/sync", "time/step")
+ALONE = ("memory/", "perf/")
+"""How metrics begin that are shown even where nothing was expected of them."""
+
+
+def read(folder: Path) -> dict[str, float]:
+    """A run's estimate; empty where there is none, as of a run before there were any.
+
+    Raises:
+        UserError: It cannot be read.
+    """
+    file = folder / FILE
+    if not file.is_file():
+        return {}
+    found = outside.json_object(file, f"remove {FILE}")
+    return {name: float(value) for name, value in found.items() if _is_number(value)}
+
+
+def rows(run: RunData, expected: Mapping[str, float]) -> Iterator[tuple[str, float | None, float | None]]:
+    """(metric, estimated, measured), seconds first; None where there is none. Measured is the median of the steps."""
+    others = sorted({n for n in [*run.names, *expected] if n.startswith(ALONE)})
+    for name in (*TIMES, *others):
+        values = [(x, y) for x, y in zip(*run.series(name), strict=True) if y is not None]
+        later = [y for x, y in values if x >= FIRST] or [y for _, y in values]
+        if later or name in expected:
+            yield name, expected.get(name), median(later) if later else None
+
+
+def table(run: RunData, name: str = "") -> str:
+    """The HTML of a run's comparison; empty for a run without an estimate. `name`: of the run, where there are
+    several."""
+    expected = read(run.folder)
+    if not expected or not run.rows:
+        return ""
+    body = []
+    for metric, estimated, measured in rows(run, expected):
+        ratio = f"{measured / estimated:.2f}" if estimated and measured is not None else "·"
+        cells = (*("·" if value is None else number(value) for value in (estimated, measured)), ratio)
+        body.append(f"<tr><th>{escape(metric)}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+    title = f"Estimated and measured{f': {escape(name)}' if name else ''}"
+    about = f"the dry run's estimate, and the median of the steps from {FIRST} on (docs/report.md)"
+    heads = "".join(f"<th>{head}</th>" for head in ("metric", "estimated", "measured", "measured / estimated"))
+    return (
+        f"<section><h2>{title} <small class='soft'>{about}</small></h2><div class='wide'>"
+        f"<table class='settings num'><thead><tr>{heads}</tr></thead><tbody>{''.join(body)}</tbody></table></div>"
+        "</section>"
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

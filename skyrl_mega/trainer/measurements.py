@@ -1,0 +1,48 @@
+"""All that is measured of a step beside what it learns: seconds are `Step`'s own; memory, speed and traces are asked of
+the actors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.trainer import speed
+from skyrl_mega.trainer.meters import Meters
+from skyrl_mega.trainer.profile import Profiler
+from skyrl_mega.trainer.step import Step
+
+
+@dataclass
+class Measurements:
+    """Of one run."""
+
+    config: Config
+    model: Decoder
+    """The policy's."""
+    meters: Meters
+    """In the actors."""
+    profiler: Profiler
+    """Records the steps of `telemetry.profile`."""
+
+    def begin(self, step: int) -> None:
+        """Before a step."""
+        self.profiler.begin(step)
+        self.meters.begin()
+
+    def ended(self, phase: str) -> None:
+        """A phase of the step has ended."""
+        self.meters.ended(phase)
+
+    def of(self, step: Step) -> dict[str, float]:
+        """Metrics of a step that is done: `memory/*` and `perf/*`."""
+        found = self.meters.collect()
+        found |= speed.of_training(self.config, self.model, step.loads, step.metrics)
+        if seconds := step.metrics.get("time/generate"):
+            workers, played = [*self.meters.steps.values()], [*step.trajectories, *step.greedy]
+            found |= speed.of_decoding(self.config, self.model, workers, played, seconds)
+        return found
+
+    def recorded(self, step: Step) -> dict[str, float]:
+        """Writes the step's trace, where it has one; metrics that only a trace has."""
+        return self.profiler.end(step)

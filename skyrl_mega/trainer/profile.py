@@ -1,0 +1,88 @@
+"""`telemetry.profile`: a step as one trace, of the driver's phases, engines, environments and policy ranks."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from skyrl_mega.cluster.fleet import Fleet
+from skyrl_mega.cluster.group import ActorGroup, gather, settle
+from skyrl_mega.config.schema import ProfileConfig
+from skyrl_mega.rollout.generator import Generator
+from skyrl_mega.telemetry.trace import DRIVER, ENGINES, ENVIRONMENTS, Span, TraceWriter
+from skyrl_mega.trainer.step import Step
+
+START_S = 600.0
+"""For a rank to begin: CUPTI takes some seconds."""
+WRITE_S = 3600.0
+"""For a rank to write what it has recorded, which may be gigabytes."""
+ANSWER_S = 60.0
+
+
+class Profiler:
+    """Records the steps that the settings name. In all others it does nothing.
+
+    Args:
+        config: Which steps, and which policy ranks.
+        folder: The run's, which every rank sees.
+        policy: The ranks.
+        fleet: The engines.
+        generator: Plays the trajectories.
+        say: Tells a person where the trace is.
+    """
+
+    def __init__(
+        self,
+        config: ProfileConfig,
+        folder: Path,
+        policy: ActorGroup,
+        *,
+        fleet: Fleet,
+        generator: Generator,
+        say: Callable[[str], None],
+    ) -> None:
+        self.config, self.folder = config, folder.absolute() / "profile"
+        self.policy, self.fleet, self.generator, self.say = policy, fleet, generator, say
+        self.zero = 0.0
+
+    def begin(self, step: int) -> None:
+        """Before the step."""
+        if step not in self.config.steps:
+            return
+        self.zero = time.time()
+        gather([self.policy.submit(rank, "start_profile") for rank in self.config.ranks], START_S)
+        settle(self.fleet.submit(self.fleet.serving, "record_spans", True), ANSWER_S, after_failure=ANSWER_S)
+        self.generator.spans = []
+
+    def end(self, step: Step) -> dict[str, float]:
+        """After the step: writes its trace.
+
+        Returns:
+            On GPUs `perf/launches` and `perf/host_syncs`, the most of the ranks that were recorded.
+        """
+        if step.number not in self.config.steps or self.generator.spans is None:
+            return {}
+        whole = Span(f"step {step.number}", self.zero, time.time(), {"metrics": step.metrics})
+        parts = self.folder / f".step_{step.number}"
+        files = [parts / f"policy-{rank}.gz" for rank in self.config.ranks]
+        writing = [
+            self.policy.submit(rank, "stop_profile", str(file), whole)
+            for rank, file in zip(self.config.ranks, files, strict=True)
+        ]
+        asked = self.fleet.submit(self.fleet.serving, "record_spans", False)
+        spans = settle(asked, ANSWER_S, after_failure=ANSWER_S).answers
+        calls = gather(writing, WRITE_S)
+        environments, self.generator.spans = self.generator.spans, None
+        file = self.folder / f"step_{step.number}.json.gz"
+        with TraceWriter(file, self.zero) as trace:
+            trace.process(DRIVER, "driver", [whole, *step.spans], "phases", nested=True)
+            trace.process(ENVIRONMENTS, "environments", environments, "environment")
+            for call, found in spans.items():
+                trace.process(ENGINES + call.rank, call.actor, found, "requests")
+            for part in files:
+                trace.append(part)
+        shutil.rmtree(parts, ignore_errors=True)
+        self.say(f"step {step.number} is recorded: open {file} at ui.perfetto.dev")
+        return {f"perf/{name}": max(found[name] for found in calls) for name in (calls[0] if calls else {})}

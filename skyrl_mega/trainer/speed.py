@@ -1,0 +1,96 @@
+"""How much of what the hardware could do a step has done: model FLOPs, and bytes that decoding reads.
+
+The peak rates are `cluster.rates.tflops` and `memory_gb_s`. Those of a CPU are not known: there the shares are left
+out, and what was reached is told by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from skyrl_mega.config.derived import engine_data, policy_ranks
+from skyrl_mega.config.schema import Config
+from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.planner.decode import reads
+from skyrl_mega.planner.flops import Load, flops
+from skyrl_mega.rollout.trajectory import Kind, Trajectory
+
+Steps = Mapping[int, int]
+"""Tokens → steps of an engine worker with so many."""
+
+
+def load_of(mini: Sequences) -> Load:
+    """What one forward pass on a mini-batch computes on: its real tokens, whatever they are packed with."""
+    asked = mini["weights"] != 0
+    if "mask" in mini:
+        asked = asked & (mini["mask"] != 0)
+    lengths = mini.lengths.double()
+    return Load(float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum()), float(asked.sum()))
+
+
+def of_training(
+    config: Config, d: Decoder, loads: Mapping[str, Load], seconds: Mapping[str, float]
+) -> dict[str, float]:
+    """`perf/mfu`, and `perf/mfu_logprobs` of the pass before, where there was one.
+
+    Args:
+        config: The settings, the device decided.
+        d: The model.
+        loads: By phase, of forward passes; an optimizer step is worth three.
+        seconds: `time/<phase>`.
+    """
+    found: dict[str, float] = {}
+    for phase, name in (("train", "mfu"), ("logprobs", "mfu_logprobs")):
+        load, time = loads.get(phase), seconds.get(f"time/{phase}", 0.0)
+        if load is None or not time:
+            continue
+        rate = flops(d).forward(load) / time / policy_ranks(config)
+        if phase == "train":
+            found["perf/train_tflops_per_rank"] = rate / 1e12
+        if config.cluster.device == "cuda":
+            found[f"perf/{name}"] = rate / (config.cluster.rates.tflops * 1e12)
+    return found
+
+
+def of_decoding(
+    config: Config, d: Decoder, workers: Sequence[Steps], played: Sequence[Trajectory], seconds: float
+) -> dict[str, float]:
+    """What engines did in the phase `generate`.
+
+    Args:
+        config: The settings, the device decided.
+        d: The model.
+        workers: Of each worker of every engine, its steps.
+        played: The trajectories that they wrote.
+        seconds: The phase's.
+    """
+    written, attended = responses(played)
+    found = {"perf/decode_tokens_per_s_per_engine": written / seconds / config.rollout.engines}
+    count = sum(sum(steps.values()) for steps in workers)
+    if not count:
+        return found
+    found["perf/engine_steps"] = max(float(sum(steps.values())) for steps in workers)
+    found["perf/tokens_per_engine_step"] = sum(n * times for steps in workers for n, times in steps.items()) / count
+    if config.cluster.device == "cuda":
+        reading, replicas = reads(config, d), engine_data(config.rollout)
+        weights = sum(times * reading.weights(n * replicas) for steps in workers for n, times in steps.items())
+        cache = attended / (config.rollout.engines * replicas) * reading.per_token
+        rate = (weights / len(workers) + cache) / seconds
+        found["perf/decode_bandwidth_share"] = rate / (config.cluster.rates.memory_gb_s * 1e9)
+    return found
+
+
+def responses(played: Sequence[Trajectory]) -> tuple[float, float]:
+    """Tokens that engines wrote, and over all of these the tokens that each attended to: those before it."""
+    written = attended = 0
+    for t in played:
+        begin = 0
+        for step in t.steps:
+            if step.kind is Kind.PROMPT:
+                begin = step.start
+            elif step.kind is Kind.RESPONSE:
+                n, before = step.end - step.start, step.start - begin
+                written += n
+                attended += n * before + n * (n - 1) // 2
+    return float(written), float(attended)

@@ -1,0 +1,67 @@
+"""FLOPs by the model's shapes, against those that torch counts while a rank computes."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from skyrl_mega.config.schema import BuildConfig
+from skyrl_mega.megatron import objectives
+from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.models.registry import architecture as blocks_of
+from skyrl_mega.models.tiny import build
+from skyrl_mega.planner.flops import BACKWARD, Load, flops
+from skyrl_mega.trainer.speed import load_of
+from tests.megatron import layouts
+from tests.support.ranks import run_ranks
+from tests.weights.grids import MODELS
+
+
+def counts(rank: int, address: str, path: Path, batch: Sequences) -> Any:
+    """Operations by operator: of log-probs, and of an optimizer step."""
+    opened = layouts.open_rank(rank, address, path, layouts.layout(1), layouts.policy_config(micro_tokens=4096))
+    _, micros = layouts.deal(batch, opened)
+    found = []
+    for compute in (lambda: opened.logprobs(micros), lambda: opened.train(micros, objectives.supervised)):
+        with FlopCounterMode(display=False) as counter:
+            compute()
+        found.append({str(op): n for op, n in counter.get_flop_counts()["Global"].items()})
+    return found
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "qwen3_moe"])
+def test_products_are_those_that_torch_counts(tmp_path: Path, architecture: str) -> None:
+    """Forward to the last operation. Going backward is two of it more, and the head's logits once again: they are
+    computed a second time to save their memory (`megatron.vocab_parallel`), which is not the model's."""
+    build(BuildConfig(architecture=architecture), tmp_path / "m", seed=1)
+    hf = json.loads((tmp_path / "m" / "config.json").read_text())
+    model = flops(blocks_of(hf).describe(hf))
+    batch = layouts.some_batch(100, longest=60)
+    weights = batch["weights"].clone()
+    weights[::3] = 0.0  # nobody asks for these
+    batch["weights"] = weights
+    [(forward, step)] = run_ranks(1, counts, tmp_path / "m", batch)
+    load = load_of(batch)
+    products = model.forward(replace(load, pairs=0.0))
+    assert forward == {"aten.mm": products}
+    assert step == {"aten.mm": BACKWARD * products + model.head * load.asked}
+    assert 0 < load.asked < load.tokens - len(batch), "first tokens are never asked for"
+
+
+def test_attention_is_every_pair_of_a_token_and_one_not_after_it() -> None:
+    hf = MODELS["qwen3"]
+    d = blocks_of(hf).describe(hf)
+    lengths = [1, 5, 12]
+    with FlopCounterMode(display=False) as counter:
+        for length in lengths:
+            q, k, v = torch.randn(3, d.heads, length, d.head_dim)
+            for i in range(length):
+                shares = torch.bmm(q[:, i : i + 1], k[:, : i + 1].transpose(1, 2)).softmax(-1)
+                torch.bmm(shares, v[:, : i + 1])
+    assert counter.get_total_flops() * d.layers == flops(d).attention * Load.of(lengths, 0).pairs

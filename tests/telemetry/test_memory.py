@@ -1,0 +1,42 @@
+"""Memory of a process, against what the test itself takes and gives back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from skyrl_mega.telemetry.memory import MemoryMeter
+
+MIB = 2**20
+TAKEN = 96 * MIB
+
+
+def take() -> None:
+    """Takes memory and gives it back."""
+    held = np.ones(TAKEN, np.uint8)
+    del held
+
+
+def test_the_most_since_the_last_reading_is_what_was_taken_in_between() -> None:
+    meter = MemoryMeter("cpu")
+    meter.read()
+    before = meter.read().peak
+    take()
+    during = meter.read().peak
+    after = meter.read().peak
+    assert during - before == pytest.approx(TAKEN, abs=4 * MIB)
+    assert after == pytest.approx(before, abs=4 * MIB), "what was given back is not in the next reading"
+
+
+def test_where_no_new_mark_may_be_begun_it_is_what_there_is_now(tmp_path: Path) -> None:
+    """In some containers; the mark would be the whole life's."""
+    (tmp_path / "self" / "clear_refs").mkdir(parents=True)  # which nobody can write to
+    (tmp_path / "self" / "status").write_text("Name:\tpython\nVmHWM:\t  900 kB\nVmRSS:\t  300 kB\nThreads:\t1\n")
+    (tmp_path / "meminfo").write_text(
+        "MemTotal:  1000 kB\nMemFree:  100 kB\nMemAvailable:  400 kB\nHugePages_Total: 0\n"
+    )
+    reading = MemoryMeter("cpu", tmp_path).read()
+    assert (reading.peak, reading.node) == (300 * 1024, 600 * 1024)
+    assert reading.device is None and reading.retries is None

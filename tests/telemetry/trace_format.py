@@ -1,0 +1,59 @@
+"""The trace event format, as Perfetto reads it."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+PHASES = {"X", "M", "s", "f", "i"}
+SLACK_US = 2.0
+"""Times have three decimals, and clocks are read one after another."""
+
+
+def tracks(file: Path) -> dict[str, list[dict[str, Any]]]:
+    """The spans of each track by its name; fails where the file is no trace."""
+    with gzip.open(file) as text:
+        trace = json.load(text)
+    events = trace["traceEvents"]
+    assert {event["ph"] for event in events} <= PHASES
+    names: dict[int, str] = {}
+    for event in events:
+        assert isinstance(event["pid"], int) and isinstance(event["tid"], int) and isinstance(event["name"], str)
+        if event["ph"] == "M" and event["name"] == "process_name":
+            assert event["pid"] not in names, "a track has two names"
+            names[event["pid"]] = event["args"]["name"]
+        if event["ph"] in "Xsfi":
+            assert isinstance(event["ts"], int | float)
+    assert len(set(names.values())) == len(names)
+    found: dict[str, list[dict[str, Any]]] = defaultdict(list)
+    for event in events:
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+            found[names[event["pid"]]].append(event)
+    return dict(found)
+
+
+def properly_nested(spans: list[dict[str, Any]]) -> bool:
+    """Whether the spans of each line lie inside one another or apart, as a line can show them."""
+    lines: dict[int, list[dict[str, Any]]] = defaultdict(list)
+    for span in spans:
+        lines[span["tid"]].append(span)
+    for line in lines.values():
+        open_until: list[float] = []
+        for span in sorted(line, key=lambda s: (s["ts"], -s["dur"])):
+            while open_until and open_until[-1] <= span["ts"] + SLACK_US:
+                open_until.pop()
+            end = span["ts"] + span["dur"]
+            if open_until and end > open_until[-1] + SLACK_US:
+                return False
+            open_until.append(end)
+    return True
+
+
+def within(spans: list[dict[str, Any]], outer: dict[str, Any], slack_us: float = SLACK_US) -> bool:
+    """Whether all of them lie inside one."""
+    end = outer["ts"] + outer["dur"]
+    return all(outer["ts"] - slack_us <= s["ts"] and s["ts"] + s["dur"] <= end + slack_us for s in spans)

@@ -1,0 +1,86 @@
+"""Who is asked what in a step, and what becomes of the answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from skyrl_mega.cluster.group import Call, Outcomes
+from skyrl_mega.telemetry.memory import Reading
+from skyrl_mega.trainer import meters
+from skyrl_mega.trainer.meters import GIB, Meters
+
+
+class Actors:
+    """Actors that answer at once, by what `answers` has for each rank; None is one that died."""
+
+    def __init__(self, name: str, answers: list[list[Any]]) -> None:
+        self.name, self.serving = name, list(range(len(answers)))
+        self.answers: list[Iterator[Any]] = [iter(of_rank) for of_rank in answers]
+        self.asked = 0
+
+    def submit_all(self, method: str) -> list[Call]:
+        return self.submit(self.serving, method)
+
+    def submit(self, ranks: list[int], method: str) -> list[Call]:
+        assert method == "measured"
+        self.asked += len(ranks)
+        return [
+            Call(f"{self.name}-{rank}", rank, method, (self.name, self.asked, next(self.answers[rank])))
+            for rank in ranks
+        ]
+
+
+@pytest.fixture(autouse=True)
+def answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answers are there."""
+
+    def settle(calls: list[Call], timeout: float, after_failure: float) -> Outcomes:
+        return Outcomes(timeout, {call: call.ref[2] for call in calls if call.ref[2] is not None}, [], [])
+
+    monkeypatch.setattr(meters, "settle", settle)
+
+
+def host(peak: float, node: float = 1.0, **cuda: int) -> Reading:
+    return Reading(int(peak * GIB), int(node * GIB), **cuda)
+
+
+def test_memory_is_the_most_of_all_ranks_by_phase() -> None:
+    policy = Actors("policy", [[host(99), host(1), host(5)], [host(99), host(2, node=7.0), host(4)]])
+    engines = Actors("engine", [[[(host(99), {})], [(host(3), {4: 2})], [(host(2.5), {9: 9})]]])
+    taken = Meters({"policy": policy}, engines)  # type: ignore[dict-item, arg-type]
+    taken.begin()  # what was before the step
+    taken.ended("generate")
+    taken.ended("train")
+    assert taken.collect() == {
+        "memory/policy_generate_gib": 2,
+        "memory/policy_train_gib": 5,
+        "memory/engine_generate_gib": 3,
+        "memory/engine_train_gib": 2.5,
+        "memory/host_gib": 7,
+    }
+    assert taken.steps == {(0, 0): {4: 2}}, "only those of the phase that generates"
+    assert policy.asked == 6 and engines.asked == 3, "one call for each actor and phase, and one before"
+    assert taken.collect() == {}, "a step's answers are its own"
+
+
+def test_rounds_of_a_phase_add_up_and_the_dead_have_no_figures() -> None:
+    engines = Actors("engine", [[[(host(1), {4: 2})], [(host(3), {4: 1, 5: 1})]], [None, None]])
+    taken = Meters({}, engines)  # type: ignore[arg-type]
+    taken.ended("generate")
+    taken.ended("generate")
+    assert taken.collect()["memory/engine_generate_gib"] == 3
+    assert taken.steps == {(0, 0): {4: 3, 5: 1}}
+
+
+def test_a_gpus_events_are_summed_over_phases() -> None:
+    cuda = dict(reserved=8 * GIB, device=20 * GIB)
+    first, second = host(5, **cuda, retries=1, allocations=10), host(6, **cuda, retries=0, allocations=4)
+    taken = Meters({"policy": Actors("policy", [[first, second]])}, Actors("engine", []))  # type: ignore[dict-item, arg-type]
+    taken.ended("logprobs")
+    taken.ended("train")
+    found = taken.collect()
+    assert (found["memory/alloc_retries"], found["memory/device_allocations"]) == (1, 14)
+    assert (found["memory/policy_reserved_gib"], found["memory/device_train_gib"]) == (8, 20)
