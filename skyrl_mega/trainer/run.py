@@ -29,6 +29,7 @@ from skyrl_mega.trainer.health.mismatch import EngineDiffers, end_if_too_far
 from skyrl_mega.trainer.health.watch import Health
 from skyrl_mega.trainer.kl_reward import KlReward
 from skyrl_mega.trainer.reference import ReferenceModel
+from skyrl_mega.trainer.residency import Residency
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.shutdown import ShutdownRequest
 from skyrl_mega.trainer.step import Step
@@ -53,6 +54,8 @@ class Run:
     evaluator: Evaluator
     stream: PromptStream
     checkpoints: Checkpoints
+    residency: Residency = field(default_factory=Residency)
+    """What of policy, critic and engines is on the devices."""
     step: int = 0
     """RL steps done."""
     first_evaluation: dict[str, float] = field(default_factory=dict)
@@ -103,7 +106,8 @@ class Run:
     def next_step(self) -> Step:
         """The step after those done."""
         self.place = self.stream.state()
-        return Step(self.step + 1, self.console, dict(self.saving), look=self.shutdown.look)
+        saved, look = dict(self.saving), self.shutdown.look
+        return Step(self.step + 1, self.console, saved, look=look, arrange=self.residency.enter)
 
     def complete(self, step: Step) -> None:
         """The step is done: its metrics are written, and what is wrong with it is said."""
@@ -169,10 +173,22 @@ class Run:
     def begin(self) -> None:
         """What happens before the first step: the evaluation that all later ones are compared with."""
         if self.step == 0 and self.config.evaluation.before:
-            step = Step(0, self.console)
+            step = Step(0, self.console, arrange=self.residency.enter)
             self.evaluate(step)
             self.trackers.log(0, step.metrics)
             self.console.step(0, step.metrics)
+
+    def bring_up_to_date(self) -> None:
+        """The engines get the weights of the steps done, apart from a step's own sync."""
+        self.residency.enter("sync")
+        self.sync.sync(self.step)
+
+    def refill(self) -> None:
+        """No engine was left within a phase, which goes on with those that have come back."""
+        phase = self.residency.phase
+        self.bring_up_to_date()
+        if phase is not None:
+            self.residency.enter(phase)
 
     def save_if_due(self) -> None:
         """Writes a checkpoint after the step's row is on disk: a kill in between repeats the step, and its row.

@@ -37,6 +37,7 @@ from skyrl_mega.telemetry.trackers.trackers import open_trackers
 from skyrl_mega.trainer.checkpoints import Checkpoints
 from skyrl_mega.trainer.evaluation import Evaluator
 from skyrl_mega.trainer.placement import reserve_run
+from skyrl_mega.trainer.residency import Residency
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.sft_warmup import encode, warm_up
@@ -89,15 +90,16 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             evaluator=Evaluator(config, evaluation, generator, console.say),
             stream=stream,
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, console.say),
+            residency=Residency.of(config, policy, critic, fleet),
         )
         if not run.restore() and config.warmup.steps:
             sft_warmup(run, chat)
         run.trackers.start(config, run.step or None)  # the evaluation before the first step is done again
         run.health.remember(read(run.trackers.path))
         with console.phase("connect weights"):
-            run.sync.sync(run.step)
+            run.bring_up_to_date()
         generator.look = run.shutdown.look
-        generator.refill = lambda: run.sync.sync(run.step)
+        generator.refill = run.refill
         yield run
 
 
@@ -129,6 +131,7 @@ def sft_warmup(run: Run, chat: Renderer) -> None:
 
     A critic without a path of its own takes the policy's weights as they are then.
     """
+    run.residency.enter("train")
     demonstrations = encode(load_demonstrations(run.config.warmup.files), chat, run.config.environment)
     with run.console.phase("supervised warm-up", total=run.config.warmup.steps) as progress:
         loss = warm_up(run.policy, demonstrations, run.config, progress.update)

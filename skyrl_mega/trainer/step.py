@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -24,17 +24,23 @@ class Step:
     """Answers that samples are compared with: in the file of trajectories, and in no figure of samples."""
     look: Callable[[], None] = lambda: None
     """Raises where the run is to end."""
+    arrange: Callable[[str], Mapping[str, float]] = lambda phase: {}
+    """Brings about what a phase needs, and measures it; sums over the step."""
     start: float = field(default_factory=time.perf_counter)
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
         """Times a phase as `time/<name>` and shows its progress; a phase that is entered again adds up."""
         self.look()
+        self._add(self.arrange(name))
         start = time.perf_counter()
         with self.console.phase(name, total) as progress:
             yield progress
-        key = f"time/{name}"
-        self.metrics[key] = self.metrics.get(key, 0.0) + time.perf_counter() - start
+        self._add({f"time/{name}": time.perf_counter() - start})
+
+    def _add(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
 
     def record(self, metrics: dict[str, float]) -> None:
         """Adds metrics under their full names."""
