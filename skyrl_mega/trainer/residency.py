@@ -1,4 +1,4 @@
-"""What of a run is in the memory of its devices: one ledger, which moves parts as phases begin (`config/residency.py`)."""
+"""What of a run is on its devices: one ledger, which moves parts as phases begin (`config/residency.py`)."""
 
 from __future__ import annotations
 

@@ -18,6 +18,7 @@ from skyrl_mega.megatron import moments, objectives
 from skyrl_mega.megatron.residency import Parked, Part, Resident, gradients
 from skyrl_mega.megatron.worker import ModelWorker
 from skyrl_mega.models.tiny import build
+from skyrl_mega.parallel.dims import ParallelDims
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 
