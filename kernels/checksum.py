@@ -29,7 +29,8 @@ def checksum(box: Tensor) -> int:
     """Of a box of any dtype, shape and strides; 0 … 2⁶⁴ - 1. Computed on the CPU, wherever the box lies."""
     total, first = 0, 0
     for strip in _strips(box):
-        words = strip.cpu().numpy().view(np.uint64)  # torch multiplies 64-bit integers twenty times slower
+        # A copy, as torch resizes no storage that numpy has seen; and torch multiplies 64-bit integers 20 times slower.
+        words = strip.to("cpu", copy=True).numpy().view(np.uint64)
         whole = len(words) // COLUMNS * COLUMNS
         for block in (words[:whole].reshape(-1, COLUMNS), words[whole:].reshape(1, -1)):
             if block.size:

@@ -35,7 +35,8 @@ def compare(file: str, overrides: Sequence[str], *, as_json: bool = False) -> li
     """
     with opened(file, overrides, as_json=as_json) as run:
         with run.console.phase("second sync"):
-            run.sync.sync(run.step)
+            run.bring_up_to_date()
+        run.residency.enter("sync")
         with run.console.phase("compare"):
             return run.sync.check()
 

@@ -95,7 +95,7 @@ def compare(
         run.policy.hold([batch])
         found = {ENGINE: batch["rollout_logprobs"].double(), POLICY: _policy(run)}
         with run.console.phase("second sync"):
-            run.sync.sync(run.step)
+            run.bring_up_to_date()
         found[AGAIN] = aligned(batch, _played(run, prompts, samples))
         if transformers:
             with run.console.phase("transformers"):
@@ -191,6 +191,7 @@ def table(comparison: Comparison) -> str:
 def _played(run: Run, prompts: int, samples: int) -> Batch:
     config = run.config
     chosen = run.rollouts.prompts[:prompts]
+    run.residency.enter("generate")
     with run.console.phase("generate"):
         seed = f"{config.run.seed}/logprobs"
         groups = run.rollouts.generator.generate(chosen, samples, config.rollout.sampling, seed=seed)
@@ -200,6 +201,7 @@ def _played(run: Run, prompts: int, samples: int) -> Batch:
 
 
 def _policy(run: Run) -> torch.Tensor:
+    run.residency.enter("logprobs")
     with run.console.phase("policy"):
         return run.policy.logprobs(temperature=run.temperature)[0].double()
 

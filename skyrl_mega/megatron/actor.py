@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 from itertools import chain
 from pathlib import Path
@@ -174,6 +175,14 @@ class MegatronActor:
         if loss == objectives.VALUE:
             return objectives.value_objective(self.value_clip)
         return objectives.objective(loss, self.algorithm, figures)
+
+    def offload(self, parts: Sequence[str]) -> int:
+        """Takes parts off the device; see `ModelWorker.offload`."""
+        return self.rank.offload(parts)
+
+    def onload(self, parts: Sequence[str]) -> int:
+        """Brings parts back; see `ModelWorker.onload`."""
+        return self.rank.onload(parts)
 
     def empty_cache(self) -> None:
         """Gives memory of its GPU back that torch keeps for later."""

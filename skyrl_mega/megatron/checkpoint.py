@@ -57,6 +57,8 @@ class Trained:
     """Megatron's data-parallel model chunks, which the parameters are of."""
     optimizer: MegatronOptimizer
     schedule: OptimizerParamScheduler
+    held: Callable[[Tensor], Tensor] = lambda tensor: tensor
+    """Where a tensor's values lie, for reading: on the device, or in host memory (`megatron.residency`)."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -158,7 +160,8 @@ def _owned(trained: Trained) -> dict[str, _Owned]:
         for p, master in masters(part):
             run, adam = part._get_model_param_range_map(p)["param"], part.optimizer.state[master]
             state = {MASTER: master, EXP_AVG: adam["exp_avg"], EXP_AVG_SQ: adam["exp_avg_sq"]}
-            found[names[id(p)]] = _Owned((run.start, run.end), {kind: t.detach() for kind, t in state.items()})
+            values = {kind: trained.held(t.detach()) for kind, t in state.items()}
+            found[names[id(p)]] = _Owned((run.start, run.end), values)
     return found
 
 
@@ -174,7 +177,7 @@ def _parts(trained: Trained, pieces: Sequence[FlatPiece], owned: Mapping[str, _O
         if held := owned.get(piece.param):
             state, first = held.state, held.run[0]
         else:
-            state, first = {WEIGHT: trained.params[piece.param].detach().view(-1)}, 0
+            state, first = {WEIGHT: trained.held(trained.params[piece.param].detach()).view(-1)}, 0
         steps = strides(trained.shard.params[piece.param])[-len(piece.box.shape) :]
         for kind, flat in state.items():
             values = flat.as_strided(piece.box.shape, steps, flat.storage_offset() + piece.at - first)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.algorithms.losses import Figures
-from skyrl_mega.cluster.group import ActorGroup
+from skyrl_mega.cluster.group import ActorGroup, Call
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.parallel.balance import balance
@@ -135,6 +135,14 @@ class TrainGroup:
     ) -> dict[str, float]:
         """The metrics of `train` that need no optimizer step, on a mini-batch that teaches nothing."""
         return max(self._call("measure", mini, temperature, loss, figures), key=len)
+
+    def offload(self, parts: Sequence[str]) -> list[Call]:
+        """Begins to take parts of `config.residency` off all ranks' devices; each answers with the bytes copied."""
+        return self.group.submit_all("offload", list(parts))
+
+    def onload(self, parts: Sequence[str]) -> list[Call]:
+        """Begins to bring them back, likewise."""
+        return self.group.submit_all("onload", list(parts))
 
     def save(self, folder: Path) -> None:
         """Writes a checkpoint into an empty folder, each rank its own part."""

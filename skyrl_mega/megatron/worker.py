@@ -22,6 +22,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from skyrl_mega.config.derived import logit_chunk, overlaps
+from skyrl_mega.config.residency import POLICY
 from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
 from skyrl_mega.hf_checkpoint import load as files
 from skyrl_mega.megatron import checkpoint
@@ -34,6 +35,7 @@ from skyrl_mega.megatron.optimizer import NoGradient, NotFinite, build_optimizer
 from skyrl_mega.megatron.packing import MicroBatch, pack
 from skyrl_mega.megatron.precision import row_multiple
 from skyrl_mega.megatron.reference import Reference
+from skyrl_mega.megatron.residency import Resident, expanded, gradients, optimizer_state
 from skyrl_mega.megatron.router_replay import RouterReplay
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.blocks.value_head import VALUE
@@ -81,6 +83,15 @@ class ModelWorker:
         if self.spec == "local" and policy.precision.recipe != "model":
             layout = self.architecture.megatron_layout(hf, parallel, self.spec)
             self.fp8 = EmulatedFp8(chunks, policy.precision, self.params, layout, dist.get_rank())
+        self.resident = Resident(
+            self.name,
+            device,
+            {
+                "parameters": lambda: self.params.values(),
+                "gradients": lambda: gradients(self.chunks if trainable else ()),
+                "optimizer": lambda: optimizer_state(self.optimizer) if trainable else (),
+            },
+        )
         self.balance: ExpertBalance | None = None
         self.replay: RouterReplay | None = None
         if not trainable:
@@ -105,26 +116,31 @@ class ModelWorker:
 
     def reset_optimizer(self, config: OptimizerConfig) -> None:
         """A new optimizer and schedule; moments start at zero and master weights are taken from the model."""
+        away = self.resident.away & {"optimizer"}
+        self.resident.forget("optimizer")
         if hasattr(self, "optimizer"):
             del self.optimizer, self.schedule  # there is no room for two
-        self.optimizer = build_optimizer(config, self.chunks, self.dtype, f"{self.name}.optimizer")
+        with self.resident.brought("parameters"):
+            self.optimizer = build_optimizer(config, self.chunks, self.dtype, f"{self.name}.optimizer")
         self.schedule = build_schedule(config, self.optimizer)
         self.from_zero = config.warmup_from_zero
+        if away:
+            self.resident.offload(away)
 
     def load(self, path: Path) -> None:
         """Reads this rank's boxes from a Hugging Face directory. Raises UserError for missing or misshapen tensors.
 
         A value head stays as it is where the directory has none, as a policy's; a reward model's has one.
         """
-        with torch.no_grad():
+        with torch.no_grad(), self.resident.brought("parameters", "optimizer"):
             files.load(
                 path,
                 self.shard,
                 self.weights(),
                 {VALUE: self.architecture.tensors(self.hf)[VALUE]} if self.head == "value" else None,
             )
-        if hasattr(self, "optimizer"):
-            self.optimizer.reload_model_params()
+            if hasattr(self, "optimizer"):
+                self.optimizer.reload_model_params()
 
     def weights(self) -> dict[str, Tensor]:
         """This rank's parameters by local name, without gradients. A collective after an optimizer step."""
@@ -134,19 +150,42 @@ class ModelWorker:
 
     def keep_reference(self, path: Path) -> None:
         """Keeps other weights in host memory, for `logprobs(reference=True)`."""
-        self._own()
-        gathered(self.chunks)
-        reference = Reference(self.params.values())
-        with torch.no_grad(), reference.swapped():
-            files.load(path, self.shard, self._parameters())
-        self._reference = reference
+        with self.resident.brought("parameters"):
+            self._own()
+            gathered(self.chunks)
+            reference = Reference(self.params.values())
+            with torch.no_grad(), reference.swapped():
+                files.load(path, self.shard, self._parameters())
+            self._reference = reference
+
+    def offload(self, parts: Sequence[str]) -> int:
+        """Takes parts of `config.residency` off the device, and gives it back what torch keeps for later.
+
+        A collective where parameters leave. Returns the bytes copied to host memory.
+        """
+        parts = [part for part in expanded(parts) if part not in self.resident.away]
+        if "parameters" in parts:
+            self._own()
+            gathered(self.chunks)
+        if "gradients" in parts:
+            self.optimizer.zero_grad()  # the optimizer's shards look at them, or hold copies
+        return self.resident.offload(parts)
+
+    def onload(self, parts: Sequence[str]) -> int:
+        """Brings parts back: gradients as zeros, all others bit by bit. Returns the bytes copied."""
+        return self.resident.onload(expanded(parts))
 
     def _parameters(self) -> dict[str, Tensor]:
         return {name: p.data for name, p in self.params.items()}
 
     def _own(self) -> None:
         """Whatever reads or changes the policy's weights begins with this: an exchange with the reference that was
-        broken off, and could not be undone then, is undone now."""
+        broken off, and could not be undone then, is undone now.
+
+        Raises:
+            Parked: They are not on the device.
+        """
+        self.resident.need("parameters")
         if self._reference is not None:
             self._reference.put_back()
 
@@ -188,6 +227,7 @@ class ModelWorker:
 
         0 where `logprobs` has 0. One tensor per micro-batch on the last pipeline stage; None on the others.
         """
+        self._own()
         for chunk in self.chunks:
             chunk.eval()
         found = self._per_token(micros, lambda *of: (values_of(*of),))
@@ -223,6 +263,7 @@ class ModelWorker:
         here and the result does not depend on how the mini-batch was cut. With a gradient of 0 no weight moves. Returns
         the metrics summed over all ranks, `grad_norm` before clipping, and `lr`.
         """
+        self.resident.need(*POLICY)
         self._own()
         for chunk in self.chunks:
             chunk.train()
@@ -366,16 +407,22 @@ class ModelWorker:
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Writes this rank's part of weights, optimizer and schedule; all ranks together write a checkpoint."""
-        self._own()
-        gathered(self.chunks)
+        """Writes this rank's part of weights, optimizer and schedule; all ranks together write a checkpoint.
+
+        What is not on the device is read where it is.
+        """
+        if "parameters" not in self.resident.away:
+            self._own()
+            gathered(self.chunks)
         checkpoint.save(folder, self._trained())
+        self.resident.rest()
 
     def restore(self, folder: Path) -> None:
         """Reads this rank's part of a checkpoint, saved in this layout or another."""
-        self._own()
-        gathered(self.chunks)
-        checkpoint.load(folder, self._trained())
+        with self.resident.brought("parameters", "optimizer"):
+            self._own()
+            gathered(self.chunks)
+            checkpoint.load(folder, self._trained())
 
     def _trained(self) -> checkpoint.Trained:
         decoder = self.architecture.describe(self.hf)
@@ -389,12 +436,14 @@ class ModelWorker:
             chunks=self.chunks,
             optimizer=optimizer,
             schedule=self.schedule,
+            held=self.resident.held,
         )
 
     def export(self, path: Path, source: Path) -> None:
         """Writes the weights as a Hugging Face directory, with configuration and tokenizer from `source`."""
         layout = self.architecture.megatron_layout(self.hf, self.parallel, self.spec)
-        files.save(path, source, layout, self.weights())
+        with self.resident.brought("parameters"):
+            files.save(path, source, layout, self.weights())
 
 
 def _scalars(metrics: dict[str, float]) -> dict[str, float]:

@@ -30,6 +30,7 @@ from skyrl_mega.trainer.health.watch import Health
 from skyrl_mega.trainer.kl_reward import KlReward
 from skyrl_mega.trainer.measurements import Measurements
 from skyrl_mega.trainer.reference import ReferenceModel
+from skyrl_mega.trainer.residency import Residency
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.shutdown import ShutdownRequest
 from skyrl_mega.trainer.step import Step
@@ -56,6 +57,8 @@ class Run:
     checkpoints: Checkpoints
     measurements: Measurements
     """Memory, speed and traces of its steps."""
+    residency: Residency = field(default_factory=Residency)
+    """What of policy, critic and engines is on the devices."""
     step: int = 0
     """RL steps done."""
     first_evaluation: dict[str, float] = field(default_factory=dict)
@@ -107,8 +110,8 @@ class Run:
         """The step after those done."""
         self.place = self.stream.state()
         self.measurements.begin(self.step + 1)
-        saving, look, ended = dict(self.saving), self.shutdown.look, self.measurements.ended
-        return Step(self.step + 1, self.console, saving, look=look, ended=ended)
+        look, arrange, ended = self.shutdown.look, self.residency.enter, self.measurements.ended
+        return Step(self.step + 1, self.console, dict(self.saving), look=look, arrange=arrange, ended=ended)
 
     def complete(self, step: Step) -> None:
         """The step is done: its metrics are written, and what is wrong with it is said."""
@@ -176,10 +179,22 @@ class Run:
     def begin(self) -> None:
         """What happens before the first step: the evaluation that all later ones are compared with."""
         if self.step == 0 and self.config.evaluation.before:
-            step = Step(0, self.console)
+            step = Step(0, self.console, arrange=self.residency.enter)
             self.evaluate(step)
             self.trackers.log(0, step.metrics)
             self.console.step(0, step.metrics)
+
+    def bring_up_to_date(self) -> None:
+        """The engines get the weights of the steps done, apart from a step's own sync."""
+        self.residency.enter("sync")
+        self.sync.sync(self.step)
+
+    def refill(self) -> None:
+        """No engine was left within a phase, which goes on with those that have come back."""
+        phase = self.residency.phase
+        self.bring_up_to_date()
+        if phase is not None:
+            self.residency.enter(phase)
 
     def save_if_due(self) -> None:
         """Writes a checkpoint after the step's row is on disk: a kill in between repeats the step, and its row.

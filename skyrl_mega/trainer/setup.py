@@ -40,6 +40,7 @@ from skyrl_mega.trainer.measurements import Measurements
 from skyrl_mega.trainer.meters import Meters
 from skyrl_mega.trainer.placement import reserve_run
 from skyrl_mega.trainer.profile import Profiler
+from skyrl_mega.trainer.residency import Residency
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.sft_warmup import encode, warm_up
@@ -94,15 +95,16 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             stream=stream,
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, console.say),
             measurements=measurements_of(setup, actors, generator),
+            residency=Residency.of(config, policy, critic, fleet),
         )
         if not run.restore() and config.warmup.steps:
             sft_warmup(run, chat)
         run.trackers.start(config, run.step or None)  # the evaluation before the first step is done again
         run.health.remember(read(run.trackers.path))
         with console.phase("connect weights"):
-            run.sync.sync(run.step)
+            run.bring_up_to_date()
         generator.look = run.shutdown.look
-        generator.refill = lambda: run.sync.sync(run.step)
+        generator.refill = run.refill
         yield run
 
 
@@ -143,6 +145,7 @@ def sft_warmup(run: Run, chat: Renderer) -> None:
 
     A critic without a path of its own takes the policy's weights as they are then.
     """
+    run.residency.enter("train")
     demonstrations = encode(load_demonstrations(run.config.warmup.files), chat, run.config.environment)
     with run.console.phase("supervised warm-up", total=run.config.warmup.steps) as progress:
         loss = warm_up(run.policy, demonstrations, run.config, progress.update)

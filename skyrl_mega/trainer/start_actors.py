@@ -24,6 +24,7 @@ from skyrl_mega.config.derived import (
 )
 from skyrl_mega.config.deterministic import POLICY_ENVIRONMENT, policy_of
 from skyrl_mega.config.precision import environment as precision_environment
+from skyrl_mega.config.residency import ENGINE, kept
 from skyrl_mega.config.schema import Config, LayoutConfig, PolicyConfig
 from skyrl_mega.engines.vllm.actor import VllmEngine
 from skyrl_mega.engines.vllm.spec import EngineSpec, environment
@@ -88,7 +89,9 @@ def start_actors(setup: Setup, placement: Reservations) -> Actors:
         if shared:
             group = spawn()
             booting = background.submit(boot, beside(group.where, rollout.engines, gpus=rollout.tensor))
-            booting.result()
+            engines = booting.result()
+            if asleep := [part for part in ENGINE if part not in kept(config.residency.keep)]:
+                engines.sleep(asleep)  # what the models are built with takes their place
         else:
             booting = background.submit(boot, placement.engines)
             group = spawn()

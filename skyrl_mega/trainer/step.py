@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -28,6 +28,8 @@ class Step:
     """Raises where the run is to end."""
     ended: Callable[[str], None] = lambda phase: None
     """Told of every phase that has ended."""
+    arrange: Callable[[str], Mapping[str, float]] = lambda phase: {}
+    """Brings about what a phase needs, and measures it; sums over the step."""
     start: float = field(default_factory=time.perf_counter)
     spans: list[Span] = field(default_factory=list)
     """Its phases."""
@@ -38,18 +40,22 @@ class Step:
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
         """Times a phase as `time/<name>` and shows its progress; a phase that is entered again adds up."""
         self.look()
+        self._add(self.arrange(name))
         start = time.perf_counter()
         with self.console.phase(name, total) as progress:
             yield progress
-        key = f"time/{name}"
         end = time.perf_counter()
-        self.metrics[key] = self.metrics.get(key, 0.0) + end - start
+        self._add({f"time/{name}": end - start})
         self.spans.append(Span(name, day(start), day(end)))
         self.ended(name)
 
     def computed(self, phase: str, load: Load, passes: float = 1.0) -> None:
         """The policy's ranks have computed so many forward passes on this in a phase."""
         self.loads[phase] = self.loads.get(phase, Load()) + load * passes
+
+    def _add(self, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
 
     def record(self, metrics: dict[str, float]) -> None:
         """Adds metrics under their full names."""

@@ -57,6 +57,7 @@ def finish(run: Run) -> None:
 
     loop.train(run)
     if run.config.checkpoint.export:
+        run.residency.enter("logprobs")
         with run.console.phase("export"):
             run.policy.export(run.folder / "model", Path(run.config.model.path).absolute())
     at_the_end(run.folder, run.console.say)
