@@ -65,10 +65,10 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         config = replace(config, environment=stack.enter_context(service_of(config.environment, logs, console.say)))
         with console.phase("start ray"):
             trained = policy_ranks(config) + reference_ranks(config) + critic_ranks(config)
-            actors = trained + config.rollout.engines * config.rollout.tensor
+            processes = trained + config.rollout.engines * config.rollout.tensor
             gpus = gpus_needed(config) if device == "cuda" else 0
             nodes, limit = config.cluster.nodes, config.cluster.start_timeout_s
-            stack.enter_context(session(actors=actors, gpus=gpus, nodes=nodes, timeout_s=limit, say=console.say))
+            stack.enter_context(session(actors=processes, gpus=gpus, nodes=nodes, timeout_s=limit, say=console.say))
         preflight.before_run(config, model, folder, console)
         with console.phase("start engines and policy"):
             placement = reserve_run(config, device)
