@@ -1,8 +1,8 @@
 """The Triton kernels of `linear_logprobs`: tiles of logits that are summed up, or become their gradient, in registers.
 
-`_sums` has a program for every tile of tokens and split of the vocabulary: it walks over the split's tiles and keeps the
-sums of an online soft-max. `_gradient` has one for every tile of a chunk. Programs that run at once share tiles of the
-weight (tokens count fastest), which are read from memory once and from L2 by all.
+`_sums` has a program for every tile of tokens and split of the vocabulary: it walks over the split's tiles and keeps
+the sums of an online soft-max. `_gradient` has one for every tile of a chunk. Programs that run at once share tiles of
+the weight (tokens count fastest), which are read from memory once and from L2 by all.
 """
 
 from __future__ import annotations

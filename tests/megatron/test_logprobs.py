@@ -31,7 +31,9 @@ def learned(logp: torch.Tensor, entropy: torch.Tensor, of: str) -> torch.Tensor:
     return sum((parts[name] for name in of.split(" and ")), torch.zeros((), dtype=logp.dtype))
 
 
-def one_rank(rank: int, address: str, ranks: int, temperature: float, chunk: int | None, of: str, dtype: torch.dtype) -> Any:
+def one_rank(
+    rank: int, address: str, ranks: int, temperature: float, chunk: int | None, of: str, dtype: torch.dtype
+) -> Any:
     from skyrl_mega.megatron.vocab_parallel import vocab_parallel_logprobs
 
     dist.init_process_group("gloo", init_method=f"tcp://{address}", rank=rank, world_size=ranks)
@@ -91,7 +93,9 @@ EXACT, ROUNDED = 1e-9, 1e-5
         (4, 1.3, None, "logprobs and entropy", torch.float64),
     ],
 )
-def test_head_equals_log_softmax(ranks: int, temperature: float, chunk: int | None, of: str, dtype: torch.dtype) -> None:
+def test_head_equals_log_softmax(
+    ranks: int, temperature: float, chunk: int | None, of: str, dtype: torch.dtype
+) -> None:
     hidden, weight, targets, _, _ = tensors()
     hidden.requires_grad_()
     weight.requires_grad_()
