@@ -127,6 +127,7 @@ RAGGED = [
     Case(tokens=1, width=1, vocab=1),
     Case(tokens=6, width=20, vocab=600, ranks=2, scale=1e4),
     Case(tokens=0, width=8, vocab=20, ranks=2),
+    Case(tokens=30, width=8, vocab=1400, padding=3),  # two chunks of the backward pass
 ]
 
 
