@@ -1,17 +1,19 @@
 """Log-prob, entropy and squared probabilities of hidden states under an output head, without the logits in memory.
 
-`partial_sums` goes forward and `gradients` backward over one tensor rank's columns of the vocabulary. Between them stands
+`partial_sums` goes forward and `gradients` backward over one tensor rank's columns of the vocabulary. Between them is
 what ranks tell each other: sums that `merge` adds up, of splits of the vocabulary as of ranks.
 
-Forward, every tile of logits x is summed up where it was computed: the largest, Σ e^(x - peak), Σ (x - peak) e^(x - peak),
-the target's, Σ e^2(x - peak). The moment is taken from the peak, so logits of ±10⁴ lose nothing. Backward, the gradient
-of the logits is computed once more for a chunk of the vocabulary, [T, columns] in the model's type, and two matrix
-products take it: the weight's gradient of that chunk is whole at once, because the chunk has all tokens; the hidden
-states' is added up in float32. (A kernel that kept a token tile's dHidden would need 4·128·H bytes, 1 MiB at H 2,048,
-of an SM's 228 KiB; added up in L2 tile by tile it is 2 MiB of traffic for 0.13 GFLOP, ten times what L2 gives.)
+Forward, every tile of logits x is summed up where it was computed: the largest, Σ e^(x - peak), Σ (x - peak) ·
+e^(x - peak), the target's, Σ e^2(x - peak). The moment is taken from the peak, so logits of ±10⁴ lose nothing.
 
-The limit is the matrix product: 2·T·H·V FLOPs forward and 6·T·H·V backward, 2 of these for the logits again. Bytes are far
-from theirs: with as many columns in a chunk as the hidden states are wide, a chunk is 6·T·H² FLOPs and 14·T·H bytes
+Backward, the gradient of the logits is computed once more for a chunk of the vocabulary, [T, columns] in the model's
+type, and two matrix products take it: the weight's gradient of that chunk is whole at once, because the chunk has all
+tokens; the hidden states' is added up in float32. (A kernel that kept a token tile's dHidden would need 4·128·H bytes,
+1 MiB at H 2,048, of an SM's 228 KiB; added up in L2, tile by tile, it is 2 MiB of traffic for 0.13 GFLOP: at 5.5 TB/s
+a third of the peak.)
+
+The limit is the matrix product: 2·T·H·V FLOPs forward, 6·T·H·V backward, 2 of these for the logits again. Bytes are
+far from theirs: with as many columns in a chunk as the hidden states are wide, a chunk is 6·T·H² FLOPs and 14·T·H bytes
 in bfloat16 (the gradient written and read twice, dHidden read and written): 878 FLOPs a byte at H 2,048, where an H100
 balances at 295. The soft-max of a tile costs one exponential an element, 7 % of the tile's product at H 2,048.
 
@@ -204,8 +206,8 @@ def _add_product(to: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 def forward_bytes(tokens: int, columns: int, *, squares: bool = False) -> int:
-    """Bytes of the partial sums, of a model in float32 or half of it: what the forward pass takes, but for a few numbers
-    a token."""
+    """Bytes of the partial sums, of a model in half precision or float32: all that the forward pass takes, but for a
+    few numbers a token."""
     return 4 * (5 if squares else 4) * splits(columns) * tokens
 
 
@@ -279,7 +281,8 @@ def logit_gradients_reference(
 def _logits(inputs: Inputs) -> tuple[Tensor, Tensor, Tensor | float]:
     """Logits, -∞ outside of the support; which is the target's; what one more in a product adds to the logit."""
     dtype, head = precise(inputs.hidden_TH.dtype), inputs.head
-    logits, slope = inputs.hidden_TH.to(dtype) @ inputs.weight_vH.to(dtype).T, 1 / head.temperature
+    logits = inputs.hidden_TH.to(dtype) @ inputs.weight_vH.to(dtype).T
+    slope: Tensor | float = 1 / head.temperature
     if head.soft_cap is not None:
         tanh = torch.tanh(logits / head.soft_cap)
         logits, slope = tanh * head.soft_cap, (1 - tanh.square()) / head.temperature

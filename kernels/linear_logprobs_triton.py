@@ -1,8 +1,8 @@
 """The Triton kernels of `linear_logprobs`: tiles of logits that are summed up, or become their gradient, in registers.
 
-`_sums` has a program for every tile of tokens and split of the vocabulary: it walks over the split's tiles and keeps the
-sums of an online soft-max. `_gradient` has one for every tile of a chunk. Programs that run at once share tiles of the
-weight (tokens count fastest), which are read from memory once and from L2 by all.
+`_sums` has a program for every tile of tokens and split of the vocabulary: it walks over the split's tiles and keeps
+the sums of an online soft-max. `_gradient` has one for every tile of a chunk. Programs that run at once share tiles of
+the weight (tokens count fastest), which are read from memory once and from L2 by all.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ def logit_gradients(
 
 def _arguments(inputs: Inputs) -> tuple[Tile, dict[str, Any]]:
     """The tile, and what both kernels take first, in their order."""
-    hidden, weight = inputs.hidden_TH.contiguous(), inputs.weight_vH.contiguous()
+    hidden, weight, targets = (t.contiguous() for t in (inputs.hidden_TH, inputs.weight_vH, inputs.targets_T))
     return tile(hidden.dtype), {
         "hidden": hidden,
         "weight": weight,
-        "targets": inputs.targets_T,
-        "floor": inputs.targets_T if inputs.floor_T is None else inputs.floor_T,
+        "targets": targets,
+        "floor": targets if inputs.floor_T is None else inputs.floor_T.contiguous(),
         "tokens": len(hidden),
         "columns": len(weight),
         "width": hidden.shape[1],

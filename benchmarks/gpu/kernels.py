@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.gpu import parts
+from benchmarks.gpu import limits, parts
 from benchmarks.gpu.proof import Bench
 from benchmarks.gpu.runner import ROOT, there
+from skyrl_mega.kernels.boxes import Boxes, regions
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.exchange.exchange import Exchange
@@ -33,6 +34,7 @@ WIRES = {
 
 def prove(bench: Bench) -> None:
     _kernels(bench)
+    _checksums(bench)
     hf = parts.worker_of_30b(tiny_size=True) | {"num_experts": 100, "hidden_size": 320, "moe_intermediate_size": 64}
     cpu = torch.device("cpu")
     for name in WIRES:
@@ -56,7 +58,7 @@ def _kernels(bench: Bench) -> None:
         return
     if bench.tiny:
         os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is defined
-    from tests.kernels import cases
+    from tests.kernels import cases, head_cases
 
     device = bench.device.type
     cases.fp8_every_byte(device)
@@ -69,7 +71,25 @@ def _kernels(bench: Bench) -> None:
             for rows, columns, row0, col0 in (*cases.SHARDS, (768, 2048, 0, 0), (1536, 5000, 77, 300)):
                 weight = cases.hard(rows, columns, dtype=dtype, device=device)
                 cases.fp8_like_the_reference(weight, row0, col0, dtype)
+        head_cases.on_a_gpu()
     bench.holds("the kernels give their references' bits", True)
+
+
+def _checksums(bench: Bench) -> None:
+    """A bucket of rows of 192 bytes, as TP8 cuts experts, in one launch that reads every byte once."""
+    count, rows = (455, 768) if bench.cuda else (4, 16)
+    base = torch.randint(0, 2**15, (count, rows, 192), dtype=torch.int16, device=bench.device)
+    views = [matrix[:, 96:] for matrix in base]
+    made = Boxes(regions(views, range(0, count * views[0].nbytes, views[0].nbytes)), base.device)
+    rate = made.nbytes / bench.seconds(lambda: made.checksums(views)) / 1e9
+    copied = 2 * limits.copy_gb_s(bench)
+    bench.figure(
+        f"checksums of a bucket of {made.nbytes >> 20} MiB",
+        rate,
+        "GB/s",
+        limit=copied,
+        limit_of="bytes read and written by a copy",
+    )
 
 
 def _moved(hf: dict[str, Any], how: str, device: torch.device) -> tuple[dict[str, Tensor], int]:

@@ -9,6 +9,7 @@ import torch
 
 from benchmarks.gpu import limits, parts
 from benchmarks.gpu.proof import Bench
+from skyrl_mega.config.derived import logit_chunk
 from skyrl_mega.planner.activations import Row, activations
 from skyrl_mega.planner.buffers import held
 from skyrl_mega.planner.flops import flops
@@ -49,7 +50,8 @@ def prove(bench: Bench) -> None:
         bench.figure(f"{name}", found / GIB, "GiB", limit=said / GIB, limit_of="sizing, counted")
         bench.holds(f"{name} are what sizing counts", found == said, f"{found} bytes, not {said}")
 
-    estimate = activations(d, parallel, 0, Row(tokens, 1), 2, recompute="full", logit_chunk=CHUNK)
+    chunk = logit_chunk(rank.policy, bench.device.type)
+    estimate = activations(d, parallel, 0, Row(tokens, 1), 2, recompute="full", logit_chunk=chunk)
     if bench.cuda:
         inference = bench.peak(lambda: rank.logprobs([batch]))
         torch.cuda.reset_peak_memory_stats()

@@ -1,7 +1,7 @@
 """The output head without logits in memory (`kernels/linear_logprobs.py`) under vocabulary parallelism.
 
 Each tensor rank sums up its own columns. Two all-reduces make one distribution of them: of a token's largest logit, and
-of the four sums, or five, that follow from it. The host waits for neither. Backward needs no messages of its own.
+of the three sums, or four, that follow from it. The host waits for neither. Backward needs no messages of its own.
 
 Legend: as in `vocab_parallel`.
 """

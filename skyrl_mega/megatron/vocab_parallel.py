@@ -1,10 +1,11 @@
 """Log-probs, entropy and squared probabilities from hidden states under vocabulary parallelism, without full logits and
 without gathering the vocabulary.
 
-Two ways. On CUDA the logits are summed up where they are computed (`fused_head.py`). This file has the other, for which
-torch is enough: the head is applied to a chunk of tokens at a time. Each tensor rank holds V/tp columns; the soft-max needs three
-all-reduces of one number per token (maximum, sum of exponentials, and the target's logit with the entropy's moment).
-The backward pass computes the chunk's logits again, so the memory is `chunk · V/tp` instead of `T · V/tp`.
+Two ways. In the fused head (`fused_head.py`) logits are summed up where they are computed. This file has the other, for
+which torch is enough: the head is applied to a chunk of tokens at a time. Each tensor rank holds V/tp columns; the
+soft-max needs three all-reduces of one number per token (maximum, sum of exponentials, and the target's logit with the
+entropy's moment). The backward pass computes the chunk's logits again, so the memory is `chunk · V/tp` instead of
+`T · V/tp`.
 
 Legend: T tokens, H hidden width, V padded vocabulary, v = V / tp columns of this rank.
 """

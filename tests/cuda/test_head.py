@@ -1,4 +1,4 @@
-"""The fused head where its tensors are on CUDA: which kernels are launched with what, and what torch does beside them."""
+"""The fused head where its tensors are on CUDA: what is launched with what, and what torch does beside it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from tests.cuda.fake_cuda import CUDA, fake_cuda
 
 pytest.importorskip("triton", reason="Triton is not installed: the kernels cannot be imported")
 
-from skyrl_mega.kernels import linear_logprobs, linear_logprobs_triton  # noqa: E402
-from skyrl_mega.kernels.linear_logprobs import Head, Inputs  # noqa: E402
+from skyrl_mega.kernels import linear_logprobs, linear_logprobs_triton
+from skyrl_mega.kernels.linear_logprobs import Head, Inputs
 
 TOKENS, WIDTH, COLUMNS = 300, 128, 2500
 """Three chunks, the last of them narrower."""

@@ -26,7 +26,7 @@ from tests.support.ranks import run_ranks
 
 pytest.importorskip("triton", reason="Triton is not installed: the head's kernels cannot be imported")
 
-from skyrl_mega.kernels import linear_logprobs_triton  # noqa: E402
+from skyrl_mega.kernels import linear_logprobs_triton
 
 MOE = BuildConfig(layers=2)
 DENSE = BuildConfig(architecture="qwen2", head_dim=16, layers=2, tied=True)

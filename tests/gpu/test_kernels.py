@@ -1,4 +1,4 @@
-"""The Triton kernels on a GPU, bit for bit like the torch references on it and on the CPU."""
+"""The Triton kernels on a GPU: bit for bit like the torch references on it and on the CPU; the head like autograd."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ pytestmark = [
 pytest.importorskip("triton")
 
 from skyrl_mega.kernels import block_fp8, boxes  # noqa: E402
-from tests.kernels import cases  # noqa: E402
+from tests.kernels import cases, head_cases  # noqa: E402
 
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 QWEN3_30B_EXPERT = (768, 2048)
@@ -74,3 +74,7 @@ def test_one_table_for_tensors_that_move() -> None:
 
 def test_checksums() -> None:
     cases.checksums_like_the_reference("cuda")
+
+
+def test_the_fused_head() -> None:
+    head_cases.on_a_gpu()

@@ -127,6 +127,7 @@ RAGGED = [
     Case(tokens=1, width=1, vocab=1),
     Case(tokens=6, width=20, vocab=600, ranks=2, scale=1e4),
     Case(tokens=0, width=8, vocab=20, ranks=2),
+    Case(tokens=30, width=8, vocab=1400, padding=3),  # two chunks of the backward pass
 ]
 
 
@@ -153,3 +154,15 @@ def extremes_are_exact(device: str, dtype: torch.dtype, *, by_kernel: bool) -> N
     # Tokens 0, 2 and 3 push a third each from all three columns, and two of them pull at their targets.
     pull = grad_weight[[3, 270, 519], 0].cpu().float()
     torch.testing.assert_close(pull, torch.tensor([0.0, -1.0, 0.0]), atol=1e-5, rtol=0)
+
+
+LARGE = Case(tokens=300, width=2048, vocab=20_001, ranks=2, temperature=0.7, soft_cap=30.0, padding=9, floor=True)
+
+
+def on_a_gpu() -> None:
+    """All of it in the types that a GPU computes with, by its kernels."""
+    for dtype, near in ((torch.float32, 1e-4), (torch.float16, 5e-3), (torch.bfloat16, 3e-2)):
+        for case in (*RAGGED, LARGE):
+            if case.scale < 1e4:  # whose rounded gradients are another's
+                like_autograd(case, dtype, "cuda", by_kernel=True, near=near)
+    extremes_are_exact("cuda", torch.float32, by_kernel=True)

@@ -14,8 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import _disable_current_modes
 
+from skyrl_mega.kernels import boxes_triton, linear_logprobs_triton
 from skyrl_mega.kernels import linear_logprobs as head_of
-from skyrl_mega.kernels import linear_logprobs_triton
+from skyrl_mega.kernels.boxes import regions
 from skyrl_mega.kernels.linear_logprobs import Head, Inputs
 from tests.kernels import cases, head_cases
 from tests.kernels.allocations import Allocations
@@ -55,6 +56,36 @@ def test_checksums() -> None:
     cases.checksums_like_the_reference("cpu")
 
 
+def test_checksums_of_words_of_all_widths_are_one_launch() -> None:
+    views, launches = cases.box_views("cpu"), []
+
+    class Counted(Unseen):
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            launches.append(grid)
+            return super().__getitem__(grid)
+
+    table = boxes_triton.Table(regions(views, [0] * len(views)), torch.device("cpu"))
+    with mock.patch.object(boxes_triton, "_sum", Counted(boxes_triton._sum)):
+        table.checksums(views)
+    assert len(launches) == 1 and table._tiles is not None
+    assert [width for width, _ in table._tiles.widths] == [8, 4, 2, 1]
+
+
+class Unseen:
+    """A kernel whose launches are not looked at: the interpreter copies what it is given, and keeps it in circles."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            with _disable_current_modes():
+                self.kernel[grid](*args, **kwargs)
+                gc.collect()
+
+        return launch
+
+
 # ---- the fused head: float64, where autograd's numbers are exact enough to compare with ------------------------------
 
 EXACT = 1e-6
@@ -79,7 +110,7 @@ def test_head(case: Case) -> None:
         entropy=st.booleans(),
     )
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_head_of_any_shape(case: Case) -> None:
     head_cases.like_autograd(case, torch.float64, "cpu", by_kernel=True, near=EXACT)
 
@@ -93,21 +124,6 @@ def test_head_in_lower_precision(dtype: torch.dtype, near: float) -> None:
 
 def test_extreme_logits() -> None:
     head_cases.extremes_are_exact("cpu", torch.float32, by_kernel=True)
-
-
-class Unseen:
-    """A kernel whose launches are not looked at: the interpreter copies what it is given, and keeps it in circles."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        def launch(*args: Any, **kwargs: Any) -> None:
-            with _disable_current_modes():
-                self.kernel[grid](*args, **kwargs)
-                gc.collect()
-
-        return launch
 
 
 def test_the_heads_buffers_are_as_large_as_is_said() -> None:

@@ -50,7 +50,7 @@ def test_the_tables_kernels_compile_for_a_gpu(architecture: int, width: int) -> 
 
 @pytest.mark.parametrize(("architecture", "half"), [(90, True), (100, True), (90, False)])
 def test_the_heads_kernels_compile_for_a_gpu(architecture: int, half: bool) -> None:
-    """With all there is: cap, temperature, support, entropy, squares. On Hopper their products are its tensor cores'."""
+    """With cap, temperature, support, entropy and squares. On Hopper their products are its tensor cores'."""
     triton = pytest.importorskip("triton", reason="Triton is not installed")
     import torch
     from triton.backends.compiler import GPUTarget

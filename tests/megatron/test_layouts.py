@@ -28,6 +28,7 @@ CUTS: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
     ("PP2 VPP2, recompute MoE", 2, {"pipeline": 2, "virtual_pipeline": 2}, {"recompute": "moe"}),
     ("DP2", 2, {}, {}),
     ("TP2 ETP2", 2, {"tensor": 2}, {}),
+    ("TP2, fused head", 2, {"tensor": 2}, {"head": "fused", "micro_tokens": 40}),
     ("PP2", 2, {"pipeline": 2}, {}),
     ("PP2 VPP2", 2, {"pipeline": 2, "virtual_pipeline": 2}, {}),
     ("PP2 of 3 and 1 layers", 2, {"pipeline": 2, "first_stage_layers": 3}, {}),

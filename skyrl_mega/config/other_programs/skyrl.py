@@ -5,8 +5,8 @@ from __future__ import annotations
 from skyrl_mega.config.other_programs import critic, precision
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
-    FUSED_HEAD,
     FROM_CONFIG,
+    FUSED_HEAD,
     LAYOUT_OF_REFERENCE,
     MICRO,
     NO_ASYNC,

@@ -8,11 +8,11 @@ from __future__ import annotations
 from skyrl_mega.config.other_programs import precision, verl_kl
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
-    FUSED_HEAD,
     CLIP_BOTH,
     CLIP_HIGH,
     CLIP_LOW,
     FROM_CONFIG,
+    FUSED_HEAD,
     LAYOUT_OF_REFERENCE,
     MICRO,
     NO_ASYNC,
