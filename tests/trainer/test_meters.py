@@ -12,6 +12,9 @@ from skyrl_mega.telemetry.memory import Reading
 from skyrl_mega.trainer import meters
 from skyrl_mega.trainer.meters import GIB, Meters
 
+ANSWERS: dict[str, Any] = {}
+"""By the reference of a call."""
+
 
 class Actors:
     """Actors that answer at once, by what `answers` has for each rank; None is one that died."""
@@ -26,11 +29,13 @@ class Actors:
 
     def submit(self, ranks: list[int], method: str) -> list[Call]:
         assert method == "measured"
-        self.asked += len(ranks)
-        return [
-            Call(f"{self.name}-{rank}", rank, method, (self.name, self.asked, next(self.answers[rank])))
-            for rank in ranks
-        ]
+        calls = []
+        for rank in ranks:
+            self.asked += 1
+            reference = f"{self.name}: {self.asked}"
+            ANSWERS[reference] = next(self.answers[rank])
+            calls.append(Call(f"{self.name}-{rank}", rank, method, reference))
+        return calls
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +43,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers are there."""
 
     def settle(calls: list[Call], timeout: float, after_failure: float) -> Outcomes:
-        return Outcomes(timeout, {call: call.ref[2] for call in calls if call.ref[2] is not None}, [], [])
+        return Outcomes(timeout, {call: ANSWERS[call.ref] for call in calls if ANSWERS[call.ref]}, [], [])
 
     monkeypatch.setattr(meters, "settle", settle)
 

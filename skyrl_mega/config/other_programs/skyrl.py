@@ -12,12 +12,13 @@ from skyrl_mega.config.other_programs.entry import (
     NO_CHECKPOINT_CHOICE,
     NO_FSDP,
     NO_LORA,
+    NO_MEMORY_HISTORY,
     NO_MTP,
     NO_MULTIMODAL,
     NO_OFFLOAD,
-    NO_PROFILER,
     ONE_CAP,
     OWN_LOSS,
+    PROFILER,
     REWARD,
     ROLLOUT_REPLAY,
     RUN_DECIDES,
@@ -26,6 +27,7 @@ from skyrl_mega.config.other_programs.entry import (
     none,
     several,
     to,
+    under,
 )
 
 _DATA_AND_RUN: Table = {
@@ -135,8 +137,8 @@ _MODELS: Table = {
     "trainer.policy.fsdp_config.*": NO_FSDP,
     "trainer.policy.sequence_parallel_size": to("policy.layout.context", note="sequences over several GPUs"),
     "trainer.policy.use_torch_compile": UNUSED,
-    "trainer.policy.record_memory": NO_PROFILER,
-    "trainer.policy.torch_profiler_config.*": NO_PROFILER,
+    "trainer.policy.record_memory": NO_MEMORY_HISTORY,
+    **under("trainer.policy.torch_profiler_config", PROFILER),
     "trainer.policy.model_config_kwargs.*": FROM_CONFIG,
     "trainer.policy.language_model_only": NO_MULTIMODAL,
     "trainer.policy.inference_only_init": none("python -m skyrl_mega.evaluate draws samples without training"),
@@ -208,11 +210,8 @@ _MEGATRON: Table = {
         "async_dist_ckpt_save": NO_CHECKPOINT_CHOICE,
         "async_dist_ckpt_strategy": NO_CHECKPOINT_CHOICE,
         "async_save_prestage_to_cpu": NO_CHECKPOINT_CHOICE,
-        "torch_profiler_config.*": NO_PROFILER,
-        "mtp_num_layers": NO_MTP,
-        "mtp_loss_weight": NO_MTP,
-        "mtp_loss_chunk_size": NO_MTP,
-        "mtp_loss_topk": NO_MTP,
+        **under("torch_profiler_config", PROFILER),
+        **several(NO_MTP, "mtp_num_layers mtp_loss_weight mtp_loss_chunk_size mtp_loss_topk"),
     }.items()
 }
 
