@@ -46,7 +46,7 @@ def run(tmp_path: Path) -> Iterator[FakeRun]:
         save=lambda folder: (folder / "weights").touch(), parallel=SimpleNamespace(ranks=1), next_groups=None
     )
     unmeasured: Any = SimpleNamespace(
-        begin=lambda step: None, ended=lambda phase: None, of=lambda step: {}, recorded=lambda step: {}
+        begin=lambda step, after_more: None, ended=lambda phase: None, of=lambda step: {}, recorded=lambda step: {}
     )
     with Trackers(JsonlTracker(tmp_path)) as trackers:
         run = FakeRun(
