@@ -24,12 +24,11 @@ def keep(folder: Path, config: Config, hf: Mapping[str, Any], say: Callable[[str
     """Writes the estimate into a run's folder. A run is not refused over it."""
     try:
         found = estimated(dry_run.values(config, hf))
-    except UserError as error:
+        partial = folder / f"{FILE}.partial"
+        partial.write_text(json.dumps(found, indent=1) + "\n")
+        os.replace(partial, folder / FILE)
+    except (UserError, OSError) as error:
         say(f"note: there is no estimate to compare the run with: {error}")
-        return
-    partial = folder / f"{FILE}.partial"
-    partial.write_text(json.dumps(found, indent=1) + "\n")
-    os.replace(partial, folder / FILE)
 
 
 def estimated(v: Mapping[str, Any]) -> dict[str, float]:

@@ -21,7 +21,7 @@ class Reads:
     """Of one engine worker. Bytes."""
 
     plain: int
-    """Weights that every step reads."""
+    """Weights that every step reads. All of the embedding is among them, though a step reads a row for each token."""
     sparse: tuple[tuple[float, float], ...]
     """Weights of which a token reads a part, and that part (0 to 1): experts."""
     per_token: int

@@ -25,10 +25,10 @@ class Measurements:
     profiler: Profiler
     """Records the steps of `telemetry.profile`."""
 
-    def begin(self, step: int) -> None:
-        """Before a step."""
+    def begin(self, step: int, *, after_more: bool) -> None:
+        """Before a step. `after_more`: it is the run's first, or a checkpoint has been written since the last."""
         self.profiler.begin(step)
-        self.meters.begin()
+        self.meters.begin(after_more=after_more)
 
     def ended(self, phase: str) -> None:
         """A phase of the step has ended."""

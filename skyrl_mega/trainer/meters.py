@@ -16,6 +16,8 @@ from skyrl_mega.cluster.group import ActorGroup, Call, settle
 from skyrl_mega.telemetry.memory import Reading
 
 GIB = 2**30
+ENGINES_WORK = ("generate", "sync", "eval")
+"""Phases after which engines are asked; a phase in which they wait counts with the next of these."""
 WAIT_S = 30.0
 """For the answers of a step; who has not answered then has no figures in its row."""
 SUMS = (("retries", "memory/alloc_retries"), ("allocations", "memory/device_allocations"))
@@ -35,17 +37,22 @@ class Meters:
     _asked: list[tuple[str, str, list[Call]]] = field(default_factory=list)
     """(phase, role, calls) of the step under way."""
 
-    def begin(self) -> None:
-        """A step begins: what was before belongs to none."""
+    def begin(self, *, after_more: bool) -> None:
+        """A step begins. `after_more`: actors did something since the last one, which belongs to none."""
         self._asked.clear()
-        self.ended("")
-        self._asked.clear()
+        if after_more:
+            self._ask("", engines=True)
+            self._asked.clear()
 
     def ended(self, phase: str) -> None:
         """A phase has ended."""
+        self._ask(phase, engines=phase in ENGINES_WORK)
+
+    def _ask(self, phase: str, *, engines: bool) -> None:
         for role, group in self.models.items():
             self._asked.append((phase, role, group.submit_all("measured")))
-        self._asked.append((phase, "engine", self.fleet.submit(self.fleet.serving, "measured")))
+        if engines:
+            self._asked.append((phase, "engine", self.fleet.submit(self.fleet.serving, "measured")))
 
     def collect(self) -> dict[str, float]:
         """The step's metrics, `memory/*`. Whoever died or stands still has none; the next call to it says so."""

@@ -71,6 +71,8 @@ class Run:
     """Whether the run is to end early."""
     place: dict[str, Any] = field(default_factory=dict)
     """The stream's state after the steps done."""
+    measured: bool = False
+    """Whether a step of this process has been measured."""
     ended_for_memory: int = 0
     """Sandboxed programs, up to the newest step."""
     health: Health = field(init=False)
@@ -109,7 +111,8 @@ class Run:
     def next_step(self) -> Step:
         """The step after those done."""
         self.place = self.stream.state()
-        self.measurements.begin(self.step + 1)
+        self.measurements.begin(self.step + 1, after_more=bool(self.saving) or not self.measured)
+        self.measured = True
         look, arrange, ended = self.shutdown.look, self.residency.enter, self.measurements.ended
         return Step(self.step + 1, self.console, dict(self.saving), look=look, arrange=arrange, ended=ended)
 

@@ -73,8 +73,8 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         with console.phase("start engines and policy"):
             placement = reserve_run(config, device)
             setup = Setup(config, hf, model, device=device, folder=folder, stack=stack, say=console.say)
-            actors = start_actors(setup, placement)
-        policy, reference, critic, fleet = actors
+            started = start_actors(setup, placement)
+        policy, reference, critic, fleet = started
         if placement.policy:  # there is more than one node, or a GPU for each
             console.say(f"policy ranks sit on {policy.group.seating}")
             console.say(f"engines sit on {fleet.group.seating}")
@@ -94,7 +94,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             evaluator=Evaluator(config, evaluation, generator, console.say),
             stream=stream,
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, console.say),
-            measurements=measurements_of(setup, actors, generator),
+            measurements=measurements_of(setup, started, generator),
             residency=Residency.of(config, policy, critic, fleet),
         )
         if not run.restore() and config.warmup.steps:

@@ -293,7 +293,9 @@ def test_the_adaptive_coefficient_comes_back_with_a_checkpoint(tmp_path: Path) -
         policy: Any = SimpleNamespace(save=lambda folder: None, restore=lambda folder: None)
         nothing: Any = None
         checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
-        return Run(config, tmp_path, Console(), nothing, policy, None, None, *[nothing] * 3, stream, checkpoints)
+        return Run(
+            config, tmp_path, Console(), nothing, policy, None, None, *[nothing] * 3, stream, checkpoints, nothing
+        )
 
     run = opened()
     run.entropy.see(0.4)

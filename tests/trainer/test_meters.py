@@ -12,6 +12,9 @@ from skyrl_mega.telemetry.memory import Reading
 from skyrl_mega.trainer import meters
 from skyrl_mega.trainer.meters import GIB, Meters
 
+ANSWERS: dict[str, Any] = {}
+"""By the reference of a call."""
+
 
 class Actors:
     """Actors that answer at once, by what `answers` has for each rank; None is one that died."""
@@ -26,11 +29,13 @@ class Actors:
 
     def submit(self, ranks: list[int], method: str) -> list[Call]:
         assert method == "measured"
-        self.asked += len(ranks)
-        return [
-            Call(f"{self.name}-{rank}", rank, method, (self.name, self.asked, next(self.answers[rank])))
-            for rank in ranks
-        ]
+        calls = []
+        for rank in ranks:
+            self.asked += 1
+            reference = f"{self.name}: {self.asked}"
+            ANSWERS[reference] = next(self.answers[rank])
+            calls.append(Call(f"{self.name}-{rank}", rank, method, reference))
+        return calls
 
 
 @pytest.fixture(autouse=True)
@@ -38,7 +43,7 @@ def answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers are there."""
 
     def settle(calls: list[Call], timeout: float, after_failure: float) -> Outcomes:
-        return Outcomes(timeout, {call: call.ref[2] for call in calls if call.ref[2] is not None}, [], [])
+        return Outcomes(timeout, {call: ANSWERS[call.ref] for call in calls if ANSWERS[call.ref]}, [], [])
 
     monkeypatch.setattr(meters, "settle", settle)
 
@@ -50,20 +55,24 @@ def host(peak: float, node: float = 1.0, **cuda: int) -> Reading:
 def test_memory_is_the_most_of_all_ranks_by_phase() -> None:
     policy = Actors("policy", [[host(99), host(1), host(5)], [host(99), host(2, node=7.0), host(4)]])
     engines = Actors("engine", [[[(host(99), {})], [(host(3), {4: 2})], [(host(2.5), {9: 9})]]])
+    policy.answers = [iter([*a, host(1)]) for a in policy.answers]
     taken = Meters({"policy": policy}, engines)  # type: ignore[dict-item, arg-type]
-    taken.begin()  # what was before the step
+    taken.begin(after_more=True)  # what was before the step
     taken.ended("generate")
     taken.ended("train")
+    taken.ended("sync")
     assert taken.collect() == {
         "memory/policy_generate_gib": 2,
         "memory/policy_train_gib": 5,
         "memory/engine_generate_gib": 3,
-        "memory/engine_train_gib": 2.5,
+        "memory/policy_sync_gib": 1,
+        "memory/engine_sync_gib": 2.5,
         "memory/host_gib": 7,
     }
     assert taken.steps == {(0, 0): {4: 2}}, "only those of the phase that generates"
-    assert policy.asked == 6 and engines.asked == 3, "one call for each actor and phase, and one before"
-    assert taken.collect() == {}, "a step's answers are its own"
+    assert policy.asked == 8 and engines.asked == 3, "one call for each actor and phase, and one before"
+    taken.begin(after_more=False)
+    assert policy.asked == 8 and taken.collect() == {}, "a step's answers are its own"
 
 
 def test_rounds_of_a_phase_add_up_and_the_dead_have_no_figures() -> None:

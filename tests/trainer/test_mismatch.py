@@ -26,6 +26,7 @@ from skyrl_mega.trainer.loop import take_step
 from skyrl_mega.trainer.run import Run
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
+from tests.trainer.unmeasured import unmeasured
 
 
 def drawn_from(path: Path) -> Sequences:
@@ -84,6 +85,7 @@ def run_of(config: Config, folder: Path, trained: dict[str, float], calls: list[
         evaluator=None,
         stream=SimpleNamespace(state=dict, remaining=9**9),
         checkpoints=SimpleNamespace(save=note("save")),
+        measurements=unmeasured(),
     )  # type: ignore[arg-type]
     run.record_rollouts = lambda step: None  # type: ignore[method-assign]
     return run

@@ -10,6 +10,7 @@ import pytest
 from skyrl_mega.config.schema import Config, LayoutConfig
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.trainer.run import Run, Step
+from tests.trainer.unmeasured import unmeasured
 
 SILENT: Any = SimpleNamespace(
     step=lambda *_: None, log=lambda *_: None, write=lambda *_: None, say=lambda *_: None, state=dict
@@ -23,6 +24,7 @@ def run_of(config: Config) -> Run:
     return Run(
         config=config, folder=nothing, console=SILENT, trackers=SILENT, policy=policy, reference=None, critic=None,
         sync=nothing, rollouts=nothing, evaluator=nothing, stream=SILENT, checkpoints=nothing,
+        measurements=unmeasured(),
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from skyrl_mega.telemetry.metrics import read
+from tests.telemetry import trace_format
 from tests.trainer import quickstart
 
 ENVIRONMENT = """
@@ -34,7 +35,8 @@ def test_a_reference_in_its_own_layout_gives_the_same_kl(tmp_path: Path) -> None
         "evaluation.every=0",
         "checkpoint.every=0",
     )
-    quickstart.finish(tmp_path, "run.name=shared", *settings)
+    recorded = ("telemetry.profile.steps=[2]", "telemetry.profile.ranks=[0,1]")
+    quickstart.finish(tmp_path, "run.name=shared", *recorded, *settings)
     quickstart.finish(
         tmp_path,
         "run.name=own",
@@ -50,3 +52,34 @@ def test_a_reference_in_its_own_layout_gives_the_same_kl(tmp_path: Path) -> None
     assert [row["policy/loss"] for row in own] == pytest.approx([row["policy/loss"] for row in shared], abs=1e-6)
     assert max(float(row["mismatch/logprob_abs_mean"] or 0) for row in shared) < 1e-3
     assert quickstart.left_over(tmp_path) == []
+    measured(shared[1], own[1])
+    traced(tmp_path / "shared" / "profile")
+
+
+def measured(shared: dict[str, float | None], own: dict[str, float | None]) -> None:
+    """The figures of a step are there, and what a CPU does not know is not."""
+    for row in (shared, own):
+        assert all(
+            (row[f"memory/policy_{phase}_gib"] or 0) > 0.1 for phase in ("generate", "logprobs", "train", "sync")
+        )
+        assert (row["memory/engine_generate_gib"] or 0) > 0.25, "its cache alone has that"
+        assert (row["perf/train_tflops_per_rank"] or 0) > 0 and (row["perf/engine_steps"] or 0) >= 8
+        assert not any("mfu" in name or "share" in name for name in row if name.startswith("perf/"))
+    assert "memory/reference_logprobs_gib" in own and "memory/reference_logprobs_gib" not in shared
+
+
+def traced(folder: Path) -> None:
+    """One trace, of every process, inside its step."""
+    assert [file.name for file in folder.iterdir()] == ["step_2.json.gz"]
+    found = trace_format.tracks(folder / "step_2.json.gz")
+    assert sorted(found) == ["driver", "engine-0", "environments", "policy-0", "policy-1"]
+    step = found["driver"][0]
+    assert [span["name"] for span in found["driver"]] == ["step 2", "generate", "logprobs", "train", "sync"]
+    assert all(trace_format.properly_nested(spans) for spans in found.values())
+    assert all(trace_format.within(spans, step, slack_us=50_000) for spans in found.values())
+    phases = {span["name"]: span for span in found["driver"]}
+    assert trace_format.within(found["engine-0"], phases["generate"], slack_us=1000)
+    for rank in ("policy-0", "policy-1"):
+        [train] = [span for span in found[rank] if span["name"] == "train"]
+        assert trace_format.within([train], phases["train"], slack_us=1000)
+        assert {"keep_logprobs", "send_weights", "aten::mm"} <= {span["name"] for span in found[rank]}

@@ -20,6 +20,7 @@ from skyrl_mega.trainer.checkpoints import Checkpoints
 from skyrl_mega.trainer.loop import train
 from skyrl_mega.trainer.run import Run, Step
 from skyrl_mega.trainer.shutdown import GracefulStop, ShutdownRequest, Stopped
+from tests.trainer.unmeasured import unmeasured
 
 
 class FakeRun(Run):
@@ -45,9 +46,6 @@ def run(tmp_path: Path) -> Iterator[FakeRun]:
     fake: Any = SimpleNamespace(
         save=lambda folder: (folder / "weights").touch(), parallel=SimpleNamespace(ranks=1), next_groups=None
     )
-    unmeasured: Any = SimpleNamespace(
-        begin=lambda step: None, ended=lambda phase: None, of=lambda step: {}, recorded=lambda step: {}
-    )
     with Trackers(JsonlTracker(tmp_path)) as trackers:
         run = FakeRun(
             config=config,
@@ -62,7 +60,7 @@ def run(tmp_path: Path) -> Iterator[FakeRun]:
             evaluator=fake,
             stream=PromptStream(100, batch=10),
             checkpoints=Checkpoints(tmp_path / "checkpoints", keep=9),
-            measurements=unmeasured,
+            measurements=unmeasured(),
         )
         run.shutdown = ShutdownRequest(lambda: run.asked)
         run.faults = {}

@@ -54,7 +54,12 @@ NO_OFFLOAD = none(
 )
 NO_ASYNC = none("generation and training alternate, so that no sample is off policy; leave it out")
 RUN_DECIDES = none("the run decides it; leave it out")
-NO_PROFILER = none("there is no profiler; metrics.jsonl has the time of every phase")
+PROFILED_STEPS = to("telemetry.profile.steps", note="a list of steps, each of which has a trace of all processes")
+PROFILED_RANKS = to("telemetry.profile.ranks", note="a list of policy ranks")
+NO_PROFILER = none("telemetry.profile has no such choice: it records steps for Perfetto (docs/report.md); leave it out")
+PROFILER: Table = {"enable": PROFILED_STEPS, "ranks": PROFILED_RANKS, "*": NO_PROFILER}
+"""Below the group of a profiler's settings."""
+NO_MEMORY_HISTORY = none("memory/* in metrics.jsonl has the most of every phase (docs/metrics.md); leave it out")
 NO_REWARD_MODEL = none("an environment gives the reward, which may ask a service (docs/own-environment.md)")
 NO_MULTIMODAL = none("models and prompts are text alone")
 NO_DISTILLATION = none("there is no teacher; leave it out")

@@ -232,6 +232,7 @@ _REST: Table = {
     "custom_reward_function.*": REWARD,
     "sandbox_fusion.*": none("programs run in the project's own sandbox (docs/sandbox.md)"),
     "distillation.*": NO_DISTILLATION,
+    "global_profiler.steps": to("telemetry.profile.steps"),
     "global_profiler.*": NO_PROFILER,
     "transfer_queue.*": UNUSED,
     "skip.*": none("every step generates; leave it out"),

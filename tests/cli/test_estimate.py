@@ -1,0 +1,51 @@
+"""The dry run's expectations under the names of metrics."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_mega.cli import dry_run, estimate
+from skyrl_mega.config.compose import compose
+from skyrl_mega.planner.memory import GIB
+from skyrl_mega.report.estimate import read
+
+ROOT = Path(__file__).parents[2]
+
+
+def plain_values(name: str, *settings: str) -> dict[str, Any]:
+    config = compose(ROOT / "configs" / f"{name}.yaml", settings)
+    return dry_run.values(config, *dry_run.checked(config))
+
+
+def test_every_phase_of_a_published_run_is_expected_and_no_more_than_the_dry_runs_peak() -> None:
+    v = plain_values("searchr1_30b")
+    found = estimate.estimated(v)
+    memory = v["policy"][0]["memory"]
+    most = max(row["memory"]["peak"] - row["memory"]["reserve"] - row["memory"]["gaps"] for row in v["policy"])
+    assert found["memory/policy_train_gib"] == pytest.approx(most / GIB), "without what torch does not give out"
+    assert found["memory/policy_generate_gib"] < found["memory/policy_logprobs_gib"] < found["memory/policy_train_gib"]
+    assert found["memory/policy_train_gib"] * GIB < memory["peak"]
+    assert found["memory/device_train_gib"] < v["gpu_memory"] / GIB
+    phases = sum(found[f"time/{phase}"] for phase in ("generate", "logprobs", "train", "sync"))
+    assert found["time/step"] == pytest.approx(phases)
+    assert found["perf/tokens_per_s"] == pytest.approx(512 * 5 * v["batch"]["generated"] / found["time/step"])
+    assert found["perf/tokens_per_s_per_rank"] == pytest.approx(found["perf/tokens_per_s"] / 32)
+    assert 0.02 < found["perf/mfu"] < v["config"]["cluster"]["rates"]["tflops_share"]
+
+
+def test_on_a_cpu_memory_is_expected_with_the_interpreter_and_seconds_are_not() -> None:
+    found = estimate.estimated(plain_values("quickstart"))
+    assert 1.0 < found["memory/policy_train_gib"] < 1.5
+    assert not [name for name in found if name.startswith(("time/", "perf/"))]
+
+
+def test_a_run_keeps_it_for_its_report(tmp_path: Path) -> None:
+    config = compose(ROOT / "configs" / "quickstart.yaml", [])
+    hf, _ = dry_run.checked(config)
+    said: list[str] = []
+    estimate.keep(tmp_path, config, hf, said.append)
+    assert said == [] and read(tmp_path) == json.loads((tmp_path / "estimate.json").read_text())
