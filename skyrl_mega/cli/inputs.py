@@ -369,6 +369,8 @@ def with_device(config: Config, training: bool = True) -> Config:
         if decided.cluster.gpu_memory_gib is None and torch.cuda.is_available():
             size = torch.cuda.get_device_properties(0).total_memory / 2**30
             decided = replace(decided, cluster=replace(decided.cluster, gpu_memory_gib=size))
+        if training:
+            check_device(decided)
         check_gpus(decided, training)
         check_nodes(decided, training)
     check_vllm(device)
@@ -409,8 +411,6 @@ def _check_spec(config: Config) -> None:
             "policy.spec = te: Transformer Engine computes on CUDA alone, and cluster.device is cpu; allowed there is "
             "local or auto"
         )
-    if device == "cuda":
-        check_device(config)
     installed = {str(found.name).lower().replace("_", "-") for found in importlib.metadata.distributions()}
     missing = [name for name in TRANSFORMER_ENGINE if name not in installed]
     if layer_spec(spec, device) == "te" and torch.cuda.is_available() and missing:

@@ -80,7 +80,7 @@ class ModelWorker:
         self.shard: Shard = self.architecture.megatron_shard(hf, parallel, dist.get_rank(), self.spec)
         self._reference: Reference | None = None
         self.fp8: EmulatedFp8 | None = None
-        if self.spec == "local" and policy.precision.recipe != "model":
+        if policy.precision.recipe != "model" and not chunks[0].config.fp8:
             layout = self.architecture.megatron_layout(hf, parallel, self.spec)
             self.fp8 = EmulatedFp8(chunks, policy.precision, self.params, layout, dist.get_rank())
         self.resident = Resident(

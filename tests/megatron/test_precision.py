@@ -21,6 +21,7 @@ from skyrl_mega.megatron import fp8_rounding as fp8
 from skyrl_mega.megatron.emulated_fp8 import Linear
 from skyrl_mega.megatron.fp8_magnitudes import GRADIENT, INPUT, Magnitudes
 from skyrl_mega.megatron.packing import pack
+from skyrl_mega.megatron.precision import row_multiple
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.dims import ParallelDims
@@ -210,6 +211,12 @@ def test_delayed_scales_are_of_the_passes_before() -> None:
     assert passed(4.0) == 2.0
     assert float(kept.before(0, INPUT, torch.tensor(7.0))) == 7.0
     assert float(kept.before(1, GRADIENT, torch.tensor(8.0))) == 8.0
+
+
+def test_rows_of_transformer_engine_alone_are_padded() -> None:
+    recipes = ("model", *RECIPES)
+    assert [row_multiple(PrecisionConfig(recipe), "te") for recipe in recipes] == [1, 128, 16, 16, 32]
+    assert [row_multiple(PrecisionConfig(recipe), "local") for recipe in recipes] == [1] * 5
 
 
 @pytest.mark.parametrize("context", [1, 2])
