@@ -31,10 +31,11 @@ from skyrl_mega.config.deterministic import check_deterministic
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.loss_checks import check_loss
+from skyrl_mega.config.optimizer_checks import check_optimizer
 from skyrl_mega.config.replay_checks import check_replay
 from skyrl_mega.config.residency_checks import check_residency
 from skyrl_mega.config.sample_checks import check_samples
-from skyrl_mega.config.schema import Config, OptimizerConfig
+from skyrl_mega.config.schema import Config
 from skyrl_mega.config.speed_checks import check_speed
 from skyrl_mega.config.unread import check_unread
 from skyrl_mega.config.values import shown
@@ -90,9 +91,9 @@ def check(config: Config, *, planned: bool = False) -> None:
     check_values(config)
     _paths(config)
     _run(config)
-    _optimizer(config.policy.optimizer, "policy.optimizer")
+    check_optimizer(config.policy.optimizer, "policy.optimizer")
     check_critic(config)
-    _optimizer(config.critic.optimizer, "critic.optimizer")
+    check_optimizer(config.critic.optimizer, "critic.optimizer")
     megatron_options.check(config.policy, config.critic)
     _data(config)
     _algorithm(config)
@@ -200,21 +201,6 @@ def _model(c: Config) -> None:
                 f"model.build.experts_per_token = {b.experts_per_token}: allowed is at most model.build.experts = "
                 f"{b.experts}"
             )
-
-
-def _optimizer(o: OptimizerConfig, key: str) -> None:
-    if o.schedule != "constant":
-        if o.decay_steps is None:
-            raise UserError(f"{key}.schedule = {o.schedule}: it needs {key}.decay_steps; give it, or schedule=constant")
-        if o.decay_steps <= o.warmup_steps:
-            raise UserError(
-                f"{key}.decay_steps = {o.decay_steps}: allowed is more than {key}.warmup_steps = {o.warmup_steps}"
-            )
-    if o.min_lr > o.lr:
-        raise UserError(f"{key}.min_lr = {o.min_lr:g}: allowed is at most {key}.lr = {o.lr:g}")
-    for name in ("beta1", "beta2"):
-        if getattr(o, name) >= 1:
-            raise UserError(f"{key}.{name} = {getattr(o, name):g}: allowed is a number below 1")
 
 
 def _data(c: Config) -> None:

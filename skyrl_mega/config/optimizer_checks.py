@@ -1,0 +1,26 @@
+"""What is refused of an optimizer's settings (`policy.optimizer`, `critic.optimizer`)."""
+
+from __future__ import annotations
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import OptimizerConfig
+
+
+def check_optimizer(o: OptimizerConfig, key: str) -> None:
+    """Refuses a schedule or a decay that cannot be. `key`: where the settings are.
+
+    Raises:
+        UserError: One.
+    """
+    if o.schedule != "constant":
+        if o.decay_steps is None:
+            raise UserError(f"{key}.schedule = {o.schedule}: it needs {key}.decay_steps; give it, or schedule=constant")
+        if o.decay_steps <= o.warmup_steps:
+            raise UserError(
+                f"{key}.decay_steps = {o.decay_steps}: allowed is more than {key}.warmup_steps = {o.warmup_steps}"
+            )
+    if o.min_lr > o.lr:
+        raise UserError(f"{key}.min_lr = {o.min_lr:g}: allowed is at most {key}.lr = {o.lr:g}")
+    for name in ("beta1", "beta2"):
+        if getattr(o, name) >= 1:
+            raise UserError(f"{key}.{name} = {getattr(o, name):g}: allowed is a number below 1")
