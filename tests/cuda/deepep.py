@@ -1,4 +1,4 @@
-"""The package deep_ep in plain torch over gloo: what megatron-core's `flex` dispatcher calls of it, and its kernel beside.
+"""The package deep_ep in plain torch over gloo: what megatron-core's `flex` dispatcher calls of it, and its own kernel.
 
 Call `install` before megatron-core is imported. Everything that it does is the device's but the numbers of tokens for
 each expert, which its own dispatch waits for on the host.
