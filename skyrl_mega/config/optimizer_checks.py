@@ -1,4 +1,4 @@
-"""What is refused of an optimizer and its schedule."""
+"""What is refused of an optimizer's settings (`policy.optimizer`, `critic.optimizer`)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from skyrl_mega.config.schema import OptimizerConfig
 
 
 def check_optimizer(o: OptimizerConfig, key: str) -> None:
-    """Raises UserError for values that do not go together; `key` is the optimizer's setting."""
+    """Refuses a schedule or a decay that cannot be. `key`: where the settings are.
+
+    Raises:
+        UserError: One.
+    """
     if o.schedule != "constant":
         if o.decay_steps is None:
             raise UserError(f"{key}.schedule = {o.schedule}: it needs {key}.decay_steps; give it, or schedule=constant")

@@ -30,9 +30,9 @@ POLICIES = {
     "nothing fused": PolicyConfig(spec="te", fusions=[]),
     "selective": PolicyConfig(spec="te", recompute="selective"),
     "moe": PolicyConfig(spec="te", recompute="moe"),
-    "full": PolicyConfig(spec="te", recompute="full"),
     "balanced": PolicyConfig(spec="te", moe=MoeConfig(aux_loss=0.1)),
     "local": PolicyConfig(spec="local"),
+    "deepep": PolicyConfig(spec="te", moe=MoeConfig(dispatcher="deepep")),
 }
 DISPATCH = ("synchronize", "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_synchronize")
 """How many tokens go to each rank and expert, which NCCL's and cuBLAS's calls want from the host."""
@@ -63,18 +63,24 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
 def test_what_the_settings_ask_for_is_in_the_model(answers: dict[str, list[Answer]]) -> None:
     names = ("apply_rope_fusion", "moe_permute_fusion", "moe_router_fusion", "bias_activation_fusion")
     fused = {policy: tuple(found[0].fields[name] for name in names) for policy, found in answers.items()}
-    assert fused["fused"] == fused["full"] == (True,) * 4
+    assert fused["fused"] == fused["deepep"] == (True,) * 4
     assert fused["balanced"] == (True, True, False, True)
     assert fused["nothing fused"] == fused["local"] == (False,) * 4
 
 
-@pytest.mark.parametrize(("name", "passes"), [("fused", 1), ("balanced", 1), ("selective", 1), ("moe", 2), ("full", 2)])
+@pytest.mark.parametrize(("name", "passes"), [("fused", 1), ("balanced", 1), ("selective", 1), ("moe", 2)])
 def test_the_host_waits_for_nothing_but_the_dispatchers_counts(
     answers: dict[str, list[Answer]], name: str, passes: int
 ) -> None:
     """Once in a layer's forward pass, once more where the pass is repeated, and never in a backward pass."""
     for answer in answers[name]:
         assert dict(answer.waits) == {DISPATCH: passes * LAYERS}
+
+
+def test_with_deepep_no_call_of_a_layer_waits(answers: dict[str, list[Answer]]) -> None:
+    """Its own dispatch does, for the same numbers."""
+    for answer in answers["deepep"]:
+        assert dict(answer.waits) == {}
 
 
 def test_unfused_layers_wait_where_the_desk_check_said(answers: dict[str, list[Answer]]) -> None:
@@ -103,7 +109,7 @@ EMBEDDING = "embedding.word_embeddings.weight"
 """Its gradient has come through every layer."""
 
 
-@pytest.mark.parametrize("name", ["selective", "moe", "full"])
+@pytest.mark.parametrize("name", ["selective", "moe"])
 def test_what_is_recomputed_changes_no_gradient(answers: dict[str, list[Answer]], name: str) -> None:
     for found, kept in zip(answers[name], answers["fused"], strict=True):
         assert set(found.gradients) == set(kept.gradients)

@@ -25,7 +25,6 @@ CUTS: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
     ("recompute", 1, {}, {"recompute": "full"}),
     ("recompute MoE", 1, {}, {"recompute": "moe"}),
     ("TP2 EP2, recompute MoE", 2, {"tensor": 2, "expert": 2}, {"recompute": "moe"}),
-    ("PP2 VPP2, recompute MoE", 2, {"pipeline": 2, "virtual_pipeline": 2}, {"recompute": "moe"}),
     ("DP2", 2, {}, {}),
     ("TP2 ETP2", 2, {"tensor": 2}, {}),
     ("TP2, fused head", 2, {"tensor": 2}, {"head": "fused", "micro_tokens": 40}),

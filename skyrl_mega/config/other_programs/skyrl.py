@@ -30,6 +30,7 @@ from skyrl_mega.config.other_programs.entry import (
     to,
     under,
 )
+from skyrl_mega.config.other_programs.megatron_speed import fused, recomputed
 
 _DATA_AND_RUN: Table = {
     "data.train_data": to("data.train", note="parquet files of prompts (docs/environments.md)"),
@@ -170,19 +171,8 @@ _MEGATRON: Table = {
         "transformer_config_kwargs.virtual_pipeline_model_parallel_size": to("policy.layout.virtual_pipeline"),
         "transformer_config_kwargs.num_layers_in_first_pipeline_stage": to("policy.layout.first_stage_layers"),
         "transformer_config_kwargs.num_layers_in_last_pipeline_stage": to("policy.layout.last_stage_layers"),
-        "transformer_config_kwargs.recompute_granularity": to(
-            "policy.recompute",
-            values={
-                "full": to("policy.recompute=true"),
-                "selective": to("policy.options.recompute_granularity=selective"),
-                "null": to("policy.recompute=false"),
-            },
-        ),
-        **several(
-            to("policy.recompute", note="of every layer; policy.options can say it finer"),
-            "recompute_method recompute_num_layers recompute_modules",
-            "transformer_config_kwargs.",
-        ),
+        **recomputed("transformer_config_kwargs."),
+        **fused("transformer_config_kwargs."),
         **under("transformer_config_kwargs", precision.FIELDS),
         "transformer_config_kwargs.*": to("policy.options.*"),
         "optimizer_config_kwargs.*": to("policy.optimizer.options.*"),
@@ -190,7 +180,7 @@ _MEGATRON: Table = {
         "moe_aux_loss_coeff": to("policy.moe.aux_loss"),
         "freeze_moe_router": to("policy.moe.freeze_router"),
         "moe_router_load_balancing_type": to("policy.moe.aux_loss", note="above 0 balances by an auxiliary loss"),
-        "moe_token_dispatcher_type": RUN_DECIDES,
+        **fused(""),
         "moe_grouped_gemm": RUN_DECIDES,
         "moe_router_score_function": FROM_CONFIG,
         "moe_router_enable_expert_bias": FROM_CONFIG,

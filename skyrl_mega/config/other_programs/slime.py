@@ -30,6 +30,7 @@ from skyrl_mega.config.other_programs.entry import (
     several,
     to,
 )
+from skyrl_mega.config.other_programs.megatron_speed import fused, recomputed
 
 SAMPLES = "prompts, not samples: divide by data.samples_per_prompt"
 NO_HOOK = none("environments are the place for code of your own: environment.classes")
@@ -265,12 +266,8 @@ _MEGATRON: Table = {
     "--expert-tensor-parallel-size": to("policy.layout.expert_tensor"),
     "--sequence-parallel": ALWAYS,
     "--use-distributed-optimizer": ALWAYS,
-    "--recompute-granularity": to(
-        "policy.recompute",
-        values={"full": to("policy.recompute=true"), "selective": to("policy.options.recompute_granularity=selective")},
-    ),
-    "--recompute-method": to("policy.recompute", note="of every layer; policy.options can say it finer"),
-    "--recompute-num-layers": to("policy.recompute", note="of every layer; policy.options can say it finer"),
+    **recomputed("--"),
+    **fused("--"),
     "--overlap-grad-reduce": to("policy.overlap=true"),
     "--overlap-param-gather": to("policy.overlap=true"),
     "--optimizer": none("the optimizer is AdamW", values={"adam": none("it is always AdamW; leave it out")}),
@@ -284,7 +281,7 @@ _MEGATRON: Table = {
     "--lr-warmup-fraction": to("policy.optimizer.warmup_steps", note="optimizer steps, not a share of the run"),
     "--seq-length": to("model.max_length", note="the longest sequence; micro-batches hold policy.micro_tokens"),
     **precision.FLAGS,
-    "--no-rope-fusion": to("policy.options.apply_rope_fusion=false"),
+    "--no-rope-fusion": to("policy.fusions", note="a list without rope"),
     "--no-masked-softmax-fusion": to("policy.options.masked_softmax_fusion=false"),
     "--no-gradient-accumulation-fusion": RUN_DECIDES,
     "--moe-token-drop-policy": RUN_DECIDES,
@@ -304,12 +301,9 @@ _MEGATRON: Table = {
     "--hidden-dropout": ALWAYS,
     "--accumulate-allreduce-grads-in-fp32": ALWAYS,
     "--use-precision-aware-optimizer": RUN_DECIDES,
-    "--moe-token-dispatcher-type": RUN_DECIDES,
-    "--moe-enable-deepep": RUN_DECIDES,
     "--moe-grouped-gemm": RUN_DECIDES,
     "--attention-softmax-in-fp32": to("policy.options.attention_softmax_in_fp32=true"),
     "--attention-backend": to("policy.spec", note="whose layers, and with them whose attention"),
-    "--moe-permute-fusion": to("policy.options.moe_permute_fusion=true"),
     "--moe-router-dtype": to("policy.options.moe_router_dtype"),
     "--moe-router-bias-update-rate": none("an expert bias is not trained"),
     **several(

@@ -34,6 +34,7 @@ from skyrl_mega.config.other_programs.entry import (
     to,
     under,
 )
+from skyrl_mega.config.other_programs.megatron_speed import fused, recomputed
 
 ROUTER_REPLAY: Table = {
     "router_replay.mode": to(
@@ -162,23 +163,8 @@ _MEGATRON_OPTIONS: Table = {
     "virtual_pipeline_model_parallel_size": to("policy.layout.virtual_pipeline"),
     "override_transformer_config.num_layers_in_first_pipeline_stage": to("policy.layout.first_stage_layers"),
     "override_transformer_config.num_layers_in_last_pipeline_stage": to("policy.layout.last_stage_layers"),
-    "override_transformer_config.recompute_granularity": to(
-        "policy.recompute",
-        values={
-            "full": to("policy.recompute=true"),
-            "selective": to("policy.options.recompute_granularity=selective"),
-            "null": to("policy.recompute=false"),
-        },
-    ),
-    "override_transformer_config.recompute_method": to(
-        "policy.recompute", note="of every layer; policy.options can say it finer"
-    ),
-    "override_transformer_config.recompute_num_layers": to(
-        "policy.recompute", note="of every layer; policy.options can say it finer"
-    ),
-    "override_transformer_config.recompute_modules": to(
-        "policy.recompute", note="of every layer; policy.options can say it finer"
-    ),
+    **recomputed("override_transformer_config."),
+    **fused("override_transformer_config."),
     **under("override_transformer_config", precision.FIELDS),
     "override_transformer_config.moe_aux_loss_coeff": to("policy.moe.aux_loss"),
     "override_transformer_config.*": to("policy.options.*"),

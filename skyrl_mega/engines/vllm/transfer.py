@@ -22,8 +22,8 @@ from skyrl_mega.cluster import numa
 from skyrl_mega.engines.vllm.params import LoadTimeParameters, default_cache_scales
 from skyrl_mega.engines.vllm.routes import RouteRecorder
 from skyrl_mega.engines.vllm.seeds import draw_ahead
-from skyrl_mega.engines.vllm.steps import StepCounter
 from skyrl_mega.engines.vllm.sleep import CudaMemory, HostMemory, Parts, trim
+from skyrl_mega.engines.vllm.steps import StepCounter
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.routes import RouteShape
 from skyrl_mega.parallel.box import Shard
