@@ -109,7 +109,7 @@ def test_a_step_counts_what_moved() -> None:
     ]
 
 
-def test_a_move_that_failed_is_made_anew() -> None:
+def test_a_move_that_failed_is_made_again() -> None:
     devices = Devices()
     run = ledger(devices, [])
     run.enter("generate")
