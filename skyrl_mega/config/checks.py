@@ -32,7 +32,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.loss_checks import check_loss
 from skyrl_mega.config.replay_checks import check_replay
-from skyrl_mega.config.residency_checks import check_residency
+from skyrl_mega.config.residency_checks import SLEEP_ARGUMENTS, check_residency
 from skyrl_mega.config.sample_checks import check_samples
 from skyrl_mega.config.schema import Config, OptimizerConfig
 from skyrl_mega.config.unread import check_unread
@@ -54,6 +54,7 @@ ENGINE_ARGUMENTS = {
     "worker_extension_cls": None,
     "load_format": None,
     "enable_return_routed_experts": "policy.moe.replay=rollout",
+    **SLEEP_ARGUMENTS,
 }
 """vLLM's arguments that the run decides itself, and the setting to use instead (None: there is none)."""
 

@@ -94,6 +94,15 @@ class Engine(Protocol):
     async def resume(self) -> None:
         """Continues computing."""
 
+    async def sleep(self, parts: Sequence[str]) -> None:
+        """Pauses, and drops these of `config.residency.ENGINE` from the device. Requests under way wait; what the cache
+        held of them is computed again. Without all parts, and until a sync has filled weights that were dropped, a
+        request is an error. Parts that are asleep stay so."""
+
+    async def wake(self, parts: Sequence[str]) -> None:
+        """Takes memory for these again: weights are undefined until a sync has filled them, the cache is empty. Goes on
+        computing once it can. Parts that are there stay so."""
+
     async def begin_update(self) -> None:
         """Pauses, and gets every worker's parameters ready to be written."""
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -104,7 +104,10 @@ def start_actors(setup: Setup, placement: Reservations) -> Actors:
         return Actors(policy, reference, critic, fleet)
 
 
-def make_room(policy: ActorGroup, tensor: int, timeout_s: float, say: Callable[[str], None], engine: int) -> None:
+@contextmanager
+def make_room(
+    policy: ActorGroup, tensor: int, timeout_s: float, say: Callable[[str], None], engine: int
+) -> Iterator[None]:
     """Has the policy ranks on an engine's GPUs give back what torch keeps for later, before the engine starts again.
 
     A rank does so between two calls: one that is busy for longer keeps it, and the engine may then not fit.
@@ -115,6 +118,7 @@ def make_room(policy: ActorGroup, tensor: int, timeout_s: float, say: Callable[[
     kept = [call.actor for call in calls if call not in answers]
     if kept:
         say(f"{', '.join(kept)} gave no memory back within {timeout_s:g} s for engine-{engine}, which starts again")
+    yield
 
 
 def spawn_ranks(
@@ -225,6 +229,7 @@ def start_engines(setup: Setup, placement: Placement | None, weights: str = "dum
         seed=config.run.seed,
         routes=config.policy.moe.replay == "rollout" and weights == "dummy",  # else there is no policy to take them
         extra=longer(config),
+        sleeps=tuple(part for part in ENGINE if part not in kept(config.residency.keep) and weights == "dummy"),
         deterministic=config.run.deterministic,
     )
     group = ActorGroup.spawn(

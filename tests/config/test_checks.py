@@ -23,6 +23,7 @@ from skyrl_mega.config.errors import UserError
         ["rollout.sampling.top_k=1", "rollout.sampling.top_p=0.5", "evaluation.temperature=0"],
         ["cluster.device=cuda", "cluster.nodes=2"],
         ["data.mini_batch_prompts=16"],
+        ["residency.keep=[engine_weights,kv_cache]", "rollout.options.enable_lora=true"],
         ["policy.options.recompute_granularity=selective", "policy.ddp_options.bucket_size=1000"],
     ],
 )
@@ -249,6 +250,14 @@ WRONG = [
     (
         "rollout.options.tensor_parallel_size=2",
         "rollout.options.tensor_parallel_size: the run decides it; use rollout.te",
+    ),
+    (
+        "rollout.options.enable_sleep_mode=true",
+        "rollout.options.enable_sleep_mode: the run decides it; use residency.keep, without the parts that sleep",
+    ),
+    (
+        "residency.keep=[engine_weights] rollout.options.enable_lora=true",
+        "rollout.options.enable_lora: no weight sync brings adapters, so an engine with it cannot drop kv_cache; leave",
     ),
     ("rollout.options.logprobs_mode=raw", "rollout.options.logprobs_mode: the run decides it; leave it out"),
     ("rollout.options.enable_expert_parallel=true", "vLLM has no expert parallelism on a CPU; leave it out"),

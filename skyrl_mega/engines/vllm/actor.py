@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +13,7 @@ import numpy as np
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
+from skyrl_mega.engines.presence import Presence
 from skyrl_mega.engines.vllm import routes
 from skyrl_mega.engines.vllm.plugin import MAY_HOLD
 from skyrl_mega.engines.vllm.spec import EngineSpec, arguments
@@ -48,6 +49,7 @@ class VllmEngine:
         self.watched = False
         """Whether time without a token counts: not in a pause, nor before the first request has been answered, for
         which kernels may be compiled."""
+        self.presence = Presence(spec.sleeps)
         self.calls: set[asyncio.Queue[Completion | BaseException]] = set()
         """Where the calls of `generate_many` under way wait."""
         if not (Path(spec.path) / "config.json").is_file():
@@ -107,7 +109,9 @@ class VllmEngine:
 
         Raises:
             EngineDied: vLLM's process is gone, or gave no request a token for `rollout.request_timeout_s`.
+            NotReady: A part of it is asleep, or its weights are undefined.
         """
+        self.presence.check()
         done: asyncio.Queue[Completion | BaseException] = asyncio.Queue()
         held = self.running == 0
         self.running += len(requests)
@@ -120,6 +124,7 @@ class VllmEngine:
             tasks += [asyncio.create_task(self._generate(request, sampling, done)) for request in requests]
             if held:
                 await asyncio.sleep(0)  # every task has now handed its request to the engine's queue
+            if held and self.presence.ready:  # it may have been sent to sleep meanwhile
                 await self._answer(self.llm.engine_core.resume_scheduler_async())
             left = len(requests)
             while left:
@@ -303,11 +308,32 @@ class VllmEngine:
 
     async def resume(self) -> None:
         """Goes on computing."""
+        self.presence.check()
         await self._answer(self.llm.resume_generation())
         self.watched = True
 
+    async def sleep(self, parts: Sequence[str]) -> None:
+        """Pauses, and drops parts from the device; see `engines.vllm.sleep`. Requests under way wait."""
+        new = self.presence.drop(parts)  # from now on no request is taken
+        if new:
+            await self.pause()
+            await self.workers("drop", new)
+
+    async def wake(self, parts: Sequence[str]) -> None:
+        """Takes memory for parts again, and goes on once everything is there."""
+        back = [part for part in parts if part in self.presence.asleep]
+        if back:
+            await self.workers("bring_back", back)
+            self.presence.asleep.difference_update(back)
+            await self._go_on()
+
+    async def _go_on(self) -> None:
+        if self.presence.ready:
+            await self.resume()
+
     async def begin_update(self) -> None:
         """Pauses and gets every worker's parameters ready to be written."""
+        self.presence.check_weights()
         await self.pause()
         await self._answer(self.llm.start_weight_update())
 
@@ -326,20 +352,23 @@ class VllmEngine:
         self.version = version
         if self._records:
             await self.workers("routes_version", version)
-        await self.resume()
+        self.presence.defined = True
+        await self._go_on()
         return await self.workers("transfer_report")
 
     async def abandon_update(self) -> None:
         """Takes back an update that cannot be finished. The engine stays paused until the next one has ended."""
+        self.presence.defined = False
         await self.workers("abandon_update")
 
     async def check_weights(self) -> list[dict[str, Any]]:
         """Receives weights once more and compares them with those in place; see `weights.sync.Compared`."""
+        self.presence.check_weights()
         await self.pause()
         try:
             return await self.workers("check_weights")
         finally:
-            await self.resume()
+            await self._go_on()
 
     async def probe(self) -> None:
         """Returns when every worker has answered."""

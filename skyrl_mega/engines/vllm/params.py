@@ -82,6 +82,8 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         """All of their parameters are tied to other layers'; what was derived from those is derived again."""
         self.layer_of: dict[str, _Layer] = {}
         self.checking = False
+        self.undefined = False
+        """Whether what the layers hold has been dropped, so that the next update must bring all of it."""
         self.different: list[str] = []
         seen: set[int] = set()
         for prefix, module in model.named_modules():
@@ -184,11 +186,11 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         """Ends the update. Returns, where it was a check, the parameters that differ from the live ones.
 
         Raises:
-            RuntimeError: A layer that processes its weights has not all of them.
+            RuntimeError: A layer that processes its weights, or has dropped them, has not all of them.
         """
         for layer in self.layers:
             if layer.missing:
-                if layer.live and (_quantised(layer.module) or _repacked(layer.module)):
+                if self.undefined or (layer.live and (_quantised(layer.module) or _repacked(layer.module))):
                     brings = "; weights.wire=fp8 brings scales" if _quantised(layer.module) else ""
                     raise RuntimeError(f"{', '.join(sorted(layer.missing))}: did not arrive{brings}")
                 layer.missing.clear()
@@ -196,6 +198,7 @@ class LoadTimeParameters(Mapping[str, Tensor]):
         if not self.checking:
             for layer in self.followers:
                 self._finish(layer)
+            self.undefined = False
         return self.different
 
     def abandon(self) -> None:

@@ -38,6 +38,8 @@ class EngineSpec:
     """Whether completions bring the experts that the model's tokens were routed to (`engines.vllm.routes`)."""
     extra: dict[str, Any] = field(default_factory=dict)
     """More vLLM engine arguments; `rollout.options` goes before them."""
+    sleeps: tuple[str, ...] = ()
+    """Parts of it (`config.residency.ENGINE`) that its device does not hold in every phase."""
     deterministic: bool = False
     """On a GPU: kernels whose results do not depend on the batch."""
 
@@ -114,6 +116,8 @@ def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
         arguments["distributed_executor_backend"] = "mp"
         if spec.routes:
             arguments["enable_return_routed_experts"] = True
+        if spec.sleeps:
+            arguments["enable_sleep_mode"] = True  # weights and cache lie in memory that can be given back by tags
         if former is None:
             arguments["gpu_memory_utilization"] = rollout.memory_fraction
         else:

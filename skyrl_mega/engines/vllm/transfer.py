@@ -22,6 +22,7 @@ from skyrl_mega.cluster import numa
 from skyrl_mega.engines.vllm.params import LoadTimeParameters, default_cache_scales
 from skyrl_mega.engines.vllm.routes import RouteRecorder
 from skyrl_mega.engines.vllm.seeds import draw_ahead
+from skyrl_mega.engines.vllm.sleep import CudaMemory, HostMemory, Parts, trim
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.routes import RouteShape
 from skyrl_mega.parallel.box import Shard
@@ -86,8 +87,10 @@ class ShardTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def finish_weight_update(self) -> None:
         """Sees that every layer works with what was written."""
-        start = time.perf_counter()
+        start, dropped = time.perf_counter(), self.parameters.undefined
         self.parameters.close()
+        if dropped and self.device.type == "cpu":
+            trim()  # of what was written aside
         self.report["load_s"] += time.perf_counter() - start
 
     def compare(self) -> dict[str, Any]:
@@ -120,6 +123,8 @@ class WorkerExtension:
     model_runner: Any
     recorder: RouteRecorder | None = None
     """Of routes, in the first worker of an engine that records them."""
+    parts: Parts | None = None
+    """Of its memory, once one has been dropped."""
 
     def transfer_report(self) -> dict[str, float]:
         """Seconds and bytes of the last sync, by the names of `executor.Report`."""
@@ -133,6 +138,28 @@ class WorkerExtension:
         """Bytes of this worker's KV cache: what it was given, or else what it measured."""
         given: int | None = self.cache_config.kv_cache_memory_bytes
         return int(given or self.available_kv_cache_memory_bytes)
+
+    def drop(self, parts: list[str]) -> None:
+        """Gives back the memory of these parts (`config.residency`); nothing may be under way."""
+        self.parts = self.parts or self._parts()
+        for part in parts:
+            self.parts.drop(part)
+
+    def bring_back(self, parts: list[str]) -> None:
+        """Takes their memory again; see `sleep.Parts.bring_back`."""
+        assert self.parts is not None, "drop comes first"
+        for part in parts:
+            self.parts.bring_back(part)
+
+    def _parts(self) -> Parts:
+        engine = self.weight_transfer_engine
+        if engine.device.type == "cuda":
+            from vllm.device_allocator import get_mem_allocator_instance
+
+            memory: CudaMemory | HostMemory = CudaMemory(get_mem_allocator_instance())
+        else:
+            memory = HostMemory(engine.model)
+        return Parts(engine.model, engine.parameters, self.model_runner.kv_caches, memory)
 
     def check_weights(self) -> dict[str, Any]:
         """See `ShardTransferEngine.compare`."""

@@ -1,0 +1,245 @@
+"""An engine that drops its weights and its cache: the memory goes and comes back, and nothing stale is ever served."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray as ray_module
+
+from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.fleet import Fleet, NobodyServes
+from skyrl_mega.cluster.group import ActorGroup
+from skyrl_mega.cluster.ray_session import session
+from skyrl_mega.config.residency import ENGINE
+from skyrl_mega.config.schema import Config, ModelConfig, RolloutConfig, WeightsConfig
+from skyrl_mega.engines.base import Request
+from skyrl_mega.engines.presence import CACHE, WEIGHTS
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.weights.sync import WeightSync
+from tests.support.engines import build_model, complete, spec_of, start_engine
+from tests.support.shards import REQUESTS, cut, holders
+
+SIZES = {"hidden": 512, "experts": 8, "expert_ffn": 512, "heads": 8, "head_dim": 64}
+CACHE_GIB = 0.1
+EXACT = 0.05
+"""How far the process may be from what is computed of its memory."""
+
+
+@dataclass
+class Place:
+    """An engine, a policy that brings its weights, and what it answered before it ever slept."""
+
+    model: Path
+    engines: ActorGroup
+    fleet: Fleet
+    sync: WeightSync
+    answers: list[tuple[list[int], list[float]]] = field(default_factory=list)
+
+    def ask(self) -> list[tuple[list[int], list[float]]]:
+        """Tokens and log-probs, every one of them after the cache was emptied."""
+        self.fleet.ask("forget", timeout=120)
+        found = complete(self.engines, REQUESTS)
+        return [(list(found[r.id].tokens), list(found[r.id].logprobs)) for r in REQUESTS]
+
+    def call(self, method: str, *args: Any) -> Any:
+        return ray_module.get(getattr(self.engines.actors[0], method).remote(*args), timeout=120)
+
+    def resident(self) -> int:
+        """Of its one worker."""
+        return int(self.call("workers", "resident")[0])
+
+    def rest_and_return(self) -> None:
+        """A step's rest: asleep, weights for a sync, the cache for the next generation."""
+        self.fleet.sleep(ENGINE)
+        self.fleet.wake([WEIGHTS])
+        self.sync.sync(2)
+        self.fleet.wake([CACHE])
+
+
+@contextmanager
+def place_of(folder: Path, kind: str, tensor: int = 1, **sizes: Any) -> Iterator[Place]:
+    """A place with an engine of so many workers."""
+    model = build_model(folder / kind, kind, 0, **sizes)
+    hf = json.loads((model / "config.json").read_text())
+    rollout = RolloutConfig(kv_cache_gib=CACHE_GIB, tensor=tensor)
+    weights = WeightsConfig(bucket_mib=1, timeout_s=60)
+    config = Config(model=ModelConfig(dtype="float32"), rollout=rollout, weights=weights)
+    extension = {"worker_extension_cls": "tests.support.sleeping.GarbageAfterWake"}
+    engines = start_engine("engine", spec_of(model, rollout, sleeps=ENGINE, extra=extension), folder)
+    fleet = Fleet(engines, restarts=2, start_timeout_s=300)
+    parallel = ParallelDims(ranks=1)
+    policy = holders(parallel, hf, folder)
+    policy.call_all("load", model, timeout=120)
+    place = Place(model, engines, fleet, WeightSync(policy, fleet, hf, cut(config, parallel), plans=folder / "plans"))
+    place.sync.sync(1)
+    place.answers = place.ask()
+    yield place
+    fleet.close()
+    policy.shutdown()
+    engines.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    with session(actors=8):
+        yield
+
+
+@pytest.fixture(scope="module")
+def place(ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with place_of(tmp_path_factory.mktemp("sleep"), "qwen3_moe", **SIZES) as made:
+        yield made
+
+
+def computed(place: Place) -> dict[str, int]:
+    """Bytes of each part: kernels of the CPU pack embedding and output projection once more, beside the parameter."""
+    hf = json.loads((place.model / "config.json").read_text())
+    weights = 4 * sum(piece.box.numel for piece in architecture(hf).engine_shard(hf, 1, 0).pieces)
+    return {WEIGHTS: weights + 2 * 4 * hf["vocab_size"] * hf["hidden_size"], CACHE: int(CACHE_GIB * 2**30)}
+
+
+def test_memory_goes_and_comes_back_and_log_probs_are_the_same_bits(place: Place) -> None:
+    place.rest_and_return()  # the cache's pages are touched for the first time
+    assert place.ask() == place.answers
+    parts = computed(place)
+    awake = place.resident()
+    place.fleet.sleep([CACHE])
+    place.fleet.sleep([CACHE])
+    without_cache = place.resident()
+    assert awake - without_cache == pytest.approx(parts[CACHE], rel=EXACT)
+    place.fleet.sleep([WEIGHTS])
+    asleep = place.resident()
+    assert without_cache - asleep == pytest.approx(parts[WEIGHTS], rel=EXACT)
+    place.fleet.wake([WEIGHTS])
+    place.fleet.wake([WEIGHTS])
+    place.sync.sync(3)
+    assert place.resident() - asleep == pytest.approx(parts[WEIGHTS], rel=EXACT)
+    place.fleet.wake([CACHE])
+    assert place.resident() - asleep == pytest.approx(sum(parts.values()), rel=EXACT)
+    assert place.ask() == place.answers
+
+
+def refused(place: Place, call: Any) -> str:
+    """What an engine says to a call that it does not answer."""
+    with pytest.raises(ray_module.exceptions.RayTaskError) as raised:
+        call()
+    return str(raised.value.cause)
+
+
+def test_without_weights_no_request_is_answered(place: Place) -> None:
+    fleet = place.fleet
+    fleet.sleep(ENGINE)
+    assert fleet.serving == []
+    with pytest.raises(NobodyServes, match="asleep: engine_weights, kv_cache"):
+        fleet.ask("forget", timeout=60)
+    assert refused(place, lambda: complete(place.engines, REQUESTS)).startswith("asleep: engine_weights, kv_cache")
+    assert refused(place, lambda: place.call("begin_update")).startswith("asleep: engine_weights; `wake`")
+    assert refused(place, lambda: place.call("check_weights")).startswith("asleep: engine_weights; `wake`")
+    assert place.call("health") == place.call("health")
+    place.call("probe")
+    fleet.wake(ENGINE)
+    assert fleet.serving == []
+    assert refused(place, lambda: complete(place.engines, REQUESTS)).startswith("its weights are undefined")
+    assert refused(place, lambda: place.call("resume")).startswith("its weights are undefined")
+    place.sync.sync(4)
+    assert fleet.serving == [0]
+    assert place.ask() == place.answers
+
+
+def test_an_update_that_fails_half_way_leaves_nothing_to_be_served(place: Place) -> None:
+    place.fleet.sleep([WEIGHTS])
+    place.fleet.wake([WEIGHTS])
+    place.call("begin_update")
+    lacking = refused(place, lambda: place.call("end_update", 5))
+    assert "model.embed_tokens.weight: did not arrive" in lacking
+    place.call("abandon_update")
+    assert refused(place, lambda: complete(place.engines, REQUESTS)).startswith("its weights are undefined")
+    place.sync.sync(5)
+    assert place.ask() == place.answers
+    # One that keeps its weights has half of an update in them, too.
+    place.call("begin_update")
+    place.call("abandon_update")
+    assert refused(place, lambda: complete(place.engines, REQUESTS)).startswith("its weights are undefined")
+    place.sync.sync(6)
+
+
+def test_requests_under_way_wait_and_go_on_with_the_same_tokens(place: Place) -> None:
+    long = [Request(f"long {i}", [5, 20, 40, 60, 7 + i], 110, seed=i) for i in range(24)]
+    undisturbed = complete(place.engines, long)
+    with ThreadPoolExecutor(1) as background:
+        place.fleet.ask("forget", timeout=60)
+        asking = background.submit(complete, place.engines, long)
+        place.call("probe")
+        place.fleet.sleep(ENGINE)
+        place.fleet.wake(ENGINE)
+        place.sync.sync(7)
+        found = asking.result(timeout=120)
+    assert any(len(c.versions) > 1 or c.versions[0][0] == 7 for c in found.values()), "none was under way"
+    assert {name: list(c.tokens) for name, c in found.items()} == {n: list(c.tokens) for n, c in undisturbed.items()}
+
+
+def grown(place: Place, cycles: int) -> int:
+    """Bytes that the process has more, awake, after so many cycles."""
+    place.rest_and_return()
+    before = place.resident()
+    for _ in range(cycles):
+        place.rest_and_return()
+        assert place.ask() == place.answers
+    return place.resident() - before
+
+
+def test_cycles_leave_nothing_behind(place: Place) -> None:
+    assert grown(place, 3) < EXACT * sum(computed(place).values())
+
+
+@pytest.mark.slow
+def test_twenty_cycles_leave_nothing_behind(place: Place) -> None:
+    assert grown(place, 20) < EXACT * sum(computed(place).values())
+
+
+@pytest.mark.slow
+def test_workers_with_tied_embeddings_and_biases_sleep_too(ray: None, tmp_path: Path) -> None:
+    with place_of(tmp_path, "qwen2", tensor=2, tied=True, hidden=128) as place:
+        for _ in range(2):
+            place.rest_and_return()
+            assert place.ask() == place.answers
+        assert not any(found.different for found in place.sync.check())
+
+
+@pytest.mark.slow
+def test_one_that_is_killed_asleep_starts_when_there_is_room_and_serves_the_same(place: Place) -> None:
+    """The only one: it starts for the sync, while room is made, and has put its cache to sleep before that ends."""
+    fleet, moments = place.fleet, []
+
+    @contextmanager
+    def room(rank: int) -> Iterator[None]:
+        moments.append(("made", rank, set(fleet.asleep)))
+        yield
+        moments.append(("taken", rank, place.resident()))
+
+    fleet.make_room = room
+    fleet.sleep(ENGINE)
+    old = place.engines.where[0].pid
+    os.kill(old, signal.SIGKILL)
+    fleet.wake([WEIGHTS])
+    assert moments == []
+    place.sync.sync(8)
+    assert [moment[:2] for moment in moments] == [("made", 0), ("taken", 0)]
+    assert moments[0][2] == {CACHE}
+    assert place.engines.where[0].pid != old
+    fleet.wake([CACHE])
+    assert place.ask() == place.answers
+    fleet.restarts = 0
+    os.kill(place.engines.where[0].pid, signal.SIGKILL)
+    with pytest.raises(ActorFailed, match=r"^engine-0 .* sleep: its process died"):
+        fleet.sleep(ENGINE)
