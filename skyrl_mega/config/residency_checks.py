@@ -25,7 +25,7 @@ BESIDE = {
 
 
 def check_residency(c: Config) -> None:
-    """Raises UserError for a part that there is not, and for what cannot be dropped of engines."""
+    """Raises UserError for a part that there is not, and for what cannot leave its device."""
     unknown = [part for part in c.residency.keep or () if part not in PARTS]
     if unknown:
         raise UserError(
@@ -38,3 +38,9 @@ def check_residency(c: Config) -> None:
                 f"rollout.options.{name}: {why}, so an engine with it cannot drop {' and '.join(dropped)}; leave it "
                 "out, or let residency.keep have engine_weights and kv_cache"
             )
+    moved = [part for part in ("parameters", "gradients") if part not in kept(c.residency.keep)]
+    if moved and c.policy.ddp_options.get("nccl_ub"):
+        raise UserError(
+            f"policy.ddp_options.nccl_ub: NCCL keeps the addresses of buffers, so {' and '.join(moved)} cannot leave "
+            "the device; leave it out, or let residency.keep have parameters and gradients"
+        )

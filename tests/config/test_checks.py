@@ -24,6 +24,7 @@ from skyrl_mega.config.errors import UserError
         ["cluster.device=cuda", "cluster.nodes=2"],
         ["data.mini_batch_prompts=16"],
         ["residency.keep=[engine_weights,kv_cache]", "rollout.options.enable_lora=true"],
+        ["residency.keep=[parameters,gradients]", "policy.ddp_options.nccl_ub=true"],
         ["policy.options.recompute_granularity=selective", "policy.ddp_options.bucket_size=1000"],
     ],
 )
@@ -258,6 +259,10 @@ WRONG = [
     (
         "residency.keep=[engine_weights] rollout.options.enable_lora=true",
         "rollout.options.enable_lora: no weight sync brings adapters, so an engine with it cannot drop kv_cache; leave",
+    ),
+    (
+        "residency.keep=[parameters] policy.ddp_options.nccl_ub=true",
+        "policy.ddp_options.nccl_ub: NCCL keeps the addresses of buffers, so gradients cannot leave the device; leave",
     ),
     ("rollout.options.logprobs_mode=raw", "rollout.options.logprobs_mode: the run decides it; leave it out"),
     ("rollout.options.enable_expert_parallel=true", "vLLM has no expert parallelism on a CPU; leave it out"),

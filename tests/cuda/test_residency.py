@@ -24,7 +24,7 @@ class CpuAsCuda(CudaAsCpu):
     """Tensors that lie on the CPU say that they are CUDA's."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == torch.Tensor.device.__get__:
             return CUDA
         return super().__torch_function__(func, types, args, kwargs)
 
@@ -63,9 +63,14 @@ def told(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     """What CUDA is asked for, in order."""
     found: list[Any] = []
     Stream.told = found
+
+    def note(*event: Any) -> int:
+        found.append(event)
+        return 0
+
     cudart = SimpleNamespace(
-        cudaHostRegister=lambda at, size, flags: found.append(("lock", at, size, flags)) or 0,
-        cudaHostUnregister=lambda at: found.append(("unlock", at)) or 0,
+        cudaHostRegister=lambda at, size, flags: note("lock", at, size, flags),
+        cudaHostUnregister=lambda at: note("unlock", at),
     )
     main = streams.MAIN
     monkeypatch.setattr(main, "wait_stream", lambda other: found.append("main waits"), raising=False)
