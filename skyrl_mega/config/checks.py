@@ -35,7 +35,7 @@ from skyrl_mega.config.optimizer_checks import check_optimizer
 from skyrl_mega.config.precision import check_precision
 from skyrl_mega.config.profile_checks import check_profile
 from skyrl_mega.config.replay_checks import check_replay
-from skyrl_mega.config.residency_checks import check_residency
+from skyrl_mega.config.residency_checks import SLEEP_ARGUMENTS, check_residency
 from skyrl_mega.config.sample_checks import check_samples
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.speed_checks import check_speed
@@ -58,6 +58,7 @@ ENGINE_ARGUMENTS = {
     "worker_extension_cls": None,
     "load_format": None,
     "enable_return_routed_experts": "policy.moe.replay=rollout",
+    **SLEEP_ARGUMENTS,
 }
 """vLLM's arguments that the run decides itself, and the setting to use instead (None: there is none)."""
 

@@ -3,14 +3,44 @@
 from __future__ import annotations
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.residency import PARTS
+from skyrl_mega.config.residency import ENGINE, PARTS, kept
 from skyrl_mega.config.schema import Config
+
+SLEEP_ARGUMENTS = {
+    "enable_sleep_mode": "residency.keep, without the parts that sleep",
+    "enable_cumem_allocator": "residency.keep, without the parts that sleep",
+    "sleep_mode_offload_cudagraph": None,
+    "sleep_preserve_parameter_names": None,
+}
+"""vLLM's arguments of its sleep mode, and the setting to use instead (None: there is none)."""
+BESIDE = {
+    "speculative_config": "no weight sync brings the weights of a draft model",
+    "enable_lora": "no weight sync brings adapters",
+    "kv_transfer_config": "a connector has memory of its own for the cache",
+    "kv_offloading_size": "a connector has memory of its own for the cache",
+    "cpu_offload_gb": "vLLM keeps weights in host memory itself",
+    "offload_group_size": "vLLM keeps weights in host memory itself",
+}
+"""Arguments of vLLM that go with no part that an engine drops, and why."""
 
 
 def check_residency(c: Config) -> None:
-    """Raises UserError for a part that there is not."""
+    """Raises UserError for a part that there is not, and for what cannot leave its device."""
     unknown = [part for part in c.residency.keep or () if part not in PARTS]
     if unknown:
         raise UserError(
             f"residency.keep = {unknown[0]}: no such part; allowed are {', '.join(PARTS)}, [] for none, null for all"
+        )
+    dropped = [part for part in ENGINE if part not in kept(c.residency.keep)]
+    for name, why in BESIDE.items() if dropped else ():
+        if c.rollout.options.get(name):
+            raise UserError(
+                f"rollout.options.{name}: {why}, so an engine with it cannot drop {' and '.join(dropped)}; leave it "
+                "out, or let residency.keep have engine_weights and kv_cache"
+            )
+    moved = [part for part in ("parameters", "gradients") if part not in kept(c.residency.keep)]
+    if moved and c.policy.ddp_options.get("nccl_ub"):
+        raise UserError(
+            f"policy.ddp_options.nccl_ub: NCCL keeps the addresses of buffers, so {' and '.join(moved)} cannot leave "
+            "the device; leave it out, or let residency.keep have parameters and gradients"
         )

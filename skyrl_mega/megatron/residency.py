@@ -45,7 +45,7 @@ class Part:
 
     def __init__(self, device: torch.device, *, dropped: bool = False) -> None:
         self._device, self._dropped = device, dropped
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream: torch.cuda.Stream | None = None
         self._storages: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
         """By its number in torch: a storage, its bytes, and where it begins in host memory."""
         self._host: HostMemory | None = None
@@ -117,8 +117,9 @@ class Part:
     def _copy(self, host: HostMemory, *, back: bool) -> int:
         """All storages, each in one copy, on a stream of its own: the link's two directions do not wait for each other,
         nor for the kernels of the current stream that have nothing to do with it."""
-        if self._stream is None:
+        if self._device.type == "cpu":
             return self._copies(host, back=back)
+        self._stream = self._stream or torch.cuda.Stream(self._device)
         current = torch.cuda.current_stream(self._device)
         self._stream.wait_stream(current)
         with torch.cuda.stream(self._stream):

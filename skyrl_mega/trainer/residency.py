@@ -39,7 +39,7 @@ class Residency:
         self.phase: str | None = None
         """The one that was entered last."""
         self._there: frozenset[str] | None = None
-        """Parts on the devices. None: not known, as at the start and in a move, and everybody is told anew."""
+        """Parts on the devices. None: not known, as at the start and in a move, and everybody is told."""
         self._starting = threading.Lock()
 
     @classmethod

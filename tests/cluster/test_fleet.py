@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,7 @@ class Server:
         self.number, self.trouble = number, Path(trouble)
         self.started = False
         self.cleared = 0
+        self.asleep: set[str] = set()
 
     def begun(self) -> bool:
         return self.started
@@ -49,8 +51,19 @@ class Server:
         assert self.started
         return self.number
 
-    def sleep(self, seconds: float) -> None:
+    def pause(self, seconds: float) -> None:
         time.sleep(seconds)
+
+    def sleep(self, parts: list[str]) -> None:
+        assert self.started
+        self.asleep |= {*parts}
+
+    def wake(self, parts: list[str]) -> None:
+        assert self.started
+        self.asleep -= {*parts}
+
+    def sleeps(self) -> set[str]:
+        return self.asleep
 
 
 @pytest.fixture(scope="module")
@@ -112,14 +125,18 @@ def test_one_that_is_started_again_is_given_what_the_first_found_and_room(fleet:
     old = fleet.group.where[1].pid
     asked: list[tuple[int, bool, bool]] = []
 
-    def room(rank: int) -> None:
-        started = fleet.group.call_one(rank, "begun", timeout=120)
-        asked.append((rank, bool(reaper.members(old)), started))
+    @contextmanager
+    def room(rank: int) -> Iterator[None]:
+        for _ in range(2):
+            started = fleet.group.call_one(rank, "begun", timeout=120)
+            asked.append((rank, bool(reaper.members(old)), started))
+            if not started:
+                yield
 
     fleet.make_room = room
     fleet.retire(1, "a reason")
     back(fleet, 1)
-    assert asked == [(1, False, False)]
+    assert asked == [(1, False, False), (1, False, True)]
     assert fleet.group.call_all("given", timeout=120) == [None, 11]
 
 
@@ -127,10 +144,12 @@ def test_policy_ranks_on_an_engines_gpus_give_memory_back(fleet: Fleet) -> None:
     """Engine 1 with one worker has rank 1, engine 0 with two has ranks 0 and 1. One that is busy is not
     waited for longer than it is given."""
     group, said = fleet.group, []
-    make_room(group, 1, 60.0, said.append, engine=1)
+    with make_room(group, 1, 60.0, said.append, engine=1):
+        pass
     assert group.call_all("gave", timeout=120) == [0, 1]
-    busy = group.submit(0, "sleep", 9.0)
-    make_room(group, 2, 3.0, said.append, engine=0)
+    busy = group.submit(0, "pause", 9.0)
+    with make_room(group, 2, 3.0, said.append, engine=0):
+        pass
     gather([busy], 120)
     assert said == ["server-0 gave no memory back within 3 s for engine-0, which starts again"]
     assert group.call_all("gave", timeout=120) == [1, 2]
@@ -161,3 +180,73 @@ def test_after_the_end_nothing_is_started(fleet: Fleet) -> None:
     fleet.group.shutdown()
     time.sleep(1)
     assert not any(reaper.members(w.pid) for w in fleet.group.where)
+
+
+def test_nobody_is_asked_while_parts_are_asleep(fleet: Fleet) -> None:
+    fleet.serve([0, 1])
+    fleet.sleep(["kv_cache"])
+    assert fleet.serving == []
+    with pytest.raises(NobodyServes, match="asleep: kv_cache"):
+        fleet.ask("answer", timeout=120)
+    fleet.sleep(["kv_cache", "engine_weights"])
+    assert fleet.group.call_all("sleeps", timeout=120) == [{"kv_cache", "engine_weights"}] * 2
+    fleet.wake(["kv_cache"])
+    assert fleet.group.call_all("sleeps", timeout=120) == [{"engine_weights"}] * 2
+    fleet.wake(["engine_weights"])
+    assert fleet.serving == [], "weights that were dropped are not up to date"
+    fleet.serve([0, 1])
+    fleet.sleep(["kv_cache"])
+    fleet.wake(["kv_cache"])
+    assert fleet.serving == [0, 1]
+
+
+def test_one_that_fails_asleep_starts_when_all_parts_are_awake(fleet: Fleet) -> None:
+    """Its process is ended at once, as its memory is another's; it takes none before."""
+    fleet.serve([0, 1])
+    fleet.sleep(["kv_cache", "engine_weights"])
+    old = fleet.group.where[1].pid
+    os.kill(old, signal.SIGSTOP)
+    fleet.start_timeout_s = 8
+    fleet.wake(["engine_weights"])
+    fleet.start_timeout_s = 180
+    deadline = time.monotonic() + 120
+    while fleet.group.where[1].pid == old:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert not reaper.members(old)
+    fleet.serve(fleet.present())
+    fleet.sleep(["engine_weights"])
+    time.sleep(1)
+    assert fleet.present() == [0]
+    fleet.wake(["engine_weights"])
+    assert fleet.present() == [0]
+    fleet.wake(["kv_cache"])
+    back(fleet, 1)
+    assert fleet.group.call_all("sleeps", timeout=120) == [set(), set()]
+
+
+def test_one_that_is_being_started_is_up_before_the_others_sleep(fleet: Fleet) -> None:
+    fleet.serve([0, 1])
+    fleet.retire(1, "a reason")
+    fleet.sleep(["kv_cache"])
+    assert fleet.present() == [0, 1]
+    assert fleet.group.call_all("sleeps", timeout=120) == [{"kv_cache"}] * 2
+
+
+def test_where_all_have_failed_asleep_room_is_made_and_what_slept_sleeps_again(fleet: Fleet) -> None:
+    fleet.serve([0, 1])
+    fleet.sleep(["kv_cache", "engine_weights"])
+    inside: list[tuple[int, set[str]]] = []
+
+    @contextmanager
+    def room(rank: int) -> Iterator[None]:
+        yield
+        inside.append((rank, fleet.group.call_one(rank, "sleeps", timeout=120)))
+
+    fleet.make_room = room
+    for where in fleet.group.where:
+        os.kill(where.pid, signal.SIGKILL)
+    fleet.wake(["engine_weights"])
+    assert inside == []
+    assert fleet.present() == [0, 1], "none may start later, when the room is taken"
+    assert sorted(inside) == [(0, {"kv_cache"}), (1, {"kv_cache"})]

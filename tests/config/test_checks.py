@@ -27,6 +27,8 @@ from skyrl_mega.config.errors import UserError
         ["policy.recompute=selective", "cluster.device=cuda", "cluster.nodes=2"],
         ["policy.fusions=[rope,permute]", "policy.moe.aux_loss=0.1", "cluster.device=cuda", "cluster.nodes=2"],
         ["policy.moe.dispatcher=deepep", "policy.layout.expert=2", "cluster.device=cuda", "cluster.nodes=2"],
+        ["residency.keep=[engine_weights,kv_cache]", "rollout.options.enable_lora=true"],
+        ["residency.keep=[parameters,gradients]", "policy.ddp_options.nccl_ub=true"],
         ["policy.options.recompute_granularity=selective", "policy.ddp_options.bucket_size=1000"],
     ],
 )
@@ -288,6 +290,18 @@ WRONG = [
     (
         "rollout.options.tensor_parallel_size=2",
         "rollout.options.tensor_parallel_size: the run decides it; use rollout.te",
+    ),
+    (
+        "rollout.options.enable_sleep_mode=true",
+        "rollout.options.enable_sleep_mode: the run decides it; use residency.keep, without the parts that sleep",
+    ),
+    (
+        "residency.keep=[engine_weights] rollout.options.enable_lora=true",
+        "rollout.options.enable_lora: no weight sync brings adapters, so an engine with it cannot drop kv_cache; leave",
+    ),
+    (
+        "residency.keep=[parameters] policy.ddp_options.nccl_ub=true",
+        "policy.ddp_options.nccl_ub: NCCL keeps the addresses of buffers, so gradients cannot leave the device; leave",
     ),
     ("rollout.options.logprobs_mode=raw", "rollout.options.logprobs_mode: the run decides it; leave it out"),
     ("rollout.options.enable_expert_parallel=true", "vLLM has no expert parallelism on a CPU; leave it out"),

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 HOPPER, BLACKWELL = (9, 0), (10, 0)
 
@@ -51,8 +53,12 @@ def _rows(seed: int, weight: Tensor, *_: Any, **__: Any) -> Tensor:
     return torch.randperm(rows, generator=torch.Generator().manual_seed(seed + rows))
 
 
-def _cached_rows(seed: int, _cache: dict[Any, Tensor], weight: Tensor, *_: Any, **__: Any) -> Tensor:
-    return _rows(seed, weight)
+def _cached_rows(seed: int, cache: dict[Any, Tensor], weight: Tensor, *_: Any, **__: Any) -> Tensor:
+    """FlashInfer keeps what it has made, on the device, in a dict of vLLM's."""
+    key = seed, weight.shape
+    if key not in cache:
+        cache[key] = _rows(seed, weight)
+    return cache[key]
 
 
 def _required_layout(
@@ -185,16 +191,68 @@ def ranks(worker: Worker) -> Iterator[None]:
         state.destroy_distributed_environment()
 
 
+class Pool(TorchDispatchMode):
+    """vLLM's allocator for sleep mode (`CuMemAllocator`), as far as a worker asks it: within it, what is allocated
+    belongs to a tag, `discard` makes garbage of that, and it comes back at the same addresses."""
+
+    def __init__(self, tag: str) -> None:
+        super().__init__()
+        self.tag = tag
+        self.pointer_to_data: dict[int, Any] = {}
+        self.storages: list[torch.UntypedStorage] = []
+        """Held, so that no address is given out twice."""
+        self.asleep = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func is torch.ops.aten.lift_fresh.default  # torch.tensor has filled it already
+        given = {t.untyped_storage()._cdata for t in tree_leaves((args, kwargs)) if not made and _has_memory(t)}
+        out = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(out):
+            if _has_memory(tensor) and tensor.untyped_storage()._cdata not in given:
+                storage = tensor.untyped_storage()
+                if storage.nbytes() and storage.data_ptr() not in self.pointer_to_data:
+                    handle = (0, storage.nbytes(), storage.data_ptr(), 0)
+                    self.pointer_to_data[storage.data_ptr()] = SimpleNamespace(handle=handle, tag=self.tag)
+                    self.storages.append(storage)
+        return out
+
+    def bytes(self) -> dict[int, Tensor]:
+        """What is in it, by address."""
+        return {s.data_ptr(): torch.empty(0, dtype=torch.uint8).set_(s) for s in self.storages}
+
+    def held(self) -> set[int]:
+        """Addresses of what is in use, whoever it is that uses it."""
+        return {s.data_ptr() for s in self.storages if torch._C._storage_Use_Count(s._cdata) > 1}
+
+    def discard(self, tags: tuple[str, ...]) -> None:
+        """As vLLM's. NaN in every floating-point type."""
+        if self.tag in tags:
+            self.asleep = True
+            for content in self.bytes().values():
+                content.fill_(0xFF)
+
+    def wake_up(self, tags: list[str]) -> None:
+        """As vLLM's."""
+        assert not self.asleep or self.tag in tags
+        self.asleep = False
+
+
+def _has_memory(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.device.type != "meta"
+
+
 # ---- a worker --------------------------------------------------------------------------------------------------------
 
 
 def load(config: Any, worker: Worker, path: Path, load_format: str = "auto") -> Module:
     """A worker's model as vLLM loads it from a Hugging Face directory. Inside of `device`."""
     from vllm.config import set_current_vllm_config
+    from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader import get_model
 
     config.model_config.model, config.load_config.load_format = str(path), load_format
     config.compilation_config.static_forward_context.clear()
+    rotary_embedding._ROPE_DICT.clear()  # a worker has one model
     with set_current_vllm_config(config), ranks(worker):
         return get_model(vllm_config=config)
 

@@ -69,7 +69,7 @@ def test_storages_leave_and_come_back_bit_by_bit() -> None:
     for _ in range(3):
         assert part.offload(views) == sum(b.nbytes for b in buffers)
         assert [v.untyped_storage().nbytes() for v in views] == [0] * 4
-        assert bits(part.held(v) for v in views) == before[1]  # type: ignore[misc]
+        assert bits(part.held(v) for v in views) == before[1]
         assert part.offload(views) == 0, "it is away"
         assert part.onload() == sum(b.nbytes for b in buffers)
         assert (bits(buffers), bits(views)) == before
@@ -118,7 +118,7 @@ def test_a_move_that_was_broken_off_is_made_again(copy: int, late: bool) -> None
     with pytest.raises(KeyboardInterrupt), Broken(copy, late):
         part.onload()
     assert part.away, "it is not there until all of it is"
-    assert bits(part.held(v) for v in views) == before  # type: ignore[misc]
+    assert bits(part.held(v) for v in views) == before
     part.offload(views)
     assert [v.untyped_storage().nbytes() for v in views] == [0] * 4
     part.onload()
@@ -159,7 +159,7 @@ def test_a_storage_of_two_parts_belongs_to_the_first() -> None:
 
 def cycles(rank: int, address: str, path: Path, policy: PolicyConfig, turns: bool) -> Any:
     """Log-probs, an optimizer step and rollouts, again and again: memory and log-probs by phase, and the weights."""
-    torch.backends.mkldnn.enabled = False  # it keeps memory for every shape that it has seen
+    torch.backends.mkldnn.set_flags(False)  # it keeps memory for every shape that it has seen
     opened = layouts.open_rank(rank, address, path, layouts.layout(1), policy, torch.bfloat16)
     micros = [layouts.some_batch(100, count=4)]
     sizes = {

@@ -9,6 +9,9 @@ import torch
 from skyrl_mega.engines.presence import WEIGHTS
 from skyrl_mega.engines.vllm.transfer import WorkerExtension
 
+GARBAGE = 777.0
+"""A number, as the check of a sync compares padding with itself, which NaN is not equal to."""
+
 
 class GarbageAfterWake(WorkerExtension):
     """vLLM's `worker_extension_cls` of engines in tests."""
@@ -19,7 +22,7 @@ class GarbageAfterWake(WorkerExtension):
         super().bring_back(parts)
         if WEIGHTS in parts:
             for parameter in self.weight_transfer_engine.model.parameters():
-                parameter.data.fill_(torch.nan)
+                parameter.data.fill_(GARBAGE)
 
     def resident(self) -> int:
         """Bytes of the process's memory (VmRSS)."""

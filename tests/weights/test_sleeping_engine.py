@@ -66,29 +66,39 @@ class Place:
         self.fleet.wake([CACHE])
 
 
-@pytest.fixture(scope="module")
-def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
-    folder = tmp_path_factory.mktemp("sleep")
-    model = build_model(folder / "moe", "qwen3_moe", 0, **SIZES)
+@contextmanager
+def place_of(folder: Path, kind: str, tensor: int = 1, **sizes: Any) -> Iterator[Place]:
+    """A place with an engine of so many workers."""
+    model = build_model(folder / kind, kind, 0, **sizes)
     hf = json.loads((model / "config.json").read_text())
-    rollout = RolloutConfig(kv_cache_gib=CACHE_GIB)
-    config = Config(
-        model=ModelConfig(dtype="float32"), rollout=rollout, weights=WeightsConfig(bucket_mib=1, timeout_s=60)
-    )
+    rollout = RolloutConfig(kv_cache_gib=CACHE_GIB, tensor=tensor)
+    weights = WeightsConfig(bucket_mib=1, timeout_s=60)
+    config = Config(model=ModelConfig(dtype="float32"), rollout=rollout, weights=weights)
     extension = {"worker_extension_cls": "tests.support.sleeping.GarbageAfterWake"}
-    with session(actors=4):
-        engines = start_engine("engine", spec_of(model, rollout, sleeps=ENGINE, extra=extension), folder)
-        fleet = Fleet(engines, restarts=2, start_timeout_s=300)
-        parallel = ParallelDims(ranks=1)
-        policy = holders(parallel, hf, folder)
-        policy.call_all("load", model, timeout=120)
-        place = Place(model, engines, fleet, WeightSync(policy, fleet, hf, cut(config, parallel), plans=folder / "p"))
-        place.sync.sync(1)
-        place.answers = place.ask()
-        yield place
-        fleet.close()
-        policy.shutdown()
-        engines.shutdown()
+    engines = start_engine("engine", spec_of(model, rollout, sleeps=ENGINE, extra=extension), folder)
+    fleet = Fleet(engines, restarts=2, start_timeout_s=300)
+    parallel = ParallelDims(ranks=1)
+    policy = holders(parallel, hf, folder)
+    policy.call_all("load", model, timeout=120)
+    place = Place(model, engines, fleet, WeightSync(policy, fleet, hf, cut(config, parallel), plans=folder / "plans"))
+    place.sync.sync(1)
+    place.answers = place.ask()
+    yield place
+    fleet.close()
+    policy.shutdown()
+    engines.shutdown()
+
+
+@pytest.fixture(scope="module")
+def ray() -> Iterator[None]:
+    with session(actors=8):
+        yield
+
+
+@pytest.fixture(scope="module")
+def place(ray: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
+    with place_of(tmp_path_factory.mktemp("sleep"), "qwen3_moe", **SIZES) as made:
+        yield made
 
 
 def computed(place: Place) -> dict[str, int]:
@@ -195,6 +205,15 @@ def test_cycles_leave_nothing_behind(place: Place) -> None:
 @pytest.mark.slow
 def test_twenty_cycles_leave_nothing_behind(place: Place) -> None:
     assert grown(place, 20) < EXACT * sum(computed(place).values())
+
+
+@pytest.mark.slow
+def test_workers_with_tied_embeddings_and_biases_sleep_too(ray: None, tmp_path: Path) -> None:
+    with place_of(tmp_path, "qwen2", tensor=2, tied=True, hidden=128) as place:
+        for _ in range(2):
+            place.rest_and_return()
+            assert place.ask() == place.answers
+        assert not any(found.different for found in place.sync.check())
 
 
 @pytest.mark.slow

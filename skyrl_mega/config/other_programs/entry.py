@@ -49,8 +49,14 @@ UNUSED = none("nothing here needs it; leave it out")
 FROM_CONFIG = none("it is read from the model's config.json; leave it out")
 NO_FSDP = none("Megatron trains every model; policy.layout cuts it over the GPUs")
 NO_LORA = none("all weights are trained; leave it out")
-NO_OFFLOAD = none(
-    "policy and engines stay in GPU memory all the time; --dry-run says what fits, --suggest finds a layout"
+NO_OFFLOAD = none("what takes turns in GPU memory are the parts that residency.keep leaves out; leave it out")
+STAYS = "a list of the parts that stay; without "
+ENGINES_SLEEP = to(
+    "residency.keep",
+    note=f"{STAYS}engine_weights and kv_cache",
+    values={
+        "false": to("residency.keep", note="a list of the parts that stay, engine_weights and kv_cache among them")
+    },
 )
 NO_ASYNC = none("generation and training alternate, so that no sample is off policy; leave it out")
 RUN_DECIDES = none("the run decides it; leave it out")

@@ -27,6 +27,7 @@ from skyrl_mega.config.other_programs.entry import (
     OWN_LOSS,
     PROFILER,
     RUN_DECIDES,
+    STAYS,
     UNUSED,
     Table,
     none,
@@ -183,7 +184,9 @@ _MEGATRON_OPTIONS: Table = {
     **ROUTER_REPLAY,
     "qat.*": none("there is no training for low precision; leave it out"),
     "use_megatron_fsdp": NO_FSDP,
-    **several(NO_OFFLOAD, "param_offload grad_offload optimizer_offload"),
+    "param_offload": to("residency.keep", note=f"{STAYS}parameters"),
+    "grad_offload": to("residency.keep", note=f"{STAYS}gradients"),
+    "optimizer_offload": to("residency.keep", note=f"{STAYS}optimizer"),
     **several(
         NO_CHECKPOINT_CHOICE,
         "use_dist_checkpointing dist_checkpointing_path dist_checkpointing_prefix "
@@ -349,7 +352,7 @@ _REFERENCE = under(
         "log_prob_micro_batch_size_per_gpu": MICRO,
         "log_prob_max_token_len_per_gpu": to("policy.micro_tokens"),
         "log_prob_use_dynamic_bsz": ALWAYS,
-        "megatron.param_offload": NO_OFFLOAD,
+        "megatron.param_offload": none("a reference on the policy's ranks lies in host memory always; leave it out"),
         "fsdp_config.*": NO_FSDP,
         "profiler.*": NO_PROFILER,
         "*": none("the reference is built as the policy is; leave it out"),

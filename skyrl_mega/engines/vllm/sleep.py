@@ -2,7 +2,7 @@
 
 On CUDA vLLM's allocator for its sleep mode holds them (`device_allocator/cumem.py`), started by `enable_sleep_mode`. It
 gives back the pages of all that was allocated under a tag, and maps new ones to the same addresses, which CUDA graphs
-hold. We use its `discard`, which keeps no copy: an update brings every weight anew. What lies in the same memory and no
+hold. We use its `discard`, which keeps no copy: an update brings every weight. What lies in the same memory and no
 update brings, such as rotary tables, scales and orders of rows, is a constant: it is copied to the host before, and
 back. vLLM's own `sleep(level=2)` saves the model's buffers alone, and drops both parts or none.
 

@@ -1,0 +1,150 @@
+"""One ledger moves what a phase needs: what leaves before what comes, nothing twice, and nothing at all by default."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from skyrl_mega.config.residency import ENGINE, NEEDS, PARTS, POLICY, kept
+from skyrl_mega.telemetry.console import Console
+from skyrl_mega.trainer import residency
+from skyrl_mega.trainer.residency import Residency
+from skyrl_mega.trainer.step import Step
+
+
+class Devices:
+    """Models and engines that note every move, and refuse what there is no room for."""
+
+    def __init__(self, most: Callable[[set[str]], bool] = lambda there: True) -> None:
+        self.there, self.most = set(PARTS), most
+        self.moves: list[tuple[str, tuple[str, ...]]] = []
+
+    def _leave(self, parts: Any) -> list[int]:
+        self.moves.append(("out", tuple(parts)))
+        self.there -= set(parts)
+        return [10 * len(parts), 7]
+
+    def _come(self, parts: Any) -> list[int]:
+        self.moves.append(("in", tuple(parts)))
+        self.there |= set(parts)
+        assert self.most(self.there), f"no room for {parts} beside {self.there}"
+        return [10 * len(parts), 7]
+
+    offload = sleep = _leave
+    onload = wake = _come
+
+
+@pytest.fixture(autouse=True)
+def _at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "gather", lambda calls, timeout: calls)
+
+
+def ledger(devices: Any, keep: list[str] | None, critic: bool = True) -> Residency:
+    return Residency(keep, policy=devices, critic=devices if critic else None, fleet=devices, timeout_s=1.0)
+
+
+STEP = ["generate", "logprobs", "values", "critic", "train", "sync", "eval", "checkpoint", "generate"]
+
+
+@given(st.sets(st.sampled_from(PARTS)), st.lists(st.sampled_from([*NEEDS, "checkpoint"]), max_size=12))
+def test_a_phase_finds_what_it_needs_and_no_more_than_that_and_what_is_kept(keep: set[str], phases: list[str]) -> None:
+    """The device never holds more than the larger of two phases: what leaves goes before what comes."""
+    devices = Devices()
+    run = ledger(devices, sorted(keep))
+    last: frozenset[str] | None = None
+    for phase in phases:
+        wanted = NEEDS[phase] | keep if phase in NEEDS else last
+        if last is not None and wanted is not None:
+            devices.most = lambda there, wanted=wanted: there <= wanted  # type: ignore[misc]
+        before = len(devices.moves)
+        metrics = run.enter(phase)
+        if wanted is None:
+            assert devices.there == set(PARTS)
+            continue
+        assert devices.there == wanted
+        if wanted == last:
+            assert not metrics and len(devices.moves) == before, "nothing moves twice"
+        last = wanted
+
+
+def test_without_the_setting_nothing_is_called() -> None:
+    class Nobody:
+        def __getattr__(self, name: str) -> Any:
+            raise AssertionError(f"{name} is called")
+
+    run, step = ledger(Nobody(), None), Step(1, Console(), arrange=Residency().enter)
+    for phase in STEP:
+        assert run.enter(phase) == {}
+        with step.phase(phase):
+            pass
+    assert set(step.metrics) == {f"time/{phase}" for phase in STEP}
+
+
+def test_a_step_counts_what_moved() -> None:
+    devices = Devices()
+    run = ledger(devices, [], critic=False)
+    step = Step(1, Console(), arrange=run.enter)
+    for phase in ("generate", "logprobs", "train", "sync", "generate", "checkpoint"):
+        with step.phase(phase):
+            pass
+    assert step.metrics["time/residency"] >= 0 and step.metrics["time/checkpoint"] >= 0
+    assert step.metrics["residency/bytes_out"] == 30 + 7 + 7 + 20 + 10, "each move's largest rank"
+    assert step.metrics["residency/bytes_in"] == 0 + 10 + 20 + 0 + 0
+    moved = [(where, parts) for where, parts in devices.moves if parts]
+    assert moved == [
+        ("out", POLICY),  # at the start nobody knows
+        ("in", ENGINE),
+        ("out", ENGINE),
+        ("in", ("parameters",)),
+        ("in", ("gradients", "optimizer")),
+        ("out", ("gradients", "optimizer")),
+        ("in", ("engine_weights",)),
+        ("out", ("parameters",)),
+        ("in", ("kv_cache",)),
+    ]
+
+
+def test_a_move_that_failed_is_made_again() -> None:
+    devices = Devices()
+    run = ledger(devices, [])
+    run.enter("generate")
+    devices.most = lambda there: "parameters" not in there
+    with pytest.raises(AssertionError, match="no room"):
+        run.enter("train")
+    devices.most = lambda there: True
+    run.enter("train")
+    assert devices.there == NEEDS["train"]
+
+
+def test_an_engine_that_starts_again_gets_its_memory() -> None:
+    """In a phase in which engines are not whole the loop waits; what models hold leaves, one engine at a time."""
+    devices = Devices()
+    run = ledger(devices, ["critic"])
+    run.enter("sync")
+    inside: list[set[str]] = []
+
+    def start(engine: int) -> None:
+        with run.room(engine):
+            inside.append(set(devices.there))
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(start, range(2)))
+    assert inside == [{"critic", "engine_weights"}] * 2
+    assert devices.there == NEEDS["sync"] | kept(["critic"]), "and comes back"
+    run.enter("generate")
+    devices.moves.clear()
+    start(0)
+    assert [parts for _, parts in devices.moves] == [(), ()], "only what torch keeps for later is given back"
+
+
+def test_where_engines_keep_all_their_memory_a_model_is_left_alone() -> None:
+    devices = Devices()
+    run = ledger(devices, [*ENGINE])
+    run.enter("train")
+    with run.room(0):
+        assert devices.there >= set(POLICY)
