@@ -2,7 +2,8 @@
 
 Rows differ in length from one micro-batch to the next, and blocks of fixed segments are then too small for the next row
 and too large to lie idle: several GiB are cached and fit nothing. A segment that expands maps pages where they are
-needed and leaves no such gaps. vLLM's sleep mode and its memory pool do not work with them, so engines have none.
+needed and leaves no such gaps. The memory of vLLM's sleep mode cannot lie in them (`engines/vllm/sleep.py`), so engines
+have none; vLLM turns off those of a user while it allocates there.
 """
 
 from __future__ import annotations

@@ -61,6 +61,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     made: Any = WorkerExtension()
     engine = SimpleNamespace(device=torch.device("cuda"), model=model, parameters=SimpleNamespace(undefined=False))
     made.weight_transfer_engine = engine
+    made.synchronize_device = lambda: allocator.calls.append(("synchronize", ()))
     made.model_runner, made.allocator = SimpleNamespace(kv_caches=[cache.view(4, 8)]), allocator
     return made
 
@@ -80,7 +81,8 @@ def test_a_worker_drops_by_tags_and_gets_back_what_no_update_brings(worker: Any)
     assert not any(p.any() for p in model.parameters())
     assert worker.model_runner.kv_caches[0].isnan().all(), "the cache still sleeps"
     worker.bring_back([WEIGHTS, CACHE])
-    assert worker.allocator.calls[4:] == [("wake_up", ("weights",)), ("wake_up", ("kv_cache",))]
+    waited = ("synchronize", ())
+    assert worker.allocator.calls[4:] == [("wake_up", ("weights",)), waited, ("wake_up", ("kv_cache",)), waited]
     assert not worker.model_runner.kv_caches[0].any(), "an empty cache"
     assert worker.parts.saved == []
 

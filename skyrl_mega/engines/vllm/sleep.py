@@ -23,8 +23,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import Module
+from torch.nn import Module, Parameter
 
 from skyrl_mega.engines.presence import CACHE, WEIGHTS
 from skyrl_mega.engines.vllm.params import LoadTimeParameters
@@ -175,7 +174,8 @@ def _alive() -> list[Tensor]:
     finally:
         if frozen:
             gc.freeze()
-    tensors = [one for one in objects if issubclass(type(one), Tensor) and not issubclass(type(one), FakeTensor)]
+    # Other kinds of tensors, such as the compiler's, have no memory of their own.
+    tensors = [one for one in objects if type(one) is Tensor or issubclass(type(one), Parameter)]
     return [one for one in tensors if one.layout is torch.strided and one.device.type != "meta"]
 
 

@@ -8,6 +8,7 @@ it in the order init, then start, update, finish for every sync.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -123,6 +124,7 @@ class WorkerExtension:
     available_kv_cache_memory_bytes: float
     _weight_update_active: bool
     model_runner: Any
+    synchronize_device: Callable[[], None]
     recorder: RouteRecorder | None = None
     """Of routes, in the first worker of an engine that records them."""
     meters: tuple[MemoryMeter, StepCounter] | None = None
@@ -161,6 +163,7 @@ class WorkerExtension:
         assert self.parts is not None, "drop comes first"
         for part in parts:
             self.parts.bring_back(part)
+        self.synchronize_device()  # an update writes on a stream of its own
 
     def _parts(self) -> Parts:
         engine = self.weight_transfer_engine
