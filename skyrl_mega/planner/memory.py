@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import prod
 
 from skyrl_mega.config import allocator, limits
@@ -137,15 +137,19 @@ def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
     width = 4 * d.hidden + max(sum(block.engine_width(cut) for block in kind) for kind in d.kinds)
     # Logits, in float32 too, and what sampling sorts: values and indices.
     working = prefill * width * size + rollout.concurrency * d.vocab * (size + 4 + 4 + 8 + 4)
-    per_token = kv_bytes_per_token(d, rollout.tensor, size)
-    sync = int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20)
+    made = partial(
+        EngineMemory,
+        weights=weights,
+        working=int(working),
+        sync=int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20),
+        per_token=kv_bytes_per_token(d, rollout.tensor, size),
+        keep=_keep(config),
+    )
     if on_cpu(config):
         kv = int(rollout.kv_cache_gib * GIB)
-        budget = weights + int(working) + kv
-        return EngineMemory(weights, int(working), sync, 0, budget, 0, per_token, given=kv, keep=_keep(config))
+        return made(reserve=0, budget=weights + int(working) + kv, beside=0, given=kv)
     reserve = LIBRARIES + (0 if eager(rollout, config.cluster.device) else GRAPHS)
-    budget = int(rollout.memory_fraction * gpu_bytes(config))
-    return EngineMemory(weights, int(working), sync, reserve, budget, BESIDE, per_token, keep=_keep(config))
+    return made(reserve=reserve, budget=int(rollout.memory_fraction * gpu_bytes(config)), beside=BESIDE)
 
 
 @lru_cache(maxsize=256)

@@ -1,7 +1,7 @@
 """What moves between a GPU and host memory in a step, and how long that takes.
 
 Every part that is not kept (`residency.keep`) goes to the device once and comes back once; gradients, the engines'
-weights and their cache are dropped and made anew, which copies nothing. Assumed: all GPUs of a node move at once, each
+weights and their cache are dropped and made again, which copies nothing. Assumed: all GPUs of a node move at once, each
 over its own link (`cluster.rates.host_gb_s`), and share the memory of their node (`host_node_gb_s`); pinned memory lies
 beside the GPU's own socket; a copy in does not overlap with one out, nor with work.
 """

@@ -49,9 +49,8 @@ UNUSED = none("nothing here needs it; leave it out")
 FROM_CONFIG = none("it is read from the model's config.json; leave it out")
 NO_FSDP = none("Megatron trains every model; policy.layout cuts it over the GPUs")
 NO_LORA = none("all weights are trained; leave it out")
-NO_OFFLOAD = none(
-    "policy and engines stay in GPU memory all the time; --dry-run says what fits, --suggest finds a layout"
-)
+TURNS = to("residency.keep", note="a list of the parts that stay on the device; [] has all of them take turns")
+NO_OFFLOAD = none("there is none of it; residency.keep=[] has policy and engines take turns in a GPU's memory")
 NO_ASYNC = none("generation and training alternate, so that no sample is off policy; leave it out")
 RUN_DECIDES = none("the run decides it; leave it out")
 NO_PROFILER = none("there is no profiler; metrics.jsonl has the time of every phase")

@@ -25,6 +25,7 @@ from skyrl_mega.config.other_programs.entry import (
     ONE_CAP,
     OWN_LOSS,
     RUN_DECIDES,
+    TURNS,
     UNUSED,
     Table,
     none,
@@ -194,7 +195,7 @@ _MEGATRON_OPTIONS: Table = {
     **ROUTER_REPLAY,
     "qat.*": none("there is no training for low precision; leave it out"),
     "use_megatron_fsdp": NO_FSDP,
-    **several(NO_OFFLOAD, "param_offload grad_offload optimizer_offload"),
+    **several(TURNS, "param_offload grad_offload optimizer_offload"),
     **several(
         NO_CHECKPOINT_CHOICE,
         "use_dist_checkpointing dist_checkpointing_path dist_checkpointing_prefix "
@@ -360,7 +361,9 @@ _REFERENCE = under(
         "log_prob_micro_batch_size_per_gpu": MICRO,
         "log_prob_max_token_len_per_gpu": to("policy.micro_tokens"),
         "log_prob_use_dynamic_bsz": ALWAYS,
-        "megatron.param_offload": NO_OFFLOAD,
+        "megatron.param_offload": none(
+            "where it shares the policy's ranks, it always lies in host memory; leave it out"
+        ),
         "fsdp_config.*": NO_FSDP,
         "profiler.*": NO_PROFILER,
         "*": none("the reference is built as the policy is; leave it out"),

@@ -9,7 +9,7 @@ from typing import Optional
 @dataclass
 class ResidencyConfig:
     """Policy, critic and engines that share GPUs take turns in their memory: what a phase does not need lies in host
-    memory, or nowhere where it can be made anew."""
+    memory, or nowhere where it can be made again."""
 
     keep: Optional[list[str]] = None
     """Parts that stay on the device in every phase; None keeps all, an empty list none. Parts: engine_weights (dropped;
