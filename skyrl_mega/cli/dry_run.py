@@ -27,11 +27,9 @@ from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import fit, layout_text
 from skyrl_mega.planner.batch import Batch, batch
 from skyrl_mega.planner.flops import flops
-from skyrl_mega.planner.host_memory import disk, host_memory, shares
+from skyrl_mega.planner.host_memory import crowded, disk, host_memory, shares
 from skyrl_mega.planner.memory import (
     GIB,
-    MARGIN,
-    PolicyMemory,
     critic_dims,
     critic_memory,
     engine_memory,
@@ -42,15 +40,14 @@ from skyrl_mega.planner.memory import (
     reference_memory,
 )
 from skyrl_mega.planner.placement import nodes
+from skyrl_mega.planner.processes import COUNTED, MARGIN, PolicyMemory
+from skyrl_mega.planner.shared import shared_gpu, stages
 from skyrl_mega.planner.times import at_once, generate_time, mfu, step_time
 from skyrl_mega.telemetry.trackers import registry
 from skyrl_mega.weights.plan import report
 from skyrl_mega.weights.plan.cost import cost, host_time
 from skyrl_mega.weights.plan.plan import Plan
 from skyrl_mega.weights.plan.sync_plan import sync_plan, wire_text
-
-COUNTED = ("weights", "gradients", "optimizer", "reference", "sync")
-"""Kinds of memory that are counted from tensors' shapes; the others are estimated."""
 
 
 def checked(config: Config) -> tuple[Mapping[str, Any], list[str]]:
@@ -147,6 +144,8 @@ def _kinds(memory: PolicyMemory) -> dict[str, Any]:
         "phase": memory.busiest,
         "peak": memory.peak,
         "least": memory.least,
+        "parked": memory.parked,
+        "phases": {phase: memory.phase(phase) for phase in memory.phases},
     }
 
 
@@ -171,18 +170,22 @@ def _engines(config: Config, d: Decoder, made: Batch) -> dict[str, Any]:
 
 def _shared(config: Config, d: Decoder, parallel: ParallelDims) -> dict[str, Any] | None:
     """The fullest of the GPUs that policy and engines share, phase by phase."""
-    gpu = fit.shared_gpu(config, d, parallel)
+    gpu = shared_gpu(config, d, parallel)
     if gpu is None:
         return None
-    held = gpu.policy.held
+    held, phases = gpu.policy.held, gpu.policy.phases
+    beside = gpu.engine.beside
     return {
         "rank": gpu.rank,
-        "policy": {name: gpu.policy.resident + sum(size) for name, size in gpu.policy.phases.items()},
-        "engine": gpu.engine.budget,
-        "beside": gpu.engine.beside,
-        "left": {name: gpu.left(name) for name in gpu.policy.phases},
+        "keep": config.residency.keep,
+        "parts": {name: {"policy": gpu.policy.phase(name), "engine": gpu.engine.phase(name)} for name in phases},
+        "policy": {name: gpu.policy.totals[name] for name in phases},
+        "engine": {name: gpu.engine.totals[name] - beside for name in phases},
+        "beside": beside,
+        "left": {name: gpu.left(name) for name in phases},
         "margin": gpu.margin,
-        "idle": held.gradients + held.optimizer,
+        "phase": gpu.busiest,
+        "idle": sum(getattr(held, kind) for kind in ("gradients", "optimizer") if gpu.policy.there(kind, "generate")),
     }
 
 
@@ -236,8 +239,12 @@ def _notes(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
         notes.append(f"the sizes are those of {name}")
     if config.cluster.device == "auto":
         notes.append("cluster.device=auto is planned as cuda")
-    if config.cluster.shared and not on_cpu(config):
-        notes.append("cluster.shared=true: policy and engines both stay in a GPU's memory all the time")
+    if config.cluster.shared and not on_cpu(config) and config.residency.keep is None:
+        notes.append(
+            "cluster.shared=true: policy and engines both stay in a GPU's memory all the time; residency.keep=[] has "
+            "them take turns"
+        )
+    notes += crowded(config, d, parallel)
     if made.oversize:
         notes.append(
             f"a sequence of up to {made.longest:,} tokens is above policy.micro_tokens × context = {made.budget:,}: it "
@@ -253,15 +260,15 @@ def _notes(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
             f"policy.layout.tensor={parallel.tensor} is above cluster.gpus_per_node={config.cluster.gpus_per_node}: "
             "tensor parallel groups cross nodes, which is slow"
         )
-    shared = fit.shared_gpu(config, d, parallel)
+    shared = shared_gpu(config, d, parallel)
     if shared and shared.margin < 0:
         notes.append(
             f"tight: by the estimates a shared GPU lacks {-shared.margin / GIB:.1f} GiB in phase "
-            f"{shared.policy.busiest}, though within their margin; lower rollout.memory_fraction"
+            f"{shared.busiest}, though within their margin; lower rollout.memory_fraction"
         )
     elif shared and shared.margin < shared.doubt:
         notes.append(
-            f"close: {shared.margin / GIB:.1f} GiB of a shared GPU are left in phase {shared.policy.busiest}, whose "
+            f"close: {shared.margin / GIB:.1f} GiB of a shared GPU are left in phase {shared.busiest}, whose "
             f"estimates may be {shared.doubt / GIB:.1f} too low; where memory runs out, lower policy.micro_tokens or "
             "rollout.memory_fraction"
         )
@@ -272,7 +279,7 @@ def _notes(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
         )
     if not on_cpu(config):
         gpu = gpu_bytes(config)
-        tight = [pp for pp, rank in fit.stages(parallel).items() if policy_memory(config, d, parallel, rank).peak > gpu]
+        tight = [pp for pp, rank in stages(parallel).items() if policy_memory(config, d, parallel, rank).peak > gpu]
         if tight:
             notes.append(
                 f"tight: by the estimates stage {', '.join(map(str, tight))} of the policy is over a GPU's memory, "

@@ -24,6 +24,22 @@ COLUMNS = {
     "gaps": "gaps",
     "peak": "peak",
 }
+GPU = {
+    "policy": {
+        "weights": ("weights",),
+        "grads": ("gradients",),
+        "optim": ("optimizer",),
+        "work": ("reference", "forward", "activations", "logits"),
+        "rest": ("sync", "reserve", "gaps"),
+    },
+    "engine": {
+        "weights": ("weights",),
+        "KV cache": ("kv_cache",),
+        "its work": ("working",),
+        "its rest": ("reserve", "beside"),
+    },
+}
+"""Columns of a shared GPU, and the kinds in them; --json has each by itself."""
 Values = Mapping[str, Any]
 
 
@@ -142,14 +158,17 @@ def _shared(v: Values) -> list[str]:
     s = v["shared"]
     if not s:
         return []
-    rows: list[tuple[str, ...]] = [("phase", "policy", "engine", "beside it", "left")]
-    for phase, policy in s["policy"].items():
-        rows.append((phase, _gib(policy), _gib(s["engine"]), _gib(s["beside"]), f"{s['left'][phase] / GIB:.2f}"))
+    head = ("phase", *GPU["policy"], *(f"engine's {name}" if name == "weights" else name for name in GPU["engine"]))
+    rows: list[tuple[str, ...]] = [(*head, "left")]
+    for phase, parts in s["parts"].items():
+        sizes = (sum(parts[of].get(kind, 0) for kind in kinds) for of in GPU for kinds in GPU[of].values())
+        rows.append((phase, *map(_gib, sizes), f"{s['left'][phase] / GIB:.2f}"))
+    idle = f"while engines generate, gradients and optimizer state lie idle: {_gib(s['idle'])} GiB"
+    turns = "what a phase does not need lies in host memory, or nowhere (residency.keep)"
     lines = [
         f"a shared GPU by phase of a step, GiB of {_gib(v['gpu_memory'])} (policy rank {s['rank']}, the fullest)",
         *aligned(rows),
-        f"  at least {s['margin'] / GIB:.2f} GiB are left; while engines generate, gradients and optimizer state lie "
-        f"idle: {_gib(s['idle'])} GiB",
+        f"  at least {s['margin'] / GIB:.2f} GiB are left; {turns if s['keep'] is not None else idle}",
     ]
     return ["\n".join(lines)]
 
@@ -217,7 +236,8 @@ def _sync(v: Values) -> str:
 
 def _seconds(v: Values) -> str:
     t = v["seconds"]
-    phases = ("generate", "logprobs", *["critic"] * bool(t["critic"]), "train", "sync", "step")
+    some = {name: [name] * bool(t[name]) for name in ("critic", "residency")}
+    phases = ("generate", "logprobs", *some["critic"], "train", "sync", *some["residency"], "step")
     rows: list[tuple[str, ...]] = [(*phases, "tokens/s/GPU", "MFU")]
     speed = f"{t['tokens_per_second_per_gpu']:,.0f}", f"{t['mfu']:.1%}"
     rows.append((*(f"{t[key]:.1f}" for key in phases), *speed))

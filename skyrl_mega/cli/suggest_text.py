@@ -7,6 +7,7 @@ from typing import Any
 import yaml
 
 from skyrl_mega.cli.dry_run_text import aligned
+from skyrl_mega.config.derived import expert_parallel
 from skyrl_mega.planner.memory import GIB
 from skyrl_mega.planner.search import Search, Suggestion
 
@@ -14,7 +15,21 @@ SHOWN = 10
 """Layouts in the table."""
 PASTED = 3
 """Layouts whose settings are written out."""
-HEAD = ("", "policy", "layout", "micro tokens", "recompute", "engines", "peak GiB", "KV tokens", "s a step")
+HEAD = (
+    "",
+    "policy",
+    "layout",
+    "micro tokens",
+    "recompute",
+    "engines",
+    "share",
+    "keep",
+    "peak GiB",
+    "KV tokens",
+    "s a step",
+)
+LETTERS = {"parameters": "p", "gradients": "g", "optimizer": "o", "engine_weights": "w", "kv_cache": "k"}
+"""Parts of `residency.keep` in the table."""
 
 
 def text(search: Search) -> str:
@@ -71,11 +86,21 @@ def _row(number: int, s: Suggestion) -> tuple[str, ...]:
         _layout(s),
         str(policy.micro_tokens),
         policy.recompute,
-        f"{rollout.engines} × TP{rollout.tensor}",
+        f"{rollout.engines} × TP{rollout.tensor}{' EP' * expert_parallel(rollout)}",
+        f"{rollout.memory_fraction:g}",
+        _keep(s),
         f"{s.peak / GIB:.1f}",
         f"{s.kv_tokens:,}",
         f"{s.seconds:.1f}",
     )
+
+
+def _keep(s: Suggestion) -> str:
+    """What stays on a device in every phase, by its letters."""
+    keep = s.config.residency.keep
+    if keep is None:
+        return "all"
+    return "".join(LETTERS[part] for part in keep if part in LETTERS) or "none"
 
 
 def _layout(s: Suggestion) -> str:

@@ -6,6 +6,7 @@ run's phases are the run's phases.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
 
 ENGINE = ("engine_weights", "kv_cache")
@@ -28,11 +29,11 @@ NEEDS = MappingProxyType(
 has no part of its own. A phase that is not named needs nothing new: what is there stays there."""
 
 
-def kept(keep: list[str] | None) -> frozenset[str]:
+def kept(keep: Sequence[str] | None) -> frozenset[str]:
     """The parts that stay in every phase (`residency.keep`)."""
     return frozenset(PARTS if keep is None else keep)
 
 
-def resident(phase: str, keep: list[str] | None) -> frozenset[str]:
+def resident(phase: str, keep: Sequence[str] | None) -> frozenset[str]:
     """The parts on the device in a phase."""
     return NEEDS[phase] | kept(keep)

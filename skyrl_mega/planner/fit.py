@@ -1,13 +1,12 @@
 """What does not fit: every check of memory and of the sync's time limit that needs the model's sizes.
 
 Each refusal names the number that breaks. An estimated number breaks only where it does with the whole margin in its
-favour (`memory.MARGIN`), so that what is refused could not have run.
+favour (`processes.MARGIN`), so that what is refused could not have run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from skyrl_mega.cluster.place import check_nodes
@@ -21,9 +20,6 @@ from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.host_memory import host_memory
 from skyrl_mega.planner.memory import (
     GIB,
-    MARGIN,
-    EngineMemory,
-    PolicyMemory,
     critic_dims,
     critic_memory,
     engine_memory,
@@ -33,6 +29,8 @@ from skyrl_mega.planner.memory import (
     reference_memory,
 )
 from skyrl_mega.planner.placement import nodes
+from skyrl_mega.planner.processes import PolicyMemory
+from skyrl_mega.planner.shared import listed, refusal, shared_gpus, stages
 
 RAY_KILLS = 0.95
 """Share of a node's memory from which Ray kills workers (RAY_memory_usage_threshold)."""
@@ -65,52 +63,13 @@ def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> Non
         raise UserError(what)
 
 
-@dataclass(frozen=True)
-class SharedGpu:
-    """A GPU that a policy rank and an engine worker share, both in its memory all the time. Bytes."""
-
-    rank: int
-    """The policy rank that needs most."""
-    policy: PolicyMemory
-    engine: EngineMemory
-    size: int
-    """What CUDA gives of the GPU."""
-
-    def left(self, phase: str) -> int:
-        """What nobody takes in a phase; below 0 it is too little by so much."""
-        return self.size - self.engine.resident - self.policy.resident - sum(self.policy.phases[phase])
-
-    @property
-    def margin(self) -> int:
-        """The least that is left, of all phases."""
-        return self.left(self.policy.busiest)
-
-    @property
-    def doubt(self) -> int:
-        """What the busiest phase's estimates may lack."""
-        return int(MARGIN * self.policy.phases[self.policy.busiest][1])
-
-
-def shared_gpu(config: Config, d: Decoder, parallel: ParallelDims) -> SharedGpu | None:
-    """The fullest of the shared GPUs; None where nothing is shared."""
-    if not config.cluster.shared or on_cpu(config):
-        return None
-    ranks = {rank: policy_memory(config, d, parallel, rank) for rank in stages(parallel).values()}
-    rank = max(ranks, key=lambda r: ranks[r].peak)
-    return SharedGpu(rank, ranks[rank], engine_memory(config, d), gpu_bytes(config))
-
-
-def stages(parallel: ParallelDims) -> dict[int, int]:
-    """Pipeline stage → its first rank, which holds no less than the others of the stage."""
-    return {pp: pp * (parallel.ranks // parallel.pipeline) for pp in range(parallel.pipeline)}
-
-
 def _problems(
     config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None, strict: bool
 ) -> Iterator[str]:
     if not on_cpu(config):
         yield from _gpu(config, d, parallel, reference, strict)
-    yield from _host(config, d, parallel, reference)
+    if problem := host_problem(config, d, parallel, reference):
+        yield problem
 
 
 def _gpu(
@@ -121,14 +80,12 @@ def _gpu(
     grids = [("policy", parallel, policy_memory)]
     grids += [("reference", reference, reference_memory)] if reference else []
     grids += [("critic", critic, critic_memory)] if critic else []
-    worst = 0
     for name, grid, measure in grids:
         for rank in stages(grid).values():
             memory = measure(config, d, grid, rank)
             needed = memory.peak if strict else memory.least
             if needed > gpu:
                 yield _too_large(name, rank, memory, config)
-            worst = max(worst, needed if name == "policy" else 0)
     engine = engine_memory(config, d)
     fraction = f"rollout.memory_fraction = {config.rollout.memory_fraction:g}"
     if (engine.tokens if strict else engine.most_tokens) < length_limit(config.rollout):
@@ -138,12 +95,9 @@ def _gpu(
             f"reserve {_gib(engine.reserve)}, which leaves a KV cache of {engine.tokens:,} tokens; one sequence has up "
             f"to {length_limit(config.rollout):,}"
         )
-    beside = engine.resident if strict else engine.least
-    if config.cluster.shared and worst + beside > gpu:
-        yield (
-            f"{fraction}: on shared GPUs an engine worker's {_gib(beside)} GiB and a policy rank's "
-            f"{_gib(worst)} at least are more than the {_gib(gpu)} GiB of a GPU: both stay there all the time"
-        )
+    for shared in shared_gpus(config, d, parallel):
+        if too_much := refusal(config, shared, strict):
+            yield too_much
     if not config.cluster.shared and (engine.peak if strict else engine.least) > gpu:
         yield (
             f"{fraction}: an engine worker takes {_gib(engine.budget)} GiB and, beside that, about "
@@ -152,35 +106,25 @@ def _gpu(
 
 
 def _too_large(name: str, rank: int, memory: PolicyMemory, config: Config) -> str:
-    counted, guess = memory.phases[memory.busiest]
-    parts = [f"weights {_gib(memory.held.weights)}"]
-    if memory.held.gradients:
-        parts += [f"gradients {_gib(memory.held.gradients)}", f"optimizer {_gib(memory.held.optimizer)}"]
-    if memory.busiest == "train":
-        parts += [f"activations {_gib(memory.at.train)}", f"logits {_gib(memory.at.train_logits)}"]
-    else:
-        parts.append(f"{memory.busiest} {_gib(counted + guess)}")
-    if memory.sync:
-        parts.append(f"sync {_gib(memory.sync)}")
-    parts += [f"reserve {_gib(memory.reserve)}", f"gaps {_gib(memory.gaps)}"]
     return (
-        f"{name}: rank {rank} needs about {_gib(memory.peak)} GiB ({', '.join(parts)}), at least {_gib(memory.least)}; "
-        f"a GPU has {_gib(gpu_bytes(config))} (cluster.gpu_memory_gib)"
+        f"{name}: rank {rank} needs about {_gib(memory.peak)} GiB ({listed(memory.phase(memory.busiest))}), at least "
+        f"{_gib(memory.least)}; a GPU has {_gib(gpu_bytes(config))} (cluster.gpu_memory_gib)"
     )
 
 
-def _host(config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None) -> Iterator[str]:
+def host_problem(config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None) -> str | None:
+    """What is said of the first node whose host memory is too small; None where there is enough, or none is known."""
     room = config.cluster.host_memory_gib
     if room is None:
-        return
+        return None
     for number, node in enumerate(nodes(config)):
         memory = host_memory(config, d, parallel, reference, node, first=number == 0)
         if memory.total > RAY_KILLS * room * GIB:
-            parts = ", ".join(f"{name} {_gib(size)}" for name, size in vars(memory).items() if size >= GIB / 10)
-            yield (
+            return (
                 f"cluster.host_memory_gib = {room:g}: node {number} needs about {_gib(memory.total)} GiB of host "
-                f"memory ({parts}); from {RAY_KILLS:.0%} on Ray ends processes"
+                f"memory ({listed(vars(memory))}); from {RAY_KILLS:.0%} on Ray ends processes"
             )
+    return None
 
 
 def check_sandboxes(config: Config, trajectories: int) -> None:

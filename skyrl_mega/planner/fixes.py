@@ -15,6 +15,7 @@ from typing import Any
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys as schema
+from skyrl_mega.config.residency import PARTS
 from skyrl_mega.config.schema import Config
 
 Verdict = Callable[[Config], UserError | None]
@@ -31,6 +32,7 @@ MORE_NODES = "cluster.nodes"
 PAIRED = (
     "policy.recompute",
     "rollout.memory_fraction",
+    "residency.keep",
     "policy.micro_tokens",
     "policy.layout.tensor",
     "policy.layout.expert",
@@ -81,6 +83,13 @@ def _fractions(value: Any) -> Iterable[Any]:
     return sorted((f for f in steps if f != value), key=lambda f: abs(f - value))
 
 
+def _kept(value: Any) -> Iterable[Any]:
+    """None, one part fewer or more, all."""
+    parts = list(PARTS) if value is None else [part for part in value if part in PARTS]
+    near = [[], *([p for p in PARTS if (p in parts) != (p == part)] for part in PARTS), None]
+    return [near[i] for i in range(len(near)) if near[i] != value and near[i] not in near[:i]]
+
+
 ONLY_NAMED = (
     "data.",
     "cluster.shared",
@@ -106,6 +115,7 @@ NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     "policy.ranks": _counts,
     "rollout.memory_fraction": _fractions,
     "rollout.kv_cache_gib": _lower,
+    "residency.keep": _kept,
     "cluster.shared": lambda value: [not value],
     "rollout.tensor": _sizes,
     "rollout.engines": _counts,
@@ -230,4 +240,6 @@ def _names(message: str, key: str) -> bool:
 def _written(value: Any) -> str:
     if value is None:
         return "null"
+    if isinstance(value, list):
+        return f"[{','.join(map(str, value))}]"
     return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
+from skyrl_mega.cluster.place import place
 from skyrl_mega.config.derived import engine_ranks, has_critic
 from skyrl_mega.config.sandboxes import sandboxes_mib
-from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema import ClusterConfig, Config
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.blocks.experts import ROUTER
 from skyrl_mega.models.decoder import Decoder
@@ -29,6 +31,7 @@ from skyrl_mega.planner.memory import (
 )
 from skyrl_mega.planner.parameters import stage
 from skyrl_mega.planner.placement import Node
+from skyrl_mega.planner.processes import PHASES, PolicyMemory
 from skyrl_mega.planner.routes import driver_bytes
 from skyrl_mega.planner.times import elements
 
@@ -52,6 +55,8 @@ class HostMemory:
     """On a CPU, what would lie on GPUs."""
     reference: int
     """Frozen weights in pinned host memory, or the policy's own while these are on the GPU. Counted."""
+    parked: int
+    """What policy and critic lay there between phases (`residency.keep`), pinned. Counted."""
     checkpoint: int
     """Buffers and index of policy and critic ranks while a checkpoint is written or read."""
     batch: int
@@ -64,34 +69,27 @@ class HostMemory:
     @property
     def total(self) -> int:
         """All of it at once."""
-        return self.processes + self.device + self.reference + self.checkpoint + self.batch + self.shm + self.sandboxes
+        return sum(vars(self).values())
 
 
 def host_memory(
     config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None, node: Node, first: bool
 ) -> HostMemory:
     """What a node needs; `first`: the driver runs there."""
-    cpu, size = on_cpu(config), itemsize(config)
-    copied = bool(config.algorithm.kl.coefficient) and config.reference.layout is None
-    kept = device = 0
-    for rank in node.policy:
-        trained = sum(chunk.total for chunk in stage(d, parallel, parallel.coordinates(rank).pp))
-        kept += trained * size if copied else 0
-        device += policy_memory(config, d, parallel, rank).peak if cpu else 0
-    if cpu and reference:
-        device += sum(reference_memory(config, d, reference, rank).peak for rank in node.reference)
-    if cpu and (critic := critic_dims(config)):
-        device += sum(critic_memory(config, d, critic, rank).peak for rank in node.critic)
-    if cpu:
-        device += sum(engine_memory(config, d, w).peak for workers in node.engines.values() for w in workers)
+    cpu = on_cpu(config)
+    ranks = _ranks(config, d, parallel, reference, node) if cpu or config.residency.keep is not None else []
+    workers = [engine_memory(config, d, w) for of_engine in node.engines.values() for w in of_engine] if cpu else []
     tokens = batch(config, parallel)
     trained = len(node.policy) + len(node.critic)
     processes = trained + len(node.reference) + node.workers + len(node.engines)
     multi = engine_ranks(config.rollout) > 1 or not cpu
     return HostMemory(
         processes=processes * PROCESS["cpu" if cpu else "cuda"] + (DRIVER if first else 0),
-        device=device,
-        reference=kept,
+        device=_busiest([p.totals for p in ranks] + [w.totals for w in workers]) + sum(w.sync for w in workers)
+        if cpu
+        else 0,
+        reference=sum(pinned_reference(config, d, parallel, rank) for rank in node.policy),
+        parked=sum(p.parked for p in ranks),
         checkpoint=trained * (STAGING + INDEX) if config.checkpoint.every else 0,
         batch=int((tokens.sequences + tokens.greedy) * tokens.longest * (BATCH_BYTES + driver_bytes(config, d)))
         if first
@@ -99,6 +97,59 @@ def host_memory(
         sandboxes=int(sandboxes_mib(config) * 2**20) if first else 0,
         shm=(node.workers + len(node.engines)) * QUEUE * multi + (0 if cpu else processes * NCCL),
     )
+
+
+def _busiest(processes: Sequence[Mapping[str, int]]) -> int:
+    """Bytes of all of them in the phase in which they take most."""
+    return max(sum(totals[phase] for totals in processes) for phase in PHASES)
+
+
+def _ranks(
+    config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None, node: Node
+) -> list[PolicyMemory]:
+    """Those of policy, reference and critic on a node."""
+    found = [policy_memory(config, d, parallel, rank) for rank in node.policy]
+    found += [reference_memory(config, d, reference, rank) for rank in node.reference if reference]
+    critic = critic_dims(config) if node.critic else None
+    return found + [critic_memory(config, d, critic, rank) for rank in node.critic if critic]
+
+
+def pinned_reference(config: Config, d: Decoder, parallel: ParallelDims, rank: int) -> int:
+    """Bytes of a reference that shares the policy's ranks, in pinned host memory beside one of them."""
+    if not config.algorithm.kl.coefficient or config.reference.layout is not None:
+        return 0
+    return sum(chunk.total for chunk in stage(d, parallel, parallel.coordinates(rank).pp)) * itemsize(config)
+
+
+def crowded(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
+    """What to say of pinned memory that has no room beside its GPUs' socket; nothing where the sockets are not known.
+
+    GPU g of n is taken to be nearest to NUMA node g · `cluster.numa_nodes` / n.
+    """
+    cluster = config.cluster
+    if cluster.numa_nodes is None or cluster.host_memory_gib is None or on_cpu(config):
+        return []
+    pinned: Counter[tuple[int, int]] = Counter()
+    placed = place(config)
+    for rank, device in enumerate(placed.policy):
+        beside = policy_memory(config, d, parallel, rank).parked + pinned_reference(config, d, parallel, rank)
+        pinned[_socket(cluster, device)] += beside
+    if critic := critic_dims(config):
+        for rank, device in enumerate(placed.critic):
+            pinned[_socket(cluster, device)] += critic_memory(config, d, critic, rank).parked
+    room = cluster.host_memory_gib * GIB / cluster.numa_nodes
+    return [
+        f"node {node}: {size / GIB:.0f} GiB are pinned for the GPUs of NUMA node {numa}, which has {room / GIB:.0f} "
+        "GiB (cluster.numa_nodes): the rest lies beside another socket, and copies are slower"
+        for (node, numa), size in sorted(pinned.items())
+        if size > room
+    ]
+
+
+def _socket(cluster: ClusterConfig, device: int) -> tuple[int, int]:
+    """Node and NUMA node of a GPU."""
+    node, gpu = divmod(device, cluster.gpus_per_node)
+    return node, gpu * (cluster.numa_nodes or 1) // cluster.gpus_per_node
 
 
 @dataclass(frozen=True)

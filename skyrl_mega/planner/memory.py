@@ -1,15 +1,15 @@
 """Bytes of every process by kind: policy ranks, ranks of a reference of its own, critic ranks, engine workers.
 
 Weights, gradients, optimizer state and buckets of the sync are counted from the tensors' shapes. Activations, logits,
-an engine's working memory and the reserve are estimated: `MARGIN` says how far off they may be.
+an engine's working memory and the reserve are estimated: `processes.MARGIN` says how far off they may be.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
+from functools import lru_cache, partial
 from math import prod
 
 from skyrl_mega.config import allocator, limits
@@ -35,11 +35,10 @@ from skyrl_mega.planner.activations import BATCH_BYTES, Activations, activations
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.buffers import Held, held
 from skyrl_mega.planner.parameters import Parameters, stage
+from skyrl_mega.planner.processes import EngineMemory, PolicyMemory
 from skyrl_mega.planner.routes import rank_bytes
 
 GIB = 2**30
-MARGIN = 0.25
-"""An estimated kind may be larger or smaller by this share."""
 SWAP = 64 * 2**20
 """Buffer through which a reference and the policy's own weights change places (`megatron.reference.PIECE`)."""
 GAPS = {True: 1 * GIB, False: 4 * GIB}
@@ -57,109 +56,6 @@ GRAPHS = 2 * GIB
 2 GiB are what its users see; nothing where the engine is eager."""
 DEFAULT_GPU_GIB = 79.1
 """What CUDA gives of an H100 of 80 GB (`get_device_properties(0).total_memory`)."""
-
-
-@dataclass(frozen=True)
-class PolicyMemory:
-    """One rank of a policy, a reference or a critic. Bytes."""
-
-    held: Held
-    """Counted."""
-    at: Activations
-    """Estimated."""
-    reference: int
-    """The buffer through which a reference's weights come from host memory for its log-probs. Counted."""
-    sync: int
-    """Buckets, which stay from one sync to the next. Counted."""
-    reserve: int
-    """CUDA, NCCL and libraries. Estimated."""
-    gaps: int
-    """What the allocator cannot use. Estimated."""
-
-    @property
-    def phases(self) -> dict[str, tuple[int, int]]:
-        """By phase of a step, the counted and the estimated bytes that exist only in it."""
-        return {
-            "generate": (0, 0),
-            "log-probs": (self.reference, self.at.forward + self.at.forward_logits),
-            "train": (0, self.at.train + self.at.train_logits),
-            "sync": (0, 0),
-        }
-
-    @property
-    def resident(self) -> int:
-        """Bytes in every phase, also while engines generate."""
-        return self.held.total + self.sync + self.reserve + self.gaps
-
-    @property
-    def busiest(self) -> str:
-        """The phase that takes most."""
-        return max(self.phases, key=lambda name: sum(self.phases[name]))
-
-    @property
-    def peak(self) -> int:
-        """Bytes in the phase that takes most."""
-        return self.resident + sum(self.phases[self.busiest])
-
-    @property
-    def least(self) -> int:
-        """The peak when every estimate is too high by the margin."""
-        transient = max(counted + (1 - MARGIN) * guess for counted, guess in self.phases.values())
-        return int(self.held.total + self.sync + (1 - MARGIN) * (self.reserve + self.gaps) + transient)
-
-
-@dataclass(frozen=True)
-class EngineMemory:
-    """One engine worker. Bytes."""
-
-    weights: int
-    """Counted, as vLLM holds them at load time."""
-    working: int
-    """Activations, logits and sampling of the largest step. Estimated."""
-    sync: int
-    """Counted."""
-    reserve: int
-    """Libraries, and CUDA graphs where there are any. Estimated."""
-    budget: int
-    """What vLLM gives out (`rollout.memory_fraction`), or on a CPU the KV cache that was asked for and the rest."""
-    beside: int
-    """What it takes of a GPU beside the budget. Estimated."""
-    per_token: int
-    """KV cache of one token."""
-    given: int | None = None
-    """KV cache on a CPU."""
-
-    @property
-    def kv(self) -> int:
-        """KV cache: what is left of the budget."""
-        if self.given is not None:
-            return self.given
-        return self.budget - self.weights - self.working - self.reserve
-
-    @property
-    def tokens(self) -> int:
-        """Tokens that the cache holds."""
-        return max(0, self.kv) // self.per_token
-
-    @property
-    def most_tokens(self) -> int:
-        """Tokens when every estimate is too high by the margin."""
-        return max(0, self.kv + int(MARGIN * (self.working + self.reserve))) // self.per_token
-
-    @property
-    def resident(self) -> int:
-        """Bytes all the time: the whole budget, and what lies beside it."""
-        return self.budget + self.beside
-
-    @property
-    def peak(self) -> int:
-        """That, and the buckets, where no policy rank of the same GPU has them."""
-        return self.resident + self.sync
-
-    @property
-    def least(self) -> int:
-        """What it takes all the time when every estimate is too high by the margin."""
-        return self.budget + int((1 - MARGIN) * self.beside)
 
 
 def itemsize(config: Config) -> int:
@@ -195,6 +91,7 @@ def policy_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: int)
         sync=int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20),
         reserve=_reserve(config),
         gaps=_gaps(config),
+        keep=_keep(config),
     )
 
 
@@ -203,7 +100,7 @@ def reference_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: i
     at = parallel.coordinates(rank)
     forward = replace(_activations(config, d, parallel, at.pp), train=0, train_logits=0)
     weights = _plain(stage(d, parallel, at.pp)) * itemsize(config)
-    return PolicyMemory(Held(weights, 0, 0), forward, 0, 0, _reserve(config), _gaps(config))
+    return PolicyMemory(Held(weights, 0, 0), forward, 0, 0, _reserve(config), _gaps(config), role="reference")
 
 
 def critic_view(config: Config) -> Config:
@@ -228,7 +125,7 @@ def critic_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: int)
         parallel: The critic's grid.
         rank: In it.
     """
-    return replace(policy_memory(critic_view(config), d.critic, parallel, rank), sync=0)
+    return replace(policy_memory(critic_view(config), d.critic, parallel, rank), sync=0, role="critic")
 
 
 def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
@@ -241,15 +138,19 @@ def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
     width = 4 * d.hidden + max(sum(block.engine_width(cut) for block in kind) for kind in d.kinds)
     # Logits, in float32 too, and what sampling sorts: values and indices.
     working = prefill * width * size + rollout.concurrency * d.vocab * (size + 4 + 4 + 8 + 4)
-    per_token = kv_bytes_per_token(d, rollout.tensor, size)
-    sync = int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20)
+    made = partial(
+        EngineMemory,
+        weights=weights,
+        working=int(working),
+        sync=int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20),
+        per_token=kv_bytes_per_token(d, rollout.tensor, size),
+        keep=_keep(config),
+    )
     if on_cpu(config):
         kv = int(rollout.kv_cache_gib * GIB)
-        budget = weights + int(working) + kv
-        return EngineMemory(weights, int(working), sync, 0, budget, beside=0, per_token=per_token, given=kv)
+        return made(reserve=0, budget=weights + int(working) + kv, beside=0, given=kv)
     reserve = LIBRARIES + (0 if eager(rollout, config.cluster.device) else GRAPHS)
-    budget = int(rollout.memory_fraction * gpu_bytes(config))
-    return EngineMemory(weights, int(working), sync, reserve, budget, beside=BESIDE, per_token=per_token)
+    return made(reserve=reserve, budget=int(rollout.memory_fraction * gpu_bytes(config)), beside=BESIDE)
 
 
 @lru_cache(maxsize=256)
@@ -291,6 +192,10 @@ def _reserve(config: Config) -> int:
 
 def _gaps(config: Config) -> int:
     return 0 if on_cpu(config) else GAPS[allocator.expandable(os.environ)]
+
+
+def _keep(config: Config) -> tuple[str, ...] | None:
+    return None if config.residency.keep is None else tuple(config.residency.keep)
 
 
 def _plain(chunks: Sequence[Parameters]) -> int:

@@ -1,6 +1,8 @@
 """Layouts for a number of GPUs: all that fit, the fastest by the estimated step time first.
 
 Policy and engines are searched apart and put together: their times add up, and only GPUs that they share bind them.
+There the engines get what `residency.keep` leaves: for every choice of it the largest share that fits beside the policy
+in the phases in which the cache is there.
 """
 
 from __future__ import annotations
@@ -12,29 +14,31 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from skyrl_mega.cluster.place import place
-from skyrl_mega.config.derived import has_critic, length_limit, reference_ranks
+from skyrl_mega.config.derived import expert_parallel, has_critic, length_limit, reference_ranks
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.residency import kept
 from skyrl_mega.config.schema import Config, LayoutConfig
-from skyrl_mega.models import engine, megatron
+from skyrl_mega.models import megatron
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner.batch import batch
-from skyrl_mega.planner.fit import stages
-from skyrl_mega.planner.memory import critic_dims, critic_memory, engine_memory, gpu_bytes, on_cpu, policy_memory
-from skyrl_mega.planner.times import generate_time, step_time
+from skyrl_mega.planner.fit import host_problem, parallel_of
+from skyrl_mega.planner.memory import critic_dims, critic_memory, on_cpu
+from skyrl_mega.planner.moves import residency_time
+from skyrl_mega.planner.pairs import Engine, Ranks, engines, pairs
+from skyrl_mega.planner.shared import stages
+from skyrl_mega.planner.times import elsewhere
 
-SECONDS = 8.0
+SECONDS = 40.0
 """Processor time of a search at most."""
 MICRO_TOKENS = (4096, 8192, 16384, 32768, 65536)
+RECOMPUTE = ("none", "full")
+"""What is tried for `policy.recompute`."""
 CONTEXT = (1, 2, 4, 8)
 LONG = 16384
 """Tokens of a sequence from which context parallelism is worth trying."""
 EIGHTHS = range(1, 8)
 """Shares of the GPUs that the policy may have beside the engines."""
-FRACTIONS = {False: (0.9,), True: (0.3, 0.4, 0.5, 0.6, 0.7)}
-"""By whether GPUs are shared, what is tried for `rollout.memory_fraction` beside the setting itself."""
 MORE = (5, 6, 8, 12, 16, 24, 32)
 """Quarters of the GPUs that are tried where nothing fits them."""
 
@@ -66,6 +70,8 @@ class Suggestion:
             "rollout.engines": c.rollout.engines,
             "rollout.tensor": c.rollout.tensor,
             "rollout.memory_fraction": c.rollout.memory_fraction,
+            **({"rollout.options.enable_expert_parallel": True} if expert_parallel(c.rollout) else {}),
+            **({"residency.keep": c.residency.keep} if c.cluster.shared else {}),
         }
 
     @property
@@ -121,51 +127,74 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
     if config.critic.layout and config.critic.ranks:
         _critic(config, d)  # nothing of it is searched
     end = time.process_time() + SECONDS
-    tried, best = 0, dict[ParallelDims, Suggestion]()
-    for made in _tries(config, d, gpus, end):
+    tried, made = 0, dict[ParallelDims, list[Suggestion]]()
+    for suggestions in _tries(config, d, gpus, end):
         tried += 1
-        if made and (made.parallel not in best or made.seconds < best[made.parallel].seconds):
-            best[made.parallel] = made
+        for suggestion in suggestions:
+            made.setdefault(suggestion.parallel, []).append(suggestion)
     complete = time.process_time() < end
-    larger = [-(-gpus * quarters // (4 * node)) * node for quarters in MORE] if not best else []
+    found = [best for of_layout in made.values() if (best := _first_with_room(of_layout, d))]
+    larger = [-(-gpus * quarters // (4 * node)) * node for quarters in MORE] if not found else []
+    end = time.process_time() + SECONDS / 4
     enough = next((n for n in larger if any(_tries(config, d, n, end))), None)
-    return Search(gpus, tried, tuple(sorted(best.values(), key=lambda s: s.order)), complete, enough)
+    return Search(gpus, tried, tuple(sorted(found, key=lambda s: s.order)), complete, enough)
 
 
-def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[Suggestion | None]:
-    """Everything that is tried, until the time is up; None for what does not fit."""
+def _first_with_room(made: list[Suggestion], d: Decoder) -> Suggestion | None:
+    """The fastest for which hosts have memory; of those that take the same time, the one that moves least."""
+    for suggestion in sorted(made, key=lambda s: (s.order, -len(kept(s.config.residency.keep)))):
+        _, reference = parallel_of(suggestion.config)
+        if host_problem(suggestion.config, d, suggestion.parallel, reference) is None:
+            return suggestion
+    return None
+
+
+def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[list[Suggestion]]:
+    """Everything that is tried, until the time is up, with what fits of it: for each choice of what stays in memory,
+    the engines that generate fastest."""
     config = replace(config, cluster=replace(config.cluster, nodes=-(-gpus // config.cluster.gpus_per_node)))
     fixed = reference_ranks(config) + (config.critic.ranks or 0) * has_critic(config)
     for ranks, workers in _splits(config, gpus - fixed):
-        engines = sorted(_engines(config, d, workers), key=lambda made: made[0])
-        # On GPUs of their own the fastest engines are the best; on shared ones they must leave room for the policy.
-        for _, chosen in engines if config.cluster.shared else engines[:1]:
-            made = replace(config, rollout=chosen.rollout, policy=replace(config.policy, ranks=ranks))
-            if place(made).nodes > made.cluster.nodes:
-                continue
-            for parallel, layout in _layouts(config, d, ranks):
-                for made in _policies(replace(config, rollout=chosen.rollout), ranks, layout):
+        policy = replace(config.policy, ranks=ranks)
+        chosen = engines(replace(config, policy=policy), d, workers)
+        if not chosen:
+            continue
+        for parallel, layout in _layouts(config, d, ranks):
+            for recompute in RECOMPUTE:
+                for tokens in sorted({*MICRO_TOKENS, config.policy.micro_tokens}):
                     if time.process_time() > end:
                         return
-                    yield _measure(made, d, parallel)
+                    given = replace(policy, layout=layout, micro_tokens=tokens, recompute=recompute)
+                    found = _measure(replace(config, policy=given), d, parallel, chosen)
+                    yield found
+                    if not found:
+                        break  # a larger micro-batch takes more memory
 
 
-def _measure(config: Config, d: Decoder, parallel: ParallelDims) -> Suggestion | None:
-    """The settings with their figures, where they fit."""
-    room = gpu_bytes(config)
-    worker = engine_memory(config, d)
-    peak = 0
-    for rank in stages(parallel).values():
-        peak = max(peak, policy_memory(config, d, parallel, rank).peak)
-        if peak + (worker.resident if config.cluster.shared else 0) > room:
-            return None
+def _measure(config: Config, d: Decoder, parallel: ParallelDims, chosen: list[Engine]) -> list[Suggestion]:
+    """A policy's settings with the engines that fit beside it."""
+    ranks = Ranks(config, d, parallel)
+    found = list(pairs(config, ranks, chosen))
+    if not found or not _critic_fits(config, d, ranks.size):
+        return []
+    seconds = elsewhere(config, d, parallel)
+    made = []
+    for pair in found:
+        residency = replace(config.residency, keep=pair.keep)
+        settings = replace(config, rollout=pair.engine.rollout(pair.fraction), residency=residency)
+        moving = residency_time(settings, d, parallel) if pair.keep is not None else 0.0
+        total = seconds + pair.seconds + moving
+        made.append(Suggestion(parallel, settings, ranks.peak(pair.keep), pair.tokens, total))
+    return made
+
+
+def _critic_fits(config: Config, d: Decoder, room: int) -> bool:
+    """Whether there is none, or one that can be."""
     try:
         critic = _critic(config, d)
     except UserError:
-        return None
-    if critic and any(critic_memory(config, d, critic, rank).peak > room for rank in stages(critic).values()):
-        return None
-    return Suggestion(parallel, config, peak, worker.tokens, step_time(config, d, parallel).step)
+        return False
+    return critic is None or all(critic_memory(config, d, critic, r).peak <= room for r in stages(critic).values())
 
 
 def _critic(config: Config, d: Decoder) -> ParallelDims | None:
@@ -189,22 +218,6 @@ def _splits(config: Config, gpus: int) -> list[tuple[int, int]]:
     unit = config.cluster.gpus_per_node if gpus > config.cluster.gpus_per_node else 1
     shares = sorted({round(gpus / unit * k / 8) * unit for k in EIGHTHS})
     return [(ranks, gpus - trained * ranks) for ranks in shares if ranks > 0 and trained * ranks < gpus]
-
-
-def _engines(config: Config, d: Decoder, workers: int) -> Iterator[tuple[float, Config]]:
-    """Engines on so many GPUs that hold the model and a sequence, with their time."""
-    for tensor in _divisors(workers):
-        if tensor > config.cluster.gpus_per_node:
-            break
-        try:
-            engine.check(d, tensor)
-        except UserError:
-            continue
-        for fraction in (config.rollout.memory_fraction, *FRACTIONS[config.cluster.shared]):
-            rollout = replace(config.rollout, tensor=tensor, engines=workers // tensor, memory_fraction=fraction)
-            made = replace(config, rollout=rollout)
-            if engine_memory(made, d).tokens >= length_limit(rollout):
-                yield generate_time(made, d, batch(made, ParallelDims())), made
 
 
 def _layouts(config: Config, d: Decoder, ranks: int) -> Iterator[tuple[ParallelDims, LayoutConfig]]:
@@ -246,13 +259,6 @@ def _ends(layers: int, pipeline: int, virtual: int) -> int | None:
     between = -(-layers // pipeline)
     left = layers - between * (pipeline - 2)
     return left // 2 if virtual == 1 and left > 0 and left % 2 == 0 else None
-
-
-def _policies(config: Config, ranks: int, layout: LayoutConfig) -> Iterator[Config]:
-    """The layout with micro-batches of different sizes, with and without recomputation."""
-    for tokens, recompute in product(sorted({*MICRO_TOKENS, config.policy.micro_tokens}), ("none", "full")):
-        policy = replace(config.policy, ranks=ranks, layout=layout, micro_tokens=tokens, recompute=recompute)
-        yield replace(config, policy=policy)
 
 
 def _divisors(number: int) -> list[int]:

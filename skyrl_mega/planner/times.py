@@ -21,6 +21,7 @@ from skyrl_mega.planner.batch import Batch, batch
 from skyrl_mega.planner.decode import reads
 from skyrl_mega.planner.flops import BACKWARD, Load, causal_pairs, flops
 from skyrl_mega.planner.memory import critic_dims, critic_view, engine_memory, itemsize
+from skyrl_mega.planner.moves import host_rate, residency_time
 from skyrl_mega.planner.parameters import stage
 from skyrl_mega.weights.plan.sync_plan import copy_bytes
 from skyrl_mega.weights.plan.topology import Links
@@ -48,6 +49,8 @@ class StepTime:
     """A critic's values, and its optimizer steps; 0 without one."""
     train: float
     sync: float
+    residency: float
+    """Of moving between a GPU and host memory what takes turns there (`planner.moves`)."""
 
     @property
     def step(self) -> float:
@@ -71,11 +74,28 @@ def step_time(config: Config, d: Decoder, parallel: ParallelDims, sync: float | 
     """One RL step. `sync`: seconds of the planned sync; None takes one copy of the model into a node."""
     made = batch(config, parallel)
     train, forward = policy_times(config, d, parallel, made)
+    return StepTime(
+        generate=generate_time(config, d, made),
+        logprobs=forward,
+        critic=critic_time(config, d),
+        train=train,
+        sync=_one_copy(config, d) if sync is None else sync,
+        residency=residency_time(config, d, parallel),
+    )
+
+
+def elsewhere(config: Config, d: Decoder, parallel: ParallelDims) -> float:
+    """Seconds of a step in which nothing is generated and nothing moves."""
+    return (
+        sum(policy_times(config, d, parallel, batch(config, parallel))) + critic_time(config, d) + _one_copy(config, d)
+    )
+
+
+def _one_copy(config: Config, d: Decoder) -> float:
+    """Seconds of a sync that is bound by one copy of the model into a node."""
     links = Links.from_config(config.cluster)
-    if sync is None:
-        copied = _copy(d, config.model.dtype, config.weights.wire == "fp8")
-        sync = copied / (links.nics_per_node * links.nic_gb_s * 1e9)
-    return StepTime(generate_time(config, d, made), forward, critic_time(config, d), train, sync)
+    copied = _copy(d, config.model.dtype, config.weights.wire == "fp8")
+    return copied / (links.nics_per_node * links.nic_gb_s * 1e9)
 
 
 def critic_time(config: Config, d: Decoder) -> float:
@@ -131,7 +151,7 @@ def at_once(config: Config, tokens: int, made: Batch) -> int:
 
 def policy_times(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> tuple[float, float]:
     """Seconds of all optimizer steps, and of all log-probs."""
-    rates, size = config.cluster.rates, itemsize(config)
+    size = itemsize(config)
     train, forward = _passes(config, d, parallel, made)
     train *= made.epochs
     logprobs = forward if pass_needed(config.algorithm, made.updates) else 0.0
@@ -139,7 +159,7 @@ def policy_times(config: Config, d: Decoder, parallel: ParallelDims, made: Batch
         own = config.reference.layout is not None
         weights = 0 if own else sum(chunk.total for chunk in stage(d, parallel, 0)) * size
         # It comes from host memory and the policy's own go there, and back again (`megatron.reference`).
-        logprobs += forward + 4 * weights / (rates.host_gb_s * 1e9)
+        logprobs += forward + 4 * weights / host_rate(config)
     return train, logprobs
 
 

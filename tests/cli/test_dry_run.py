@@ -127,10 +127,10 @@ def test_shared_gpus_hold_both(file: Path, capsys: pytest.CaptureFixture[str]) -
     assert [list(node["engines"]) for node in v["nodes"]] == [["0"], ["1"], ["2"], ["3"]]
     assert any("cluster.shared=true" in note for note in v["notes"])
     s = v["shared"]
-    assert list(s["policy"]) == list(s["left"]) == ["generate", "log-probs", "train", "sync"]
+    assert list(s["policy"]) == list(s["left"]) == ["generate", "logprobs", "train", "sync"]
     assert s["margin"] == min(s["left"].values()) == s["left"]["train"]
     for phase, policy in s["policy"].items():
-        assert s["left"][phase] == v["gpu_memory"] - policy - s["engine"] - s["beside"]
+        assert s["left"][phase] == v["gpu_memory"] - policy - s["engine"][phase] - s["beside"]
     text = dry_run_text.text(v)
     assert f"\n  at least {s['margin'] / GIB:.2f} GiB are left" in text
     assert max(map(len, text[text.index("a shared GPU by phase") :].splitlines()[:8])) <= 120

@@ -34,6 +34,7 @@ COMMON = {
     "run.seed": 42,
     "cluster.shared": True,
     "cluster.device": "cuda",
+    "residency.keep": [],  # policy and engines take turns: `colocate_all`
     "model.dtype": "bfloat16",
     "policy.ranks": None,
     "policy.recompute": "full",
@@ -247,7 +248,6 @@ RUNS: dict[str, Run] = {
 }
 """By the recipe's name."""
 
-TURNS = "there, policy and engines take turns in a GPU's memory; here both stay in it"
 LOSS_SAME = "activations are computed again or kept: the loss is the same, only time and memory differ"
 GRAPHS = "the published scripts rule graphs out for an instability of their vLLM; here engines use them on GPUs"
 CONTINUES = "a run that was stopped continues from its checkpoint; one that was not never reads it"
@@ -256,39 +256,32 @@ TABLE_SAYS = "the published table says 8 H100s; the script of its commit has two
 
 DEVIATIONS: dict[str, dict[str, Deviation]] = {
     "searchr1_30b": {
-        "rollout.memory_fraction": Deviation(0.3, TURNS),
         "policy.recompute": Deviation("full", LOSS_SAME),
         "checkpoint.resume": Deviation(True, CONTINUES),
     },
     "searchr1_3b": {
-        "rollout.memory_fraction": Deviation(0.45, TURNS),
         "policy.recompute": Deviation("none", LOSS_SAME),
     },
     "skyrl_sql_7b": {
-        "rollout.memory_fraction": Deviation(0.55, TURNS),
         "checkpoint.keep": Deviation(2, DISK),
     },
-    "dapo": {"rollout.memory_fraction": Deviation(0.3, TURNS), "rollout.eager": Deviation(None, GRAPHS)},
-    "dapo_7b": {"rollout.memory_fraction": Deviation(0.6, TURNS), "rollout.eager": Deviation(None, GRAPHS)},
+    "dapo": {"rollout.eager": Deviation(None, GRAPHS)},
+    "dapo_7b": {"rollout.eager": Deviation(None, GRAPHS)},
     "dapo_1.7b": {
-        "rollout.memory_fraction": Deviation(0.75, TURNS),
         "rollout.eager": Deviation(None, GRAPHS),
         "cluster.nodes": Deviation(1, TABLE_SAYS),
         "rollout.engines": Deviation(8, TABLE_SAYS),
     },
-    "dapo_4b": {"rollout.memory_fraction": Deviation(0.75, TURNS), "rollout.eager": Deviation(None, GRAPHS)},
+    "dapo_4b": {"rollout.eager": Deviation(None, GRAPHS)},
     "dapo_4b_one_node": {
-        "rollout.memory_fraction": Deviation(0.75, TURNS),
         "rollout.eager": Deviation(None, GRAPHS),
     },
     "gsm8k": {
-        "rollout.memory_fraction": Deviation(0.35, TURNS),
         "policy.recompute": Deviation("none", LOSS_SAME),
         "checkpoint.resume": Deviation(True, CONTINUES),
         "checkpoint.keep": Deviation(2, DISK),
     },
     "multiply": {
-        "rollout.memory_fraction": Deviation(0.35, TURNS),
         "policy.recompute": Deviation("none", LOSS_SAME),
         "rollout.max_turns": Deviation(5, "the script leaves one turn; the text that it belongs to is about several"),
         "checkpoint.keep": Deviation(2, DISK),

@@ -98,6 +98,7 @@ SIZE = {
     *("policy.optimizer.lr", "policy.optimizer.warmup_steps", "algorithm.importance_cap"),
     *("rollout.engines", "rollout.tensor", "rollout.memory_fraction", "rollout.kv_cache_gib", "rollout.concurrency"),
     *("rollout.max_length", "rollout.max_prompt_tokens", "rollout.max_response_tokens", "rollout.sampling.max_tokens"),
+    "residency.keep",
     *("data.folder", "data.prepare", "data.train", "data.eval"),
     *("data.prompts_per_step", "data.mini_batch_prompts", "data.samples_per_prompt"),
     *("evaluation.every", "evaluation.before", "evaluation.samples", "evaluation.limit", "checkpoint.every"),

@@ -58,6 +58,7 @@ ENGINES_SLEEP = to(
         "false": to("residency.keep", note="a list of the parts that stay, engine_weights and kv_cache among them")
     },
 )
+TURNS = to("residency.keep", note="a list of the parts that stay on the device; [] has all of them take turns")
 NO_ASYNC = none("generation and training alternate, so that no sample is off policy; leave it out")
 RUN_DECIDES = none("the run decides it; leave it out")
 PROFILED_STEPS = to("telemetry.profile.steps", note="a list of steps, each of which has a trace of all processes")

@@ -9,7 +9,7 @@ from skyrl_mega.config.other_programs.lookup import names
 ALONE = {
     "run.restarts", "run.patience", "run.patience_groups", "health",
     "cluster.gpu_memory_gib", "cluster.gpu_reserve_gib", "cluster.host_memory_gib", "cluster.topology", "cluster.rates",
-    "cluster.preflight", "cluster.preflight_timeout_s",
+    "cluster.numa_nodes", "cluster.preflight", "cluster.preflight_timeout_s",
     "model.build", "policy.optimizer.warmup_from_zero", "policy.threads",
     "reference.layout.first_stage_layers", "reference.layout.last_stage_layers",
     "critic.layout.first_stage_layers", "critic.layout.last_stage_layers",

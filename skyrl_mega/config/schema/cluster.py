@@ -35,7 +35,9 @@ class RatesConfig:
     memory_share: float = between(0.01, 1, 0.4)
     """Share of `memory_gb_s` that decoding reaches."""
     host_gb_s: float = at_least(0.001, 50.0)
-    """GB/s from host memory to one GPU."""
+    """GB/s between host memory and one GPU, each way."""
+    host_node_gb_s: float = at_least(0.001, 400.0)
+    """GB/s between a node's host memory and all of its GPUs together: two sockets of DDR5 stream about so much."""
     layer_us: float = at_least(0, 100.0)
     """Microseconds of launches and small collectives in one layer of one forward pass, of the policy and of engines
     with CUDA graphs; an eager engine takes at least 400."""
@@ -54,8 +56,9 @@ class ClusterConfig:
     gpus_per_node: int = between(1, 1024, 8)
     """GPUs of one node (ignored on CPU)."""
     shared: bool = False
-    """Policy and engines share the GPUs instead of having some each. Both stay in memory all the time: what
-    `rollout.memory_fraction` leaves is the policy's."""
+    """Policy and engines share the GPUs instead of having some each. In each phase, both must fit with what
+    `residency.keep` leaves there; where it is null, both stay all the time, and what `rollout.memory_fraction` leaves
+    is the policy's."""
     gpu_memory_gib: Optional[float] = at_least(1, None)
     """Memory of one GPU; None asks the GPU in a run, and is 79.1 in a dry run, what an H100 of 80 GB has."""
     gpu_reserve_gib: float = at_least(0, 3.0)
@@ -63,6 +66,9 @@ class ClusterConfig:
     worker takes beside its share, are counted apart (docs/dry-run.md)."""
     host_memory_gib: Optional[float] = at_least(1, None)
     """Memory of one node; None does not check it."""
+    numa_nodes: Optional[int] = between(1, 64, None)
+    """NUMA nodes of one node, among which its memory and, in their order, its GPUs are dealt out evenly; a dry run then
+    also says where more is pinned beside a socket than it has. None does not check it."""
     topology: TopologyConfig = field(default_factory=TopologyConfig)
     """Links between GPUs and nodes."""
     rates: RatesConfig = field(default_factory=RatesConfig)

@@ -1,0 +1,36 @@
+"""What moves between a GPU and host memory in a step, and how long that takes.
+
+Every part that is not kept (`residency.keep`) goes to the device once and comes back once; gradients, the engines'
+weights and their cache are dropped and made again, which copies nothing. Assumed: all GPUs of a node move at once, each
+over its own link (`cluster.rates.host_gb_s`), and share the memory of their node (`host_node_gb_s`); pinned memory lies
+beside the GPU's own socket; a copy in does not overlap with one out, nor with work.
+"""
+
+from __future__ import annotations
+
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.memory import critic_dims, critic_memory, policy_memory
+from skyrl_mega.planner.shared import stages
+
+
+def host_rate(config: Config) -> float:
+    """Bytes a second between host memory and one GPU while all GPUs of its node copy."""
+    rates = config.cluster.rates
+    return min(rates.host_gb_s, rates.host_node_gb_s / config.cluster.gpus_per_node) * 1e9
+
+
+def moved(config: Config, d: Decoder, parallel: ParallelDims) -> int:
+    """Bytes that the policy rank with most to move, and such a critic rank after it, move in a step."""
+    if config.residency.keep is None:
+        return 0
+    policy = max(policy_memory(config, d, parallel, rank).parked for rank in stages(parallel).values())
+    critic = critic_dims(config)
+    ranks = stages(critic).values() if critic else ()
+    return 2 * (policy + max((critic_memory(config, d, critic, rank).parked for rank in ranks if critic), default=0))
+
+
+def residency_time(config: Config, d: Decoder, parallel: ParallelDims) -> float:
+    """Seconds of a step in which nothing but moving happens."""
+    return moved(config, d, parallel) / host_rate(config)

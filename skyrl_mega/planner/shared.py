@@ -1,0 +1,132 @@
+"""A GPU that a policy rank and an engine worker share, phase by phase, and what is said where they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import floor
+
+from skyrl_mega.config.derived import length_limit
+from skyrl_mega.config.residency import ENGINE, POLICY, kept, resident
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.memory import GIB, engine_memory, gpu_bytes, on_cpu, policy_memory
+from skyrl_mega.planner.processes import PHASES, EngineMemory, PolicyMemory, least
+
+
+@dataclass(frozen=True)
+class SharedGpu:
+    """Policy rank and engine worker that are on one GPU. Bytes."""
+
+    rank: int
+    """The policy rank that leaves least."""
+    policy: PolicyMemory
+    engine: EngineMemory
+    size: int
+    """What CUDA gives of the GPU."""
+
+    def left(self, phase: str) -> int:
+        """What nobody takes in a phase; below 0 it is too little by so much."""
+        return self.size - self.engine.totals[phase] - self.policy.totals[phase]
+
+    @property
+    def busiest(self) -> str:
+        """The phase in which least is left."""
+        return min(PHASES, key=self.left)
+
+    @property
+    def margin(self) -> int:
+        """The least that is left, of all phases."""
+        return self.left(self.busiest)
+
+    @property
+    def doubt(self) -> int:
+        """What the busiest phase's estimates may lack."""
+        return self.policy.doubt(self.busiest)
+
+    def needed(self, phase: str, strict: bool) -> float:
+        """Bytes of both in a phase; without `strict`, when every estimate is too high by the margin."""
+        if strict:
+            return self.engine.totals[phase] + self.policy.totals[phase]
+        return self.engine.least_in(phase) + least(self.policy.phase(phase))
+
+    def worst(self, strict: bool) -> str:
+        """The phase that needs most."""
+        return max(PHASES, key=lambda phase: self.needed(phase, strict))
+
+    def fits(self, strict: bool) -> bool:
+        """Whether every phase does."""
+        return self.needed(self.worst(strict), strict) <= self.size
+
+    def keeping(self, parts: Iterable[str]) -> SharedGpu:
+        """The same with another `residency.keep`."""
+        keep = tuple(parts)
+        return replace(self, policy=replace(self.policy, keep=keep), engine=replace(self.engine, keep=keep))
+
+    def most_budget(self, strict: bool) -> float:
+        """The largest budget of the engine that fits beside the policy, of the phases in which its cache is there."""
+        with_cache = [phase for phase in PHASES if "kv_cache" in resident(phase, self.engine.keep)]
+        return min(self.size - self.needed(phase, strict) for phase in with_cache) + self.engine.budget
+
+
+def stages(parallel: ParallelDims) -> dict[int, int]:
+    """Pipeline stage → its first rank, which holds no less than the others of the stage."""
+    return {pp: pp * (parallel.ranks // parallel.pipeline) for pp in range(parallel.pipeline)}
+
+
+def shared_gpus(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[SharedGpu]:
+    """One GPU of each pipeline stage; none where nothing is shared."""
+    if not config.cluster.shared or on_cpu(config):
+        return
+    engine, size = engine_memory(config, d), gpu_bytes(config)
+    for rank in stages(parallel).values():
+        yield SharedGpu(rank, policy_memory(config, d, parallel, rank), engine, size)
+
+
+def shared_gpu(config: Config, d: Decoder, parallel: ParallelDims) -> SharedGpu | None:
+    """The fullest of the shared GPUs; None where nothing is shared."""
+    return min(shared_gpus(config, d, parallel), key=lambda gpu: gpu.margin, default=None)
+
+
+def refusal(config: Config, gpu: SharedGpu, strict: bool) -> str | None:
+    """What is said where policy and engine do not fit on a GPU: the phase, what is in it, what would fit.
+
+    Args:
+        strict: Estimates are taken as they are, without the margin in the settings' favour.
+    """
+    phase = gpu.worst(strict)
+    if gpu.needed(phase, strict) <= gpu.size:
+        return None
+    engine, policy = gpu.engine.phase(phase), gpu.policy.phase(phase)
+    beside = gpu.needed(phase, strict) - (own := sum(policy.values()) if strict else least(policy))
+    stays = "; both stay there all the time" if config.residency.keep is None else ""
+    return (
+        f"rollout.memory_fraction = {config.rollout.memory_fraction:g}: on shared GPUs, in phase {phase}, an engine "
+        f"worker's {_gib(beside)} GiB ({listed(engine)}) and a policy rank's {_gib(own)} at least ({listed(policy)}) "
+        f"are more than the {_gib(gpu.size)} GiB of a GPU{stays}; {_what_fits(config, gpu, strict)}"
+    )
+
+
+def _what_fits(config: Config, gpu: SharedGpu, strict: bool) -> str:
+    """The largest fraction, and the parts that could leave."""
+    largest = floor(100 * gpu.most_budget(strict) / gpu.size) / 100
+    engine = replace(gpu.engine, budget=int(largest * gpu.size))
+    other = replace(gpu, engine=engine)
+    fits = other.fits(strict) and engine.tokens >= length_limit(config.rollout)
+    said = f"the largest fraction that fits is {largest:g}" if fits else "no fraction fits"
+    parts = kept(gpu.policy.keep)
+    alone = [part for part in (*ENGINE, *POLICY) if part in parts and gpu.keeping(parts - {part}).fits(strict)]
+    if alone:
+        return f"{said}; without {alone[0]} in residency.keep it fits"
+    none = gpu.keeping(parts - {*ENGINE, *POLICY}).fits(strict)
+    return f"{said}; with residency.keep=[] it fits" if none else f"{said}, whatever residency.keep leaves out"
+
+
+def listed(kinds: Mapping[str, int]) -> str:
+    """What is large enough to be worth a word."""
+    return ", ".join(f"{kind} {_gib(size)}" for kind, size in kinds.items() if size >= GIB / 10)
+
+
+def _gib(size: float) -> str:
+    return f"{size / GIB:.1f}"

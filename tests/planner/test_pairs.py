@@ -1,0 +1,82 @@
+"""The engines that a search puts beside a policy, against trying every share of every cut with every choice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from skyrl_mega.config.derived import length_limit
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner import fit
+from skyrl_mega.planner.batch import batch
+from skyrl_mega.planner.memory import engine_memory
+from skyrl_mega.planner.moves import residency_time
+from skyrl_mega.planner.pairs import FRACTIONS, KEEPS, Ranks, engines, pairs
+from skyrl_mega.planner.shared import shared_gpu
+from skyrl_mega.planner.times import elsewhere, generate_time, step_time
+from tests.planner.test_residency import model, shared
+from tests.weights.grids import REAL
+
+LAYOUTS = [{"tensor": 2, "expert": 8}, {"tensor": 4, "pipeline": 2, "expert": 4}, {"expert": 16}]
+
+
+def case(sizes: dict[str, int], gib: float, recompute: bool) -> tuple[Config, ParallelDims]:
+    c = shared(None)
+    c.cluster.gpu_memory_gib, c.policy.recompute = gib, recompute
+    c.rollout.concurrency, c.rollout.max_prompt_tokens, c.rollout.sampling.max_tokens = 1024, 2048, 2048
+    c.data.prompts_per_step, c.data.samples_per_prompt = 512, 8
+    for name, size in sizes.items():
+        setattr(c.policy.layout, name, size)
+    for name in {"tensor", "pipeline", "expert"} - set(sizes):
+        setattr(c.policy.layout, name, 1)
+    return c, ParallelDims.from_config(c.policy.layout, 16)
+
+
+@pytest.mark.parametrize("gib", [60.0, 79.1, 139.0])
+@pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
+@pytest.mark.parametrize("recompute", [True, False])
+def test_the_fastest_that_fits_is_found(sizes: dict[str, int], gib: float, recompute: bool) -> None:
+    c, parallel = case(sizes, gib, recompute)
+    d = model()
+    best: float | None = None
+    made = batch(c, parallel)
+    for tensor in (1, 2, 4, 8):
+        for fraction in (*FRACTIONS[True], c.rollout.memory_fraction):
+            for dealt in (False, True)[: 1 + (tensor > 1)]:
+                options = {"enable_expert_parallel": True} if dealt else {}
+                cut = replace(c.rollout, tensor=tensor, engines=16 // tensor, memory_fraction=fraction, options=options)
+                own = replace(c, rollout=cut)
+                if engine_memory(own, d).tokens < length_limit(cut):
+                    continue
+                seconds = generate_time(own, d, made)
+                for keep in KEEPS:
+                    tried = replace(own, residency=replace(c.residency, keep=None if keep is None else [*keep]))
+                    gpu = shared_gpu(tried, d, parallel)
+                    assert gpu is not None
+                    if gpu.fits(strict=True):
+                        total = seconds + residency_time(tried, d, parallel)
+                        best = total if best is None else min(best, total)
+    found = []
+    for pair in pairs(c, Ranks(c, d, parallel), engines(c, d, 16)):
+        settings = replace(
+            c, rollout=pair.engine.rollout(pair.fraction), residency=replace(c.residency, keep=pair.keep)
+        )
+        fit.check(settings, REAL["30B"], strict=True)
+        assert engine_memory(settings, d).tokens == pair.tokens
+        found.append(pair.seconds + residency_time(settings, d, parallel))
+        assert elsewhere(settings, d, parallel) + found[-1] == pytest.approx(step_time(settings, d, parallel).step)
+    assert min(found, default=None) == (None if best is None else pytest.approx(best))
+
+
+def test_a_choice_of_the_users_own_is_tried_too() -> None:
+    c, parallel = case(LAYOUTS[0], 79.1, True)
+    c.residency.keep = ["engine_weights"]
+    d = architecture(REAL["30B"]).describe(REAL["30B"])
+    keeps = [pair.keep for pair in pairs(c, Ranks(c, d, parallel), engines(c, d, 16))]
+    assert ["engine_weights"] in keeps and [] in keeps
+    c.algorithm.advantage, c.cluster.nodes = "gae", 4
+    keeps = [pair.keep for pair in pairs(c, Ranks(c, d, parallel), engines(c, d, 16))]
+    assert ["critic"] in keeps, "a critic has GPUs of its own and stays"

@@ -1,0 +1,225 @@
+"""Phases of a GPU against sums by hand: what `config.residency` says is there, and nothing else."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.residency import NEEDS, PARTS
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner import fit
+from skyrl_mega.planner.host_memory import crowded, host_memory
+from skyrl_mega.planner.memory import (
+    BESIDE,
+    GIB,
+    GRAPHS,
+    LIBRARIES,
+    SWAP,
+    critic_dims,
+    critic_memory,
+    engine_memory,
+    policy_memory,
+    reference_memory,
+)
+from skyrl_mega.planner.moves import residency_time
+from skyrl_mega.planner.pairs import Ranks
+from skyrl_mega.planner.placement import nodes
+from skyrl_mega.planner.processes import PHASES
+from skyrl_mega.planner.shared import shared_gpu, stages
+from skyrl_mega.planner.times import step_time
+from tests.weights.grids import REAL
+
+PARALLEL = ParallelDims(16, tensor=2, expert=8)
+STEP = ("generate", "logprobs", "train", "sync")
+KEEPS = st.none() | st.lists(st.sampled_from(PARTS), unique=True)
+
+
+@cache
+def model() -> Decoder:
+    return architecture(REAL["30B"]).describe(REAL["30B"])
+
+
+def shared(keep: list[str] | None, fraction: float = 0.6, kl: float = 0.001) -> Config:
+    """The 30B on two nodes, policy and engines on the same GPUs."""
+    c = Config()
+    c.cluster.nodes, c.cluster.shared, c.cluster.device, c.cluster.gpu_memory_gib = 2, True, "cuda", 79.1
+    c.policy.ranks, c.policy.recompute = 16, True
+    c.policy.layout.tensor, c.policy.layout.expert = 2, 8
+    c.rollout.engines, c.rollout.tensor, c.rollout.memory_fraction = 2, 8, fraction
+    c.algorithm.kl.coefficient = kl
+    c.residency.keep = keep
+    return c
+
+
+def by_hand(c: Config, phase: str) -> int:
+    """A shared GPU's bytes in a phase, from the pieces and the table alone."""
+    d, keep = model(), set(PARTS) if c.residency.keep is None else set(c.residency.keep)
+    here = keep | set(NEEDS[phase])
+    rank = policy_memory(c, d, PARALLEL, 0)
+    total = c.cluster.gpu_reserve_gib * GIB + GIB + 3 * 64 * 2**20  # reserve, gaps, buckets of the sync
+    total += rank.held.weights * ("parameters" in here) + rank.held.gradients * ("gradients" in here)
+    total += rank.held.optimizer * ("optimizer" in here)
+    if phase == "logprobs":
+        total += rank.at.forward + rank.at.forward_logits + SWAP * (c.algorithm.kl.coefficient > 0)
+    if phase == "train":
+        total += rank.at.train + rank.at.train_logits
+    worker = engine_memory(c, d)
+    total += BESIDE
+    if {"engine_weights", "kv_cache"} <= here:
+        return int(total) + int(c.rollout.memory_fraction * int(79.1 * GIB))
+    total += LIBRARIES + GRAPHS + worker.weights * ("engine_weights" in here) + worker.kv * ("kv_cache" in here)
+    return int(total)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(keep=KEEPS, fraction=st.sampled_from([0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9]), kl=st.sampled_from([0.0, 0.001]))
+def test_what_is_left_of_a_shared_gpu_and_what_is_refused(keep: list[str] | None, fraction: float, kl: float) -> None:
+    c = shared(keep, fraction, kl)
+    gpu = shared_gpu(c, model(), PARALLEL)
+    assert gpu is not None
+    size = int(79.1 * GIB)
+    left = {phase: size - by_hand(c, phase) for phase in STEP}
+    assert {phase: gpu.left(phase) for phase in STEP} == left
+    assert gpu.margin == min(left.values())
+    ranks = Ranks(c, model(), PARALLEL)  # what a search counts with
+    assert all(ranks.most(phase, keep) == gpu.policy.totals[phase] for phase in STEP)
+    if min(left.values()) >= 0:
+        fit.check(c, REAL["30B"], strict=True)
+        return
+    with pytest.raises(UserError, match=f"in phase {min(left, key=lambda phase: left[phase])},"):
+        fit.check(c, REAL["30B"], strict=True)
+
+
+@settings(max_examples=30, deadline=None)
+@given(keep=KEEPS, fraction=st.sampled_from([0.5, 0.7, 0.9]))
+def test_what_a_refusal_says_would_fit_fits(keep: list[str] | None, fraction: float) -> None:
+    c = shared(keep, fraction)
+    gpu = shared_gpu(c, model(), PARALLEL)
+    assert gpu is not None
+    assume(not gpu.fits(strict=True))
+    with pytest.raises(UserError) as caught:
+        fit.check(c, REAL["30B"], strict=True)
+    said = str(caught.value)
+    if "no fraction fits" not in said:
+        largest = float(said.partition("the largest fraction that fits is ")[2].partition(";")[0].partition(",")[0])
+        assert largest < fraction
+        fit.check(shared(keep, largest), REAL["30B"], strict=True)
+        with pytest.raises(UserError):
+            fit.check(shared(keep, round(largest + 0.01, 2)), REAL["30B"], strict=True)
+    if "without " in said:
+        part = said.partition("without ")[2].split()[0]
+        fit.check(shared([p for p in keep or PARTS if p != part], fraction), REAL["30B"], strict=True)
+    elif "with residency.keep=[]" in said:
+        fit.check(shared([], fraction), REAL["30B"], strict=True)
+    else:
+        assert "whatever residency.keep leaves out" in said
+        with pytest.raises(UserError):
+            fit.check(shared([], fraction), REAL["30B"], strict=True)
+
+
+def test_everything_stays_where_nothing_is_said() -> None:
+    """All of the policy in every phase, an engine's whole share, nothing in host memory, no time."""
+    c, d = shared(None, 0.3), model()
+    rank, worker = policy_memory(c, d, PARALLEL, 0), engine_memory(c, d)
+    held = rank.held.weights + rank.held.gradients + rank.held.optimizer + rank.sync + rank.reserve + rank.gaps
+    assert {rank.totals[phase] for phase in ("generate", "sync")} == {held}
+    assert rank.totals["logprobs"] == held + rank.reference + rank.at.forward + rank.at.forward_logits
+    assert rank.totals["train"] == rank.peak == held + rank.at.train + rank.at.train_logits
+    assert set(worker.totals.values()) == {worker.budget + worker.beside}
+    assert rank.parked == 0 == residency_time(c, d, PARALLEL)
+    assert shared(list(PARTS)).residency.keep != c.residency.keep
+    assert policy_memory(shared(list(PARTS), 0.3), d, PARALLEL, 0).totals == rank.totals
+
+
+def test_what_leaves_lies_in_host_memory_beside_its_gpu() -> None:
+    c, d = shared([], kl=0.0), model()
+    held = policy_memory(c, d, PARALLEL, 0).held
+    node, without = (host_memory(each, d, PARALLEL, None, nodes(c)[1], first=False) for each in (c, shared(None, kl=0)))
+    assert node.parked == 8 * (held.weights + held.optimizer), "gradients are dropped"
+    assert node.total - without.total == node.parked and without.parked == 0
+    c.cluster.host_memory_gib = node.total / GIB
+    with pytest.raises(UserError, match=r"cluster.host_memory_gib = .*, parked \d"):
+        fit.check(c, REAL["30B"])
+    c.cluster.host_memory_gib = node.total / GIB * 1.1
+    fit.check(c, REAL["30B"])
+    kept = shared(["optimizer"], kl=0.0)
+    assert host_memory(kept, d, PARALLEL, None, nodes(c)[1], first=False).parked == 8 * held.weights
+
+
+def test_sockets_that_are_known_are_looked_at() -> None:
+    c, d = shared([], kl=0.0), model()
+    c.cluster.host_memory_gib, c.cluster.numa_nodes = 400.0, 2
+    each = 4 * policy_memory(c, d, PARALLEL, 0).parked
+    assert crowded(c, d, PARALLEL) == [] and each < 200 * GIB
+    c.cluster.host_memory_gib = 1.9 * each / GIB
+    found = crowded(c, d, PARALLEL)
+    assert [note.partition(":")[0] for note in found] == ["node 0", "node 0", "node 1", "node 1"]
+    assert f"{each / GIB:.0f} GiB are pinned for the GPUs of NUMA node 1" in found[1]
+    c.cluster.numa_nodes = None
+    assert crowded(c, d, PARALLEL) == []
+
+
+def test_moving_takes_the_links_time_or_the_nodes() -> None:
+    c, d = shared([], kl=0.0), model()
+    held = policy_memory(c, d, PARALLEL, 0).held
+    there_and_back = 2 * (held.weights + held.optimizer)
+    assert residency_time(c, d, PARALLEL) == pytest.approx(there_and_back / 50e9)
+    c.cluster.rates.host_node_gb_s = 80.0  # 10 for each of eight GPUs
+    assert residency_time(c, d, PARALLEL) == pytest.approx(there_and_back / 10e9)
+    assert step_time(c, d, PARALLEL).residency == residency_time(c, d, PARALLEL)
+    assert residency_time(shared(["parameters", "optimizer"]), d, PARALLEL) == 0.0
+
+
+def test_a_critic_and_a_reference_on_gpus_of_their_own() -> None:
+    c, d = shared([], kl=0.0), model()
+    c.algorithm.advantage, c.critic.ranks = "gae", 16
+    parallel = critic_dims(c)
+    assert parallel is not None
+    critic = critic_memory(c, d, parallel, 0)
+    idle = critic.reserve + critic.gaps
+    held = critic.held.weights + critic.held.gradients + critic.held.optimizer
+    assert critic.totals["generate"] == critic.totals["train"] == idle, "its work has phases of its own"
+    assert critic.totals["values"] == idle + held + critic.at.forward + critic.at.forward_logits
+    assert critic.totals["critic"] == critic.peak == idle + held + critic.at.train
+    assert critic.parked == critic.held.weights + critic.held.optimizer
+    policy = policy_memory(c, d, PARALLEL, 0)
+    assert residency_time(c, d, PARALLEL) == pytest.approx(2 * (policy.parked + critic.parked) / 50e9)
+    c.residency.keep = ["critic"]
+    assert critic_memory(c, d, parallel, 0).parked == 0
+    c.residency.keep, c.algorithm.kl.coefficient = [], 0.001
+    frozen = reference_memory(c, d, PARALLEL, 0)
+    assert min(frozen.totals.values()) == frozen.totals["generate"] > frozen.held.weights and frozen.parked == 0
+
+
+def test_the_table_is_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A part that a phase needs, by the table, is counted in it."""
+    c, d = shared([]), model()
+    held, before = policy_memory(c, d, PARALLEL, 0).held, policy_memory(c, d, PARALLEL, 0).totals
+    monkeypatch.setattr("skyrl_mega.config.residency.NEEDS", {**NEEDS, "sync": NEEDS["sync"] | {"optimizer"}})
+    after = policy_memory(c, d, PARALLEL, 0).totals
+    changed = {phase: after[phase] - before[phase] for phase in PHASES}
+    assert changed == {phase: held.optimizer * (phase == "sync") for phase in PHASES}
+
+
+def test_the_fullest_of_the_stages_is_looked_at() -> None:
+    c, d = shared([], 0.5), model()
+    c.policy.layout.pipeline, c.policy.layout.expert = 4, 2
+    parallel = ParallelDims(16, tensor=2, pipeline=4, expert=2)
+    gpu, worker = shared_gpu(c, d, parallel), engine_memory(c, d)
+    assert gpu is not None and len(stages(parallel)) == 4
+    ranks = [policy_memory(c, d, parallel, rank) for rank in range(16)]
+    every = [gpu.size - rank.totals[phase] - worker.totals[phase] for rank in ranks for phase in STEP]
+    assert gpu.margin == min(every)
+    assert Ranks(c, d, parallel).peak([]) == max(rank.totals[phase] for rank in ranks for phase in STEP)
+    other = replace(c.residency, keep=["gradients"])
+    assert Ranks(c, d, parallel).peak(["gradients"]) == max(
+        policy_memory(replace(c, residency=other), d, parallel, rank).peak for rank in range(16)
+    )
