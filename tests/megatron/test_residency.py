@@ -277,8 +277,8 @@ def runs_of(rank: ModelWorker) -> dict[str, Any]:
 
 
 CASES = [
-    (2, {}, {"overlap": False}, torch.bfloat16),
-    (2, {"tensor": 2}, {"overlap": False}, torch.bfloat16),
+    pytest.param(2, {}, {"overlap": False}, torch.bfloat16, marks=pytest.mark.slow),
+    pytest.param(2, {"tensor": 2}, {"overlap": False}, torch.bfloat16, marks=pytest.mark.slow),
     (2, {"expert": 2}, {"overlap": True}, torch.bfloat16),
     (4, {"tensor": 2, "expert": 2}, {"overlap": True}, torch.float32),
 ]
