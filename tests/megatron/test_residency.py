@@ -238,6 +238,7 @@ def a_run(
         found += [logprobs(), logprobs(reference=True)]
         phase("train")
         found += [opened.train(micros, objectives.supervised) for _ in range(2)]
+        phase("generate")  # all of it leaves while an overlapping step's parameters may still be gathered
         phase("sync")
         found.append({name: p.float().clone().numpy() for name, p in opened.weights().items()})
         phase("generate")
