@@ -205,10 +205,8 @@ def test_one_that_fails_asleep_starts_when_all_parts_are_awake(fleet: Fleet) -> 
     fleet.serve([0, 1])
     fleet.sleep(["kv_cache", "engine_weights"])
     old = fleet.group.where[1].pid
-    os.kill(old, signal.SIGSTOP)
-    fleet.start_timeout_s = 8
+    os.kill(old, signal.SIGKILL)
     fleet.wake(["engine_weights"])
-    fleet.start_timeout_s = 180
     deadline = time.monotonic() + 120
     while fleet.group.where[1].pid == old:
         assert time.monotonic() < deadline
