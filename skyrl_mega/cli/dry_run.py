@@ -40,7 +40,7 @@ from skyrl_mega.planner.memory import (
     reference_memory,
 )
 from skyrl_mega.planner.placement import nodes
-from skyrl_mega.planner.processes import COUNTED, MARGIN, PolicyMemory
+from skyrl_mega.planner.processes import COUNTED, MARGIN, SHOWN, PolicyMemory
 from skyrl_mega.planner.shared import shared_gpu, stages
 from skyrl_mega.planner.times import at_once, generate_time, mfu, step_time
 from skyrl_mega.telemetry.trackers import registry
@@ -154,7 +154,13 @@ def _engines(config: Config, d: Decoder, made: Batch) -> dict[str, Any]:
     rows = []
     for row in layout_text.workers(config, d):
         m = engine_memory(config, d, row["worker"])
-        kinds = {**asdict(m), "kv": m.kv, "tokens": m.tokens, "peak": m.peak}
+        kinds = {
+            **asdict(m),
+            "kv": m.kv,
+            "tokens": m.tokens,
+            "peak": m.peak,
+            "phases": {name: m.phase(name) for name in SHOWN["policy"]},
+        }
         rows.append({**row, "memory": {name: kinds[name] for name in kinds if name != "given"}})
     tokens = min(row["memory"]["tokens"] for row in rows)
     return {

@@ -79,6 +79,7 @@ def test_30b_on_64_gpus(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     worker = v["engines"]["workers"][7]
     budget = worker["memory"]["kv"] + sum(worker["memory"][k] for k in ("weights", "working", "reserve"))
     assert budget == worker["memory"]["budget"] == int(0.6 * v["gpu_memory"])
+    assert sum(worker["memory"]["phases"]["train"].values()) == budget + worker["memory"]["beside"], "it stays"
     assert worker["kv"] == "3"  # 4 key/value heads on 8 workers
     assert v["batch"]["sequences"] == 2560 and v["batch"]["mini_batches"] == 2
     assert v["sync"]["predicted_seconds"] == pytest.approx(61.06e9 / 8 / 50e9, rel=0.01)

@@ -44,6 +44,21 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         ["rollout.memory_fraction = 0.9", "72.2 GiB", "more than the 79.1", "rollout.memory_fraction=0.4"],
     ),
     (
+        "a policy that keeps too much beside engines that sleep",
+        "cluster.shared=true cluster.nodes=4 rollout.memory_fraction=0.75 "
+        "residency.keep=[parameters,optimizer,gradients]",
+        [
+            "in phase generate, an engine worker's 60.3 GiB (weights 7.2, kv_cache",
+            "the largest fraction that fits is 0.5; with residency.keep=[] it fits",
+            "rollout.memory_fraction=0.45",
+        ],
+    ),
+    (
+        "hosts without memory for what leaves",
+        "cluster.shared=true cluster.nodes=4 residency.keep=[] cluster.host_memory_gib=250",
+        ["parked 150.", "95% on Ray", "residency.keep="],
+    ),
+    (
         "an engine's context beside its share",
         "rollout.memory_fraction=0.99",
         ["an engine worker takes 78.3 GiB and, beside that, about 1.3", "rollout.memory_fraction=0.95"],

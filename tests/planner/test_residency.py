@@ -108,7 +108,11 @@ def test_what_a_refusal_says_would_fit_fits(keep: list[str] | None, fraction: fl
     with pytest.raises(UserError) as caught:
         fit.check(c, REAL["30B"], strict=True)
     said = str(caught.value)
-    if "no fraction fits" not in said:
+    if "no fraction fits" in said:
+        for other in (0.15, 0.25, 0.35, 0.45, 0.55, 0.65):
+            with pytest.raises(UserError):
+                fit.check(shared(keep, other), REAL["30B"], strict=True)
+    else:
         largest = float(said.partition("the largest fraction that fits is ")[2].partition(";")[0].partition(",")[0])
         assert largest < fraction
         fit.check(shared(keep, largest), REAL["30B"], strict=True)
