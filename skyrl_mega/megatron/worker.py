@@ -38,6 +38,7 @@ from skyrl_mega.megatron.reference import Reference
 from skyrl_mega.megatron.residency import Resident, expanded, gradients, optimizer_state
 from skyrl_mega.megatron.router_replay import RouterReplay
 from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.megatron.sums import scalars, summed
 from skyrl_mega.models.blocks.value_head import VALUE
 from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.models.registry import HeadKind, architecture
@@ -273,7 +274,7 @@ class ModelWorker:
         if self.balance:
             with torch.no_grad(), self.balance.counted(self.chunks[0].config.num_moe_experts, self.device):
                 self._run(micros, _nothing, forward_only=True)
-        metrics = self._reduce(self._run(micros, self._compute(objective, temperature), forward_only=False))
+        metrics = summed(self._run(micros, self._compute(objective, temperature), forward_only=False))
         if self.balance:
             balance = self.balance.value()
             metrics |= {"expert_balance": balance} if metrics else {}
@@ -289,10 +290,10 @@ class ModelWorker:
                 self.schedule.step(-1)  # as where a mini-batch is only measured
             return {**metrics, "grad_norm": 0.0, "lr": lr}
         except NotFinite as error:
-            raise FloatingPointError(f"{self.name}: {error}; loss sums of this step: {_scalars(metrics)}") from error
+            raise FloatingPointError(f"{self.name}: {error}; loss sums of this step: {scalars(metrics)}") from error
         if not updated:
             raise FloatingPointError(
-                f"{self.name}: a gradient is not finite; loss sums of this step: {_scalars(metrics)}"
+                f"{self.name}: a gradient is not finite; loss sums of this step: {scalars(metrics)}"
             )
         if self.from_zero:
             self.schedule.step(1)
@@ -306,7 +307,7 @@ class ModelWorker:
         for chunk in self.chunks:
             chunk.eval()
         with torch.no_grad():
-            metrics = self._reduce(self._run(micros, self._compute(objective, temperature), forward_only=True))
+            metrics = summed(self._run(micros, self._compute(objective, temperature), forward_only=True))
         return metrics | (self.replay.metrics() if self.replay and metrics else {})
 
     def _compute(self, objective: Any, temperature: float) -> Finish:
@@ -387,23 +388,6 @@ class ModelWorker:
         chunk, vocab = logit_chunk(self.policy, self.device.type), self.vocab
         return logprobs_of(model, hidden, micro, vocab=vocab, temperature=temperature, chunk=chunk, squares=squares)
 
-    def _reduce(self, outputs: list[dict[str, Tensor]]) -> dict[str, float]:
-        """Sums (or maxima) over micro-batches and over data and context ranks; empty on all but the last stage.
-
-        Entry i of one that is a vector is called `<name>.<i>`.
-        """
-        if not outputs:
-            return {}
-        names = sorted(outputs[0])
-        entries = [f"{n}.{i}" if outputs[0][n].ndim else n for n in names for i in range(outputs[0][n].numel())]
-        table = torch.stack([torch.cat([o[n].float().reshape(-1) for n in names]) for o in outputs])
-        peaks = torch.tensor([n.endswith("_max") for n in entries], device=table.device)
-        sums, tops = table.sum(0), table.amax(0)
-        group = mpu.get_data_parallel_group(with_context_parallel=True)
-        dist.all_reduce(sums, group=group)
-        dist.all_reduce(tops, dist.ReduceOp.MAX, group=group)
-        return dict(zip(entries, tops.where(peaks, sums).tolist(), strict=True))
-
     # ---- checkpoints -----------------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
@@ -444,11 +428,6 @@ class ModelWorker:
         layout = self.architecture.megatron_layout(self.hf, self.parallel, self.spec)
         with self.resident.brought("parameters"):
             files.save(path, source, layout, self.weights())
-
-
-def _scalars(metrics: dict[str, float]) -> dict[str, float]:
-    """Without the entries of vectors, which fill a page."""
-    return {name: value for name, value in metrics.items() if "." not in name}
 
 
 def _nothing(model: Any, micro: MicroBatch, tokens: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -23,7 +23,7 @@ from tests.weights.grids import REAL
 LAYOUTS = [{"tensor": 2, "expert": 8}, {"tensor": 4, "pipeline": 2, "expert": 4}, {"expert": 16}]
 
 
-def case(sizes: dict[str, int], gib: float, recompute: bool) -> tuple[Config, ParallelDims]:
+def case(sizes: dict[str, int], gib: float, recompute: str) -> tuple[Config, ParallelDims]:
     c = shared(None)
     c.cluster.gpu_memory_gib, c.policy.recompute = gib, recompute
     c.rollout.concurrency, c.rollout.max_prompt_tokens, c.rollout.sampling.max_tokens = 1024, 2048, 2048
@@ -37,8 +37,8 @@ def case(sizes: dict[str, int], gib: float, recompute: bool) -> tuple[Config, Pa
 
 @pytest.mark.parametrize("gib", [60.0, 79.1, 139.0])
 @pytest.mark.parametrize("sizes", LAYOUTS, ids=str)
-@pytest.mark.parametrize("recompute", [True, False])
-def test_the_fastest_that_fits_is_found(sizes: dict[str, int], gib: float, recompute: bool) -> None:
+@pytest.mark.parametrize("recompute", ["full", "none"])
+def test_the_fastest_that_fits_is_found(sizes: dict[str, int], gib: float, recompute: str) -> None:
     c, parallel = case(sizes, gib, recompute)
     d = model()
     best: float | None = None
@@ -72,7 +72,7 @@ def test_the_fastest_that_fits_is_found(sizes: dict[str, int], gib: float, recom
 
 
 def test_a_choice_of_the_users_own_is_tried_too() -> None:
-    c, parallel = case(LAYOUTS[0], 79.1, True)
+    c, parallel = case(LAYOUTS[0], 79.1, "full")
     c.residency.keep = ["engine_weights"]
     d = architecture(REAL["30B"]).describe(REAL["30B"])
     keeps = [pair.keep for pair in pairs(c, Ranks(c, d, parallel), engines(c, d, 16))]

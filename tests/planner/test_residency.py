@@ -51,7 +51,7 @@ def shared(keep: list[str] | None, fraction: float = 0.6, kl: float = 0.001) -> 
     """The 30B on two nodes, policy and engines on the same GPUs."""
     c = Config()
     c.cluster.nodes, c.cluster.shared, c.cluster.device, c.cluster.gpu_memory_gib = 2, True, "cuda", 79.1
-    c.policy.ranks, c.policy.recompute = 16, True
+    c.policy.ranks, c.policy.recompute = 16, "full"
     c.policy.layout.tensor, c.policy.layout.expert = 2, 8
     c.rollout.engines, c.rollout.tensor, c.rollout.memory_fraction = 2, 8, fraction
     c.algorithm.kl.coefficient = kl
