@@ -16,8 +16,9 @@ from skyrl_mega.planner.host_memory import PROCESS
 from skyrl_mega.planner.memory import GIB
 from skyrl_mega.report.estimate import FILE
 
-PHASES = {"generate": "generate", "log-probs": "logprobs", "train": "train", "sync": "sync"}
-"""The planner's phases, and what metrics call them."""
+NOT_TORCHS = {"reserve", "gaps", "beside"}
+"""What CUDA and libraries take, and what the allocator cannot use: torch does not give it out, and so no metric of a
+process has it."""
 
 
 def keep(folder: Path, config: Config, hf: Mapping[str, Any], say: Callable[[str], None]) -> None:
@@ -38,23 +39,20 @@ def estimated(v: Mapping[str, Any]) -> dict[str, float]:
     process = 0 if v["gpu_memory"] else PROCESS["cpu"]
     """A policy process on a CPU has its interpreter and libraries in the same memory."""
     memory: dict[str, float] = {}
-    for role, phases in (
-        ("policy", {"generate": "generate", "logprobs": "logprobs", "train": "train", "sync": "sync"}),
-        ("reference", {"logprobs": "logprobs"}),
-        ("critic", {"generate": "generate", "logprobs": "values", "train": "critic"}),
-    ):
+    for role in ("policy", "reference", "critic"):
         for row in v[role]:
-            for phase, size in _policy(row["memory"]).items():
-                if phase in phases:
-                    name = f"memory/{role}_{phases[phase]}_gib"
-                    memory[name] = max(memory.get(name, 0), size + process)
+            for phase, kinds in row["memory"]["phases"].items():
+                if (role, phase) != ("reference", "generate"):
+                    name = f"memory/{role}_{phase}_gib"
+                    memory[name] = max(memory.get(name, 0), _given(kinds) + process)
     workers = [row["memory"] for row in v["engines"]["workers"]]
-    memory["memory/engine_generate_gib"] = max(m["weights"] + m["working"] + m["kv"] for m in workers) + process
-    memory["memory/engine_sync_gib"] = max(m["weights"] + m["kv"] + m["sync"] for m in workers) + process
+    memory["memory/engine_generate_gib"] = max(_given(m["phases"]["generate"]) for m in workers) + process
+    memory["memory/engine_sync_gib"] = max(_given(m["phases"]["sync"]) + m["sync"] for m in workers) + process
     memory["memory/host_gib"] = max(node["host_memory_total"] for node in v["nodes"])
     if shared := v["shared"]:
-        for phase, name in PHASES.items():
-            memory[f"memory/device_{name}_gib"] = shared["policy"][phase] + shared["engine"] + shared["beside"]
+        for phase in shared["policy"]:
+            both = shared["policy"][phase] + shared["engine"][phase]
+            memory[f"memory/device_{phase}_gib"] = both + shared["beside"]
     return found | {name: size / GIB for name, size in memory.items()}
 
 
@@ -62,7 +60,7 @@ def _speed(v: Mapping[str, Any]) -> dict[str, float]:
     seconds, batch, engines = v["seconds"], v["batch"], v["engines"]
     written = batch["sequences"] * batch["generated"]
     return {
-        **{f"time/{phase}": seconds[phase] for phase in ("generate", "logprobs", "train", "sync", "step")},
+        **{f"time/{phase}": seconds[phase] for phase in ("generate", "logprobs", "train", "sync", "residency", "step")},
         "perf/mfu": seconds["mfu"],
         "perf/tokens_per_s": written / seconds["step"],
         "perf/tokens_per_s_per_rank": seconds["tokens_per_second_per_gpu"] * batch["generated"] / batch["mean"],
@@ -72,12 +70,6 @@ def _speed(v: Mapping[str, Any]) -> dict[str, float]:
     }
 
 
-def _policy(m: Mapping[str, Any]) -> dict[str, float]:
-    """What torch gives out in each phase: without what CUDA and libraries take, and what the allocator cannot use."""
-    held = m["weights"] + m["gradients"] + m["optimizer"] + m["sync"]
-    return {
-        "generate": held,
-        "logprobs": held + m["reference"] + m["forward"],
-        "train": held + m["activations"] + m["logits"],
-        "sync": held,
-    }
+def _given(kinds: Mapping[str, float]) -> float:
+    """What torch gives out of these."""
+    return sum(size for kind, size in kinds.items() if kind not in NOT_TORCHS)

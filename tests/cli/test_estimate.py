@@ -30,7 +30,7 @@ def test_every_phase_of_a_published_run_is_expected_and_no_more_than_the_dry_run
     assert found["memory/policy_generate_gib"] < found["memory/policy_logprobs_gib"] < found["memory/policy_train_gib"]
     assert found["memory/policy_train_gib"] * GIB < memory["peak"]
     assert found["memory/device_train_gib"] < v["gpu_memory"] / GIB
-    phases = sum(found[f"time/{phase}"] for phase in ("generate", "logprobs", "train", "sync"))
+    phases = sum(found[f"time/{phase}"] for phase in ("generate", "logprobs", "train", "sync", "residency"))
     assert found["time/step"] == pytest.approx(phases)
     assert found["perf/tokens_per_s"] == pytest.approx(512 * 5 * v["batch"]["generated"] / found["time/step"])
     assert found["perf/tokens_per_s_per_rank"] == pytest.approx(found["perf/tokens_per_s"] / 32)
