@@ -25,8 +25,9 @@ from torch.overrides import TorchFunctionMode
 
 from skyrl_mega.megatron import worker
 from skyrl_mega.megatron.cpu import _TYPE_NAMES
+from tests.cuda.as_cpu import CudaAsCpu
 
-CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
+CUDA = torch.device("cuda", 0)
 
 
 class Known(TorchFunctionMode):
@@ -48,33 +49,13 @@ class Known(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-class CudaAsCpu(TorchFunctionMode):
-    """Maps CUDA's device to the CPU, whatever names it, and answers `Tensor.type()` with CUDA's name."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = dict(kwargs or {})
-        if func is torch.Tensor.type and len(args) == 1 and not kwargs:
-            return _TYPE_NAMES.get(args[0].dtype, func(args[0]))
-        device = kwargs.get("device")
-        if device is not None and (isinstance(device, int) or torch.device(device).type == "cuda"):
-            kwargs["device"] = CPU
-        kwargs.pop("pin_memory", None)
-        args = tuple(
-            CPU
-            if (isinstance(a, torch.device) and a.type == "cuda") or (isinstance(a, str) and a.startswith("cuda"))
-            else a
-            for a in args
-        )
-        return func(*args, **kwargs)
-
-
 class CpuAsCuda(CudaAsCpu):
     """As `CudaAsCpu`, but tensors answer as CUDA's."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
+        if func == torch.Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return True
-        if func is torch.Tensor.device.__get__:  # type: ignore[attr-defined]
+        if func == torch.Tensor.device.__get__:  # type: ignore[attr-defined]
             return CUDA
         return super().__torch_function__(func, types, args, kwargs)
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.cuda.fake_cuda import CudaAsCpu
+from tests.cuda.as_cpu import CudaAsCpu
 
 CUDA = torch.device("cuda")
 """Without a number, so that the one in use has to be asked for."""

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from skyrl_mega.megatron.cpu import CudaAsCpu
+from tests.cuda.as_cpu import CudaAsCpu
 
 _T: Any = Tensor
 CUDA = torch.device("cuda", 0)

@@ -107,9 +107,11 @@ def main() -> None:
     import torch
 
     from skyrl_mega.megatron import cpu
+    from tests.cuda import as_cpu
 
     torch.set_num_threads(1)
     cpu.stand_in()
+    as_cpu.unmapped()
     te_kernels.stand_in(waits)
     deepep.stand_in()
     answers = go(case, waits)

@@ -14,19 +14,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl_mega.megatron.cpu import CudaAsCpu
 from skyrl_mega.megatron.residency import Resident
 from tests.cuda import streams
-from tests.cuda.fake_cuda import CUDA
-
-
-class CpuAsCuda(CudaAsCpu):
-    """Tensors that lie on the CPU say that they are CUDA's."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func == torch.Tensor.device.__get__:
-            return CUDA
-        return super().__torch_function__(func, types, args, kwargs)
+from tests.cuda.fake_cuda import CUDA, CpuAsCuda
 
 
 class Events(TorchDispatchMode):
