@@ -36,6 +36,9 @@ class Teller:
     def start(self) -> None:
         """As an engine's."""
 
+    def sleep(self, parts: list[str]) -> None:
+        """As an engine's, before models are built."""
+
     def tell(self) -> tuple[dict[str, str], set[int]]:
         """Its environment and its CPUs."""
         return self.environment, os.sched_getaffinity(0)

@@ -40,3 +40,20 @@ def test_where_no_new_mark_may_be_begun_it_is_what_there_is_now(tmp_path: Path) 
     reading = MemoryMeter("cpu", tmp_path).read()
     assert (reading.peak, reading.node) == (300 * 1024, 600 * 1024)
     assert reading.device is None and reading.retries is None
+
+
+def test_a_gpus_reading_is_the_most_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own names; what counts up over the process's life is told by what was added."""
+    import torch
+
+    peaks = iter([(5, 7, 1, 10), (3, 7, 1, 12)])
+    keys = ("allocated_bytes.all.peak", "reserved_bytes.all.peak", "num_alloc_retries", "num_device_alloc")
+    resets: list[int] = []
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda: dict(zip(keys, next(peaks), strict=True)))
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: resets.append(1))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (20, 80))
+    meter = MemoryMeter("cuda")
+    first, then = meter.read(), meter.read()
+    assert (first.peak, first.reserved, first.device, first.retries, first.allocations) == (5, 7, 60, 1, 10)
+    assert (then.peak, then.retries, then.allocations) == (3, 0, 2)
+    assert len(resets) == 2
