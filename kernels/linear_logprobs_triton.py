@@ -7,6 +7,7 @@ the weight (tokens count fastest), which are read from memory once and from L2 b
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +35,29 @@ class Tile(NamedTuple):
 HALF = Tile(128, 256, 64, warps=8, stages=3)
 """1.5 MiB come from L2 for 0.13 GFLOP (H 2,048): at L2's 5.5 TB/s, 490 TFLOP/s. A tile of 128 × 128 would end at 370.
 144 KiB of loads, and half of a thread's registers are products."""
+SMALL = Tile(64, 128, 64, warps=4, stages=3)
+"""72 KiB of loads, for GPUs whose blocks have 99 KiB (compute capability 8.6, 8.9, 12.0)."""
 FLOAT32 = Tile(64, 64, 32, warps=4, stages=3)
 """Products of float32 numbers as they are, not cut to TF32."""
 
 
-def tile(dtype: torch.dtype) -> Tile:
-    """For hidden states of this type."""
-    return HALF if dtype.itemsize == 2 else FLOAT32
+def tile(hidden: Tensor) -> Tile:
+    """For these hidden states, on their device."""
+    if hidden.element_size() > 2:
+        return FLOAT32
+    return HALF if loads(HALF) <= _shared_memory(hidden.device) else SMALL
+
+
+def loads(of: Tile) -> int:
+    """Bytes of shared memory of a tile whose numbers have two bytes."""
+    return of.stages * (of.tokens + of.columns) * of.depth * 2
+
+
+@cache
+def _shared_memory(device: torch.device) -> int:
+    """What a block of threads may have on a device; the interpreter's have no end."""
+    found = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
+    return int(getattr(found, "shared_memory_per_block_optin", loads(HALF)))
 
 
 def partial_sums(inputs: Inputs, *, squares: bool = False) -> Tensor:
@@ -76,7 +93,7 @@ def logit_gradients(
 def _arguments(inputs: Inputs) -> tuple[Tile, dict[str, Any]]:
     """The tile, and what both kernels take first, in their order."""
     hidden, weight, targets = (t.contiguous() for t in (inputs.hidden_TH, inputs.weight_vH, inputs.targets_T))
-    return tile(hidden.dtype), {
+    return tile(hidden), {
         "hidden": hidden,
         "weight": weight,
         "targets": targets,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -94,6 +95,8 @@ def open_slice(
     """The rank, with random weights."""
     hf, parallel = parts.slice_of_30b(tiny_size=bench.tiny, layers=layers)
     policy = parts.policy_config(spec, recompute="full", logit_chunk=CHUNK, micro_tokens=TOKENS)
+    if fusions is not None:
+        policy = replace(policy, fusions=[])  # these alone
     return parts.open_rank(hf, parallel, device=bench.device, policy=policy, fusions=fusions)
 
 

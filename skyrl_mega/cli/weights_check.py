@@ -34,6 +34,7 @@ def compare(file: str, overrides: Sequence[str], *, as_json: bool = False) -> li
         ActorFailed: An actor died, raised or did not answer; names the root cause.
     """
     with opened(file, overrides, as_json=as_json) as run:
+        run.residency.enter("train")  # so that the weights compared are those after a sleep
         with run.console.phase("second sync"):
             run.bring_up_to_date()
         run.residency.enter("sync")

@@ -16,7 +16,7 @@ from enum import Enum
 from typing import Any
 
 from skyrl_mega.cluster.errors import ActorFailed, NodeGone
-from skyrl_mega.cluster.group import ActorGroup, Call, describe, gather, settle
+from skyrl_mega.cluster.group import ActorGroup, Call, describe, end_processes, gather, settle
 from skyrl_mega.cluster.last_words import with_cause
 from skyrl_mega.config.residency import ENGINE
 
@@ -76,6 +76,11 @@ class Fleet:
         """Ranks that may be asked."""
         return [] if self.asleep else [rank for rank, state in enumerate(self.states) if state is State.SERVING]
 
+    @property
+    def up(self) -> list[int]:
+        """Ranks that run, asleep or up to date or not."""
+        return [rank for rank, state in enumerate(self.states) if state is not State.STARTING]
+
     def present(self) -> list[int]:
         """Ranks that are up, up to date or not. Waits only where there is none: then those that fail to be there are
         started whatever is asleep, as room is made for them.
@@ -86,7 +91,7 @@ class Fleet:
         """
         while True:
             self._take_in()
-            if up := self._up():
+            if up := self.up:
                 return up
             self._begin()
             # Nobody may start any more once those for whom room was made have come.
@@ -103,10 +108,10 @@ class Fleet:
         error = starting.exception()
         if error is None:
             self.say(f"{self.group.name}-{rank} is up again, and waits to be brought up to date")
-        elif isinstance(error, ActorFailed) and not isinstance(error, NodeGone):
+        elif isinstance(error, NodeGone) or not _own(error, self.group.name):
+            raise error  # it cannot be started again where it was, and the run finds new places; or others failed
+        else:
             self.retire(rank, str(error))
-        else:  # it cannot be started again where it was; the run finds new places
-            raise error
 
     def serve(self, ranks: Collection[int]) -> None:
         """These are up to date; others that were are not, from now on."""
@@ -144,9 +149,13 @@ class Fleet:
     def _start(self, rank: int, ended: Future[None]) -> None:
         ended.result()  # each is bounded by `start_timeout_s`
         with self.make_room(rank):
-            gather([self.group.submit(rank, "start", self.facts[rank])], self.start_timeout_s)
-            if self.asleep:
-                gather([self.group.submit(rank, "sleep", sorted(self.asleep))], self.start_timeout_s)
+            try:
+                gather([self.group.submit(rank, "start", self.facts[rank])], self.start_timeout_s)
+                if self.asleep:
+                    gather([self.group.submit(rank, "sleep", sorted(self.asleep))], self.start_timeout_s)
+            except ActorFailed:
+                end_processes(self.group.where[rank])  # what it has taken so far is what others need
+                raise
 
     def sleep(self, parts: Collection[str]) -> None:
         """Puts parts of all to sleep; one that fails is retired. Waits for those that are being started, as they take
@@ -161,7 +170,7 @@ class Fleet:
         self._take_in()
         if WEIGHTS in parts:
             self.serve([])
-        self._settle(self._up(), "sleep", self.start_timeout_s, sorted(parts))
+        self._settle(self.up, "sleep", self.start_timeout_s, sorted(parts))
 
     def wake(self, parts: Collection[str]) -> None:
         """Wakes parts of all; one that fails is retired. Once all parts are awake, those start that failed since.
@@ -169,13 +178,10 @@ class Fleet:
         Raises:
             ActorFailed: `restarts` have been used up.
         """
-        self._settle(self._up(), "wake", self.start_timeout_s, sorted(parts))
+        self._settle(self.up, "wake", self.start_timeout_s, sorted(parts))
         self.asleep -= set(parts)
         if not self.asleep:
             self._begin()
-
-    def _up(self) -> list[int]:
-        return [rank for rank, state in enumerate(self.states) if state is not State.STARTING]
 
     def _settle(self, ranks: Collection[int], method: str, timeout: float, *args: Any) -> None:
         """Calls these; one that fails or does not answer is retired."""
@@ -212,3 +218,8 @@ class Fleet:
         """Starts nothing more. The actors are the group's to end."""
         self.restarts = 0
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _own(error: BaseException, name: str) -> bool:
+    """Whether an actor of the fleet failed, and nobody who was to make room for it."""
+    return isinstance(error, ActorFailed) and error.actor.rpartition("-")[0] == name

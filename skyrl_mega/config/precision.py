@@ -78,6 +78,11 @@ def check_precision(c: Config) -> None:
         return
     if c.cluster.device == "cuda":
         check_device(c)
+    if p.recipe == "fp8_delayed" and c.policy.recompute == "selective":
+        raise UserError(
+            "policy.recompute = selective: megatron-core recomputes norms and activation functions with no delayed "
+            "scaling; allowed are none, moe and full, or give policy.precision.recipe=fp8_current"
+        )
     if p.recipe == "fp8_delayed" and {"moe_act", "layernorm"} & set(_modules(c)):
         raise UserError(
             "policy.options.recompute_modules: megatron-core recomputes moe_act and layernorm with no delayed scaling; "

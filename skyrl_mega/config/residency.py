@@ -19,8 +19,9 @@ NEEDS = MappingProxyType(
         "generate": frozenset(ENGINE),
         "eval": frozenset(ENGINE),
         "logprobs": frozenset({"parameters"}),
-        "values": frozenset(CRITIC),
-        "critic": frozenset(CRITIC),
+        # A critic has devices of its own: where it works, nothing has to leave those of the policy.
+        "values": frozenset({*CRITIC, "parameters"}),
+        "critic": frozenset({*CRITIC, "parameters"}),
         "train": frozenset(POLICY),
         "sync": frozenset({"parameters", "engine_weights"}),
     }

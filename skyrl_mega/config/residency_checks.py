@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from skyrl_mega.config.derived import has_critic
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.residency import ENGINE, PARTS, kept
+from skyrl_mega.config.residency import CRITIC, ENGINE, PARTS, kept
 from skyrl_mega.config.schema import Config
 
 SLEEP_ARGUMENTS = {
     "enable_sleep_mode": "residency.keep, without the parts that sleep",
     "enable_cumem_allocator": "residency.keep, without the parts that sleep",
+    "sleep_mode_backend": None,
     "sleep_mode_offload_cudagraph": None,
     "sleep_preserve_parameter_names": None,
 }
@@ -38,9 +40,10 @@ def check_residency(c: Config) -> None:
                 f"rollout.options.{name}: {why}, so an engine with it cannot drop {' and '.join(dropped)}; leave it "
                 "out, or let residency.keep have engine_weights and kv_cache"
             )
-    moved = [part for part in ("parameters", "gradients") if part not in kept(c.residency.keep)]
+    buffers = ("parameters", "gradients", *CRITIC[: has_critic(c)])
+    moved = [part for part in buffers if part not in kept(c.residency.keep)]
     if moved and c.policy.ddp_options.get("nccl_ub"):
         raise UserError(
             f"policy.ddp_options.nccl_ub: NCCL keeps the addresses of buffers, so {' and '.join(moved)} cannot leave "
-            "the device; leave it out, or let residency.keep have parameters and gradients"
+            f"the device; leave it out, or let residency.keep have {', '.join(buffers)}"
         )

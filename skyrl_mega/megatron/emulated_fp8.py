@@ -88,7 +88,9 @@ class EmulatedFp8:
                 linear.round_weight(self._params[param].detach())
 
     def end(self, trained: bool) -> None:
-        """Ends a pass. A collective of all ranks where it trained."""
+        """Ends a pass: rounded weights are let go. A collective of all ranks where it trained."""
+        for linear in self.linears.values():
+            del linear.weight, linear.transposed
         if self._delayed and trained:
             self._magnitudes.end(_agree)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -37,6 +38,16 @@ def transformer_settings(precision: PrecisionConfig) -> dict[str, Any]:
         num_layers_at_start_in_bf16=precision.first_layers,
         num_layers_at_end_in_bf16=precision.last_layers,
     )
+
+
+def forget_copies(chunks: Sequence[Any]) -> None:
+    """Lets go of the FP8 copies of weights, which Transformer Engine keeps for a pass's further micro-batches and makes
+    again in the first of the next one: up to 2 bytes a weight that are no parameter's, and would outlive the pass."""
+    for chunk in chunks:
+        for module in chunk.modules():
+            copies = getattr(module, "_fp8_workspaces", None)
+            if copies:
+                copies.clear()
 
 
 def row_multiple(precision: PrecisionConfig, spec: str) -> int:

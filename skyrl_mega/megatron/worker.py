@@ -33,7 +33,7 @@ from skyrl_mega.megatron.model import build_model, gathered, wrap_ddp
 from skyrl_mega.megatron.objectives import Objective, ValueObjective, inputs_of, value_inputs
 from skyrl_mega.megatron.optimizer import NoGradient, NotFinite, build_optimizer, build_schedule
 from skyrl_mega.megatron.packing import MicroBatch, pack
-from skyrl_mega.megatron.precision import row_multiple
+from skyrl_mega.megatron.precision import forget_copies, row_multiple
 from skyrl_mega.megatron.reference import Reference
 from skyrl_mega.megatron.residency import Resident, expanded, gradients, optimizer_state
 from skyrl_mega.megatron.router_replay import RouterReplay
@@ -164,13 +164,14 @@ class ModelWorker:
 
         A collective where parameters leave. Returns the bytes copied to host memory.
         """
-        parts = [part for part in expanded(parts) if part not in self.resident.away]
-        if "parameters" in parts:
+        parts = expanded(parts)
+        leaving = {*parts} - self.resident.away
+        if "parameters" in leaving:
             self._own()
             gathered(self.chunks)
-        if "gradients" in parts:
+        if "gradients" in leaving:
             self.optimizer.zero_grad()  # the optimizer's shards look at them, or hold copies
-        return self.resident.offload(parts)
+        return self.resident.offload(parts)  # also of those that are half back
 
     def onload(self, parts: Sequence[str]) -> int:
         """Brings parts back: gradients as zeros, all others bit by bit. Returns the bytes copied."""
@@ -358,6 +359,7 @@ class ModelWorker:
         )
         if self.fp8:
             self.fp8.end(trained=not forward_only)
+        forget_copies(self.chunks)
         if self.replay:
             self.replay.end(micros, packed)
         return outputs

@@ -29,6 +29,7 @@ from skyrl_mega.config.limits import ENGINE_STEP_TOKENS, SYNC_BUCKETS
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models import engine
 from skyrl_mega.models.blocks.base import EngineCut
+from skyrl_mega.models.blocks.embedding import padded_vocab
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims, RankCoords
 from skyrl_mega.planner.activations import BATCH_BYTES, Activations, activations
@@ -169,7 +170,7 @@ def kv_bytes_per_token(d: Decoder, tensor: int, size: int) -> int:
 
 
 def _activations(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> Activations:
-    return activations(
+    found = activations(
         d,
         parallel,
         pp,
@@ -179,6 +180,25 @@ def _activations(config: Config, d: Decoder, parallel: ParallelDims, pp: int) ->
         logit_chunk=logit_chunk(config.policy, "cpu" if on_cpu(config) else "cuda"),
         token_bytes=BATCH_BYTES + rank_bytes(config, d, parallel),
     )
+    forward, train = fp8_copies(config, d, parallel, pp)
+    return replace(found, forward=found.forward + forward, train=found.train + train)
+
+
+def fp8_copies(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> tuple[int, int]:
+    """Bytes of the rounded weights of a pass (`policy.precision`), without a backward pass and with one.
+
+    Transformer Engine keeps a byte for each weight as it meets activations, and one as it meets gradients. On a CPU the
+    rounded weights are in `model.dtype`, of `mxfp8` both of them. Norms and the router are counted too: they are small.
+    """
+    recipe = config.policy.precision.recipe
+    if recipe == "model":
+        return 0, 0
+    ends = (pp == 0) + (pp == parallel.pipeline - 1 and not d.head.tied)
+    vocabulary = ends * padded_vocab(d.vocab, parallel.tensor) // parallel.tensor * d.hidden
+    weights = _plain(stage(d, parallel, pp)) - vocabulary
+    if on_cpu(config):
+        return (weights * itemsize(config) * (1 + (recipe == "mxfp8")),) * 2
+    return weights, 2 * weights
 
 
 @lru_cache(maxsize=4096)

@@ -32,8 +32,8 @@ from skyrl_mega.planner.times import elsewhere
 SECONDS = 40.0
 """Processor time of a search at most."""
 MICRO_TOKENS = (4096, 8192, 16384, 32768, 65536)
-RECOMPUTE = ("none", "full")
-"""What is tried for `policy.recompute`."""
+RECOMPUTE = ("none", "selective", "moe", "full")
+"""What is tried for `policy.recompute`, where it may be."""
 CONTEXT = (1, 2, 4, 8)
 LONG = 16384
 """Tokens of a sequence from which context parallelism is worth trying."""
@@ -160,7 +160,7 @@ def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[list[S
         if not chosen:
             continue
         for parallel, layout in _layouts(config, d, ranks):
-            for recompute in RECOMPUTE:
+            for recompute in _kinds(config):
                 for tokens in sorted({*MICRO_TOKENS, config.policy.micro_tokens}):
                     if time.process_time() > end:
                         return
@@ -169,6 +169,15 @@ def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[list[S
                     yield found
                     if not found:
                         break  # a larger micro-batch takes more memory
+
+
+def _kinds(config: Config) -> list[str]:
+    """What `policy.recompute` may be (`config/speed_checks.py`, `config/precision.py`)."""
+    policy = config.policy
+    without = {"moe"} if policy.moe.replay != "off" else set()
+    if on_cpu(config) or policy.spec == "local" or policy.precision.recipe == "fp8_delayed":
+        without.add("selective")
+    return [kind for kind in RECOMPUTE if kind not in without]
 
 
 def _measure(config: Config, d: Decoder, parallel: ParallelDims, chosen: list[Engine]) -> list[Suggestion]:

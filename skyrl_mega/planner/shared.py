@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from math import floor
 
 from skyrl_mega.config.derived import length_limit
-from skyrl_mega.config.residency import ENGINE, POLICY, kept, resident
+from skyrl_mega.config.residency import CRITIC, ENGINE, POLICY, kept, resident
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
@@ -118,7 +118,8 @@ def _what_fits(config: Config, gpu: SharedGpu, strict: bool) -> str:
     parts = kept(gpu.policy.keep)
     alone = [part for part in (*ENGINE, *POLICY) if part in parts and gpu.keeping(parts - {part}).fits(strict)]
     if alone:
-        return f"{said}; without {alone[0]} in residency.keep it fits"
+        rest = [part for part in (*ENGINE, *POLICY, *CRITIC) if part in parts - {alone[0]}]
+        return f"{said}; without {alone[0]} it fits: residency.keep=[{','.join(rest)}]"
     none = gpu.keeping(parts - {*ENGINE, *POLICY}).fits(strict)
     return f"{said}; with residency.keep=[] it fits" if none else f"{said}, whatever residency.keep leaves out"
 

@@ -52,7 +52,7 @@ class Meters:
         for role, group in self.models.items():
             self._asked.append((phase, role, group.submit_all("measured")))
         if engines:
-            self._asked.append((phase, "engine", self.fleet.submit(self.fleet.serving, "measured")))
+            self._asked.append((phase, "engine", self.fleet.submit(self.fleet.up, "measured")))
 
     def collect(self) -> dict[str, float]:
         """The step's metrics, `memory/*`. Whoever died or stands still has none; the next call to it says so."""

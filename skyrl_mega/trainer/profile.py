@@ -53,7 +53,7 @@ class Profiler:
             return
         self.zero = time.time()
         gather([self.policy.submit(rank, "start_profile") for rank in self.config.ranks], START_S)
-        settle(self.fleet.submit(self.fleet.serving, "record_spans", True), ANSWER_S, after_failure=ANSWER_S)
+        settle(self.fleet.submit(self.fleet.up, "record_spans", True), ANSWER_S, after_failure=ANSWER_S)
         self.generator.spans = []
 
     def end(self, step: Step) -> dict[str, float]:
@@ -71,7 +71,7 @@ class Profiler:
             self.policy.submit(rank, "stop_profile", str(file), whole)
             for rank, file in zip(self.config.ranks, files, strict=True)
         ]
-        asked = self.fleet.submit(self.fleet.serving, "record_spans", False)
+        asked = self.fleet.submit(self.fleet.up, "record_spans", False)
         spans = settle(asked, ANSWER_S, after_failure=ANSWER_S).answers
         calls = gather(writing, WRITE_S)
         environments, self.generator.spans = self.generator.spans, None

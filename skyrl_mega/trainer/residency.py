@@ -70,12 +70,14 @@ class Residency:
         """
         if self.keep is None or phase not in NEEDS:
             return {}
-        self.phase, wanted, there = phase, resident(phase, self.keep) & self.parts, self._there
+        wanted, there = resident(phase, self.keep) & self.parts, self._there
         if there == wanted:
+            self.phase = phase
             return {}
         start, self._there = time.perf_counter(), None
         leaving, coming = (self.parts - wanted, wanted) if there is None else (there - wanted, wanted - there)
         out = self._offload(leaving)
+        self.phase = phase  # an engine that starts while others fall asleep is still in the phase before
         back = self._onload(coming)
         self._there = wanted
         return {"time/residency": time.perf_counter() - start, "residency/bytes_out": out, "residency/bytes_in": back}
@@ -85,15 +87,16 @@ class Residency:
         """An engine can be started again inside, which takes all of its memory (`Fleet.make_room`).
 
         In a phase in which engines are whole, theirs is free. In any other the loop waits for this one, so that what
-        the models have on their devices may leave them.
+        the models have on their devices may leave them. It comes back also where the start fails.
         """
-        assert self.phase is not None and self.keep is not None
-        wanted = resident(self.phase, self.keep)
-        moving = wanted - resident("generate", self.keep) if not wanted.issuperset(ENGINE) else frozenset()
+        there = self.parts - {*ENGINE} if self.phase is None else resident(self.phase, self.keep)
+        moving = there - resident("generate", self.keep) if not there.issuperset(ENGINE) else frozenset()
         with self._starting:
-            self._settled(self._begin("offload", moving, every=True))
-            yield
-            self._settled(self._begin("onload", moving))
+            try:
+                self._settled(self._begin("offload", moving, every=True))
+                yield
+            finally:
+                self._settled(self._begin("onload", moving))
 
     def _offload(self, parts: Collection[str]) -> float:
         calls = self._begin("offload", parts, every=True)  # what torch keeps for later is given back, too

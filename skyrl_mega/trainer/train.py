@@ -52,12 +52,16 @@ def train(config: Config, folder: Path, console: Console) -> None:
 
 def finish(run: Run) -> None:
     """All steps that are left, and what comes after them."""
+    from skyrl_mega.cluster.errors import ActorFailed
     from skyrl_mega.report.overview import at_the_end
     from skyrl_mega.trainer import loop
 
     loop.train(run)
     if run.config.checkpoint.export:
-        run.residency.enter("logprobs")
+        try:
+            run.residency.enter("logprobs")
+        except ActorFailed as error:  # an engine's, and none is needed any more
+            run.console.say(f"note: the export goes on without engines: {error}")
         with run.console.phase("export"):
             run.policy.export(run.folder / "model", Path(run.config.model.path).absolute())
     at_the_end(run.folder, run.console.say)

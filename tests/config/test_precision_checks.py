@@ -47,6 +47,10 @@ def test_what_is_possible_passes(base: Path, arguments: str) -> None:
         (f"{R}=fp8_current model.dtype=float32 {GPU}", "model.dtype = float32: allowed is bfloat16 where"),
         (f"{R}=fp8_current policy.spec=local model.dtype=bfloat16 {GPU}", f"{R} = fp8_current: with policy.spec=local"),
         (
+            f"{R}=fp8_delayed policy.recompute=selective model.dtype=bfloat16 {GPU}",
+            "policy.recompute = selective: megatron-core recomputes norms and activation functions with no delayed",
+        ),
+        (
             f"{R}=fp8_delayed policy.options.recompute_modules=[moe_act]",
             "policy.options.recompute_modules: megatron-core recomputes moe_act",
         ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -50,7 +51,7 @@ def test_what_is_launched(dtype: torch.dtype, entropy: bool) -> None:
         assert (found.shape, found.dtype, found.device) == ((TOKENS,), torch.float32, CUDA)
     for grad, of in zip(grads, (hidden, weight), strict=True):
         assert (grad.shape, grad.dtype, grad.device) == (of.shape, dtype, CUDA)
-    tile = linear_logprobs_triton.tile(dtype)
+    tile = linear_logprobs_triton.tile(torch.empty(0, dtype=dtype))
     rows = -(-TOKENS // tile.tokens)
     ((grid, args, constants),) = sums.launches
     assert grid == (rows, linear_logprobs.splits(COLUMNS)) and constants["SQUARES"] and constants["TEMPERATURE"] == 0.7
@@ -69,3 +70,14 @@ def _on_the_device(args: tuple[Any, ...], constants: dict[str, Any]) -> None:
     assert all(arg.device == CUDA for arg in args if isinstance(arg, Tensor))
     assert all(isinstance(arg, Tensor | int) for arg in args)
     assert {"BT", "BV", "BK", "EVEN", "DOUBLE", "num_warps", "num_stages"} <= constants.keys()
+
+
+@pytest.mark.parametrize(("kib", "tile"), [(227, "HALF"), (163, "HALF"), (99, "SMALL")])
+def test_a_tile_fits_into_the_devices_shared_memory(kib: int, tile: str) -> None:
+    linear_logprobs_triton._shared_memory.cache_clear()
+    given = SimpleNamespace(shared_memory_per_block_optin=kib * 1024)
+    with fake_cuda(), mock.patch.object(torch.cuda, "get_device_properties", return_value=given):
+        hidden = torch.empty(4, WIDTH, dtype=torch.bfloat16, device=CUDA)
+        assert linear_logprobs_triton.tile(hidden) is getattr(linear_logprobs_triton, tile)
+    linear_logprobs_triton._shared_memory.cache_clear()
+    assert linear_logprobs_triton.loads(getattr(linear_logprobs_triton, tile)) <= kib * 1024

@@ -48,7 +48,7 @@ def test_the_tables_kernels_compile_for_a_gpu(architecture: int, width: int) -> 
         assert len(made.asm["cubin"]) > 1000
 
 
-@pytest.mark.parametrize(("architecture", "half"), [(90, True), (100, True), (90, False)])
+@pytest.mark.parametrize(("architecture", "half"), [(90, True), (100, True), (89, True), (90, False)])
 def test_the_heads_kernels_compile_for_a_gpu(architecture: int, half: bool) -> None:
     """With cap, temperature, support, entropy and squares. On Hopper their products are its tensor cores'."""
     triton = pytest.importorskip("triton", reason="Triton is not installed")
@@ -59,7 +59,9 @@ def test_the_heads_kernels_compile_for_a_gpu(architecture: int, half: bool) -> N
     from skyrl_mega.kernels import linear_logprobs_triton as head
 
     kind = "*bf16" if half else "*fp32"
-    tile = head.tile(torch.bfloat16 if half else torch.float32)
+    tile = head.tile(torch.empty(0, dtype=torch.bfloat16 if half else torch.float32))
+    if architecture == 89:
+        tile = head.SMALL
     constants = {"TEMPERATURE": 0.7, "CAP": 30.0, "FLOOR": True, "EVEN": True, "DOUBLE": False}
     constants |= {"BT": tile.tokens, "BV": tile.columns, "BK": tile.depth}
     types = {"hidden": kind, "weight": kind, "out": kind, "targets": "*i64"}
@@ -74,6 +76,7 @@ def test_the_heads_kernels_compile_for_a_gpu(architecture: int, half: bool) -> N
         options = {"num_warps": tile.warps, "num_stages": tile.stages}
         made = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
         assert len(made.asm["cubin"]) > 1000
-        assert made.metadata.shared <= 160 * 1024, "an A100 has 163 KiB, an H100 227"
+        most = 99 if architecture == 89 else 160
+        assert made.metadata.shared <= most * 1024, "an A100 has 163 KiB, an H100 227"
         if half and architecture == 90:
             assert "wgmma.mma_async" in made.asm["ptx"]

@@ -21,7 +21,7 @@ from skyrl_mega.megatron import fp8_rounding as fp8
 from skyrl_mega.megatron.emulated_fp8 import Linear
 from skyrl_mega.megatron.fp8_magnitudes import GRADIENT, INPUT, Magnitudes
 from skyrl_mega.megatron.packing import pack
-from skyrl_mega.megatron.precision import row_multiple
+from skyrl_mega.megatron.precision import forget_copies, row_multiple
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.dims import ParallelDims
@@ -232,3 +232,12 @@ def test_rows_are_padded_and_what_counts_stays(context: int, tensor: int) -> Non
         assert padded.columns["weights"][padded.source < 0].abs().sum() == 0
         assert padded.columns["weights"].sum() == pytest.approx(float(plain.columns["weights"].sum()), abs=1e-6)
         assert bool(padded.padding[0, plain.tokens.shape[1] :].all())
+
+
+def test_copies_of_weights_are_let_go_after_a_pass() -> None:
+    """Transformer Engine's modules keep theirs in `_fp8_workspaces`, which none of its own calls empties."""
+    layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    held = {"weight": torch.zeros(2)}
+    layer[0]._fp8_workspaces = held  # type: ignore[assignment]
+    forget_copies([layer])
+    assert held == {} and layer[0]._fp8_workspaces is held

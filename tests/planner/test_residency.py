@@ -227,3 +227,18 @@ def test_the_fullest_of_the_stages_is_looked_at() -> None:
     assert Ranks(c, d, parallel).peak(["gradients"]) == max(
         policy_memory(replace(c, residency=other), d, parallel, rank).peak for rank in range(16)
     )
+
+
+def test_rounded_weights_of_a_pass_are_counted_in_it() -> None:
+    """Qwen3-30B-A3B's own sizes: all but embedding and head of a rank with TP2 EP8, a byte for each direction."""
+    c, d = shared([], kl=0.0), model()
+    before = policy_memory(c, d, PARALLEL, 0)
+    c.policy.precision.recipe = "fp8_blockwise"
+    after = policy_memory(c, d, PARALLEL, 0)
+    attention = (2048 * (32 + 2 * 4) * 128 + 32 * 128 * 2048) // 2
+    experts = 128 // 8 * 3 * 2048 * 768
+    small = 2 * 2048 + 2 * 128 + 2048 * 128  # norms and the router
+    weights = 48 * (attention + experts + small) + 2048
+    assert after.at.forward - before.at.forward == weights
+    assert after.at.train - before.at.train == 2 * weights
+    assert after.totals["generate"] == before.totals["generate"]

@@ -20,12 +20,12 @@ class Actors:
     """Actors that answer at once, by what `answers` has for each rank; None is one that died."""
 
     def __init__(self, name: str, answers: list[list[Any]]) -> None:
-        self.name, self.serving = name, list(range(len(answers)))
+        self.name, self.up = name, list(range(len(answers)))
         self.answers: list[Iterator[Any]] = [iter(of_rank) for of_rank in answers]
         self.asked = 0
 
     def submit_all(self, method: str) -> list[Call]:
-        return self.submit(self.serving, method)
+        return self.submit(self.up, method)
 
     def submit(self, ranks: list[int], method: str) -> list[Call]:
         assert method == "measured"

@@ -148,3 +148,41 @@ def test_where_engines_keep_all_their_memory_a_model_is_left_alone() -> None:
     run.enter("train")
     with run.room(0):
         assert devices.there >= set(POLICY)
+
+
+def test_what_made_room_comes_back_where_the_start_fails() -> None:
+    devices = Devices()
+    run = ledger(devices, [])
+    run.enter("sync")
+
+    def start(fails: bool) -> None:
+        with run.room(0):
+            if fails:
+                raise RuntimeError("the engine does not start")
+
+    with pytest.raises(RuntimeError, match="does not start"):
+        start(True)
+    assert devices.there == NEEDS["sync"]
+    start(False)
+    assert devices.there == NEEDS["sync"]
+
+
+@pytest.mark.parametrize("phase", ["logprobs", "sync"])
+def test_an_engine_that_starts_while_others_fall_asleep_is_still_in_the_phase_before(phase: str) -> None:
+    """The loop waits for it there; nothing of the next phase may come beside what is whole."""
+    run: list[Residency] = []
+
+    class Slow(Devices):
+        def sleep(self, parts: Any) -> list[int]:
+            with run[0].room(0):
+                assert "parameters" not in self.there
+            assert "parameters" not in self.there, "it would lie beside an engine that is awake"
+            return self._leave(parts)
+
+    devices = Slow()
+    run.append(ledger(devices, []))
+    devices.sleep = devices._leave  # type: ignore[method-assign]
+    run[0].enter("generate")
+    del devices.sleep
+    run[0].enter(phase)
+    assert devices.there == NEEDS[phase]

@@ -16,7 +16,7 @@ class PrecisionConfig:
     """Numbers, and what has a scale of its own. model: `model.dtype`. fp8_blockwise: E4M3, activations and gradients by
     1 × 128, weights by 128 × 128, as FP8 engines (Hopper). fp8_current: E4M3, gradients E5M2, a tensor by its present
     magnitude. fp8_delayed: the same, by its magnitude in passes before. mxfp8: E4M3 by 1 × 32 with powers of two
-    (Blackwell). On a CPU, and with `policy.spec: local`, the numbers are rounded so and multiplied in `model.dtype`."""
+    (Blackwell). On a CPU the numbers are rounded so and multiplied in `model.dtype`."""
     first_layers: int = at_least(0, 0)
     """Layers at the model's start that compute in `model.dtype` all the same."""
     last_layers: int = at_least(0, 0)
