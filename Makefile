@@ -81,7 +81,7 @@ gpu:  ## what one GPU can prove, kept in benchmarks/results/gpu.json; needs Pyth
 test: $(READY)  ## every test that takes less than 20 seconds, at most 25 minutes on 2 cores (ARGS="tests/config" picks)
 	$(call tests,not slow and )
 
-test-all: $(READY)  ## these and the slow ones: whole runs, faults, a Slurm cluster; about 50 minutes on 2 cores
+test-all: $(READY)  ## these and the slow ones: whole runs, faults, a Slurm cluster; about 75 minutes on 2 cores
 	$(call tests,)
 
 fuzz: $(READY)  ## hostile settings, files, replies, texts, programs and SQL, for an hour (ARGS="--seconds 60 --seed 7" adds options)

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 
 TOGETHER = {
-    "algorithms", "config", "cuda", "data", "export", "kernels", "laws", "megatron", "models", "parallel", "planner",
-    "telemetry",
+    "algorithms", "cli", "config", "cuda", "data", "export", "kernels", "laws", "megatron", "models", "parallel",
+    "planner", "telemetry",
 }  # fmt: skip
 """Rooms whose tests may run beside others. The rest have the machine to themselves: they start Ray, engines, sandboxes
 or Slurm, look for what a run leaves, or measure time."""
