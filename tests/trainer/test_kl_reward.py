@@ -164,7 +164,9 @@ def test_the_loss_has_no_term_and_a_step_learns_where_there_is_an_advantage() ->
 def test_the_loop_measures_it_before_advantages() -> None:
     config, policy, step = Config(), Notes(), Step(1, Console())
     config.algorithm.kl = KlConfig(coefficient=0.1, where="reward", estimator="k1", target=0.5, horizon=10)
-    reference = SimpleNamespace(keep_logprobs=lambda minis, **_: policy.calls.append(("reference", len(minis))))
+    reference = SimpleNamespace(
+        keep_logprobs=lambda minis, **_: policy.calls.append(("reference", len(minis))), own=object()
+    )
     run: Any = SimpleNamespace(config=config, policy=policy, reference=reference, critic=None, temperature=1.0)
     run.kl, run.entropy = KlReward(config.algorithm.kl), EntropyCoefficient(config.algorithm.entropy)
     train_on(run, step, [group(1.0, 0.0)])
