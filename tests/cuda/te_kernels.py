@@ -299,9 +299,10 @@ def sort_chunks_by_map(
 ) -> tuple[Tensor, Tensor | None]:
     """Rows in another order, or back."""
     to = rows.long()
-    if not is_forward:
-        return x[to], None if probs is None else probs[to]
-    move = lambda t: torch.empty_like(t).index_copy(0, to, t)  # noqa: E731
+
+    def move(t: Tensor) -> Tensor:
+        return torch.empty_like(t).index_copy(0, to, t) if is_forward else t[to]
+
     return move(x), None if probs is None else move(probs)
 
 

@@ -174,7 +174,8 @@ def cycles(rank: int, address: str, path: Path, policy: PolicyConfig, turns: boo
             if turns:
                 move(opened, phase)
             if phase == "logprobs":
-                seen.append(opened.logprobs(micros)[0][0].numpy())  # type: ignore[index]
+                ((values, *_), *_) = opened.logprobs(micros) or [()]
+                seen.append(values.numpy())
             if phase == "train" and cycle in (0, CYCLES // 2):
                 seen.append(np.array([*opened.train(micros, objectives.supervised).values()]))
             opened.offload([])  # what compute has left behind for later goes, too

@@ -38,6 +38,11 @@ class Actors:
         return calls
 
 
+def meters_of(models: dict[str, Any], engines: Any) -> Meters:
+    """Of actors that stand for a run's."""
+    return Meters(models, engines)
+
+
 @pytest.fixture(autouse=True)
 def answered(monkeypatch: pytest.MonkeyPatch) -> None:
     """The answers are there."""
@@ -56,7 +61,7 @@ def test_memory_is_the_most_of_all_ranks_by_phase() -> None:
     policy = Actors("policy", [[host(99), host(1), host(5)], [host(99), host(2, node=7.0), host(4)]])
     engines = Actors("engine", [[[(host(99), {})], [(host(3), {4: 2})], [(host(2.5), {9: 9})]]])
     policy.answers = [iter([*a, host(1)]) for a in policy.answers]
-    taken = Meters({"policy": policy}, engines)  # type: ignore[dict-item, arg-type]
+    taken = meters_of({"policy": policy}, engines)
     taken.begin(after_more=True)  # what was before the step
     taken.ended("generate")
     taken.ended("train")
@@ -77,7 +82,7 @@ def test_memory_is_the_most_of_all_ranks_by_phase() -> None:
 
 def test_rounds_of_a_phase_add_up_and_the_dead_have_no_figures() -> None:
     engines = Actors("engine", [[[(host(1), {4: 2})], [(host(3), {4: 1, 5: 1})]], [None, None]])
-    taken = Meters({}, engines)  # type: ignore[arg-type]
+    taken = meters_of({}, engines)
     taken.ended("generate")
     taken.ended("generate")
     assert taken.collect()["memory/engine_generate_gib"] == 3
@@ -87,7 +92,7 @@ def test_rounds_of_a_phase_add_up_and_the_dead_have_no_figures() -> None:
 def test_a_gpus_events_are_summed_over_phases() -> None:
     cuda = dict(reserved=8 * GIB, device=20 * GIB)
     first, second = host(5, **cuda, retries=1, allocations=10), host(6, **cuda, retries=0, allocations=4)
-    taken = Meters({"policy": Actors("policy", [[first, second]])}, Actors("engine", []))  # type: ignore[dict-item, arg-type]
+    taken = meters_of({"policy": Actors("policy", [[first, second]])}, Actors("engine", []))
     taken.ended("logprobs")
     taken.ended("train")
     found = taken.collect()
