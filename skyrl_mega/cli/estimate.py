@@ -47,7 +47,8 @@ def estimated(v: Mapping[str, Any]) -> dict[str, float]:
                     memory[name] = max(memory.get(name, 0), _given(kinds) + process)
     workers = [row["memory"] for row in v["engines"]["workers"]]
     memory["memory/engine_generate_gib"] = max(_given(m["phases"]["generate"]) for m in workers) + process
-    memory["memory/engine_sync_gib"] = max(_given(m["phases"]["sync"]) + m["sync"] for m in workers) + process
+    if not v["gpu_memory"] or v["config"]["residency"]["keep"] is None:  # torch counts what a sleeping engine unmaps
+        memory["memory/engine_sync_gib"] = max(_given(m["phases"]["sync"]) + m["sync"] for m in workers) + process
     memory["memory/host_gib"] = max(node["host_memory_total"] for node in v["nodes"])
     if shared := v["shared"]:
         for phase in shared["policy"]:

@@ -153,7 +153,7 @@ class Fleet:
                 gather([self.group.submit(rank, "start", self.facts[rank])], self.start_timeout_s)
                 if self.asleep:
                     gather([self.group.submit(rank, "sleep", sorted(self.asleep))], self.start_timeout_s)
-            except ActorFailed:
+            except BaseException:
                 end_processes(self.group.where[rank])  # what it has taken so far is what others need
                 raise
 

@@ -29,13 +29,12 @@ from skyrl_mega.config.limits import ENGINE_STEP_TOKENS, SYNC_BUCKETS
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models import engine
 from skyrl_mega.models.blocks.base import EngineCut
-from skyrl_mega.models.blocks.embedding import padded_vocab
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims, RankCoords
 from skyrl_mega.planner.activations import BATCH_BYTES, Activations, activations
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.buffers import Held, held
-from skyrl_mega.planner.parameters import Parameters, stage
+from skyrl_mega.planner.parameters import Parameters, layers, stage
 from skyrl_mega.planner.processes import EngineMemory, PolicyMemory
 from skyrl_mega.planner.routes import rank_bytes
 
@@ -190,12 +189,12 @@ def fp8_copies(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> t
     Transformer Engine keeps a byte for each weight as it meets activations, and one as it meets gradients. On a CPU the
     rounded weights are in `model.dtype`, of `mxfp8` both of them. Norms and the router are counted too: they are small.
     """
-    recipe = config.policy.precision.recipe
+    precision = config.policy.precision
+    recipe = precision.recipe
     if recipe == "model":
         return 0, 0
-    ends = (pp == 0) + (pp == parallel.pipeline - 1 and not d.head.tied)
-    vocabulary = ends * padded_vocab(d.vocab, parallel.tensor) // parallel.tensor * d.hidden
-    weights = _plain(stage(d, parallel, pp)) - vocabulary
+    fp8 = range(precision.first_layers, d.layers - precision.last_layers)
+    weights = sum(size for layer, size in layers(d, parallel, pp).items() if layer in fp8)
     if on_cpu(config):
         return (weights * itemsize(config) * (1 + (recipe == "mxfp8")),) * 2
     return weights, 2 * weights

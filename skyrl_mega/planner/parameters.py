@@ -72,6 +72,13 @@ def stage(d: Decoder, parallel: ParallelDims, pp: int) -> tuple[Parameters, ...]
     return tuple(chunks)
 
 
+def layers(d: Decoder, parallel: ParallelDims, pp: int) -> dict[int, int]:
+    """Elements of each decoder layer of a rank on pipeline stage `pp`, by the layer's number in the model."""
+    cut = (parallel.tensor, parallel.expert, parallel.expert_tensor)
+    mine = (i for chunk in range(parallel.virtual_pipeline) for i in parallel.stage_layers(d.layers, pp, chunk))
+    return {i: _layer(d, d.layer(i), *cut).total for i in mine}
+
+
 def _plain(numel: int, shared: bool = False, copies: int = 1) -> Parameters:
     false = np.zeros(1, bool)
     return Parameters(np.array([numel]), false, false, np.array([shared]), np.array([2 if shared else copies]))

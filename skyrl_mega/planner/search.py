@@ -174,6 +174,8 @@ def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[list[S
 def _kinds(config: Config) -> list[str]:
     """What `policy.recompute` may be (`config/speed_checks.py`, `config/precision.py`)."""
     policy = config.policy
+    if any(name.startswith("recompute_") for name in policy.options):
+        return ["none"]  # which these say finer (`config/megatron_options.py`)
     without = {"moe"} if policy.moe.replay != "off" else set()
     if on_cpu(config) or policy.spec == "local" or policy.precision.recipe == "fp8_delayed":
         without.add("selective")

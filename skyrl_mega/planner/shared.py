@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import floor
 
-from skyrl_mega.config.derived import length_limit
+from skyrl_mega.config.derived import has_critic, length_limit
 from skyrl_mega.config.residency import CRITIC, ENGINE, POLICY, kept, resident
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
@@ -118,7 +118,8 @@ def _what_fits(config: Config, gpu: SharedGpu, strict: bool) -> str:
     parts = kept(gpu.policy.keep)
     alone = [part for part in (*ENGINE, *POLICY) if part in parts and gpu.keeping(parts - {part}).fits(strict)]
     if alone:
-        rest = [part for part in (*ENGINE, *POLICY, *CRITIC) if part in parts - {alone[0]}]
+        there = (*ENGINE, *POLICY, *CRITIC[: has_critic(config)])
+        rest = [part for part in there if part in parts - {alone[0]}]
         return f"{said}; without {alone[0]} it fits: residency.keep=[{','.join(rest)}]"
     none = gpu.keeping(parts - {*ENGINE, *POLICY}).fits(strict)
     return f"{said}; with residency.keep=[] it fits" if none else f"{said}, whatever residency.keep leaves out"

@@ -16,7 +16,7 @@ FILE = "estimate.json"
 """In a run's folder: metric → the value that the dry run expects."""
 FIRST = 2
 """Steps from this one on are compared: the first compiles, and asks for its memory."""
-TIMES = ("time/generate", "time/logprobs", "time/train", "time/sync", "time/step")
+TIMES = ("time/generate", "time/logprobs", "time/train", "time/sync", "time/residency", "time/step")
 ALONE = ("memory/", "perf/")
 """How metrics begin that are shown even where nothing was expected of them."""
 

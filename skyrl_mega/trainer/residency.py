@@ -7,6 +7,7 @@ import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 
+from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import Call, gather
 from skyrl_mega.config.residency import CRITIC, ENGINE, NEEDS, POLICY, resident
@@ -87,16 +88,26 @@ class Residency:
         """An engine can be started again inside, which takes all of its memory (`Fleet.make_room`).
 
         In a phase in which engines are whole, theirs is free. In any other the loop waits for this one, so that what
-        the models have on their devices may leave them. It comes back also where the start fails.
+        the policy has on them may leave. It comes back also where the start fails.
         """
         there = self.parts - {*ENGINE} if self.phase is None else resident(self.phase, self.keep)
-        moving = there - resident("generate", self.keep) if not there.issuperset(ENGINE) else frozenset()
+        leaves = there - resident("generate", self.keep) - {*CRITIC}  # a critic has devices of its own
+        moving = leaves if not there.issuperset(ENGINE) else frozenset()
         with self._starting:
             try:
                 self._settled(self._begin("offload", moving, every=True))
                 yield
-            finally:
-                self._settled(self._begin("onload", moving))
+            except BaseException as error:
+                self._come_back(moving, error)
+                raise
+            self._settled(self._begin("onload", moving))
+
+    def _come_back(self, parts: Collection[str], cause: BaseException) -> None:
+        """After a fault, whose cause remains the one that is told."""
+        try:
+            self._settled(self._begin("onload", parts))
+        except ActorFailed as error:
+            cause.add_note(f"and then: {error}")
 
     def _offload(self, parts: Collection[str]) -> float:
         calls = self._begin("offload", parts, every=True)  # what torch keeps for later is given back, too

@@ -27,7 +27,7 @@ class Step:
     look: Callable[[], None] = lambda: None
     """Raises where the run is to end."""
     ended: Callable[[str], None] = lambda phase: None
-    """Told of every phase that has ended."""
+    """Told of every phase that has ended, and of moves before one as `residency`."""
     arrange: Callable[[str], Mapping[str, float]] = lambda phase: {}
     """Brings about what a phase needs, and measures it; sums over the step."""
     start: float = field(default_factory=time.perf_counter)
@@ -40,7 +40,9 @@ class Step:
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
         """Times a phase as `time/<name>` and shows its progress; a phase that is entered again adds up."""
         self.look()
-        self._add(self.arrange(name))
+        if moved := self.arrange(name):
+            self._add(moved)
+            self.ended("residency")  # what a phase has is not what left or came before it
         start = time.perf_counter()
         with self.console.phase(name, total) as progress:
             yield progress

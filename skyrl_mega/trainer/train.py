@@ -60,8 +60,12 @@ def finish(run: Run) -> None:
     if run.config.checkpoint.export:
         try:
             run.residency.enter("logprobs")
-        except ActorFailed as error:  # an engine's, and none is needed any more
-            run.console.say(f"note: the export goes on without engines: {error}")
+        except ActorFailed as error:
+            engines = run.sync.fleet.group
+            if error.actor.rpartition("-")[0] != engines.name:
+                raise
+            run.console.say(f"note: no engine is needed any more, and the export goes on without: {error}")
+            engines.shutdown()
         with run.console.phase("export"):
             run.policy.export(run.folder / "model", Path(run.config.model.path).absolute())
     at_the_end(run.folder, run.console.say)

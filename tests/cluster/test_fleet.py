@@ -163,6 +163,39 @@ def test_one_that_cannot_start_uses_up_the_restarts_and_is_the_cause(fleet: Flee
         back(fleet, 1)
 
 
+def test_one_that_fails_in_its_start_is_ended_before_its_room_is_taken_back(fleet: Fleet, tmp_path: Path) -> None:
+    (tmp_path / "1").touch()
+    left: list[bool] = []
+
+    @contextmanager
+    def room(rank: int) -> Iterator[None]:
+        try:
+            yield
+        finally:
+            left.append(bool(reaper.members(fleet.group.where[rank].pid)))
+
+    fleet.make_room = room
+    fleet.serve([0, 1])
+    fleet.retire(1, "a reason")
+    with pytest.raises(ActorFailed, match="no memory for 1"):
+        back(fleet, 1)
+    assert left and not any(left)
+
+
+def test_who_fails_to_make_room_is_the_cause_and_costs_no_restart(fleet: Fleet) -> None:
+    @contextmanager
+    def room(rank: int) -> Iterator[None]:
+        raise ActorFailed("policy-0", 0, "offload", "out of memory")
+        yield
+
+    fleet.make_room = room
+    fleet.serve([0, 1])
+    fleet.retire(1, "a reason")
+    with pytest.raises(ActorFailed, match="policy-0"):
+        back(fleet, 1)
+    assert fleet.restarts == 2
+
+
 def test_where_none_is_up_its_return_is_waited_for(fleet: Fleet) -> None:
     fleet.serve([0, 1])
     for rank in (0, 1):

@@ -37,6 +37,7 @@ def describe(precision: dict[str, Any]) -> dict[str, Any]:
         if isinstance(module, TransformerEngineBaseModule) and not name.endswith("core_attention")
     ]
     return {
+        "copies": all(hasattr(module, "_fp8_workspaces") for name, module in chunk.named_modules() if name in engine),
         "recipe": type(recipe).__name__,
         "format": recipe.fp8_format.name,
         "powers": [

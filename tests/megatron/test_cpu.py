@@ -18,7 +18,9 @@ from megatron.core import optimizer
 from megatron.core.extensions import transformer_engine
 from megatron.core.inference import contexts
 
-print(optimizer.Adam is torch.optim.AdamW, transformer_engine.HAVE_TE)
+with torch.device("meta"):
+    elsewhere = torch.zeros(1).device.type
+print(optimizer.Adam is torch.optim.AdamW, transformer_engine.HAVE_TE, elsewhere, torch.zeros(1, device="cuda").device)
 """
 
 
@@ -29,4 +31,4 @@ def test_megatron_takes_nothing_that_computes_on_cuda_alone(tmp_path: Path, monk
         (tmp_path / path / "__init__.py").write_text("raise RuntimeError('it computes on CUDA alone')\n")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=300)
-    assert done.stdout.split() == ["True", "False"], done.stderr[-2000:]
+    assert done.stdout.split() == ["True", "False", "meta", "cpu"], done.stderr[-2000:]

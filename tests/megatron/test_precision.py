@@ -234,6 +234,19 @@ def test_rows_are_padded_and_what_counts_stays(context: int, tensor: int) -> Non
         assert bool(padded.padding[0, plain.tokens.shape[1] :].all())
 
 
+def copies_after_a_pass(rank: int, address: str, path: Path) -> Any:
+    opened = layouts.open_rank(rank, address, path, layouts.layout(1), layouts.policy_config())
+    module = next(m for m in opened.chunks[0].modules() if hasattr(m, "weight"))
+    vars(module)["_fp8_workspaces"] = held = {"weight": torch.zeros(2)}
+    _, micros = layouts.deal(layouts.some_batch(100, count=3), opened)
+    opened.logprobs(micros)
+    return len(held)
+
+
+def test_a_pass_ends_without_copies(models: dict[str, Path]) -> None:
+    assert run_ranks(1, copies_after_a_pass, models["moe"]) == [0]
+
+
 def test_copies_of_weights_are_let_go_after_a_pass() -> None:
     """Transformer Engine's modules keep theirs in `_fp8_workspaces`, which none of its own calls empties."""
     layer = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))

@@ -26,6 +26,7 @@ from skyrl_mega.planner.memory import (
     critic_dims,
     critic_memory,
     engine_memory,
+    fp8_copies,
     policy_memory,
     reference_memory,
 )
@@ -238,7 +239,13 @@ def test_rounded_weights_of_a_pass_are_counted_in_it() -> None:
     attention = (2048 * (32 + 2 * 4) * 128 + 32 * 128 * 2048) // 2
     experts = 128 // 8 * 3 * 2048 * 768
     small = 2 * 2048 + 2 * 128 + 2048 * 128  # norms and the router
-    weights = 48 * (attention + experts + small) + 2048
+    weights = 48 * (attention + experts + small)
     assert after.at.forward - before.at.forward == weights
     assert after.at.train - before.at.train == 2 * weights
     assert after.totals["generate"] == before.totals["generate"]
+    c.policy.precision.first_layers = c.policy.precision.last_layers = 4
+    assert 48 * (policy_memory(c, d, PARALLEL, 0).at.train - before.at.train) == 40 * 2 * weights
+    c.policy.precision.first_layers = c.policy.precision.last_layers = 0
+    stages = ParallelDims(16, tensor=2, pipeline=4, expert=2)
+    each = [fp8_copies(c, one, stages, pp) for one in (d, d.critic) for pp in range(4)]
+    assert len({*each}) == 1, "twelve layers, whatever a stage's ends are"
