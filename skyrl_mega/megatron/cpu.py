@@ -15,6 +15,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from torch.utils._device import _device_constructors
 
 _CPU = torch.device("cpu")
 _TYPE_NAMES = {
@@ -84,7 +85,7 @@ def stand_in() -> None:
     if tensor.type is _type:
         return
     tensor.type = _type
-    torch.utils._device._device_constructors()  # torch knows its own from now on: `with torch.device(…)` goes by them
+    _device_constructors()  # torch remembers its own from now on: `with torch.device(…)` goes by them
     for name in _FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     modules: dict[str, Any] = sys.modules
