@@ -66,6 +66,33 @@ def overlaps(policy: PolicyConfig, device: str) -> bool:
     return device == "cuda" if policy.overlap is None else policy.overlap
 
 
+FUSIONS = ("rope", "permute", "router", "swiglu")
+"""What `policy.fusions` may name."""
+OF_EXPERTS = frozenset({"permute", "router"})
+"""Those of them that a model without experts has no use for."""
+
+
+def fused(policy: PolicyConfig, spec: str, experts: bool) -> frozenset[str]:
+    """Which of `FUSIONS` run: `policy.fusions`, or all that compute the same here.
+
+    A fused router chooses experts by itself: it can be told no route, and it has no tensor of scores that another
+    loss could be computed from.
+
+    Args:
+        policy: The settings, which `config.speed_checks` has passed.
+        spec: Whose layers they are, `te` or `local`; they are kernels of the former.
+        experts: Whether the model has any.
+    """
+    if spec != "te":
+        return frozenset()
+    wanted = frozenset(FUSIONS if policy.fusions is None else policy.fusions)
+    if not experts:
+        return wanted - OF_EXPERTS
+    if policy.fusions is None and (policy.moe.replay != "off" or policy.moe.aux_loss):
+        return wanted - {"router"}
+    return wanted
+
+
 def logit_chunk(policy: PolicyConfig, device: str) -> int | None:
     """Tokens whose logits exist at once on this device (`cpu` or `cuda`); None with the fused head, where none do."""
     fused = device == "cuda" if policy.head == "auto" else policy.head == "fused"

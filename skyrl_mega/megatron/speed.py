@@ -8,18 +8,18 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
+from skyrl_mega.config.derived import fused
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.models.megatron import Spec
 
-FUSIONS = {
+FIELDS = {
     "rope": "apply_rope_fusion",
     "permute": "moe_permute_fusion",
     "router": "moe_router_fusion",
     "swiglu": "bias_activation_fusion",
 }
 """An entry of `policy.fusions` → the field of megatron-core's TransformerConfig."""
-OF_EXPERTS = ("permute", "router")
 
 _WHOLE = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1)
 
@@ -36,19 +36,9 @@ def fields(policy: PolicyConfig, spec: Spec, experts: bool) -> dict[str, Any]:
 
 
 def fusions(policy: PolicyConfig, spec: Spec, experts: bool) -> dict[str, bool]:
-    """Which kernels are fused: `policy.fusions`, or all that compute the same here.
-
-    A fused router chooses experts by itself: it can be told no route, and it has no tensor of scores that another
-    loss could be computed from.
-    """
-    wanted = set(FUSIONS if policy.fusions is None else policy.fusions)
-    if spec != "te":
-        wanted = set()
-    if not experts:
-        wanted -= set(OF_EXPERTS)
-    elif policy.fusions is None and (policy.moe.replay != "off" or policy.moe.aux_loss):
-        wanted -= {"router"}
-    return {field: name in wanted for name, field in FUSIONS.items()}
+    """Which kernels are fused."""
+    wanted = fused(policy, spec, experts)
+    return {field: name in wanted for name, field in FIELDS.items()}
 
 
 def recompute(policy: PolicyConfig, experts: bool) -> dict[str, Any]:

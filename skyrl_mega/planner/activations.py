@@ -1,9 +1,9 @@
 """What a policy rank keeps for the backward pass. Estimated: formulas of what autograd saves, not a measurement.
 
 After Korthikanti et al. (arXiv:2205.05198), for this policy's layers: packed sequences, flash attention (no score
-matrix), no dropout, gated MLPs written as separate operations, and experts that receive k copies of every token. Under
-tensor parallelism everything between the linear layers is cut along the sequence. A block's own formula is its
-`saved_bytes` and `gradient_bytes` (`models/blocks/`).
+matrix), no dropout, gated MLPs written as separate operations unless they are fused, and experts that receive k
+copies of every token. Under tensor parallelism everything between the linear layers is cut along the sequence. A
+block's own formula is its `saved_bytes` and `gradient_bytes` (`models/blocks/`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from skyrl_mega.kernels.linear_logprobs import backward_bytes, forward_bytes
-from skyrl_mega.models.blocks.base import Work
+from skyrl_mega.models.blocks.base import Spec, Work
 from skyrl_mega.models.blocks.embedding import padded_vocab
 from skyrl_mega.models.blocks.value_head import ValueHead
 from skyrl_mega.models.decoder import Decoder, Layer
@@ -58,6 +58,8 @@ def activations(
     recompute: str,
     logit_chunk: int | None,
     token_bytes: float = BATCH_BYTES,
+    spec: Spec = "local",
+    fused: frozenset[str] = frozenset(),
 ) -> Activations:
     """At the peak, on a rank of pipeline stage `pp`.
 
@@ -65,11 +67,13 @@ def activations(
         recompute: `policy.recompute`, of Transformer Engine's layers.
         logit_chunk: Tokens whose logits exist at once; None with the fused head.
         token_bytes: Of one token of a packed micro-batch.
+        spec: Whose layers they are.
+        fused: Which of `policy.fusions` run in them.
     """
     layers = parallel.stage_sizes(d.layers)[pp]
     kinds = d.counted(layer for chunk in _chunks(d, parallel, pp) for layer in chunk)
-    usual = Work(parallel, row.tokens, itemsize, IMBALANCE)
-    worst = Work(parallel, row.tokens, itemsize, HOTTEST)
+    usual = Work(parallel, row.tokens, itemsize, IMBALANCE, spec, fused)
+    worst = Work(parallel, row.tokens, itemsize, HOTTEST, spec, fused)
     largest = max(_saved(kind, worst) for kind, _ in kinds)
     boundary = row.tokens // parallel.tensor * d.hidden * itemsize
     if recompute == "full":
@@ -112,11 +116,13 @@ def layer(
     moe: bool,
     imbalance: float = IMBALANCE,
     recompute: str = "none",
+    spec: Spec = "local",
+    fused: frozenset[str] = frozenset(),
 ) -> int:
     """Bytes that one layer, with experts or without, saves for its backward pass, its input among them; of
     `policy.recompute` all kinds but full."""
     kind = next(d.layer(i) for i in range(d.layers) if d.is_moe(i) == moe)
-    return _saved(kind, Work(parallel, tokens, itemsize, imbalance), recompute)
+    return _saved(kind, Work(parallel, tokens, itemsize, imbalance, spec, fused), recompute)
 
 
 def _saved(kind: Layer, work: Work, recompute: str = "none") -> int:

@@ -20,6 +20,7 @@ from skyrl_mega.config.derived import (
     eager,
     engine_data,
     expert_parallel,
+    fused,
     has_critic,
     length_limit,
     logit_chunk,
@@ -30,6 +31,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.models import engine
 from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.parallel.dims import ParallelDims, RankCoords
 from skyrl_mega.planner.activations import BATCH_BYTES, Activations, activations
 from skyrl_mega.planner.batch import batch
@@ -169,6 +171,8 @@ def kv_bytes_per_token(d: Decoder, tensor: int, size: int) -> int:
 
 
 def _activations(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> Activations:
+    spec = layer_spec(config.policy.spec, "cpu" if on_cpu(config) else "cuda")
+    experts = any(d.is_moe(i) for i in range(d.layers))
     found = activations(
         d,
         parallel,
@@ -178,6 +182,8 @@ def _activations(config: Config, d: Decoder, parallel: ParallelDims, pp: int) ->
         recompute=config.policy.recompute,
         logit_chunk=logit_chunk(config.policy, "cpu" if on_cpu(config) else "cuda"),
         token_bytes=BATCH_BYTES + rank_bytes(config, d, parallel),
+        spec=spec,
+        fused=fused(config.policy, spec, experts),
     )
     forward, train = fp8_copies(config, d, parallel, pp)
     return replace(found, forward=found.forward + forward, train=found.train + train)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import pickle
 import sys
 from collections import Counter
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,23 @@ class Answer:
     """numpy float32, by the parameter's name."""
     fields: dict[str, Any]
     """Of megatron-core's configuration."""
+    kept: int
+    """Bytes that the last layer keeps for its backward pass, without parameters."""
+    tokens: int
+    """Of the row."""
+    routed: int
+    """Copies of them that this rank's experts of the last layer work on."""
+
+
+@dataclass
+class Kept:
+    """What one layer has saved."""
+
+    storages: dict[int, Any] = field(default_factory=dict)
+    """Their address → storage, kept so that no address is used twice."""
+    bytes: int = 0
+    routed: int = 0
+    """Rows that its experts got."""
 
 
 def go(case: Case, waits: Any) -> list[Answer]:
@@ -84,15 +102,51 @@ def go(case: Case, waits: Any) -> list[Answer]:
         chunk.requires_grad_()
         mark_device([*chunk.parameters(), *chunk.buffers()])
         with AsCuda():
-            pass_through(chunk)  # what is made once: work spaces, the choice of a kernel
+            with keeping(chunk) as kept:  # this pass also makes what is made once: work spaces, the choice of a kernel
+                pass_through(chunk)
             with counting(waits) if policy.spec == "te" else nullcontext():
                 hidden = pass_through(chunk)
         gradients = {name: p.grad.float().numpy() for name, p in chunk.named_parameters() if p.grad is not None}
         fields = {k: v for k, v in vars(chunk.config).items() if isinstance(v, bool | int | str | list)}
         flat = hidden.detach().float().view(-1, hidden.shape[-1]).numpy()
-        return Answer(Counter(waits.found), flat, gradients, fields)
+        return Answer(Counter(waits.found), flat, gradients, fields, kept.bytes, micro.tokens.numel(), kept.routed)
 
     return [answer(policy) for policy in case.policies]
+
+
+@contextmanager
+def keeping(chunk: Any) -> Iterator[Kept]:
+    """Notes what the last layer saves for its backward pass, each storage once, in a forward pass inside."""
+    import torch
+
+    found, inside = Kept(), False
+    layer = chunk.decoder.layers[-1]
+    parameters = {p.untyped_storage().data_ptr() for p in chunk.parameters()}
+
+    def enter(*_: Any) -> None:
+        nonlocal inside
+        inside = True
+
+    def leave(*_: Any) -> None:
+        nonlocal inside
+        inside = False
+        found.bytes = sum(storage.nbytes() for storage in found.storages.values())  # some are emptied in the end
+
+    def save(t: Any) -> Any:
+        storage = t.untyped_storage()
+        if inside and storage.data_ptr() not in parameters:
+            found.storages[storage._cdata] = storage
+        return t
+
+    def experts(_: Any, given: tuple[Any, ...]) -> None:
+        found.routed = len(given[0])
+
+    hooks = [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
+    hooks.append(layer.mlp.experts.register_forward_pre_hook(experts))
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
+        yield found
+    for hook in hooks:
+        hook.remove()
 
 
 def main() -> None:

@@ -1,4 +1,5 @@
-"""A layer of Transformer Engine's computes what the local one does, fused or not, and its host waits once at most.
+"""A layer of Transformer Engine's computes what the local one does, fused or not, its host waits once at most, and it
+keeps for its backward pass what the planner says.
 
 All of Python is the real one, Transformer Engine's and megatron-core's; kernels are torch's (`te_kernels`).
 """
@@ -10,14 +11,18 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from skyrl_mega.config.derived import FUSIONS, fused
 from skyrl_mega.config.schema import BuildConfig, MoeConfig, PolicyConfig
-from skyrl_mega.models.tiny import build
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.tiny import build, hf_config
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.activations import layer
 from tests.cuda import te
 from tests.cuda.te_layers import Answer, Case
 from tests.support.ranks import free_port
@@ -28,6 +33,7 @@ ROOT = Path(__file__).resolve().parents[2]
 POLICIES = {
     "fused": PolicyConfig(spec="te"),
     "nothing fused": PolicyConfig(spec="te", fusions=[]),
+    **{fusion: PolicyConfig(spec="te", fusions=[fusion]) for fusion in FUSIONS},
     "selective": PolicyConfig(spec="te", recompute="selective"),
     "moe": PolicyConfig(spec="te", recompute="moe"),
     "balanced": PolicyConfig(spec="te", moe=MoeConfig(aux_loss=0.1)),
@@ -37,17 +43,19 @@ POLICIES = {
 DISPATCH = ("synchronize", "megatron/core/transformer/moe/token_dispatcher.py:_maybe_dtoh_and_synchronize")
 """How many tokens go to each rank and expert, which NCCL's and cuBLAS's calls want from the host."""
 LAYERS = 2
+MODEL = BuildConfig(layers=LAYERS, hidden=128, heads=8, head_dim=32, experts=16, experts_per_token=4, expert_ffn=64)
+PARALLEL = ParallelDims(2, tensor=2, expert=2)
 
 
 @pytest.fixture(scope="module")
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
     """What each of two ranks found with each policy."""
     folder = tmp_path_factory.mktemp("waits")
-    build(BuildConfig(layers=LAYERS), folder / "model", seed=1)
-    parallel, address = ParallelDims(2, tensor=2, expert=2), f"127.0.0.1:{free_port()}"
+    build(MODEL, folder / "model", seed=1)
+    address = f"127.0.0.1:{free_port()}"
     started = []
-    for rank in range(parallel.ranks):
-        case = Case(rank, address, folder / "model", parallel, tuple(POLICIES.values()))
+    for rank in range(PARALLEL.ranks):
+        case = Case(rank, address, folder / "model", PARALLEL, tuple(POLICIES.values()))
         (folder / f"{rank}.case").write_bytes(pickle.dumps(case))
         with (folder / f"{rank}.case").open("rb") as given, (folder / f"{rank}.log").open("wb") as log:
             command = [sys.executable, "-W", "ignore", "-m", "tests.cuda.te_layers", str(folder / f"{rank}.out")]
@@ -56,7 +64,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
             started.append(subprocess.Popen(command, stdin=given, stderr=log, stdout=log, cwd=ROOT, env=environ))
     for rank, process in enumerate(started):
         assert process.wait(timeout=300) == 0, (folder / f"{rank}.log").read_text()[-3000:]
-    found = [pickle.loads((folder / f"{rank}.out").read_bytes()) for rank in range(parallel.ranks)]
+    found = [pickle.loads((folder / f"{rank}.out").read_bytes()) for rank in range(PARALLEL.ranks)]
     return {name: [of[i] for of in found] for i, name in enumerate(POLICIES)}
 
 
@@ -105,6 +113,31 @@ def test_fused_layers_compute_what_local_ones_do(answers: dict[str, list[Answer]
         assert off(found.gradients[EMBEDDING], local.gradients[EMBEDDING]) < 0.05
 
 
+@pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("local", "deepep")])
+def test_a_layer_keeps_what_the_planner_says(answers: dict[str, list[Answer]], name: str) -> None:
+    for answer in answers[name]:
+        assert planned(answer, POLICIES[name]) == pytest.approx(answer.kept, rel=0.06)
+
+
+def test_a_fused_activation_function_keeps_three_widths_less(answers: dict[str, list[Answer]]) -> None:
+    """silu, up once more and the product before the router's probability, of every row of an expert."""
+    for alone, without in zip(answers["swiglu"], answers["nothing fused"], strict=True):
+        assert without.kept - alone.kept == 3 * without.routed * MODEL.expert_ffn * BYTES
+        policies = POLICIES["nothing fused"], POLICIES["swiglu"]
+        assert planned(without, policies[0]) - planned(without, policies[1]) == without.kept - alone.kept
+
+
+def planned(answer: Answer, policy: PolicyConfig) -> int:
+    """Bytes of the formula, with the experts' rows that there were."""
+    hf = hf_config(MODEL)
+    even = answer.tokens / PARALLEL.tensor * MODEL.experts_per_token * PARALLEL.expert_tensor
+    how: dict[str, Any] = dict(recompute=policy.recompute, spec="te", fused=fused(policy, "te", True))
+    d = architecture(hf).describe(hf)
+    return layer(d, PARALLEL, answer.tokens, BYTES, moe=True, imbalance=answer.routed / even, **how)
+
+
+BYTES = 2
+"""Of an element, which is bfloat16."""
 EMBEDDING = "embedding.word_embeddings.weight"
 """Its gradient has come through every layer."""
 

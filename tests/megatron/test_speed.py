@@ -16,8 +16,8 @@ from skyrl_mega.config.schema import MoeConfig, PolicyConfig
 from skyrl_mega.megatron import speed
 
 NAMES = {field.name for field in fields(TransformerConfig)}
-ALL = dict.fromkeys(speed.FUSIONS.values(), True)
-NONE = dict.fromkeys(speed.FUSIONS.values(), False)
+ALL = dict.fromkeys(speed.FIELDS.values(), True)
+NONE = dict.fromkeys(speed.FIELDS.values(), False)
 
 
 @pytest.mark.parametrize(

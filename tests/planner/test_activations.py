@@ -61,11 +61,13 @@ class FusedNorm(torch.autograd.Function):
         raise NotImplementedError
 
 
-def saved(rank: int, address: str, path: Path, recompute: str) -> int:
+def saved(rank: int, address: str, path: Path, recompute: str, fused: bool) -> int:
     """Bytes that the second layer keeps for its backward pass, each storage once, without parameters."""
     layer_spec.PackedAttention.forward = lambda self, q, k, v, mask, **_: Fused.apply(q, k, v).flatten(1)  # type: ignore
     layer_spec.RMSNorm.forward = lambda self, x: FusedNorm.apply(x, self.weight)  # type: ignore
-    policy = layouts.policy_config(recompute=recompute)
+    options = {"bias_activation_fusion": True} if fused else {}
+    policy = layouts.policy_config(recompute=recompute, options=options)
+    torch._dynamo.config.disable = True  # a fused function would be compiled
     opened = layouts.open_rank(0, address, path, layouts.layout(1), policy, torch.bfloat16)
     rng = np.random.default_rng(0)
     batch = Sequences.of([rng.integers(0, 90, 256).tolist() for _ in range(TOKENS // 256)])
@@ -89,13 +91,19 @@ def saved(rank: int, address: str, path: Path, recompute: str) -> int:
     return sum(found[1].values())
 
 
-@pytest.mark.parametrize(("model", "recompute"), [*((model, "none") for model in MODELS), ("experts", "moe")])
-def test_a_layer_saves_what_the_formula_says(model: str, recompute: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("model", "recompute", "fused"),
+    [*((model, "none", False) for model in MODELS), ("experts", "moe", False), ("dense", "none", True)],
+)
+def test_a_layer_saves_what_the_formula_says(model: str, recompute: str, fused: bool, tmp_path: Path) -> None:
+    """megatron-core's fused activation function is in its local layers too, where `policy.options` asks for it."""
     build(MODELS[model], tmp_path / "model")
     hf = hf_config(MODELS[model])
     d = architecture(hf).describe(hf)
-    formula = layer(d, layouts.layout(1), TOKENS, 2, moe=model == "experts", recompute=recompute)
-    assert formula == pytest.approx(run_ranks(1, saved, tmp_path / "model", recompute)[0], rel=0.05)
+    kernels = frozenset({"swiglu"} if fused else ())
+    formula = layer(d, layouts.layout(1), TOKENS, 2, moe=model == "experts", recompute=recompute, fused=kernels)
+    found = run_ranks(1, saved, tmp_path / "model", recompute, fused)[0]
+    assert formula == pytest.approx(found, rel=0.05)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -93,6 +93,9 @@ class Work:
     """Bytes of an element."""
     imbalance: float
     """Tokens of the busiest rank's experts over the mean."""
+    spec: Spec = "local"
+    fused: frozenset[str] = frozenset()
+    """Which of `policy.fusions` run (`config.derived.fused`)."""
 
 
 @dataclass(frozen=True)

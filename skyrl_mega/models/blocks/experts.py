@@ -169,8 +169,10 @@ class Experts(Block):
     def saved_bytes(self, work: Work) -> float:
         s, b = work.tokens / work.parallel.tensor, work.itemsize
         norm = 2 * s * self.hidden * b  # input and output
-        # Each expert's input; gate and up, silu, up once more, their product, and that times the router's probability.
-        experts = self._routed(work) * (b * (self.hidden + 6 * self.width / work.parallel.expert_tensor) + 4)
+        # Each expert's input; gate and up, and the product times the router's probability; not fused, silu, up once
+        # more and the product before that too.
+        kept = 2 + self._made(work)
+        experts = self._routed(work) * (b * (self.hidden + kept * self.width / work.parallel.expert_tensor) + 4)
         # Logits, probabilities and masks over all experts, in float32 and bool.
         return norm + experts + s * self.count * 24
 
@@ -180,14 +182,21 @@ class Experts(Block):
         if recompute == "moe":
             return 2 * norm
         if recompute == "selective":
-            dropped = 4 * self._routed(work) * self.width / work.parallel.expert_tensor * work.itemsize
+            dropped = self._made(work) * self._routed(work) * self.width / work.parallel.expert_tensor * work.itemsize
             return self.saved_bytes(work) - norm - dropped
         return self.saved_bytes(work)
 
     def gradient_bytes(self, work: Work) -> float:
         width = self.width / work.parallel.expert_tensor
         weights = self.count / work.parallel.expert * 3 * self.hidden * width
-        return work.itemsize * (self._routed(work) * (2 * self.hidden + 5 * width) + weights)
+        # Of gate and up, and of the product; not fused, of the product in float32 too.
+        made = 3 if "swiglu" in work.fused else 5
+        return work.itemsize * (self._routed(work) * (2 * self.hidden + made * width) + weights)
+
+    @staticmethod
+    def _made(work: Work) -> int:
+        """Of an expert's width, what its activation function keeps beside gate and up."""
+        return 1 if "swiglu" in work.fused else 4
 
     def _routed(self, work: Work) -> float:
         """Copies of tokens that the busiest rank's experts work on."""

@@ -82,7 +82,9 @@ class GatedMlp(Block):
     def saved_bytes(self, work: Work) -> float:
         tensor = work.parallel.tensor
         norm = 2 * work.tokens / tensor * self.hidden * work.itemsize  # input and output
-        return norm + work.tokens * work.itemsize * 5 * self.width / tensor
+        # Gate and up, and the product that down reads; not fused, silu and up once more too.
+        kept = 3 if "swiglu" in work.fused else 5
+        return norm + work.tokens * work.itemsize * kept * self.width / tensor
 
     def kept_bytes(self, work: Work, recompute: str) -> float:
         """moe: what the MLP reads. In selective its norm is a part of the product, which keeps the norm's output."""

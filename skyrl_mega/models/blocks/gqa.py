@@ -212,12 +212,20 @@ class GroupedQueryAttention(Block):
         return TokenFlops(2 * matrices, 4 * self.heads * self.head_dim)
 
     def saved_bytes(self, work: Work) -> float:
-        """The fused projection, of which keys and values are views; queries and keys before their norm and after
-        rotation; what the attention gives to its projection; cosines and sines; the soft-max's normaliser."""
+        """Queries and keys before their norm and after rotation, values, what the attention gives to its projection,
+        the soft-max's normaliser, and unless they are fused the rotation's cosines and sines.
+
+        A local layer's keys and values are views of the whole fused projection, which is kept with them. Transformer
+        Engine copies values, as it copies the queries and keys that a norm reads.
+        """
         tensor, tokens, b = work.parallel.tensor, work.tokens, work.itemsize
         q, v = self.heads * self.head_dim / tensor, self.kv_heads * self.head_dim / tensor
         norm = 2 * tokens / tensor * self.hidden * b  # input and output
-        attention = tokens * b * ((q + 2 * v) + (q if self.qk_norm else 0) + (q + v) + q + 4 * self.head_dim)
+        normed = (q if self.qk_norm else 0) + (q + 2 * v)
+        if work.spec == "te":
+            normed = (q + v if self.qk_norm else 0) + v
+        rotation = 0 if "rope" in work.fused else 4 * self.head_dim
+        attention = tokens * b * (normed + (q + v) + q + rotation)
         return norm + attention + tokens * 4 * self.heads / tensor
 
     def messages(self, parallel: ParallelDims) -> Messages:
