@@ -176,13 +176,20 @@ def fp8_parameters(rollout: RolloutConfig) -> bool:
     return isinstance(overrides, dict) and bool(overrides.get("quantization_config"))
 
 
+def fp8_weights(rollout: RolloutConfig) -> bool:
+    """Whether engines hold their linear layers in FP8: an FP8 checkpoint's, or what vLLM quantises as it arrives."""
+    return fp8_parameters(rollout) or str(rollout.options.get("quantization")).startswith("fp8")
+
+
+def fp8_cache(rollout: RolloutConfig) -> bool:
+    """Whether an element of the KV cache is one byte."""
+    return str(rollout.options.get("kv_cache_dtype")).startswith("fp8")
+
+
 def engine_precision(config: Config) -> str:
     """What engines compute in: `float32`, `bfloat16`, or `fp8` where weights or cache are."""
-    options, wire = config.rollout.options, config.weights.wire
-    fp8 = [options.get("quantization"), options.get("kv_cache_dtype"), wire]
-    if fp8_parameters(config.rollout) or any(str(value).startswith("fp8") for value in fp8):
-        return "fp8"
-    return config.model.dtype
+    fp8 = fp8_weights(config.rollout) or fp8_cache(config.rollout) or config.weights.wire.startswith("fp8")
+    return "fp8" if fp8 else config.model.dtype
 
 
 def response_limit(rollout: RolloutConfig) -> int:

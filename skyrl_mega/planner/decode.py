@@ -13,7 +13,7 @@ from skyrl_mega.config.derived import engine_ranks, expert_parallel
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
-from skyrl_mega.planner.memory import engine_parameters, itemsize, kv_bytes_per_token
+from skyrl_mega.planner.engine_weights import cache_itemsize, engine_bytes, kv_bytes_per_token, linear_itemsize
 
 
 @dataclass(frozen=True)
@@ -36,12 +36,16 @@ def reads(config: Config, d: Decoder) -> Reads:
     """What a worker of an engine reads."""
     rollout = config.rollout
     data = engine_ranks(rollout) // rollout.tensor
-    return _reads(d, EngineCut(rollout.tensor, expert_parallel(rollout), data), itemsize(config))
+    size = linear_itemsize(config)  # experts are linear layers
+    sparse = tuple(
+        (n * size, part) for n, part in _sparse(d, EngineCut(rollout.tensor, expert_parallel(rollout), data))
+    )
+    plain = engine_bytes(config, d) - sum(n for n, _ in sparse)
+    return Reads(int(plain), sparse, kv_bytes_per_token(d, rollout.tensor, cache_itemsize(config)))
 
 
 @lru_cache(maxsize=16)
-def _reads(d: Decoder, cut: EngineCut, size: int) -> Reads:
-    sparse = [(count * n, part) for kind, count in d.counted() for n, part in (b.engine_sparse(cut) for b in kind) if n]
-    plain = engine_parameters(d, cut.tensor, cut.data, cut.expert_parallel, 0) - sum(n for n, _ in sparse)
-    per_token = kv_bytes_per_token(d, cut.tensor, size)
-    return Reads(int(plain * size), tuple((n * size, part) for n, part in sparse), per_token)
+def _sparse(d: Decoder, cut: EngineCut) -> tuple[tuple[float, float], ...]:
+    """Elements of which a token reads a part, and that part."""
+    found = [(count * n, part) for kind, count in d.counted() for n, part in (b.engine_sparse(cut) for b in kind)]
+    return tuple((n, part) for n, part in found if n)

@@ -10,7 +10,6 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache, partial
-from math import prod
 
 from skyrl_mega.config import allocator, limits
 from skyrl_mega.config.derived import (
@@ -28,7 +27,6 @@ from skyrl_mega.config.derived import (
 )
 from skyrl_mega.config.limits import ENGINE_STEP_TOKENS, SYNC_BUCKETS
 from skyrl_mega.config.schema import Config
-from skyrl_mega.models import engine
 from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.megatron import layer_spec
@@ -36,6 +34,7 @@ from skyrl_mega.parallel.dims import ParallelDims, RankCoords
 from skyrl_mega.planner.activations import BATCH_BYTES, Activations, activations
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.buffers import Held, held
+from skyrl_mega.planner.engine_weights import cache_itemsize, engine_bytes, kv_bytes_per_token, staged_bytes
 from skyrl_mega.planner.parameters import Parameters, layers, stage
 from skyrl_mega.planner.processes import EngineMemory, PolicyMemory
 from skyrl_mega.planner.routes import rank_bytes
@@ -134,7 +133,7 @@ def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
     """What worker `worker` of an engine needs."""
     rollout, size = config.rollout, itemsize(config)
     data = engine_data(rollout)
-    weights = size * engine_parameters(d, rollout.tensor, data, expert_parallel(rollout), worker)
+    weights = engine_bytes(config, d, worker)
     prefill = max(length_limit(rollout), ENGINE_STEP_TOKENS)
     cut = EngineCut(rollout.tensor, expert_parallel(rollout), data)
     width = 4 * d.hidden + max(sum(block.engine_width(cut) for block in kind) for kind in d.kinds)
@@ -144,8 +143,8 @@ def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
         EngineMemory,
         weights=weights,
         working=int(working),
-        sync=int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20),
-        per_token=kv_bytes_per_token(d, rollout.tensor, size),
+        sync=int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20) + staged_bytes(config, d),
+        per_token=kv_bytes_per_token(d, rollout.tensor, cache_itemsize(config)),
         keep=_keep(config),
     )
     if on_cpu(config):
@@ -153,21 +152,6 @@ def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
         return made(reserve=0, budget=weights + int(working) + kv, beside=0, given=kv)
     reserve = LIBRARIES + (0 if eager(rollout, config.cluster.device) else GRAPHS)
     return made(reserve=reserve, budget=int(rollout.memory_fraction * gpu_bytes(config)), beside=BESIDE)
-
-
-@lru_cache(maxsize=256)
-def engine_parameters(d: Decoder, tensor: int, data: int, experts_dealt: bool, worker: int) -> int:
-    """Elements of an engine worker's parameters, from the boxes in `models.engine`."""
-    total = 0
-    for kind, count in d.counted():
-        params = engine.shard(d.of_one_layer(kind), tensor, worker, experts_dealt, data).params
-        total += count * sum(prod(shape) for name, shape in params.items() if ".layers." in name)
-    return total + sum(prod(shape) for name, shape in params.items() if ".layers." not in name)
-
-
-def kv_bytes_per_token(d: Decoder, tensor: int, size: int) -> int:
-    """Bytes of one token in the cache of an engine worker, over all layers."""
-    return sum(count * block.kv_bytes_per_token(tensor, size) for kind, count in d.counted() for block in kind)
 
 
 def _activations(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> Activations:

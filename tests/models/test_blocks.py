@@ -33,9 +33,9 @@ from skyrl_mega.models.registry import ARCHITECTURES, Architecture, architecture
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import Row, activations
+from skyrl_mega.planner.engine_weights import engine_elements, kv_bytes_per_token
 from skyrl_mega.planner.flops import flops
 from skyrl_mega.planner.layout_text import places
-from skyrl_mega.planner.memory import engine_parameters, kv_bytes_per_token
 from skyrl_mega.planner.parameters import stage
 from skyrl_mega.planner.times import elements
 from tests.weights.grids import MODELS, cut, global_tensors
@@ -139,7 +139,7 @@ def test_its_memory() -> None:
     copies = dict(zip(shard.params, chunk.copies.tolist(), strict=True))
     assert copies["0.decoder.layers.0.mlp.norm.weight"] == 2 and copies["0.decoder.layers.0.mlp.fc1.weight"] == 1
     worker = architecture(HF).engine_shard(HF, 2, 1)
-    assert engine_parameters(d, 2, 1, False, 1) == sum(map(prod, worker.params.values()))
+    assert engine_elements(d, 2, 1, False, 1).all == sum(map(prod, worker.params.values()))
     row = Row(tokens=128, count=1)
     saved = activations(d, ParallelDims(), 0, row, 2, recompute="none", logit_chunk=64).train
     more = activations(d, ParallelDims(), 0, Row(256, 1), 2, recompute="none", logit_chunk=64).train

@@ -9,8 +9,8 @@ import pytest
 from skyrl_mega.models.published import known
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.engine_weights import engine_elements
 from skyrl_mega.planner.flops import flops
-from skyrl_mega.planner.memory import engine_parameters
 from skyrl_mega.planner.parameters import stage
 from skyrl_mega.planner.times import elements
 from tests.weights.grids import MODELS, REAL
@@ -59,7 +59,7 @@ def test_an_engine_worker_is_all_of_its_boxes(model: str, tensor: int, data: int
     arch = architecture(hf)
     for worker in (0, tensor * data - 1):
         params = arch.engine_shard(hf, tensor, worker, experts, data).params
-        assert engine_parameters(arch.describe(hf), tensor, data, experts, worker) == sum(map(prod, params.values()))
+        assert engine_elements(arch.describe(hf), tensor, data, experts, worker).all == sum(map(prod, params.values()))
 
 
 @pytest.mark.parametrize(("name", "active"), [("Qwen3-30B-A3B", 3.35e9), ("Qwen3-235B-A22B", 22.2e9)])

@@ -1,0 +1,68 @@
+"""What an engine worker holds in FP8, against the boxes of an FP8 wire, and what follows from it."""
+
+from __future__ import annotations
+
+from math import prod
+
+import pytest
+
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models.published import known
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.planner.decode import reads
+from skyrl_mega.planner.engine_weights import engine_bytes, staged_bytes
+from skyrl_mega.planner.memory import engine_memory
+from skyrl_mega.weights.fp8.format import SUFFIX, quantised, with_scales
+
+HF = known("Qwen3-30B-A3B")
+D = architecture(HF).describe(HF)
+ONLINE = "rollout.options.quantization=fp8_per_block"
+CHECKPOINT = "rollout.options.hf_overrides={quantization_config: {quant_method: fp8}}"
+
+
+def settings(*overrides: str) -> Config:
+    common = ("cluster.device=cuda", "model.dtype=bfloat16", "rollout.tensor=4", "rollout.memory_fraction=0.9")
+    return compose(None, [*common, *overrides])
+
+
+@pytest.mark.parametrize("given", [ONLINE, CHECKPOINT])
+def test_linear_layers_take_a_byte_and_their_scales(given: str) -> None:
+    """Counted from the parameters that an FP8 wire gives a worker, scales among them."""
+    layout = architecture(HF).engine_layout(HF, 2)
+    shard = with_scales(layout, quantised(layout.tensors)).shards[1]
+    numbers = {piece.param for piece in shard.pieces if piece.tensor.endswith("_proj.weight")}
+    each = {n: 4 if SUFFIX in n else 1 if n in numbers else 2 for n in shard.params}
+    expected = sum(prod(shape) * each[name] for name, shape in shard.params.items())
+    assert engine_bytes(settings(given, "rollout.tensor=2"), D, 1) == expected
+
+
+@pytest.mark.parametrize("given", [ONLINE, CHECKPOINT])
+def test_the_room_is_the_caches(given: str) -> None:
+    plain, fp8 = engine_memory(settings(), D), engine_memory(settings(given), D)
+    assert 0.5 < fp8.weights / plain.weights < 0.55
+    assert fp8.kv - plain.kv == plain.weights - fp8.weights
+    assert fp8.per_token == plain.per_token
+
+
+def test_a_sync_stages_a_layer_that_is_quantised_when_it_has_arrived() -> None:
+    layer = 128 * 3 * 2048 * 768 // 4 + 2048 * 128 * (32 * 2 + 4 * 2) // 4
+    assert staged_bytes(settings(ONLINE), D) == 2 * layer
+    assert staged_bytes(settings(CHECKPOINT), D) == staged_bytes(settings(), D) == 0
+    more = engine_memory(settings(ONLINE), D).sync - engine_memory(settings(), D).sync
+    assert more == 2 * layer
+
+
+def test_a_cache_in_fp8_holds_twice_the_tokens() -> None:
+    plain, fp8 = (engine_memory(settings(*more), D) for more in ((), ("rollout.options.kv_cache_dtype=fp8",)))
+    assert (fp8.weights, fp8.kv) == (plain.weights, plain.kv)
+    assert 2 * fp8.per_token == plain.per_token and fp8.tokens == pytest.approx(2 * plain.tokens, abs=1)
+
+
+def test_decoding_reads_what_is_held() -> None:
+    """All of it where a step has so many tokens that they meet every expert."""
+    for given in ((), (ONLINE,)):
+        config = settings(*given)
+        assert reads(config, D).weights(1e6) == pytest.approx(engine_bytes(config, D), rel=1e-9)
+    cache = settings("rollout.options.kv_cache_dtype=fp8")
+    assert 2 * reads(cache, D).per_token == reads(settings(), D).per_token
