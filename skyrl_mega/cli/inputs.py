@@ -13,6 +13,7 @@ from typing import Any
 from skyrl_mega.algorithms import advantages, losses
 from skyrl_mega.config.checks import check_enough, check_gpus
 from skyrl_mega.config.derived import (
+    OF_EXPERTS,
     critic_layout,
     critic_ranks,
     engine_data,
@@ -27,6 +28,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.precision import check_device
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.speed_checks import check_speed
+from skyrl_mega.config.values import shown
 from skyrl_mega.data.rows import check_files, environments_of, load_demonstrations
 from skyrl_mega.engines.vllm import arguments
 from skyrl_mega.envs import registry
@@ -255,16 +257,21 @@ def check_build(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def check_experts(config: Config, hf: Mapping[str, Any]) -> None:
-    """Router replay needs routers.
+    """Router replay needs routers, and fused kernels of experts need those.
 
     Raises:
         UserError: The model is dense.
     """
-    replay = config.policy.moe.replay
-    if replay != "off" and RouteShape.of(architecture(hf).describe(hf)) is None:
+    replay, fusions = config.policy.moe.replay, config.policy.fusions or []
+    if RouteShape.of(architecture(hf).describe(hf)) is not None:
+        return
+    without = f"{config.model.path} has no experts (model_type {hf.get('model_type')}), so"
+    if replay != "off":
+        raise UserError(f"policy.moe.replay = {replay}: {without} there are no routes; give off")
+    if unused := [name for name in fusions if name in OF_EXPERTS]:
         raise UserError(
-            f"policy.moe.replay = {replay}: {config.model.path} has no experts (model_type {hf.get('model_type')}), so "
-            "there are no routes; give off"
+            f"policy.fusions = {shown(fusions)}: {without} {' and '.join(unused)} would do nothing; allowed there are "
+            "rope and swiglu, or null for all that the model has"
         )
 
 

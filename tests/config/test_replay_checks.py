@@ -81,6 +81,20 @@ def test_a_dense_model_has_no_routes() -> None:
         check_experts(config, hf_config(BuildConfig(architecture="qwen3")))
 
 
+def test_a_dense_model_has_no_fusions_of_experts() -> None:
+    config = Config()
+    config.policy.fusions, config.model.path = ["rope", "permute", "router"], "m"
+    check_experts(config, hf_config(BuildConfig()))
+    with pytest.raises(UserError) as error:
+        check_experts(config, hf_config(BuildConfig(architecture="qwen3")))
+    assert str(error.value) == (
+        "policy.fusions = [rope, permute, router]: m has no experts (model_type qwen3), so permute and router would do "
+        "nothing; allowed there are rope and swiglu, or null for all that the model has"
+    )
+    config.policy.fusions = ["rope", "swiglu"]
+    check_experts(config, hf_config(BuildConfig(architecture="qwen3")))
+
+
 def test_memory_of_routes_is_planned() -> None:
     """Two MoE layers with two experts of eight: four bytes a token."""
     config, decoder = Config(), architecture(hf_config(BuildConfig())).describe(hf_config(BuildConfig()))

@@ -119,7 +119,8 @@ class PolicyConfig:
     fusions: Optional[list[str]] = field(default=None, metadata={"allowed": ("rope", "permute", "router", "swiglu")})
     """Operations of `te` layers that one kernel does: the rotation of queries and keys, the sorting of tokens by
     expert, the router's choice, the activation function of MLPs. null: all of them, but no fused router where
-    `moe.replay` or `moe.aux_loss` needs megatron-core's own. []: none. `local` layers have none."""
+    `moe.replay` or `moe.aux_loss` needs megatron-core's own. []: none. `local` layers have none, and dense models
+    neither permute nor router."""
     threads: int = between(1, 4096, 1)
     """CPU threads of one rank (CPU only)."""
     options: dict[str, Any] = field(default_factory=dict)
