@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import tempfile
 import threading
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
 from skyrl_mega.telemetry.trace import PER_RANK, RANKS, Span, named, write_part
 
@@ -20,6 +21,8 @@ LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
 """How calls of CUDA begin that start kernels; a graph counts once."""
 WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cuStreamSynchronize")
 """Calls of CUDA that wait for the GPU, as `.item()` and `.tolist()` do."""
+END = "the profiler stops"
+"""The span in which the profiler's own waits begin, which are none of the step."""
 
 
 class RankProfiler:
@@ -47,7 +50,8 @@ class RankProfiler:
             On a GPU `launches` and `host_syncs`: calls of CUDA that started kernels, or waited for the GPU.
         """
         if self.cuda:
-            torch.cuda.synchronize()  # kernels under way belong to the step
+            with record_function(END):
+                torch.cuda.synchronize()  # kernels under way belong to the step
         self._profile.stop()
         with tempfile.TemporaryDirectory() as folder:
             raw = Path(folder) / "trace.json"
@@ -77,7 +81,9 @@ class Tracks:
         self.rank, self.text, self.zero = rank, text, zero
         self.numbers: dict[int, int] = {pid: RANKS + rank * PER_RANK}
         self.gpus = False
-        self.calls = {"launches": 0.0, "host_syncs": 0.0}
+        self.launches = 0
+        self.waits: list[float] = []
+        self.end = math.inf
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         yield from named(RANKS + self.rank * PER_RANK, f"policy-{self.rank}")
@@ -91,7 +97,9 @@ class Tracks:
                 self.numbers[pid] = RANKS + self.rank * PER_RANK + len(self.numbers)
                 yield from named(self.numbers[pid], f"policy-{self.rank} GPU {pid}")
             if event.get("cat") in ("cuda_runtime", "cuda_driver"):
-                self._call(event["name"])
+                self._call(event["name"], event["ts"])
+            if event["name"] == END and event.get("cat") == "user_annotation":
+                self.end = event["ts"]
             changed = {**event, "pid": self.numbers[pid]}
             if "ts" in event:
                 changed["ts"] = round(event["ts"] + offset, 3)
@@ -99,10 +107,17 @@ class Tracks:
                 changed["id"] = event["id"] + ((self.rank + 1) << 32)
             yield changed
 
-    def _call(self, name: str) -> None:
+    @property
+    def calls(self) -> dict[str, float]:
+        """`launches` and `host_syncs` before the profiler stopped, once all events have been seen: they are in no
+        order."""
+        return {"launches": float(self.launches), "host_syncs": float(sum(at < self.end for at in self.waits))}
+
+    def _call(self, name: str, at: float) -> None:
         self.gpus = True
-        self.calls["launches"] += name.startswith(LAUNCHES)
-        self.calls["host_syncs"] += name in WAITS
+        self.launches += name.startswith(LAUNCHES)
+        if name in WAITS:
+            self.waits.append(at)
 
 
 def read(text: TextIO) -> tuple[int, Iterator[dict[str, Any]]]:

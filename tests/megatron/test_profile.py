@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from skyrl_mega.megatron.profile import RankProfiler, Tracks, read
+from skyrl_mega.megatron.profile import END, RankProfiler, Tracks, read
 from skyrl_mega.telemetry.trace import PER_RANK, RANKS, Span, TraceWriter
 from tests.telemetry.trace_format import properly_nested, tracks, within
 
@@ -67,6 +67,10 @@ def test_gpus_have_tracks_of_their_own_and_calls_are_counted(tmp_path: Path) -> 
             {**runtime, "name": "cudaLaunchKernelExC", "ts": 1010.5},
             {**runtime, "name": "cudaStreamSynchronize", "ts": 1020.5},
             {**runtime, "name": "cudaMemcpyAsync", "ts": 1030.5},
+            {**runtime, "name": "cudaDeviceSynchronize", "ts": 2001.5},
+            {**runtime, "name": END, "cat": "gpu_user_annotation", "ts": 1010.5, "pid": 0, "tid": 7},
+            {**runtime, "name": END, "cat": "user_annotation", "ts": 2000.5},
+            {**runtime, "name": "cudaDeviceSynchronize", "ts": 2010.5},
             {"ph": "X", "cat": "kernel", "name": "gemm", "pid": 0, "tid": 7, "ts": 1040.5, "dur": 5, "args": {}},
             {"ph": "s", "cat": "ac2g", "name": "ac2g", "id": 5, "pid": 900, "tid": 900, "ts": 1000.5},
             {"ph": "f", "cat": "ac2g", "name": "ac2g", "id": 5, "pid": 0, "tid": 7, "ts": 1040.5, "bp": "e"},
@@ -82,7 +86,9 @@ def test_gpus_have_tracks_of_their_own_and_calls_are_counted(tmp_path: Path) -> 
     assert [(e["pid"], e["ts"]) for e in events if e.get("cat") == "kernel"] == [(gpu, pytest.approx(40.5, abs=0.5))]
     arrows = {e["id"] for e in events if e["ph"] in "sf"}
     assert len(arrows) == 1 and arrows != {5}, "another rank has arrows of the same number"
-    assert found.gpus and found.calls == {"launches": 2, "host_syncs": 1}
+    assert found.gpus and found.calls == {"launches": 2, "host_syncs": 1}, (
+        "the profiler's own waits are none of the step"
+    )
     assert not any(e["pid"] == "Spans" for e in events)
 
 
