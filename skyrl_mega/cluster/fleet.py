@@ -103,13 +103,15 @@ class Fleet:
                 self._arrive(rank, starting)
 
     def _arrive(self, rank: int, starting: Future[None]) -> None:
+        error = starting.exception()
+        if error is not None and (isinstance(error, NodeGone) or not _own(error, self.group.name)):
+            # It cannot be started again where it was, and the run finds new places; or others failed. It is not up,
+            # and whoever looks again is told again.
+            raise error
         del self._starting[rank]
         self.states[rank] = State.STALE
-        error = starting.exception()
         if error is None:
             self.say(f"{self.group.name}-{rank} is up again, and waits to be brought up to date")
-        elif isinstance(error, NodeGone) or not _own(error, self.group.name):
-            raise error  # it cannot be started again where it was, and the run finds new places; or others failed
         else:
             self.retire(rank, str(error))
 
