@@ -13,7 +13,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.planner.decode import reads
-from skyrl_mega.planner.flops import Load, flops
+from skyrl_mega.planner.flops import Load, causal_pairs, flops
 from skyrl_mega.rollout.trajectory import Kind, Trajectory
 
 Steps = Mapping[int, int]
@@ -25,8 +25,7 @@ def load_of(mini: Sequences) -> Load:
     asked = mini["weights"] != 0
     if "mask" in mini:
         asked = asked & (mini["mask"] != 0)
-    lengths = mini.lengths.double()
-    return Load(float(lengths.sum()), float((lengths * (lengths + 1) / 2).sum()), float(asked.sum()))
+    return Load.of(mini.lengths.tolist(), float(asked.sum()))
 
 
 def of_training(
@@ -83,7 +82,7 @@ def of_decoding(
 
 def responses(played: Sequence[Trajectory]) -> tuple[float, float]:
     """Tokens that engines wrote, and over all of these the tokens that each attended to: those before it."""
-    written = attended = 0
+    written, attended = 0, 0.0
     for t in played:
         begin = 0
         for step in t.steps:
@@ -92,5 +91,5 @@ def responses(played: Sequence[Trajectory]) -> tuple[float, float]:
             elif step.kind is Kind.RESPONSE:
                 n, before = step.end - step.start, step.start - begin
                 written += n
-                attended += n * before + n * (n - 1) // 2
-    return float(written), float(attended)
+                attended += n * before + causal_pairs(n - 1)
+    return float(written), attended
