@@ -34,6 +34,7 @@ class CudaAsCpu(TorchFunctionMode):
 
 def unmapped() -> None:
     """Takes back for this process what `megatron.cpu.stand_in` makes of the factories: modes then see which device is
-    named, and map it themselves."""
+    named, and map it themselves. Idempotent."""
     for name in _FACTORIES:
-        setattr(torch, name, getattr(torch, name).__wrapped__)
+        made = getattr(torch, name)
+        setattr(torch, name, getattr(made, "__wrapped__", made))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,10 +19,21 @@ from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.hf_checkpoint import box_files, load
+from skyrl_mega.megatron import cpu
 from skyrl_mega.parallel.box import Box
+from tests.cuda import as_cpu
 from tests.preflight import nvml
 
 ROOT = Path(__file__).parents[2]
+
+
+def test_the_mapping_of_devices_is_taken_back_as_often_as_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {name: inspect.unwrap(getattr(torch, name)) for name in cpu._FACTORIES}
+    for name, make in own.items():
+        monkeypatch.setattr(torch, name, cpu._on_cpu(make))
+    for _ in range(2):
+        as_cpu.unmapped()
+        assert {name: getattr(torch, name) for name in own} == own
 
 
 def dapo(*settings: str) -> Config:
