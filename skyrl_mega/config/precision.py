@@ -43,6 +43,12 @@ def needs(precision: PrecisionConfig) -> Needs | None:
     return RECIPES.get(precision.recipe)
 
 
+def row_multiple(precision: PrecisionConfig, spec: str) -> int:
+    """What the tokens of a policy's rank have to be a multiple of: padding makes them so. `spec`: `te` or `local`."""
+    found = needs(precision)
+    return found.rows if found and spec == "te" else 1
+
+
 def environment(precision: PrecisionConfig) -> dict[str, str]:
     """Environment variables of a rank on CUDA."""
     found = needs(precision)

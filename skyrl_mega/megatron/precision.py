@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from types import MappingProxyType
 from typing import Any
 
-from skyrl_mega.config.precision import needs
 from skyrl_mega.config.schema import PrecisionConfig
 
 RECIPES = MappingProxyType(
@@ -48,9 +47,3 @@ def forget_copies(chunks: Sequence[Any]) -> None:
             copies = getattr(module, "_fp8_workspaces", None)
             if copies:
                 copies.clear()
-
-
-def row_multiple(precision: PrecisionConfig, spec: str) -> int:
-    """What the tokens of a rank have to be a multiple of: padding makes them so."""
-    found = needs(precision)
-    return found.rows if found and spec == "te" else 1

@@ -22,6 +22,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from skyrl_mega.config.derived import logit_chunk, overlaps
+from skyrl_mega.config.precision import row_multiple
 from skyrl_mega.config.residency import POLICY
 from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
 from skyrl_mega.hf_checkpoint import load as files
@@ -33,7 +34,7 @@ from skyrl_mega.megatron.model import build_model, gathered, wrap_ddp
 from skyrl_mega.megatron.objectives import Objective, ValueObjective, inputs_of, value_inputs
 from skyrl_mega.megatron.optimizer import NoGradient, NotFinite, build_optimizer, build_schedule
 from skyrl_mega.megatron.packing import MicroBatch, pack
-from skyrl_mega.megatron.precision import forget_copies, row_multiple
+from skyrl_mega.megatron.precision import forget_copies
 from skyrl_mega.megatron.reference import Reference
 from skyrl_mega.megatron.residency import Resident, expanded, gradients, optimizer_state
 from skyrl_mega.megatron.router_replay import RouterReplay

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from skyrl_mega.config.derived import draws_greedy, length_limit, response_limit
+from skyrl_mega.config.precision import row_multiple
 from skyrl_mega.config.schema import Config
+from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import Row
 
@@ -41,6 +44,8 @@ class Batch:
     """… at the mean length."""
     row: Row
     """The longest micro-batch, for the memory."""
+    padding: float
+    """Tokens of a usual micro-batch, over its context ranks, that are padding, on average."""
 
     @property
     def sequences(self) -> int:
@@ -75,10 +80,16 @@ def batch(config: Config, parallel: ParallelDims) -> Batch:
         count = -(-trajectories // (parallel.data * each))
         return -(-count // multiple) * multiple
 
-    unit = (2 * parallel.context if parallel.context > 1 else 1) * parallel.tensor
+    # As `megatron.packing` pads: every sequence for the zigzag, then the row.
+    spec = layer_spec(config.policy.spec, "cpu" if config.cluster.device == "cpu" else "cuda")
+    chunks = 2 * parallel.context if parallel.context > 1 else 1
+    rows = parallel.context * parallel.tensor * row_multiple(config.policy.precision, spec)
+    unit = math.lcm(chunks * parallel.tensor, rows)
     share_of_rank = -(-trajectories // parallel.data)
     tokens = max(min(budget, share_of_rank * longest), longest)
-    most = micros(longest)
+    tokens += math.ceil(tokens / mean) * (chunks - 1)
+    most, usual = micros(longest), micros(mean)
+    in_one = trajectories / (parallel.data * usual)
     return Batch(
         prompts=prompts,
         samples=samples,
@@ -92,6 +103,7 @@ def batch(config: Config, parallel: ParallelDims) -> Batch:
         generated=share * written,
         budget=budget,
         most=most,
-        usual=micros(mean),
+        usual=usual,
         row=Row(-(-tokens // unit) * unit // parallel.context, most),
+        padding=in_one * (chunks - 1) / 2 + (unit - chunks) / 2,
     )

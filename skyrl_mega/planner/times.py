@@ -177,7 +177,7 @@ def _passes(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> 
     work = flops(d)
     tokens = made.sequences * made.mean
     count = made.usual * made.mini_batches
-    per_rank = tokens / (parallel.data * parallel.context)
+    per_rank = (tokens / parallel.data + count * made.padding) / parallel.context
     # All stages wait for the one that takes longest, which the head makes the last one, of equal ones.
     body = work.layers + work.attention * causal_pairs(made.mean) / made.mean
     head = work.head * made.generated / made.mean  # only for tokens that the loss asks for

@@ -14,14 +14,14 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from skyrl_mega.config.precision import RECIPES
+from skyrl_mega.config.precision import RECIPES, row_multiple
 from skyrl_mega.config.schema import BuildConfig, OptimizerConfig, PolicyConfig, PrecisionConfig
 from skyrl_mega.kernels.block_fp8 import BLOCK
 from skyrl_mega.megatron import fp8_rounding as fp8
 from skyrl_mega.megatron.emulated_fp8 import Linear
 from skyrl_mega.megatron.fp8_magnitudes import GRADIENT, INPUT, Magnitudes
 from skyrl_mega.megatron.packing import pack
-from skyrl_mega.megatron.precision import forget_copies, row_multiple
+from skyrl_mega.megatron.precision import forget_copies
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.dims import ParallelDims

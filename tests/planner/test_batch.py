@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches
 
+from skyrl_mega.config.precision import row_multiple
 from skyrl_mega.config.schema import Config
+from skyrl_mega.megatron.packing import padded_lengths
 from skyrl_mega.parallel.balance import balance
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import in_flight
@@ -40,6 +44,28 @@ def test_micro_batches_are_those_of_the_balancer(
     longest = max(len(micro) * length for rank in dealt for micro in rank)
     assert made.row.tokens * context >= longest
     assert made.longest == length
+
+
+@pytest.mark.parametrize("recipe", ["model", "fp8_current", "fp8_blockwise"])
+@pytest.mark.parametrize("parallel", [ParallelDims(8, tensor=8), ParallelDims(8, tensor=2, context=4)], ids=str)
+def test_padding_is_that_of_the_packing(recipe: str, parallel: ParallelDims) -> None:
+    """Of rows of random lengths, on average; and no row is longer than the longest that memory is planned for."""
+    config = Config()
+    config.cluster.device, config.policy.precision.recipe = "cuda", recipe
+    config.data.prompts_per_step, config.data.samples_per_prompt = 64, 8
+    config.policy.micro_tokens = 20_000
+    config.rollout.max_prompt_tokens = config.rollout.sampling.max_tokens = 3000
+    made = batch(config, parallel)
+    rng = np.random.default_rng(0)
+    rows, each = row_multiple(config.policy.precision, "te"), round(made.trajectories / (made.data * made.usual))
+    added = []
+    for _ in range(1000):
+        lengths = torch.from_numpy(rng.integers(1, 2 * int(made.mean), each))
+        padding = int((padded_lengths(lengths, parallel.context, parallel.tensor, rows)).sum() - lengths.sum())
+        if lengths.sum() <= made.budget:
+            assert lengths.sum() + padding <= made.row.tokens * parallel.context
+        added.append(padding)
+    assert made.padding == pytest.approx(np.mean(added), rel=0.1)
 
 
 @pytest.mark.parametrize("chunks", [1, 2, 3])

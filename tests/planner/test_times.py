@@ -33,6 +33,20 @@ def test_messages_are_those_of_every_layer(parallel: ParallelDims) -> None:
         assert min(layers) < max(layers)
 
 
+def test_padding_for_fp8_is_computed_on() -> None:
+    """Of 1,024 tokens a row, half of which are padding on average; the recipe's products are those of bfloat16 here."""
+    hf, parallel = MODELS["qwen3"], ParallelDims(8, tensor=8)
+    d, config = architecture(hf).describe(hf), Config()
+    config.cluster.device, config.cluster.rates.layer_us = "cuda", 0.0
+    plain, _ = policy_times(config, d, parallel, batch(config, parallel))
+    config.policy.precision.recipe = "fp8_blockwise"
+    made = batch(config, parallel)
+    padded, _ = policy_times(config, d, parallel, made)
+    tokens = made.trajectories * made.mean / made.data / made.usual  # of a micro-batch
+    assert made.padding == (1024 - 1) / 2
+    assert padded / plain == pytest.approx(1 + (made.padding - 3.5) / (tokens + 3.5), rel=0.02)
+
+
 def test_counting_the_choices_of_experts_is_a_forward_pass() -> None:
     hf, parallel = MODELS["qwen3_moe_mixed"], ParallelDims(8, expert=4)
     d, config = architecture(hf).describe(hf), Config()
