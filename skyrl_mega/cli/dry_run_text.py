@@ -40,13 +40,14 @@ GPU = {
     },
 }
 """Columns of a shared GPU, and the kinds in them; --json has each by itself."""
+TRAINED = ("policy", "reference", "critic")
 Values = Mapping[str, Any]
 
 
 def text(v: Values) -> str:
     """All sections."""
     sections = [_answer(v), _model(v)]
-    sections += [part for name in ("policy", "reference", "critic") for part in _policy(name, v[name], v)]
+    sections += [part for name in TRAINED for part in _policy(name, v[name], v)]
     sections += [*_engines(v), *_shared(v), _nodes(v), _batch(v)]
     sections += [_sync(v), _seconds(v)] if v["sync"] else []
     sections.append(_notes(v))
@@ -61,21 +62,31 @@ def counted(number: int, noun: str) -> str:
 
 def _answer(v: Values) -> str:
     """What one wants to know first."""
-    peak = max(rank["memory"]["peak"] for rank in v["policy"])
     ranks = counted(len(v["policy"]), "rank")
     if v["gpu_memory"] is None:
         host = max(node["host_memory_total"] for node in v["nodes"])
         asks = f"about {_gib(host)} GiB of memory on the fullest node"
         return f"it can run on {'this CPU' if len(v['nodes']) == 1 else 'CPUs'}: {ranks}, {asks}"
-    left = v["shared"]["margin"] if v["shared"] else v["gpu_memory"] - peak
-    room = (
-        f"{left / GIB:.1f} GiB are left" if left >= 0 else f"{-left / GIB:.1f} GiB are lacking by the estimates: tight"
-    )
-    where = "the fullest shared GPU" if v["shared"] else f"the fullest policy rank ({_gib(peak)} GiB)"
-    return (
-        f"it fits {counted(len(v['nodes']), 'node')}: of {_gib(v['gpu_memory'])} GiB of a GPU, {room} beside {where}; "
-        f"about {v['seconds']['step']:.0f} s a step"
-    )
+    left, where = _tightest(v)
+    there, size = counted(len(v["nodes"]), "node"), f"{_gib(v['gpu_memory'])} GiB"
+    step = f"about {v['seconds']['step']:.0f} s a step"
+    if left < 0:
+        return f"tight on {there}: by the estimates {where} lacks {-left / GIB:.1f} of {size}; {step}"
+    return f"it fits {there}: of {size} of a GPU, {left / GIB:.1f} GiB are left beside {where}; {step}"
+
+
+def _tightest(v: Values) -> tuple[int, str]:
+    """What is left of the GPU that is looked at first, or of the one that lacks most; and whose it is."""
+    peaks = {name: max((rank["memory"]["peak"] for rank in v[name]), default=0) for name in TRAINED}
+    left = {f"the fullest {name} rank ({_gib(peak)} GiB)": v["gpu_memory"] - peak for name, peak in peaks.items()}
+    if v["shared"]:
+        left = {"the fullest shared GPU": v["shared"]["margin"]} | left
+    else:
+        worker = max(row["memory"]["peak"] for row in v["engines"]["workers"])
+        left[f"an engine worker ({_gib(worker)} GiB)"] = v["gpu_memory"] - worker
+    first = next(iter(left))
+    where = min(left, key=lambda name: (min(left[name], 0), name != first))
+    return left[where], where
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
@@ -176,7 +187,7 @@ def _shared(v: Values) -> list[str]:
 def _nodes(v: Values) -> str:
     placed = list(enumerate(v["nodes"]))
     kinds = [k for k in placed[0][1]["host_memory"] if any(n["host_memory"][k] for _, n in placed)]
-    trained = [name for name in ("policy", "reference", "critic") if v[name]]
+    trained = [name for name in TRAINED if v[name]]
     head = ("node", *trained, "engines", *kinds, "total")
 
     def alike(node: Values) -> tuple[str, ...]:

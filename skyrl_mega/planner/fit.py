@@ -12,6 +12,7 @@ from typing import Any
 from skyrl_mega.cluster.place import check_nodes
 from skyrl_mega.config.derived import length_limit, policy_ranks, reference_ranks
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.residency_checks import check_residency
 from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
@@ -95,9 +96,16 @@ def _gpu(
             f"reserve {_gib(engine.reserve)}, which leaves a KV cache of {engine.tokens:,} tokens; one sequence has up "
             f"to {length_limit(config.rollout):,}"
         )
-    for shared in shared_gpus(config, d, parallel):
-        if too_much := refusal(config, shared, strict):
-            yield too_much
+
+    def allowed(other: Config) -> bool:
+        try:
+            check_residency(other)
+        except UserError:
+            return False
+        return host_problem(other, d, parallel, reference) is None
+
+    if too_much := refusal(config, [*shared_gpus(config, d, parallel)], strict, allowed):
+        yield too_much
     if not config.cluster.shared and (engine.peak if strict else engine.least) > gpu:
         yield (
             f"{fraction}: an engine worker takes {_gib(engine.budget)} GiB and, beside that, about "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import floor
 
@@ -89,40 +89,57 @@ def shared_gpu(config: Config, d: Decoder, parallel: ParallelDims) -> SharedGpu 
     return min(shared_gpus(config, d, parallel), key=lambda gpu: gpu.margin, default=None)
 
 
-def refusal(config: Config, gpu: SharedGpu, strict: bool) -> str | None:
+def refusal(config: Config, gpus: Sequence[SharedGpu], strict: bool, allowed: Callable[[Config], bool]) -> str | None:
     """What is said where policy and engine do not fit on a GPU: the phase, what is in it, what would fit.
 
     Args:
+        config: The settings.
+        gpus: One of each pipeline stage.
         strict: Estimates are taken as they are, without the margin in the settings' favour.
+        allowed: Whether nothing but these GPUs' memory is against settings.
     """
-    phase = gpu.worst(strict)
-    if gpu.needed(phase, strict) <= gpu.size:
+    gpu = max(gpus, key=lambda gpu: gpu.needed(gpu.worst(strict), strict), default=None)
+    if gpu is None or gpu.fits(strict):
         return None
+    phase = gpu.worst(strict)
     engine, policy = gpu.engine.phase(phase), gpu.policy.phase(phase)
     beside = gpu.needed(phase, strict) - (own := sum(policy.values()) if strict else least(policy))
     stays = "; both stay there all the time" if config.residency.keep is None else ""
     return (
         f"rollout.memory_fraction = {config.rollout.memory_fraction:g}: on shared GPUs, in phase {phase}, an engine "
         f"worker's {_gib(beside)} GiB ({listed(engine)}) and a policy rank's {_gib(own)} at least ({listed(policy)}) "
-        f"are more than the {_gib(gpu.size)} GiB of a GPU{stays}; {_what_fits(config, gpu, strict)}"
+        f"are more than the {_gib(gpu.size)} GiB of a GPU{stays}; {_largest(config, gpus)}; "
+        f"{_leaving(config, gpus, allowed)}"
     )
 
 
-def _what_fits(config: Config, gpu: SharedGpu, strict: bool) -> str:
-    """The largest fraction, and the parts that could leave."""
-    largest = floor(100 * gpu.most_budget(strict) / gpu.size) / 100
-    engine = replace(gpu.engine, budget=int(largest * gpu.size))
-    other = replace(gpu, engine=engine)
-    fits = other.fits(strict) and engine.tokens >= length_limit(config.rollout)
-    said = f"the largest fraction that fits is {largest:g}" if fits else "no fraction fits"
-    parts = kept(gpu.policy.keep)
-    alone = [part for part in (*ENGINE, *POLICY) if part in parts and gpu.keeping(parts - {part}).fits(strict)]
-    if alone:
-        there = (*ENGINE, *POLICY, *CRITIC[: has_critic(config)])
-        rest = [part for part in there if part in parts - {alone[0]}]
-        return f"{said}; without {alone[0]} it fits: residency.keep=[{','.join(rest)}]"
-    none = gpu.keeping(parts - {*ENGINE, *POLICY}).fits(strict)
-    return f"{said}; with residency.keep=[] it fits" if none else f"{said}, whatever residency.keep leaves out"
+def _largest(config: Config, gpus: Sequence[SharedGpu]) -> str:
+    """The largest fraction with which no GPU lacks anything by the estimates."""
+    size = gpus[0].size
+    largest = floor(100 * min(gpu.most_budget(strict=True) for gpu in gpus) / size) / 100
+    engine = replace(gpus[0].engine, budget=int(largest * size))
+    fits = all(replace(gpu, engine=engine).fits(strict=True) for gpu in gpus)
+    if fits and engine.tokens >= length_limit(config.rollout):
+        return f"the largest fraction that fits is {largest:g}"
+    return "no fraction fits"
+
+
+def _leaving(config: Config, gpus: Sequence[SharedGpu], allowed: Callable[[Config], bool]) -> str:
+    """A part without which no GPU lacks anything by the estimates, else all that may leave."""
+    there = (*ENGINE, *POLICY, *CRITIC[: has_critic(config)])
+    parts = [part for part in there if part in kept(config.residency.keep)]
+
+    def works(keep: list[str]) -> bool:
+        other = replace(config, residency=replace(config.residency, keep=keep))
+        return all(gpu.keeping(keep).fits(strict=True) for gpu in gpus) and allowed(other)
+
+    for part in (part for part in (*ENGINE, *POLICY) if part in parts):
+        if works(rest := [other for other in parts if other != part]):
+            return f"without {part} it fits: residency.keep=[{','.join(rest)}]"
+    for leaves in ((*ENGINE, *POLICY), POLICY, ENGINE):
+        if works(rest := [part for part in parts if part not in leaves]):
+            return f"with residency.keep=[{','.join(rest)}] it fits"
+    return "whatever residency.keep may leave out, it does not fit at this fraction"
 
 
 def listed(kinds: Mapping[str, int]) -> str:

@@ -165,7 +165,18 @@ def test_graphs_and_fixed_segments_take_memory(
 def test_a_tight_shared_gpu_is_said_to_be_tight(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     v = values(file, capsys, "cluster.shared=true", "cluster.nodes=4", "rollout.memory_fraction=0.45")
     assert v["shared"]["margin"] < 0
+    lacks = f"lacks {-v['shared']['margin'] / GIB:.1f} of 79.10 GiB; about"
+    assert dry_run_text.text(v).startswith(f"tight on 4 nodes: by the estimates the fullest shared GPU {lacks}")
     assert any(note.startswith("tight: by the estimates a shared GPU lacks") for note in v["notes"])
+
+
+def test_the_first_line_is_about_what_lacks_most(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An engine that has a GPU for itself, or a critic, may lack memory where the policy has enough."""
+    v = values(file, capsys, "rollout.memory_fraction=0.982")
+    assert dry_run_text.text(v).startswith("tight on 8 nodes: by the estimates an engine worker (")
+    v = values(file, capsys)
+    v["critic"] = [{"memory": {"peak": v["gpu_memory"] + GIB}}]
+    assert dry_run_text._answer(v).startswith("tight on 8 nodes: by the estimates the fullest critic rank (80.10 GiB)")
 
 
 def test_a_reference_of_its_own_has_nodes_of_its_own(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
