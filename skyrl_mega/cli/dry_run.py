@@ -2,34 +2,28 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from math import prod
-from pathlib import Path
 from typing import Any
 
-from skyrl_mega.cli import inputs
+from skyrl_mega.cli import dry_run_notes, inputs
 from skyrl_mega.cli.refusal import with_fix
-from skyrl_mega.config import allocator
 from skyrl_mega.config.checks import check
-from skyrl_mega.config.derived import critic_ranks, cut_sampling, engine_ranks, idle_gpus, length_limit
+from skyrl_mega.config.derived import critic_ranks, engine_ranks, length_limit
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.secrets import masked
-from skyrl_mega.config.unread import unread_notes
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
-from skyrl_mega.models.published import hub_name
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import fit, layout_text
 from skyrl_mega.planner.batch import Batch, batch
 from skyrl_mega.planner.flops import flops
-from skyrl_mega.planner.host_memory import crowded, disk, host_memory, shares
+from skyrl_mega.planner.host_memory import disk, host_memory, shares
 from skyrl_mega.planner.memory import (
-    GIB,
     critic_dims,
     critic_memory,
     engine_memory,
@@ -41,9 +35,8 @@ from skyrl_mega.planner.memory import (
 )
 from skyrl_mega.planner.placement import nodes
 from skyrl_mega.planner.processes import COUNTED, MARGIN, SHOWN, PolicyMemory
-from skyrl_mega.planner.shared import shared_gpu, stages
-from skyrl_mega.planner.times import at_once, generate_time, mfu, step_time
-from skyrl_mega.telemetry.trackers import registry
+from skyrl_mega.planner.shared import shared_gpu
+from skyrl_mega.planner.times import at_once, mfu, step_time
 from skyrl_mega.weights.plan import report
 from skyrl_mega.weights.plan.cost import cost, host_time
 from skyrl_mega.weights.plan.plan import Plan
@@ -104,7 +97,7 @@ def values(config: Config, hf: Mapping[str, Any], absent: Sequence[str] = ()) ->
         "plan": report.identity(moved, wire_text(config)),
         "sync": sync,
         "seconds": None if on_cpu(config) else _seconds(config, d, parallel, sync),
-        "notes": [*_notes(config, d, parallel), *_engine_notes(config, d, made)],
+        "notes": dry_run_notes.notes(config, d, parallel),
         "absent": list(absent),
     }
 
@@ -212,83 +205,3 @@ def _seconds(config: Config, d: Decoder, parallel: ParallelDims, sync: dict[str,
         "tokens_per_second_per_gpu": made.sequences * made.mean / found.step / gpus,
         "mfu": mfu(config, d, parallel, made),
     }
-
-
-def _engine_notes(config: Config, d: Decoder, made: Batch) -> list[str]:
-    """… of engines."""
-    rollout = config.rollout
-    notes: list[str] = []
-    if on_cpu(config):
-        return notes
-    if idle := idle_gpus(config):
-        notes.append(idle)
-    if 0 < d.kv_heads < rollout.tensor:
-        notes.append(
-            f"rollout.tensor={rollout.tensor} is above the model's {d.kv_heads} key/value heads: "
-            f"{rollout.tensor // d.kv_heads} workers keep each (docs/recipes.md, Engines)"
-        )
-    limit, seconds = rollout.trajectory_timeout_s, generate_time(config, d, made)
-    if limit is not None and limit < seconds:
-        notes.append(
-            f"rollout.trajectory_timeout_s={limit:g} counts the time that a trajectory waits for an engine, and all of "
-            f"them take about {seconds:.0f} s: those that come last are truncated"
-        )
-    return notes
-
-
-def _notes(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
-    """What one should know though it is not wrong."""
-    unread = [*unread_notes(config), *registry.unread_notes(config.telemetry)]
-    notes = [note for note in [cut_sampling(config), *unread] if note]
-    made = batch(config, parallel)
-    if not Path(config.model.path).exists() and (name := hub_name(config.model.path)):
-        notes.append(f"the sizes are those of {name}")
-    if config.cluster.device == "auto":
-        notes.append("cluster.device=auto is planned as cuda")
-    if config.cluster.shared and not on_cpu(config) and config.residency.keep is None:
-        notes.append(
-            "cluster.shared=true: policy and engines both stay in a GPU's memory all the time; residency.keep=[] has "
-            "them take turns"
-        )
-    notes += crowded(config, d, parallel)
-    if made.oversize:
-        notes.append(
-            f"a sequence of up to {made.longest:,} tokens is above policy.micro_tokens × context = {made.budget:,}: it "
-            "has a micro-batch of its own, and that sets the memory"
-        )
-    if made.trajectories < made.data * made.most:
-        notes.append(
-            f"an optimizer step has {made.trajectories} trajectories for {made.data} data-parallel ranks × {made.most} "
-            "micro-batches: some have nothing to do"
-        )
-    if parallel.tensor > config.cluster.gpus_per_node and not on_cpu(config):
-        notes.append(
-            f"policy.layout.tensor={parallel.tensor} is above cluster.gpus_per_node={config.cluster.gpus_per_node}: "
-            "tensor parallel groups cross nodes, which is slow"
-        )
-    shared = shared_gpu(config, d, parallel)
-    if shared and shared.margin < 0:
-        notes.append(
-            f"tight: by the estimates a shared GPU lacks {-shared.margin / GIB:.1f} GiB in phase "
-            f"{shared.busiest}, though within their margin; lower rollout.memory_fraction"
-        )
-    elif shared and shared.margin < shared.doubt:
-        notes.append(
-            f"close: {shared.margin / GIB:.1f} GiB of a shared GPU are left in phase {shared.busiest}, whose "
-            f"estimates may be {shared.doubt / GIB:.1f} too low; where memory runs out, lower policy.micro_tokens or "
-            "rollout.memory_fraction"
-        )
-    if not on_cpu(config) and not allocator.expandable(os.environ):
-        notes.append(
-            f"{' or '.join(allocator.VARIABLES)} is set here, without expandable_segments:True: a policy rank is "
-            "counted with more memory that the allocator cannot give back"
-        )
-    if not on_cpu(config):
-        gpu = gpu_bytes(config)
-        tight = [pp for pp, rank in stages(parallel).items() if policy_memory(config, d, parallel, rank).peak > gpu]
-        if tight:
-            notes.append(
-                f"tight: by the estimates stage {', '.join(map(str, tight))} of the policy is over a GPU's memory, "
-                "though within their margin; lower policy.micro_tokens or give policy.recompute=full"
-            )
-    return notes

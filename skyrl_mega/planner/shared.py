@@ -40,11 +40,6 @@ class SharedGpu:
         """The least that is left, of all phases."""
         return self.left(self.busiest)
 
-    @property
-    def doubt(self) -> int:
-        """What the busiest phase's estimates may lack."""
-        return self.policy.doubt(self.busiest)
-
     def needed(self, phase: str, strict: bool) -> float:
         """Bytes of both in a phase; without `strict`, when every estimate is too high by the margin."""
         if strict:

@@ -1,0 +1,119 @@
+"""What a dry run notes beside its tables: what one should know though it is not wrong."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from skyrl_mega.config import allocator
+from skyrl_mega.config.derived import cut_sampling, idle_gpus
+from skyrl_mega.config.schema import Config
+from skyrl_mega.config.unread import unread_notes
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.published import hub_name
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.batch import Batch, batch
+from skyrl_mega.planner.host_memory import crowded
+from skyrl_mega.planner.memory import GIB, gpu_bytes, on_cpu, policy_memory
+from skyrl_mega.planner.relief import relief, shortest
+from skyrl_mega.planner.shared import stages
+from skyrl_mega.planner.times import generate_time
+from skyrl_mega.telemetry.trackers import registry
+
+
+def notes(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
+    """All of them, one line each."""
+    made = batch(config, parallel)
+    found = [cut_sampling(config), *unread_notes(config), *registry.unread_notes(config.telemetry)]
+    found += [*_of_model(config), *crowded(config, d, parallel), *_of_batch(made)]
+    if not on_cpu(config):
+        found += [*_of_turns(config), *_of_policy(config, d, parallel), *_of_shared(config, d, parallel)]
+        found += _of_engines(config, d, made)
+    return [note for note in found if note]
+
+
+def _of_model(config: Config) -> Iterator[str]:
+    if not Path(config.model.path).exists() and (name := hub_name(config.model.path)):
+        yield f"the sizes are those of {name}"
+    if config.cluster.device == "auto":
+        yield "cluster.device=auto is planned as cuda"
+
+
+def _of_batch(made: Batch) -> Iterator[str]:
+    if made.oversize:
+        yield (
+            f"a sequence of up to {made.longest:,} tokens is above policy.micro_tokens × context = {made.budget:,}: it "
+            "has a micro-batch of its own, and that sets the memory"
+        )
+    if made.trajectories < made.data * made.most:
+        yield (
+            f"an optimizer step has {made.trajectories} trajectories for {made.data} data-parallel ranks × {made.most} "
+            "micro-batches: some have nothing to do"
+        )
+
+
+def _of_turns(config: Config) -> Iterator[str]:
+    """Who could take turns."""
+    if config.cluster.shared and config.residency.keep is None:
+        yield (
+            "cluster.shared=true: policy and engines both stay in a GPU's memory all the time; residency.keep=[] has "
+            "them take turns"
+        )
+
+
+def _of_policy(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[str]:
+    if parallel.tensor > config.cluster.gpus_per_node:
+        yield (
+            f"policy.layout.tensor={parallel.tensor} is above cluster.gpus_per_node={config.cluster.gpus_per_node}: "
+            "tensor parallel groups cross nodes, which is slow"
+        )
+    if not allocator.expandable(os.environ):
+        yield (
+            f"{' or '.join(allocator.VARIABLES)} is set here, without expandable_segments:True: a policy rank is "
+            "counted with more memory that the allocator cannot give back"
+        )
+    gpu = gpu_bytes(config)
+    tight = [pp for pp, rank in stages(parallel).items() if policy_memory(config, d, parallel, rank).peak > gpu]
+    if tight:
+        full = "" if config.policy.recompute == "full" else " or give policy.recompute=full"
+        yield (
+            f"tight: by the estimates stage {', '.join(map(str, tight))} of the policy is over a GPU's memory, "
+            f"though within their margin; lower policy.micro_tokens{full}"
+        )
+
+
+def _of_shared(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[str]:
+    """The phase in which a shared GPU lacks most, or may, and what gives room there."""
+    short = shortest(config, d, parallel)
+    if short is None:
+        return
+    gives = [f"{setting} ({gained / GIB:.1f} GiB)" for setting, gained in relief(config, d, parallel, short.phase)]
+    helps = f"what gives room there: {', '.join(gives)}" if gives else "more of policy.layout gives room there"
+    if short.left < 0:
+        yield (
+            f"tight: by the estimates a shared GPU lacks {-short.left / GIB:.1f} GiB in phase {short.phase}, though "
+            f"within their margin; {helps}"
+        )
+    else:
+        yield (
+            f"close: {short.left / GIB:.2f} GiB of a shared GPU are left in phase {short.phase}, whose estimates may "
+            f"be {short.doubt / GIB:.1f} too low; {helps}"
+        )
+
+
+def _of_engines(config: Config, d: Decoder, made: Batch) -> Iterator[str]:
+    rollout = config.rollout
+    if idle := idle_gpus(config):
+        yield idle
+    if 0 < d.kv_heads < rollout.tensor:
+        yield (
+            f"rollout.tensor={rollout.tensor} is above the model's {d.kv_heads} key/value heads: "
+            f"{rollout.tensor // d.kv_heads} workers keep each (docs/recipes.md, Engines)"
+        )
+    limit, seconds = rollout.trajectory_timeout_s, generate_time(config, d, made)
+    if limit is not None and limit < seconds:
+        yield (
+            f"rollout.trajectory_timeout_s={limit:g} counts the time that a trajectory waits for an engine, and all of "
+            f"them take about {seconds:.0f} s: those that come last are truncated"
+        )

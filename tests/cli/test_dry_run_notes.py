@@ -1,0 +1,91 @@
+"""What a dry run notes: that what it says to change helps, and that it says so where it should."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.cli import dry_run, dry_run_notes
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.planner import fit
+from skyrl_mega.planner.memory import GIB
+from skyrl_mega.planner.relief import CLOSE, shortest
+from skyrl_mega.planner.shared import shared_gpus
+from tests.cli import large
+
+SHARED = ["cluster.shared=true", "cluster.nodes=4", "cluster.gpu_memory_gib=79.1"]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return large.write(tmp_path_factory.mktemp("large"))
+
+
+def noted(config: Config) -> list[str]:
+    hf, _ = dry_run.checked(config)
+    return dry_run_notes.notes(config, architecture(hf).describe(hf), fit.parallel_of(config)[0])
+
+
+def left(config: Config, phase: str) -> int:
+    hf, _ = dry_run.checked(config)
+    gpus = shared_gpus(config, architecture(hf).describe(hf), fit.parallel_of(config)[0])
+    return min(gpu.left(phase) for gpu in gpus)
+
+
+@pytest.mark.parametrize(
+    ("given", "phase", "helps", "no_help"),
+    [
+        (
+            ["rollout.memory_fraction=0.85", "policy.recompute=none", "residency.keep=[]", "policy.micro_tokens=12288"],
+            "train",
+            ["policy.recompute=full", "policy.micro_tokens=", "rollout.eager=true"],
+            ["rollout.memory_fraction=", "residency.keep="],
+        ),
+        (
+            ["rollout.memory_fraction=0.45"],
+            "train",
+            ["residency.keep=[parameters,gradients,optimizer]", "rollout.memory_fraction=0.4"],
+            ["policy.recompute=", "rollout.eager"],
+        ),
+        (
+            ["rollout.memory_fraction=0.93", "residency.keep=[]"],
+            "generate",
+            ["rollout.memory_fraction=0.88"],
+            ["policy.", "residency.keep=", "rollout.eager"],
+        ),
+    ],
+    ids=["a cache that sleeps", "everything stays", "a large share"],
+)
+def test_what_is_said_to_give_room_gives_so_much(
+    file: Path, given: list[str], phase: str, helps: list[str], no_help: list[str]
+) -> None:
+    config = compose(file, [*SHARED, *given])
+    (note,) = (note for note in noted(config) if note.startswith(("tight", "close")))
+    assert f" in phase {phase}, " in note, note
+    offered = re.findall(r"([\w.]+=\S+) \(([\d.]+) GiB\)", note)
+    assert offered and [part for part in helps if part not in note] == [], note
+    assert [part for part in no_help if part in note] == [], note
+    for setting, gained in offered:
+        other = compose(file, [*SHARED, *given, setting])
+        assert (left(other, phase) - left(config, phase)) / GIB == pytest.approx(float(gained), abs=0.051)
+
+
+def test_less_than_the_margin_is_told_in_any_phase(file: Path) -> None:
+    """Around a GiB that is left while engines generate, where nothing of the policy computes."""
+    for fraction, told in ((0.93, True), (0.92, True), (0.91, False), (0.7, False)):
+        config = compose(file, [*SHARED, "residency.keep=[]", f"rollout.memory_fraction={fraction}"])
+        assert (left(config, "generate") < CLOSE) == told
+        assert any(note.startswith("close") for note in noted(config)) == told
+
+
+def test_a_phase_that_may_lack_more_comes_before_one_with_less_left(file: Path) -> None:
+    given = ["residency.keep=[]", "rollout.memory_fraction=0.92", "policy.recompute=none", "policy.micro_tokens=9600"]
+    config = compose(file, [*SHARED, *given])
+    hf, _ = dry_run.checked(config)
+    short = shortest(config, architecture(hf).describe(hf), fit.parallel_of(config)[0])
+    assert short is not None and short.phase == "train"
+    assert left(config, "train") > left(config, "generate") > 0
