@@ -16,6 +16,7 @@ from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.batch import Batch, batch
 from skyrl_mega.planner.host_memory import crowded
 from skyrl_mega.planner.memory import GIB, gpu_bytes, on_cpu, policy_memory
+from skyrl_mega.planner.moves import idle_moves
 from skyrl_mega.planner.relief import relief, shortest
 from skyrl_mega.planner.shared import stages
 from skyrl_mega.planner.times import generate_time
@@ -28,7 +29,7 @@ def notes(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
     found = [cut_sampling(config), *unread_notes(config), *registry.unread_notes(config.telemetry)]
     found += [*_of_model(config), *crowded(config, d, parallel), *_of_batch(made)]
     if not on_cpu(config):
-        found += [*_of_turns(config), *_of_policy(config, d, parallel), *_of_shared(config, d, parallel)]
+        found += [*_of_turns(config, d, parallel), *_of_policy(config, d, parallel), *_of_shared(config, d, parallel)]
         found += _of_engines(config, d, made)
     return [note for note in found if note]
 
@@ -53,12 +54,19 @@ def _of_batch(made: Batch) -> Iterator[str]:
         )
 
 
-def _of_turns(config: Config) -> Iterator[str]:
-    """Who could take turns."""
-    if config.cluster.shared and config.residency.keep is None:
+def _of_turns(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[str]:
+    """Who takes turns and need not, or does not and could."""
+    keep = config.residency.keep
+    if config.cluster.shared and keep is None:
         yield (
             "cluster.shared=true: policy and engines both stay in a GPU's memory all the time; residency.keep=[] has "
             "them take turns"
+        )
+    for move in idle_moves(config, d, parallel):
+        yield (
+            f"{move.who} GPUs of {move.own} own, which nothing shares, and what takes turns there by "
+            f"residency.keep=[{','.join(keep or ())}] leaves them for nothing: {move.seconds:.1f} s a step; give "
+            f"residency.keep={move.better}"
         )
 
 

@@ -8,6 +8,10 @@ beside the GPU's own socket; a copy in does not overlap with one out, nor with w
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from skyrl_mega.config.derived import has_critic
+from skyrl_mega.config.residency import CRITIC, ENGINE, POLICY
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
@@ -26,11 +30,43 @@ def moved(config: Config, d: Decoder, parallel: ParallelDims) -> int:
     if config.residency.keep is None:
         return 0
     policy = max(policy_memory(config, d, parallel, rank).parked for rank in stages(parallel).values())
+    return 2 * (policy + _critic_parked(config, d))
+
+
+def _critic_parked(config: Config, d: Decoder) -> int:
     critic = critic_dims(config)
     ranks = stages(critic).values() if critic else ()
-    return 2 * (policy + max((critic_memory(config, d, critic, rank).parked for rank in ranks if critic), default=0))
+    return max((critic_memory(config, d, critic, rank).parked for rank in ranks if critic), default=0)
 
 
 def residency_time(config: Config, d: Decoder, parallel: ParallelDims) -> float:
     """Seconds of a step in which nothing but moving happens."""
     return moved(config, d, parallel) / host_rate(config)
+
+
+@dataclass(frozen=True)
+class IdleMove:
+    """What leaves GPUs on which nothing takes its place."""
+
+    who: str
+    """`policy and engines have`."""
+    own: str
+    """`their` or `its`."""
+    seconds: float
+    """Of a step."""
+    better: str
+    """`residency.keep` without it."""
+
+
+def idle_moves(config: Config, d: Decoder, parallel: ParallelDims) -> list[IdleMove]:
+    """Of the policy and engines where they share no GPU, of the critic always."""
+    keep = config.residency.keep
+    trained = {*ENGINE, *POLICY, *CRITIC[: has_critic(config)]}
+    if keep is None:
+        return []
+    if not config.cluster.shared and trained - {*keep}:
+        return [IdleMove("policy and engines have", "their", residency_time(config, d, parallel), "null")]
+    if config.cluster.shared and has_critic(config) and not {*CRITIC} & {*keep}:
+        seconds = 2 * _critic_parked(config, d) / host_rate(config)
+        return [IdleMove("the critic has", "its", seconds, f"[{','.join([*keep, *CRITIC])}]")]
+    return []

@@ -13,6 +13,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner import fit
 from skyrl_mega.planner.memory import GIB
+from skyrl_mega.planner.moves import residency_time
 from skyrl_mega.planner.relief import CLOSE, shortest
 from skyrl_mega.planner.shared import shared_gpus
 from tests.cli import large
@@ -89,3 +90,24 @@ def test_a_phase_that_may_lack_more_comes_before_one_with_less_left(file: Path) 
     short = shortest(config, architecture(hf).describe(hf), fit.parallel_of(config)[0])
     assert short is not None and short.phase == "train"
     assert left(config, "train") > left(config, "generate") > 0
+
+
+def test_what_leaves_gpus_that_nothing_shares_is_told_with_its_time(file: Path) -> None:
+    """And what is told to be given is not told of again, and takes so much less."""
+
+    def moves(*given: str) -> tuple[float, list[str]]:
+        config = compose(file, [*given])
+        hf, _ = dry_run.checked(config)
+        time = residency_time(config, architecture(hf).describe(hf), fit.parallel_of(config)[0])
+        return time, [note for note in noted(config) if "for nothing" in note]
+
+    seconds, notes = moves("residency.keep=[]")
+    assert len(notes) == 1 and f"{seconds:.1f} s a step; give residency.keep=null" in notes[0] and seconds > 0.5
+    assert moves() == (0.0, [])
+    assert moves(*SHARED, "residency.keep=[]")[1] == []
+
+    critic = [*SHARED, "algorithm=gae", "cluster.nodes=8", "rollout.memory_fraction=0.6"]
+    with_critic, notes = moves(*critic, "residency.keep=[optimizer]")
+    assert len(notes) == 1 and notes[0].endswith("give residency.keep=[optimizer,critic]")
+    without, none = moves(*critic, "residency.keep=[optimizer,critic]")
+    assert none == [] and f" {with_critic - without:.1f} s a step" in notes[0] and with_critic - without > 0.5
