@@ -8,6 +8,7 @@ from pathlib import Path
 
 from skyrl_mega.config import allocator
 from skyrl_mega.config.derived import cut_sampling, idle_gpus
+from skyrl_mega.config.fp8_notes import fp8_notes
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.unread import unread_notes
 from skyrl_mega.models.decoder import Decoder
@@ -30,7 +31,7 @@ def notes(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
     found += [*_of_model(config), *crowded(config, d, parallel), *_of_batch(made)]
     if not on_cpu(config):
         found += [*_of_turns(config, d, parallel), *_of_policy(config, d, parallel), *_of_shared(config, d, parallel)]
-        found += _of_engines(config, d, made)
+        found += [*fp8_notes(config), *_of_engines(config, d, made)]
     return [note for note in found if note]
 
 

@@ -20,7 +20,6 @@ from skyrl_mega.config.derived import (
     critic_ranks,
     engine_data,
     engine_ranks,
-    fp8_parameters,
     gpus_needed,
     length_limit,
     policy_ranks,
@@ -41,6 +40,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.config.speed_checks import check_speed
 from skyrl_mega.config.unread import check_unread
 from skyrl_mega.config.values import shown
+from skyrl_mega.config.wire_checks import check_wire
 
 ENGINE_ARGUMENTS = {
     "model": "model.path",
@@ -111,7 +111,7 @@ def check(config: Config, *, planned: bool = False) -> None:
     check_profile(config)
     check_deterministic(config)
     _rollout(config)
-    _wire(config)
+    check_wire(config)
     _cluster(config, planned)
 
 
@@ -358,15 +358,6 @@ def _engines(c: Config, planned: bool = False) -> None:
         )
     if c.cluster.device == "cpu" and c.rollout.options.get("enable_expert_parallel"):
         raise UserError("rollout.options.enable_expert_parallel: vLLM has no expert parallelism on a CPU; leave it out")
-
-
-def _wire(c: Config) -> None:
-    if fp8_parameters(c.rollout) and c.weights.wire != "fp8":
-        raise UserError(
-            f"weights.wire = {c.weights.wire}: allowed is fp8 where rollout.options.hf_overrides.quantization_config "
-            "makes engines that take FP8 numbers and scales; or let them quantise what arrives, with "
-            "rollout.options.quantization=fp8_per_block"
-        )
 
 
 def check_enough(c: Config, prompts: int, what: str) -> None:

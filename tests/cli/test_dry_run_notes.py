@@ -111,3 +111,29 @@ def test_what_leaves_gpus_that_nothing_shares_is_told_with_its_time(file: Path) 
     assert len(notes) == 1 and notes[0].endswith("give residency.keep=[optimizer,critic]")
     without, none = moves(*critic, "residency.keep=[optimizer,critic]")
     assert none == [] and f" {with_critic - without:.1f} s a step" in notes[0] and with_critic - without > 0.5
+
+
+SERVED = "rollout.options.quantization=fp8_per_block"
+BLACKWELL, HOPPER, OTHERWISE = "multiplied by Blackwell", "multiplied by Hopper", "round otherwise than the policy"
+LEFT, SECONDS = "what FP8 has left of the policy's weights", "the seconds of its products are those of bfloat16"
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ([], set()),
+        (["policy.precision.recipe=mxfp8"], {BLACKWELL, OTHERWISE, SECONDS}),
+        (["policy.precision.recipe=mxfp8", "cluster.gpu_memory_gib=178"], {OTHERWISE, SECONDS}),
+        (["policy.precision.recipe=mxfp8", "cluster.gpu_memory_gib=null"], {OTHERWISE, SECONDS}),
+        (["policy.precision.recipe=fp8_blockwise", "cluster.gpu_memory_gib=178", SERVED], {HOPPER, SECONDS}),
+        (["policy.precision.recipe=fp8_blockwise", "weights.wire=fp8", SERVED], {SECONDS}),
+        (["weights.wire=fp8"], {LEFT}),
+        (["policy.precision.recipe=fp8_current", "weights.wire=fp8"], {OTHERWISE, LEFT, SECONDS}),
+        (["rollout.options.kv_cache_dtype=fp8"], {SECONDS}),
+    ],
+)
+def test_what_one_should_know_of_fp8_is_told(file: Path, given: list[str], told: set[str]) -> None:
+    notes = noted(compose(file, ["cluster.gpu_memory_gib=79.1", *given]))
+    assert {
+        text for text in (BLACKWELL, HOPPER, OTHERWISE, LEFT, SECONDS) if any(text in note for note in notes)
+    } == told

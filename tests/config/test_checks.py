@@ -27,6 +27,11 @@ from skyrl_mega.config.errors import UserError
         ["policy.recompute=selective", "cluster.device=cuda", "cluster.nodes=2"],
         ["policy.fusions=[rope,permute]", "policy.moe.aux_loss=0.1", "cluster.device=cuda", "cluster.nodes=2"],
         ["policy.moe.dispatcher=deepep", "policy.layout.expert=2", "cluster.device=cuda", "cluster.nodes=2"],
+        ["rollout.options.quantization=fp8_per_block", "weights.wire=fp8"],
+        [
+            "rollout.options={quantization: fp8, hf_overrides: {quantization_config: {quant_method: fp8}}}",
+            "weights.wire=fp8",
+        ],
         ["residency.keep=[engine_weights,kv_cache]", "rollout.options.enable_lora=true"],
         ["residency.keep=[parameters,gradients]", "policy.ddp_options.nccl_ub=true"],
         ["policy.options.recompute_granularity=selective", "policy.ddp_options.bucket_size=1000"],
@@ -308,6 +313,14 @@ WRONG = [
     (
         "rollout.options.hf_overrides.quantization_config.quant_method=fp8",
         "weights.wire = auto: allowed is fp8 where rollout.options.hf_overrides.quantization_config makes engines",
+    ),
+    (
+        "rollout.options.quantization=fp8_per_tensor",
+        "rollout.options.quantization = fp8_per_tensor: a weight sync brings blocks with a scale each, and no other",
+    ),
+    (
+        "rollout.options.quantization=int8_per_channel_weight_only weights.wire=fp8",
+        "rollout.options.quantization = int8_per_channel_weight_only: a weight sync brings blocks",
     ),
     ("cluster.device=cuda", "policy 8 + engines 1 GPUs are more than cluster.nodes · gpus_per_node = 8"),
     (

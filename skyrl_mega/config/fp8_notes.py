@@ -1,0 +1,42 @@
+"""What one should know of settings in FP8 that are not wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from skyrl_mega.config.derived import fp8_cache, fp8_weights
+from skyrl_mega.config.schema import Config
+
+BLACKWELL_GIB = 150.0
+"""GPUs of compute capability 10.x have more memory than this (B200: 178 GiB), those before them less (H200: 139)."""
+
+
+def fp8_notes(config: Config) -> Iterator[str]:
+    """Of a run on GPUs."""
+    recipe, wire, size = config.policy.precision.recipe, config.weights.wire, config.cluster.gpu_memory_gib
+    trains, serves = recipe != "model", fp8_weights(config.rollout)
+    if size is not None and recipe == "mxfp8" and size < BLACKWELL_GIB:
+        yield (
+            "policy.precision.recipe=mxfp8 is multiplied by Blackwell (B200) alone, and "
+            f"cluster.gpu_memory_gib={size:g} is the memory of another GPU: a run ends as it starts there; Hopper "
+            "multiplies fp8_blockwise"
+        )
+    if size is not None and recipe == "fp8_blockwise" and size >= BLACKWELL_GIB:
+        yield (
+            f"policy.precision.recipe=fp8_blockwise is multiplied by Hopper (H100, H200) alone, and "
+            f"cluster.gpu_memory_gib={size:g} is the memory of a later GPU: a run ends as it starts there; Blackwell "
+            "multiplies mxfp8"
+        )
+    serving = "rollout.options.quantization=fp8_per_block has them serve FP8 (docs/precision.md)"
+    if trains and not serves:
+        yield (
+            f"policy.precision.recipe={recipe}: engines compute in {config.model.dtype}, and round otherwise than the "
+            f"policy (mismatch/*); {serving}"
+        )
+    if wire == "fp8" and not serves:
+        yield (
+            f"weights.wire=fp8: engines compute in {config.model.dtype}, and hold what FP8 has left of the policy's "
+            f"weights; {serving}, or give weights.wire=auto"
+        )
+    if trains or serves or fp8_cache(config.rollout):
+        yield "FP8 counts in the memory and in the sync; the seconds of its products are those of bfloat16"
