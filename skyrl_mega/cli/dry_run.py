@@ -35,7 +35,7 @@ from skyrl_mega.planner.memory import (
 )
 from skyrl_mega.planner.placement import nodes
 from skyrl_mega.planner.processes import COUNTED, MARGIN, SHOWN, PolicyMemory
-from skyrl_mega.planner.shared import shared_gpu
+from skyrl_mega.planner.shared import fullest, shared_gpus
 from skyrl_mega.planner.times import at_once, mfu, step_time
 from skyrl_mega.weights.plan import report
 from skyrl_mega.weights.plan.cost import cost, host_time
@@ -168,23 +168,26 @@ def _engines(config: Config, d: Decoder, made: Batch) -> dict[str, Any]:
 
 
 def _shared(config: Config, d: Decoder, parallel: ParallelDims) -> dict[str, Any] | None:
-    """The fullest of the GPUs that policy and engines share, phase by phase."""
-    gpu = shared_gpu(config, d, parallel)
-    if gpu is None:
+    """The GPUs that policy and engines share, phase by phase, of each the fullest."""
+    gpus = [*shared_gpus(config, d, parallel)]
+    if not gpus:
         return None
-    held, phases = gpu.policy.held, gpu.policy.phases
-    beside = gpu.engine.beside
+    of = {name: fullest(gpus, name) for name in gpus[0].policy.phases}
+    worst = min(of, key=lambda name: of[name].left(name))
+    held, policy, beside = of[worst].policy.held, of[worst].policy, of[worst].engine.beside
     return {
-        "rank": gpu.rank,
+        "ranks": {name: gpu.rank for name, gpu in of.items()},
         "keep": config.residency.keep,
-        "parts": {name: {"policy": gpu.policy.phase(name), "engine": gpu.engine.phase(name)} for name in phases},
-        "policy": {name: gpu.policy.totals[name] for name in phases},
-        "engine": {name: gpu.engine.totals[name] - beside for name in phases},
+        "parts": {
+            name: {"policy": gpu.policy.phase(name), "engine": gpu.engine.phase(name)} for name, gpu in of.items()
+        },
+        "policy": {name: gpu.policy.totals[name] for name, gpu in of.items()},
+        "engine": {name: gpu.engine.totals[name] - beside for name, gpu in of.items()},
         "beside": beside,
-        "left": {name: gpu.left(name) for name in phases},
-        "margin": gpu.margin,
-        "phase": gpu.busiest,
-        "idle": sum(getattr(held, kind) for kind in ("gradients", "optimizer") if gpu.policy.there(kind, "generate")),
+        "left": {name: gpu.left(name) for name, gpu in of.items()},
+        "margin": of[worst].left(worst),
+        "phase": worst,
+        "idle": sum(getattr(held, kind) for kind in ("gradients", "optimizer") if policy.there(kind, "generate")),
     }
 
 

@@ -169,15 +169,20 @@ def _shared(v: Values) -> list[str]:
     s = v["shared"]
     if not s:
         return []
-    head = ("phase", *GPU["policy"], *(f"engine's {name}" if name == "weights" else name for name in GPU["engine"]))
+    head = (
+        "phase",
+        "rank",
+        *GPU["policy"],
+        *(f"engine's {name}" if name == "weights" else name for name in GPU["engine"]),
+    )
     rows: list[tuple[str, ...]] = [(*head, "left")]
     for phase, parts in s["parts"].items():
         sizes = (sum(parts[of].get(kind, 0) for kind in kinds) for of in GPU for kinds in GPU[of].values())
-        rows.append((phase, *map(_gib, sizes), f"{s['left'][phase] / GIB:.2f}"))
+        rows.append((phase, str(s["ranks"][phase]), *map(_gib, sizes), f"{s['left'][phase] / GIB:.2f}"))
     idle = f"while engines generate, gradients and optimizer state lie idle: {_gib(s['idle'])} GiB"
     turns = "what a phase does not need lies in host memory, or nowhere (residency.keep)"
     lines = [
-        f"a shared GPU by phase of a step, GiB of {_gib(v['gpu_memory'])} (policy rank {s['rank']}, the fullest)",
+        f"a shared GPU by phase of a step, GiB of {_gib(v['gpu_memory'])}; rank: the policy rank on the fullest",
         *aligned(rows),
         f"  at least {s['margin'] / GIB:.2f} GiB are left; {turns if s['keep'] is not None else idle}",
     ]

@@ -79,9 +79,9 @@ def shared_gpus(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[
         yield SharedGpu(rank, policy_memory(config, d, parallel, rank), engine, size)
 
 
-def shared_gpu(config: Config, d: Decoder, parallel: ParallelDims) -> SharedGpu | None:
-    """The fullest of the shared GPUs; None where nothing is shared."""
-    return min(shared_gpus(config, d, parallel), key=lambda gpu: gpu.margin, default=None)
+def fullest(gpus: Iterable[SharedGpu], phase: str) -> SharedGpu:
+    """The one with least left in a phase: which stage that is may differ from phase to phase."""
+    return min(gpus, key=lambda gpu: gpu.left(phase))
 
 
 def refusal(config: Config, gpus: Sequence[SharedGpu], strict: bool, allowed: Callable[[Config], bool]) -> str | None:

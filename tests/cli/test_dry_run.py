@@ -24,6 +24,7 @@ from skyrl_mega.planner.times import step_time
 from tests.cli import large
 
 GIB = 2**30
+FREE = "residency.keep=[]"
 
 
 @pytest.fixture(scope="module")
@@ -135,6 +136,19 @@ def test_shared_gpus_hold_both(file: Path, capsys: pytest.CaptureFixture[str]) -
     text = dry_run_text.text(v)
     assert f"\n  at least {s['margin'] / GIB:.2f} GiB are left" in text
     assert max(map(len, text[text.index("a shared GPU by phase") :].splitlines()[:8])) <= 120
+
+
+def test_a_table_has_the_fullest_gpu_of_each_phase(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A first stage has an embedding and most micro-batches in flight, a last one head and logits."""
+    layout = "policy.layout={tensor: 2, pipeline: 4, expert: 4}"
+    v = values(file, capsys, "cluster.shared=true", "cluster.nodes=4", "rollout.memory_fraction=0.6", layout, FREE)
+    s = v["shared"]
+    assert len({*s["ranks"].values()}) > 1
+    for phase, rank in s["ranks"].items():
+        most = max(sum(other["memory"]["phases"][phase].values()) for other in v["policy"])
+        assert s["policy"][phase] == most == sum(v["policy"][rank]["memory"]["phases"][phase].values())
+        assert s["left"][phase] == v["gpu_memory"] - most - s["engine"][phase] - s["beside"]
+    assert f"\n  train  {s['ranks']['train']:>7}  " in dry_run_text.text(v)
 
 
 def test_gpus_of_their_own_have_no_table_of_shared_ones(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

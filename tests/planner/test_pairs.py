@@ -15,7 +15,7 @@ from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.memory import engine_memory
 from skyrl_mega.planner.moves import residency_time
 from skyrl_mega.planner.pairs import FRACTIONS, KEEPS, Ranks, engines, pairs
-from skyrl_mega.planner.shared import shared_gpu
+from skyrl_mega.planner.shared import shared_gpus
 from skyrl_mega.planner.times import elsewhere, generate_time, step_time
 from tests.planner.test_residency import model, shared
 from tests.weights.grids import REAL
@@ -54,9 +54,7 @@ def test_the_fastest_that_fits_is_found(sizes: dict[str, int], gib: float, recom
                 seconds = generate_time(own, d, made)
                 for keep in KEEPS:
                     tried = replace(own, residency=replace(c.residency, keep=None if keep is None else [*keep]))
-                    gpu = shared_gpu(tried, d, parallel)
-                    assert gpu is not None
-                    if gpu.fits(strict=True):
+                    if all(gpu.fits(strict=True) for gpu in shared_gpus(tried, d, parallel)):
                         total = seconds + residency_time(tried, d, parallel)
                         best = total if best is None else min(best, total)
     found = []

@@ -35,7 +35,7 @@ from skyrl_mega.planner.moves import residency_time
 from skyrl_mega.planner.pairs import Ranks
 from skyrl_mega.planner.placement import nodes
 from skyrl_mega.planner.processes import PHASES
-from skyrl_mega.planner.shared import shared_gpu, shared_gpus, stages
+from skyrl_mega.planner.shared import fullest, shared_gpus, stages
 from skyrl_mega.planner.times import step_time
 from tests.weights.grids import REAL
 
@@ -85,8 +85,7 @@ def by_hand(c: Config, phase: str) -> int:
 @given(keep=KEEPS, fraction=st.sampled_from([0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9]), kl=st.sampled_from([0.0, 0.001]))
 def test_what_is_left_of_a_shared_gpu_and_what_is_refused(keep: list[str] | None, fraction: float, kl: float) -> None:
     c = shared(keep, fraction, kl)
-    gpu = shared_gpu(c, model(), PARALLEL)
-    assert gpu is not None
+    gpu = min(shared_gpus(c, model(), PARALLEL), key=lambda gpu: gpu.margin)
     size = int(79.1 * GIB)
     left = {phase: size - by_hand(c, phase) for phase in STEP}
     assert {phase: gpu.left(phase) for phase in STEP} == left
@@ -105,8 +104,7 @@ def test_what_is_left_of_a_shared_gpu_and_what_is_refused(keep: list[str] | None
 def test_what_a_refusal_says_would_fit_fits(keep: list[str] | None, fraction: float, strict: bool) -> None:
     """By the estimates at their face, also where the refusal itself takes them with their margin."""
     c = shared(keep, fraction)
-    gpu = shared_gpu(c, model(), PARALLEL)
-    assert gpu is not None
+    gpu = min(shared_gpus(c, model(), PARALLEL), key=lambda gpu: gpu.margin)
     assume(not gpu.fits(strict))
     with pytest.raises(UserError) as caught:
         fit.check(c, REAL["30B"], strict=strict)
@@ -250,11 +248,12 @@ def test_the_fullest_of_the_stages_is_looked_at() -> None:
     c, d = shared([], 0.5), model()
     c.policy.layout.pipeline, c.policy.layout.expert = 4, 2
     parallel = ParallelDims(16, tensor=2, pipeline=4, expert=2)
-    gpu, worker = shared_gpu(c, d, parallel), engine_memory(c, d)
-    assert gpu is not None and len(stages(parallel)) == 4
+    gpus, worker = [*shared_gpus(c, d, parallel)], engine_memory(c, d)
+    assert len(gpus) == len(stages(parallel)) == 4
     ranks = [policy_memory(c, d, parallel, rank) for rank in range(16)]
-    every = [gpu.size - rank.totals[phase] - worker.totals[phase] for rank in ranks for phase in STEP]
-    assert gpu.margin == min(every)
+    every = [gpus[0].size - rank.totals[phase] - worker.totals[phase] for rank in ranks for phase in STEP]
+    assert min(gpu.margin for gpu in gpus) == min(every)
+    assert [min(every[i::4]) for i in range(4)] == [fullest(gpus, phase).left(phase) for phase in STEP]
     assert Ranks(c, d, parallel).peak([]) == max(rank.totals[phase] for rank in ranks for phase in STEP)
     other = replace(c.residency, keep=["gradients"])
     assert Ranks(c, d, parallel).peak(["gradients"]) == max(
