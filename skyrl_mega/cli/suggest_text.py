@@ -9,7 +9,7 @@ import yaml
 from skyrl_mega.cli.dry_run_text import aligned
 from skyrl_mega.config.derived import expert_parallel
 from skyrl_mega.planner.memory import GIB
-from skyrl_mega.planner.search import Search, Suggestion
+from skyrl_mega.planner.search import TIE, Search, Suggestion
 
 SHOWN = 10
 """Layouts in the table."""
@@ -41,7 +41,7 @@ def text(search: Search) -> str:
     cut = "" if search.complete else "; the search was cut short"
     lines = [
         f"{len(search.found):,} layouts fit {search.gpus} GPUs, of {search.tried:,} settings tried{cut}; the fastest "
-        "by estimated times:",
+        f"first, within {TIE:.0%} the least cut:",
         *aligned(rows, left=3),
         "",
         "settings for the file, in place of those that it has in the same groups (--json has them as arguments):",

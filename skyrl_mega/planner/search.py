@@ -1,4 +1,5 @@
-"""Layouts for a number of GPUs: all that fit, the fastest by the estimated step time first.
+"""Layouts for a number of GPUs: all that fit, the fastest by the estimated step time first; of those that the estimate
+does not tell apart, the one that cuts the model least.
 
 Policy and engines are searched apart and put together: their times add up, and only GPUs that they share bind them.
 There the engines get what `residency.keep` leaves: for every choice of it the largest share that fits beside the policy
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -35,6 +36,8 @@ MICRO_TOKENS = (4096, 8192, 16384, 32768, 65536)
 RECOMPUTE = ("none", "selective", "moe", "full")
 """What is tried for `policy.recompute`, where it may be."""
 CONTEXT = (1, 2, 4, 8)
+TIE = 0.03
+"""Estimates of a step that differ by a smaller share do not tell which is faster."""
 LONG = 16384
 """Tokens of a sequence from which context parallelism is worth trying."""
 EIGHTHS = range(1, 8)
@@ -80,16 +83,11 @@ class Suggestion:
         return [f"{key}={json.dumps(value)}" for key, value in self.settings.items()]
 
     @property
-    def order(self) -> tuple[float, ...]:
-        """The fastest first; of those that take the same time, the one that cuts the model least."""
+    def cuts(self) -> tuple[int, ...]:
+        """How the model is cut: stages first, then matrices, then experts."""
         p = self.parallel
-        return (
-            round(self.seconds, 1),
-            p.pipeline * p.virtual_pipeline,
-            p.tensor * p.context,
-            p.expert,
-            self.config.policy.recompute != "none",
-        )
+        recomputes = self.config.policy.recompute != "none"
+        return p.pipeline * p.virtual_pipeline, p.tensor * p.context, p.expert, recomputes
 
 
 @dataclass(frozen=True)
@@ -100,7 +98,7 @@ class Search:
     tried: int
     """Settings that were computed."""
     found: tuple[Suggestion, ...]
-    """One for each layout, the fastest first."""
+    """One for each layout, as `ordered`."""
     complete: bool
     """Whether the time was enough for all of them."""
     enough: int | None = None
@@ -137,12 +135,22 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
     larger = [-(-gpus * quarters // (4 * node)) * node for quarters in MORE] if not found else []
     end = time.process_time() + SECONDS / 4
     enough = next((n for n in larger if any(_tries(config, d, n, end))), None)
-    return Search(gpus, tried, tuple(sorted(found, key=lambda s: s.order)), complete, enough)
+    return Search(gpus, tried, tuple(ordered(found)), complete, enough)
+
+
+def ordered(found: Iterable[Suggestion]) -> Iterator[Suggestion]:
+    """The fastest first, in ties: what takes at most `TIE` longer than a tie's fastest belongs to it, and of a tie the
+    one that cuts the model least comes first."""
+    rest = sorted(found, key=lambda s: s.seconds)
+    while rest:
+        tie = [s for s in rest if s.seconds <= (1 + TIE) * rest[0].seconds]
+        yield from sorted(tie, key=lambda s: (s.cuts, s.seconds))
+        rest = rest[len(tie) :]
 
 
 def _first_with_room(made: list[Suggestion], d: Decoder) -> Suggestion | None:
     """The fastest for which hosts have memory; of those that take the same time, the one that moves least."""
-    for suggestion in sorted(made, key=lambda s: (s.order, -len(kept(s.config.residency.keep)))):
+    for suggestion in sorted(made, key=lambda s: (round(s.seconds, 1), s.cuts, -len(kept(s.config.residency.keep)))):
         _, reference = parallel_of(suggestion.config)
         if host_problem(suggestion.config, d, suggestion.parallel, reference) is None:
             return suggestion

@@ -327,7 +327,7 @@ def test_suggestions_for_people(file: Path, tmp_path: Path, capsys: pytest.Captu
         "\nsettings for the file, in place of those that it has in the same groups (--json has them as arguments):\n"
     )
     seconds = [float(line.split()[-1]) for line in table.rstrip().splitlines()[2:]]
-    assert seconds == sorted(seconds)
+    assert all(later > 0.97 * max(seconds[:i], default=0) - 0.1 for i, later in enumerate(seconds))
     assert len(table.rstrip().splitlines()) == 2 + 10
     assert max(map(len, table.splitlines())) <= 120
     assert yaml.load(paste, get_yaml_loader())  # refuses keys that are there twice

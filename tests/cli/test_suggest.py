@@ -5,16 +5,48 @@ from __future__ import annotations
 import json
 import time
 from pathlib import Path
+from random import Random
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from skyrl_mega.cli import dry_run, refusal
 from skyrl_mega.cli.train import main
 from skyrl_mega.config.compose import compose
+from skyrl_mega.config.schema import Config
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.search import Suggestion, ordered
 from tests.cli import large
 
 SHARED_235B = ["model.path=models/Qwen3-235B-A22B", "cluster.nodes=32", "cluster.shared=true", "policy.ranks=256"]
 SECONDS = 60
+
+
+def pipeline(overrides: list[str]) -> int:
+    """Stages of a suggestion."""
+    return next(int(text.partition("=")[2]) for text in overrides if text.startswith("policy.layout.pipeline="))
+
+
+def suggestion(seconds: float, stages: int) -> Suggestion:
+    return Suggestion(ParallelDims(64, pipeline=stages), Config(), 0, 0, seconds)
+
+
+@given(
+    st.lists(st.tuples(st.floats(1.0, 2.0), st.sampled_from([1, 2, 4, 8])), max_size=12, unique=True),
+    st.randoms(use_true_random=False),
+)
+def test_a_tie_is_ordered_by_its_cuts_and_ties_by_their_times(made: list[tuple[float, int]], mix: Random) -> None:
+    found = [suggestion(*one) for one in made]
+    first = [*ordered(found)]
+    mix.shuffle(found)
+    assert [*ordered(found)] == first, "it does not depend on what was tried first"
+    assert sorted(s.seconds for s in first) == sorted(seconds for seconds, _ in made)
+    while first:
+        fastest = min(s.seconds for s in first)
+        tie = [s for s in first if s.seconds <= fastest * 1.03]
+        assert first[: len(tie)] == sorted(tie, key=lambda s: (s.parallel.pipeline, s.seconds))
+        first = first[len(tie) :]
 
 
 def test_235b_fits_256_gpus_that_policy_and_engines_share(
@@ -26,6 +58,9 @@ def test_235b_fits_256_gpus_that_policy_and_engines_share(
     assert time.process_time() - start < SECONDS
     found = json.loads(capsys.readouterr().out)
     assert found["complete"] and found["gpus"] == 256 and len(found["found"]) >= 10
+    stages, seconds = zip(*((pipeline(s["overrides"]), s["seconds"]) for s in found["found"]), strict=True)
+    tie = [stages[i] for i, of in enumerate(seconds) if of <= 1.03 * min(seconds)]
+    assert [*stages[: len(tie)]] == sorted(tie) and tie[0] < tie[-1], "what cuts the model least comes first"
     for suggestion in found["found"][:: len(found["found"]) // 2]:
         config = compose(file, [*SHARED_235B, *suggestion["overrides"]])
         hf, _ = dry_run.checked(config)
@@ -39,10 +74,10 @@ def test_hosts_without_memory_for_what_leaves_are_seen(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     file = large.write(tmp_path)
-    given = ["cluster.nodes=2", "cluster.shared=true", "policy.ranks=16", "algorithm.kl.coefficient=0"]
+    shared = ["cluster.nodes=2", "cluster.shared=true", "policy.ranks=16", "algorithm.kl.coefficient=0"]
     keeps = []
     for gib in (2000, 110):
-        settings = [*given, f"cluster.host_memory_gib={gib}"]
+        settings = [*shared, f"cluster.host_memory_gib={gib}"]
         assert main(["--config", str(file), *settings, "--suggest", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)["found"]
         for suggestion in found[:: max(1, len(found) // 4)]:
