@@ -32,7 +32,7 @@ class Step:
     """Brings about what a phase needs, and measures it; sums over the step."""
     start: float = field(default_factory=time.perf_counter)
     spans: list[Span] = field(default_factory=list)
-    """Its phases."""
+    """Its phases, and the moves before them."""
     loads: dict[str, Load] = field(default_factory=dict)
     """By phase what the policy's ranks computed on, in forward passes: an optimizer step is worth three."""
 
@@ -40,8 +40,10 @@ class Step:
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
         """Times a phase as `time/<name>` and shows its progress; a phase that is entered again adds up."""
         self.look()
+        start = time.perf_counter()
         if moved := self.arrange(name):
             self._add(moved)
+            self.spans.append(Span("residency", day(start), day(time.perf_counter()), {"for": name, **moved}))
             self.ended("residency")  # what a phase has is not what left or came before it
         start = time.perf_counter()
         with self.console.phase(name, total) as progress:
