@@ -257,17 +257,21 @@ def check_build(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def check_experts(config: Config, hf: Mapping[str, Any]) -> None:
-    """Router replay needs routers, and fused kernels of experts need those.
+    """Router replay needs routers, and fused kernels of experts and a dispatcher of tokens need those.
 
     Raises:
         UserError: The model is dense.
     """
-    replay, fusions = config.policy.moe.replay, config.policy.fusions or []
+    moe, fusions = config.policy.moe, config.policy.fusions or []
     if RouteShape.of(architecture(hf).describe(hf)) is not None:
         return
     without = f"{config.model.path} has no experts (model_type {hf.get('model_type')}), so"
-    if replay != "off":
-        raise UserError(f"policy.moe.replay = {replay}: {without} there are no routes; give off")
+    if moe.replay != "off":
+        raise UserError(f"policy.moe.replay = {moe.replay}: {without} there are no routes; give off")
+    if moe.dispatcher == "deepep":
+        raise UserError(
+            f"policy.moe.dispatcher = deepep: {without} no token is sent to any; give policy.moe.dispatcher=alltoall"
+        )
     if unused := [name for name in fusions if name in OF_EXPERTS]:
         raise UserError(
             f"policy.fusions = {shown(fusions)}: {without} {' and '.join(unused)} would do nothing; allowed there are "
@@ -295,6 +299,11 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
     ranks = policy_ranks(config)
     layout = ParallelDims.from_config(config.policy.layout, ranks)
     kind.check_layout(hf, layout)
+    if config.policy.moe.dispatcher == "deepep" and layout.expert * layout.expert_tensor == 1:
+        raise UserError(
+            "policy.moe.dispatcher = deepep: policy.layout.expert = 1 has all experts on every rank, and nothing is "
+            "sent; give policy.moe.dispatcher=alltoall, or policy.layout.expert above 1"
+        )
     if config.reference.layout:
         reference = ParallelDims.from_config(config.reference.layout, reference_ranks(config), key="reference.layout")
         kind.check_layout(hf, reference, "reference.layout")

@@ -410,6 +410,9 @@ def check_gpus(c: Config, training: bool = True) -> None:
         follow = sum(count > 0 and not own[name] for name, count in others.items())  # as many ranks as the policy
         room = (total - sum(count for name, count in others.items() if own[name])) // (1 + follow)
         fix = f"policy.ranks={room}" if room > 0 else "fewer rollout.engines"
+        if c.cluster.shared and 0 < room < c.rollout.engines * engine_ranks(c.rollout):
+            most = room // engine_ranks(c.rollout)  # the workers of engines need as many policy ranks
+            fix += f" rollout.engines={most}" if most else " with smaller engines (rollout.tensor)"
         raise UserError(
             f"policy.ranks = {c.policy.ranks or 'null'}: {parts} GPUs are more than cluster.nodes · "
             f"gpus_per_node = {total}; allowed is a sum of at most {total}: {fix}, or more nodes"

@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from skyrl_mega.config.schema import Config
@@ -36,7 +36,7 @@ class Key:
         """Whether it holds other keys."""
         return is_dataclass(self.type)
 
-    @property
+    @cached_property
     def rule(self) -> Rule:
         """What its value may be; of a group, whether it may be null."""
         of = self.metadata

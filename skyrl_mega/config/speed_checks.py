@@ -45,8 +45,7 @@ def _fusions(c: Config) -> None:
 
 
 def _dispatcher(c: Config) -> None:
-    moe, layout = c.policy.moe, c.policy.layout
-    if moe.dispatcher != "deepep":
+    if c.policy.moe.dispatcher != "deepep":
         return
     said = "policy.moe.dispatcher = deepep"
     fix = "give policy.moe.dispatcher=alltoall"
@@ -55,12 +54,6 @@ def _dispatcher(c: Config) -> None:
     if c.model.dtype != "bfloat16":
         raise UserError(
             f"{said}: it sends bfloat16, and model.dtype is {c.model.dtype}; {fix}, or model.dtype=bfloat16"
-        )
-    tensor = layout.expert_tensor or (1 if layout.expert > 1 else layout.tensor)
-    if layout.expert * tensor == 1:
-        raise UserError(
-            f"{said}: policy.layout.expert = 1 has all experts on every rank, and nothing is sent; {fix}, or "
-            "policy.layout.expert above 1"
         )
 
 

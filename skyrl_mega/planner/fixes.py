@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator
-from copy import deepcopy
+from dataclasses import replace
 from itertools import combinations, islice
 from math import log
 from typing import Any
@@ -140,12 +140,17 @@ NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
 
 
 def nearest(config: Config, verdict: Verdict, message: str = "") -> list[Change]:
-    """Changes of one key, else of two, after which nothing is wrong; keys that the message names come first."""
+    """Changes of one key, else of two, after which nothing is wrong; keys that the message names come first,
+    then those that it says to give."""
     end = time.process_time() + SECONDS
+    given = {key for key in NEAR if f"{key}=" in message}
     named = [key for key in NEAR if _names(message, key)]
-    singles = [*named, *(key for key in NEAR if key not in named and not key.startswith(ONLY_NAMED))]
+    others = [key for key in NEAR if key not in named and not key.startswith(ONLY_NAMED)]
+    singles = [*named, *sorted(others, key=lambda key: key not in given)]
     about = re.split(r"[.: ]", message)[0]
-    pairs = sorted(combinations(PAIRED, 2), key=lambda pair: -sum(key.startswith(about) for key in pair))
+    pairs = sorted(
+        combinations(PAIRED, 2), key=lambda pair: (not given.issuperset(pair), -sum(k.startswith(about) for k in pair))
+    )
     bought = [] if MORE_NODES in named else [MORE_NODES]
     found: list[Change] = []
     for key in singles:
@@ -176,15 +181,15 @@ def _passing(config: Config, keys: tuple[str, ...], verdict: Verdict, end: float
 
 
 def changed(config: Config, change: Change) -> Config:
-    """A copy with other values."""
-    copy = deepcopy(config)
+    """With other values; groups in which nothing changes are the same objects."""
     for key, value in change:
-        *groups, name = key.split(".")
-        holder: Any = copy
-        for group in groups:
-            holder = getattr(holder, group)
-        setattr(holder, name, value)
-    return copy
+        config = _replaced(config, key.split("."), value)
+    return config
+
+
+def _replaced(settings: Any, path: list[str], value: Any) -> Any:
+    name, *inner = path
+    return replace(settings, **{name: _replaced(getattr(settings, name), inner, value) if inner else value})
 
 
 def text(change: Change) -> str:

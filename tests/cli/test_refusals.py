@@ -54,6 +54,25 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         ],
     ),
     (
+        "a policy and engines that all stay",
+        "cluster.shared=true cluster.nodes=4 rollout.memory_fraction=0.6",
+        [
+            "with residency.keep=[] it fits; --suggest",
+            "work: rollout.memory_fraction=0.4; or ",
+            "; or residency.keep=[]",
+        ],
+    ),
+    (
+        "engines that may not drop their weights",
+        "cluster.shared=true cluster.nodes=4 rollout.memory_fraction=0.6 rollout.options.cpu_offload_gb=10",
+        ["whatever residency.keep may leave out, it does not fit at this fraction", "rollout.memory_fraction=0.4;"],
+    ),
+    (
+        "a critic and engines on GPUs of the policy",
+        "cluster.shared=true cluster.nodes=4 rollout.memory_fraction=0.3 policy.ranks=null algorithm=gae",
+        ["at most 32: policy.ranks=16 rollout.engines=2, or more nodes", "work: policy.ranks=16 rollout.engines=2"],
+    ),
+    (
         "hosts without memory for what leaves",
         "cluster.shared=true cluster.nodes=4 residency.keep=[] cluster.host_memory_gib=250",
         ["parked 150.", "95% on Ray", "residency.keep="],

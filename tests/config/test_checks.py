@@ -70,10 +70,6 @@ WRONG = [
         "policy.moe.dispatcher = deepep: it sends bfloat16, and model.dtype is float32; give",
     ),
     (
-        "policy.moe.dispatcher=deepep cluster.device=cuda cluster.nodes=2 model.dtype=bfloat16",
-        "policy.moe.dispatcher = deepep: policy.layout.expert = 1 has all experts on every rank, and nothing is sent",
-    ),
-    (
         "policy.options.moe_enable_deepep=true",
         "policy.options.moe_enable_deepep: the run decides it; use policy.moe.dis",
     ),
@@ -321,6 +317,16 @@ WRONG = [
     (
         "rollout.options.quantization=int8_per_channel_weight_only weights.wire=fp8",
         "rollout.options.quantization = int8_per_channel_weight_only: a weight sync brings blocks",
+    ),
+    (
+        "cluster.device=cuda cluster.shared=true algorithm.advantage=gae rollout.engines=8",
+        "8 + critic 8 GPUs are more than cluster.nodes · gpus_per_node = 8; allowed is a sum of at most 8: "
+        "policy.ranks=4 rollout.engines=4, or more nodes",
+    ),
+    (
+        "cluster.device=cuda cluster.shared=true algorithm.advantage=gae rollout.tensor=8",
+        "8 + critic 8 GPUs are more than cluster.nodes · gpus_per_node = 8; allowed is a sum of at most 8: "
+        "policy.ranks=4 with smaller engines (rollout.tensor), or more nodes",
     ),
     ("cluster.device=cuda", "policy 8 + engines 1 GPUs are more than cluster.nodes · gpus_per_node = 8"),
     (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.cli.inputs import check_experts
+from skyrl_mega.cli.inputs import check_experts, check_layouts
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
@@ -79,6 +79,29 @@ def test_a_dense_model_has_no_routes() -> None:
     check_experts(config, hf_config(BuildConfig()))
     with pytest.raises(UserError, match=r"policy.moe.replay = rollout: m has no experts \(model_type qwen3\)"):
         check_experts(config, hf_config(BuildConfig(architecture="qwen3")))
+
+
+def test_a_dense_model_sends_no_tokens_to_experts() -> None:
+    """Also where its matrices are cut, which is no reason to."""
+    config = Config()
+    config.policy.moe.dispatcher, config.model.path = "deepep", "m"
+    check_experts(config, hf_config(BuildConfig()))
+    for config.policy.layout.tensor in (1, 2):
+        with pytest.raises(
+            UserError, match=r"dispatcher = deepep: m has no experts .* policy.moe.dispatcher=alltoall$"
+        ):
+            check_experts(config, hf_config(BuildConfig(architecture="qwen3")))
+
+
+def test_a_dispatcher_needs_experts_that_lie_apart() -> None:
+    config, hf = Config(), hf_config(BuildConfig(max_length=4096))
+    config.policy.ranks, config.policy.moe.dispatcher, config.cluster.device = 4, "deepep", "cuda"
+    with pytest.raises(UserError, match=r"dispatcher = deepep: policy.layout.expert = 1 has all experts on every rank"):
+        check_layouts(config, hf)
+    config.policy.layout.expert = 2
+    check_layouts(config, hf)
+    config.policy.layout.expert, config.policy.layout.tensor = 1, 2
+    check_layouts(config, hf)
 
 
 def test_a_dense_model_has_no_fusions_of_experts() -> None:
