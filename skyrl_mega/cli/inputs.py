@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.algorithms import advantages, losses
+from skyrl_mega.cli.experts import check_experts, check_spread
 from skyrl_mega.config.checks import check_enough, check_gpus
 from skyrl_mega.config.derived import (
-    OF_EXPERTS,
     critic_layout,
     critic_ranks,
     engine_data,
@@ -28,7 +28,6 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.precision import check_device
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.speed_checks import check_speed
-from skyrl_mega.config.values import shown
 from skyrl_mega.data.rows import check_files, environments_of, load_demonstrations
 from skyrl_mega.engines.vllm import arguments
 from skyrl_mega.envs import registry
@@ -38,7 +37,6 @@ from skyrl_mega.models import engine, fp8_widths
 from skyrl_mega.models.megatron import TRANSFORMER_ENGINE, layer_spec
 from skyrl_mega.models.published import KNOWN, hub_name, known
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.models.routes import RouteShape
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.preflight import given
 from skyrl_mega.telemetry.console import Console
@@ -256,29 +254,6 @@ def check_build(config: Config, hf: Mapping[str, Any]) -> None:
             )
 
 
-def check_experts(config: Config, hf: Mapping[str, Any]) -> None:
-    """Router replay needs routers, and fused kernels of experts and a dispatcher of tokens need those.
-
-    Raises:
-        UserError: The model is dense.
-    """
-    moe, fusions = config.policy.moe, config.policy.fusions or []
-    if RouteShape.of(architecture(hf).describe(hf)) is not None:
-        return
-    without = f"{config.model.path} has no experts (model_type {hf.get('model_type')}), so"
-    if moe.replay != "off":
-        raise UserError(f"policy.moe.replay = {moe.replay}: {without} there are no routes; give off")
-    if moe.dispatcher == "deepep":
-        raise UserError(
-            f"policy.moe.dispatcher = deepep: {without} no token is sent to any; give policy.moe.dispatcher=alltoall"
-        )
-    if unused := [name for name in fusions if name in OF_EXPERTS]:
-        raise UserError(
-            f"policy.fusions = {shown(fusions)}: {without} {' and '.join(unused)} would do nothing; allowed there are "
-            "rope and swiglu, or null for all that the model has"
-        )
-
-
 def check_rewriting(config: Config) -> None:
     """An environment that rewrites the conversation needs samples that are not whole trajectories."""
     for name in filter(None, [*config.environment.classes, config.environment.default]):
@@ -299,11 +274,7 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
     ranks = policy_ranks(config)
     layout = ParallelDims.from_config(config.policy.layout, ranks)
     kind.check_layout(hf, layout)
-    if config.policy.moe.dispatcher == "deepep" and layout.expert * layout.expert_tensor == 1:
-        raise UserError(
-            "policy.moe.dispatcher = deepep: policy.layout.expert = 1 has all experts on every rank, and nothing is "
-            "sent; give policy.moe.dispatcher=alltoall, or policy.layout.expert above 1"
-        )
+    check_spread(config, layout)
     if config.reference.layout:
         reference = ParallelDims.from_config(config.reference.layout, reference_ranks(config), key="reference.layout")
         kind.check_layout(hf, reference, "reference.layout")

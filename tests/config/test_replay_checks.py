@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.cli.inputs import check_experts, check_layouts
+from skyrl_mega.cli.experts import check_experts
+from skyrl_mega.cli.inputs import check_layouts
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError

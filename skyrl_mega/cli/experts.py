@@ -1,0 +1,50 @@
+"""What is refused of settings of experts once the model is known."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from skyrl_mega.config.derived import OF_EXPERTS
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.config.values import shown
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.routes import RouteShape
+from skyrl_mega.parallel.dims import ParallelDims
+
+
+def check_experts(config: Config, hf: Mapping[str, Any]) -> None:
+    """Router replay needs routers, and fused kernels of experts and a dispatcher of tokens need those.
+
+    Raises:
+        UserError: The model is dense.
+    """
+    moe, fusions = config.policy.moe, config.policy.fusions or []
+    if RouteShape.of(architecture(hf).describe(hf)) is not None:
+        return
+    without = f"{config.model.path} has no experts (model_type {hf.get('model_type')}), so"
+    if moe.replay != "off":
+        raise UserError(f"policy.moe.replay = {moe.replay}: {without} there are no routes; give off")
+    if moe.dispatcher == "deepep":
+        raise UserError(
+            f"policy.moe.dispatcher = deepep: {without} no token is sent to any; give policy.moe.dispatcher=alltoall"
+        )
+    if unused := [name for name in fusions if name in OF_EXPERTS]:
+        raise UserError(
+            f"policy.fusions = {shown(fusions)}: {without} {' and '.join(unused)} would do nothing; allowed there are "
+            "rope and swiglu, or null for all that the model has"
+        )
+
+
+def check_spread(config: Config, layout: ParallelDims) -> None:
+    """A dispatcher of tokens has some to send.
+
+    Raises:
+        UserError: Every rank has all experts.
+    """
+    if config.policy.moe.dispatcher == "deepep" and layout.expert * layout.expert_tensor == 1:
+        raise UserError(
+            "policy.moe.dispatcher = deepep: policy.layout.expert = 1 has all experts on every rank, and nothing is "
+            "sent; give policy.moe.dispatcher=alltoall, or policy.layout.expert above 1"
+        )
