@@ -47,5 +47,5 @@ def test_a_rank_that_is_killed_while_its_state_is_parked(tmp_path: Path) -> None
     assert "the run starts again from its newest checkpoint" in out
     rows = read(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert all(row["residency/bytes_out"] > 0 and row["residency/bytes_in"] > 0 for row in rows), "parts have moved"
+    assert all(row["residency/bytes_out"] and row["residency/bytes_in"] for row in rows), "parts have moved"
     assert quickstart.left_over(tmp_path) == []
