@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from skyrl_mega.config.derived import draws_greedy
 from skyrl_mega.config.schema import Config
@@ -46,6 +47,25 @@ class RolloutSource:
         taken = selection.groups([self.config.run.seed, step.number])
         step.record(selection.metrics(taken))
         return self._compared(taken, step)
+
+    def before_sync(self, step: Step) -> None:
+        """Nothing is under way."""
+
+    def synced(self, version: int) -> None:
+        """The next step's trajectories are of these weights."""
+
+    def prompts_left(self, done: int) -> int:
+        """Of the data."""
+        return self.stream.remaining
+
+    def keep(self, folder: Path, done: int) -> None:
+        """There is nothing that no step has learned from."""
+
+    def restore(self, folder: Path) -> None:
+        """What was generated ahead is not taken in: the weights are others now."""
+
+    def close(self) -> None:
+        """Nothing is under way."""
 
     def _round(self, count: int, number: int, step: Step) -> list[Group]:
         samples = self.config.data.samples_per_prompt

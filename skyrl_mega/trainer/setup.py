@@ -29,21 +29,27 @@ from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.preflight import preflight
 from skyrl_mega.retriever.session import service_of
+from skyrl_mega.rollout.event_loop import BackgroundLoop, Loop
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.service import RolloutService
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.metrics import read
 from skyrl_mega.telemetry.trackers.trackers import open_trackers
+from skyrl_mega.trainer.asynchronous import Asynchronous
 from skyrl_mega.trainer.checkpoints import Checkpoints
 from skyrl_mega.trainer.evaluation import Evaluator
 from skyrl_mega.trainer.measurements import Measurements
 from skyrl_mega.trainer.meters import Meters
+from skyrl_mega.trainer.one_step_ahead import OneStepAhead
 from skyrl_mega.trainer.placement import reserve_run
 from skyrl_mega.trainer.profile import Profiler
 from skyrl_mega.trainer.residency import Residency
 from skyrl_mega.trainer.rollout_source import RolloutSource
+from skyrl_mega.trainer.rollouts_ahead import Rollouts
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.sft_warmup import encode, warm_up
+from skyrl_mega.trainer.shutdown import ShutdownRequest
 from skyrl_mega.trainer.start_actors import Actors, Setup, start_actors
 from skyrl_mega.weights.sync import WeightSync
 
@@ -79,8 +85,20 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             console.say(f"policy ranks sit on {policy.group.seating}")
             console.say(f"engines sit on {fleet.group.seating}")
 
-        generator = stack.enter_context(generator_of(config, fleet, chat))
+        loop = BackgroundLoop() if config.asynchrony.mode == "full" else None
+        generator = stack.enter_context(generator_of(config, fleet, chat, loop))
         stream = stream_of(config, len(train))
+        shutdown = ShutdownRequest()
+        source = RolloutSource(config, train, stream, generator)
+        rollouts: Rollouts = source
+        if config.asynchrony.mode == "one_step":
+            own = stack.enter_context(generator_of(config, fleet, chat))  # evaluations have the other
+            own.look = shutdown.look
+            source = RolloutSource(config, train, stream, own)
+            rollouts = OneStepAhead(source, config, shutdown.look, lambda: run.refill())
+        elif config.asynchrony.mode == "full":
+            service = RolloutService(generator, config.rollout.sampling)
+            rollouts = Asynchronous(config, train, stream, service, look=shutdown.look, refill=lambda: run.refill())
         run = Run(
             config=config,
             folder=folder,
@@ -90,25 +108,27 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             reference=reference,
             critic=critic,
             sync=WeightSync(policy.group, fleet, hf, config, plans=folder.absolute() / "plans", say=console.say),
-            rollouts=RolloutSource(config, train, stream, generator),
+            rollouts=rollouts,
             evaluator=Evaluator(config, evaluation, generator, console.say),
             stream=stream,
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, console.say),
             measurements=measurements_of(setup, started, generator),
             residency=Residency.of(config, policy, critic, fleet),
+            shutdown=shutdown,
         )
+        stack.callback(rollouts.close)
         if not run.restore() and config.warmup.steps:
             sft_warmup(run, chat)
         run.trackers.start(config, run.step or None)  # the evaluation before the first step is done again
         run.health.remember(read(run.trackers.path))
         with console.phase("connect weights"):
             run.bring_up_to_date()
-        generator.look = run.shutdown.look
+        generator.look = shutdown.look
         generator.refill = run.refill
         yield run
 
 
-def generator_of(config: Config, fleet: Fleet, chat: Renderer) -> Generator:
+def generator_of(config: Config, fleet: Fleet, chat: Renderer, loop: Loop | None = None) -> Generator:
     """What plays a run's prompts on its engines."""
     return Generator(
         fleet,
@@ -117,6 +137,7 @@ def generator_of(config: Config, fleet: Fleet, chat: Renderer) -> Generator:
         config.environment,
         reward_weights=config.algorithm.reward_weights,
         waves=config.run.deterministic,
+        loop=loop,
     )
 
 

@@ -1,0 +1,174 @@
+"""Groups of trajectories that are played for as long as a run lasts: submitted at any time, done in any order.
+
+Phases have a beginning and an end, and what is in one knows no weights but those it began with. Here weights change
+under what is being played, and engines leave, come back and are up to date again while requests wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.fleet import NobodyServes
+from skyrl_mega.config.schema import SamplingConfig
+from skyrl_mega.engines.base import Completion, Request
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.agent_loop import Agent, Opened
+from skyrl_mega.rollout.event_loop import BackgroundLoop
+from skyrl_mega.rollout.generator import Generator
+from skyrl_mega.rollout.router import Router, Waiting, load_of
+from skyrl_mega.rollout.trajectory import Group, Trajectory
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A group that was asked for."""
+
+    number: int
+    """Its place among all groups of the run: no other has it."""
+    index: int
+    """Of its prompt in the data."""
+    version: int
+    """The engines' weights when it was asked for: none of its tokens is of older ones."""
+    names: tuple[str, ...]
+    """Name each sample's requests and its random stream; no others have them."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A group that was played to its end."""
+
+    ticket: Ticket
+    group: Group
+
+
+class RolloutService:
+    """Plays groups in the generator's background loop.
+
+    Args:
+        generator: On the engines that play them; its loop is a `BackgroundLoop`.
+        sampling: How tokens are drawn.
+    """
+
+    def __init__(self, generator: Generator, sampling: SamplingConfig) -> None:
+        assert isinstance(generator.loop, BackgroundLoop)
+        self.generator, self.sampling, self.loop = generator, sampling, generator.loop
+        self.under_way: dict[int, Ticket] = {}
+        """By number; the caller's thread alone looks at it."""
+        self._done: queue.Queue[Done | BaseException] = queue.Queue()
+        self._agent: Agent | None = None
+
+    def submit(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> None:
+        """Asks for a group of each of these prompts. All are opened before the first is played, as in a phase.
+
+        Raises:
+            ActorFailed: No engine is left and none comes back.
+        """
+        if not tickets:
+            return
+        if not self.under_way:
+            with suppress(NobodyServes):  # requests wait for an engine that comes back
+                # As before a phase: cached prefixes would change the last bits.
+                self.generator.fleet.ask("forget", timeout=self.generator.rollout.request_timeout_s)
+        self.under_way |= {ticket.number: ticket for ticket in tickets}
+        self.loop.start(self._play(list(zip(tickets, prompts, strict=True))))
+
+    def done(self, wait_s: float) -> list[Done]:
+        """The groups that have been done since the last call. Waits so long for the first where there is none.
+
+        Raises:
+            ActorFailed: An engine refused a request, or none is left and none comes back; the root cause.
+        """
+        found: list[Done] = []
+        try:
+            found.append(self._told(self._done.get(timeout=wait_s)))
+            while True:
+                found.append(self._told(self._done.get_nowait()))
+        except queue.Empty:
+            return found
+
+    def engines_changed(self) -> None:
+        """A sync has ended: engines that are up to date take requests again, also those that were not."""
+        self.loop.call(self._rejoin)
+
+    def _told(self, outcome: Done | BaseException) -> Done:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        del self.under_way[outcome.ticket.number]
+        return outcome
+
+    def _rejoin(self) -> None:
+        if self._agent is not None:
+            assert isinstance(self._agent.router, ServiceRouter)
+            self._agent.router.rejoin()
+
+    async def _play(self, wanted: list[tuple[Ticket, Prompt]]) -> None:
+        if self._agent is None:
+            self._agent = self.generator.agent(self.sampling, ServiceRouter)
+        agent = self._agent
+        agent.spans = self.generator.spans
+        try:
+            opening = [[agent.open(prompt, s) for s in range(len(ticket.names))] for ticket, prompt in wanted]
+            opened = await asyncio.gather(*(asyncio.gather(*group) for group in opening))
+            groups = zip(wanted, opened, strict=True)
+            await asyncio.gather(*(self._group(agent, ticket, prompt, of) for (ticket, prompt), of in groups))
+        except ActorFailed as error:
+            # Raised in every task that waited: their frames would fill pages.
+            self._done.put(error.with_traceback(None))
+        except BaseException as error:
+            self._done.put(error)
+            raise
+
+    async def _group(self, agent: Agent, ticket: Ticket, prompt: Prompt, opened: Sequence[Opened]) -> None:
+        playing = [agent.play(one, name) for one, name in zip(opened, ticket.names, strict=True)]
+        trajectories: list[Trajectory] = await asyncio.gather(*playing)
+        self._done.put(Done(ticket, Group(prompt, trajectories)))
+
+
+class ServiceRouter(Router):
+    """Routes requests for as long as a run lasts. Those that no engine can take wait for one that comes back."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.resting: set[int] = set()
+        """Engines that have refused a request, until the next sync."""
+        self.serving = frozenset(self.fleet.serving)
+
+    async def generate(self, request: Request) -> Completion:
+        """Continues one prompt; another request may be called the same once this one has its answer."""
+        try:
+            return await super().generate(request)
+        finally:
+            self.names.discard(request.id)
+
+    def rejoin(self) -> None:
+        """Takes in engines that have come back, and goes on."""
+        self.resting.clear()
+        for engine in self.fleet.serving:
+            self.load.setdefault(engine, load_of(self.fleet.facts[engine]))
+        self._schedule()
+
+    def _dispatch(self) -> None:
+        self.serving = frozenset(self.fleet.serving)
+        super()._dispatch()
+
+    def _takes(self, engine: int) -> bool:
+        return engine in self.serving and engine not in self.resting
+
+    def _postpone(self, engine: int, part: dict[str, Waiting]) -> bool:
+        """Half of an update has come: the sync that brings the rest calls `rejoin`."""
+        self.resting.add(engine)
+        self._again(engine, part)
+        return True
+
+    def _nobody(self, part: dict[str, Waiting], error: ActorFailed) -> None:
+        """No engine is left: all wait, unless none comes back."""
+        if isinstance(error, NobodyServes):
+            self.queue.extendleft(reversed(part.values()))
+        else:
+            super()._nobody(part, error)
