@@ -21,6 +21,22 @@ class Loop(Protocol):
         """Ends what is under way."""
 
 
+class ServiceLoop(Loop, Protocol):
+    """Where work goes on between the calls of another thread: `BackgroundLoop`, or virtual time."""
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> object:
+        """Begins it, and does not wait."""
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """Calls it in the loop, soon."""
+
+    def wait(self, ready: Callable[[], bool], seconds: float) -> None:
+        """Returns once that is so, or so many seconds have passed."""
+
+    def changed(self) -> None:
+        """From the loop: whoever waits looks again."""
+
+
 class EventLoop:
     """Runs coroutines as `asyncio.run` does, all of them in one loop, which ends with the `with` block.
 
@@ -56,6 +72,7 @@ class BackgroundLoop:
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
+        self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollouts", daemon=True)
         self._thread.start()
 
@@ -84,6 +101,16 @@ class BackgroundLoop:
     def call(self, function: Callable[..., object], *args: object) -> None:
         """Calls it in the loop's thread, soon."""
         self._loop.call_soon_threadsafe(function, *args)
+
+    def wait(self, ready: Callable[[], bool], seconds: float) -> None:
+        """Returns once that is so, or so many seconds have passed. What makes it so tells with `changed`."""
+        with self._changed:
+            self._changed.wait_for(ready, seconds)
+
+    def changed(self) -> None:
+        """From the loop's thread: whoever waits looks again."""
+        with self._changed:
+            self._changed.notify_all()
 
 
 async def _cancel_others() -> None:

@@ -7,22 +7,22 @@ under what is being played, and engines leave, come back and are up to date agai
 from __future__ import annotations
 
 import asyncio
-import queue
+from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from skyrl_mega.cluster.errors import ActorFailed
-from skyrl_mega.cluster.fleet import NobodyServes
-from skyrl_mega.config.schema import SamplingConfig
+from skyrl_mega.cluster.fleet import Fleet, NobodyServes
+from skyrl_mega.config.schema import RolloutConfig, SamplingConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent_loop import Agent, Opened
-from skyrl_mega.rollout.event_loop import BackgroundLoop
-from skyrl_mega.rollout.generator import Generator
+from skyrl_mega.rollout.event_loop import ServiceLoop
 from skyrl_mega.rollout.router import Router, Waiting, load_of
 from skyrl_mega.rollout.trajectory import Group, Trajectory
+from skyrl_mega.telemetry.trace import Span
 
 
 @dataclass(frozen=True)
@@ -47,21 +47,37 @@ class Done:
     group: Group
 
 
+class Players(Protocol):
+    """Who plays: a `Generator`, or what stands for one where time is virtual."""
+
+    fleet: Fleet
+    rollout: RolloutConfig
+    spans: list[Span] | None
+
+    def agent(self, sampling: SamplingConfig, router: type[Router] | None = None) -> Agent:
+        """An agent with such a router."""
+
+
 class RolloutService:
-    """Plays groups in the generator's background loop.
+    """Plays groups in a loop that goes on while the caller does other things.
 
     Args:
-        generator: On the engines that play them; its loop is a `BackgroundLoop`.
+        players: On the engines that are asked.
         sampling: How tokens are drawn.
+        loop: Of the players.
     """
 
-    def __init__(self, generator: Generator, sampling: SamplingConfig) -> None:
-        assert isinstance(generator.loop, BackgroundLoop)
-        self.generator, self.sampling, self.loop = generator, sampling, generator.loop
+    def __init__(self, players: Players, sampling: SamplingConfig, loop: ServiceLoop) -> None:
+        self.players, self.sampling, self.loop = players, sampling, loop
         self.under_way: dict[int, Ticket] = {}
         """By number; the caller's thread alone looks at it."""
-        self._done: queue.Queue[Done | BaseException] = queue.Queue()
+        self._done: deque[Done | BaseException] = deque()
         self._agent: Agent | None = None
+
+    @property
+    def served(self) -> bool:
+        """Whether any engine can be asked."""
+        return bool(self.players.fleet.serving)
 
     def submit(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> None:
         """Asks for a group of each of these prompts. All are opened before the first is played, as in a phase.
@@ -74,7 +90,7 @@ class RolloutService:
         if not self.under_way:
             with suppress(NobodyServes):  # requests wait for an engine that comes back
                 # As before a phase: cached prefixes would change the last bits.
-                self.generator.fleet.ask("forget", timeout=self.generator.rollout.request_timeout_s)
+                self.players.fleet.ask("forget", timeout=self.players.rollout.request_timeout_s)
         self.under_way |= {ticket.number: ticket for ticket in tickets}
         self.loop.start(self._play(list(zip(tickets, prompts, strict=True))))
 
@@ -84,23 +100,23 @@ class RolloutService:
         Raises:
             ActorFailed: An engine refused a request, or none is left and none comes back; the root cause.
         """
-        found: list[Done] = []
-        try:
-            found.append(self._told(self._done.get(timeout=wait_s)))
-            while True:
-                found.append(self._told(self._done.get_nowait()))
-        except queue.Empty:
-            return found
+        self.loop.wait(lambda: bool(self._done), wait_s)
+        found = []
+        while self._done:
+            outcome = self._done.popleft()
+            if isinstance(outcome, BaseException):
+                raise outcome
+            del self.under_way[outcome.ticket.number]
+            found.append(outcome)
+        return found
 
     def engines_changed(self) -> None:
         """A sync has ended: engines that are up to date take requests again, also those that were not."""
         self.loop.call(self._rejoin)
 
-    def _told(self, outcome: Done | BaseException) -> Done:
-        if isinstance(outcome, BaseException):
-            raise outcome
-        del self.under_way[outcome.ticket.number]
-        return outcome
+    def _tell(self, outcome: Done | BaseException) -> None:
+        self._done.append(outcome)
+        self.loop.changed()
 
     def _rejoin(self) -> None:
         if self._agent is not None:
@@ -109,9 +125,9 @@ class RolloutService:
 
     async def _play(self, wanted: list[tuple[Ticket, Prompt]]) -> None:
         if self._agent is None:
-            self._agent = self.generator.agent(self.sampling, ServiceRouter)
+            self._agent = self.players.agent(self.sampling, ServiceRouter)
         agent = self._agent
-        agent.spans = self.generator.spans
+        agent.spans = self.players.spans
         try:
             opening = [[agent.open(prompt, s) for s in range(len(ticket.names))] for ticket, prompt in wanted]
             opened = await asyncio.gather(*(asyncio.gather(*group) for group in opening))
@@ -119,15 +135,15 @@ class RolloutService:
             await asyncio.gather(*(self._group(agent, ticket, prompt, of) for (ticket, prompt), of in groups))
         except ActorFailed as error:
             # Raised in every task that waited: their frames would fill pages.
-            self._done.put(error.with_traceback(None))
+            self._tell(error.with_traceback(None))
         except BaseException as error:
-            self._done.put(error)
+            self._tell(error)
             raise
 
     async def _group(self, agent: Agent, ticket: Ticket, prompt: Prompt, opened: Sequence[Opened]) -> None:
         playing = [agent.play(one, name) for one, name in zip(opened, ticket.names, strict=True)]
         trajectories: list[Trajectory] = await asyncio.gather(*playing)
-        self._done.put(Done(ticket, Group(prompt, trajectories)))
+        self._tell(Done(ticket, Group(prompt, trajectories)))
 
 
 class ServiceRouter(Router):

@@ -1,10 +1,9 @@
 """`asynchrony.mode: full`: groups are played all the time, and a step takes those that are done.
 
 With P prompts a step and at most K syncs of staleness, (K + 1) · P groups are asked for and not yet trained on when a
-step begins, and none more (AReaL, arXiv:2505.24298, equation 3). A step takes those that would be too old for the next
-one, for which it waits, and then those that were asked for first of all that are done. The first are P at most: groups
-that were asked for with version v or before are (v + 1 + K) · P at most, and as many steps as that take P each. So
-nothing that was generated is ever thrown away for its age.
+step begins, and none more (AReaL, arXiv:2505.24298, equation 3). A step takes the oldest of those that are done, and
+waits where it would leave behind more old ones than later steps have room for: those that b syncs have passed by may be
+taken by this step and K - b more, which take P each. So nothing that was generated is ever thrown away for its age.
 """
 
 from __future__ import annotations
@@ -164,24 +163,25 @@ class Asynchronous:
     def _choose(self) -> list[Done] | None:
         """What the step takes; None while it has to wait."""
         self._ask()
-        oldest = [t for t in self.service.under_way.values() if self._last_chance(t)]
-        must = [one for one in self.done.values() if self._last_chance(one.ticket)]
-        others = sorted((one for one in self.done.values() if not self._last_chance(one.ticket)), key=_number)
-        chosen = [*must, *others][: max(self.wanted, len(must))]
+        chosen = sorted(self.done.values(), key=_age)[: self.wanted]
         over = not self.service.under_way and not self.again
-        if oldest or (len(chosen) < self.wanted and not over and not self._given_up):
+        if self._leaves_too_many(chosen) or (len(chosen) < self.wanted and not over and not self._given_up):
             return None
         for one in chosen:
             del self.done[one.ticket.number]
         return sorted(chosen, key=_number)
 
-    def _last_chance(self, ticket: Ticket) -> bool:
-        """Whether it would be too old after the next sync."""
-        return self.versions.behind(ticket.version) >= self.versions.most
+    def _leaves_too_many(self, chosen: list[Done]) -> bool:
+        """Whether some of those that are left would be too old before later steps could take them."""
+        taken = {one.ticket.number for one in chosen}
+        waiting = [*(one.ticket for one in self.done.values()), *self.service.under_way.values()]
+        left = [self.versions.behind(ticket.version) for ticket in waiting if ticket.number not in taken]
+        most = self.versions.most
+        return any(sum(b >= syncs for b in left) > (most - syncs) * self.wanted for syncs in range(most + 1))
 
     def _wait(self, progress: Phase) -> None:
         self.look()
-        if not self.service.generator.fleet.serving:
+        if not self.service.served:
             self.refill()
         for one in self.service.done(LOOK_EVERY_S):
             algorithm = self.config.algorithm
@@ -203,6 +203,10 @@ class Asynchronous:
             "rollout/groups_left_out": float(len(self.left_out)),
             "rollout/groups_missing": float(self.wanted - len(groups)),
         }
+
+
+def _age(one: Done) -> tuple[int, int]:
+    return one.ticket.version, one.ticket.number
 
 
 def _number(one: Done) -> int:

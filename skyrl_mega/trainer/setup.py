@@ -96,8 +96,8 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             own.look = shutdown.look
             source = RolloutSource(config, train, stream, own)
             rollouts = OneStepAhead(source, config, shutdown.look, lambda: run.refill())
-        elif config.asynchrony.mode == "full":
-            service = RolloutService(generator, config.rollout.sampling)
+        elif loop is not None:
+            service = RolloutService(generator, config.rollout.sampling, loop)
             rollouts = Asynchronous(config, train, stream, service, look=shutdown.look, refill=lambda: run.refill())
         run = Run(
             config=config,
