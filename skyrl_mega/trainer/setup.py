@@ -5,7 +5,7 @@ Actors up, weights loaded or restored, engines connected, all of it taken down a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,7 @@ from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.preflight import preflight
 from skyrl_mega.retriever.session import service_of
-from skyrl_mega.rollout.event_loop import BackgroundLoop, Loop
+from skyrl_mega.rollout.event_loop import BackgroundLoop, EventLoop
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.service import RolloutService
@@ -85,20 +85,9 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             console.say(f"policy ranks sit on {policy.group.seating}")
             console.say(f"engines sit on {fleet.group.seating}")
 
-        loop = BackgroundLoop() if config.asynchrony.mode == "full" else None
-        generator = stack.enter_context(generator_of(config, fleet, chat, loop))
-        stream = stream_of(config, len(train))
-        shutdown = ShutdownRequest()
+        generator = stack.enter_context(generator_of(config, fleet, chat))
+        stream, shutdown = stream_of(config, len(train)), ShutdownRequest()
         source = RolloutSource(config, train, stream, generator)
-        rollouts: Rollouts = source
-        if config.asynchrony.mode == "one_step":
-            own = stack.enter_context(generator_of(config, fleet, chat))  # evaluations have the other
-            own.look = shutdown.look
-            source = RolloutSource(config, train, stream, own)
-            rollouts = OneStepAhead(source, config, shutdown.look, lambda: run.refill())
-        elif loop is not None:
-            service = RolloutService(generator, config.rollout.sampling, loop)
-            rollouts = Asynchronous(config, train, stream, service, look=shutdown.look, refill=lambda: run.refill())
         run = Run(
             config=config,
             folder=folder,
@@ -108,7 +97,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             reference=reference,
             critic=critic,
             sync=WeightSync(policy.group, fleet, hf, config, plans=folder.absolute() / "plans", say=console.say),
-            rollouts=rollouts,
+            rollouts=rollouts_of(source, stack, shutdown.look, lambda: run.refill()),
             evaluator=Evaluator(config, evaluation, generator, console.say),
             stream=stream,
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, console.say),
@@ -116,7 +105,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             residency=Residency.of(config, policy, critic, fleet),
             shutdown=shutdown,
         )
-        stack.callback(rollouts.close)
+        stack.callback(run.rollouts.close)
         if not run.restore() and config.warmup.steps:
             sft_warmup(run, chat)
         run.trackers.start(config, run.step or None)  # the evaluation before the first step is done again
@@ -128,7 +117,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         yield run
 
 
-def generator_of(config: Config, fleet: Fleet, chat: Renderer, loop: Loop | None = None) -> Generator:
+def generator_of(config: Config, fleet: Fleet, chat: Renderer) -> Generator:
     """What plays a run's prompts on its engines."""
     return Generator(
         fleet,
@@ -137,8 +126,30 @@ def generator_of(config: Config, fleet: Fleet, chat: Renderer, loop: Loop | None
         config.environment,
         reward_weights=config.algorithm.reward_weights,
         waves=config.run.deterministic,
-        loop=loop,
+        loop=BackgroundLoop() if config.asynchrony.mode == "full" else EventLoop(),
     )
+
+
+def rollouts_of(
+    source: RolloutSource, stack: ExitStack, look: Callable[[], None], refill: Callable[[], None]
+) -> Rollouts:
+    """As far ahead of training as `asynchrony` says. Evaluations have the source's generator, too.
+
+    Args:
+        source: What `asynchrony.mode=off` has.
+        stack: Ends what is started.
+        look, refill: As the run's.
+    """
+    config, generator = source.config, source.generator
+    if config.asynchrony.mode == "off":
+        return source
+    if config.asynchrony.mode == "one_step":  # a thread of its own has a generator of its own
+        own = stack.enter_context(generator_of(config, generator.fleet, generator.chat))
+        own.look = look
+        return OneStepAhead(RolloutSource(config, source.prompts, source.stream, own), config, look, refill)
+    assert isinstance(generator.loop, BackgroundLoop)
+    service = RolloutService(generator, config.rollout.sampling, generator.loop)
+    return Asynchronous(config, source.prompts, source.stream, service, look=look, refill=refill)
 
 
 def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measurements:

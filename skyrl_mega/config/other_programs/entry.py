@@ -59,7 +59,10 @@ ENGINES_SLEEP = to(
     },
 )
 TURNS = to("residency.keep", note="a list of the parts that stay on the device; [] has all of them take turns")
-NO_ASYNC = none("generation and training alternate, so that no sample is off policy; leave it out")
+ASYNC = to("asynchrony.mode", note="one_step is one batch ahead, full generates all the time (docs/asynchrony.md)")
+STALENESS = to("asynchrony.max_staleness", note="syncs, with asynchrony.mode=full (docs/asynchrony.md)")
+PARTIAL = none("asynchrony.mode=full goes on with unfinished answers after a sync; each token has its version")
+EVERY_SYNC = none("engines get the weights after every step; leave it out")
 RUN_DECIDES = none("the run decides it; leave it out")
 PROFILED_STEPS = to("telemetry.profile.steps", note="a list of steps, each of which has a trace of all processes")
 PROFILED_RANKS = to("telemetry.profile.ranks", note="a list of policy ranks")

@@ -5,11 +5,11 @@ from __future__ import annotations
 from skyrl_mega.config.other_programs import critic, precision
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
+    ASYNC,
     FROM_CONFIG,
     FUSED_HEAD,
     LAYOUT_OF_REFERENCE,
     MICRO,
-    NO_ASYNC,
     NO_CHECKPOINT_CHOICE,
     NO_FSDP,
     NO_LORA,
@@ -22,6 +22,7 @@ from skyrl_mega.config.other_programs.entry import (
     REWARD,
     ROLLOUT_REPLAY,
     RUN_DECIDES,
+    STALENESS,
     STAYS,
     UNUSED,
     Table,
@@ -157,7 +158,8 @@ _MODELS: Table = {
     "trainer.ref.sequence_parallel_size": to("reference.layout.context", note=LAYOUT_OF_REFERENCE),
     "trainer.ref.*": none("the reference is built as the policy is; leave it out"),
     "trainer.mtp.*": NO_MTP,
-    "trainer.fully_async.*": NO_ASYNC,
+    "trainer.fully_async.max_staleness_steps": STALENESS,
+    "trainer.fully_async.*": ASYNC,
 }
 
 _MEGATRON: Table = {

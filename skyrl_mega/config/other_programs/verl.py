@@ -8,14 +8,15 @@ from __future__ import annotations
 from skyrl_mega.config.other_programs import precision, verl_kl
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
+    ASYNC,
     CLIP_BOTH,
     CLIP_HIGH,
     CLIP_LOW,
+    EVERY_SYNC,
     FROM_CONFIG,
     FUSED_HEAD,
     LAYOUT_OF_REFERENCE,
     MICRO,
-    NO_ASYNC,
     NO_CHECKPOINT_CHOICE,
     NO_FSDP,
     NO_LORA,
@@ -25,6 +26,7 @@ from skyrl_mega.config.other_programs.entry import (
     NO_PROFILER,
     ONE_CAP,
     OWN_LOSS,
+    PARTIAL,
     PROFILER,
     RUN_DECIDES,
     STAYS,
@@ -132,7 +134,7 @@ _TRAINER = under(
         "ray_wait_register_center_timeout": to("cluster.start_timeout_s"),
         "use_legacy_worker_impl": UNUSED,
         "use_v1": UNUSED,
-        "v1.*": NO_ASYNC,
+        "v1.*": ASYNC,
     },
 )
 
@@ -359,4 +361,19 @@ _REFERENCE = under(
     },
 )
 
-KEYS: Table = {**_TRAINER, **_DATA, **_MODEL, **_OPTIMIZER, **_ACTOR, **_REFERENCE}
+_ASYNC = under(
+    "async_training",
+    {
+        "staleness_threshold": to(
+            "asynchrony.max_staleness", note="syncs, with asynchrony.mode=full; theirs is a share of a step's samples"
+        ),
+        "trigger_parameter_sync_step": EVERY_SYNC,
+        "require_batches": to("data.prompts_per_step", note="a step takes so many groups"),
+        "partial_rollout": PARTIAL,
+        "use_rollout_log_probs": to("algorithm.old_logprobs", note="engine where theirs is true"),
+        "compute_prox_log_prob": to("algorithm.old_logprobs", note="policy where theirs is true"),
+        "*": ASYNC,
+    },
+)
+
+KEYS: Table = {**_TRAINER, **_ASYNC, **_DATA, **_MODEL, **_OPTIMIZER, **_ACTOR, **_REFERENCE}

@@ -7,7 +7,6 @@ from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
     ENGINES_SLEEP,
     MICRO,
-    NO_ASYNC,
     NO_DISTILLATION,
     NO_MTP,
     NO_PROFILER,
@@ -30,7 +29,7 @@ _ROLLOUT = under(
     "actor_rollout_ref.rollout",
     {
         "name": none("engines are vLLM's; leave it out"),
-        "mode": NO_ASYNC,
+        "mode": ALWAYS,
         "n": to("data.samples_per_prompt"),
         "temperature": to("rollout.sampling.temperature"),
         "top_p": to("rollout.sampling.top_p"),
