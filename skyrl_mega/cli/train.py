@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_mega.cluster.supervisor import STOPPED
 from skyrl_mega.config.command import DONE, FAULT, Parser, guarded
-from skyrl_mega.config.derived import cut_sampling, idle_gpus
+from skyrl_mega.config.derived import cut_sampling, generates_ahead, idle_gpus
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.unread import unread_notes
@@ -168,6 +168,11 @@ def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
     from skyrl_mega.cli import inputs, suggest_text
     from skyrl_mega.planner import search
 
+    if generates_ahead(config.asynchrony):
+        raise UserError(
+            f"asynchrony.mode = {config.asynchrony.mode}: --suggest counts the phases of a step one after the other; "
+            "give asynchrony.mode=off and asynchrony.max_staleness=1 with it, and compare layouts with --dry-run"
+        )
     hf, _ = inputs.planned_inputs(config)
     found = search.search(config, hf, int(gpus) if gpus else None)
     print(json.dumps(suggest_text.values(found)) if as_json else suggest_text.text(found))

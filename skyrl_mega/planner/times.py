@@ -1,8 +1,8 @@
 """Seconds of one RL step, estimated from stated rates (`cluster.rates`, `cluster.topology`).
 
 Matrix products go at a share of the peak, what must be read at a share of the memory's rate, messages at the full rate
-of their link, and nothing overlaps; sequences have `length_share` of their limits. The environment's own time is not
-known. Good for comparing layouts, not for promising a throughput.
+of their link, and nothing overlaps but what `asynchrony` has side by side; sequences have `length_share` of their
+limits. The environment's own time is not known. Good for comparing layouts, not for promising a throughput.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import prod
 
 from skyrl_mega.algorithms.old_logprobs import pass_needed
-from skyrl_mega.config.derived import FILL, eager, engine_ranks
+from skyrl_mega.config.derived import FILL, eager, engine_ranks, generates_ahead
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
@@ -51,11 +51,13 @@ class StepTime:
     sync: float
     residency: float
     """Of moving between a GPU and host memory what takes turns there (`planner.moves`)."""
+    ahead: float = 0.0
+    """Of generating, what goes on while the policy works (`asynchrony`)."""
 
     @property
     def step(self) -> float:
-        """All phases, one after the other."""
-        return sum(asdict(self).values())
+        """All phases, one after the other but for what is ahead."""
+        return sum(asdict(self).values()) - 2 * self.ahead
 
 
 @lru_cache(maxsize=16)
@@ -74,13 +76,15 @@ def step_time(config: Config, d: Decoder, parallel: ParallelDims, sync: float | 
     """One RL step. `sync`: seconds of the planned sync; None takes one copy of the model into a node."""
     made = batch(config, parallel)
     train, forward = policy_times(config, d, parallel, made)
+    generate, critic = generate_time(config, d, made), critic_time(config, d)
     return StepTime(
-        generate=generate_time(config, d, made),
+        generate=generate,
         logprobs=forward,
-        critic=critic_time(config, d),
+        critic=critic,
         train=train,
         sync=_one_copy(config, d) if sync is None else sync,
         residency=residency_time(config, d, parallel),
+        ahead=min(generate, forward + critic + train) if generates_ahead(config.asynchrony) else 0.0,
     )
 
 

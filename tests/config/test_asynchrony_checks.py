@@ -50,3 +50,10 @@ def test_what_cannot_be_ahead_is_refused(settings: list[str], said: str, fix: li
 
 def test_a_loss_of_ones_own_may_correct_in_its_own_way() -> None:
     assert refused("asynchrony.mode=full", "algorithm.loss=tests.algorithms.own:loss") is None
+
+
+def test_suggestions_are_of_synchronous_steps(capsys: pytest.CaptureFixture[str]) -> None:
+    from skyrl_mega.cli.train import main
+
+    assert main(["--config", "configs/dapo.yaml", *FULL, "cluster.shared=false", "--suggest"]) == 2
+    assert "asynchrony.mode=off" in capsys.readouterr().err

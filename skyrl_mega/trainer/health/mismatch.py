@@ -9,8 +9,8 @@ import math
 from collections.abc import Iterator
 
 from skyrl_mega.algorithms.mismatch import P99
-from skyrl_mega.config.derived import engine_precision
-from skyrl_mega.config.schema import AsynchronyConfig, Config
+from skyrl_mega.config.derived import engine_precision, generates_ahead
+from skyrl_mega.config.schema import Config
 from skyrl_mega.telemetry.table import number
 from skyrl_mega.trainer.health.seen import Finding, Row, Seen, figure, twice
 
@@ -53,14 +53,9 @@ def bound(config: Config, kind: str, of: str) -> float:
     given: float | None = getattr(config.health.mismatch, f"{kind}_{of}")
     if given is not None:
         return given or math.inf
-    usual = ALARM_MEAN[engine_precision(config)] + (STALE if ahead(config.asynchrony) else 0.0)
+    usual = ALARM_MEAN[engine_precision(config)] + (STALE if generates_ahead(config.asynchrony) else 0.0)
     own = {"alarm": {"mean": usual, "p99": TAIL * usual}, "stop": {"mean": STOP, "p99": math.inf}}
     return own[kind][of] + sampled_apart(config)
-
-
-def ahead(asynchrony: AsynchronyConfig) -> bool:
-    """Whether tokens may be of weights that are older than those that train on them."""
-    return asynchrony.mode != "off" and asynchrony.max_staleness > 0
 
 
 def sampled_apart(config: Config) -> float:
