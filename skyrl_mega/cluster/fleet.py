@@ -98,12 +98,13 @@ class Fleet:
                 return up
             self._begin()
             # Nobody may start any more once those for whom room was made have come.
-            wait(self._starting.values(), return_when="ALL_COMPLETED" if self.asleep else "FIRST_COMPLETED")
+            wait([*self._starting.values()], return_when="ALL_COMPLETED" if self.asleep else "FIRST_COMPLETED")
 
     def _take_in(self) -> None:
-        for rank, starting in list(self._starting.items()):
-            if starting.done():
-                self._arrive(rank, starting)
+        with self._lock:
+            for rank, starting in list(self._starting.items()):
+                if starting.done():
+                    self._arrive(rank, starting)
 
     def _arrive(self, rank: int, starting: Future[None]) -> None:
         error = starting.exception()
@@ -152,9 +153,10 @@ class Fleet:
 
     def _begin(self) -> None:
         """Those that have ended are started, in the background."""
-        for rank, ended in self._ending.items():
-            self._starting[rank] = self._threads.submit(self._start, rank, ended)
-        self._ending = {}
+        with self._lock:
+            for rank, ended in self._ending.items():
+                self._starting[rank] = self._threads.submit(self._start, rank, ended)
+            self._ending = {}
 
     def _start(self, rank: int, ended: Future[None]) -> None:
         ended.result()  # each is bounded by `start_timeout_s`

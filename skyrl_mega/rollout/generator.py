@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NobodyServes
@@ -63,6 +63,8 @@ class Generator:
         self.threads = EnvPool(environments.workers)
         self.spans: list[Span] | None = None
         """Where calls of environments are recorded."""
+        self.recorder = self
+        """Whose spans record its calls."""
         self.loop = loop or EventLoop()
 
     def __enter__(self) -> Self:
@@ -120,7 +122,7 @@ class Generator:
         limits = replace(Limits.of(self.rollout), turn=sampling.max_tokens)
         agent = Agent(made, self.chat, self.environments, limits, self.threads)
         agent.reward_weights = self.reward_weights
-        agent.spans = self.spans
+        agent.spans = lambda: self.recorder.spans
         return agent
 
     async def _generate(
@@ -160,7 +162,7 @@ class Generator:
             # Raised in every task that waited: their frames would fill pages.
             raise error.with_traceback(None) from error.__cause__
         finally:
-            await _closed(agent, opening, playing)
+            await closed(agent, opening, playing)
             agent.router.close()
 
     async def _looking(self, phase: asyncio.Future[list[Answer]]) -> list[Answer]:
@@ -172,7 +174,7 @@ class Generator:
         return phase.result()
 
 
-async def _closed(agent: Agent, opening: list[asyncio.Task[Opened]], playing: list[asyncio.Task[Trajectory]]) -> None:
+async def closed(agent: Agent, opening: list[asyncio.Task[Opened]], playing: Sequence[asyncio.Task[Any]]) -> None:
     """Ends what is under way, and closes the environments that were opened and never played."""
     for task in (*opening, *playing):
         task.cancel()

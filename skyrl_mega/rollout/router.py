@@ -49,7 +49,7 @@ class Waiting:
 
 
 @dataclass(eq=False)
-class _Load:
+class Load:
     """What an engine has been given."""
 
     room: float
@@ -89,6 +89,9 @@ class Router:
         self.names: set[str] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.scheduled = False
+        self.serving = frozenset(fleet.serving)
+        self.rejoins = 0
+        """How often engines have come back (`rollout.service`)."""
 
     async def generate(self, request: Request) -> Completion:
         """Continues one prompt.
@@ -136,6 +139,7 @@ class Router:
     def _dispatch(self) -> None:
         """Hands out what fits."""
         self.scheduled = False
+        self.serving = frozenset(self.fleet.serving)  # another router may have found that one is dead
         parts: dict[int, dict[str, Waiting]] = {engine: {} for engine in self.load}
         while self.queue:
             fits = [engine for engine, load in self.load.items() if load.fits(self.queue[0], self.limit)]
@@ -149,8 +153,8 @@ class Router:
         self._send(parts)
 
     def _takes(self, engine: int) -> bool:
-        """Whether an engine is up to date. In a phase those that are not have left."""
-        return True
+        """Whether an engine is up to date."""
+        return engine in self.serving
 
     def close(self) -> None:
         """Nobody waits for what is under way any more."""
@@ -177,7 +181,7 @@ class Router:
 
         silence = self.timeout_s + MARGIN_S
         now = asyncio.get_running_loop().time()
-        actor = self.fleet.group.actors[engine]
+        actor, load, began = self.fleet.group.actors[engine], self.load.get(engine), self.rejoins
         try:
             method = actor.generate_many.options(num_returns="streaming")
             stream = method.remote([w.at(now) for w in part.values()], self.sampling)
@@ -185,34 +189,34 @@ class Router:
             async for reference in _bounded(stream, silence):
                 for completion in await asyncio.wait_for(reference, silence):
                     waiting = part.pop(completion.id)
-                    if engine in self.load:  # another message to it may have found it dead meanwhile
-                        self.load[engine].add(waiting, -1)
+                    if load is not None:
+                        load.add(waiting, -1)
                     if not waiting.answer.done():
                         waiting.answer.set_result(completion)
                 if self.queue:
                     self._schedule()
         except ray.exceptions.RayTaskError as error:
             if isinstance(cause_of(error), EngineDied):
-                self._leave(engine, actor, part, describe(error))
+                self._leave(engine, actor, load, part, describe(error))
                 return
-            if isinstance(cause_of(error), NotReady) and self._postpone(engine, part):
+            if isinstance(cause_of(error), NotReady) and self._postpone(engine, load, part, began):
                 return
             # The engine is well: it refused a request.
             name = f"{self.fleet.group.name}-{engine}"
             self._fail(part, ActorFailed(name, engine, "generate_many", describe(error), max(0, len(part) - 1)))
         except ray.exceptions.RayError as error:
-            self._leave(engine, actor, part, describe(error))
+            self._leave(engine, actor, load, part, describe(error))
         except TimeoutError:
-            self._leave(engine, actor, part, f"generate_many: no sign of life within {silence:g} s")
+            self._leave(engine, actor, load, part, f"generate_many: no sign of life within {silence:g} s")
 
-    def _postpone(self, engine: int, part: dict[str, Waiting]) -> bool:
+    def _postpone(self, engine: int, load: Load | None, part: dict[str, Waiting], began: int) -> bool:
         """Whether requests wait for an engine whose weights are not there: in a phase they always are."""
         return False
 
-    def _leave(self, engine: int, actor: Any, part: dict[str, Waiting], cause: str) -> None:
+    def _leave(self, engine: int, actor: Any, load: Load | None, part: dict[str, Waiting], cause: str) -> None:
         """Takes an engine out, unless another is in its place already; its requests go to the others."""
         if self.fleet.group.actors[engine] is not actor:
-            self._again(engine, part)
+            self._again(load, part)
             return
         self.load.pop(engine, None)
         try:
@@ -221,13 +225,13 @@ class Router:
         except ActorFailed as error:
             self._nobody(part, error)
             return
-        self._again(engine, part)
+        self._again(load, part)
 
-    def _again(self, engine: int, part: dict[str, Waiting]) -> None:
+    def _again(self, load: Load | None, part: dict[str, Waiting]) -> None:
         """Requests that an engine was given wait again, before all others."""
-        if engine in self.load:
-            for waiting in part.values():
-                self.load[engine].add(waiting, -1)
+        for waiting in part.values():
+            if load is not None:
+                load.add(waiting, -1)
         self.queue.extendleft(reversed(part.values()))
         self._schedule()
 
@@ -243,10 +247,10 @@ class Router:
                 waiting.answer.set_exception(error)
 
 
-def load_of(facts: Facts | None) -> _Load:
+def load_of(facts: Facts | None) -> Load:
     """That of an engine which has been given nothing: of tokens it takes what its cache holds, all requests as long as
     they may become."""
-    return _Load(math.inf if facts is None else FILL * facts.cache_tokens)
+    return Load(math.inf if facts is None else FILL * facts.cache_tokens)
 
 
 async def _bounded(stream: Any, seconds: float) -> AsyncIterator[Any]:

@@ -20,9 +20,9 @@ from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent_loop import Agent, Opened
 from skyrl_mega.rollout.event_loop import ServiceLoop
-from skyrl_mega.rollout.router import Router, Waiting, load_of
+from skyrl_mega.rollout.generator import closed
+from skyrl_mega.rollout.router import Load, Router, Waiting, load_of
 from skyrl_mega.rollout.trajectory import Group, Trajectory
-from skyrl_mega.telemetry.trace import Span
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,6 @@ class Players(Protocol):
 
     fleet: Fleet
     rollout: RolloutConfig
-    spans: list[Span] | None
 
     def agent(self, sampling: SamplingConfig, router: type[Router] | None = None) -> Agent:
         """An agent with such a router."""
@@ -76,8 +75,9 @@ class RolloutService:
 
     @property
     def served(self) -> bool:
-        """Whether any engine can be asked."""
-        return bool(self.players.fleet.serving)
+        """Whether any engine can be asked, but for those that wait for a sync."""
+        resting = self._agent.router.resting if self._agent else set()  # type: ignore[attr-defined]
+        return bool({*self.players.fleet.serving} - resting)
 
     def submit(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> None:
         """Asks for a group of each of these prompts. All are opened before the first is played, as in a phase.
@@ -127,18 +127,23 @@ class RolloutService:
         if self._agent is None:
             self._agent = self.players.agent(self.sampling, ServiceRouter)
         agent = self._agent
-        agent.spans = self.players.spans
+        tasks = asyncio.create_task
+        opening = [tasks(agent.open(prompt, s)) for ticket, prompt in wanted for s in range(len(ticket.names))]
+        playing: list[asyncio.Task[None]] = []
         try:
-            opening = [[agent.open(prompt, s) for s in range(len(ticket.names))] for ticket, prompt in wanted]
-            opened = await asyncio.gather(*(asyncio.gather(*group) for group in opening))
-            groups = zip(wanted, opened, strict=True)
-            await asyncio.gather(*(self._group(agent, ticket, prompt, of) for (ticket, prompt), of in groups))
+            opened = iter(await asyncio.gather(*opening))
+            for ticket, prompt in wanted:
+                own = [next(opened) for _ in ticket.names]
+                playing.append(tasks(self._group(agent, ticket, prompt, own)))
+            await asyncio.gather(*playing)
         except ActorFailed as error:
             # Raised in every task that waited: their frames would fill pages.
             self._tell(error.with_traceback(None))
         except BaseException as error:
             self._tell(error)
             raise
+        finally:
+            await closed(agent, opening, playing)
 
     async def _group(self, agent: Agent, ticket: Ticket, prompt: Prompt, opened: Sequence[Opened]) -> None:
         playing = [agent.play(one, name) for one, name in zip(opened, ticket.names, strict=True)]
@@ -153,7 +158,6 @@ class ServiceRouter(Router):
         super().__init__(*args)
         self.resting: set[int] = set()
         """Engines that have refused a request, until the next sync."""
-        self.serving = frozenset(self.fleet.serving)
 
     async def generate(self, request: Request) -> Completion:
         """Continues one prompt; another request may be called the same once this one has its answer."""
@@ -165,21 +169,19 @@ class ServiceRouter(Router):
     def rejoin(self) -> None:
         """Takes in engines that have come back, and goes on."""
         self.resting.clear()
+        self.rejoins += 1
         for engine in self.fleet.serving:
             self.load.setdefault(engine, load_of(self.fleet.facts[engine]))
         self._schedule()
 
-    def _dispatch(self) -> None:
-        self.serving = frozenset(self.fleet.serving)
-        super()._dispatch()
-
     def _takes(self, engine: int) -> bool:
-        return engine in self.serving and engine not in self.resting
+        return super()._takes(engine) and engine not in self.resting
 
-    def _postpone(self, engine: int, part: dict[str, Waiting]) -> bool:
-        """Half of an update has come: the sync that brings the rest calls `rejoin`."""
-        self.resting.add(engine)
-        self._again(engine, part)
+    def _postpone(self, engine: int, load: Load | None, part: dict[str, Waiting], began: int) -> bool:
+        """Half of an update has come: the sync that brings the rest calls `rejoin`, or has since the request left."""
+        if began == self.rejoins:
+            self.resting.add(engine)
+        self._again(load, part)
         return True
 
     def _nobody(self, part: dict[str, Waiting], error: ActorFailed) -> None:

@@ -110,23 +110,24 @@ class Asynchronous:
         """Groups that are done, and which ones are under way: these are played again."""
         number, taken = self.taken
         kept = [*(taken if number > done else ()), *self.done.values()]
+        under_way = [*self.again, *((t.number, t.index) for t in self.service.under_way.values())]
         rows = [t for one in kept for t in one.group.trajectories]
         about = {
             "stream": self.stream.state(),
+            "prompts": [*(one.ticket.index for one in kept), *(index for _, index in under_way)],
             "asked": self.asked,
             "versions": self.versions.known,
             "done": [[one.ticket.number, one.ticket.index, one.ticket.version] for one in kept],
             "groups": kept_rollouts.places([one.group for one in kept], rows),
-            "under_way": [*self.again, *((t.number, t.index) for t in self.service.under_way.values())],
+            "under_way": under_way,
         }
-        kept_rollouts.write(folder, about, rows)
+        kept_rollouts.write(folder, self.config, about, rows)
 
     def restore(self, folder: Path) -> None:
         """Groups that the run had, or had asked for, before it ended."""
-        if not kept_rollouts.there(folder):
+        if (kept := kept_rollouts.read(folder, self.config, self.stream, self.prompts)) is None:
             return
-        about, rows = kept_rollouts.read(folder, self.prompts)
-        self.stream.restore(about["stream"])
+        about, rows = kept
         self.asked, self.versions.known = about["asked"], about["versions"]
         self.again = [(number, index) for number, index in about["under_way"]]
         groups = kept_rollouts.grouped(about["groups"], rows)
@@ -143,6 +144,8 @@ class Asynchronous:
 
     def _ask(self) -> None:
         """Asks for as many groups as there may be, the interrupted ones first."""
+        if self._given_up:
+            return
         steps, limit = self.versions.most + 1, self.config.run.steps
         ahead = steps if limit is None else min(steps, limit - self.steps)
         room = max(0, ahead * self.wanted - len(self.done) - len(self.service.under_way))
@@ -164,7 +167,7 @@ class Asynchronous:
         """What the step takes; None while it has to wait."""
         self._ask()
         chosen = sorted(self.done.values(), key=_age)[: self.wanted]
-        over = not self.service.under_way and not self.again
+        over = not self.service.under_way and not self.stream.remaining and not self.again
         if self._leaves_too_many(chosen) or (len(chosen) < self.wanted and not over and not self._given_up):
             return None
         for one in chosen:

@@ -1,4 +1,7 @@
-"""Trajectories in a checkpoint: what was generated, or asked for, and no step has learned from yet."""
+"""Trajectories in a checkpoint: what was generated, or asked for, and no step has learned from yet.
+
+They are of the settings that the run had. Under other ones their prompts are drawn again.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.outside import json_object
+from skyrl_mega.config.schema import Config
+from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Group, Trajectory
@@ -15,17 +20,36 @@ from skyrl_mega.rollout.trajectory import Group, Trajectory
 _ABOUT, _ROWS = "rollouts.json", "rollouts.parquet"
 
 
-def write(folder: Path, about: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> None:
-    """Writes trajectories with their columns, and JSON about them."""
+def write(folder: Path, config: Config, about: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> None:
+    """Writes trajectories with their columns, and JSON about them.
+
+    Args:
+        folder: The checkpoint's.
+        config: The run's settings.
+        about: With `stream`, the place in the data, and `prompts`, those that were drawn before it and no step has
+            learned from.
+        trajectories: What is written.
+    """
     with (folder / _ABOUT).open("w") as opened:
-        json.dump(about, opened)
+        json.dump({**about, "settings": _settings(config)}, opened)
     if trajectories:
         trajectory_io.write(folder / _ROWS, list(trajectories), columns=True)
 
 
-def read(folder: Path, prompts: Sequence[Prompt]) -> tuple[dict[str, Any], list[Trajectory]]:
-    """What `write` was given; trajectories have these prompts, by uid."""
+def read(
+    folder: Path, config: Config, stream: PromptStream, prompts: Sequence[Prompt]
+) -> tuple[dict[str, Any], list[Trajectory]] | None:
+    """What `write` was given; trajectories have these prompts, by uid. The stream is where it was.
+
+    None where there is nothing, or it was made with other settings: what no step has learned from is then drawn again.
+    """
+    if not (folder / _ABOUT).exists():
+        return None
     about: dict[str, Any] = json_object(folder / _ABOUT, "take another checkpoint")
+    stream.restore(about["stream"])
+    if about["settings"] != _settings(config):
+        stream.put_back(about["prompts"])
+        return None
     trajectories = trajectory_io.read(folder / _ROWS) if (folder / _ROWS).exists() else []
     own = {prompt.uid: prompt for prompt in prompts}
     for t in trajectories:
@@ -33,9 +57,11 @@ def read(folder: Path, prompts: Sequence[Prompt]) -> tuple[dict[str, Any], list[
     return about, trajectories
 
 
-def there(folder: Path) -> bool:
-    """Whether a checkpoint has any."""
-    return (folder / _ABOUT).exists()
+def _settings(config: Config) -> dict[str, Any]:
+    """What decides how many groups there may be, and of what age."""
+    asynchrony, data = config.asynchrony, config.data
+    sizes = {"prompts_per_step": data.prompts_per_step, "samples_per_prompt": data.samples_per_prompt}
+    return {"mode": asynchrony.mode, "max_staleness": asynchrony.max_staleness, **sizes}
 
 
 def places(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:

@@ -9,8 +9,9 @@ batch is of one version, and the same as long as seeds and engines are.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotYet
 from dataclasses import dataclass
 from io import StringIO
@@ -43,7 +44,7 @@ class OneStepAhead:
     """Generates a step's batch in a thread, while the policy trains on the one before.
 
     Args:
-        source: Generates a batch. Its generator is of the thread alone, and has no `refill`: the policy trains.
+        source: Generates a batch. Its generator is of the thread alone: it has no `refill`, as the policy trains.
         config: The run's settings.
         look: Raises where the run is to end.
         refill: Brings engines back to service where none is left.
@@ -58,6 +59,8 @@ class OneStepAhead:
         """By step: the one that the loop has, and the one that is generated."""
         self.versions = Versions(config.asynchrony.max_staleness)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="next-batch")
+        self._closing = threading.Event()
+        source.generator.look = self._end_if_closing  # what the run is asked, its own thread finds out
 
     def next_groups(self, step: Step) -> list[Group]:
         """The step's batch; the next one's is begun."""
@@ -72,8 +75,9 @@ class OneStepAhead:
         taken = {name: value for name, value in batch.metrics.items() if name != "time/generate"}
         taken["asynchrony/generate_s"] = batch.metrics.get("time/generate", 0.0)
         step.record(taken | self.versions.measure(t for group in groups for t in group.trajectories))
-        if self.config.asynchrony.max_staleness and self._more(step.number):
-            self._begin(step.number + 1)
+        following = step.number + 1
+        if self.config.asynchrony.max_staleness and following not in self.batches and self._more(step.number):
+            self._begin(following)
         return groups
 
     def before_sync(self, step: Step) -> None:
@@ -91,7 +95,8 @@ class OneStepAhead:
         waiting = [batch for number, batch in sorted(self.batches.items()) if number > done]
         if not waiting:
             return self.stream.remaining
-        return self.stream.count * self.stream.epochs - int(waiting[0].place["position"])
+        place = waiting[0].place
+        return self.stream.count * self.stream.epochs - int(place["position"]) + len(place.get("returned", []))
 
     def keep(self, folder: Path, done: int) -> None:
         """Batches that are whole; one that is not is generated again."""
@@ -115,16 +120,21 @@ class OneStepAhead:
                 }
             )
             rows += own
-        about = {"batches": kept, "versions": self.versions.known, "stream": place}
-        kept_rollouts.write(folder, about, rows)
+        places = {id(prompt): i for i, prompt in enumerate(self.source.prompts)}
+        about = {
+            "batches": kept,
+            "versions": self.versions.known,
+            "stream": place,
+            "prompts": [*dict.fromkeys(places[id(t.prompt)] for t in rows)],
+        }
+        kept_rollouts.write(folder, self.config, about, rows)
 
     def restore(self, folder: Path) -> None:
         """Batches that the run had before it ended."""
-        if not kept_rollouts.there(folder):
+        if (kept := kept_rollouts.read(folder, self.config, self.stream, self.source.prompts)) is None:
             return
-        about, rows = kept_rollouts.read(folder, self.source.prompts)
+        about, rows = kept
         self.versions.known = about["versions"]
-        self.stream.restore(about["stream"])
         for batch in about["batches"]:
             step = _step(batch["step"])
             start, samples, greedy = batch["rows"]
@@ -136,8 +146,13 @@ class OneStepAhead:
             self.batches[step.number] = _Batch(step, batch["place"], groups)
 
     def close(self) -> None:
-        """Whoever ends the generator's loop ends what is generated."""
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        """What is generated is abandoned; its thread has ended when this returns."""
+        self._closing.set()
+        self._thread.shutdown(cancel_futures=True)
+
+    def _end_if_closing(self) -> None:
+        if self._closing.is_set():
+            raise CancelledError
 
     def _forget(self, number: int) -> None:
         for old in [old for old in self.batches if old < number]:
@@ -164,8 +179,8 @@ class OneStepAhead:
                 self.stream.restore(batch.place)
                 self._begin(number)
             except NotYet:
-                if batch.groups.done():
-                    raise
+                if batch.groups.done() and batch.groups.exception() is not None:
+                    raise  # it was the batch's own
                 self.look()
                 progress.update(_shown(batch.step))
 

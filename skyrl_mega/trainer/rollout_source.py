@@ -11,6 +11,7 @@ from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.trajectory import GREEDY, Group, Trajectory
+from skyrl_mega.trainer import kept_rollouts
 from skyrl_mega.trainer.dynamic_sampling import Selection
 from skyrl_mega.trainer.health.failures import all_failed
 from skyrl_mega.trainer.step import Step
@@ -62,7 +63,8 @@ class RolloutSource:
         """There is nothing that no step has learned from."""
 
     def restore(self, folder: Path) -> None:
-        """What was generated ahead is not taken in: the weights are others now."""
+        """What a run in another mode had generated ahead is generated again."""
+        kept_rollouts.read(folder, self.config, self.stream, self.prompts)
 
     def close(self) -> None:
         """Nothing is under way."""

@@ -22,7 +22,7 @@ class Rollouts(Protocol):
         """What a step learns from; `step` gets all trajectories that were drawn for it, and metrics."""
 
     def before_sync(self, step: Step) -> None:
-        """The step's weights are about to go to the engines."""
+        """The step's weights are about to go to the engines, or others to use them alone."""
 
     def synced(self, version: int) -> None:
         """The engines have these weights, apart from those that failed; also after a sync of no step."""
@@ -34,7 +34,7 @@ class Rollouts(Protocol):
         """Writes what no step up to `done` has learned from, and the place in the data, into a checkpoint."""
 
     def restore(self, folder: Path) -> None:
-        """Takes in what `keep` has written, if it has. The data is where a run that generates nothing ahead goes on."""
+        """Takes in what `keep` has written, if it has, also in another mode."""
 
     def close(self) -> None:
         """Nothing is generated any more."""

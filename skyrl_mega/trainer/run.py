@@ -182,6 +182,7 @@ class Run:
 
     def evaluate(self, step: Step) -> None:
         """Scores the evaluation prompts with the engines' weights."""
+        self.rollouts.before_sync(step)
         with step.phase("eval", total=self.evaluator.samples) as progress:
             scores = self.evaluator.evaluate(step.number, progress)
         step.record(scores)
@@ -235,10 +236,12 @@ class Run:
         stream = self.place or self.stream.state()
         state = {"step": self.step, "stream": stream, "first_evaluation": self.first_evaluation, **self.kl.state()}
         state["entropy"] = self.entropy.state()
+        parts: dict[str, Callable[[Path], object]] = {name: model.save for name, model in self.trained.items()}
+        if self.config.asynchrony.mode != "off":
+            parts[ROLLOUTS] = partial(self.rollouts.keep, done=self.step)
+            state["stream"] = self.stream.state()
+            state["ahead"] = self.rollouts.prompts_left(self.step) - self.stream.remaining
         with self.console.phase("checkpoint"):
-            parts: dict[str, Callable[[Path], object]] = {name: model.save for name, model in self.trained.items()}
-            if self.config.asynchrony.mode != "off":
-                parts[ROLLOUTS] = partial(self.rollouts.keep, done=self.step)
             self.checkpoints.save(self.step, state, parts)
 
     def save_before_leaving(self) -> None:

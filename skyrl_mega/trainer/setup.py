@@ -145,7 +145,7 @@ def rollouts_of(
         return source
     if config.asynchrony.mode == "one_step":  # a thread of its own has a generator of its own
         own = stack.enter_context(generator_of(config, generator.fleet, generator.chat))
-        own.look = look
+        own.recorder = generator
         return OneStepAhead(RolloutSource(config, source.prompts, source.stream, own), config, look, refill)
     assert isinstance(generator.loop, BackgroundLoop)
     service = RolloutService(generator, config.rollout.sampling, generator.loop)

@@ -40,6 +40,7 @@ class VirtualLoop:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.loop.now = 0.0  # also where somebody waited for ever
         while left := asyncio.all_tasks(self.loop):
             for task in left:
                 task.cancel()

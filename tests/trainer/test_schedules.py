@@ -93,21 +93,23 @@ class Schedule:
         rollouts = Asynchronous(
             self.config, prompts, stream, service, look=lambda: self._chance(loop, engines), refill=sync
         )
-        if self.saved:
+        if self.saved or (self.folder / "0").exists():
             rollouts.restore(self.folder / str(self.saved))
         sync()
         for number in range(self.saved + 1, (self.config.run.steps or 0) + 1):
             step = Step(number, Console())
             groups = rollouts.next_groups(step)
+            if self.saved == number - 1 and self.kills and self.random.random() < 0.2:
+                self.kills -= 1
+                rollouts.keep(folder_of(self.folder, self.saved), self.saved)  # asked to end soon: it saves, and goes
+                raise Killed
             self._observe(step, groups, version, loop.loop.time())
             loop.sleep(self.random.random() * 20)  # it trains
             self._chance(loop, engines)
             version = number
             sync()
             if self.random.random() < 0.5 or number == self.config.run.steps:
-                folder = self.folder / str(number)
-                folder.mkdir(exist_ok=True)
-                rollouts.keep(folder, number)
+                rollouts.keep(folder_of(self.folder, number), number)
                 self.saved = number
 
     def _observe(self, step: Step, groups: list[Any], version: int, now: float) -> None:
@@ -144,6 +146,11 @@ class Schedule:
         return (int(step) - 1) * data.prompts_per_step + int(place) // data.samples_per_prompt
 
 
+def folder_of(folder: Path, step: int) -> Path:
+    (folder / str(step)).mkdir(exist_ok=True)
+    return folder / str(step)
+
+
 def fault(folder: Path) -> Exception | None:
     """What goes wrong in the first schedule in which anything does."""
     for seed in range(300):
@@ -156,8 +163,11 @@ def fault(folder: Path) -> Exception | None:
     return None
 
 
-def test_no_schedule_loses_doubles_or_ages_anything(tmp_path: Path) -> None:
-    for seed in range(1000):
+@pytest.mark.parametrize(
+    "seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.slow)], ids=["some", "a thousand"]
+)
+def test_no_schedule_loses_doubles_or_ages_anything(tmp_path: Path, seeds: range) -> None:
+    for seed in seeds:
         own = tmp_path / str(seed)
         own.mkdir()
         Schedule(seed, own).play().check()
@@ -209,8 +219,8 @@ def test_requests_that_a_dead_engine_takes_along_are_found(tmp_path: Path, monke
 def test_a_group_that_a_checkpoint_forgets_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = asynchronous.kept_rollouts.write
 
-    def forgets(folder: Path, about: dict[str, Any], rows: Any) -> None:
-        write(folder, {**about, "under_way": about["under_way"][1:]}, rows)
+    def forgets(folder: Path, config: Config, about: dict[str, Any], rows: Any) -> None:
+        write(folder, config, {**about, "under_way": about["under_way"][1:]}, rows)
 
     monkeypatch.setattr(asynchronous.kept_rollouts, "write", forgets)
     assert "a group was skipped" in str(fault(tmp_path))
@@ -221,3 +231,62 @@ def test_staleness_counts_syncs_and_not_steps() -> None:
     for version in (0, 1, 4, 9):
         versions.add(version)
     assert [versions.behind(of) for of in (9, 4, 1)] == [0, 1, 2]
+
+
+def live(folder: Path, change: Any, prompts: int = PROMPTS) -> tuple[Asynchronous, VirtualLoop, PromptStream]:
+    """Rollouts of 4 prompts a step in virtual time, restored from the folder if there is anything."""
+    config = Config()
+    config.asynchrony.mode, config.asynchrony.max_staleness = "full", 1
+    config.data.prompts_per_step, config.data.samples_per_prompt = 4, 2
+    change(config)
+    random, loop = Random(0), VirtualLoop()
+    engines = Engines(2, random)
+    service = RolloutService(Players(engines, random), config.rollout.sampling, loop)
+    stream = PromptStream(prompts, batch=config.data.prompts_per_step)
+    every = [Prompt(i, [], "mine", {}) for i in range(prompts)]
+    rollouts = Asynchronous(config, every, stream, service, look=lambda: None, refill=lambda: None)
+    rollouts.restore(folder)
+    engines.revive(0)
+    rollouts.synced(0)
+    return rollouts, loop, stream
+
+
+def smaller(config: Config) -> None:
+    config.data.prompts_per_step = 1
+
+
+def fresher(config: Config) -> None:
+    config.asynchrony.max_staleness = 0
+
+
+def one_step(config: Config) -> None:
+    config.asynchrony.mode = "one_step"
+
+
+@pytest.mark.parametrize("change", [smaller, fresher, one_step])
+def test_other_settings_draw_the_prompts_again(tmp_path: Path, change: Any) -> None:
+    """A resumed run with fewer prompts a step, or less staleness, would else wait for ever for room."""
+    rollouts, loop, _ = live(tmp_path, lambda config: None)
+    with loop:
+        step = Step(1, Console())
+        learned = {group.prompt.uid for group in rollouts.next_groups(step)}
+        rollouts.keep(tmp_path, 1)
+    again, loop, stream = live(tmp_path, change)
+    with loop:
+        assert stream.remaining == PROMPTS - len(learned)
+        found = {group.prompt.uid for group in again.next_groups(Step(2, Console()))}
+        assert found and not found & learned
+
+
+def test_a_step_without_a_signal_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `max_rounds` times what it needs, and not when all of the data has been drawn."""
+
+    def sampled(config: Config) -> None:
+        config.algorithm.dynamic_sampling.enabled, config.algorithm.dynamic_sampling.max_rounds = True, 2
+
+    monkeypatch.setattr(asynchronous, "with_signal", lambda groups, algorithm: [])
+    rollouts, loop, stream = live(tmp_path, sampled, prompts=400)
+    with loop:
+        step = Step(1, Console())
+        assert rollouts.next_groups(step) == []
+        assert 8 <= step.metrics["rollout/groups_left_out"] <= 16 and stream.remaining >= 384
