@@ -54,11 +54,11 @@ def killed_and_resumed(folder: Path, *settings: str) -> None:
 @pytest.mark.timeout(900)
 def test_staleness_0_is_what_a_synchronous_run_does(tmp_path: Path) -> None:
     found = {}
-    for mode in ("off", "one_step", "full"):
+    for mode in ("off", "full"):  # one_step then calls what `off` does
         ahead = [f"run.name={mode}", f"asynchrony.mode={mode}", "asynchrony.max_staleness=0", "checkpoint.every=0"]
-        quickstart.finish(tmp_path, *STEPS, *ahead)
+        quickstart.finish(tmp_path, *STEPS, *ahead, "run.steps=3")
         found[mode] = rows(tmp_path / mode)
-    assert found["one_step"] == found["off"] and found["full"] == found["off"]
+    assert found["full"] == found["off"]
     assert found["off"][-1]["policy/grad_norm"] > 0
 
 
