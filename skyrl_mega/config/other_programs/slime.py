@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl_mega.config.other_programs import critic, precision
+from skyrl_mega.config.other_programs import critic, offload, precision
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
     CLIP_BOTH,
@@ -15,7 +15,6 @@ from skyrl_mega.config.other_programs.entry import (
     NO_MEMORY_HISTORY,
     NO_MTP,
     NO_MULTIMODAL,
-    NO_OFFLOAD,
     NO_PROFILER,
     NO_REWARD_MODEL,
     ONE_CAP,
@@ -25,8 +24,6 @@ from skyrl_mega.config.other_programs.entry import (
     REWARD,
     ROLLOUT_REPLAY,
     RUN_DECIDES,
-    STAYS,
-    TURNS,
     UNUSED,
     Table,
     none,
@@ -47,10 +44,10 @@ _RUN: Table = {
     "--num-gpus-per-node": to("cluster.gpus_per_node"),
     "--rollout-num-gpus": to("rollout.engines", note="engines; each has rollout.tensor GPUs"),
     "--rollout-num-gpus-per-engine": to("rollout.tensor"),
-    "--colocate": to("cluster.shared=true"),
-    "--offload": to("residency.keep=[]"),
-    "--offload-train": to("residency.keep", note=f"{STAYS}parameters, gradients, optimizer and critic"),
-    "--offload-rollout": to("residency.keep", note=f"{STAYS}engine_weights and kv_cache"),
+    "--colocate": to("cluster.shared=true", offload.KEEP_NOTHING),
+    "--offload": to(offload.KEEP_NOTHING),
+    "--offload-train": offload.ENGINES_STAY,
+    "--offload-rollout": offload.POLICY_STAYS,
     "--hf-checkpoint": to("model.path"),
     "--model-name": FROM_CONFIG,
     "--ref-load": to("reference.path", note="a Hugging Face directory; null takes model.path"),
@@ -116,8 +113,8 @@ _RUN: Table = {
     "--memory-snapshot-num-steps": NO_MEMORY_HISTORY,
     "--memory-recorder": NO_MEMORY_HISTORY,
     "--update-weight-*": none("the transfer plan chooses the way of every part (docs/weight-sync.md)"),
-    "--no-offload-train": TURNS,
-    "--no-offload-rollout": TURNS,
+    "--no-offload-train": offload.POLICY_STAYS,
+    "--no-offload-rollout": offload.ENGINES_STAY,
     "--freeze-params-name-list": none("all weights are trained, but policy.moe.freeze_router"),
     "--only-train-params-name-list": none("all weights are trained, but policy.moe.freeze_router"),
     "--rollout-external-engine-addrs": none("engines are the run's own; evaluate --endpoint asks one that runs"),
@@ -298,8 +295,8 @@ _MEGATRON: Table = {
     "--transformer-impl": to("policy.spec", values={"transformer_engine": to("policy.spec=te")}),
     "--moe-aux-loss-coeff": to("policy.moe.aux_loss"),
     "--moe-router-load-balancing-type": to("policy.moe.aux_loss", note="above 0 balances by an auxiliary loss"),
-    "--optimizer-cpu-offload": NO_OFFLOAD,
-    "--overlap-cpu-optimizer-d2h-h2d": NO_OFFLOAD,
+    "--optimizer-cpu-offload": offload.NO_OPTIMIZER_ON_CPU,
+    "--overlap-cpu-optimizer-d2h-h2d": offload.NO_OPTIMIZER_ON_CPU,
     "--attention-dropout": ALWAYS,
     "--hidden-dropout": ALWAYS,
     "--accumulate-allreduce-grads-in-fp32": ALWAYS,
@@ -327,9 +324,7 @@ _MEGATRON: Table = {
 }
 
 _SGLANG: Table = {
-    "--sglang-mem-fraction-static": to(
-        "rollout.memory_fraction", note="with cluster.shared what the policy leaves; --dry-run says what fits"
-    ),
+    "--sglang-mem-fraction-static": offload.FRACTION,
     "--sglang-server-concurrency": to("rollout.concurrency"),
     "--sglang-max-running-requests": to("rollout.concurrency"),
     "--sglang-context-length": to("rollout.max_length"),
