@@ -227,6 +227,16 @@ def test_the_whole_commands_of_the_page_are_accepted() -> None:
         check(compose(ROOT / file, settings), planned=True)
 
 
+def test_the_whole_commands_of_the_page_say_all_of_their_rows() -> None:
+    for part in page().split("\n## ")[1:4]:
+        (command,) = re.findall(r"^    (python -m skyrl_mega\.launch (?:.*\\\n)*.*)$", part, re.MULTILINE)
+        file, *settings = shlex.split(command.replace("\\\n", " "))[4:]
+        codes = re.findall(r"`'?([^`']+)", " ".join(re.findall(r"^\|.*\| (.+) \|$", part, re.MULTILINE)[2:]))
+        rows = [word for code in codes for word in code.split() if "=" in word and not code.startswith("python")]
+        assert len(rows) >= 20
+        assert compose(ROOT / file, [*settings, *rows]) == compose(ROOT / file, settings)
+
+
 def test_each_row_of_the_page_is_as_the_tables_have_it() -> None:
     rows = re.findall(r"^\| `([\w.]+)=.*` .*?\| (.+) \|$", page(), re.MULTILINE)
     assert len(rows) >= 80
