@@ -11,6 +11,7 @@ from typing import Any
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import CriticConfig, PolicyConfig
+from skyrl_mega.config.values import shown
 
 MODEL = "another model.path: config.json decides it"
 OPTIMIZER = "policy.optimizer"
@@ -126,12 +127,34 @@ def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
         UserError: The field, and the setting to use instead.
     """
     for key, given in options(policy, critic):
-        denied = DENIED[key]
-        if key == "policy.options" and policy.recompute != "none":
-            denied = denied | dict.fromkeys(_RECOMPUTE.split(), "policy.recompute=none to choose what is recomputed")
         for name in given:
-            if name in denied:
-                instead = denied[name]
+            if name in DENIED[key]:
+                instead = DENIED[key][name]
                 raise UserError(
                     f"{key}.{name}: the run decides it; " + (f"use {instead}" if instead else "leave it out")
                 )
+    _check_recompute(policy)
+
+
+def unplanned(policy: PolicyConfig) -> list[str]:
+    """What to say of options whose memory is worth a word and is not planned."""
+    kind = policy.options.get("recompute_granularity")
+    told = "the dry run plans policy.recompute=none, not what this saves and repeats"
+    return [f"policy.options.recompute_granularity = {shown(kind)}: {told}"] if kind else []
+
+
+def _check_recompute(policy: PolicyConfig) -> None:
+    """`policy.recompute` decides, or with `none` the options; and whole layers are `policy.recompute=full`."""
+    given = [name for name in _RECOMPUTE.split() if name in policy.options]
+    if given and policy.recompute != "none":
+        raise UserError(
+            f"policy.options.{given[0]}: policy.recompute={policy.recompute} decides it; give policy.recompute=none "
+            "beside it, which leaves the choice to policy.options, or leave it out"
+        )
+    method, layers = (policy.options.get(f"recompute_{name}") for name in ("method", "num_layers"))
+    each_layer = method in (None, "uniform") and layers in (None, 1)
+    if each_layer and policy.options.get("recompute_granularity") == "full":
+        raise UserError(
+            "policy.options.recompute_granularity = full: policy.recompute=none would be planned; give "
+            "policy.recompute=full and leave out the options recompute_*, or recompute_method=block for some layers"
+        )

@@ -277,7 +277,11 @@ WRONG = [
     ),
     (
         "policy.recompute=full policy.options.recompute_granularity=selective",
-        "policy.options.recompute_granularity: the run decides it; use policy.recompute=none to choose",
+        "policy.options.recompute_granularity: policy.recompute=full decides it; give policy.recompute=none beside it",
+    ),
+    (
+        "policy.options.recompute_granularity=full",
+        "policy.options.recompute_granularity = full: policy.recompute=none would be planned; give policy.recompute=",
     ),
     (
         "policy.ddp_options.overlap_grad_reduce=true",

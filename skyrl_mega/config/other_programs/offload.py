@@ -30,8 +30,7 @@ def offload(*leaving: str, note: str = "") -> Entry:
     said = f"the list has what stays; {KEEP_NOTHING} has all take turns" + (f"; {note}" if note else "")
     names = " and ".join(leaving)
     stay = to("residency.keep=null", note=f"all stay; beside another such switch, its list with {names}")
-    away = staying(*rest, note=said)
-    return Entry(away.here, away.note, {"true": away, "false": stay})
+    return Entry((f"residency.keep=[{','.join(rest)}]",), said, {"false": stay})
 
 
 ENGINES_SLEEP = offload(*ENGINE)

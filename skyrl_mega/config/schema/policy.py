@@ -124,8 +124,8 @@ class PolicyConfig:
     threads: int = between(1, 4096, 1)
     """CPU threads of one rank (CPU only)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """More fields of megatron-core's TransformerConfig, by their own names (`recompute_granularity: selective`); a
-    reference with a layout of its own has them too. Fields that another setting or the run decides are refused; memory
+    """More fields of megatron-core's TransformerConfig, by their own names (`moe_router_dtype: fp32`); a reference
+    with a layout of its own has them too. Fields that another setting or the run decides are refused; memory
     that the others save or take is not planned."""
     ddp_options: dict[str, Any] = field(default_factory=dict)
     """More fields of megatron-core's DistributedDataParallelConfig, by their own names (`bucket_size: 40000000`)."""
