@@ -76,6 +76,10 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.suggest and not args.suggest.isdigit():  # a setting that stands behind it
         args.overrides, args.suggest = [args.suggest, *args.overrides], ""
+    if args.suggest is not None and args.dry_run:
+        raise UserError(
+            "--suggest --dry-run: give one of them; --suggest prints the settings for a dry run of each layout"
+        )
     file = args.config
     if args.directory:
         file = Path(file).absolute()
