@@ -146,7 +146,7 @@ def check_values(config: Config) -> None:
     """Every single value against what its key allows."""
     for name, value in _values(config, ""):
         if not (key := keys()[name]).allows(value):
-            raise UserError(f"{name} = {shown(value)}: {key.rule.refusal(value)}")
+            raise UserError(f"{name} = {shown(value)}: {key.refusal(value)}")
 
 
 def _values(settings: Any, prefix: str) -> Iterator[tuple[str, Any]]:

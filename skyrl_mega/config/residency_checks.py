@@ -5,7 +5,7 @@ from __future__ import annotations
 from skyrl_mega.config.derived import has_critic
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.lists import check_once
-from skyrl_mega.config.residency import CRITIC, ENGINE, PARTS, kept
+from skyrl_mega.config.residency import CRITIC, ENGINE, kept
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.values import shown
 
@@ -30,11 +30,6 @@ BESIDE = {
 
 def check_residency(c: Config) -> None:
     """Raises UserError for a part that there is not or that is named twice, and for what cannot leave its device."""
-    unknown = [part for part in c.residency.keep or () if part not in PARTS]
-    if unknown:
-        raise UserError(
-            f"residency.keep = {unknown[0]}: no such part; allowed are {', '.join(PARTS)}, [] for none, null for all"
-        )
     check_once("residency.keep", c.residency.keep or ())
     if "critic" in (c.residency.keep or ()) and not has_critic(c):
         raise UserError(
