@@ -51,6 +51,15 @@ def parser() -> argparse.ArgumentParser:
         metavar="GPUS",
         help="search layouts for so many GPUs (default: those of the settings), print those that fit, and stop",
     )
+    p.add_argument(
+        "--simulate",
+        action="store_true",
+        help="modes of asynchrony and splits of the GPUs beside each other, in virtual time, and stop; needs no GPU",
+    )
+    p.add_argument("--tokens", metavar="MEAN,SIGMA", help="--simulate: that a trajectory writes, log-normal")
+    p.add_argument("--environment", metavar="MEAN,SIGMA", help="--simulate: seconds of its environment in a turn")
+    p.add_argument("--turns", type=int, metavar="N", help="--simulate: of a trajectory (default: 1)")
+    p.add_argument("--like", metavar="RUN", help="--simulate: trajectories as this run's folder has them")
     p.add_argument("--json", action="store_true", help="steps and summary, or the plan, as JSON on standard output")
     p.add_argument("overrides", nargs="*", metavar="group.key=value", help="settings over the file's: run.seed=1")
     return p
@@ -85,6 +94,13 @@ def _run(args: argparse.Namespace) -> int:
         file = Path(file).absolute()
         _enter(args.directory)
     config = compose(file, args.overrides)
+    if args.simulate:
+        from skyrl_mega.cli import simulate
+
+        return simulate.run(config, args)
+    for name in ("tokens", "environment", "turns", "like"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name}: it is for --simulate")
     if args.suggest is not None:
         return _suggest(config, args.suggest, as_json=args.json)
     if args.dry_run:

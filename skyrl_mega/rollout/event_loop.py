@@ -6,9 +6,12 @@ import asyncio
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent.futures import Future
+from contextlib import suppress
 from typing import Any, Protocol, Self, TypeVar
 
 Answer = TypeVar("Answer")
+END_S = 60.0
+"""For what is under way to end, once it is cancelled: environments are closed in it."""
 
 
 class Loop(Protocol):
@@ -80,7 +83,8 @@ class BackgroundLoop:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.start(_cancel_others()).result()
+        with suppress(TimeoutError):  # what does not end for that long ends with the process
+            self.start(_cancel_others()).result(END_S)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()

@@ -151,6 +151,11 @@ class Router:
             parts[engine][waiting.request.id] = waiting
             self.load[engine].add(waiting)
         self._send(parts)
+        if self.queue and self.serving.isdisjoint(self.load):  # another has found that the last one is dead
+            try:
+                self.fleet.check()
+            except ActorFailed as error:
+                self._nobody({}, error)
 
     def _takes(self, engine: int) -> bool:
         """Whether an engine is up to date."""

@@ -146,8 +146,13 @@ class RolloutService:
             await closed(agent, opening, playing)
 
     async def _group(self, agent: Agent, ticket: Ticket, prompt: Prompt, opened: Sequence[Opened]) -> None:
-        playing = [agent.play(one, name) for one, name in zip(opened, ticket.names, strict=True)]
-        trajectories: list[Trajectory] = await asyncio.gather(*playing)
+        playing = [asyncio.create_task(agent.play(o, name)) for o, name in zip(opened, ticket.names, strict=True)]
+        try:
+            trajectories: list[Trajectory] = await asyncio.gather(*playing)
+        finally:  # where one fails, the others end too, before their environments are closed
+            for task in playing:
+                task.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
         self._tell(Done(ticket, Group(prompt, trajectories)))
 
 

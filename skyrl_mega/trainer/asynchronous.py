@@ -149,8 +149,9 @@ class Asynchronous:
         steps, limit = self.versions.most + 1, self.config.run.steps
         ahead = steps if limit is None else min(steps, limit - self.steps)
         room = max(0, ahead * self.wanted - len(self.done) - len(self.service.under_way))
+        self.asked = max(self.asked, self.steps * self.wanted)  # a run that was synchronous before has asked for these
         first, self.again = self.again[:room], self.again[room:]
-        fresh = self.stream.take(min(room - len(first), self.stream.remaining))
+        fresh = self.stream.take(max(0, min(room - len(first), self.stream.remaining)))
         first += [(self.asked + i, index) for i, index in enumerate(fresh)]
         self.asked += len(fresh)
         tickets = [self._ticket(number, index, self.versions.newest) for number, index in first]
@@ -167,7 +168,7 @@ class Asynchronous:
         """What the step takes; None while it has to wait."""
         self._ask()
         chosen = sorted(self.done.values(), key=_age)[: self.wanted]
-        over = not self.service.under_way and not self.stream.remaining and not self.again
+        over = not self.service.under_way and self.stream.remaining <= 0 and not self.again
         if self._leaves_too_many(chosen) or (len(chosen) < self.wanted and not over and not self._given_up):
             return None
         for one in chosen:
@@ -186,13 +187,17 @@ class Asynchronous:
         self.look()
         if not self.service.served:
             self.refill()
-        for one in self.service.done(LOOK_EVERY_S):
+        self.collect(LOOK_EVERY_S)
+        progress.update(min(len(self.done), self.wanted))
+
+    def collect(self, wait_s: float) -> None:
+        """Takes in what is done; waits so long for the first where nothing is."""
+        for one in self.service.done(wait_s):
             algorithm = self.config.algorithm
             if not algorithm.dynamic_sampling.enabled or with_signal([one.group], algorithm):
                 self.done[one.ticket.number] = one
             else:
                 self.left_out.append(one.group)
-        progress.update(min(len(self.done), self.wanted))
 
     @property
     def _given_up(self) -> bool:

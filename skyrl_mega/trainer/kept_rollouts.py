@@ -5,8 +5,10 @@ They are of the settings that the run had. Under other ones their prompts are dr
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -57,11 +59,17 @@ def read(
     return about, trajectories
 
 
-def _settings(config: Config) -> dict[str, Any]:
-    """What decides how many groups there may be, and of what age."""
-    asynchrony, data = config.asynchrony, config.data
-    sizes = {"prompts_per_step": data.prompts_per_step, "samples_per_prompt": data.samples_per_prompt}
-    return {"mode": asynchrony.mode, "max_staleness": asynchrony.max_staleness, **sizes}
+def _settings(config: Config) -> str:
+    """A digest of what decides how many groups there may be, of what age, and what is in them."""
+    data, algorithm = config.data, config.algorithm
+    rollout = {k: v for k, v in asdict(config.rollout).items() if k not in ("engines", "concurrency")}
+    parts = [
+        asdict(config.asynchrony),
+        [data.prompts_per_step, data.samples_per_prompt],
+        [rollout, asdict(config.environment)],
+        [algorithm.advantage, algorithm.reward_weights, config.policy.moe.replay],
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
 
 
 def places(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:

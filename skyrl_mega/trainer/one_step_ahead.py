@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from concurrent.futures import TimeoutError as NotYet
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
@@ -125,7 +124,7 @@ class OneStepAhead:
             "batches": kept,
             "versions": self.versions.known,
             "stream": place,
-            "prompts": [*dict.fromkeys(places[id(t.prompt)] for t in rows)],
+            "prompts": [places[id(t.prompt)] for t in rows if t.sample == 0],
         }
         kept_rollouts.write(folder, self.config, about, rows)
 
@@ -172,17 +171,16 @@ class OneStepAhead:
         """A batch, once it is there."""
         while True:
             batch = self.batches[number]
+            if not wait([batch.groups], LOOK_EVERY_S).done:
+                self.look()
+                progress.update(_shown(batch.step))
+                continue
             try:
-                return batch.groups.result(timeout=LOOK_EVERY_S)
-            except NobodyServes:  # before TimeoutError: whatever a batch raises is done
+                return batch.groups.result()
+            except NobodyServes:
                 self.refill()
                 self.stream.restore(batch.place)
                 self._begin(number)
-            except NotYet:
-                if batch.groups.done() and batch.groups.exception() is not None:
-                    raise  # it was the batch's own
-                self.look()
-                progress.update(_shown(batch.step))
 
 
 def _step(number: int) -> Step:

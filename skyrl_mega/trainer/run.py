@@ -239,7 +239,7 @@ class Run:
         parts: dict[str, Callable[[Path], object]] = {name: model.save for name, model in self.trained.items()}
         if self.config.asynchrony.mode != "off":
             parts[ROLLOUTS] = partial(self.rollouts.keep, done=self.step)
-            state["stream"] = self.stream.state()
+            state["stream"], state["version"] = self.stream.state(), self.version
             state["ahead"] = self.rollouts.prompts_left(self.step) - self.stream.remaining
         with self.console.phase("checkpoint"):
             self.checkpoints.save(self.step, state, parts)
@@ -267,7 +267,7 @@ class Run:
         self.stream.restore(state["stream"])
         self.rollouts.restore(newest / ROLLOUTS)
         self.kl.restore(state)
-        self.step = self.version = state["step"]
+        self.step, self.version = state["step"], state.get("version", state["step"])
         self.first_evaluation = state["first_evaluation"]
         if "entropy" in state:  # checkpoints of earlier versions have none
             self.entropy.restore(state["entropy"])

@@ -1,4 +1,4 @@
-"""Engines, players and a loop in virtual time, around the real service, router and admission.
+"""Engines and players in virtual time, around the real service, router and admission.
 
 Everything random is drawn from one generator in the order of the events, and there is one thread: a seed is a schedule.
 """
@@ -6,14 +6,13 @@ Everything random is drawn from one generator in the order of the events, and th
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import dataclass, field
 from functools import partial
 from random import Random
 from types import SimpleNamespace
-from typing import Any, TypeVar
+from typing import Any
 
 import ray.exceptions
 
@@ -24,53 +23,6 @@ from skyrl_mega.engines.base import Completion, EngineDied, Request, Sampling
 from skyrl_mega.engines.presence import NotReady
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.trajectory import Status, Trajectory
-from tests.support.simulated_time import SimulatedTime
-
-T = TypeVar("T")
-
-
-class VirtualLoop:
-    """A `ServiceLoop` in which the other thread is the same one: time passes while it waits."""
-
-    def __init__(self) -> None:
-        self.loop = SimulatedTime()
-        self.event = asyncio.Event()
-
-    def __enter__(self) -> VirtualLoop:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.loop.now = 0.0  # also where somebody waited for ever
-        while left := asyncio.all_tasks(self.loop):
-            for task in left:
-                task.cancel()
-            self.loop.run_until_complete(asyncio.wait(left))
-        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
-        self.loop.close()
-
-    def run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self.loop.run_until_complete(work)
-
-    def start(self, work: Coroutine[Any, Any, Any]) -> object:
-        return self.loop.create_task(work)
-
-    def call(self, function: Callable[..., object], *args: object) -> None:
-        self.loop.call_soon(function, *args)
-
-    def wait(self, ready: Callable[[], bool], seconds: float) -> None:
-        self.run(self._wait(ready, seconds))
-
-    def changed(self) -> None:
-        self.event.set()
-
-    async def _wait(self, ready: Callable[[], bool], seconds: float) -> None:
-        self.event.clear()
-        if not ready():
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self.event.wait(), seconds)
-
-    def sleep(self, seconds: float) -> None:
-        self.run(asyncio.sleep(seconds))
 
 
 @dataclass

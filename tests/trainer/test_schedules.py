@@ -18,12 +18,14 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.service import RolloutService, ServiceRouter
+from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer import asynchronous
 from skyrl_mega.trainer.asynchronous import Asynchronous
 from skyrl_mega.trainer.rollouts_ahead import StaleTooFar, Versions
 from skyrl_mega.trainer.step import Step
-from tests.support.virtual_rollouts import Engines, Players, VirtualLoop
+from tests.support.simulated_time import LONGEST_S
+from tests.support.virtual_rollouts import Engines, Players
 
 PROMPTS = 60
 
@@ -67,7 +69,7 @@ class Schedule:
         """All steps, over as many lives as it takes."""
         while self.saved < (self.config.run.steps or 0):
             try:
-                with VirtualLoop() as loop:
+                with VirtualLoop(LONGEST_S) as loop:
                     self._live(loop)
             except Killed:
                 self.trained = [(step, names) for step, names in self.trained if step <= self.saved]
@@ -103,7 +105,7 @@ class Schedule:
                 self.kills -= 1
                 rollouts.keep(folder_of(self.folder, self.saved), self.saved)  # asked to end soon: it saves, and goes
                 raise Killed
-            self._observe(step, groups, version, loop.loop.time())
+            self._observe(step, groups, version, loop.now)
             loop.sleep(self.random.random() * 20)  # it trains
             self._chance(loop, engines)
             version = number
@@ -239,7 +241,7 @@ def live(folder: Path, change: Any, prompts: int = PROMPTS) -> tuple[Asynchronou
     config.asynchrony.mode, config.asynchrony.max_staleness = "full", 1
     config.data.prompts_per_step, config.data.samples_per_prompt = 4, 2
     change(config)
-    random, loop = Random(0), VirtualLoop()
+    random, loop = Random(0), VirtualLoop(LONGEST_S)
     engines = Engines(2, random)
     service = RolloutService(Players(engines, random), config.rollout.sampling, loop)
     stream = PromptStream(prompts, batch=config.data.prompts_per_step)
