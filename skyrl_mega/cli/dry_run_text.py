@@ -255,11 +255,12 @@ def _seconds(v: Values) -> str:
     some = {name: [name] * bool(t[name]) for name in ("critic", "residency")}
     phases = ("generate", "logprobs", *some["critic"], "train", "sync", *some["residency"], "step")
     rows: list[tuple[str, ...]] = [(*phases, "tokens/s/GPU", "MFU")]
+    ahead = f"; {t['ahead']:.1f} s of generating go on while the policy works" if t["ahead"] else ""
     speed = f"{t['tokens_per_second_per_gpu']:,.0f}", f"{t['mfu']:.1%}"
     rows.append((*(f"{t[key]:.1f}" for key in phases), *speed))
     return "\n".join(
         [
-            "seconds of an RL step: an estimate from cluster.rates, without the environment's own time",
+            f"seconds of an RL step: an estimate from cluster.rates, without the environment's own time{ahead}",
             *aligned(rows, left=0),
         ]
     )

@@ -60,11 +60,17 @@ def estimated(v: Mapping[str, Any]) -> dict[str, float]:
 def _speed(v: Mapping[str, Any]) -> dict[str, float]:
     seconds, batch, engines = v["seconds"], v["batch"], v["engines"]
     written = batch["sequences"] * batch["generated"]
-    return {
-        **{f"time/{phase}": seconds[phase] for phase in ("generate", "logprobs", "train", "sync", "residency", "step")},
+    phases = ("logprobs", "train", "sync", "residency", "step")
+    found = {
+        "time/generate": seconds["generate"] - seconds["ahead"],  # for which the policy waits
+        **{f"time/{phase}": seconds[phase] for phase in phases},
         "perf/mfu": seconds["mfu"],
         "perf/tokens_per_s": written / seconds["step"],
         "perf/tokens_per_s_per_rank": seconds["tokens_per_second_per_gpu"] * batch["generated"] / batch["mean"],
+    }
+    if seconds["ahead"]:  # engines work in all phases of a step, and no rate of theirs is measured
+        return found
+    return found | {
         "perf/generate_tokens_per_s": written / seconds["generate"],
         "perf/decode_tokens_per_s_per_engine": written / seconds["generate"] / engines["count"],
         "perf/tokens_per_engine_step": engines["usual"] * engines["tensor"] / len(engines["workers"]),

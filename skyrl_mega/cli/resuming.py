@@ -95,19 +95,19 @@ def nothing_left(config: Config) -> str | None:
     checkpoint = checkpoint_of(config)
     if checkpoint is None:
         return None
-    step, count, position = _place(checkpoint)
+    step, count, drawn = _place(checkpoint)
     if config.checkpoint.export and not (checkpoint.parents[1] / "model").exists():
         return None
     if config.run.steps is not None and step >= config.run.steps:
         return f"nothing to do: all {config.run.steps} steps are done ({checkpoint}); more run.steps train on"
-    left = count * config.run.epochs - position
+    left = count * config.run.epochs - drawn
     if left < config.data.prompts_per_step:
         return f"nothing to do: the prompts are used up after step {step} ({checkpoint}); more run.epochs train on"
     return None
 
 
 def _place(checkpoint: Path) -> tuple[int, int, int]:
-    """The step that a checkpoint was taken after, the prompts that there were, and how many had been drawn.
+    """The step that a checkpoint was taken after, the prompts that there were, and how many steps had learned from.
 
     Raises:
         UserError: Its state.json says something else.
@@ -122,7 +122,11 @@ def _place(checkpoint: Path) -> tuple[int, int, int]:
             f"{checkpoint / 'state.json'}: it lacks one of step, stream.count, stream.position (each {WHOLE.words}), "
             f"stream.seed and stream.shuffle; {fix}"
         )
-    return found[0], found[1], found[2]
+    returned = stream.get("returned", []) if isinstance(stream, dict) else []
+    ahead = state.get("ahead", 0)
+    if not WHOLE.allows(ahead) or not isinstance(returned, list):
+        raise UserError(f"{checkpoint / 'state.json'}: ahead is {WHOLE.words}, stream.returned a list; {fix}")
+    return found[0], found[1], found[2] - ahead - len(returned)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from skyrl_mega.cluster.supervisor import STOPPED
 from skyrl_mega.config.command import DONE, FAULT, Parser, guarded
-from skyrl_mega.config.derived import cut_sampling, idle_gpus
+from skyrl_mega.config.derived import cut_sampling, generates_ahead, idle_gpus
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.unread import unread_notes
@@ -51,6 +51,15 @@ def parser() -> argparse.ArgumentParser:
         metavar="GPUS",
         help="search layouts for so many GPUs (default: those of the settings), print those that fit, and stop",
     )
+    p.add_argument(
+        "--simulate",
+        action="store_true",
+        help="modes of asynchrony and splits of the GPUs beside each other, in virtual time, and stop; needs no GPU",
+    )
+    p.add_argument("--tokens", metavar="MEAN,SIGMA", help="--simulate: that a trajectory writes, log-normal")
+    p.add_argument("--environment", metavar="MEAN,SIGMA", help="--simulate: seconds of its environment in a turn")
+    p.add_argument("--turns", type=int, metavar="N", help="--simulate: of a trajectory (default: 1)")
+    p.add_argument("--like", metavar="RUN", help="--simulate: trajectories as this run's folder has them")
     p.add_argument("--json", action="store_true", help="steps and summary, or the plan, as JSON on standard output")
     p.add_argument("overrides", nargs="*", metavar="group.key=value", help="settings over the file's: run.seed=1")
     return p
@@ -76,11 +85,22 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.suggest and not args.suggest.isdigit():  # a setting that stands behind it
         args.overrides, args.suggest = [args.suggest, *args.overrides], ""
+    if args.suggest is not None and args.dry_run:
+        raise UserError(
+            "--suggest --dry-run: give one of them; --suggest prints the settings for a dry run of each layout"
+        )
     file = args.config
     if args.directory:
         file = Path(file).absolute()
         _enter(args.directory)
     config = compose(file, args.overrides)
+    if args.simulate:
+        from skyrl_mega.cli import simulate
+
+        return simulate.run(config, args)
+    for name in ("tokens", "environment", "turns", "like"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name}: it is for --simulate")
     if args.suggest is not None:
         return _suggest(config, args.suggest, as_json=args.json)
     if args.dry_run:
@@ -168,6 +188,11 @@ def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
     from skyrl_mega.cli import inputs, suggest_text
     from skyrl_mega.planner import search
 
+    if generates_ahead(config.asynchrony):
+        raise UserError(
+            f"asynchrony.mode = {config.asynchrony.mode}: --suggest counts the phases of a step one after the other; "
+            "give asynchrony.mode=off and asynchrony.max_staleness=1 with it, and compare layouts with --dry-run"
+        )
     hf, _ = inputs.planned_inputs(config)
     found = search.search(config, hf, int(gpus) if gpus else None)
     print(json.dumps(suggest_text.values(found)) if as_json else suggest_text.text(found))

@@ -47,6 +47,7 @@ def opened(file: str, overrides: Sequence[str], *, as_json: bool) -> Iterator[Ru
     """Policy and engines as a run's, with the weights of `model.path`, in a folder that is removed afterwards."""
     with tempfile.TemporaryDirectory(prefix="weights-check-") as place:
         mine = [f"run.directory={place}", "warmup.steps=0", "checkpoint.resume=false", "telemetry.trackers=[]"]
+        mine += ["asynchrony.mode=off", "asynchrony.max_staleness=0"]
         config = compose(file, [*overrides, *mine])
         check(config)
         inputs.check_inputs(config)

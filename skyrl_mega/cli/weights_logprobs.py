@@ -16,6 +16,7 @@ from skyrl_mega.config.derived import cut_sampling
 from skyrl_mega.trainer.batch import Batch, make_batch
 from skyrl_mega.trainer.health.mismatch import bound
 from skyrl_mega.trainer.health.seen import shown
+from skyrl_mega.trainer.rollout_source import RolloutSource
 
 if TYPE_CHECKING:
     from skyrl_mega.trainer.run import Run
@@ -106,7 +107,7 @@ def compare(
         pairs = pairs_of({name: values[counts].numpy() for name, values in found.items()})
         alarm = bound(run.config, "alarm", "mean")
         verdict, agree = verdict_of(pairs, alarm, cut_sampling(run.config))
-        decode = run.rollouts.generator.chat.text
+        decode = _source(run).generator.chat.text
         return Comparison(pairs, worst_of(batch, found, counts, worst, decode), verdict, agree)
 
 
@@ -188,13 +189,19 @@ def table(comparison: Comparison) -> str:
     return "\n".join([*lines, "", comparison.verdict])
 
 
+def _source(run: Run) -> RolloutSource:
+    """`opened` has no run that generates ahead."""
+    assert isinstance(run.rollouts, RolloutSource)
+    return run.rollouts
+
+
 def _played(run: Run, prompts: int, samples: int) -> Batch:
     config = run.config
-    chosen = run.rollouts.prompts[:prompts]
+    chosen = _source(run).prompts[:prompts]
     run.residency.enter("generate")
     with run.console.phase("generate"):
         seed = f"{config.run.seed}/logprobs"
-        groups = run.rollouts.generator.generate(chosen, samples, config.rollout.sampling, seed=seed)
+        groups = _source(run).generator.generate(chosen, samples, config.rollout.sampling, seed=seed)
     batch = make_batch(groups, config.algorithm, config.rollout)
     batch["mask"] = batch.own.float()  # also of answers that a run would leave out of the loss
     return batch

@@ -9,6 +9,7 @@ is asked meanwhile, and one that failed starts when all parts are awake again: i
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
@@ -68,6 +69,8 @@ class Fleet:
         self._starting: dict[int, Future[None]] = {}
         self._threads = ThreadPoolExecutor(len(group), thread_name_prefix="restart")
         self._last: ActorFailed | None = None
+        self._lock = threading.RLock()
+        """Those who generate and those who sync may find at the same time that one has failed."""
         self._ending: dict[int, Future[None]] = {}
         """Those of which the next one's start has not begun: their memory is given back."""
 
@@ -95,12 +98,13 @@ class Fleet:
                 return up
             self._begin()
             # Nobody may start any more once those for whom room was made have come.
-            wait(self._starting.values(), return_when="ALL_COMPLETED" if self.asleep else "FIRST_COMPLETED")
+            wait([*self._starting.values()], return_when="ALL_COMPLETED" if self.asleep else "FIRST_COMPLETED")
 
     def _take_in(self) -> None:
-        for rank, starting in list(self._starting.items()):
-            if starting.done():
-                self._arrive(rank, starting)
+        with self._lock:
+            for rank, starting in list(self._starting.items()):
+                if starting.done():
+                    self._arrive(rank, starting)
 
     def _arrive(self, rank: int, starting: Future[None]) -> None:
         error = starting.exception()
@@ -116,12 +120,13 @@ class Fleet:
             self.retire(rank, str(error))
 
     def serve(self, ranks: Collection[int]) -> None:
-        """These are up to date; others that were are not, from now on."""
-        for rank, state in enumerate(self.states):
-            if rank in ranks:
-                self.states[rank] = State.SERVING
-            elif state is State.SERVING:
-                self.states[rank] = State.STALE
+        """These are up to date, but for those that have failed since; others that were are not, from now on."""
+        with self._lock:
+            for rank, state in enumerate(self.states):
+                if rank in ranks and state is not State.STARTING:
+                    self.states[rank] = State.SERVING
+                elif state is State.SERVING:
+                    self.states[rank] = State.STALE
 
     def retire(self, rank: int, cause: str) -> None:
         """Takes an actor out of service, ends its processes and starts it again in the background.
@@ -129,6 +134,10 @@ class Fleet:
         Raises:
             ActorFailed: `restarts` have been used up.
         """
+        with self._lock:
+            self._retire(rank, cause)
+
+    def _retire(self, rank: int, cause: str) -> None:
         if self.states[rank] is State.STARTING:
             return
         name, cause = f"{self.group.name}-{rank}", with_cause(cause, self.group.logs[rank])
@@ -144,9 +153,10 @@ class Fleet:
 
     def _begin(self) -> None:
         """Those that have ended are started, in the background."""
-        for rank, ended in self._ending.items():
-            self._starting[rank] = self._threads.submit(self._start, rank, ended)
-        self._ending = {}
+        with self._lock:
+            for rank, ended in self._ending.items():
+                self._starting[rank] = self._threads.submit(self._start, rank, ended)
+            self._ending = {}
 
     def _start(self, rank: int, ended: Future[None]) -> None:
         ended.result()  # each is bounded by `start_timeout_s`

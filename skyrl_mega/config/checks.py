@@ -14,6 +14,7 @@ from urllib.parse import urlsplit
 
 from skyrl_mega.config import megatron_options
 from skyrl_mega.config.advantage_checks import check_advantage
+from skyrl_mega.config.asynchrony_checks import check_asynchrony
 from skyrl_mega.config.critic_checks import check_critic
 from skyrl_mega.config.derived import (
     compares_samples,
@@ -107,6 +108,7 @@ def check(config: Config, *, planned: bool = False) -> None:
     check_replay(config)
     check_speed(config)
     check_residency(config)
+    check_asynchrony(config)
     check_precision(config)
     check_profile(config)
     check_deterministic(config)
@@ -144,7 +146,7 @@ def check_values(config: Config) -> None:
     """Every single value against what its key allows."""
     for name, value in _values(config, ""):
         if not (key := keys()[name]).allows(value):
-            raise UserError(f"{name} = {shown(value)}: {key.rule.refusal(value)}")
+            raise UserError(f"{name} = {shown(value)}: {key.refusal(value)}")
 
 
 def _values(settings: Any, prefix: str) -> Iterator[tuple[str, Any]]:

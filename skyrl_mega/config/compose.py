@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from skyrl_mega.config import outside, secrets
 from skyrl_mega.config.errors import UserError, UserErrors
 from skyrl_mega.config.keys import keys, names_in, nearest
+from skyrl_mega.config.meant import MEANT
 from skyrl_mega.config.other_programs import lookup
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.values import shown
@@ -216,10 +217,14 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
             if not isinstance(entry, str | int | float) or isinstance(entry, bool):
                 raise UserError(f"{key} = {shown(value)}: {shown(entry)} is no text; allowed is {known[key].allowed}")
         value = [str(entry) for entry in value]  # a stop string of digits, a file that is named by a year
+    if key in known and known[key].rule.choices and isinstance(value, int | float):  # no text, and no list
+        raise UserError(f"{key} = {shown(value)}: {known[key].refusal(value)}")
     try:
         OmegaConf.update(config, key, value, merge=False, force_add=mapping is not None)
     except OmegaConfBaseException as error:
-        raise UserError(f"{key} = {shown(value)}: allowed is {known[mapping or key].allowed}") from error
+        of = known[mapping or key]
+        allowed = f"allowed is {of.allowed}" if of.group else of.refusal(value)
+        raise UserError(f"{key} = {shown(value)}: {allowed}") from error
 
 
 def _mapping(key: str) -> str | None:
@@ -236,6 +241,8 @@ def _unknown(key: str, value: Any) -> Iterator[str]:
 
 
 def _unheard(key: str, value: Any) -> str:
+    if key in MEANT:
+        return f"{key} = {shown(value)} is not known here; {MEANT[key]}"
     near = nearest(key)
     group = next((name for name in reversed(_prefixes(key)) if name in keys()), "")
     if group and not keys()[group].group:

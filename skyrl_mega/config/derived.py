@@ -4,7 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from skyrl_mega.config.schema import AlgorithmConfig, Config, LayoutConfig, PolicyConfig, RolloutConfig, SamplingConfig
+from skyrl_mega.config.schema import (
+    AlgorithmConfig,
+    AsynchronyConfig,
+    Config,
+    LayoutConfig,
+    PolicyConfig,
+    RolloutConfig,
+    SamplingConfig,
+)
 
 FILL = 2
 """An engine is given no more requests at once than would fill its KV cache so many times, were all of them as long as
@@ -130,6 +138,11 @@ COMPARES = frozenset(
 def compares_samples(algorithm: AlgorithmConfig) -> bool:
     """Whether advantages compare the samples of a prompt with one another; a user's own estimator need not."""
     return algorithm.advantage in COMPARES
+
+
+def generates_ahead(asynchrony: AsynchronyConfig) -> bool:
+    """Whether tokens may be of weights that are older than those that train on them."""
+    return asynchrony.mode != "off" and asynchrony.max_staleness > 0
 
 
 def draws_greedy(algorithm: AlgorithmConfig) -> bool:

@@ -14,6 +14,8 @@ from typing import Any, Union, get_args, get_origin, get_type_hints
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.values import Rule
 
+COMMON = ("enabled", "enable", "name", "type", "mode")
+"""Last words of settings that any group may have."""
 TYPES = (int, float, bool, str, list, dict)
 
 
@@ -28,7 +30,7 @@ class Key:
     nullable: bool
     default: Any
     metadata: dict[str, Any]
-    """`allowed`, `low`, `high`, `empty` as the schema gives them."""
+    """`allowed`, `low`, `high`, `empty`, `examples` (what is typed → what it means) as the schema gives them."""
     doc: str
 
     @property
@@ -57,6 +59,15 @@ class Key:
         words = "a group of " + ", ".join(field.name for field in fields(self.type))
         return words + (" or null" if self.nullable else "")
 
+    def refusal(self, value: Any) -> str:
+        """What to say of a value that is not allowed."""
+        return self.rule.refusal(value) + self._examples
+
+    @property
+    def _examples(self) -> str:
+        of = self.metadata.get("examples", {})
+        return ": " + ", ".join(f"{text} {meaning}" for text, meaning in of.items()) if of else ""
+
     def allows(self, value: Any) -> bool:
         """Whether `value` is of the key's type and within its range; what follows from others aside."""
         return self.rule.allows(value)
@@ -69,10 +80,18 @@ def keys() -> dict[str, Key]:
 
 
 def nearest(name: str) -> str | None:
-    """The key that `name` most likely means: the same word in another group, or a similar spelling."""
+    """The key that `name` most likely means: the same word in another group, or a similar spelling.
+
+    A word that says nothing of what it is of (`COMMON`) means that of its own group, or nothing.
+    """
     every = list(keys())
     last = name.rpartition(".")[2]
     same = [key for key in every if key.rpartition(".")[2] == last]
+    if last in COMMON:
+        group = name.partition(".")[0] + "."
+        same = [key for key in same if key.startswith(group)]
+        if not same and group in (f"{key}." for key in every):
+            return None
     near = get_close_matches(name, same or every, n=1, cutoff=0.3 if same else 0.6)
     return near[0] if near else None
 

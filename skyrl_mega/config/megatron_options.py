@@ -11,8 +11,12 @@ from typing import Any
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import CriticConfig, PolicyConfig
+from skyrl_mega.config.values import shown
 
 MODEL = "another model.path: config.json decides it"
+KEPT = "policy.precision, with which parameters stay in model.dtype (docs/precision.md)"
+ON_GPU = "residency.keep without optimizer: it steps on its GPUs, and is in host memory else (docs/residency.md)"
+FLOAT32 = "float32, which moments, masters and their gradients always are (docs/speed.md)"
 OPTIMIZER = "policy.optimizer"
 CRITIC = "critic.optimizer"
 
@@ -33,6 +37,7 @@ _TRANSFORMER: dict[str | None, str] = {
     "model.dtype": "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype",
     "policy.precision": "fp8 fp8_recipe fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16 "
     "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
+    KEPT: "fp8_param",
     MODEL: "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
     "layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm qk_l2_norm gated_linear_unit activation_func "
     "activation_func_clamp_value glu_linear_offset add_bias_linear add_qkv_bias attention_output_gate softmax_scale "
@@ -55,17 +60,18 @@ _TRANSFORMER: dict[str | None, str] = {
     "tp_comm_overlap enable_cuda_graph external_cuda_graph cuda_graph_impl "
     "fp32_residual_connection attention_backend moe_router_bias_update_rate barrier_with_L1_time "
     # Recipes are those that a CPU computes too; parameters in FP8 are not synced or saved; padding is not routed.
-    "fp8_param fp8_quantizer_factory fp8_margin fp8_interval fp8_wgrad fp8_dot_product_attention "
+    "fp8_quantizer_factory fp8_margin fp8_interval fp8_wgrad fp8_dot_product_attention "
     "fp8_multi_head_attention tp_only_amax_red fp4 fp4_param fp4_recipe fp4_quantizer_factory "
     "moe_router_padding_for_fp8 moe_router_padding_for_quantization "
     "flash_decode use_inference_optimized_layers test_mode hetereogenous_dist_checkpoint",
 }
 _RECOMPUTE = "recompute_granularity recompute_method recompute_num_layers recompute_modules"
 _DDP: dict[str | None, str] = {
+    KEPT: "fp8_param_gather",
     "policy.overlap": "overlap_grad_reduce overlap_param_gather align_param_gather",
     None: "use_distributed_optimizer num_distributed_optimizer_instances average_in_collective "
     "gradient_reduce_div_fusion use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy "
-    "outer_dp_sharding_strategy fp8_param_gather reuse_grad_buf_for_mxfp8_param_ag preserve_fp32_weights "
+    "outer_dp_sharding_strategy reuse_grad_buf_for_mxfp8_param_ag preserve_fp32_weights "
     "keep_fp8_transpose_cache fsdp_double_buffer "
     "fsdp_manual_registration suggested_communication_unit_size delay_wgrad_compute",
 }
@@ -73,12 +79,9 @@ _DDP: dict[str | None, str] = {
 # are never scaled.
 _OPTIMIZER_DECIDED = (
     "optimizer fp8_recipe reuse_grad_buf_for_mxfp8_param_ag use_distributed_optimizer "
-    "use_precision_aware_optimizer store_param_remainders main_grads_dtype "
-    "main_params_dtype exp_avg_dtype exp_avg_sq_dtype optimizer_cpu_offload optimizer_offload_fraction "
-    "use_torch_optimizer_for_cpu_offload overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params loss_scale "
-    "initial_loss_scale min_loss_scale loss_scale_window hysteresis sgd_momentum muon_momentum muon_split_qkv "
-    "muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps muon_tp_mode muon_extra_scale_factor "
-    "timers log_num_zeros_in_grad barrier_with_L1_time"
+    "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis sgd_momentum muon_momentum "
+    "muon_split_qkv muon_use_nesterov muon_scale_mode muon_fp32_matmul_prec muon_num_ns_steps muon_tp_mode "
+    "muon_extra_scale_factor timers log_num_zeros_in_grad barrier_with_L1_time"
 )
 
 
@@ -94,6 +97,10 @@ def _optimizer(group: str) -> dict[str | None, str]:
         f"{group}.clip_grad": "clip_grad",
         "policy.overlap": "overlap_param_gather overlap_param_gather_with_optimizer_step",
         "model.dtype": "params_dtype bf16 fp16",
+        FLOAT32: "use_precision_aware_optimizer store_param_remainders main_grads_dtype main_params_dtype "
+        "exp_avg_dtype exp_avg_sq_dtype",
+        ON_GPU: "optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload "
+        "overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params",
         None: _OPTIMIZER_DECIDED,
     }
 
@@ -126,12 +133,34 @@ def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
         UserError: The field, and the setting to use instead.
     """
     for key, given in options(policy, critic):
-        denied = DENIED[key]
-        if key == "policy.options" and policy.recompute != "none":
-            denied = denied | dict.fromkeys(_RECOMPUTE.split(), "policy.recompute=none to choose what is recomputed")
         for name in given:
-            if name in denied:
-                instead = denied[name]
+            if name in DENIED[key]:
+                instead = DENIED[key][name]
                 raise UserError(
                     f"{key}.{name}: the run decides it; " + (f"use {instead}" if instead else "leave it out")
                 )
+    _check_recompute(policy)
+
+
+def unplanned(policy: PolicyConfig) -> list[str]:
+    """What to say of options whose memory is worth a word and is not planned."""
+    kind = policy.options.get("recompute_granularity")
+    told = "the dry run plans policy.recompute=none, not what this saves and repeats"
+    return [f"policy.options.recompute_granularity = {shown(kind)}: {told}"] if kind else []
+
+
+def _check_recompute(policy: PolicyConfig) -> None:
+    """`policy.recompute` decides, or with `none` the options; and whole layers are `policy.recompute=full`."""
+    given = [name for name in _RECOMPUTE.split() if name in policy.options]
+    if given and policy.recompute != "none":
+        raise UserError(
+            f"policy.options.{given[0]}: policy.recompute={policy.recompute} decides it; give policy.recompute=none "
+            "beside it, which leaves the choice to policy.options, or leave it out"
+        )
+    method, layers = (policy.options.get(f"recompute_{name}") for name in ("method", "num_layers"))
+    each_layer = method in (None, "uniform") and layers in (None, 1)
+    if each_layer and policy.options.get("recompute_granularity") == "full":
+        raise UserError(
+            "policy.options.recompute_granularity = full: policy.recompute=none would be planned; give "
+            "policy.recompute=full and leave out the options recompute_*, or recompute_method=block for some layers"
+        )

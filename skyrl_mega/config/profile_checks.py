@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from skyrl_mega.config.derived import policy_ranks
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.schema import Config
+from skyrl_mega.config.lists import check_once
+from skyrl_mega.config.schema import Config, ProfileConfig
 
 
 def check_profile(c: Config) -> None:
-    """Raises UserError for a step or a rank that there is not, or that is named twice."""
+    """Raises UserError for a step or a rank that there is not or that is named twice, and for ranks without a step."""
     profile, ranks = c.telemetry.profile, policy_ranks(c)
     for name, given in (("steps", profile.steps), ("ranks", profile.ranks)):
-        twice = [number for number in given if given.count(number) > 1]
-        if twice:
-            raise UserError(f"telemetry.profile.{name} = {given}: {twice[0]} is there twice; give it once")
+        check_once(f"telemetry.profile.{name}", given)
+    if not profile.steps and profile.ranks != (usual := ProfileConfig().ranks):
+        raise UserError(
+            f"telemetry.profile.ranks = {profile.ranks}: no step is recorded; give telemetry.profile.steps, or "
+            f"telemetry.profile.ranks={usual}"
+        )
     beyond = [rank for rank in profile.ranks if rank >= ranks]
     if profile.steps and beyond:
         raise UserError(

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from skyrl_mega.config.derived import has_critic
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.residency import CRITIC, ENGINE, PARTS, kept
+from skyrl_mega.config.lists import check_once
+from skyrl_mega.config.residency import CRITIC, ENGINE, kept
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.values import shown
 
 SLEEP_ARGUMENTS = {
     "enable_sleep_mode": "residency.keep, without the parts that sleep",
@@ -27,11 +29,12 @@ BESIDE = {
 
 
 def check_residency(c: Config) -> None:
-    """Raises UserError for a part that there is not, and for what cannot leave its device."""
-    unknown = [part for part in c.residency.keep or () if part not in PARTS]
-    if unknown:
+    """Raises UserError for a part that there is not or that is named twice, and for what cannot leave its device."""
+    check_once("residency.keep", c.residency.keep or ())
+    if "critic" in (c.residency.keep or ()) and not has_critic(c):
         raise UserError(
-            f"residency.keep = {unknown[0]}: no such part; allowed are {', '.join(PARTS)}, [] for none, null for all"
+            f"residency.keep = {shown(c.residency.keep)}: algorithm.advantage={c.algorithm.advantage} has no critic; "
+            "leave critic out, or give algorithm.advantage=gae"
         )
     dropped = [part for part in ENGINE if part not in kept(c.residency.keep)]
     for name, why in BESIDE.items() if dropped else ():

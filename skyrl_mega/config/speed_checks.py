@@ -1,9 +1,10 @@
-"""What is refused of the policy's settings of speed: `fusions`, `recompute`, `moe.dispatcher`."""
+"""What is refused of the policy's settings of speed: `fusions`, `recompute`, `moe.dispatcher`, `head`."""
 
 from __future__ import annotations
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.schema import Config
+from skyrl_mega.config.lists import check_once
+from skyrl_mega.config.schema import Config, PolicyConfig
 from skyrl_mega.config.values import shown
 
 
@@ -16,6 +17,16 @@ def check_speed(c: Config) -> None:
     _fusions(c)
     _recompute(c)
     _dispatcher(c)
+    _head(c)
+
+
+def _head(c: Config) -> None:
+    usual = PolicyConfig().logit_chunk
+    if c.policy.head == "fused" and c.policy.logit_chunk != usual:
+        raise UserError(
+            f"policy.logit_chunk = {c.policy.logit_chunk}: policy.head=fused has no logits in memory, and so no chunks "
+            f"of them; give policy.head=chunked, or policy.logit_chunk={usual}"
+        )
 
 
 def _recompute(c: Config) -> None:
@@ -31,6 +42,7 @@ def _fusions(c: Config) -> None:
     fusions, moe = c.policy.fusions, c.policy.moe
     if not fusions:
         return
+    check_once("policy.fusions", fusions)
     if without := _no_transformer_engine(c):
         raise UserError(
             f"policy.fusions = {shown(fusions)}: they are kernels of Transformer Engine's layers, and {without}; leave "

@@ -12,6 +12,7 @@ from functools import reduce
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
+from skyrl_mega.config.megatron_options import unplanned
 from skyrl_mega.config.schema import AlgorithmConfig, Config
 from skyrl_mega.config.values import shown
 
@@ -44,8 +45,8 @@ def check_unread(c: Config) -> None:
 
 
 def unread_notes(c: Config) -> list[str]:
-    """What to say of settings that nothing reads and a recipe may have."""
-    return [] if _own(c.algorithm) else [*_changed(c, _told(c.algorithm))]
+    """What to say of settings that nothing reads and a recipe may have, or that the planner does not read."""
+    return [*([] if _own(c.algorithm) else _changed(c, _told(c.algorithm))), *unplanned(c.policy)]
 
 
 def _own(a: AlgorithmConfig) -> bool:

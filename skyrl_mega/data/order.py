@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -32,12 +33,14 @@ class PromptStream:
         self.count, self.batch, self.seed, self.shuffle, self.epochs = count, batch, seed, shuffle, epochs
         self.position = 0
         """Prompts drawn so far."""
+        self.returned: list[int] = []
+        """Of these, what was put back, and comes first."""
         self._order: tuple[int, np.ndarray] | None = None
 
     @property
     def remaining(self) -> int:
         """Prompts that can still be drawn."""
-        return self.count * self.epochs - self.position
+        return self.count * self.epochs - self.position + len(self.returned)
 
     @property
     def steps(self) -> int:
@@ -54,7 +57,7 @@ class PromptStream:
         count = self.batch if count is None else count
         if count > self.remaining:
             return []
-        drawn: list[int] = []
+        drawn, self.returned = self.returned[:count], self.returned[count:]
         while len(drawn) < count:
             epoch, start = divmod(self.position, self.count)
             part = self._order_of(epoch)[start : start + count - len(drawn)]
@@ -62,9 +65,14 @@ class PromptStream:
             self.position += len(part)
         return drawn
 
+    def put_back(self, indices: Sequence[int]) -> None:
+        """These were drawn, and nothing became of them: they come before all others."""
+        self.returned = [*indices, *self.returned]
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: JSON values."""
-        return {"position": self.position, "count": self.count, "seed": self.seed, "shuffle": self.shuffle}
+        state = {"position": self.position, "count": self.count, "seed": self.seed, "shuffle": self.shuffle}
+        return state | ({"returned": list(self.returned)} if self.returned else {})
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken; batch size and epochs may have changed since.
@@ -78,7 +86,7 @@ class PromptStream:
                     f"{setting}={getattr(self, name)}: the checkpoint was taken with {state[name]}, so its place in "
                     "the data is lost; set it back, or start another run with run.name"
                 )
-        self.position = state["position"]
+        self.position, self.returned = state["position"], [*state.get("returned", [])]
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if self._order is None or self._order[0] != epoch:

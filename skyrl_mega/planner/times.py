@@ -1,18 +1,19 @@
 """Seconds of one RL step, estimated from stated rates (`cluster.rates`, `cluster.topology`).
 
 Matrix products go at a share of the peak, what must be read at a share of the memory's rate, messages at the full rate
-of their link, and nothing overlaps; sequences have `length_share` of their limits. The environment's own time is not
-known. Good for comparing layouts, not for promising a throughput.
+of their link, and nothing overlaps but what `asynchrony` has side by side; sequences have `length_share` of their
+limits. The environment's own time is not known. Good for comparing layouts, not for promising a throughput.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import prod
 
 from skyrl_mega.algorithms.old_logprobs import pass_needed
-from skyrl_mega.config.derived import FILL, eager, engine_ranks
+from skyrl_mega.config.derived import FILL, eager, engine_ranks, generates_ahead
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
@@ -51,11 +52,13 @@ class StepTime:
     sync: float
     residency: float
     """Of moving between a GPU and host memory what takes turns there (`planner.moves`)."""
+    ahead: float = 0.0
+    """Of generating, what goes on while the policy works (`asynchrony`)."""
 
     @property
     def step(self) -> float:
-        """All phases, one after the other."""
-        return sum(asdict(self).values())
+        """All phases, one after the other but for what is ahead."""
+        return sum(asdict(self).values()) - 2 * self.ahead
 
 
 @lru_cache(maxsize=16)
@@ -74,13 +77,15 @@ def step_time(config: Config, d: Decoder, parallel: ParallelDims, sync: float | 
     """One RL step. `sync`: seconds of the planned sync; None takes one copy of the model into a node."""
     made = batch(config, parallel)
     train, forward = policy_times(config, d, parallel, made)
+    generate, critic = generate_time(config, d, made), critic_time(config, d)
     return StepTime(
-        generate=generate_time(config, d, made),
+        generate=generate,
         logprobs=forward,
-        critic=critic_time(config, d),
+        critic=critic,
         train=train,
         sync=_one_copy(config, d) if sync is None else sync,
         residency=residency_time(config, d, parallel),
+        ahead=min(generate, forward + critic + train) if generates_ahead(config.asynchrony) else 0.0,
     )
 
 
@@ -116,25 +121,37 @@ def generate_time(config: Config, d: Decoder, made: Batch) -> float:
 def _round_time(config: Config, d: Decoder, made: Batch, sequences: int) -> float:
     """Until the last response has ended: one full batch after the other, in which all others wait for a place in the
     cache, then a tail of the longest ones."""
+    each = -(-sequences // config.rollout.engines)
+    full = min(at_once(config, engine_memory(config, d).tokens, made), each)
+    prompt = max(0.0, made.mean - made.generated)
+    prefill = each * prompt * prefill_time(config, d, prompt)
+    longest = made.generated / config.cluster.rates.length_share
+    decode = decoding(config, d, made.mean)
+    return prefill + each * made.generated / full * decode(full) + (longest - made.generated) * decode(full / TAIL)
+
+
+def prefill_time(config: Config, d: Decoder, tokens: float) -> float:
+    """Seconds in which an engine reads one token of a text of so many."""
+    rates, work = config.cluster.rates, flops(d)
+    speed = engine_ranks(config.rollout) * rates.tflops * 1e12 * rates.tflops_share
+    return (work.matrices + work.attention * tokens / 2) / speed
+
+
+def decoding(config: Config, d: Decoder, mean: float) -> Callable[[float], float]:
+    """Seconds of one token of each of so many sequences that an engine runs, each `mean` tokens long."""
     rollout, rates = config.rollout, config.cluster.rates
     layer_us = max(EAGER_LAYER_US, rates.layer_us) if eager(rollout, config.cluster.device) else rates.layer_us
     workers = engine_ranks(rollout)
-    each = -(-sequences // rollout.engines)
-    full = min(at_once(config, engine_memory(config, d).tokens, made), each)
     work, speed = flops(d), rates.tflops * 1e12 * rates.tflops_share
     bandwidth = rates.memory_gb_s * 1e9 * rates.memory_share
     reading = reads(config, d)
 
     def decode(running: float) -> float:
-        """One token of each of so many sequences."""
-        read = reading.weights(running) + running / (workers / rollout.tensor) * made.mean * reading.per_token
-        compute = running * (work.matrices + work.attention * made.mean) / workers / speed
+        read = reading.weights(running) + running / (workers / rollout.tensor) * mean * reading.per_token
+        compute = running * (work.matrices + work.attention * mean) / workers / speed
         return max(read / bandwidth, compute) + d.layers * layer_us * 1e-6
 
-    prompt = max(0.0, made.mean - made.generated)
-    prefill = each * prompt * (work.matrices + work.attention * prompt / 2) / workers / speed
-    longest = made.generated / rates.length_share
-    return prefill + each * made.generated / full * decode(full) + (longest - made.generated) * decode(full / TAIL)
+    return decode
 
 
 def at_once(config: Config, tokens: int, made: Batch) -> int:

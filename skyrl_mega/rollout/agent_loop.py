@@ -136,8 +136,6 @@ class Agent:
     """Whether all turns and observations are inside one message of the assistant: `rollout.conversation`."""
     reward_weights: Mapping[str, float] = MappingProxyType({})
     """`algorithm.reward_weights`."""
-    spans: list[Span] | None = None
-    """Where calls of environments are recorded."""
 
     def __init__(
         self, router: Router, chat: Renderer, environments: EnvironmentConfig, limits: Limits, threads: EnvPool
@@ -145,6 +143,8 @@ class Agent:
         self.router, self.chat, self.limits = router, chat, limits
         self.one_message = chat.one_message
         self.environments, self.threads = environments, threads
+        self.spans: Callable[[], list[Span] | None] = lambda: None
+        """Where calls of environments are recorded at present."""
 
     async def open(self, prompt: Prompt, sample: int) -> Opened:
         """Makes the environment and the first tokens; a fault of the environment is kept as the trajectory's end."""
@@ -367,10 +367,10 @@ class Agent:
         finally:
             t.seconds["env"] += call.seconds()
             t.steps[-1].env_s += call.seconds()
-            if self.spans is not None and call.start is not None:
+            if (spans := self.spans()) is not None and call.start is not None:
                 about = {"environment": t.prompt.env_class, "prompt": t.prompt.uid, "sample": t.sample}
                 start = day(call.start)
-                self.spans.append(Span(f"{what} {t.prompt.env_class}", start, start + call.seconds(), about))
+                spans.append(Span(f"{what} {t.prompt.env_class}", start, start + call.seconds(), about))
 
     def _fault(self, t: Trajectory, status: Status, text: str, error: BaseException | None = None) -> EnvironmentFault:
         """What is kept of a fault, with the place in the environment's own file that it came from."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NobodyServes
@@ -14,7 +14,7 @@ from skyrl_mega.engines.base import Sampling
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent_loop import Agent, Limits, Opened
 from skyrl_mega.rollout.env_pool import EnvPool
-from skyrl_mega.rollout.event_loop import EventLoop
+from skyrl_mega.rollout.event_loop import EventLoop, Loop
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Progress, Router
 from skyrl_mega.rollout.trajectory import Group, Trajectory
@@ -29,6 +29,8 @@ LOOK_EVERY_S = 0.5
 class Generator:
     """Plays prompts on a group of engines, phase after phase in one event loop, which ends with the `with` block.
 
+    With a loop in the background others may use the engines beside a phase (`rollout.service`).
+
     Args:
         fleet: The engines; those that serve are asked.
         chat: The model's tokenizer and template.
@@ -38,6 +40,7 @@ class Generator:
         look: Asked twice a second while a phase is played; what it raises abandons the phase.
         reward_weights: `algorithm.reward_weights`.
         waves: All trajectories wait for one another, turn by turn (`rollout.waves`).
+        loop: Where the phases run.
     """
 
     def __init__(
@@ -51,6 +54,7 @@ class Generator:
         *,
         reward_weights: Mapping[str, float] | None = None,
         waves: bool = False,
+        loop: Loop | None = None,
     ) -> None:
         self.fleet, self.chat, self.rollout, self.environments = fleet, chat, rollout, environments
         self.refill, self.look = refill, look
@@ -59,13 +63,15 @@ class Generator:
         self.threads = EnvPool(environments.workers)
         self.spans: list[Span] | None = None
         """Where calls of environments are recorded."""
-        self._loop = EventLoop()
+        self.recorder = self
+        """Whose spans record its calls."""
+        self.loop = loop or EventLoop()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._loop.__exit__(*error)
+        self.loop.__exit__(*error)
 
     def generate(
         self,
@@ -95,23 +101,28 @@ class Generator:
             try:
                 # Cached prefixes of an earlier phase would change the shapes of the computation, and so the last bits.
                 self.fleet.ask("forget", timeout=self.rollout.request_timeout_s)
-                played = self._loop.run(self._generate(prompts, samples, sampling, seed, progress))
+                played = self.loop.run(self._generate(prompts, samples, sampling, seed, progress))
                 return [Group(p, played[i * samples : (i + 1) * samples]) for i, p in enumerate(prompts)]
             except NobodyServes:
                 if self.refill is None:
                     raise
                 self.refill()
 
-    def agent(self, sampling: SamplingConfig) -> Agent:
-        """An agent on these engines, for one phase. All of them are played in the same event loop."""
+    def agent(self, sampling: SamplingConfig, router: type[Router] | None = None) -> Agent:
+        """An agent on these engines, for one phase. All of them are played in the same event loop.
+
+        Args:
+            sampling: How tokens are drawn.
+            router: Another kind than a phase's.
+        """
         drawn = Sampling(
             sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop), self.chat.stop_tokens
         )
-        router = self.router(self.fleet, drawn, self.rollout.concurrency, self.rollout.request_timeout_s)
+        made = (router or self.router)(self.fleet, drawn, self.rollout.concurrency, self.rollout.request_timeout_s)
         limits = replace(Limits.of(self.rollout), turn=sampling.max_tokens)
-        agent = Agent(router, self.chat, self.environments, limits, self.threads)
+        agent = Agent(made, self.chat, self.environments, limits, self.threads)
         agent.reward_weights = self.reward_weights
-        agent.spans = self.spans
+        agent.spans = lambda: self.recorder.spans
         return agent
 
     async def _generate(
@@ -151,7 +162,8 @@ class Generator:
             # Raised in every task that waited: their frames would fill pages.
             raise error.with_traceback(None) from error.__cause__
         finally:
-            await _closed(agent, opening, playing)
+            await closed(agent, opening, playing)
+            agent.router.close()
 
     async def _looking(self, phase: asyncio.Future[list[Answer]]) -> list[Answer]:
         """Its result, unless `look` raises before; what becomes of it then is nobody's concern."""
@@ -162,7 +174,7 @@ class Generator:
         return phase.result()
 
 
-async def _closed(agent: Agent, opening: list[asyncio.Task[Opened]], playing: list[asyncio.Task[Trajectory]]) -> None:
+async def closed(agent: Agent, opening: list[asyncio.Task[Opened]], playing: Sequence[asyncio.Task[Any]]) -> None:
     """Ends what is under way, and closes the environments that were opened and never played."""
     for task in (*opening, *playing):
         task.cancel()

@@ -19,6 +19,7 @@ from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import cause_of, describe
 from skyrl_mega.config.derived import FILL
 from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
+from skyrl_mega.engines.presence import NotReady
 
 IN_FLIGHT = 4
 """An engine is given so many times the sequences that it runs at once: it is never idle, and the rest goes where room
@@ -48,7 +49,7 @@ class Waiting:
 
 
 @dataclass(eq=False)
-class _Load:
+class Load:
     """What an engine has been given."""
 
     room: float
@@ -83,11 +84,14 @@ class Router:
     def __init__(self, fleet: Fleet, sampling: Sampling, concurrency: int, timeout_s: float) -> None:
         self.fleet, self.sampling, self.timeout_s = fleet, sampling, timeout_s
         self.limit = IN_FLIGHT * concurrency
-        self.load = {engine: _Load(_room(fleet.facts[engine])) for engine in fleet.serving}
+        self.load = {engine: load_of(fleet.facts[engine]) for engine in fleet.serving}
         self.queue: deque[Waiting] = deque()
         self.names: set[str] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.scheduled = False
+        self.serving = frozenset(fleet.serving)
+        self.rejoins = 0
+        """How often engines have come back (`rollout.service`)."""
 
     async def generate(self, request: Request) -> Completion:
         """Continues one prompt.
@@ -135,9 +139,11 @@ class Router:
     def _dispatch(self) -> None:
         """Hands out what fits."""
         self.scheduled = False
+        self.serving = frozenset(self.fleet.serving)  # another router may have found that one is dead
         parts: dict[int, dict[str, Waiting]] = {engine: {} for engine in self.load}
         while self.queue:
-            free = [engine for engine, load in self.load.items() if load.fits(self.queue[0], self.limit)]
+            fits = [engine for engine, load in self.load.items() if load.fits(self.queue[0], self.limit)]
+            free = [engine for engine in fits if self._takes(engine)]
             if not free:
                 break
             engine = min(free, key=lambda engine: self.load[engine].requests)
@@ -145,6 +151,20 @@ class Router:
             parts[engine][waiting.request.id] = waiting
             self.load[engine].add(waiting)
         self._send(parts)
+        if self.queue and self.serving.isdisjoint(self.load):  # another has found that the last one is dead
+            try:
+                self.fleet.check()
+            except ActorFailed as error:
+                self._nobody({}, error)
+
+    def _takes(self, engine: int) -> bool:
+        """Whether an engine is up to date."""
+        return engine in self.serving
+
+    def close(self) -> None:
+        """Nobody waits for what is under way any more."""
+        for task in self.tasks:
+            task.cancel()
 
     def _send(self, parts: dict[int, dict[str, Waiting]]) -> None:
         """A message for every engine that has been given something."""
@@ -166,44 +186,65 @@ class Router:
 
         silence = self.timeout_s + MARGIN_S
         now = asyncio.get_running_loop().time()
+        actor, load, began = self.fleet.group.actors[engine], self.load.get(engine), self.rejoins
         try:
-            method = self.fleet.group.actors[engine].generate_many.options(num_returns="streaming")
+            method = actor.generate_many.options(num_returns="streaming")
             stream = method.remote([w.at(now) for w in part.values()], self.sampling)
             # Read to its end: an engine is through with a wave only when the wave's generator is.
             async for reference in _bounded(stream, silence):
                 for completion in await asyncio.wait_for(reference, silence):
                     waiting = part.pop(completion.id)
-                    if engine in self.load:  # another message to it may have found it dead meanwhile
-                        self.load[engine].add(waiting, -1)
+                    if load is not None:
+                        load.add(waiting, -1)
                     if not waiting.answer.done():
                         waiting.answer.set_result(completion)
                 if self.queue:
                     self._schedule()
         except ray.exceptions.RayTaskError as error:
             if isinstance(cause_of(error), EngineDied):
-                self._leave(engine, part, describe(error))
+                self._leave(engine, actor, load, part, describe(error))
+                return
+            if isinstance(cause_of(error), NotReady) and self._postpone(engine, load, part, began):
                 return
             # The engine is well: it refused a request.
             name = f"{self.fleet.group.name}-{engine}"
             self._fail(part, ActorFailed(name, engine, "generate_many", describe(error), max(0, len(part) - 1)))
         except ray.exceptions.RayError as error:
-            self._leave(engine, part, describe(error))
+            self._leave(engine, actor, load, part, describe(error))
         except TimeoutError:
-            self._leave(engine, part, f"generate_many: no sign of life within {silence:g} s")
+            self._leave(engine, actor, load, part, f"generate_many: no sign of life within {silence:g} s")
 
-    def _leave(self, engine: int, part: dict[str, Waiting], cause: str) -> None:
-        """Takes an engine out; its requests go to the others."""
+    def _postpone(self, engine: int, load: Load | None, part: dict[str, Waiting], began: int) -> bool:
+        """Whether requests wait for an engine whose weights are not there: in a phase they always are."""
+        return False
+
+    def _leave(self, engine: int, actor: Any, load: Load | None, part: dict[str, Waiting], cause: str) -> None:
+        """Takes an engine out, unless another is in its place already; its requests go to the others."""
+        if self.fleet.group.actors[engine] is not actor:
+            self._again(load, part)
+            return
         self.load.pop(engine, None)
         try:
             self.fleet.retire(engine, cause)
             self.fleet.check()
         except ActorFailed as error:
-            self._fail(part, error)
-            self._fail({w.request.id: w for w in self.queue}, error)
-            self.queue.clear()
+            self._nobody(part, error)
             return
+        self._again(load, part)
+
+    def _again(self, load: Load | None, part: dict[str, Waiting]) -> None:
+        """Requests that an engine was given wait again, before all others."""
+        for waiting in part.values():
+            if load is not None:
+                load.add(waiting, -1)
         self.queue.extendleft(reversed(part.values()))
         self._schedule()
+
+    def _nobody(self, part: dict[str, Waiting], error: ActorFailed) -> None:
+        """No engine is left for these, nor for those that wait."""
+        self._fail(part, error)
+        self._fail({w.request.id: w for w in self.queue}, error)
+        self.queue.clear()
 
     def _fail(self, part: dict[str, Waiting], error: BaseException) -> None:
         for waiting in part.values():
@@ -211,9 +252,10 @@ class Router:
                 waiting.answer.set_exception(error)
 
 
-def _room(facts: Facts | None) -> float:
-    """Tokens that an engine may be given at once, all of them as long as they may become."""
-    return math.inf if facts is None else FILL * facts.cache_tokens
+def load_of(facts: Facts | None) -> Load:
+    """That of an engine which has been given nothing: of tokens it takes what its cache holds, all requests as long as
+    they may become."""
+    return Load(math.inf if facts is None else FILL * facts.cache_tokens)
 
 
 async def _bounded(stream: Any, seconds: float) -> AsyncIterator[Any]:

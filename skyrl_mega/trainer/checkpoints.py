@@ -68,13 +68,13 @@ class Checkpoints:
         del state[_FILES]
         return state
 
-    def save(self, step: int, state: dict[str, Any], parts: Mapping[str, Callable[[Path], None]]) -> Path:
+    def save(self, step: int, state: dict[str, Any], parts: Mapping[str, Callable[[Path], object]]) -> Path:
         """Writes a checkpoint, then removes those beyond `keep` and what an interrupted save left.
 
         Args:
             step: RL steps done.
             state: The driver's.
-            parts: Folder of each model → what saves the model there.
+            parts: Folder of each model, and of others → what saves it there.
 
         Raises:
             NoRoom: The disk has less room than the last checkpoint takes.

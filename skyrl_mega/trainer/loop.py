@@ -1,4 +1,7 @@
-"""The RL loop, synchronous: generate and score, log-probs and values, advantages, train, sync, evaluate, checkpoint."""
+"""The RL loop: generate and score, log-probs and values, advantages, train, sync, evaluate, checkpoint.
+
+Whether trajectories are generated when a step begins or ahead of it is the rollouts' matter (`asynchrony.mode`).
+"""
 
 from __future__ import annotations
 
@@ -56,9 +59,12 @@ def take_step(run: Run) -> None:
         run.record_rollouts(step)
         if groups:  # dynamic sampling may have found nothing to learn from
             train_on(run, step, groups)
+            run.version = step.number
             run.end_if_engine_differs(step)
+            run.rollouts.before_sync(step)
             with step.phase("sync"):
                 step.record(run.sync.sync(step.number))
+            run.rollouts.synced(step.number)
         if run.due(run.config.evaluation.every, step.number):
             run.evaluate(step)
         run.complete(step)

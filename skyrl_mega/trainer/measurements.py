@@ -38,7 +38,8 @@ class Measurements:
         """Metrics of a step that is done: `memory/*` and `perf/*`."""
         found = self.meters.collect()
         found |= speed.of_training(self.config, self.model, step.loads, step.metrics)
-        if seconds := step.metrics.get("time/generate"):
+        seconds = step.metrics.get("time/generate")
+        if seconds and self.config.asynchrony.mode == "off":  # ahead of a step engines work in all of its phases
             workers, played = [*self.meters.steps.values()], [*step.trajectories, *step.greedy]
             found |= speed.of_decoding(self.config, self.model, workers, played, seconds)
         return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from skyrl_mega.config.derived import draws_greedy
 from skyrl_mega.config.schema import Config
@@ -10,6 +11,7 @@ from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.trajectory import GREEDY, Group, Trajectory
+from skyrl_mega.trainer import kept_rollouts
 from skyrl_mega.trainer.dynamic_sampling import Selection
 from skyrl_mega.trainer.health.failures import all_failed
 from skyrl_mega.trainer.step import Step
@@ -46,6 +48,26 @@ class RolloutSource:
         taken = selection.groups([self.config.run.seed, step.number])
         step.record(selection.metrics(taken))
         return self._compared(taken, step)
+
+    def before_sync(self, step: Step) -> None:
+        """Nothing is under way."""
+
+    def synced(self, version: int) -> None:
+        """The next step's trajectories are of these weights."""
+
+    def prompts_left(self, done: int) -> int:
+        """Of the data."""
+        return self.stream.remaining
+
+    def keep(self, folder: Path, done: int) -> None:
+        """There is nothing that no step has learned from."""
+
+    def restore(self, folder: Path) -> None:
+        """What a run in another mode had generated ahead is generated again."""
+        kept_rollouts.read(folder, self.config, self.stream, self.prompts)
+
+    def close(self) -> None:
+        """Nothing is under way."""
 
     def _round(self, count: int, number: int, step: Step) -> list[Group]:
         samples = self.config.data.samples_per_prompt

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,10 +33,13 @@ from skyrl_mega.trainer.kl_reward import KlReward
 from skyrl_mega.trainer.measurements import Measurements
 from skyrl_mega.trainer.reference import ReferenceModel
 from skyrl_mega.trainer.residency import Residency
-from skyrl_mega.trainer.rollout_source import RolloutSource
+from skyrl_mega.trainer.rollouts_ahead import Rollouts
 from skyrl_mega.trainer.shutdown import ShutdownRequest
 from skyrl_mega.trainer.step import Step
 from skyrl_mega.weights.sync import WeightSync
+
+ROLLOUTS = "rollouts"
+"""The part of a checkpoint that has what was generated ahead."""
 
 
 @dataclass
@@ -51,7 +56,7 @@ class Run:
     critic: TrainGroup | None
     """What advantages are estimated with."""
     sync: WeightSync
-    rollouts: RolloutSource
+    rollouts: Rollouts
     evaluator: Evaluator
     stream: PromptStream
     checkpoints: Checkpoints
@@ -61,6 +66,8 @@ class Run:
     """What of policy, critic and engines is on the devices."""
     step: int = 0
     """RL steps done."""
+    version: int = 0
+    """The step that changed the policy's weights last."""
     first_evaluation: dict[str, float] = field(default_factory=dict)
     last_evaluation: dict[str, float] = field(default_factory=dict)
     saving: dict[str, float] = field(default_factory=dict)
@@ -102,7 +109,9 @@ class Run:
     def finished(self) -> bool:
         """Whether the steps or the prompts are used up."""
         limit = self.config.run.steps
-        return (limit is not None and self.step >= limit) or self.stream.remaining < self.config.data.prompts_per_step
+        return (limit is not None and self.step >= limit) or self.rollouts.prompts_left(
+            self.step
+        ) < self.config.data.prompts_per_step
 
     def due(self, every: int, step: int) -> bool:
         """Whether something that happens every `every` steps, and at the end, happens after step `step`."""
@@ -173,6 +182,7 @@ class Run:
 
     def evaluate(self, step: Step) -> None:
         """Scores the evaluation prompts with the engines' weights."""
+        self.rollouts.before_sync(step)
         with step.phase("eval", total=self.evaluator.samples) as progress:
             scores = self.evaluator.evaluate(step.number, progress)
         step.record(scores)
@@ -190,7 +200,8 @@ class Run:
     def bring_up_to_date(self) -> None:
         """The engines get the weights of the steps done, apart from a step's own sync."""
         self.residency.enter("sync")
-        self.sync.sync(self.step)
+        self.sync.sync(self.version)
+        self.rollouts.synced(self.version)
 
     def refill(self) -> None:
         """No engine was left within a phase, which goes on with those that have come back."""
@@ -225,8 +236,13 @@ class Run:
         stream = self.place or self.stream.state()
         state = {"step": self.step, "stream": stream, "first_evaluation": self.first_evaluation, **self.kl.state()}
         state["entropy"] = self.entropy.state()
+        parts: dict[str, Callable[[Path], object]] = {name: model.save for name, model in self.trained.items()}
+        if self.config.asynchrony.mode != "off":
+            parts[ROLLOUTS] = partial(self.rollouts.keep, done=self.step)
+            state["stream"], state["version"] = self.stream.state(), self.version
+            state["ahead"] = self.rollouts.prompts_left(self.step) - self.stream.remaining
         with self.console.phase("checkpoint"):
-            self.checkpoints.save(self.step, state, {name: model.save for name, model in self.trained.items()})
+            self.checkpoints.save(self.step, state, parts)
 
     def save_before_leaving(self) -> None:
         """Writes a checkpoint of the steps done, unless the newest one is just that."""
@@ -249,8 +265,10 @@ class Run:
                 )
             model.restore(newest / name)
         self.stream.restore(state["stream"])
+        self.rollouts.restore(newest / ROLLOUTS)
         self.kl.restore(state)
-        self.step, self.first_evaluation = state["step"], state["first_evaluation"]
+        self.step, self.version = state["step"], state.get("version", state["step"])
+        self.first_evaluation = state["first_evaluation"]
         if "entropy" in state:  # checkpoints of earlier versions have none
             self.entropy.restore(state["entropy"])
         self.console.say(f"resuming after step {self.step} from {newest}")

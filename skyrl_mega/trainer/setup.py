@@ -5,7 +5,7 @@ Actors up, weights loaded or restored, engines connected, all of it taken down a
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -29,21 +29,27 @@ from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.preflight import preflight
 from skyrl_mega.retriever.session import service_of
+from skyrl_mega.rollout.event_loop import BackgroundLoop, EventLoop
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.service import RolloutService
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.metrics import read
 from skyrl_mega.telemetry.trackers.trackers import open_trackers
+from skyrl_mega.trainer.asynchronous import Asynchronous
 from skyrl_mega.trainer.checkpoints import Checkpoints
 from skyrl_mega.trainer.evaluation import Evaluator
 from skyrl_mega.trainer.measurements import Measurements
 from skyrl_mega.trainer.meters import Meters
+from skyrl_mega.trainer.one_step_ahead import OneStepAhead
 from skyrl_mega.trainer.placement import reserve_run
 from skyrl_mega.trainer.profile import Profiler
 from skyrl_mega.trainer.residency import Residency
 from skyrl_mega.trainer.rollout_source import RolloutSource
+from skyrl_mega.trainer.rollouts_ahead import Rollouts
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.sft_warmup import encode, warm_up
+from skyrl_mega.trainer.shutdown import ShutdownRequest
 from skyrl_mega.trainer.start_actors import Actors, Setup, start_actors
 from skyrl_mega.weights.sync import WeightSync
 
@@ -80,7 +86,8 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             console.say(f"engines sit on {fleet.group.seating}")
 
         generator = stack.enter_context(generator_of(config, fleet, chat))
-        stream = stream_of(config, len(train))
+        stream, shutdown = stream_of(config, len(train)), ShutdownRequest()
+        source = RolloutSource(config, train, stream, generator)
         run = Run(
             config=config,
             folder=folder,
@@ -90,20 +97,22 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             reference=reference,
             critic=critic,
             sync=WeightSync(policy.group, fleet, hf, config, plans=folder.absolute() / "plans", say=console.say),
-            rollouts=RolloutSource(config, train, stream, generator),
+            rollouts=rollouts_of(source, stack, shutdown.look, lambda: run.refill()),
             evaluator=Evaluator(config, evaluation, generator, console.say),
             stream=stream,
             checkpoints=Checkpoints(folder / "checkpoints", config.checkpoint.keep, console.say),
             measurements=measurements_of(setup, started, generator),
             residency=Residency.of(config, policy, critic, fleet),
+            shutdown=shutdown,
         )
+        stack.callback(run.rollouts.close)
         if not run.restore() and config.warmup.steps:
             sft_warmup(run, chat)
         run.trackers.start(config, run.step or None)  # the evaluation before the first step is done again
         run.health.remember(read(run.trackers.path))
         with console.phase("connect weights"):
             run.bring_up_to_date()
-        generator.look = run.shutdown.look
+        generator.look = shutdown.look
         generator.refill = run.refill
         yield run
 
@@ -117,7 +126,30 @@ def generator_of(config: Config, fleet: Fleet, chat: Renderer) -> Generator:
         config.environment,
         reward_weights=config.algorithm.reward_weights,
         waves=config.run.deterministic,
+        loop=BackgroundLoop() if config.asynchrony.mode == "full" else EventLoop(),
     )
+
+
+def rollouts_of(
+    source: RolloutSource, stack: ExitStack, look: Callable[[], None], refill: Callable[[], None]
+) -> Rollouts:
+    """As far ahead of training as `asynchrony` says. Evaluations have the source's generator, too.
+
+    Args:
+        source: What `asynchrony.mode=off` has.
+        stack: Ends what is started.
+        look, refill: As the run's.
+    """
+    config, generator = source.config, source.generator
+    if config.asynchrony.mode == "off":
+        return source
+    if config.asynchrony.mode == "one_step":  # a thread of its own has a generator of its own
+        own = stack.enter_context(generator_of(config, generator.fleet, generator.chat))
+        own.recorder = generator
+        return OneStepAhead(RolloutSource(config, source.prompts, source.stream, own), config, look, refill)
+    assert isinstance(generator.loop, BackgroundLoop)
+    service = RolloutService(generator, config.rollout.sampling, generator.loop)
+    return Asynchronous(config, source.prompts, source.stream, service, look=look, refill=refill)
 
 
 def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measurements:

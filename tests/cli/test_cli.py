@@ -87,6 +87,14 @@ def test_a_dry_run_prints_settings_and_seats_and_starts_nothing(inputs: Path) ->
     assert not (inputs / "runs").exists()
 
 
+@pytest.mark.parametrize("options", [["--dry-run", "--suggest"], ["--suggest", "8", "--dry-run", "run.seed=1"]])
+def test_a_dry_run_and_a_search_are_two_commands(
+    inputs: Path, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(inputs / "config.yaml"), *options]) == 2
+    assert "--suggest --dry-run: give one of them" in capsys.readouterr().err
+
+
 def test_a_run_too_asks_whether_it_fits(inputs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--config", str(inputs / "config.yaml"), f"run.directory={tmp_path}", "cluster.host_memory_gib=1"]
     assert main(arguments) == 2

@@ -278,7 +278,21 @@ WRONG = [
     ),
     (
         "policy.recompute=full policy.options.recompute_granularity=selective",
-        "policy.options.recompute_granularity: the run decides it; use policy.recompute=none to choose",
+        "policy.options.recompute_granularity: policy.recompute=full decides it; give policy.recompute=none beside it",
+    ),
+    ("policy.fusions=[rope,rope] policy.spec=te", "policy.fusions = [rope, rope]: rope is there twice; give it once"),
+    (
+        "residency.keep=[kv_cache,kv_cache]",
+        "residency.keep = [kv_cache, kv_cache]: kv_cache is there twice; give it once",
+    ),
+    ("residency.keep=[critic]", "residency.keep = [critic]: algorithm.advantage=grpo has no critic; leave critic out"),
+    ("policy.head=fused policy.logit_chunk=512", "policy.logit_chunk = 512: policy.head=fused has no logits in memory"),
+    ("policy.optimizer.options.optimizer_cpu_offload=true", "use residency.keep without optimizer: it steps on its"),
+    ("policy.optimizer.options.exp_avg_dtype=bf16", "use float32, which moments, masters and their gradients always"),
+    ("policy.options.fp8_param=true", "use policy.precision, with which parameters stay in model.dtype"),
+    (
+        "policy.options.recompute_granularity=full",
+        "policy.options.recompute_granularity = full: policy.recompute=none would be planned; give policy.recompute=",
     ),
     (
         "policy.ddp_options.overlap_grad_reduce=true",

@@ -101,6 +101,12 @@ def test_values_of_every_kind(folder: Path) -> None:
         ("policy.layout=null", "policy.layout = null: allowed is a group of tensor"),
         ("run.seed=null", "run.seed = null: allowed is a whole number"),
         ("policy.ranks=few", "policy.ranks = few: allowed is a whole number from 1 to 100000 or null"),
+        ("telemetry.profile.enabled=true", "is not known here; telemetry.profile.steps lists the steps"),
+        ("policy.precision.param_gather=true", "is not known here; parameters stay in model.dtype"),
+        ("policy.megatron_cfg.fp8_cfg.enabled=true", "enabled = true is not known here; allowed in policy: ranks, "),
+        ("policy.recompute=1", "policy.recompute = 1: allowed is one of none, selective"),
+        ("residency.keep=parameters", "optimizer, critic or null: [parameters,gradients] keeps these two, [] none, nu"),
+        ("residency.keep=true", "residency.keep = true: allowed is a list of engine_weights, kv_cache"),
         ("data.train=x.parquet", "data.train = x.parquet: allowed is a list of text"),
         ("rollout.options=3", "rollout.options = 3: allowed is a mapping"),
         ("model.build.hiden=32", "model.build.hiden = 32 is not known here; did you mean model.build.hidden?"),
@@ -173,6 +179,8 @@ def test_nearest_prefers_the_same_word_elsewhere() -> None:
     assert nearest("policy.lr") == "policy.optimizer.lr"
     assert nearest("data.promts_per_step") == "data.prompts_per_step"
     assert nearest("zzz") is None
+    assert nearest("policy.layout.enabled") is None
+    assert nearest("algorithm.sampling.enabled") == "algorithm.dynamic_sampling.enabled"
 
 
 def test_every_key_is_documented() -> None:

@@ -90,7 +90,7 @@ def test_values_that_are_another_answer_are_answered(program: str) -> None:
         for value, by_value in entry.values.items():
             line = lookup.answer(theirs, YAML.get(value, value))
             assert line and line.startswith(f"{theirs}={value} is ")
-            assert all(ours in line for ours in by_value.here) and by_value.note in line
+            assert all(ours in line for ours in by_value.here) and by_value.note.removesuffix(")") in line
 
 
 def test_the_tables_have_enough() -> None:
@@ -155,12 +155,12 @@ def test_another_programs_command_line_is_answered_without_a_file(capsys: pytest
 def test_a_group_is_answered_down_to_its_keys() -> None:
     with pytest.raises(UserErrors) as caught:
         compose(
-            None, ["actor_rollout_ref={rollout: {n: 4, engine_kwargs: {vllm: {a: 1}}}, actor: {fsdp_config: {x: 1}}}"]
+            None, ["actor_rollout_ref={rollout: {n: 4, engine_kwargs: {vllm: {a: 1}}}, ref: {fsdp_config: {x: 1}}}"]
         )
     assert [line.split(" is ")[0] for line in caught.value.lines] == [
         "actor_rollout_ref.rollout.n",
         "actor_rollout_ref.rollout.engine_kwargs.vllm.a",
-        "actor_rollout_ref.actor.fsdp_config",
+        "actor_rollout_ref.ref.fsdp_config",
     ]
 
 
@@ -174,6 +174,31 @@ def test_an_option_that_the_run_decides_is_not_passed_on() -> None:
             for ours in (ours for each in (entry, *entry.values.values()) for ours in each.here):
                 setting, _, option = ours.partition("=")[0].rpartition(".")
                 assert option not in lookup.DECIDED.get(setting, {}), f"{theirs}: {ours} is refused"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "value", "here"),
+    [
+        ("actor_rollout_ref.actor.megatron.param_offload", True, "[engine_weights,kv_cache,gradients,optimizer]"),
+        ("actor_rollout_ref.actor.megatron.param_offload", False, "null: all stay"),
+        ("actor_rollout_ref.actor.fsdp_config.param_offload", True, "[engine_weights,kv_cache,optimizer]"),
+        ("critic.megatron.optimizer_offload", True, "[engine_weights,kv_cache,parameters,gradients,optimizer]"),
+        ("trainer.policy.fsdp_config.cpu_offload", True, "[engine_weights,kv_cache]"),
+        ("actor_rollout_ref.rollout.free_cache_engine", True, "[parameters,gradients,optimizer]"),
+        ("actor_rollout_ref.rollout.free_cache_engine", False, "null: all stay"),
+        ("--offload-train", "", "[engine_weights,kv_cache]"),
+        ("--no-offload-train", "", "[parameters,gradients,optimizer]"),
+        ("--offload-rollout", "", "[parameters,gradients,optimizer]"),
+        ("--no-offload-rollout", "", "[engine_weights,kv_cache]"),
+    ],
+)
+def test_what_stays_when_something_is_offloaded(theirs: str, value: object, here: str) -> None:
+    assert f" it is residency.keep={here}" in (lookup.answer(theirs, value) or "")
+
+
+def test_a_page_is_named_once_and_in_one_place() -> None:
+    key = "actor_rollout_ref.actor.megatron.override_transformer_config.fp8_param"
+    assert (lookup.answer(key, True) or "").endswith("layers multiply (docs/precision.md, docs/migration.md)")
 
 
 def test_many_mistakes_have_an_end() -> None:
@@ -200,6 +225,16 @@ def test_the_whole_commands_of_the_page_are_accepted() -> None:
         _, _, _, option, file, *settings = shlex.split(command.replace("\\\n", " "))
         assert option == "--config"
         check(compose(ROOT / file, settings), planned=True)
+
+
+def test_the_whole_commands_of_the_page_say_all_of_their_rows() -> None:
+    for part in page().split("\n## ")[1:4]:
+        (command,) = re.findall(r"^    (python -m skyrl_mega\.launch (?:.*\\\n)*.*)$", part, re.MULTILINE)
+        file, *settings = shlex.split(command.replace("\\\n", " "))[4:]
+        codes = re.findall(r"`'?([^`']+)", " ".join(re.findall(r"^\|.*\| (.+) \|$", part, re.MULTILINE)[2:]))
+        rows = [word for code in codes for word in code.split() if "=" in word and not code.startswith("python")]
+        assert len(rows) >= 20
+        assert compose(ROOT / file, [*settings, *rows]) == compose(ROOT / file, settings)
 
 
 def test_each_row_of_the_page_is_as_the_tables_have_it() -> None:

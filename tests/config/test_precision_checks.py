@@ -56,7 +56,10 @@ def test_what_is_possible_passes(base: Path, arguments: str) -> None:
         ),
         ("policy.options.fp8=hybrid", "policy.options.fp8: the run decides it; use policy.precision"),
         ("policy.options.fp8_recipe=blockwise", "policy.options.fp8_recipe: the run decides it; use policy.precision"),
-        ("policy.ddp_options.fp8_param_gather=true", "policy.ddp_options.fp8_param_gather: the run decides it; leave"),
+        (
+            "policy.ddp_options.fp8_param_gather=true",
+            "policy.ddp_options.fp8_param_gather: the run decides it; use policy.precision",
+        ),
     ],
 )
 def test_what_is_impossible_is_refused(base: Path, arguments: str, line: str) -> None:

@@ -20,6 +20,11 @@ def test_steps_and_ranks_that_there_are() -> None:
     check(compose(FILE, ["telemetry.profile.ranks=[]", "telemetry.profile.steps=[1]"]))
 
 
+def test_ranks_without_a_step_are_refused() -> None:
+    with pytest.raises(UserError, match=r"ranks = \[0, 1\]: no step is recorded; give telemetry\.profile\.steps"):
+        check(compose(FILE, ["telemetry.profile.ranks=[0,1]"]))
+
+
 @pytest.mark.parametrize(
     ("settings", "told"),
     [

@@ -15,7 +15,9 @@ from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.loss_checks import WITHOUT_DUAL_CLIP
-from skyrl_mega.config.schema import AlgorithmConfig, Config
+from skyrl_mega.config.megatron_options import check as check_options
+from skyrl_mega.config.megatron_options import unplanned
+from skyrl_mega.config.schema import AlgorithmConfig, Config, PolicyConfig
 from skyrl_mega.config.unread import NORMALIZED, READS, unread_notes
 from skyrl_mega.trainer.whole_mini_batch import chosen
 
@@ -164,3 +166,16 @@ def test_a_recipe_goes_with_every_loss_and_mean(file: Path) -> None:
         for mean in ("tokens", "sequences", "prompts"):
             config.algorithm.loss, config.algorithm.loss_mean = loss, mean
             check(config, planned=True)
+
+
+def test_what_megatrons_own_names_recompute_is_told_as_not_planned() -> None:
+    def given(**options: object) -> PolicyConfig:
+        return PolicyConfig(options=options)
+
+    assert unplanned(given(moe_router_dtype="fp32")) == []
+    (note,) = unplanned(given(recompute_granularity="selective", recompute_modules=["core_attn"]))
+    assert note.startswith("policy.options.recompute_granularity = selective: the dry run plans policy.recompute=none")
+    check_options(given(recompute_granularity="full", recompute_method="block", recompute_num_layers=2))
+    check_options(given(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=4))
+    with pytest.raises(UserError, match=r"give policy\.recompute=full"):
+        check_options(given(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1))

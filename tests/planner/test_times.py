@@ -13,7 +13,7 @@ from skyrl_mega.config.schema.entropy import EntropyConfig
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.batch import batch
-from skyrl_mega.planner.times import _exchange, generate_time, policy_times
+from skyrl_mega.planner.times import _exchange, generate_time, policy_times, step_time
 from skyrl_mega.weights.plan.topology import Links
 from tests.weights.grids import MODELS
 
@@ -105,3 +105,15 @@ def test_greedy_answers_are_a_round_of_their_own() -> None:
     made = batch(config, parallel)
     assert (made.greedy, made.sequences, made.trajectories) == (64, 256, plain.trajectories)
     assert generate_time(config, d, made) == pytest.approx(sampled + alone)
+
+
+def test_a_step_that_generates_ahead_takes_as_long_as_the_slower_side() -> None:
+    hf, parallel = MODELS["qwen3_moe_mixed"], ParallelDims(8, expert=4)
+    d, config = architecture(hf).describe(hf), Config()
+    plain = step_time(config, d, parallel)
+    assert plain.ahead == 0 and plain.step == pytest.approx(plain.generate + plain.logprobs + plain.train + plain.sync)
+    config.asynchrony.mode = "full"
+    found = step_time(config, d, parallel)
+    assert found.step == pytest.approx(max(found.generate, found.logprobs + found.train) + found.sync)
+    config.asynchrony.max_staleness = 0
+    assert step_time(config, d, parallel).step == plain.step

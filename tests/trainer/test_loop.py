@@ -292,10 +292,12 @@ def test_the_adaptive_coefficient_comes_back_with_a_checkpoint(tmp_path: Path) -
         stream: Any = SimpleNamespace(state=lambda: {"at": 3}, restore=lambda state: None)
         policy: Any = SimpleNamespace(save=lambda folder: None, restore=lambda folder: None)
         nothing: Any = None
+        rollouts: Any = SimpleNamespace(restore=lambda folder: None)
         checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
         return Run(
-            config, tmp_path, Console(), nothing, policy, None, None, *[nothing] * 3, stream, checkpoints, nothing
-        )
+            config, tmp_path, Console(), nothing, policy, None, None, nothing, rollouts, nothing, stream, checkpoints,
+            nothing,
+        )  # fmt: skip
 
     run = opened()
     run.entropy.see(0.4)

@@ -81,9 +81,14 @@ def run_of(config: Config, folder: Path, trained: dict[str, float], calls: list[
         reference=None,
         critic=None,
         sync=SimpleNamespace(sync=note("sync")),
-        rollouts=SimpleNamespace(next_groups=lambda step: [1]),
+        rollouts=SimpleNamespace(
+            next_groups=lambda step: [1],
+            before_sync=lambda step: None,
+            synced=lambda version: None,
+            prompts_left=lambda done: 9**9,
+        ),
         evaluator=None,
-        stream=SimpleNamespace(state=dict, remaining=9**9),
+        stream=SimpleNamespace(state=dict),
         checkpoints=SimpleNamespace(save=note("save")),
         measurements=unmeasured(),
     )  # type: ignore[arg-type]

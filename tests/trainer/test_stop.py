@@ -65,6 +65,7 @@ def run(tmp_path: Path) -> Iterator[FakeRun]:
         run.shutdown = ShutdownRequest(lambda: run.asked)
         run.faults = {}
         fake.next_groups = run.next_groups
+        fake.prompts_left = lambda done: run.stream.remaining
         yield run
 
 

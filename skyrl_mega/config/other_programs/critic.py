@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from skyrl_mega.config.other_programs import offload
 from skyrl_mega.config.other_programs.entry import NO_CHECKPOINT_CHOICE, NO_LORA, Table, none, several, to, under
 
 GAE = to("algorithm.advantage=gae", "algorithm.whiten=batch")
@@ -80,6 +81,7 @@ VERL: Table = {
                     "expert_tensor_parallel_size": to("critic.layout.expert_tensor"),
                 },
             ),
+            **several(offload.CRITIC_LEAVES, "param_offload grad_offload optimizer_offload", "megatron."),
             **several(
                 LIKE_THE_POLICY,
                 "model.* optim.* megatron.* fsdp.* engine.* profiler.* strategy rollout_n nccl_timeout load_weight "

@@ -49,17 +49,10 @@ UNUSED = none("nothing here needs it; leave it out")
 FROM_CONFIG = none("it is read from the model's config.json; leave it out")
 NO_FSDP = none("Megatron trains every model; policy.layout cuts it over the GPUs")
 NO_LORA = none("all weights are trained; leave it out")
-NO_OFFLOAD = none("what takes turns in GPU memory are the parts that residency.keep leaves out; leave it out")
-STAYS = "a list of the parts that stay; without "
-ENGINES_SLEEP = to(
-    "residency.keep",
-    note=f"{STAYS}engine_weights and kv_cache",
-    values={
-        "false": to("residency.keep", note="a list of the parts that stay, engine_weights and kv_cache among them")
-    },
-)
-TURNS = to("residency.keep", note="a list of the parts that stay on the device; [] has all of them take turns")
-NO_ASYNC = none("generation and training alternate, so that no sample is off policy; leave it out")
+ASYNC = to("asynchrony.mode", note="one_step is one batch ahead, full generates all the time (docs/asynchrony.md)")
+STALENESS = to("asynchrony.max_staleness", note="syncs, with asynchrony.mode=full (docs/asynchrony.md)")
+PARTIAL = none("asynchrony.mode=full goes on with unfinished answers after a sync; each token has its version")
+EVERY_SYNC = none("engines get the weights after every step; leave it out")
 RUN_DECIDES = none("the run decides it; leave it out")
 PROFILED_STEPS = to("telemetry.profile.steps", note="a list of steps, each of which has a trace of all processes")
 PROFILED_RANKS = to("telemetry.profile.ranks", note="a list of policy ranks")
@@ -74,6 +67,12 @@ NO_MTP = none("multi-token prediction is neither trained nor used for decoding")
 ROLLOUT_REPLAY = to(
     "policy.moe.replay", values={"true": to("policy.moe.replay=rollout"), "false": to("policy.moe.replay=off")}
 )
+RECOMPUTED = to(
+    "policy.recompute",
+    note="none, selective, moe or full (docs/speed.md); none unless given",
+    values={"true": to("policy.recompute=full"), "false": to("policy.recompute=none")},
+)
+"""Gradient checkpointing as a switch."""
 FUSED_HEAD = to("policy.head", values={"true": to("policy.head=fused"), "false": to("policy.head=chunked")})
 NO_CHECKPOINT_CHOICE = none("a checkpoint holds all that a run needs, for any layout; leave it out")
 REWARD = to("environment.classes", note="an environment of your own gives the reward (docs/own-environment.md)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -39,7 +40,12 @@ def answer(key: str, value: Any = None, typed: str = "") -> str | None:
     entry = by_value or next(iter(found.values()))
     whose = " and ".join(f"{program}'s" for program in found)
     given = f"{typed or key}={text}" if by_value else typed or key
-    return f"{given} is {whose}; here {told(entry)} ({PAGE})"
+    return with_page(f"{given} is {whose}; here {told(entry)}")
+
+
+def with_page(line: str) -> str:
+    """The line and the page of the tables, behind a page that it ends with itself."""
+    return line.removesuffix(")") + f", {PAGE})" if re.search(r"\(docs/[\w-]+\.md\)$", line) else f"{line} ({PAGE})"
 
 
 def told(entry: Entry) -> str:

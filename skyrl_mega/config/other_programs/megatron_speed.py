@@ -6,14 +6,29 @@ from collections.abc import Mapping
 
 from skyrl_mega.config.other_programs.entry import Entry, to
 
+FINER = "{recompute_granularity:selective,recompute_modules:[core_attn]}"
+SELECTIVE = (
+    "norms and the experts' activation function; megatron-core's is attention's core unless recompute_modules says "
+    f"more: policy.recompute=none 'policy.options={FINER}', whose memory is not planned (docs/speed.md)"
+)
+
 
 def recomputed(prefix: str) -> dict[str, Entry]:
     """Megatron's fields of recomputation; `prefix` stands before each, dashes in it mean dashes in the names."""
-    kinds = {"full": "full", "selective": "selective", "null": "none"}
-    finer = to("policy.recompute", note="none, selective, moe or full; policy.options can say it finer")
+    kinds = {"full": "full", "null": "none"}
+    finer = to(
+        "policy.recompute",
+        note="none, selective, moe or full; other parts or layers: policy.recompute=none and the fields of "
+        f"megatron-core, as 'policy.options={FINER}', whose memory is not planned (docs/speed.md)",
+    )
     entries = {
         "recompute_granularity": to(
-            "policy.recompute", values={theirs: to(f"policy.recompute={ours}") for theirs, ours in kinds.items()}
+            "policy.recompute",
+            note="none, selective, moe or full",
+            values={
+                **{theirs: to(f"policy.recompute={ours}") for theirs, ours in kinds.items()},
+                "selective": to("policy.recompute=selective", note=SELECTIVE),
+            },
         ),
         "recompute_method": finer,
         "recompute_num_layers": finer,

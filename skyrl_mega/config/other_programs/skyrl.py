@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from skyrl_mega.config.other_programs import critic, precision
+from skyrl_mega.config.other_programs import critic, offload, precision
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
+    ASYNC,
     FROM_CONFIG,
     FUSED_HEAD,
     LAYOUT_OF_REFERENCE,
     MICRO,
-    NO_ASYNC,
     NO_CHECKPOINT_CHOICE,
     NO_FSDP,
     NO_LORA,
@@ -19,10 +19,11 @@ from skyrl_mega.config.other_programs.entry import (
     ONE_CAP,
     OWN_LOSS,
     PROFILER,
+    RECOMPUTED,
     REWARD,
     ROLLOUT_REPLAY,
     RUN_DECIDES,
-    STAYS,
+    STALENESS,
     UNUSED,
     Table,
     none,
@@ -97,7 +98,7 @@ _MODELS: Table = {
     "trainer.strategy": NO_FSDP,
     "trainer.bf16": to("model.dtype", values={"true": to("model.dtype=bfloat16"), "false": to("model.dtype=float32")}),
     "trainer.flash_attn": none("policy.spec chooses the attention of a layer"),
-    "trainer.gradient_checkpointing": to("policy.recompute", note="false unless given; there it is true"),
+    "trainer.gradient_checkpointing": RECOMPUTED,
     "trainer.gradient_checkpointing_use_reentrant": UNUSED,
     **several(to("policy.logit_chunk"), "logprobs_chunk_size vocab_entropy_chunk_size", "trainer."),
     "trainer.vocab_entropy_chunk_memory_mb": to("policy.logit_chunk", note="tokens"),
@@ -105,7 +106,7 @@ _MODELS: Table = {
     "trainer.fused_lm_head_logprob_backend": UNUSED,
     "trainer.use_expandable_segments": ALWAYS,
     "trainer.sequence_parallel_backend": none("policy.layout.context cuts sequences over several GPUs"),
-    "trainer.placement.colocate_all": to("cluster.shared"),
+    "trainer.placement.colocate_all": offload.SHARED,
     "trainer.placement.colocate_policy_ref": to(
         "reference.layout", note="null shares the policy's GPUs; a layout gives it GPUs of its own"
     ),
@@ -134,7 +135,8 @@ _MODELS: Table = {
             "cosine": to("policy.optimizer.schedule=cosine", note="with policy.optimizer.decay_steps"),
         },
     ),
-    "trainer.policy.optimizer_config.offload_after_step": to("residency.keep", note=f"{STAYS}optimizer"),
+    "trainer.policy.optimizer_config.offload_after_step": offload.offload("optimizer"),
+    "trainer.policy.fsdp_config.cpu_offload": offload.POLICY_LEAVES,
     "trainer.policy.fsdp_config.*": NO_FSDP,
     "trainer.policy.sequence_parallel_size": to("policy.layout.context", note="sequences over several GPUs"),
     "trainer.policy.use_torch_compile": UNUSED,
@@ -157,7 +159,8 @@ _MODELS: Table = {
     "trainer.ref.sequence_parallel_size": to("reference.layout.context", note=LAYOUT_OF_REFERENCE),
     "trainer.ref.*": none("the reference is built as the policy is; leave it out"),
     "trainer.mtp.*": NO_MTP,
-    "trainer.fully_async.*": NO_ASYNC,
+    "trainer.fully_async.max_staleness_steps": STALENESS,
+    "trainer.fully_async.*": ASYNC,
 }
 
 _MEGATRON: Table = {
@@ -344,9 +347,7 @@ ENGINES: Table = {
         "pipeline_parallel_size": none("an engine is cut by rollout.tensor alone"),
         "data_parallel_size": to("rollout.engines", note="as many more engines"),
         "expert_parallel_size": to("rollout.options.enable_expert_parallel=true", note="over the GPUs of an engine"),
-        "gpu_memory_utilization": to(
-            "rollout.memory_fraction", note="with cluster.shared what the policy leaves; --dry-run says what fits"
-        ),
+        "gpu_memory_utilization": offload.FRACTION,
         "max_num_seqs": to("rollout.concurrency"),
         "max_num_batched_tokens": to("rollout.options.max_num_batched_tokens"),
         "enable_prefix_caching": to("rollout.options.enable_prefix_caching"),
@@ -363,7 +364,7 @@ ENGINES: Table = {
         "external_server_urls": none("engines are the run's own; evaluate --endpoint asks one that runs"),
         "speculative_config": none("decoding is not speculative, so that log-probs are the policy's"),
         "enable_return_routed_experts": ROLLOUT_REPLAY,
-        "offload_kv_for_weight_sync": to("residency.keep", note=f"{STAYS}kv_cache, which no sync needs"),
+        "offload_kv_for_weight_sync": offload.offload("kv_cache", note="no sync needs the cache"),
         "fully_sharded_loras": NO_LORA,
         "language_model_only": NO_MULTIMODAL,
         "delta_weight_sync.*": none("whole weights are sent, each part once (docs/weight-sync.md)"),

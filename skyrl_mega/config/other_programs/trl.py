@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from skyrl_mega.config.other_programs import critic
+from skyrl_mega.config.other_programs import critic, offload
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
     CLIP_BOTH,
-    ENGINES_SLEEP,
+    FUSED_HEAD,
     MICRO,
     NO_CHECKPOINT_CHOICE,
     NO_LORA,
     NO_MULTIMODAL,
     ONE_CAP,
     OWN_LOSS,
+    RECOMPUTED,
     REWARD,
     UNUSED,
     Table,
@@ -64,7 +65,7 @@ _TRAINING: Table = {
     "optim": none("the optimizer is AdamW"),
     "bf16": to("model.dtype", values={"true": to("model.dtype=bfloat16"), "false": to("model.dtype=float32")}),
     "dtype": to("model.dtype"),
-    "gradient_checkpointing": to("policy.recompute"),
+    "gradient_checkpointing": RECOMPUTED,
     "per_device_train_batch_size": MICRO,
     "gradient_accumulation_steps": to("data.mini_batch_prompts", note="prompts of one optimizer step"),
     "per_device_eval_batch_size": none("all prompts are evaluated at once; evaluation.limit takes fewer"),
@@ -95,10 +96,11 @@ _TRAINING: Table = {
     "lora_alpha": NO_LORA,
     "lora_dropout": NO_LORA,
     "lora_target_modules": NO_LORA,
+    **several(FUSED_HEAD, "use_liger_kernel use_liger_loss"),
     "disable_dropout": ALWAYS,
     **several(
         UNUSED,
-        "model_init_kwargs trust_remote_code model_revision attn_implementation use_liger_kernel "
+        "model_init_kwargs trust_remote_code model_revision attn_implementation "
         "torch_empty_cache_steps pad_to_multiple_of dataloader_num_workers ddp_find_unused_parameters",
     ),
 }
@@ -130,10 +132,10 @@ _GRPO: Table = {
         "cluster.shared",
         values={"colocate": to("cluster.shared=true"), "server": to("cluster.shared=false", note="with policy.ranks")},
     ),
-    "vllm_gpu_memory_utilization": to("rollout.memory_fraction"),
+    "vllm_gpu_memory_utilization": offload.FRACTION,
     "vllm_max_model_length": to("rollout.max_length"),
     "vllm_tensor_parallel_size": to("rollout.tensor"),
-    "vllm_enable_sleep_mode": ENGINES_SLEEP,
+    "vllm_enable_sleep_mode": offload.ENGINES_SLEEP,
     "vllm_model_impl": to("rollout.options.model_impl"),
     "vllm_structured_outputs_regex": none("answers are not constrained; the environment judges them"),
     "vllm_server_base_url": NO_SERVER,

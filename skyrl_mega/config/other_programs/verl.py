@@ -5,29 +5,30 @@ From verl/trainer/config: ppo_megatron_trainer.yaml, and what FSDP recipes set o
 
 from __future__ import annotations
 
-from skyrl_mega.config.other_programs import precision, verl_kl
+from skyrl_mega.config.other_programs import offload, precision, verl_kl
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
+    ASYNC,
     CLIP_BOTH,
     CLIP_HIGH,
     CLIP_LOW,
+    EVERY_SYNC,
     FROM_CONFIG,
     FUSED_HEAD,
     LAYOUT_OF_REFERENCE,
     MICRO,
-    NO_ASYNC,
     NO_CHECKPOINT_CHOICE,
     NO_FSDP,
     NO_LORA,
     NO_MTP,
     NO_MULTIMODAL,
-    NO_OFFLOAD,
     NO_PROFILER,
     ONE_CAP,
     OWN_LOSS,
+    PARTIAL,
     PROFILER,
+    RECOMPUTED,
     RUN_DECIDES,
-    STAYS,
     UNUSED,
     Table,
     none,
@@ -132,7 +133,7 @@ _TRAINER = under(
         "ray_wait_register_center_timeout": to("cluster.start_timeout_s"),
         "use_legacy_worker_impl": UNUSED,
         "use_v1": UNUSED,
-        "v1.*": NO_ASYNC,
+        "v1.*": ASYNC,
     },
 )
 
@@ -143,8 +144,8 @@ _MODEL = under(
         "hf_config_path": FROM_CONFIG,
         "tokenizer_path": none("the tokenizer is the model's"),
         "custom_chat_template": none("the template of the model's tokenizer is used; change it there"),
-        "enable_gradient_checkpointing": to("policy.recompute"),
-        "enable_activation_offload": NO_OFFLOAD,
+        "enable_gradient_checkpointing": RECOMPUTED,
+        "enable_activation_offload": offload.NO_ACTIVATION_OFFLOAD,
         "override_config.max_position_embeddings": to("model.max_length"),
         "override_config.model_config.max_position_embeddings": to("model.max_length"),
         "override_config.moe_config.freeze_moe_router": to("policy.moe.freeze_router"),
@@ -184,9 +185,9 @@ _MEGATRON_OPTIONS: Table = {
     **ROUTER_REPLAY,
     "qat.*": none("there is no training for low precision; leave it out"),
     "use_megatron_fsdp": NO_FSDP,
-    "param_offload": to("residency.keep", note=f"{STAYS}parameters"),
-    "grad_offload": to("residency.keep", note=f"{STAYS}gradients"),
-    "optimizer_offload": to("residency.keep", note=f"{STAYS}optimizer"),
+    "param_offload": offload.offload("parameters"),
+    "grad_offload": offload.offload("gradients"),
+    "optimizer_offload": offload.offload("optimizer"),
     **several(
         NO_CHECKPOINT_CHOICE,
         "use_dist_checkpointing dist_checkpointing_path dist_checkpointing_prefix "
@@ -333,6 +334,9 @@ _ACTOR = under(
         "megatron.expert_model_parallel_size": to("policy.layout.expert"),
         "megatron.expert_tensor_parallel_size": to("policy.layout.expert_tensor"),
         **under("megatron", _MEGATRON_OPTIONS),
+        "fsdp_config.param_offload": offload.offload("parameters", "gradients"),
+        "fsdp_config.optimizer_offload": offload.offload("optimizer"),
+        "fsdp_config.offload_policy": offload.POLICY_LEAVES,
     },
 )
 
@@ -359,4 +363,19 @@ _REFERENCE = under(
     },
 )
 
-KEYS: Table = {**_TRAINER, **_DATA, **_MODEL, **_OPTIMIZER, **_ACTOR, **_REFERENCE}
+_ASYNC = under(
+    "async_training",
+    {
+        "staleness_threshold": to(
+            "asynchrony.max_staleness", note="syncs, with asynchrony.mode=full; theirs is a share of a step's samples"
+        ),
+        "trigger_parameter_sync_step": EVERY_SYNC,
+        "require_batches": to("data.prompts_per_step", note="a step takes so many groups"),
+        "partial_rollout": PARTIAL,
+        "use_rollout_log_probs": to("algorithm.old_logprobs", note="engine where theirs is true"),
+        "compute_prox_log_prob": to("algorithm.old_logprobs", note="policy where theirs is true"),
+        "*": ASYNC,
+    },
+)
+
+KEYS: Table = {**_TRAINER, **_ASYNC, **_DATA, **_MODEL, **_OPTIMIZER, **_ACTOR, **_REFERENCE}

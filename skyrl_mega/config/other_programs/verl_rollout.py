@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from skyrl_mega.config.other_programs import critic, verl_kl
+from skyrl_mega.config.other_programs import critic, offload, verl_kl
 from skyrl_mega.config.other_programs.entry import (
     ALWAYS,
-    ENGINES_SLEEP,
     MICRO,
-    NO_ASYNC,
     NO_DISTILLATION,
     NO_MTP,
     NO_PROFILER,
@@ -30,7 +28,7 @@ _ROLLOUT = under(
     "actor_rollout_ref.rollout",
     {
         "name": none("engines are vLLM's; leave it out"),
-        "mode": NO_ASYNC,
+        "mode": ALWAYS,
         "n": to("data.samples_per_prompt"),
         "temperature": to("rollout.sampling.temperature"),
         "top_p": to("rollout.sampling.top_p"),
@@ -47,9 +45,7 @@ _ROLLOUT = under(
         "pipeline_model_parallel_size": none("an engine is cut by rollout.tensor alone"),
         "expert_parallel_size": to("rollout.options.enable_expert_parallel=true", note="over the GPUs of an engine"),
         "moe_tensor_parallel_size": to("rollout.options.enable_expert_parallel"),
-        "gpu_memory_utilization": to(
-            "rollout.memory_fraction", note="with cluster.shared what the policy leaves; --dry-run says what fits"
-        ),
+        "gpu_memory_utilization": offload.FRACTION,
         "max_num_seqs": to("rollout.concurrency"),
         "max_num_batched_tokens": to("rollout.options.max_num_batched_tokens"),
         "enable_chunked_prefill": to("rollout.options.enable_chunked_prefill"),
@@ -67,8 +63,8 @@ _ROLLOUT = under(
         "engine_kwargs.*": none("engines are vLLM's: rollout.options has its arguments"),
         "nnodes": to("cluster.nodes", note="policy.ranks GPUs are the policy's, the others the engines'"),
         "n_gpus_per_node": to("cluster.gpus_per_node"),
-        "free_cache_engine": ENGINES_SLEEP,
-        "enable_sleep_mode": ENGINES_SLEEP,
+        "free_cache_engine": offload.ENGINES_SLEEP,
+        "enable_sleep_mode": offload.ENGINES_SLEEP,
         "multi_stage_wake_up": ALWAYS,
         "log_prob_micro_batch_size": MICRO,
         "log_prob_micro_batch_size_per_gpu": MICRO,
@@ -123,7 +119,7 @@ _ROLLOUT = under(
 )
 
 _REST: Table = {
-    "actor_rollout_ref.hybrid_engine": to("cluster.shared"),
+    "actor_rollout_ref.hybrid_engine": offload.SHARED,
     "actor_rollout_ref.nccl_timeout": to("cluster.call_timeout_s"),
     "algorithm.adv_estimator": to(
         "algorithm.advantage",

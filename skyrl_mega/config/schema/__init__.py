@@ -16,6 +16,7 @@ from skyrl_mega.config.schema.algorithm import (
     KlConfig,
     SapoConfig,
 )
+from skyrl_mega.config.schema.asynchrony import AsynchronyConfig
 from skyrl_mega.config.schema.cluster import ClusterConfig, RatesConfig, TopologyConfig
 from skyrl_mega.config.schema.corrections import RejectionConfig
 from skyrl_mega.config.schema.critic import CriticConfig, GaeConfig
@@ -36,6 +37,7 @@ from skyrl_mega.config.schema.weights import WeightsConfig
 
 __all__ = [
     "AlgorithmConfig",
+    "AsynchronyConfig",
     "BuildConfig",
     "CheckpointConfig",
     "CispoConfig",
@@ -94,6 +96,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     weights: WeightsConfig = field(default_factory=WeightsConfig)
     residency: ResidencyConfig = field(default_factory=ResidencyConfig)
+    asynchrony: AsynchronyConfig = field(default_factory=AsynchronyConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     data: DataConfig = field(default_factory=DataConfig)
     environment: EnvironmentConfig = field(default_factory=EnvironmentConfig)

@@ -8,6 +8,8 @@ from typing import Any, Optional
 from skyrl_mega.config.schema.fields import MOST, at_least, between, one_of
 from skyrl_mega.config.schema.precision import PrecisionConfig
 
+FUSE = {"[rope,swiglu]": "fuses these two", "[]": "none", "null": "all that are right"}
+
 
 @dataclass
 class LayoutConfig:
@@ -116,7 +118,9 @@ class PolicyConfig:
     what takes next to no time, in `te` layers alone: norms and the experts' activation function. moe: the MoE part of
     every layer, of a dense layer its MLP. full: whole layers (true and false mean full and none). docs/speed.md has the
     bytes and the time of each."""
-    fusions: Optional[list[str]] = field(default=None, metadata={"allowed": ("rope", "permute", "router", "swiglu")})
+    fusions: Optional[list[str]] = field(
+        default=None, metadata={"allowed": ("rope", "permute", "router", "swiglu"), "examples": FUSE}
+    )
     """Operations of `te` layers that one kernel does: the rotation of queries and keys, the sorting of tokens by
     expert, the router's choice, the activation function of MLPs. null: all of them, but no fused router where
     `moe.replay` or `moe.aux_loss` needs megatron-core's own. []: none. `local` layers have none, and dense models
@@ -124,8 +128,8 @@ class PolicyConfig:
     threads: int = between(1, 4096, 1)
     """CPU threads of one rank (CPU only)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """More fields of megatron-core's TransformerConfig, by their own names (`recompute_granularity: selective`); a
-    reference with a layout of its own has them too. Fields that another setting or the run decides are refused; memory
+    """More fields of megatron-core's TransformerConfig, by their own names (`moe_router_dtype: fp32`); a reference
+    with a layout of its own has them too. Fields that another setting or the run decides are refused; memory
     that the others save or take is not planned."""
     ddp_options: dict[str, Any] = field(default_factory=dict)
     """More fields of megatron-core's DistributedDataParallelConfig, by their own names (`bucket_size: 40000000`)."""

@@ -55,6 +55,8 @@ class VllmEngine:
         self.spans: list[Span] | None = None
         """Of the requests that have ended, while they are recorded."""
         self.presence = Presence(spec.sleeps)
+        self.paused = False
+        """Whether it was told to stop computing: for a sync, a sleep."""
         self.calls: set[asyncio.Queue[Completion | BaseException]] = set()
         """Where the calls of `generate_many` under way wait."""
         if not (Path(spec.path) / "config.json").is_file():
@@ -129,7 +131,7 @@ class VllmEngine:
             tasks += [asyncio.create_task(self._generate(request, sampling, done)) for request in requests]
             if held:
                 await asyncio.sleep(0)  # every task has now handed its request to the engine's queue
-            if held and self.presence.ready:  # it may have been sent to sleep meanwhile
+            if held and self.presence.ready and not self.paused:  # it may have been told to sleep or wait meanwhile
                 await self._answer(self.llm.engine_core.resume_scheduler_async())
             left = len(requests)
             while left:
@@ -311,12 +313,13 @@ class VllmEngine:
 
     async def pause(self) -> None:
         """Stops computing. Requests under way stay where they are; caches of the old weights are dropped."""
-        self.watched = False
+        self.watched, self.paused = False, True
         await self._answer(self.llm.pause_generation(mode="keep", clear_cache=True))
 
     async def resume(self) -> None:
         """Goes on computing."""
         self.presence.check()
+        self.paused = False
         await self._answer(self.llm.resume_generation())
         self.watched = True
 

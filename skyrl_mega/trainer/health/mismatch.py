@@ -9,7 +9,7 @@ import math
 from collections.abc import Iterator
 
 from skyrl_mega.algorithms.mismatch import P99
-from skyrl_mega.config.derived import engine_precision
+from skyrl_mega.config.derived import engine_precision, generates_ahead
 from skyrl_mega.config.schema import Config
 from skyrl_mega.telemetry.table import number
 from skyrl_mega.trainer.health.seen import Finding, Row, Seen, figure, twice
@@ -28,6 +28,8 @@ ROUTES = "replay/route_mismatch_layer_"
 ALARM_ROUTES = {"float32": 0.02, "bfloat16": 0.3, "fp8": 0.5}
 """Share of a layer's choices of experts. Rounding decides between experts that are nearly alike: arXiv:2510.11370 sees
 about a tenth of the routers choose otherwise in bfloat16."""
+STALE = 0.1
+"""Nats by which the policy may have moved away from what was generated ahead (`asynchrony.max_staleness` above 0)."""
 STUCK = 0.3
 """Nats a token from which nothing is learned, whatever the precision."""
 STOP = 1.0
@@ -51,7 +53,7 @@ def bound(config: Config, kind: str, of: str) -> float:
     given: float | None = getattr(config.health.mismatch, f"{kind}_{of}")
     if given is not None:
         return given or math.inf
-    usual = ALARM_MEAN[engine_precision(config)]
+    usual = ALARM_MEAN[engine_precision(config)] + (STALE if generates_ahead(config.asynchrony) else 0.0)
     own = {"alarm": {"mean": usual, "p99": TAIL * usual}, "stop": {"mean": STOP, "p99": math.inf}}
     return own[kind][of] + sampled_apart(config)
 

@@ -69,7 +69,7 @@ class Health:
     def see(self, number: int, metrics: Row, trajectories: Sequence[Trajectory]) -> Verdict:
         """Looks at a step that is done."""
         seen = Seen(self.config, number, metrics, trajectories, tuple(self.past), tuple(self.first))
-        measured = {**seen.shares(), **_speed(metrics)}
+        measured = {**seen.shares(), **(_speed(metrics) if self.config.asynchrony.mode == "off" else {})}
         seen = Seen(self.config, number, {**metrics, **measured}, trajectories, seen.past, seen.first)
         found = findings(seen)
         self._count(seen, [finding for finding in found if finding.stuck])

@@ -1,0 +1,81 @@
+"""What is refused of `asynchrony`."""
+
+from __future__ import annotations
+
+from skyrl_mega.config.derived import draws_greedy
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import AlgorithmConfig, Config
+
+USUAL = 1
+"""`asynchrony.max_staleness`, where nobody has changed it."""
+
+
+def check_asynchrony(c: Config) -> None:
+    """Raises UserError for what cannot be while engines generate and the policy trains, or would train wrong."""
+    mode, most = c.asynchrony.mode, c.asynchrony.max_staleness
+    if mode == "off":
+        if most not in (0, USUAL):
+            raise UserError(
+                f"asynchrony.max_staleness = {most}: asynchrony.mode=off trains on nothing that is older than its "
+                "weights; give asynchrony.mode=full, or leave it out"
+            )
+        return
+    if mode == "one_step" and most > 1:
+        raise UserError(
+            f"asynchrony.max_staleness = {most}: asynchrony.mode=one_step is one step ahead, allowed is 0 or 1; give "
+            "asynchrony.mode=full for more"
+        )
+    if c.cluster.shared:
+        raise UserError(
+            f"asynchrony.mode = {mode}: engines and policy compute at the same time, and cluster.shared gives them the "
+            "same GPUs; give cluster.shared=false, or asynchrony.mode=off"
+        )
+    if c.residency.keep is not None:
+        raise UserError(
+            f"asynchrony.mode = {mode}: engines and policy compute at the same time, so nothing can take turns; give "
+            "residency.keep=null, or asynchrony.mode=off"
+        )
+    if most and not corrected(c.algorithm):
+        raise UserError(
+            f"asynchrony.max_staleness = {most}: tokens of older weights would be trained on as the policy's own; give "
+            "a correction, such as algorithm.importance_cap=2, algorithm.old_logprobs=engine or "
+            "algorithm.rejection.level=token, or asynchrony.max_staleness=0"
+        )
+    if mode == "full":
+        _full(c)
+
+
+def corrected(a: AlgorithmConfig) -> bool:
+    """Whether anything looks at the weights that drew a token: those of the engine, whichever they were."""
+    rejects = a.rejection.level != "off" or a.rejection.off_policy is not None
+    own = ":" in a.loss
+    return own or rejects or a.importance_cap is not None or a.old_logprobs == "engine"
+
+
+def _full(c: Config) -> None:
+    """What only `mode=full` does not do."""
+    dynamic = c.algorithm.dynamic_sampling
+    refused = {
+        "run.deterministic = true": (c.run.deterministic, "the clock decides which groups a step has"),
+        f"algorithm.dynamic_sampling.mode = {dynamic.mode}": (
+            dynamic.enabled and dynamic.mode != "filter",
+            "groups without a signal are left out as they come, and others follow",
+        ),
+        f"algorithm.dynamic_sampling.oversample = {dynamic.oversample:g}": (
+            dynamic.enabled and dynamic.oversample != 1,
+            "groups are generated ahead anyway",
+        ),
+        f"algorithm.advantage = {c.algorithm.advantage}": (
+            draws_greedy(c.algorithm),
+            "a greedy answer would be of other weights than the samples that are compared with it",
+        ),
+        f"policy.moe.replay = {c.policy.moe.replay}": (
+            c.policy.moe.replay == "rollout",
+            "routes of an answer would be of several weights",
+        ),
+    }
+    for setting, (refuses, why) in refused.items():
+        if refuses:
+            raise UserError(
+                f"{setting}: with asynchrony.mode=full {why}; leave it out, or give asynchrony.mode=one_step"
+            )

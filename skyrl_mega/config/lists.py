@@ -1,0 +1,15 @@
+"""What is refused of a list, whatever it lists."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.values import shown
+
+
+def check_once(key: str, given: Sequence[str | int]) -> None:
+    """Raises UserError for an entry that is there twice."""
+    for entry in given:
+        if given.count(entry) > 1:
+            raise UserError(f"{key} = {shown(list(given))}: {entry} is there twice; give it once")

@@ -1,0 +1,197 @@
+"""Groups of trajectories that are played for as long as a run lasts: submitted at any time, done in any order.
+
+Phases have a beginning and an end, and what is in one knows no weights but those it began with. Here weights change
+under what is being played, and engines leave, come back and are up to date again while requests wait for them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.fleet import Fleet, NobodyServes
+from skyrl_mega.config.schema import RolloutConfig, SamplingConfig
+from skyrl_mega.engines.base import Completion, Request
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.agent_loop import Agent, Opened
+from skyrl_mega.rollout.event_loop import ServiceLoop
+from skyrl_mega.rollout.generator import closed
+from skyrl_mega.rollout.router import Load, Router, Waiting, load_of
+from skyrl_mega.rollout.trajectory import Group, Trajectory
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """A group that was asked for."""
+
+    number: int
+    """Its place among all groups of the run: no other has it."""
+    index: int
+    """Of its prompt in the data."""
+    version: int
+    """The engines' weights when it was asked for: none of its tokens is of older ones."""
+    names: tuple[str, ...]
+    """Name each sample's requests and its random stream; no others have them."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """A group that was played to its end."""
+
+    ticket: Ticket
+    group: Group
+
+
+class Players(Protocol):
+    """Who plays: a `Generator`, or what stands for one where time is virtual."""
+
+    fleet: Fleet
+    rollout: RolloutConfig
+
+    def agent(self, sampling: SamplingConfig, router: type[Router] | None = None) -> Agent:
+        """An agent with such a router."""
+
+
+class RolloutService:
+    """Plays groups in a loop that goes on while the caller does other things.
+
+    Args:
+        players: On the engines that are asked.
+        sampling: How tokens are drawn.
+        loop: Of the players.
+    """
+
+    def __init__(self, players: Players, sampling: SamplingConfig, loop: ServiceLoop) -> None:
+        self.players, self.sampling, self.loop = players, sampling, loop
+        self.under_way: dict[int, Ticket] = {}
+        """By number; the caller's thread alone looks at it."""
+        self._done: deque[Done | BaseException] = deque()
+        self._agent: Agent | None = None
+
+    @property
+    def served(self) -> bool:
+        """Whether any engine can be asked, but for those that wait for a sync."""
+        resting = self._agent.router.resting if self._agent else set()  # type: ignore[attr-defined]
+        return bool({*self.players.fleet.serving} - resting)
+
+    def submit(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> None:
+        """Asks for a group of each of these prompts. All are opened before the first is played, as in a phase.
+
+        Raises:
+            ActorFailed: No engine is left and none comes back.
+        """
+        if not tickets:
+            return
+        if not self.under_way:
+            with suppress(NobodyServes):  # requests wait for an engine that comes back
+                # As before a phase: cached prefixes would change the last bits.
+                self.players.fleet.ask("forget", timeout=self.players.rollout.request_timeout_s)
+        self.under_way |= {ticket.number: ticket for ticket in tickets}
+        self.loop.start(self._play(list(zip(tickets, prompts, strict=True))))
+
+    def done(self, wait_s: float) -> list[Done]:
+        """The groups that have been done since the last call. Waits so long for the first where there is none.
+
+        Raises:
+            ActorFailed: An engine refused a request, or none is left and none comes back; the root cause.
+        """
+        self.loop.wait(lambda: bool(self._done), wait_s)
+        found = []
+        while self._done:
+            outcome = self._done.popleft()
+            if isinstance(outcome, BaseException):
+                raise outcome
+            del self.under_way[outcome.ticket.number]
+            found.append(outcome)
+        return found
+
+    def engines_changed(self) -> None:
+        """A sync has ended: engines that are up to date take requests again, also those that were not."""
+        self.loop.call(self._rejoin)
+
+    def _tell(self, outcome: Done | BaseException) -> None:
+        self._done.append(outcome)
+        self.loop.changed()
+
+    def _rejoin(self) -> None:
+        if self._agent is not None:
+            assert isinstance(self._agent.router, ServiceRouter)
+            self._agent.router.rejoin()
+
+    async def _play(self, wanted: list[tuple[Ticket, Prompt]]) -> None:
+        if self._agent is None:
+            self._agent = self.players.agent(self.sampling, ServiceRouter)
+        agent = self._agent
+        tasks = asyncio.create_task
+        opening = [tasks(agent.open(prompt, s)) for ticket, prompt in wanted for s in range(len(ticket.names))]
+        playing: list[asyncio.Task[None]] = []
+        try:
+            opened = iter(await asyncio.gather(*opening))
+            for ticket, prompt in wanted:
+                own = [next(opened) for _ in ticket.names]
+                playing.append(tasks(self._group(agent, ticket, prompt, own)))
+            await asyncio.gather(*playing)
+        except ActorFailed as error:
+            # Raised in every task that waited: their frames would fill pages.
+            self._tell(error.with_traceback(None))
+        except BaseException as error:
+            self._tell(error)
+            raise
+        finally:
+            await closed(agent, opening, playing)
+
+    async def _group(self, agent: Agent, ticket: Ticket, prompt: Prompt, opened: Sequence[Opened]) -> None:
+        playing = [asyncio.create_task(agent.play(o, name)) for o, name in zip(opened, ticket.names, strict=True)]
+        try:
+            trajectories: list[Trajectory] = await asyncio.gather(*playing)
+        finally:  # where one fails, the others end too, before their environments are closed
+            for task in playing:
+                task.cancel()
+            await asyncio.gather(*playing, return_exceptions=True)
+        self._tell(Done(ticket, Group(prompt, trajectories)))
+
+
+class ServiceRouter(Router):
+    """Routes requests for as long as a run lasts. Those that no engine can take wait for one that comes back."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.resting: set[int] = set()
+        """Engines that have refused a request, until the next sync."""
+
+    async def generate(self, request: Request) -> Completion:
+        """Continues one prompt; another request may be called the same once this one has its answer."""
+        try:
+            return await super().generate(request)
+        finally:
+            self.names.discard(request.id)
+
+    def rejoin(self) -> None:
+        """Takes in engines that have come back, and goes on."""
+        self.resting.clear()
+        self.rejoins += 1
+        for engine in self.fleet.serving:
+            self.load.setdefault(engine, load_of(self.fleet.facts[engine]))
+        self._schedule()
+
+    def _takes(self, engine: int) -> bool:
+        return super()._takes(engine) and engine not in self.resting
+
+    def _postpone(self, engine: int, load: Load | None, part: dict[str, Waiting], began: int) -> bool:
+        """Half of an update has come: the sync that brings the rest calls `rejoin`, or has since the request left."""
+        if began == self.rejoins:
+            self.resting.add(engine)
+        self._again(load, part)
+        return True
+
+    def _nobody(self, part: dict[str, Waiting], error: ActorFailed) -> None:
+        """No engine is left: all wait, unless none comes back."""
+        if isinstance(error, NobodyServes):
+            self.queue.extendleft(reversed(part.values()))
+        else:
+            super()._nobody(part, error)

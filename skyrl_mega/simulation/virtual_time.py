@@ -1,0 +1,102 @@
+"""An event loop in which waiting takes no time: hours of engines, tools and training pass in seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import selectors
+from collections.abc import Callable, Coroutine
+from typing import Any, Self, TypeVar
+
+Answer = TypeVar("Answer")
+LONGEST_S = 1e8
+"""Three years: whoever waits for longer waits for ever."""
+
+
+class WaitsForEver(RuntimeError):
+    """Somebody waits, and nothing is left that could end that."""
+
+
+class VirtualTime(asyncio.SelectorEventLoop):
+    """Its clock jumps to the next timer when nothing else is left to do. It waits for no thread.
+
+    Args:
+        longest_s: Seconds after which it is taken for granted that somebody waits for ever.
+    """
+
+    def __init__(self, longest_s: float = LONGEST_S) -> None:
+        self.now, self.longest_s = 0.0, longest_s
+        super().__init__(_Jump(self))
+
+    def time(self) -> float:
+        """Seconds since its beginning."""
+        return self.now
+
+
+class _Jump(selectors.SelectSelector):
+    def __init__(self, loop: VirtualTime) -> None:
+        super().__init__()
+        self.loop = loop
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        ready = super().select(0)
+        if not ready:
+            if timeout is None or self.loop.now > self.loop.longest_s:
+                raise WaitsForEver(f"after {self.loop.now:g} simulated seconds somebody waits for ever")
+            self.loop.now += timeout
+        return ready
+
+
+class VirtualLoop:
+    """A `rollout.event_loop.ServiceLoop` whose other thread is the same one: time passes while that waits."""
+
+    def __init__(self, longest_s: float = LONGEST_S) -> None:
+        self.loop = VirtualTime(longest_s)
+        self._event = asyncio.Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.loop.now = 0.0  # also where somebody waited for ever
+        while left := asyncio.all_tasks(self.loop):
+            for task in left:
+                task.cancel()
+            self.loop.run_until_complete(asyncio.wait(left))
+        self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+        self.loop.close()
+
+    @property
+    def now(self) -> float:
+        """Seconds since its beginning."""
+        return self.loop.now
+
+    def run(self, work: Coroutine[Any, Any, Answer]) -> Answer:
+        """Its result; what else is under way goes on meanwhile."""
+        return self.loop.run_until_complete(work)
+
+    def start(self, work: Coroutine[Any, Any, Any]) -> object:
+        """Begins it, and does not wait."""
+        return self.loop.create_task(work)
+
+    def call(self, function: Callable[..., object], *args: object) -> None:
+        """Calls it in the loop, soon."""
+        self.loop.call_soon(function, *args)
+
+    def wait(self, ready: Callable[[], bool], seconds: float) -> None:
+        """Returns once that is so, or so many seconds have passed."""
+        self.run(self._wait(ready, seconds))
+
+    def changed(self) -> None:
+        """From the loop: whoever waits looks again."""
+        self._event.set()
+
+    def sleep(self, seconds: float) -> None:
+        """Lets time pass."""
+        self.run(asyncio.sleep(seconds))
+
+    async def _wait(self, ready: Callable[[], bool], seconds: float) -> None:
+        self._event.clear()
+        if not ready():
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._event.wait(), seconds)

@@ -1,0 +1,221 @@
+"""`asynchrony.mode: full`: groups are played all the time, and a step takes those that are done.
+
+With P prompts a step and at most K syncs of staleness, (K + 1) · P groups are asked for and not yet trained on when a
+step begins, and none more (AReaL, arXiv:2505.24298, equation 3). A step takes the oldest of those that are done, and
+waits where it would leave behind more old ones than later steps have room for: those that b syncs have passed by may be
+taken by this step and K - b more, which take P each. So nothing that was generated is ever thrown away for its age.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from skyrl_mega.config.schema import Config
+from skyrl_mega.data.order import PromptStream
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.generator import LOOK_EVERY_S
+from skyrl_mega.rollout.service import Done, RolloutService, Ticket
+from skyrl_mega.rollout.trajectory import Group, Trajectory
+from skyrl_mega.telemetry.console import Phase
+from skyrl_mega.trainer import kept_rollouts
+from skyrl_mega.trainer.dynamic_sampling import with_signal
+from skyrl_mega.trainer.health.failures import all_failed
+from skyrl_mega.trainer.rollouts_ahead import Versions
+from skyrl_mega.trainer.step import Step
+
+
+class Asynchronous:
+    """Keeps a service supplied with groups, and takes from it what a step trains on.
+
+    Args:
+        config: The run's settings.
+        prompts: The data.
+        stream: Its order.
+        service: Plays groups.
+        look: Raises where the run is to end.
+        refill: Brings engines back to service where none is left.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        prompts: list[Prompt],
+        stream: PromptStream,
+        service: RolloutService,
+        *,
+        look: Callable[[], None],
+        refill: Callable[[], object],
+    ) -> None:
+        self.config, self.prompts, self.stream, self.service = config, prompts, stream, service
+        self.look, self.refill = look, refill
+        self.versions = Versions(config.asynchrony.max_staleness)
+        self.steps = 0
+        """Those before the one that takes groups."""
+        self.asked = 0
+        """Groups, over the whole run."""
+        self.again: list[tuple[int, int]] = []
+        """(number, prompt) of groups that were under way when the run ended that is resumed."""
+        self.done: dict[int, Done] = {}
+        """Groups that no step has taken."""
+        self.taken: tuple[int, list[Done]] = (0, [])
+        """The newest step, and what it took."""
+        self.left_out: list[Group] = []
+        """Groups without a signal since the last step."""
+
+    @property
+    def wanted(self) -> int:
+        """Groups of a step."""
+        return self.config.data.prompts_per_step
+
+    def next_groups(self, step: Step) -> list[Group]:
+        """What the step trains on, in the order in which it was asked for.
+
+        With dynamic sampling groups without a signal leave as they come, and others are asked for in their place, in
+        one step `max_rounds` times as many as it needs at most.
+        """
+        self.steps = step.number - 1
+        with step.phase("generate", total=self.wanted) as progress:
+            while (chosen := self._choose()) is None:
+                self._wait(progress)
+        self.taken = step.number, chosen
+        groups = [one.group for one in chosen]
+        step.trajectories += [t for group in (*groups, *self.left_out) for t in group.trajectories]
+        if self.config.algorithm.dynamic_sampling.enabled:
+            step.record(self._sampled(groups))
+        self.left_out = []
+        step.record(self.versions.measure(t for group in groups for t in group.trajectories))
+        step.record(
+            {
+                "asynchrony/groups_done": float(len(self.done)),
+                "asynchrony/groups_under_way": float(len(self.service.under_way)),
+            }
+        )
+        return groups
+
+    def before_sync(self, step: Step) -> None:
+        """What is under way goes on with the new weights."""
+
+    def synced(self, version: int) -> None:
+        """Engines that have come back take requests again."""
+        self.versions.add(version)
+        self.service.engines_changed()
+
+    def prompts_left(self, done: int) -> int:
+        """Of the data, and of groups that no step has taken."""
+        number, taken = self.taken
+        return self.stream.remaining + self._waiting + (len(taken) if number > done else 0)
+
+    def keep(self, folder: Path, done: int) -> None:
+        """Groups that are done, and which ones are under way: these are played again."""
+        number, taken = self.taken
+        kept = [*(taken if number > done else ()), *self.done.values()]
+        under_way = [*self.again, *((t.number, t.index) for t in self.service.under_way.values())]
+        rows = [t for one in kept for t in one.group.trajectories]
+        about = {
+            "stream": self.stream.state(),
+            "prompts": [*(one.ticket.index for one in kept), *(index for _, index in under_way)],
+            "asked": self.asked,
+            "versions": self.versions.known,
+            "done": [[one.ticket.number, one.ticket.index, one.ticket.version] for one in kept],
+            "groups": kept_rollouts.places([one.group for one in kept], rows),
+            "under_way": under_way,
+        }
+        kept_rollouts.write(folder, self.config, about, rows)
+
+    def restore(self, folder: Path) -> None:
+        """Groups that the run had, or had asked for, before it ended."""
+        if (kept := kept_rollouts.read(folder, self.config, self.stream, self.prompts)) is None:
+            return
+        about, rows = kept
+        self.asked, self.versions.known = about["asked"], about["versions"]
+        self.again = [(number, index) for number, index in about["under_way"]]
+        groups = kept_rollouts.grouped(about["groups"], rows)
+        for (number, index, version), group in zip(about["done"], groups, strict=True):
+            self.done[number] = Done(self._ticket(number, index, version), group)
+
+    def close(self) -> None:
+        """Whoever ends the generator's loop ends what is under way."""
+
+    @property
+    def _waiting(self) -> int:
+        """Groups that were asked for and not taken."""
+        return len(self.done) + len(self.service.under_way) + len(self.again)
+
+    def _ask(self) -> None:
+        """Asks for as many groups as there may be, the interrupted ones first."""
+        if self._given_up:
+            return
+        steps, limit = self.versions.most + 1, self.config.run.steps
+        ahead = steps if limit is None else min(steps, limit - self.steps)
+        room = max(0, ahead * self.wanted - len(self.done) - len(self.service.under_way))
+        self.asked = max(self.asked, self.steps * self.wanted)  # a run that was synchronous before has asked for these
+        first, self.again = self.again[:room], self.again[room:]
+        fresh = self.stream.take(max(0, min(room - len(first), self.stream.remaining)))
+        first += [(self.asked + i, index) for i, index in enumerate(fresh)]
+        self.asked += len(fresh)
+        tickets = [self._ticket(number, index, self.versions.newest) for number, index in first]
+        self.service.submit(tickets, [self.prompts[ticket.index] for ticket in tickets])
+
+    def _ticket(self, number: int, index: int, version: int) -> Ticket:
+        """Its samples are called as the same groups are that a step generates itself."""
+        step, place = divmod(number, self.wanted)
+        samples = self.config.data.samples_per_prompt
+        seed = f"{self.config.run.seed}/{step + 1}/0"
+        return Ticket(number, index, version, tuple(f"{seed}/{place * samples + s}" for s in range(samples)))
+
+    def _choose(self) -> list[Done] | None:
+        """What the step takes; None while it has to wait."""
+        self._ask()
+        chosen = sorted(self.done.values(), key=_age)[: self.wanted]
+        over = not self.service.under_way and self.stream.remaining <= 0 and not self.again
+        if self._leaves_too_many(chosen) or (len(chosen) < self.wanted and not over and not self._given_up):
+            return None
+        for one in chosen:
+            del self.done[one.ticket.number]
+        return sorted(chosen, key=_number)
+
+    def _leaves_too_many(self, chosen: list[Done]) -> bool:
+        """Whether some of those that are left would be too old before later steps could take them."""
+        taken = {one.ticket.number for one in chosen}
+        waiting = [*(one.ticket for one in self.done.values()), *self.service.under_way.values()]
+        left = [self.versions.behind(ticket.version) for ticket in waiting if ticket.number not in taken]
+        most = self.versions.most
+        return any(sum(b >= syncs for b in left) > (most - syncs) * self.wanted for syncs in range(most + 1))
+
+    def _wait(self, progress: Phase) -> None:
+        self.look()
+        if not self.service.served:
+            self.refill()
+        self.collect(LOOK_EVERY_S)
+        progress.update(min(len(self.done), self.wanted))
+
+    def collect(self, wait_s: float) -> None:
+        """Takes in what is done; waits so long for the first where nothing is."""
+        for one in self.service.done(wait_s):
+            algorithm = self.config.algorithm
+            if not algorithm.dynamic_sampling.enabled or with_signal([one.group], algorithm):
+                self.done[one.ticket.number] = one
+            else:
+                self.left_out.append(one.group)
+
+    @property
+    def _given_up(self) -> bool:
+        """Whether so many groups had no signal that the step goes on with what there is."""
+        most = self.config.algorithm.dynamic_sampling.max_rounds * self.wanted
+        drawn: list[Trajectory] = [t for group in self.left_out for t in group.trajectories]
+        return len(self.left_out) >= most or (len(self.left_out) >= self.wanted and all_failed(drawn))
+
+    def _sampled(self, groups: list[Group]) -> dict[str, float]:
+        return {
+            "rollout/groups_left_out": float(len(self.left_out)),
+            "rollout/groups_missing": float(self.wanted - len(groups)),
+        }
+
+
+def _age(one: Done) -> tuple[int, int]:
+    return one.ticket.version, one.ticket.number
+
+
+def _number(one: Done) -> int:
+    return one.ticket.number

@@ -1,0 +1,93 @@
+"""Trajectories in a checkpoint: what was generated, or asked for, and no step has learned from yet.
+
+They are of the settings that the run had. Under other ones their prompts are drawn again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.config.outside import json_object
+from skyrl_mega.config.schema import Config
+from skyrl_mega.data.order import PromptStream
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout import trajectory_io
+from skyrl_mega.rollout.trajectory import Group, Trajectory
+
+_ABOUT, _ROWS = "rollouts.json", "rollouts.parquet"
+
+
+def write(folder: Path, config: Config, about: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> None:
+    """Writes trajectories with their columns, and JSON about them.
+
+    Args:
+        folder: The checkpoint's.
+        config: The run's settings.
+        about: With `stream`, the place in the data, and `prompts`, those that were drawn before it and no step has
+            learned from.
+        trajectories: What is written.
+    """
+    with (folder / _ABOUT).open("w") as opened:
+        json.dump({**about, "settings": _settings(config)}, opened)
+    if trajectories:
+        trajectory_io.write(folder / _ROWS, list(trajectories), columns=True)
+
+
+def read(
+    folder: Path, config: Config, stream: PromptStream, prompts: Sequence[Prompt]
+) -> tuple[dict[str, Any], list[Trajectory]] | None:
+    """What `write` was given; trajectories have these prompts, by uid. The stream is where it was.
+
+    None where there is nothing, or it was made with other settings: what no step has learned from is then drawn again.
+    """
+    if not (folder / _ABOUT).exists():
+        return None
+    about: dict[str, Any] = json_object(folder / _ABOUT, "take another checkpoint")
+    stream.restore(about["stream"])
+    if about["settings"] != _settings(config):
+        stream.put_back(about["prompts"])
+        return None
+    trajectories = trajectory_io.read(folder / _ROWS) if (folder / _ROWS).exists() else []
+    own = {prompt.uid: prompt for prompt in prompts}
+    for t in trajectories:
+        t.prompt = own.get(t.prompt.uid, t.prompt)
+    return about, trajectories
+
+
+def _settings(config: Config) -> str:
+    """A digest of what decides how many groups there may be, of what age, and what is in them."""
+    data, algorithm = config.data, config.algorithm
+    rollout = {k: v for k, v in asdict(config.rollout).items() if k not in ("engines", "concurrency")}
+    parts = [
+        asdict(config.asynchrony),
+        [data.prompts_per_step, data.samples_per_prompt],
+        [rollout, asdict(config.environment)],
+        [algorithm.advantage, algorithm.reward_weights, config.policy.moe.replay],
+    ]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def places(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:
+    """Where the groups' trajectories are among these."""
+    at = {id(t): place for place, t in enumerate(trajectories)}
+    return [
+        {"samples": [at[id(t)] for t in group.trajectories], "greedy": at[id(group.greedy)] if group.greedy else None}
+        for group in groups
+    ]
+
+
+def grouped(places: Sequence[Mapping[str, Any]], trajectories: Sequence[Trajectory]) -> list[Group]:
+    """The groups again; one that is named twice is the same group twice."""
+    made: dict[tuple[int, ...], Group] = {}
+    for place in places:
+        samples = tuple(place["samples"])
+        if samples not in made:
+            own = [trajectories[i] for i in samples]
+            greedy = None if place["greedy"] is None else trajectories[place["greedy"]]
+            made[samples] = Group(own[0].prompt, own, greedy)
+    return [made[tuple(place["samples"])] for place in places]

@@ -1,0 +1,62 @@
+"""An evaluation beside rollouts that are ahead: two routers on the same engines, of which the other finds one dead."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyrl_mega.cluster.fleet import NobodyServes
+from skyrl_mega.engines.base import Request, Sampling
+from skyrl_mega.rollout.router import Router
+from skyrl_mega.rollout.service import ServiceRouter
+from skyrl_mega.simulation.virtual_time import VirtualLoop
+from tests.support.virtual_rollouts import Engine
+
+
+class Fleet:
+    """One engine, which anybody may find dead."""
+
+    def __init__(self) -> None:
+        self.engine = Engine(0, 1.0)
+        self.engine.running.set()
+        self.serving, self.facts = [0], [None]
+        self.group = SimpleNamespace(actors=[self.engine.actor()], name="engine")
+
+    def die(self) -> None:
+        """It is gone, and what comes into its place has no weights yet."""
+        self.serving = []
+        self.group.actors[0] = None
+
+    def retire(self, rank: int, cause: str) -> None:
+        self.serving = []
+
+    def check(self) -> None:
+        if not self.serving:
+            raise NobodyServes("engine-0", 0, "service", "killed", 0)
+
+
+def asked_after_its_death(kind: type[Router]) -> Any:
+    """What becomes of a request that comes once another router has found that the engine is dead."""
+    fleet: Any = Fleet()
+
+    async def ask() -> Any:
+        router = kind(fleet, Sampling(), 4, 60.0)
+        await router.generate(Request("first", [1], 2, seed=0))
+        fleet.die()
+        return await asyncio.wait_for(router.generate(Request("second", [1], 2, seed=0)), 1000)
+
+    with VirtualLoop() as loop:
+        return loop.run(ask())
+
+
+def test_a_phase_ends_and_is_played_again() -> None:
+    with pytest.raises(NobodyServes):
+        asked_after_its_death(Router)
+
+
+def test_a_service_waits_for_the_next_sync() -> None:
+    with pytest.raises(TimeoutError):
+        asked_after_its_death(ServiceRouter)

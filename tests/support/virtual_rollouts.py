@@ -1,0 +1,186 @@
+"""Engines and players in virtual time, around the real service, router and admission.
+
+Everything random is drawn from one generator in the order of the events, and there is one thread: a seed is a schedule.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Awaitable
+from dataclasses import dataclass, field
+from functools import partial
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import ray.exceptions
+
+from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.fleet import NobodyServes
+from skyrl_mega.config.schema import RolloutConfig
+from skyrl_mega.engines.base import Completion, EngineDied, Request, Sampling
+from skyrl_mega.engines.presence import NotReady
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.trajectory import Status, Trajectory
+
+
+@dataclass
+class Engine:
+    """Gives each of its requests a token every `token_s`, unless it is paused; it may die, and come back."""
+
+    number: int
+    token_s: float
+    version: int = 0
+    half: bool = False
+    """Half of an update has come."""
+    alive: bool = True
+    calls: dict[asyncio.Task[Any], int] = field(default_factory=dict)
+    running: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def actor(self) -> Any:
+        """A handle of what runs now."""
+        remote = partial(self.stream, SimpleNamespace(engine=self))
+        return SimpleNamespace(generate_many=SimpleNamespace(options=lambda **_: SimpleNamespace(remote=remote)))
+
+    async def stream(self, life: Any, requests: list[Request], _: Sampling) -> AsyncIterator[Awaitable[Any]]:
+        """As `generate_many` of an actor: one message for each that ends."""
+        if self.half:
+            raise ray.exceptions.RayTaskError("generate_many", "", NotReady("half of an update has come"))
+        if not self.alive:
+            raise ray.exceptions.RayActorError
+        left = {asyncio.create_task(self._generate(request)): i for i, request in enumerate(requests)}
+        self.calls.update(left)
+        try:
+            while left:
+                ended, _ = await asyncio.wait(left, return_when="FIRST_COMPLETED")
+                for task in sorted(ended, key=left.__getitem__):
+                    del left[task]
+                    if task.cancelled():
+                        raise ray.exceptions.RayTaskError("generate_many", "", EngineDied("killed"))
+                    yield answer([task.result()])
+        finally:
+            for task in left:
+                task.cancel()
+
+    async def _generate(self, request: Request) -> Completion:
+        count = Random(request.seed).randint(1, request.max_tokens)
+        versions: list[tuple[int, int]] = []
+        for at in range(count):
+            await asyncio.sleep(self.token_s)
+            await self.running.wait()
+            if not versions or versions[-1][0] != self.version:
+                versions.append((self.version, at))
+        return Completion(request.id, [7] * count, [-1.0] * count, "stop", tuple(versions))
+
+
+async def answer(completions: list[Completion]) -> list[Completion]:
+    return completions
+
+
+class Engines:
+    """As much of a `Fleet` as a router asks, and what a sync does to it.
+
+    Args:
+        count: Engines.
+        random: Draws what happens.
+        restarts: How many may die.
+    """
+
+    def __init__(self, count: int, random: Random, restarts: int = 10**6) -> None:
+        self.engines = [Engine(i, random.choice([0.5, 1.0, 3.0])) for i in range(count)]
+        self.random, self.restarts = random, restarts
+        self.up = {*range(count)}
+        """Those that are up to date."""
+        self.facts: list[Any] = [None] * count
+        self.group = SimpleNamespace(actors=[engine.actor() for engine in self.engines], name="engine")
+
+    @property
+    def serving(self) -> list[int]:
+        return sorted(self.up)
+
+    def ask(self, method: str, timeout: float) -> None:
+        self.check()
+
+    def check(self) -> None:
+        if not self.up:
+            raise NobodyServes("engine-0", 0, "service", "all are dead", 0)
+
+    def retire(self, rank: int, cause: str) -> None:
+        if rank not in self.up:
+            return
+        if not self.restarts:
+            raise ActorFailed("engine", rank, "service", cause, 0)
+        self.restarts -= 1
+        self.up.discard(rank)
+
+    def kill(self, rank: int) -> None:
+        self.engines[rank].alive = False
+        for task in self.engines[rank].calls:
+            task.cancel()
+
+    def revive(self, version: int) -> None:
+        """A sync: those that died are there again, and all are up to date."""
+        for rank, engine in enumerate(self.engines):
+            if not engine.alive:
+                self.up.discard(rank)
+                self.engines[rank] = Engine(rank, engine.token_s)
+                self.group.actors[rank] = self.engines[rank].actor()
+            self.engines[rank].version = version
+            self.engines[rank].half = False
+            self.engines[rank].running.set()
+            self.up.add(rank)
+
+    def hold(self, half: bool) -> None:
+        """An update has begun, and may have to begin again."""
+        for engine in self.engines:
+            engine.half = half
+            engine.running.clear()
+
+
+@dataclass
+class Opened:
+    prompt: Prompt
+    sample: int
+
+
+class Player:
+    """An agent of trajectories of one to four turns, in tools for as long as chance says."""
+
+    def __init__(self, router: Any, random: Random) -> None:
+        self.router, self.random, self.spans = router, random, None
+
+    async def open(self, prompt: Prompt, sample: int) -> Opened:
+        await asyncio.sleep(self.random.random())
+        return Opened(prompt, sample)
+
+    async def play(self, opened: Opened, name: str) -> Trajectory:
+        t = Trajectory(
+            opened.prompt, opened.sample, array("i", [1, 2]), array("b", [0, 0]), array("f", [0.0, 0.0]), 2, 0.0,
+            Status.COMPLETED, 0,
+        )  # fmt: skip
+        t.metadata["name"] = name
+        own = Random(name)
+        for turn in range(own.randint(1, 4)):
+            request = Request(f"{name}/{turn}", list(t.tokens), 6, own.getrandbits(30))
+            completion = await self.router.generate(request)
+            t.versions += [(version, len(t.tokens) + at) for version, at in completion.versions]
+            t.tokens.extend(completion.tokens)
+            t.mask.extend([1] * len(completion.tokens))
+            t.logprobs.extend(completion.logprobs)
+            await asyncio.sleep(self.random.choice([0.0, 1.0, 1.0, 40.0]))
+        t.turns, t.reward = turn + 1, float(own.random() < 0.5)
+        return t
+
+
+@dataclass
+class Players:
+    """In the place of a generator."""
+
+    fleet: Any
+    random: Random
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    spans: None = None
+
+    def agent(self, sampling: Any, router: Any = None) -> Any:
+        return Player(router(self.fleet, Sampling(), 4, 600.0), self.random)

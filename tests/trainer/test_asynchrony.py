@@ -1,0 +1,121 @@
+"""Whole runs that generate ahead: with staleness 0 they are synchronous ones, killed and resumed they lose nothing."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from skyrl_mega.cli import export
+from skyrl_mega.rollout import trajectory_io
+from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.telemetry.metrics import read
+from tests.trainer import quickstart
+from tests.trainer.test_resume import wait_for_row
+
+STEPS = [
+    "run.steps=4",
+    "evaluation.every=2",
+    "checkpoint.every=2",
+    "algorithm.dynamic_sampling.enabled=false",
+    "algorithm.entropy.coefficient=0.01",  # teaches where no reward does yet
+    "algorithm.importance_cap=2",
+]
+CLOCK = ("time", "perf", "memory", "asynchrony")
+
+
+def rows(folder: Path) -> list[dict[str, Any]]:
+    """What is measured of the run, and not of its speed and memory."""
+    found = read(folder / "metrics.jsonl")
+    return [{k: v for k, v in row.items() if k.split("/")[0] not in CLOCK} for row in found]
+
+
+def killed_and_resumed(folder: Path, *settings: str) -> None:
+    """A run that is killed after its third step, between two checkpoints, and finished."""
+    process = quickstart.start(folder, *settings)
+    wait_for_row(folder / "killed", 3, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 60
+    while quickstart.left_over(folder) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert quickstart.left_over(folder) == []
+    assert "resuming after step 2" in quickstart.finish(folder, *settings)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_staleness_0_is_what_a_synchronous_run_does(tmp_path: Path) -> None:
+    found = {}
+    for mode in ("off", "full"):  # one_step then calls what `off` does
+        ahead = [f"run.name={mode}", f"asynchrony.mode={mode}", "asynchrony.max_staleness=0", "checkpoint.every=0"]
+        quickstart.finish(tmp_path, *STEPS, *ahead, "run.steps=3")
+        found[mode] = rows(tmp_path / mode)
+    assert found["full"] == found["off"]
+    assert found["off"][-1]["policy/grad_norm"] > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_one_step_ahead_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
+    """The batch that was generated ahead is in the checkpoint, as the weights that wrote it are gone."""
+    ahead = ["asynchrony.mode=one_step", "telemetry.trajectories_every=1"]
+    quickstart.finish(tmp_path, "run.name=whole", *STEPS, *ahead)
+    killed_and_resumed(tmp_path, "run.name=killed", *STEPS, *ahead)
+    assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
+    stale = [row["asynchrony/staleness_max"] for row in read(tmp_path / "whole" / "metrics.jsonl") if row["step"]]
+    assert stale == [0, 1, 1, 1]
+    for step in range(1, 5):
+        file = Path("trajectories") / f"step_{step:06d}.parquet"
+        played = [[t.tokens for t in trajectory_io.read(tmp_path / run / file)] for run in ("killed", "whole")]
+        assert played[0] == played[1]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_all_the_time_ahead_killed_and_resumed_loses_nothing(tmp_path: Path) -> None:
+    """Every group is trained on once, no token is too old, and each log-prob is its version's (transformers, 1e-4)."""
+    ahead = ["asynchrony.mode=full", "asynchrony.max_staleness=2", "telemetry.trajectories_every=1"]
+    settings = [*STEPS, *ahead, "checkpoint.every=1", "checkpoint.keep=9"]
+    process = quickstart.start(tmp_path, "run.name=killed", *settings)
+    wait_for_row(tmp_path / "killed", 2, process)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    deadline = time.monotonic() + 60
+    while quickstart.left_over(tmp_path) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert "resuming after step" in quickstart.finish(tmp_path, "run.name=killed", *settings)
+
+    folder = tmp_path / "killed"
+    steps = {n: trajectory_io.read(folder / "trajectories" / f"step_{n:06d}.parquet") for n in range(1, 5)}
+    groups = Counter(t.prompt.uid for step in steps.values() for t in step)
+    assert len(groups) == 64 and set(groups.values()) == {4}, "64 groups of 4 samples, each once"
+    worst = max(step - 1 - version for step, of in steps.items() for t in of for version, _ in t.versions)
+    assert 0 < worst <= 2
+    for version in sorted({version for step in steps.values() for t in step for version, _ in t.versions}):
+        model = tmp_path / f"version-{version}"
+        assert export.main([str(folder), "--step", str(version), "--output", str(model), "--workers", "1"]) == 0
+        found = [t for step in steps.values() for t in step if version in dict(t.versions)][:40]
+        assert differences(model, found, version) < 1e-4
+
+
+def differences(path: Path, trajectories: list[Trajectory], version: int) -> float:
+    """The largest difference between log-probs that engines gave as a version's and those of a model."""
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    worst = 0.0
+    for t in trajectories:
+        with torch.no_grad():
+            logprobs = model(torch.tensor([list(t.tokens)])).logits[0].log_softmax(-1)
+        starts = [*t.versions, (-1, len(t.tokens))]
+        for (of, start), (_, end) in pairwise(starts):
+            for at in range(start, end) if of == version else ():
+                if t.mask[at]:
+                    worst = max(worst, abs(float(logprobs[at - 1, t.tokens[at]]) - t.logprobs[at]))
+    return worst

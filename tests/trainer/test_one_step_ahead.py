@@ -1,0 +1,146 @@
+"""One batch ahead: how it ends, what it does where no engine is left, and what a checkpoint keeps of it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from skyrl_mega.cluster.fleet import NobodyServes
+from skyrl_mega.config.schema import Config
+from skyrl_mega.data.order import PromptStream
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
+from skyrl_mega.telemetry.console import Console
+from skyrl_mega.trainer.one_step_ahead import OneStepAhead
+from skyrl_mega.trainer.shutdown import GracefulStop
+from skyrl_mega.trainer.step import Step
+
+
+class Source:
+    """Generates batches of two prompts, each of the weights that `version` names, once `go` is set."""
+
+    def __init__(self, config: Config) -> None:
+        self.config, self.prompts = config, [Prompt(i, [], "mine", {}) for i in range(20)]
+        self.stream = PromptStream(20, batch=2, shuffle=False)
+        self.generator = SimpleNamespace(look=lambda: None)
+        self.go, self.version, self.faults = threading.Event(), 0, 0
+        self.go.set()
+
+    def next_groups(self, step: Step) -> list[Group]:
+        chosen = self.stream.take(2)
+        while not self.go.wait(0.01):
+            self.generator.look()
+        if self.faults:
+            self.faults -= 1
+            raise NobodyServes("engine-0", 0, "service", "all are dead", 0)
+        groups = [Group(self.prompts[i], [self.played(i, sample) for sample in range(2)]) for i in chosen]
+        step.trajectories += [t for group in groups for t in group.trajectories]
+        return groups
+
+    def played(self, prompt: int, sample: int) -> Trajectory:
+        parts = array("i", [1, 2]), array("b", [0, 1]), array("f", [0.0, -1.0])
+        t = Trajectory(self.prompts[prompt], sample, *parts, 1, 1.0, Status.COMPLETED, 1)
+        t.versions = [(self.version, 1)]
+        return t
+
+
+@contextmanager
+def ahead(config: Config, **calls: Any) -> Iterator[tuple[OneStepAhead, Source]]:
+    source: Any = Source(config)
+    rollouts = OneStepAhead(source, config, calls.get("look", lambda: None), calls.get("refill", lambda: None))
+    rollouts.synced(0)
+    yield rollouts, source
+    rollouts.close()
+
+
+@pytest.fixture
+def config() -> Config:
+    made = Config()
+    made.asynchrony.mode, made.data.prompts_per_step, made.data.samples_per_prompt = "one_step", 2, 2
+    return made
+
+
+def uids(groups: list[Group]) -> list[int]:
+    return [group.prompt.uid for group in groups]
+
+
+def step(number: int) -> Step:
+    return Step(number, Console())
+
+
+def test_a_batch_is_generated_while_the_one_before_is_trained_on(config: Config) -> None:
+    with ahead(config) as (rollouts, source):
+        for number in range(1, 5):
+            taken = step(number)
+            assert uids(rollouts.next_groups(taken)) == [2 * number - 2, 2 * number - 1]
+            assert taken.metrics["asynchrony/staleness_max"] == min(1, number - 1)
+            rollouts.before_sync(taken)
+            source.version = number
+            rollouts.synced(number)
+        assert rollouts.prompts_left(4) == 12
+
+
+def test_what_is_generated_is_abandoned_at_the_end(config: Config) -> None:
+    """A run that ends in the middle of it, for whatever reason, ends."""
+
+    def asked() -> None:
+        raise GracefulStop
+
+    with ahead(config, look=asked) as (rollouts, source):
+        rollouts.next_groups(step(1))
+        source.go.clear()
+        with pytest.raises(GracefulStop):
+            rollouts.before_sync(step(1))
+        start = time.monotonic()
+    assert time.monotonic() - start < 5
+
+
+def test_a_batch_without_engines_is_generated_once_they_are_back(config: Config) -> None:
+    refilled: list[int] = []
+    with ahead(config, refill=lambda: refilled.append(1)) as (rollouts, source):
+        source.faults = 2
+        assert uids(rollouts.next_groups(step(1))) == [0, 1], "the same prompts"
+        assert refilled == [1, 1]
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_checkpoint_before_training_has_both_batches(config: Config, tmp_path: Path, whole: bool) -> None:
+    """The one that the loop has, and the one that is generated, if it is whole."""
+    with ahead(config) as (rollouts, source):
+        rollouts.next_groups(step(1))
+        rollouts.before_sync(step(1))
+        rollouts.synced(1)
+        if not whole:
+            source.go.clear()
+        rollouts.next_groups(step(2))
+        if whole:
+            rollouts.before_sync(step(2))
+        rollouts.keep(tmp_path, 1)
+    with ahead(config) as (again, _):
+        again.restore(tmp_path)
+        again.synced(1)
+        assert again.prompts_left(1) == 18
+        found = [uids(again.next_groups(step(number))) for number in (2, 3, 4)]
+    assert found == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_other_settings_generate_it_again(config: Config, tmp_path: Path) -> None:
+    with ahead(config) as (rollouts, _):
+        rollouts.next_groups(step(1))
+        rollouts.before_sync(step(1))
+        rollouts.keep(tmp_path, 1)
+    config.rollout.sampling.temperature = 0.5
+    with ahead(config) as (again, source):
+        again.restore(tmp_path)
+        source.version = 1
+        again.synced(1)
+        groups = again.next_groups(step(2))
+        assert uids(groups) == [2, 3] and groups[0].trajectories[0].versions == [(1, 1)]

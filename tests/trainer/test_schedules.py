@@ -1,0 +1,294 @@
+"""Thousands of schedules of asynchronous rollouts, in virtual time: engines die and come back, syncs come at every
+moment and fail half-way, tools are slow, the run is killed and resumed.
+
+Whatever happens: no step waits for ever, no group is lost or trained on twice, no token is older than the bound.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+
+from skyrl_mega.config.schema import Config
+from skyrl_mega.data.order import PromptStream
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.service import RolloutService, ServiceRouter
+from skyrl_mega.simulation.virtual_time import VirtualLoop
+from skyrl_mega.telemetry.console import Console
+from skyrl_mega.trainer import asynchronous
+from skyrl_mega.trainer.asynchronous import Asynchronous
+from skyrl_mega.trainer.rollouts_ahead import StaleTooFar, Versions
+from skyrl_mega.trainer.step import Step
+from tests.support.simulated_time import LONGEST_S
+from tests.support.virtual_rollouts import Engines, Players
+
+PROMPTS = 60
+
+
+class Killed(Exception):
+    """The run's process is gone."""
+
+
+@dataclass
+class Schedule:
+    """One run, and everything that happens in it.
+
+    Args:
+        seed: Draws all of it.
+        folder: For checkpoints.
+    """
+
+    seed: int
+    folder: Path
+    trained: list[tuple[int, list[str]]] = field(default_factory=list)
+    """(step, names of its trajectories), of the steps that were not repeated."""
+    log: list[Any] = field(default_factory=list)
+    """Everything that was observed."""
+    saved: int = 0
+    """Steps in the newest checkpoint."""
+
+    def __post_init__(self) -> None:
+        self.random = Random(self.seed)
+        self.config = Config()
+        self.config.data.prompts_per_step = self.random.randint(1, 4)
+        self.config.data.samples_per_prompt = self.random.randint(1, 3)
+        self.config.asynchrony.max_staleness = self.random.randint(0, 3)
+        self.config.run.steps = self.random.randint(1, 6)
+        dynamic = self.config.algorithm.dynamic_sampling
+        dynamic.enabled = self.config.data.samples_per_prompt > 1 and self.random.random() < 0.3
+        dynamic.max_rounds = self.random.randint(1, 3)
+        self.kills = self.random.choice([0, 0, 1, 2])
+        self.engines = self.random.randint(1, 3)
+
+    def play(self) -> Schedule:
+        """All steps, over as many lives as it takes."""
+        while self.saved < (self.config.run.steps or 0):
+            try:
+                with VirtualLoop(LONGEST_S) as loop:
+                    self._live(loop)
+            except Killed:
+                self.trained = [(step, names) for step, names in self.trained if step <= self.saved]
+        return self
+
+    def _live(self, loop: VirtualLoop) -> None:
+        engines = Engines(self.engines, self.random)
+        service = RolloutService(Players(engines, self.random), self.config.rollout.sampling, loop)
+        prompts = [Prompt(i, [], "mine", {}) for i in range(PROMPTS)]
+        stream = PromptStream(PROMPTS, batch=self.config.data.prompts_per_step)
+        version = self.saved
+
+        def sync() -> None:
+            engines.hold(half=False)
+            self._chance(loop, engines)
+            loop.sleep(self.random.random() * 3)
+            if self.random.random() < 0.2:  # it fails and is repeated
+                engines.hold(half=True)
+                loop.sleep(self.random.random() * 3)
+            engines.revive(version)
+            rollouts.synced(version)
+
+        rollouts = Asynchronous(
+            self.config, prompts, stream, service, look=lambda: self._chance(loop, engines), refill=sync
+        )
+        if self.saved or (self.folder / "0").exists():
+            rollouts.restore(self.folder / str(self.saved))
+        sync()
+        for number in range(self.saved + 1, (self.config.run.steps or 0) + 1):
+            step = Step(number, Console())
+            groups = rollouts.next_groups(step)
+            if self.saved == number - 1 and self.kills and self.random.random() < 0.2:
+                self.kills -= 1
+                rollouts.keep(folder_of(self.folder, self.saved), self.saved)  # asked to end soon: it saves, and goes
+                raise Killed
+            self._observe(step, groups, version, loop.now)
+            loop.sleep(self.random.random() * 20)  # it trains
+            self._chance(loop, engines)
+            version = number
+            sync()
+            if self.random.random() < 0.5 or number == self.config.run.steps:
+                rollouts.keep(folder_of(self.folder, number), number)
+                self.saved = number
+
+    def _observe(self, step: Step, groups: list[Any], version: int, now: float) -> None:
+        names = [t.metadata["name"] for group in groups for t in group.trajectories]
+        self.trained.append((step.number, names))
+        self.log.append((step.number, round(now, 6), names, [t.versions for g in groups for t in g.trajectories]))
+        for t in (t for group in groups for t in group.trajectories):
+            for of, _ in t.versions:
+                assert version - of <= self.config.asynchrony.max_staleness, "older than the bound"
+                assert of <= version, "of weights that are not there yet"
+        assert len({len(group.trajectories) for group in groups}) <= 1
+
+    def _chance(self, loop: VirtualLoop, engines: Engines) -> None:
+        """An engine may die, and the run be killed."""
+        if self.random.random() < 0.03:
+            engines.kill(self.random.randrange(self.engines))
+        if self.kills and self.random.random() < 0.03:
+            self.kills -= 1
+            raise Killed
+
+    def check(self) -> None:
+        """Nothing is lost or doubled."""
+        names = Counter(name for _, of_step in self.trained for name in of_step)
+        assert not [name for name, times in names.items() if times > 1], "trained on twice"
+        assert [step for step, _ in self.trained] == [*range(1, (self.config.run.steps or 0) + 1)], "a step is missing"
+        if not self.config.algorithm.dynamic_sampling.enabled:
+            size, steps = self.config.data.prompts_per_step, self.config.run.steps or 0
+            assert all(len(of_step) == size * self.config.data.samples_per_prompt for _, of_step in self.trained)
+            assert {self._number(name) for name in names} == {*range(size * steps)}, "a group was skipped"
+
+    def _number(self, name: str) -> int:
+        _, step, _, place = name.split("/")
+        data = self.config.data
+        return (int(step) - 1) * data.prompts_per_step + int(place) // data.samples_per_prompt
+
+
+def folder_of(folder: Path, step: int) -> Path:
+    (folder / str(step)).mkdir(exist_ok=True)
+    return folder / str(step)
+
+
+def fault(folder: Path) -> Exception | None:
+    """What goes wrong in the first schedule in which anything does."""
+    for seed in range(300):
+        own = folder / str(seed)
+        own.mkdir(parents=True)
+        try:
+            Schedule(seed, own).play().check()
+        except (AssertionError, RuntimeError) as error:
+            return error
+    return None
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.slow)], ids=["some", "a thousand"]
+)
+def test_no_schedule_loses_doubles_or_ages_anything(tmp_path: Path, seeds: range) -> None:
+    for seed in seeds:
+        own = tmp_path / str(seed)
+        own.mkdir()
+        Schedule(seed, own).play().check()
+
+
+@pytest.mark.parametrize("seed", range(0, 1000, 100))
+def test_a_schedule_is_its_seed(tmp_path: Path, seed: int) -> None:
+    logs = []
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        logs.append(Schedule(seed, tmp_path / name).play().log)
+    assert logs[0] == logs[1] and logs[0]
+
+
+def test_one_group_too_many_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Admission: one that is asked for too early is too old when its turn comes."""
+    monkeypatch.setattr(Asynchronous, "wanted", property(lambda self: self.config.data.prompts_per_step + 1))
+    assert fault(tmp_path)
+
+
+def test_a_group_that_is_not_waited_for_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Asynchronous, "_leaves_too_many", lambda self, chosen: False)
+    assert isinstance(fault(tmp_path), StaleTooFar)
+
+
+def test_a_group_that_is_taken_twice_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    choose = Asynchronous._choose
+
+    def twice(self: Asynchronous) -> Any:
+        chosen = choose(self)
+        if chosen and len(chosen) > 1:
+            self.done[chosen[0].ticket.number] = chosen[0]
+        return chosen
+
+    monkeypatch.setattr(Asynchronous, "_choose", twice)
+    assert fault(tmp_path)
+
+
+def test_an_engine_that_never_comes_back_into_service_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServiceRouter, "rejoin", lambda self: None)
+    assert "somebody waits for ever" in str(fault(tmp_path))
+
+
+def test_requests_that_a_dead_engine_takes_along_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ServiceRouter, "_again", lambda self, engine, part: None)
+    assert "somebody waits for ever" in str(fault(tmp_path))
+
+
+def test_a_group_that_a_checkpoint_forgets_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write = asynchronous.kept_rollouts.write
+
+    def forgets(folder: Path, config: Config, about: dict[str, Any], rows: Any) -> None:
+        write(folder, config, {**about, "under_way": about["under_way"][1:]}, rows)
+
+    monkeypatch.setattr(asynchronous.kept_rollouts, "write", forgets)
+    assert "a group was skipped" in str(fault(tmp_path))
+
+
+def test_staleness_counts_syncs_and_not_steps() -> None:
+    versions = Versions(2)
+    for version in (0, 1, 4, 9):
+        versions.add(version)
+    assert [versions.behind(of) for of in (9, 4, 1)] == [0, 1, 2]
+
+
+def live(folder: Path, change: Any, prompts: int = PROMPTS) -> tuple[Asynchronous, VirtualLoop, PromptStream]:
+    """Rollouts of 4 prompts a step in virtual time, restored from the folder if there is anything."""
+    config = Config()
+    config.asynchrony.mode, config.asynchrony.max_staleness = "full", 1
+    config.data.prompts_per_step, config.data.samples_per_prompt = 4, 2
+    change(config)
+    random, loop = Random(0), VirtualLoop(LONGEST_S)
+    engines = Engines(2, random)
+    service = RolloutService(Players(engines, random), config.rollout.sampling, loop)
+    stream = PromptStream(prompts, batch=config.data.prompts_per_step)
+    every = [Prompt(i, [], "mine", {}) for i in range(prompts)]
+    rollouts = Asynchronous(config, every, stream, service, look=lambda: None, refill=lambda: None)
+    rollouts.restore(folder)
+    engines.revive(0)
+    rollouts.synced(0)
+    return rollouts, loop, stream
+
+
+def smaller(config: Config) -> None:
+    config.data.prompts_per_step = 1
+
+
+def fresher(config: Config) -> None:
+    config.asynchrony.max_staleness = 0
+
+
+def one_step(config: Config) -> None:
+    config.asynchrony.mode = "one_step"
+
+
+@pytest.mark.parametrize("change", [smaller, fresher, one_step])
+def test_other_settings_draw_the_prompts_again(tmp_path: Path, change: Any) -> None:
+    """A resumed run with fewer prompts a step, or less staleness, would else wait for ever for room."""
+    rollouts, loop, _ = live(tmp_path, lambda config: None)
+    with loop:
+        step = Step(1, Console())
+        learned = {group.prompt.uid for group in rollouts.next_groups(step)}
+        rollouts.keep(tmp_path, 1)
+    again, loop, stream = live(tmp_path, change)
+    with loop:
+        assert stream.remaining == PROMPTS - len(learned)
+        found = {group.prompt.uid for group in again.next_groups(Step(2, Console()))}
+        assert found and not found & learned
+
+
+def test_a_step_without_a_signal_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `max_rounds` times what it needs, and not when all of the data has been drawn."""
+
+    def sampled(config: Config) -> None:
+        config.algorithm.dynamic_sampling.enabled, config.algorithm.dynamic_sampling.max_rounds = True, 2
+
+    monkeypatch.setattr(asynchronous, "with_signal", lambda groups, algorithm: [])
+    rollouts, loop, stream = live(tmp_path, sampled, prompts=400)
+    with loop:
+        step = Step(1, Console())
+        assert rollouts.next_groups(step) == []
+        assert 8 <= step.metrics["rollout/groups_left_out"] <= 16 and stream.remaining >= 384
