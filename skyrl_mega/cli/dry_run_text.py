@@ -180,11 +180,14 @@ def _shared(v: Values) -> list[str]:
         sizes = (sum(parts[of].get(kind, 0) for kind in kinds) for of in GPU for kinds in GPU[of].values())
         rows.append((phase, str(s["ranks"][phase]), *map(_gib, sizes), f"{s['left'][phase] / GIB:.2f}"))
     idle = f"while engines generate, gradients and optimizer state lie idle: {_gib(s['idle'])} GiB"
+    least = f"at least {_gib(s['margin'])} GiB are left"
+    if s["margin"] < 0:
+        least = f"{-s['margin'] / GIB:.2f} GiB are lacking in phase {s['phase']}"
     turns = "what a phase does not need lies in host memory, or nowhere (residency.keep)"
     lines = [
         f"a shared GPU by phase of a step, GiB of {_gib(v['gpu_memory'])}; rank: the policy rank on the fullest",
         *aligned(rows),
-        f"  at least {s['margin'] / GIB:.2f} GiB are left; {turns if s['keep'] is not None else idle}",
+        f"  {least}; {turns if s['keep'] is not None else idle}",
     ]
     return ["\n".join(lines)]
 

@@ -181,6 +181,7 @@ def test_a_tight_shared_gpu_is_said_to_be_tight(file: Path, capsys: pytest.Captu
     assert v["shared"]["margin"] < 0
     lacks = f"lacks {-v['shared']['margin'] / GIB:.1f} of 79.10 GiB; about"
     assert dry_run_text.text(v).startswith(f"tight on 4 nodes: by the estimates the fullest shared GPU {lacks}")
+    assert f"\n  {-v['shared']['margin'] / GIB:.2f} GiB are lacking in phase train; " in dry_run_text.text(v)
     assert any(note.startswith("tight: by the estimates a shared GPU lacks") for note in v["notes"])
 
 
