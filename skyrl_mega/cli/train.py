@@ -191,7 +191,7 @@ def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
     if generates_ahead(config.asynchrony):
         raise UserError(
             f"asynchrony.mode = {config.asynchrony.mode}: --suggest counts the phases of a step one after the other; "
-            "give asynchrony.mode=off and asynchrony.max_staleness=1 with it, and compare layouts with --dry-run"
+            "--simulate finds a split and a mode. Or give asynchrony.mode=off with asynchrony.max_staleness=1"
         )
     hf, _ = inputs.planned_inputs(config)
     found = search.search(config, hf, int(gpus) if gpus else None)

@@ -6,6 +6,7 @@ from skyrl_mega.config.derived import draws_greedy
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, Config
 
+OFF = "asynchrony.mode=off with asynchrony.max_staleness=1"
 USUAL = 1
 """`asynchrony.max_staleness`, where nobody has changed it."""
 
@@ -28,12 +29,13 @@ def check_asynchrony(c: Config) -> None:
     if c.cluster.shared:
         raise UserError(
             f"asynchrony.mode = {mode}: engines and policy compute at the same time, and cluster.shared gives them the "
-            "same GPUs; give cluster.shared=false, or asynchrony.mode=off"
+            "same GPUs; give cluster.shared=false with residency.keep=null and policy.ranks below all GPUs (--simulate "
+            f"finds a split), or {OFF}"
         )
     if c.residency.keep is not None:
         raise UserError(
             f"asynchrony.mode = {mode}: engines and policy compute at the same time, so nothing can take turns; give "
-            "residency.keep=null, or asynchrony.mode=off"
+            f"residency.keep=null, or {OFF}"
         )
     if most and not corrected(c.algorithm):
         raise UserError(
@@ -46,10 +48,9 @@ def check_asynchrony(c: Config) -> None:
 
 
 def corrected(a: AlgorithmConfig) -> bool:
-    """Whether anything looks at the weights that drew a token: those of the engine, whichever they were."""
-    rejects = a.rejection.level != "off" or a.rejection.off_policy is not None
+    """Whether every token's loss looks at the weights that drew it: those of the engine, whichever they were."""
     own = ":" in a.loss
-    return own or rejects or a.importance_cap is not None or a.old_logprobs == "engine"
+    return own or a.rejection.level != "off" or a.importance_cap is not None or a.old_logprobs == "engine"
 
 
 def _full(c: Config) -> None:
@@ -77,5 +78,6 @@ def _full(c: Config) -> None:
     for setting, (refuses, why) in refused.items():
         if refuses:
             raise UserError(
-                f"{setting}: with asynchrony.mode=full {why}; leave it out, or give asynchrony.mode=one_step"
+                f"{setting}: with asynchrony.mode=full {why}; leave it out, or give asynchrony.mode=one_step with "
+                "asynchrony.max_staleness=1"
             )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from skyrl_mega.cluster.place import place
-from skyrl_mega.config.derived import engine_ranks, has_critic
+from skyrl_mega.config.derived import engine_ranks, generates_ahead, has_critic, length_limit
 from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import ClusterConfig, Config
 from skyrl_mega.models import huggingface
@@ -60,7 +60,7 @@ class HostMemory:
     checkpoint: int
     """Buffers and index of policy and critic ranks while a checkpoint is written or read."""
     batch: int
-    """Tokens and fields of one RL step in Ray's object store."""
+    """Tokens and fields of one RL step in Ray's object store, and of those that may be ahead of it."""
     shm: int
     """/dev/shm without the object store."""
     sandboxes: int
@@ -91,12 +91,22 @@ def host_memory(
         reference=sum(pinned_reference(config, d, parallel, rank) for rank in node.policy),
         parked=sum(p.parked for p in ranks),
         checkpoint=trained * (STAGING + INDEX) if config.checkpoint.every else 0,
-        batch=int((tokens.sequences + tokens.greedy) * tokens.longest * (BATCH_BYTES + driver_bytes(config, d)))
+        batch=int((tokens.sequences + tokens.greedy) * tokens.longest * _held(config, d)) * (1 + _ahead(config))
         if first
         else 0,
         sandboxes=int(sandboxes_mib(config) * 2**20) if first else 0,
         shm=(node.workers + len(node.engines)) * QUEUE * multi + (0 if cpu else processes * NCCL),
     )
+
+
+def _held(config: Config, d: Decoder) -> float:
+    """Bytes of a token on the driver."""
+    return BATCH_BYTES + driver_bytes(config, d)
+
+
+def _ahead(config: Config) -> int:
+    """Steps whose trajectories may wait beside the present one's."""
+    return config.asynchrony.max_staleness if generates_ahead(config.asynchrony) else 0
 
 
 def _busiest(processes: Sequence[Mapping[str, int]]) -> int:
@@ -192,6 +202,10 @@ class Disk:
 def disk(config: Config, d: Decoder) -> Disk:
     """What a run's folder takes."""
     one = sum(_stored(config, m) for m in [d, *[d.critic] * has_critic(config)]) if config.checkpoint.every else 0
+    if config.checkpoint.every:
+        data = config.data
+        waiting = _ahead(config) * data.prompts_per_step * data.samples_per_prompt
+        one += int(waiting * length_limit(config.rollout) * _held(config, d))
     export = elements(d) * itemsize(config) if config.checkpoint.export else 0
     return Disk(one, one * (config.checkpoint.keep + 1), export)
 

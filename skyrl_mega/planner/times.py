@@ -114,7 +114,7 @@ def critic_time(config: Config, d: Decoder) -> float:
 
 def generate_time(config: Config, d: Decoder, made: Batch) -> float:
     """Seconds until the step's samples are there, and then in a round of their own the greedy answers, where there are
-    any."""
+    any. Where groups are generated all the time, nobody waits for the longest."""
     return sum(_round_time(config, d, made, count) for count in (made.sequences, made.greedy) if count)
 
 
@@ -126,6 +126,8 @@ def _round_time(config: Config, d: Decoder, made: Batch, sequences: int) -> floa
     prompt = max(0.0, made.mean - made.generated)
     prefill = each * prompt * prefill_time(config, d, prompt)
     longest = made.generated / config.cluster.rates.length_share
+    if generates_ahead(config.asynchrony) and config.asynchrony.mode == "full":
+        longest = made.generated
     decode = decoding(config, d, made.mean)
     return prefill + each * made.generated / full * decode(full) + (longest - made.generated) * decode(full / TAIL)
 

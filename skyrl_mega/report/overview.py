@@ -62,6 +62,7 @@ SECTIONS: tuple[tuple[str, tuple[Plot, ...]], ...] = (
             ),
             Plot("mismatch KL", ("mismatch/kl",), "engine ‖ policy", True),
             Plot("importance weight", ("policy/importance_weight",), "mean; 1 is no mismatch"),
+            Plot("staleness", ("asynchrony/staleness_mean", "asynchrony/staleness_max"), "syncs: mean, max"),
         ),
     ),
     (
@@ -75,6 +76,7 @@ SECTIONS: tuple[tuple[str, tuple[Plot, ...]], ...] = (
             ),
             Plot("tokens written", ("rollout/tokens",), "a step"),
             Plot("dynamic sampling", ("rollout/groups_left_out", "rollout/groups_missing"), "groups"),
+            Plot("ahead of training", ("asynchrony/groups_done", "asynchrony/groups_under_way"), "groups"),
         ),
     ),
     (

@@ -77,13 +77,18 @@ def mismatch_high(seen: Seen) -> Finding | None:
     found = list(past(seen.config, "alarm", seen.metrics))
     if not found:
         return None
-    text = f"engine and policy differ by {' and '.join(found)}: what is trained on is not what was sampled"
+    stale = generates_ahead(seen.config.asynchrony)
+    moved = f", or the policy has moved far in {seen.config.asynchrony.max_staleness} syncs" if stale else ""
+    text = f"engine and policy differ by {' and '.join(found)}: what is trained on is not what was sampled{moved}"
     stuck = (seen.figure(MEAN) or 0.0) >= STUCK + sampled_apart(seen.config)
     return Finding("mismatch_high", text, stuck=stuck, explains=("mismatch_rises",))
 
 
 def mismatch_rises(seen: Seen) -> Finding | None:
-    """The engine's log-probs drift away from the policy's: it generates with other weights, or in other numbers."""
+    """The engine's log-probs drift away from the policy's: it generates with other weights, or in other numbers. Where
+    it is ahead of training that is so in every step, and more or less of it."""
+    if generates_ahead(seen.config.asynchrony):
+        return None
     usual, now = seen.usual(MEAN), seen.figure(MEAN)
     if not usual or not twice(seen, MEAN, max(LEAST, TIMES * usual), math.inf):
         return None
