@@ -207,7 +207,10 @@ class Asynchronous:
         return len(self.left_out) >= most or (len(self.left_out) >= self.wanted and all_failed(drawn))
 
     def _sampled(self, groups: list[Group]) -> dict[str, float]:
+        most = self.config.algorithm.dynamic_sampling.max_rounds
+        played = -(-(len(groups) + len(self.left_out)) // self.wanted)
         return {
+            "rollout/rounds": float(most if self._given_up else min(played, most)),
             "rollout/groups_left_out": float(len(self.left_out)),
             "rollout/groups_missing": float(self.wanted - len(groups)),
         }

@@ -292,3 +292,4 @@ def test_a_step_without_a_signal_gives_up(tmp_path: Path, monkeypatch: pytest.Mo
         step = Step(1, Console())
         assert rollouts.next_groups(step) == []
         assert 8 <= step.metrics["rollout/groups_left_out"] <= 16 and stream.remaining >= 384
+        assert step.metrics["rollout/rounds"] == 2 and step.metrics["rollout/groups_missing"] == 4
