@@ -136,6 +136,8 @@ class Agent:
     """Whether all turns and observations are inside one message of the assistant: `rollout.conversation`."""
     reward_weights: Mapping[str, float] = MappingProxyType({})
     """`algorithm.reward_weights`."""
+    spans: Callable[[], list[Span] | None] = staticmethod(lambda: None)
+    """Where calls of environments are recorded at present."""
 
     def __init__(
         self, router: Router, chat: Renderer, environments: EnvironmentConfig, limits: Limits, threads: EnvPool
@@ -143,8 +145,6 @@ class Agent:
         self.router, self.chat, self.limits = router, chat, limits
         self.one_message = chat.one_message
         self.environments, self.threads = environments, threads
-        self.spans: Callable[[], list[Span] | None] = lambda: None
-        """Where calls of environments are recorded at present."""
 
     async def open(self, prompt: Prompt, sample: int) -> Opened:
         """Makes the environment and the first tokens; a fault of the environment is kept as the trajectory's end."""
