@@ -64,6 +64,9 @@ class Mute:
     def leave(self) -> None:
         """Nor here."""
 
+    def close(self) -> None:
+        """Nothing is under way."""
+
     async def generate(self, request: Request) -> Completion:
         await asyncio.sleep(600)
         raise AssertionError

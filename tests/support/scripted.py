@@ -34,6 +34,9 @@ class Scripted:
     def leave(self) -> None:
         """Nor here."""
 
+    def close(self) -> None:
+        """Nothing is under way."""
+
     async def generate(self, request: Request) -> Completion:
         """The next line, token i with the log-prob -1 - i / 8."""
         line = self.chat.encode(next(self.lines))
