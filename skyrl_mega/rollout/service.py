@@ -76,8 +76,16 @@ class RolloutService:
     @property
     def served(self) -> bool:
         """Whether any engine can be asked, but for those that wait for a sync."""
-        resting = self._agent.router.resting if self._agent else set()  # type: ignore[attr-defined]
-        return bool({*self.players.fleet.serving} - resting)
+        router = self._router
+        return bool({*self.players.fleet.serving} - (router.resting if router else set()))
+
+    @property
+    def _router(self) -> ServiceRouter | None:
+        """The agent's, once there is one."""
+        if self._agent is None:
+            return None
+        assert isinstance(self._agent.router, ServiceRouter)
+        return self._agent.router
 
     def submit(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> None:
         """Asks for a group of each of these prompts. All are opened before the first is played, as in a phase.
@@ -119,9 +127,8 @@ class RolloutService:
         self.loop.changed()
 
     def _rejoin(self) -> None:
-        if self._agent is not None:
-            assert isinstance(self._agent.router, ServiceRouter)
-            self._agent.router.rejoin()
+        if (router := self._router) is not None:
+            router.rejoin()
 
     async def _play(self, wanted: list[tuple[Ticket, Prompt]]) -> None:
         if self._agent is None:
