@@ -37,17 +37,18 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in row.items() if k.split("/")[0] not in CLOCK} for row in found]
 
 
-def killed_and_resumed(folder: Path, *settings: str) -> None:
-    """A run that is killed after its third step, between two checkpoints, and finished."""
+def killed_and_resumed(folder: Path, step: int, *settings: str) -> str:
+    """A run that is killed after this step, and finished; what the second command said."""
+    settings = ("run.name=killed", *STEPS, *settings)
     process = quickstart.start(folder, *settings)
-    wait_for_row(folder / "killed", 3, process)
+    wait_for_row(folder / "killed", step, process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     deadline = time.monotonic() + 60
     while quickstart.left_over(folder) and time.monotonic() < deadline:
         time.sleep(0.2)
     assert quickstart.left_over(folder) == []
-    assert "resuming after step 2" in quickstart.finish(folder, *settings)
+    return quickstart.finish(folder, *settings)
 
 
 @pytest.mark.slow
@@ -68,7 +69,7 @@ def test_one_step_ahead_killed_and_resumed_equals_never_killed(tmp_path: Path) -
     """The batch that was generated ahead is in the checkpoint, as the weights that wrote it are gone."""
     ahead = ["asynchrony.mode=one_step", "telemetry.trajectories_every=1"]
     quickstart.finish(tmp_path, "run.name=whole", *STEPS, *ahead)
-    killed_and_resumed(tmp_path, "run.name=killed", *STEPS, *ahead)
+    assert "resuming after step 2" in killed_and_resumed(tmp_path, 3, *ahead), "between two checkpoints"
     assert rows(tmp_path / "killed") == rows(tmp_path / "whole")
     stale = [row["asynchrony/staleness_max"] for row in read(tmp_path / "whole" / "metrics.jsonl") if row["step"]]
     assert stale == [0, 1, 1, 1]
@@ -83,16 +84,8 @@ def test_one_step_ahead_killed_and_resumed_equals_never_killed(tmp_path: Path) -
 def test_all_the_time_ahead_killed_and_resumed_loses_nothing(tmp_path: Path) -> None:
     """Every group is trained on once, no token is too old, and each log-prob is its version's (transformers, 1e-4)."""
     ahead = ["asynchrony.mode=full", "asynchrony.max_staleness=2", "telemetry.trajectories_every=1"]
-    settings = [*STEPS, *ahead, "checkpoint.every=1", "checkpoint.keep=9"]
-    process = quickstart.start(tmp_path, "run.name=killed", *settings)
-    wait_for_row(tmp_path / "killed", 2, process)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    deadline = time.monotonic() + 60
-    while quickstart.left_over(tmp_path) and time.monotonic() < deadline:
-        time.sleep(0.2)
-    assert "resuming after step" in quickstart.finish(tmp_path, "run.name=killed", *settings)
-
+    said = killed_and_resumed(tmp_path, 2, *ahead, "checkpoint.every=1", "checkpoint.keep=9")
+    assert "resuming after step" in said
     folder = tmp_path / "killed"
     steps = {n: trajectory_io.read(folder / "trajectories" / f"step_{n:06d}.parquet") for n in range(1, 5)}
     groups = Counter(t.prompt.uid for step in steps.values() for t in step)
