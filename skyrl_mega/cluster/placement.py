@@ -69,6 +69,22 @@ def worker_nodes() -> list[Node]:
     return sorted((Node(n["NodeID"], n["NodeManagerAddress"]) for n in alive), key=lambda n: _order(n.address, n.id))
 
 
+def nodes_without_gpus() -> list[Node]:
+    """The worker nodes without GPUs; all of them where each has some."""
+    import ray
+
+    with_gpus = {node["NodeID"] for node in ray.nodes() if node["Resources"].get("GPU")}
+    nodes = worker_nodes()
+    return [node for node in nodes if node.id not in with_gpus] or nodes
+
+
+def driver_node() -> Node:
+    """The node of this process."""
+    import ray
+
+    return Node(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
+
+
 def _order(address: str, node: str) -> tuple[list[int], str, str]:
     """10.0.0.9 comes before 10.0.0.10; nodes of one address have an order too."""
     return [int(part) for part in address.split(".") if part.isdigit()], address, node
@@ -169,11 +185,11 @@ def spread(units: Sequence[int], nodes: Sequence[T]) -> list[T]:
     return [nodes[i * len(nodes) // max(len(units), len(nodes))] for i, n in enumerate(units) for _ in range(n)]
 
 
-def on_nodes(nodes: Sequence[Node]) -> Placement:
-    """One place on each of these; it claims nothing."""
+def on_nodes(nodes: Sequence[Node], elsewhere: bool = False) -> Placement:
+    """One place on each of these; it claims nothing. `elsewhere`: on any other where one is gone."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    return Placement(tuple(Slot(NodeAffinitySchedulingStrategy(node.id, soft=False), {}) for node in nodes))
+    return Placement(tuple(Slot(NodeAffinitySchedulingStrategy(node.id, soft=elsewhere), {}) for node in nodes))
 
 
 def _text(resources: dict[str, float]) -> str:

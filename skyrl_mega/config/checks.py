@@ -28,6 +28,7 @@ from skyrl_mega.config.derived import (
     response_limit,
 )
 from skyrl_mega.config.deterministic import check_deterministic
+from skyrl_mega.config.environment_checks import check_environment
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.loss_checks import check_loss
@@ -112,6 +113,7 @@ def check(config: Config, *, planned: bool = False) -> None:
     check_precision(config)
     check_profile(config)
     check_deterministic(config)
+    check_environment(config)
     _rollout(config)
     check_wire(config)
     _cluster(config, planned)

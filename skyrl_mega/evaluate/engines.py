@@ -11,11 +11,12 @@ from skyrl_mega.cluster.placement import reserve
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.derived import evaluated_at_once, evaluation_sampling
 from skyrl_mega.config.schema import Config
-from skyrl_mega.rollout.agent_loop import Agent
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.slots import AnyAgent
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.start_actors import Setup, start_engines
+from skyrl_mega.trainer.start_workers import start_workers
 
 
 @dataclass(frozen=True)
@@ -31,9 +32,13 @@ class EngineSource:
         return evaluated_at_once(self.config, endpoint=False)
 
     @asynccontextmanager
-    async def agent(self) -> AsyncIterator[Agent]:
+    async def agent(self) -> AsyncIterator[AnyAgent]:
         """An agent for one event loop."""
-        yield self.generator.agent(evaluation_sampling(self.config))
+        agent = self.generator.agent(evaluation_sampling(self.config))
+        try:
+            yield agent
+        finally:
+            agent.router.close()
 
     def refill(self) -> None:
         """Waits for an engine that is up again; it has its weights from the directory."""
@@ -48,15 +53,18 @@ def own_engines(config: Config, chat: Renderer, folder: Path, console: Console) 
     say: Callable[[str], None] = console.say
     with ExitStack() as stack:
         with console.phase("start ray"):
-            stack.enter_context(session(actors=workers, gpus=workers if device == "cuda" else 0))
+            actors = workers + config.environment.processes
+            stack.enter_context(session(actors=actors, gpus=workers if device == "cuda" else 0))
         with console.phase("start engines"):
             model = Path(config.model.path).absolute()
             rollout = config.rollout
             places = reserve(rollout.engines, gpus=rollout.tensor) if device == "cuda" else None
             setup = Setup(config, {}, model, device=device, folder=folder, stack=stack, say=say)
             fleet = start_engines(setup, places, weights="auto")
+            players = start_workers(setup)
         fleet.serve(fleet.present())
+        weights = config.algorithm.reward_weights
         generator = stack.enter_context(
-            Generator(fleet, chat, config.rollout, config.environment, reward_weights=config.algorithm.reward_weights)
+            Generator(fleet, chat, config.rollout, config.environment, reward_weights=weights, workers=players)
         )
         yield EngineSource(generator, config)

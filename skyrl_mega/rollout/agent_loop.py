@@ -16,7 +16,7 @@ from skyrl_mega.config.derived import length_limit, response_limit
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig
 from skyrl_mega.engines.base import Request
 from skyrl_mega.envs import blame, registry, validate
-from skyrl_mega.envs.base import Message
+from skyrl_mega.envs.base import InfrastructureFault, Message
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.tools import calls_tools, definitions
 from skyrl_mega.rollout.env_pool import Abandoned, Call, EnvPool, Raised
@@ -363,7 +363,9 @@ class Agent:
         except Raised as raised:
             error = raised.error
             text = str(error) if isinstance(error, validate.BadOutput) else f"{what} raised {_shown(error)}"
-            raise self._fault(t, Status.ERROR_ENV, text, error) from error
+            infrastructure = isinstance(error, InfrastructureFault)
+            status = Status.ERROR_INFRASTRUCTURE if infrastructure else Status.ERROR_ENV
+            raise self._fault(t, status, text, error) from error
         finally:
             t.seconds["env"] += call.seconds()
             t.steps[-1].env_s += call.seconds()

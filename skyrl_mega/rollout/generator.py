@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any, Self, TypeVar
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NobodyServes
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
-from skyrl_mega.engines.base import Sampling
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.agent_loop import Agent, Limits, Opened
 from skyrl_mega.rollout.env_pool import EnvPool
+from skyrl_mega.rollout.equipment import Equipment
 from skyrl_mega.rollout.event_loop import EventLoop, Loop
+from skyrl_mega.rollout.player_elsewhere import PlayerElsewhere
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Progress, Router
+from skyrl_mega.rollout.slots import AnyAgent, PlayerHere, SlotAgent, Slots
 from skyrl_mega.rollout.trajectory import Group, Trajectory
 from skyrl_mega.rollout.waves import Waves
+from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.trace import Span
 
 Answer = TypeVar("Answer")
@@ -41,6 +42,7 @@ class Generator:
         reward_weights: `algorithm.reward_weights`.
         waves: All trajectories wait for one another, turn by turn (`rollout.waves`).
         loop: Where the phases run.
+        workers: Other processes that play the trajectories; None plays them here.
     """
 
     def __init__(
@@ -55,12 +57,15 @@ class Generator:
         reward_weights: Mapping[str, float] | None = None,
         waves: bool = False,
         loop: Loop | None = None,
+        workers: Workers | None = None,
     ) -> None:
         self.fleet, self.chat, self.rollout, self.environments = fleet, chat, rollout, environments
         self.refill, self.look = refill, look
         self.reward_weights = reward_weights or {}
         self.router = Waves if waves else Router
         self.threads = EnvPool(environments.workers)
+        self.slots = Slots(environments.slots)
+        self.workers = workers
         self.spans: list[Span] | None = None
         """Where calls of environments are recorded."""
         self.recorder = self
@@ -108,22 +113,25 @@ class Generator:
                     raise
                 self.refill()
 
-    def agent(self, sampling: SamplingConfig, router: type[Router] | None = None) -> Agent:
+    def agent(self, sampling: SamplingConfig, router: type[Router] | None = None) -> AnyAgent:
         """An agent on these engines, for one phase. All of them are played in the same event loop.
 
         Args:
             sampling: How tokens are drawn.
-            router: Another kind than a phase's.
+            router: Another kind than a phase's, which a service has.
         """
-        drawn = Sampling(
-            sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop), self.chat.stop_tokens
-        )
-        made = (router or self.router)(self.fleet, drawn, self.rollout.concurrency, self.rollout.request_timeout_s)
-        limits = replace(Limits.of(self.rollout), turn=sampling.max_tokens)
-        agent = Agent(made, self.chat, self.environments, limits, self.threads)
-        agent.reward_weights = self.reward_weights
-        agent.spans = lambda: self.recorder.spans
-        return agent
+        if self.workers is not None:
+            service = router is not None
+            player = PlayerElsewhere(self.workers, self.fleet, sampling, service=service, spans=self._spans)
+            return SlotAgent(player, self.slots)
+        equipment = Equipment(self.chat, self.rollout, self.environments, self.reward_weights, self.threads)
+        agent = equipment.agent(self.fleet, sampling, router or self.router)
+        agent.spans = self._spans
+        return agent if self.slots.most is None else SlotAgent(PlayerHere(agent), self.slots)
+
+    def _spans(self) -> list[Span] | None:
+        """Where calls of environments are recorded at present."""
+        return self.recorder.spans
 
     async def _generate(
         self,
@@ -138,7 +146,7 @@ class Generator:
         done = 0
         total = len(prompts) * samples
 
-        async def play(opened: Opened, place: int) -> Trajectory:
+        async def play(opened: Any, place: int) -> Trajectory:
             nonlocal done
             # By its place, not by its prompt: where an epoch ends in a phase, a prompt may be in it twice.
             try:
@@ -174,7 +182,7 @@ class Generator:
         return phase.result()
 
 
-async def closed(agent: Agent, opening: list[asyncio.Task[Opened]], playing: Sequence[asyncio.Task[Any]]) -> None:
+async def closed(agent: AnyAgent, opening: list[asyncio.Task[Any]], playing: Sequence[asyncio.Task[Any]]) -> None:
     """Ends what is under way, and closes the environments that were opened and never played."""
     for task in (*opening, *playing):
         task.cancel()

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import math
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from skyrl_mega.cluster.errors import ActorFailed
-from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.cluster.group import cause_of, describe
 from skyrl_mega.config.derived import FILL
 from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
@@ -67,6 +66,39 @@ class Load:
         self.tokens += times * waiting.tokens
 
 
+class EngineGroup(Protocol):
+    """Engines by rank."""
+
+    name: str
+    actors: list[Any]
+
+
+class Engines(Protocol):
+    """Who may be asked: the driver's `Fleet`, or what another process knows of it."""
+
+    @property
+    def group(self) -> EngineGroup:
+        """All of them."""
+
+    @property
+    def facts(self) -> Sequence[Facts | None]:
+        """By rank."""
+
+    @property
+    def serving(self) -> Sequence[int]:
+        """Ranks that may be asked."""
+
+    def retire(self, rank: int, cause: str) -> None:
+        """One has failed.
+
+        Raises:
+            ActorFailed: No more may be started again.
+        """
+
+    def check(self) -> None:
+        """Raises NobodyServes where that is so."""
+
+
 class Router:
     """Routes the requests of one generation phase. Lives in one event loop.
 
@@ -81,7 +113,7 @@ class Router:
         timeout_s: Seconds in which an engine finds that it stands still (`rollout.request_timeout_s`).
     """
 
-    def __init__(self, fleet: Fleet, sampling: Sampling, concurrency: int, timeout_s: float) -> None:
+    def __init__(self, fleet: Engines, sampling: Sampling, concurrency: int, timeout_s: float) -> None:
         self.fleet, self.sampling, self.timeout_s = fleet, sampling, timeout_s
         self.limit = IN_FLIGHT * concurrency
         self.load = {engine: load_of(fleet.facts[engine]) for engine in fleet.serving}
@@ -99,10 +131,10 @@ class Router:
         Raises:
             NobodyServes: No engine is left.
             ActorFailed: The engine refused the request; the cause names it.
-            ValueError: Another request of this phase has the same id.
+            ValueError: Another request that has no answer yet has the same id.
         """
         if request.id in self.names:
-            raise ValueError(f"two requests of one phase are called {request.id}")
+            raise ValueError(f"two requests at once are called {request.id}")
         self.names.add(request.id)
         loop = asyncio.get_running_loop()
         waiting = Waiting(request, loop.create_future())
@@ -115,6 +147,7 @@ class Router:
         try:
             return await waiting.answer
         finally:
+            self.names.discard(request.id)
             if timer is not None:
                 timer.cancel()  # the loop outlives the phase, and would keep the request as long
 

@@ -11,17 +11,16 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NobodyServes
 from skyrl_mega.config.schema import RolloutConfig, SamplingConfig
-from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.agent_loop import Agent, Opened
 from skyrl_mega.rollout.event_loop import ServiceLoop
 from skyrl_mega.rollout.generator import closed
 from skyrl_mega.rollout.router import Load, Router, Waiting, load_of
+from skyrl_mega.rollout.slots import AnyAgent, Desk
 from skyrl_mega.rollout.trajectory import Group, Trajectory
 
 
@@ -53,8 +52,19 @@ class Players(Protocol):
     fleet: Fleet
     rollout: RolloutConfig
 
-    def agent(self, sampling: SamplingConfig, router: type[Router] | None = None) -> Agent:
+    def agent(self, sampling: SamplingConfig, router: type[Router] | None = None) -> AnyAgent:
         """An agent with such a router."""
+
+
+@runtime_checkable
+class ServiceDesk(Desk, Protocol):
+    """What a service asks of whoever sends requests to the engines: a `ServiceRouter`, or those of other processes."""
+
+    resting: set[int]
+    """Engines that have refused a request, until the next sync."""
+
+    def rejoin(self) -> None:
+        """Takes in engines that have come back, and goes on."""
 
 
 class RolloutService:
@@ -71,7 +81,7 @@ class RolloutService:
         self.under_way: dict[int, Ticket] = {}
         """By number; the caller's thread alone looks at it."""
         self._done: deque[Done | BaseException] = deque()
-        self._agent: Agent | None = None
+        self._agent: AnyAgent | None = None
 
     @property
     def served(self) -> bool:
@@ -80,11 +90,11 @@ class RolloutService:
         return bool({*self.players.fleet.serving} - (router.resting if router else set()))
 
     @property
-    def _router(self) -> ServiceRouter | None:
+    def _router(self) -> ServiceDesk | None:
         """The agent's, once there is one."""
         if self._agent is None:
             return None
-        assert isinstance(self._agent.router, ServiceRouter)
+        assert isinstance(self._agent.router, ServiceDesk)
         return self._agent.router
 
     def submit(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> None:
@@ -152,7 +162,7 @@ class RolloutService:
         finally:
             await closed(agent, opening, playing)
 
-    async def _group(self, agent: Agent, ticket: Ticket, prompt: Prompt, opened: Sequence[Opened]) -> None:
+    async def _group(self, agent: AnyAgent, ticket: Ticket, prompt: Prompt, opened: Sequence[Any]) -> None:
         playing = [asyncio.create_task(agent.play(o, name)) for o, name in zip(opened, ticket.names, strict=True)]
         try:
             trajectories: list[Trajectory] = await asyncio.gather(*playing)
@@ -170,13 +180,6 @@ class ServiceRouter(Router):
         super().__init__(*args)
         self.resting: set[int] = set()
         """Engines that have refused a request, until the next sync."""
-
-    async def generate(self, request: Request) -> Completion:
-        """Continues one prompt; another request may be called the same once this one has its answer."""
-        try:
-            return await super().generate(request)
-        finally:
-            self.names.discard(request.id)
 
     def rejoin(self) -> None:
         """Takes in engines that have come back, and goes on."""

@@ -34,6 +34,8 @@ class Status(str, Enum):
     """The environment raised, or gave what the contract does not allow; the reward is 0."""
     ERROR_ENV_TIMEOUT = "error_env_timeout"
     """An environment step took longer than its limit; the reward is 0."""
+    ERROR_INFRASTRUCTURE = "error_infrastructure"
+    """A service under the environment failed, as often as the trajectory was played; the reward is 0."""
 
     @property
     def truncated(self) -> bool:
@@ -47,7 +49,7 @@ class Status(str, Enum):
     @property
     def failed(self) -> bool:
         """Whether the environment failed: nothing can be learned from it."""
-        return self in (Status.ERROR_ENV, Status.ERROR_ENV_TIMEOUT)
+        return self in (Status.ERROR_ENV, Status.ERROR_ENV_TIMEOUT, Status.ERROR_INFRASTRUCTURE)
 
 
 class Kind(str, Enum):
@@ -123,7 +125,10 @@ class Trajectory:
     metadata: dict[str, Any] = field(default_factory=dict)
     """The last step's metadata."""
     seconds: dict[str, float] = field(default_factory=dict)
-    """Time in `generate` and `env`."""
+    """Time in `generate` and `env`; in `slot` until the environment could be opened, where `environment.slots` bounds
+    how many are."""
+    again: int = 0
+    """How often it was played again, from its prompt, for faults of the infrastructure."""
     steps: list[Step] = field(default_factory=list)
     """What happened when."""
     columns: dict[str, Column] = field(default_factory=dict)

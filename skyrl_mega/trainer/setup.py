@@ -33,6 +33,7 @@ from skyrl_mega.rollout.event_loop import BackgroundLoop, EventLoop
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.service import RolloutService
+from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.metrics import read
 from skyrl_mega.telemetry.trackers.trackers import open_trackers
@@ -51,6 +52,7 @@ from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.sft_warmup import encode, warm_up
 from skyrl_mega.trainer.shutdown import ShutdownRequest
 from skyrl_mega.trainer.start_actors import Actors, Setup, start_actors
+from skyrl_mega.trainer.start_workers import start_workers
 from skyrl_mega.weights.sync import WeightSync
 
 
@@ -71,7 +73,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         config = replace(config, environment=stack.enter_context(service_of(config.environment, logs, console.say)))
         with console.phase("start ray"):
             trained = policy_ranks(config) + reference_ranks(config) + critic_ranks(config)
-            processes = trained + config.rollout.engines * config.rollout.tensor
+            processes = trained + config.rollout.engines * config.rollout.tensor + config.environment.processes
             gpus = gpus_needed(config) if device == "cuda" else 0
             nodes, limit = config.cluster.nodes, config.cluster.start_timeout_s
             stack.enter_context(session(actors=processes, gpus=gpus, nodes=nodes, timeout_s=limit, say=console.say))
@@ -80,12 +82,15 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             placement = reserve_run(config, device)
             setup = Setup(config, hf, model, device=device, folder=folder, stack=stack, say=console.say)
             started = start_actors(setup, placement)
+            workers = start_workers(setup)
         policy, reference, critic, fleet = started
         if placement.policy:  # there is more than one node, or a GPU for each
             console.say(f"policy ranks sit on {policy.group.seating}")
             console.say(f"engines sit on {fleet.group.seating}")
+        if workers is not None:
+            console.say(f"environments sit on {workers.group.seating}")
 
-        generator = stack.enter_context(generator_of(config, fleet, chat))
+        generator = stack.enter_context(generator_of(config, fleet, chat, workers))
         stream, shutdown = stream_of(config, len(train)), ShutdownRequest()
         source = RolloutSource(config, train, stream, generator)
         run = Run(
@@ -117,7 +122,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         yield run
 
 
-def generator_of(config: Config, fleet: Fleet, chat: Renderer) -> Generator:
+def generator_of(config: Config, fleet: Fleet, chat: Renderer, workers: Workers | None) -> Generator:
     """What plays a run's prompts on its engines."""
     return Generator(
         fleet,
@@ -127,6 +132,7 @@ def generator_of(config: Config, fleet: Fleet, chat: Renderer) -> Generator:
         reward_weights=config.algorithm.reward_weights,
         waves=config.run.deterministic,
         loop=BackgroundLoop() if config.asynchrony.mode == "full" else EventLoop(),
+        workers=workers,
     )
 
 
@@ -144,7 +150,7 @@ def rollouts_of(
     if config.asynchrony.mode == "off":
         return source
     if config.asynchrony.mode == "one_step":  # a thread of its own has a generator of its own
-        own = stack.enter_context(generator_of(config, generator.fleet, generator.chat))
+        own = stack.enter_context(generator_of(config, generator.fleet, generator.chat, generator.workers))
         own.recorder = generator
         return OneStepAhead(RolloutSource(config, source.prompts, source.stream, own), config, look, refill)
     assert isinstance(generator.loop, BackgroundLoop)

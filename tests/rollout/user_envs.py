@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
@@ -218,3 +220,23 @@ class Parts(BaseTextEnv):
         self.turns += 1
         parts = [(1, 0.5), (3, 0.25)] if self.turns == 1 else [(1, -1.0)]
         return good(reward=1.0, rewards_at=parts, done=self.turns == 2)
+
+
+class Noted(BaseTextEnv):
+    """Writes into the folder `extra_info.folder` which process opened and closed it, and takes `seconds` for a step."""
+
+    def init(self, prompt: list[Message]) -> Any:
+        self.note("open")
+        return super().init(prompt)
+
+    def step(self, action: str) -> Any:
+        time.sleep(float(self.extras["extra_info"].get("seconds", 0.0)))
+        return good(done=True)
+
+    def close(self) -> None:
+        self.note("close")
+
+    def note(self, what: str) -> None:
+        """A file for each event, whose name says what and where."""
+        folder = Path(self.extras["extra_info"]["folder"])
+        (folder / f"{what}-{os.getpid()}-{id(self)}-{time.monotonic_ns()}").touch()

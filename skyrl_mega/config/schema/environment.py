@@ -42,6 +42,20 @@ class EnvironmentConfig:
     options: dict[str, Any] = field(default_factory=dict)
     """Environment name → options passed to its constructor."""
     workers: int = between(1, MOST, ENVIRONMENT_WORKERS)
-    """Calls of environments at once, each in a thread; the others wait, and waiting does not count as their time."""
+    """Calls of environments at once, each in a thread; the others wait, and waiting does not count as their time. With
+    `processes` they are divided among them."""
+    slots: Optional[int] = between(1, MOST, None)
+    """Environments that are open at once in the whole run: a trajectory waits for a slot, and its environment is opened
+    then. None opens all that are asked for before the first one is played."""
+    processes: int = between(0, MOST, 0)
+    """Processes that play the trajectories, spread over the nodes, those without GPUs where there are some; 0 plays
+    them in the driver's threads. A trajectory of one that dies is played again; `rollout.restarts` bounds how many are
+    started again."""
+    retries: int = between(0, 100, 2)
+    """How often a trajectory is played again, from its prompt, when a service under its environment failed
+    (`InfrastructureFault`). Errors of the environment itself never are."""
+    max_failed: float = between(0, 1, 1.0)
+    """Share of a step's trajectories that may fail. Where more have, or all, the run ends and says which environments
+    failed and how."""
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
     """The retrieval service that environment `search` asks."""

@@ -73,20 +73,35 @@ class Budget:
 
 
 def of(name: str, total_mib: float) -> Budget:
-    """The one of this process for an environment; every sandbox of that name shares it."""
+    """The one of this process for an environment; every sandbox of that name shares it, and `divide` says with how many
+    processes."""
     with _making:
         key = (os.getpid(), name, total_mib)
         if key not in _budgets:
-            _budgets[key] = Budget(total_mib)
+            _budgets[key] = Budget(total_mib / _among)
             atexit.register(_budgets[key].close)
         return _budgets[key]
 
 
-def ended() -> int | None:
-    """Commands of this process's sandboxes that were ended for a budget so far; None where nothing ran in one."""
+def divide(among: int) -> None:
+    """Before the first sandbox: so many processes of this node have them, and share what an environment may have."""
+    global _among
+    _among = among
+
+
+def hear(programs: int) -> None:
+    """So many commands were ended for a budget in another process of the run."""
+    global _elsewhere
     with _making:
-        own = [budget for (pid, *_), budget in _budgets.items() if pid == os.getpid()]
-    return sum(budget.ended for budget in own) if own else None
+        _elsewhere = (_elsewhere or 0) + programs
+
+
+def ended() -> int | None:
+    """Commands of this process's sandboxes, and of those of which it has heard, that were ended for a budget so far;
+    None where nothing ran in one."""
+    with _making:
+        own = [budget.ended for (pid, *_), budget in _budgets.items() if pid == os.getpid()]
+        return sum(own) + (_elsewhere or 0) if own or _elsewhere is not None else None
 
 
 def told(count: float) -> str:
@@ -99,6 +114,10 @@ def told(count: float) -> str:
 
 _budgets: dict[tuple[int, str, float], Budget] = {}
 _making = threading.Lock()
+_among = 1
+"""Processes of this node that share what an environment may have."""
+_elsewhere: int | None = None
+"""Commands of other processes that were ended for it; None where there are no such processes."""
 
 
 def _group(total: int, root: Path, own: Path) -> Path | None:

@@ -1,0 +1,40 @@
+"""What is refused of where environments run, and how many at once."""
+
+from __future__ import annotations
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+
+
+def check_environment(config: Config) -> None:
+    """Refuses processes and slots that cannot be.
+
+    Raises:
+        UserError: key, value, what is allowed, the fix.
+    """
+    environment = config.environment
+    processes, slots, workers = environment.processes, environment.slots, environment.workers
+    for name, many in (("slots", slots), ("workers", workers)):
+        if many is not None and processes > many:
+            raise UserError(
+                f"environment.processes = {processes}: each needs one of the run's environment.{name}, of which there "
+                f"are {many}; give fewer processes, or environment.{name}={processes} and more"
+            )
+    if not config.run.deterministic:
+        return
+    waves = "run.deterministic=true has all trajectories wait for one another, turn by turn"
+    if processes:
+        raise UserError(
+            f"environment.processes = {processes}: {waves}, in one process; leave it out, or give "
+            "run.deterministic=false"
+        )
+    if slots is not None:
+        raise UserError(
+            f"environment.slots = {slots}: {waves}, so that all have to be open; leave it out, or give "
+            "run.deterministic=false"
+        )
+
+
+def share_of(total: int, among: int, place: int) -> int:
+    """What one of several processes has of a number that is the whole run's, at least 1."""
+    return max(1, total // among + (place < total % among))

@@ -1,0 +1,261 @@
+"""Has trajectories played by other processes: one phase, or a service, as the driver sees it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from itertools import count
+from secrets import token_hex
+from typing import Any
+
+from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.fleet import Fleet, NobodyServes
+from skyrl_mega.cluster.group import describe
+from skyrl_mega.config.schema import SamplingConfig
+from skyrl_mega.engines.base import Facts
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.envs.sandbox import budget
+from skyrl_mega.rollout.orders import (
+    EndedForMemory,
+    EngineDead,
+    EngineRests,
+    EnginesNow,
+    Failed,
+    News,
+    Order,
+    Played,
+    Stopped,
+)
+from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.rollout.workers import Workers
+from skyrl_mega.telemetry.trace import Span
+
+SILENCE_S = 120.0
+"""A worker tells every few seconds that it has no news. One that says nothing for so long is taken for dead."""
+LOOK_EVERY_S = 0.5
+"""While no worker is up."""
+END_S = 60.0
+"""For an environment to be closed whose trajectory is abandoned."""
+
+
+class _Lost(Exception):
+    """A worker died: its orders are for another."""
+
+
+@dataclass(eq=False)
+class Line:
+    """To one life of one worker."""
+
+    rank: int
+    actor: Any
+    waiting: dict[int, asyncio.Future[Trajectory | None]] = field(default_factory=dict)
+    """Orders under way, by key; None is the answer of one that was abandoned."""
+    orders: list[Order] = field(default_factory=list)
+    """Not sent yet."""
+    abandoned: list[int] = field(default_factory=list)
+    """Keys, not sent yet."""
+    listening: asyncio.Task[None] | None = None
+
+    def fail(self, error: BaseException) -> None:
+        """Tells all who wait."""
+        for answer in self.waiting.values():
+            if not answer.done():
+                answer.set_exception(error)
+        self.waiting.clear()
+
+
+class PlayerElsewhere:
+    """Plays trajectories in the run's workers. Lives in one event loop; also the desk of its trajectories' requests.
+
+    A trajectory goes to the worker with the fewest. Those of a worker that dies are played again by others, from their
+    prompts, with the same names.
+
+    Args:
+        workers: Who plays.
+        engines: Whom they ask.
+        sampling: How tokens are drawn.
+        service: Requests that no engine can take wait for one that comes back, with the next `rejoin`.
+        spans: Where calls of environments are recorded at present.
+    """
+
+    def __init__(
+        self,
+        workers: Workers,
+        engines: Fleet,
+        sampling: SamplingConfig,
+        *,
+        service: bool,
+        spans: Callable[[], list[Span] | None],
+    ) -> None:
+        self.workers, self.engines, self.sampling, self.service, self.spans = workers, engines, sampling, service, spans
+        self.name = token_hex(8)
+        """Of the session at every worker."""
+        self.resting: set[int] = set()
+        """Engines that have refused a request, until the next sync."""
+        self.router = self
+        self.lines: dict[int, Line] = {}
+        """By rank."""
+        self._keys = count()
+        self._sending = False
+        self._error: ActorFailed | None = None
+        """Why nothing can be played any more."""
+
+    async def play(self, prompt: Prompt, sample: int, name: str) -> Trajectory:
+        """Has a trajectory opened, played to its end and closed.
+
+        Raises:
+            NobodyServes: No engine is left.
+            ActorFailed: An engine refused a request, or no worker is left and none comes back.
+        """
+        while True:
+            line = await self._line()
+            order = Order(next(self._keys), prompt, sample, name, self.spans() is not None)
+            with suppress(_Lost):
+                trajectory = await self._carried_out(line, order)
+                trajectory.prompt = prompt
+                return trajectory
+
+    def expect(self, players: int) -> None:
+        """Nobody waits for the others."""
+
+    def leave(self) -> None:
+        """Nor here."""
+
+    def close(self) -> None:
+        """Nobody waits for what is under way any more."""
+        for line in self.lines.values():
+            assert line.listening is not None
+            line.listening.cancel()
+            line.actor.end.remote(self.name)
+
+    def rejoin(self) -> None:
+        """Takes in engines that have come back, and goes on."""
+        self.resting.clear()
+        for line in self.lines.values():
+            line.actor.rejoin.remote(self.name, self._engines())
+
+    async def _line(self) -> Line:
+        """To the worker that has least to do."""
+        while self._error is None and not (up := self.workers.up()):
+            await asyncio.sleep(LOOK_EVERY_S)
+        if self._error is not None:
+            raise self._error
+        for rank, actor in up.items():
+            if rank not in self.lines or self.lines[rank].actor != actor:
+                self.lines[rank] = self._opened(Line(rank, actor))
+        return min((self.lines[rank] for rank in up), key=lambda line: len(line.waiting))
+
+    def _opened(self, line: Line) -> Line:
+        line.actor.begin.remote(self.name, self.sampling, self.service, self._engines())
+        line.listening = asyncio.create_task(self._listen(line))
+        return line
+
+    def _engines(self) -> EnginesNow:
+        fleet = self.engines
+        facts = [_share(facts, len(self.workers.group)) for facts in fleet.facts]
+        return EnginesNow(fleet.group.name, [*fleet.group.actors], facts, [*fleet.serving])
+
+    async def _carried_out(self, line: Line, order: Order) -> Trajectory:
+        answer: asyncio.Future[Trajectory | None] = asyncio.get_running_loop().create_future()
+        line.waiting[order.key] = answer
+        line.orders.append(order)
+        self._send()
+        try:
+            trajectory = await asyncio.shield(answer)
+        except asyncio.CancelledError:
+            line.abandoned.append(order.key)
+            self._send()
+            await asyncio.wait([answer], timeout=END_S)  # until its environment is closed
+            if answer.done() and not answer.cancelled():
+                answer.exception()
+            raise
+        assert trajectory is not None
+        return trajectory
+
+    def _send(self) -> None:
+        """What is asked for in one turn of the event loop travels in one message to each worker."""
+        if not self._sending:
+            self._sending = True
+            asyncio.get_running_loop().call_soon(self._flush)
+
+    def _flush(self) -> None:
+        self._sending = False
+        for line in self.lines.values():
+            orders, abandoned, line.orders, line.abandoned = line.orders, line.abandoned, [], []
+            if orders:
+                line.actor.play.remote(self.name, orders)
+            if abandoned:
+                line.actor.abandon.remote(self.name, abandoned)
+
+    async def _listen(self, line: Line) -> None:
+        """Takes in a worker's news for as long as it lives and the session lasts."""
+        import ray
+
+        try:
+            while True:
+                for news in await asyncio.wait_for(line.actor.news.remote(self.name), SILENCE_S):
+                    self._hear(line, news)
+        except ray.exceptions.RayTaskError as error:  # the worker is well: a defect of ours
+            self._fail(ActorFailed(f"{self.workers.group.name}-{line.rank}", line.rank, "news", describe(error)))
+        except ray.exceptions.RayError as error:
+            self._lose(line, describe(error))
+        except TimeoutError:
+            self._lose(line, f"no sign of life within {SILENCE_S:g} s")
+        finally:
+            line.fail(_Lost())
+
+    def _lose(self, line: Line, cause: str) -> None:
+        self.workers.lost(line.rank, line.actor, cause)
+
+    def _hear(self, line: Line, news: News) -> None:
+        match news:
+            case Played(key, trajectory, spans):
+                if spans and (recorded := self.spans()) is not None:
+                    recorded += spans
+                self._answer(line, key, trajectory)
+            case Stopped(key):
+                self._answer(line, key, None)
+            case Failed(key):
+                if (answer := line.waiting.pop(key, None)) is not None and not answer.done():
+                    answer.set_exception(self._cause(news))
+            case EngineDead(rank, actor, cause):
+                self._retire(rank, actor, cause)
+            case EngineRests(rank):
+                self.resting.add(rank)
+            case EndedForMemory(programs):
+                budget.hear(programs)
+
+    def _answer(self, line: Line, key: int, trajectory: Trajectory | None) -> None:
+        answer = line.waiting.pop(key, None)
+        if answer is not None and not answer.done():
+            answer.set_result(trajectory)
+
+    def _cause(self, failed: Failed) -> ActorFailed:
+        if not failed.nobody:
+            return ActorFailed(failed.actor, failed.rank, failed.method, failed.cause)
+        try:
+            self.engines.check()
+        except ActorFailed as error:
+            return error
+        return NobodyServes(failed.actor, failed.rank, failed.method, failed.cause)
+
+    def _retire(self, rank: int, actor: Any, cause: str) -> None:
+        """A worker has found an engine dead, unless another is in its place already."""
+        if self.engines.group.actors[rank] != actor:
+            return
+        try:
+            self.engines.retire(rank, cause)
+        except ActorFailed as error:
+            self._fail(error)
+
+    def _fail(self, error: ActorFailed) -> None:
+        self._error = error
+        for line in self.lines.values():
+            line.fail(error)
+
+
+def _share(facts: Facts | None, workers: int) -> Facts | None:
+    """What one of several workers may fill of an engine's cache."""
+    return None if facts is None else replace(facts, cache_tokens=facts.cache_tokens // workers)

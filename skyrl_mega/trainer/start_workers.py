@@ -1,0 +1,63 @@
+"""Starts the processes that play trajectories (`environment.processes`)."""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
+
+from skyrl_mega.cluster.group import ActorGroup
+from skyrl_mega.cluster.placement import Node, driver_node, nodes_without_gpus, on_nodes, spread
+from skyrl_mega.config.environment_checks import share_of
+from skyrl_mega.config.schema import EnvironmentConfig
+from skyrl_mega.rollout.worker import RolloutWorker
+from skyrl_mega.rollout.workers import Workers
+from skyrl_mega.trainer.start_actors import Setup
+
+
+def start_workers(setup: Setup) -> Workers | None:
+    """The run's workers; None where trajectories are played in the driver's threads."""
+    config = setup.config
+    many = config.environment.processes
+    if not many:
+        return None
+    nodes = nodes_of(config.environment)
+    beside = Counter(node.id for node in nodes)
+    token = config.environment.retriever.token_variable
+    arguments = [
+        dict(
+            model=str(setup.model),
+            rollout=replace(config.rollout, concurrency=share_of(config.rollout.concurrency, many, rank)),
+            environments=replace(config.environment, workers=share_of(config.environment.workers, many, rank)),
+            reward_weights=config.algorithm.reward_weights,
+            secrets={token: os.environ[token]} if token in os.environ else {},
+            beside=beside[node.id],
+        )
+        for rank, node in enumerate(nodes)
+    ]
+    group = ActorGroup.spawn(
+        "rollout",
+        RolloutWorker,
+        arguments,
+        timeout=setup.timeout_s,
+        placement=on_nodes(nodes, elsewhere=not _bound_to_driver(config.environment)),
+        logs=setup.logs,
+    )
+    setup.stack.callback(group.shutdown)
+    workers = Workers(group, restarts=config.rollout.restarts, start_timeout_s=setup.timeout_s, say=setup.say)
+    setup.stack.callback(workers.close)
+    return workers
+
+
+def nodes_of(environment: EnvironmentConfig) -> Sequence[Node]:
+    """The node of each worker: an equal share for each of those without GPUs, or of all where there are none such. The
+    run's own retrieval service is on loopback of the driver's node, and so are they then."""
+    many = environment.processes
+    if _bound_to_driver(environment):
+        return [driver_node()] * many
+    return spread([1] * many, nodes_without_gpus())
+
+
+def _bound_to_driver(environment: EnvironmentConfig) -> bool:
+    return environment.retriever.index is not None

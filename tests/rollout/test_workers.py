@@ -1,0 +1,92 @@
+"""Trajectories that other processes play, on a real engine: the same as in the driver, and none lost with a process."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.cluster import reaper
+from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.group import ActorGroup
+from skyrl_mega.cluster.ray_session import session
+from skyrl_mega.config.schema import Config, EnvironmentConfig, RolloutConfig, SamplingConfig
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.event_loop import BackgroundLoop
+from skyrl_mega.rollout.generator import Generator
+from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.service import RolloutService, Ticket
+from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.rollout.workers import Workers
+from skyrl_mega.telemetry.trace import Span
+from skyrl_mega.trainer.start_actors import Setup
+from skyrl_mega.trainer.start_workers import start_workers
+from tests.support.engines import build_model, serving, spec_of, start_engine
+
+ROLLOUT = RolloutConfig(
+    kv_cache_gib=0.1, max_prompt_tokens=40, max_length=120, max_turns=3, restarts=1, env_timeout_s=30.0
+)
+SAMPLING = SamplingConfig(max_tokens=12)
+CLASSES = {name.lower(): f"tests.rollout.user_envs:{name}" for name in ("Talk", "Slow", "Noted")}
+HERE = EnvironmentConfig(classes=CLASSES)
+THERE = replace(HERE, processes=2, slots=16)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_model(tmp_path_factory.mktemp("models") / "moe", "qwen3_moe", seed=3)
+
+
+@pytest.fixture(scope="module")
+def engines(model: Path) -> Iterator[ActorGroup]:
+    with session(actors=3):
+        group = start_engine("engine", spec_of(model, ROLLOUT, weights="auto"), model.parent)
+        yield group
+        group.shutdown()
+
+
+@pytest.fixture(scope="module")
+def workers(model: Path, engines: ActorGroup) -> Iterator[Workers]:
+    with ExitStack() as stack:
+        config = Config(rollout=ROLLOUT, environment=THERE)
+        found = start_workers(Setup(config, {}, model, device="cpu", folder=model.parent, stack=stack, say=print))
+        assert found is not None
+        yield found
+
+
+@pytest.fixture(scope="module")
+def chat(model: Path) -> Renderer:
+    return Renderer(str(model))
+
+
+def prompts(count: int, env: str = "talk", **extra: object) -> list[Prompt]:
+    message = {"role": "user", "content": "hello"}
+    return [Prompt(i, [message], env, {"reward_spec": {}, "extra_info": extra}) for i in range(count)]
+
+
+def told(t: Trajectory) -> tuple[object, ...]:
+    """What must not depend on where it was played."""
+    return t.prompt, t.sample, t.tokens, t.mask, t.reward, t.status, t.turns, t.messages, t.metadata, t.prompt_length
+
+
+def test_they_are_those_that_the_driver_plays(engines: ActorGroup, workers: Workers, chat: Renderer) -> None:
+    with Generator(serving(engines), chat, ROLLOUT, HERE) as generator:
+        here = [t for group in generator.generate(prompts(12), 4, SAMPLING, seed="0/1") for t in group.trajectories]
+    with Generator(serving(engines), chat, ROLLOUT, THERE, workers=workers) as generator:
+        generator.spans = []
+        asked = prompts(12)
+        there = [t for group in generator.generate(asked, 4, SAMPLING, seed="0/1") for t in group.trajectories]
+        assert len(generator.spans) >= 3 * 48, "init, steps and close of each, for the profiler"
+        assert all(isinstance(span, Span) for span in generator.spans)
+    assert [told(t) for t in there] == [told(t) for t in here]
+    assert max(abs(a - b) for x, y in zip(here, there, strict=True) for a, b in zip(x.logprobs, y.logprobs, strict=True)) < 1e-4
+    assert all(t.prompt is asked[i // 4] for i, t in enumerate(there)), "the driver's own prompts"
+    assert max(t.seconds["slot"] for t in there) > 0, "48 over 16 slots"
