@@ -55,6 +55,8 @@ def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
         prompts = ceil(config.data.prompts_per_step * (dynamic.oversample if dynamic.enabled else 1.0))
         step = prompts * config.data.samples_per_prompt
         trajectories = max(step, evaluated(config)) if named & {*SANDBOXES} else 0
+    if config.environment.slots is not None:
+        trajectories = min(trajectories, config.environment.slots)
     node = config.cluster.host_memory_gib
     usual = usual_total_mib(node * 1024 if node is not None else machine_mib())
     total = 0.0

@@ -37,6 +37,8 @@ from skyrl_mega.planner.times import elements
 
 PROCESS = {"cuda": 4 * GIB, "cpu": 1 * GIB}
 """Python with torch and Megatron or vLLM in it, before any weight."""
+PLAYER = 1 * GIB
+"""A process that plays trajectories (`environment.processes`), with its tokenizer, before any environment."""
 DRIVER = 4 * GIB
 """The driver with its tokenizer, and Ray's own processes."""
 QUEUE = 10 * 16 * 2**20
@@ -64,7 +66,8 @@ class HostMemory:
     shm: int
     """/dev/shm without the object store."""
     sandboxes: int
-    """What policies' programs may take, disks included; all of them run beside the driver."""
+    """What policies' programs may take, disks included: beside the driver, or on every node with processes that play
+    trajectories."""
 
     @property
     def total(self) -> int:
@@ -83,8 +86,9 @@ def host_memory(
     trained = len(node.policy) + len(node.critic)
     processes = trained + len(node.reference) + node.workers + len(node.engines)
     multi = engine_ranks(config.rollout) > 1 or not cpu
+    players = _players(config, first)
     return HostMemory(
-        processes=processes * PROCESS["cpu" if cpu else "cuda"] + (DRIVER if first else 0),
+        processes=processes * PROCESS["cpu" if cpu else "cuda"] + (DRIVER if first else 0) + players * PLAYER,
         device=_busiest([p.totals for p in ranks] + [w.totals for w in workers]) + sum(w.sync for w in workers)
         if cpu
         else 0,
@@ -94,9 +98,18 @@ def host_memory(
         batch=int((tokens.sequences + tokens.greedy) * tokens.longest * _held(config, d)) * (1 + _ahead(config))
         if first
         else 0,
-        sandboxes=int(sandboxes_mib(config) * 2**20) if first else 0,
+        sandboxes=int(sandboxes_mib(config) * 2**20) if players or (first and not config.environment.processes) else 0,
         shm=(node.workers + len(node.engines)) * QUEUE * multi + (0 if cpu else processes * NCCL),
     )
+
+
+def _players(config: Config, first: bool) -> int:
+    """Processes of a node that play trajectories; beside the run's own retrieval service, which is the driver's
+    neighbour, all of them."""
+    many = config.environment.processes
+    if config.environment.retriever.index is not None:
+        return many if first else 0
+    return -(-many // config.cluster.nodes)
 
 
 def _held(config: Config, d: Decoder) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections import Counter, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -67,6 +66,24 @@ class PlayerHere:
         return await self.agent.play(await self.agent.open(prompt, sample), name)
 
 
+@dataclass
+class SlotUse:
+    """How many slots were taken at once, of whoever counts into this."""
+
+    now: int = 0
+    most: int = 0
+
+    def change(self, by: int) -> None:
+        """So many more are taken."""
+        self.now += by
+        self.most = max(self.most, self.now)
+
+    def read(self) -> int:
+        """The most since the last call."""
+        most, self.most = self.most, self.now
+        return most
+
+
 class Slots:
     """So many environments are open at once. Lives in one event loop.
 
@@ -82,7 +99,7 @@ class Slots:
         self.taken: Counter[object] = Counter()
         """By who plays."""
         self.queues: dict[object, deque[asyncio.Future[None]]] = {}
-        self._most_taken = 0
+        self.use = SlotUse()
 
     @asynccontextmanager
     async def one(self, who: object) -> AsyncIterator[None]:
@@ -95,11 +112,6 @@ class Slots:
             yield
         finally:
             self._give_back(who)
-
-    def most_taken(self) -> int:
-        """Slots that were taken at once since the last call."""
-        most, self._most_taken = self._most_taken, self.taken.total()
-        return most
 
     async def _wait(self, who: object) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -114,10 +126,11 @@ class Slots:
 
     def _take(self, who: object) -> None:
         self.taken[who] += 1
-        self._most_taken = max(self._most_taken, self.taken.total())
+        self.use.change(1)
 
     def _give_back(self, who: object) -> None:
         self.taken[who] -= 1
+        self.use.change(-1)
         if not self.taken[who]:
             del self.taken[who]
         while self.queues:
@@ -161,9 +174,10 @@ class SlotAgent:
             opened: From `open`.
             name: Names its requests and their random stream; no other has it.
         """
-        start = time.perf_counter()
+        now = asyncio.get_running_loop().time
+        start = now()
         async with self.slots.one(self):
-            waited = time.perf_counter() - start
+            waited = now() - start
             t = await self.player.play(opened.prompt, opened.sample, name)
         t.seconds["slot"] = waited
         return t

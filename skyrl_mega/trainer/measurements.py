@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.rollout.slots import SlotUse
 from skyrl_mega.trainer import speed
 from skyrl_mega.trainer.meters import Meters
 from skyrl_mega.trainer.profile import Profiler
@@ -24,6 +25,8 @@ class Measurements:
     """In the actors."""
     profiler: Profiler
     """Records the steps of `telemetry.profile`."""
+    slots: SlotUse | None = None
+    """Of environments, where `environment.slots` bounds them."""
 
     def begin(self, step: int, *, after_more: bool) -> None:
         """Before a step. `after_more`: it is the run's first, or a checkpoint has been written since the last."""
@@ -37,6 +40,8 @@ class Measurements:
     def of(self, step: Step) -> dict[str, float]:
         """Metrics of a step that is done: `memory/*` and `perf/*`."""
         found = self.meters.collect()
+        if self.slots is not None:
+            found["environment/slots_used"] = float(self.slots.read())
         found |= speed.of_training(self.config, self.model, step.loads, step.metrics)
         seconds = step.metrics.get("time/generate")
         if seconds and self.config.asynchrony.mode == "off":  # ahead of a step engines work in all of its phases

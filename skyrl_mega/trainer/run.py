@@ -169,7 +169,7 @@ class Run:
         """Measures the step's trajectories and writes them for people to read.
 
         Raises:
-            UserError: The environments of all of them failed.
+            UserError: The environments of all of them failed, or of more than `environment.max_failed`.
         """
         step.record(rollout_metrics(step.trajectories))
         every = self.config.telemetry.trajectories_every
@@ -178,7 +178,7 @@ class Run:
             trajectory_io.write(file, step.trajectories + step.greedy, columns=self.config.telemetry.trajectory_columns)
             if count := self.config.telemetry.tracked_trajectories:
                 self.trackers.log_trajectories(step.number, [_text(t) for t in step.trajectories[:count]])
-        refuse_broken(step.trajectories)
+        refuse_broken(step.trajectories, self.config.environment.max_failed)
 
     def evaluate(self, step: Step) -> None:
         """Scores the evaluation prompts with the engines' weights."""
@@ -296,11 +296,18 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
     }
     for name in sorted({name for t in judged for name in t.rewards}):
         earned[f"reward/of/{name}"] = float(np.mean([t.rewards.get(name, 0.0) for t in judged]))
-    return (earned if judged else {}) | {
-        "rollout/tokens": float(sum(sum(t.mask) for t in trajectories)),
-        "rollout/response_length_mean": float(lengths.mean()),
-        "rollout/truncated_fraction": float(np.mean([t.status.truncated for t in trajectories])),
-        "rollout/timed_out_fraction": float(np.mean([t.status is Status.TRUNCATED_TIME for t in trajectories])),
-        "rollout/failed_fraction": float(np.mean([t.status.failed for t in trajectories])),
-        "rollout/turns_mean": float(np.mean([t.turns for t in trajectories])),
-    }
+    waited = [t.seconds["slot"] for t in trajectories if "slot" in t.seconds]
+    slots = {"environment/slot_wait_s": float(np.mean(waited))} if waited else {}
+    return (
+        (earned if judged else {})
+        | slots
+        | {
+            "rollout/tokens": float(sum(sum(t.mask) for t in trajectories)),
+            "rollout/response_length_mean": float(lengths.mean()),
+            "rollout/truncated_fraction": float(np.mean([t.status.truncated for t in trajectories])),
+            "rollout/timed_out_fraction": float(np.mean([t.status is Status.TRUNCATED_TIME for t in trajectories])),
+            "rollout/failed_fraction": float(np.mean([t.status.failed for t in trajectories])),
+            "rollout/played_again": float(sum(t.again for t in trajectories)),
+            "rollout/turns_mean": float(np.mean([t.turns for t in trajectories])),
+        }
+    )

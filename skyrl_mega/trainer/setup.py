@@ -151,7 +151,7 @@ def rollouts_of(
         return source
     if config.asynchrony.mode == "one_step":  # a thread of its own has a generator of its own
         own = stack.enter_context(generator_of(config, generator.fleet, generator.chat, generator.workers))
-        own.recorder = generator
+        own.recorder, own.slots.use = generator, generator.slots.use
         return OneStepAhead(RolloutSource(config, source.prompts, source.stream, own), config, look, refill)
     assert isinstance(generator.loop, BackgroundLoop)
     service = RolloutService(generator, config.rollout.sampling, generator.loop)
@@ -164,7 +164,9 @@ def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measu
     trained = actors.policy, actors.reference and actors.reference.own, actors.critic
     profiler = Profiler(config.telemetry.profile, setup.folder, policy, fleet=fleet, generator=generator, say=setup.say)
     meters = Meters({model.group.name: model.group for model in trained if model}, fleet)
-    return Measurements(config, architecture(setup.hf).describe(setup.hf), meters, profiler)
+    bounded = generator.slots.most is not None
+    slots = generator.slots.use if bounded else None
+    return Measurements(config, architecture(setup.hf).describe(setup.hf), meters, profiler, slots)
 
 
 def stream_of(config: Config, prompts: int) -> PromptStream:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import replace
@@ -24,7 +24,7 @@ from skyrl_mega.rollout.event_loop import BackgroundLoop
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.service import RolloutService, Ticket
-from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.trace import Span
 from skyrl_mega.trainer.start_actors import Setup
@@ -87,6 +87,98 @@ def test_they_are_those_that_the_driver_plays(engines: ActorGroup, workers: Work
         assert len(generator.spans) >= 3 * 48, "init, steps and close of each, for the profiler"
         assert all(isinstance(span, Span) for span in generator.spans)
     assert [told(t) for t in there] == [told(t) for t in here]
-    assert max(abs(a - b) for x, y in zip(here, there, strict=True) for a, b in zip(x.logprobs, y.logprobs, strict=True)) < 1e-4
+    assert (
+        max(abs(a - b) for x, y in zip(here, there, strict=True) for a, b in zip(x.logprobs, y.logprobs, strict=True))
+        < 1e-4
+    )
     assert all(t.prompt is asked[i // 4] for i, t in enumerate(there)), "the driver's own prompts"
     assert max(t.seconds["slot"] for t in there) > 0, "48 over 16 slots"
+
+
+def test_a_service_has_them_played_too(engines: ActorGroup, workers: Workers, chat: Renderer) -> None:
+    """As with `asynchrony.mode=full`: weights may change under them, and engines are told anew after a sync."""
+    asked = prompts(6)
+    tickets = [Ticket(i, i, 0, tuple(f"0/1/0/{i}/{s}" for s in range(2))) for i in range(6)]
+    found = {}
+    for environment, players in ((HERE, None), (THERE, workers)):
+        loop, done = BackgroundLoop(), []
+        with Generator(serving(engines), chat, ROLLOUT, environment, loop=loop, workers=players) as generator:
+            service = RolloutService(generator, SAMPLING, loop)
+            service.submit(tickets[:4], asked[:4])
+            service.engines_changed()
+            service.submit(tickets[4:], asked[4:])
+            while len(done) < 6:
+                assert service.served
+                done += service.done(60.0)
+        found[environment.processes] = {one.ticket.number: [*map(told, one.group.trajectories)] for one in done}
+    assert found[2] == found[0]
+
+
+def test_a_killed_process_loses_nothing_and_doubles_nothing(
+    engines: ActorGroup, workers: Workers, chat: Renderer, tmp_path: Path
+) -> None:
+    asked = prompts(10, "noted", folder=str(tmp_path), seconds=0.1)
+    victim = workers.group.where[0].pid
+
+    def kill() -> None:
+        while not [*tmp_path.glob(f"open-{victim}-*")]:
+            time.sleep(0.01)
+        os.kill(victim, signal.SIGKILL)
+
+    killing = threading.Thread(target=kill)
+    progress: list[int] = []
+    killing.start()
+    with Generator(serving(engines), chat, ROLLOUT, THERE, workers=workers) as generator:
+        groups = generator.generate(asked, 4, SAMPLING, seed="0/2", progress=lambda done, _: progress.append(done))
+    killing.join()
+    opened, closed = (
+        Counter(file.name.split("-")[1] for file in tmp_path.glob(f"{what}-*")) for what in ("open", "close")
+    )
+    assert opened[str(victim)] > closed[str(victim)], "it was killed with environments open"
+    del opened[str(victim)], closed[str(victim)]
+    assert opened == closed, "every other environment is closed"
+    assert progress == [*range(1, 41)]
+    played = [t for group in groups for t in group.trajectories]
+    with Generator(serving(engines), chat, ROLLOUT, HERE) as generator:
+        undisturbed = generator.generate(asked, 4, SAMPLING, seed="0/2")
+    assert [told(t) for t in played] == [told(t) for group in undisturbed for t in group.trajectories]
+    until = time.monotonic() + 120
+    while len(workers.up()) < 2 and time.monotonic() < until:
+        time.sleep(0.1)
+    assert len(workers.up()) == 2 and workers.restarts == 0
+    assert not reaper.members(victim)
+
+
+def test_a_phase_that_is_abandoned_closes_its_environments(
+    engines: ActorGroup, workers: Workers, chat: Renderer, tmp_path: Path
+) -> None:
+    class Ending(Exception):
+        pass
+
+    def look() -> None:
+        if [*tmp_path.glob("open-*")]:
+            raise Ending
+
+    with (
+        Generator(serving(engines), chat, ROLLOUT, THERE, look=look, workers=workers) as generator,
+        pytest.raises(Ending),
+    ):
+        generator.generate(prompts(20, "noted", folder=str(tmp_path), seconds=0.3), 4, SAMPLING, seed="0/3")
+    opened, closed = (len([*tmp_path.glob(f"{what}-*")]) for what in ("open", "close"))
+    assert 0 < opened < 80
+    time.sleep(0.5)
+    assert len([*tmp_path.glob("open-*")]) == opened, "nothing is opened any more"
+    assert closed >= opened - 16, "threads that are inside close theirs when they come back"
+
+
+def test_without_any_process_the_run_ends_and_says_why(
+    engines: ActorGroup, workers: Workers, chat: Renderer, tmp_path: Path
+) -> None:
+    """Last: it ends the module's workers."""
+    for where in workers.group.where:
+        os.kill(where.pid, signal.SIGKILL)
+    with (
+        Generator(serving(engines), chat, ROLLOUT, THERE, workers=workers) as generator,
+        pytest.raises(ActorFailed, match=r"rollout-\d .*its process died .*its log: .*rollout-\d.log"),
+    ):
+        generator.generate(prompts(4), 2, SAMPLING, seed="0/4")

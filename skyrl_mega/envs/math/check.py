@@ -7,6 +7,7 @@ import json
 import os
 import queue
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -15,6 +16,7 @@ import weakref
 from pathlib import Path
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.envs.base import InfrastructureFault
 from skyrl_mega.envs.math import cost
 from skyrl_mega.envs.math.comparing import matches
 from skyrl_mega.envs.math.forms import copied, unfactored
@@ -30,6 +32,8 @@ GRACE_S = 1.0
 """After its time a worker tells that it is late; one that does not is killed, which costs seconds to start another."""
 
 START_S = 120.0
+DYING_S = 1.0
+"""Until a process that has closed its output is gone."""
 LONGEST = 500
 """Characters of an answer that is read; a longer one is equal to its own text alone."""
 
@@ -81,18 +85,29 @@ def _asked(pool: Pool, gold: str, answer: str, seconds: float) -> tuple[bool | s
     start = time.monotonic()
     try:
         with waiting():
-            worker.ready()
+            _made_ready(worker)
         start = time.monotonic()
         result = worker.ask(gold, answer, seconds)
     except TimeoutError:
         worker.kill()
         result = "late"
-    except OSError:
+    except OSError as error:
+        killed = worker.killed()
         worker.kill()
+        if killed:
+            raise InfrastructureFault("the checker of mathematics was killed") from error
         result = None
     finally:
         pool.put(worker)
     return result, time.monotonic() - start
+
+
+def _made_ready(worker: Worker) -> None:
+    try:
+        worker.ready()
+    except OSError as error:
+        worker.kill()
+        raise InfrastructureFault(f"the checker of mathematics does not start: {error!r}") from error
 
 
 def check() -> None:
@@ -138,6 +153,13 @@ class Worker:
         self.process.stdin.flush()
         result: bool | str | None = json.loads(self._line(seconds + GRACE_S))
         return result
+
+    def killed(self) -> bool:
+        """Of a process that died: whether another killed it. What a policy wrote may crash it, but in other ways."""
+        assert self.process is not None
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self.process.wait(DYING_S) == -signal.SIGKILL
+        return False
 
     def kill(self) -> None:
         """Ends the process, whatever it is doing."""

@@ -19,6 +19,7 @@ from typing import Any, get_type_hints
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.sandboxes import SANDBOX_DISK_MIB, SANDBOX_MEMORY_MIB, machine_mib, usual_total_mib
+from skyrl_mega.envs.base import InfrastructureFault
 from skyrl_mega.envs.options import Option, filled, number, texts, whole
 from skyrl_mega.envs.sandbox import budget, folders, tree
 from skyrl_mega.envs.sandbox.workspace import Workspace, inodes
@@ -71,6 +72,10 @@ class Limits:
     open_files: int = 128
     output_kib: int = 256
     """Of stdout and stderr together; past it the command is ended."""
+
+
+PID_NAMESPACE = "PID namespace"
+"""As `active` calls it."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +173,7 @@ class Sandbox:
 
         Raises:
             UserError: The machine lacks a confinement that is not done without.
-            RuntimeError: The command cannot be started.
+            InfrastructureFault: The command cannot be started, or the jail around it was killed.
         """
         limits = limits or self.limits
         scratch = folders.make()
@@ -287,8 +292,10 @@ def _play(order: dict[str, Any], limits: Limits, shared: budget.Budget) -> Outco
             cwd="/",
             env={"LANG": "C.UTF-8"},
         )
-    except BaseException:
+    except BaseException as error:
         os.close(reading)
+        if isinstance(error, OSError):  # no process, no memory
+            raise InfrastructureFault(f"the sandbox does not start: {error}") from error
         raise
     finally:
         os.close(writing)
@@ -305,7 +312,7 @@ def _play(order: dict[str, Any], limits: Limits, shared: budget.Budget) -> Outco
     told = json.loads(last)
     if "active" not in told:
         errors = b"".join(pieces["stderr"]).decode(errors="replace").strip()
-        raise RuntimeError(f"the sandbox did not report: {errors[-500:]}")
+        raise InfrastructureFault(f"the sandbox did not report: {errors[-500:]}")
     if ended is None and told.get("exit") in KILLED and shared.killed() > killed:
         ended = "memory"
     if ended == "memory":
@@ -367,8 +374,11 @@ def _outcome(
     if "missing" in report:
         raise UserError(_lacking(report["missing"], "sandbox"))
     if "broken" in report:
-        raise RuntimeError(f"the sandbox cannot start {order['argv'][:1]}: {report['broken']}")
+        raise InfrastructureFault(f"the sandbox cannot start {order['argv'][:1]}: {report['broken']}")
     code = report.get("exit")
+    apart = PID_NAMESPACE in report["active"].get("processes", ())
+    if order["argv"] and code is None and ended is None and report["stopped"] is None and apart:
+        raise InfrastructureFault("the sandbox was killed from outside")  # nobody inside can kill its init
     if ended is None and report["stopped"] == "disk":
         ended = "disk"
     elif ended is None and code in (-signal.SIGXCPU, -signal.SIGKILL) and report["cpu_seconds"] > limits.cpu_s - 0.5:

@@ -1,7 +1,8 @@
-"""Environments that fail: when nothing else happens the run ends; otherwise the first one is told, and all counted."""
+"""Environments that fail: where all do, or too many, the run ends; else the first one is told, and all are counted."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from skyrl_mega.config.errors import UserError
@@ -22,11 +23,15 @@ def all_failed(trajectories: Sequence[Trajectory]) -> bool:
     return bool(trajectories) and all(t.status.failed for t in trajectories)
 
 
-def refuse_broken(trajectories: Sequence[Trajectory]) -> None:
-    """Ends the run when the environment of every trajectory failed.
+def refuse_broken(trajectories: Sequence[Trajectory], most: float = 1.0) -> None:
+    """Ends the run when the environment of every trajectory failed, or of more than may.
+
+    Args:
+        trajectories: Of one step.
+        most: Share of them that may fail (`environment.max_failed`).
 
     Raises:
-        UserError: Which environment, what the first one said, and where.
+        UserError: Which environments, how many, what the first one or most of them said, and where.
     """
     if all_failed(trajectories):
         first = trajectories[0]
@@ -34,6 +39,15 @@ def refuse_broken(trajectories: Sequence[Trajectory]) -> None:
         raise UserError(
             f"environment {name}: all {len(trajectories)} trajectories failed, the first one so: {_first(first)}; "
             f"fix the class that environment.classes.{name} names, or what it asks"
+        )
+    failed = [t for t in trajectories if t.status.failed]
+    if len(failed) > most * len(trajectories):
+        by_environment = Counter(t.prompt.env_class for t in failed).most_common()
+        (error, times), *_ = Counter(map(_first, failed)).most_common(1)
+        raise UserError(
+            f"environment.max_failed = {most:g}: {len(failed)} of {len(trajectories)} trajectories failed "
+            f"({', '.join(f'{name} {count}' for name, count in by_environment)}), most often so, {times} times: "
+            f"{error}; fix it, or give a larger share"
         )
 
 
