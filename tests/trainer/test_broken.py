@@ -98,3 +98,25 @@ def test_rewards_are_those_of_environments_that_did_not_fail() -> None:
     assert (metrics["reward/mean"], metrics["reward/std"]) == (0.5, 0.5)
     assert metrics["rollout/failed_fraction"] == 0.5
     assert "reward/mean" not in rollout_metrics([failed])
+
+
+def test_a_share_that_may_fail_ends_the_run_when_it_is_passed() -> None:
+    """It says which environments failed, how many of each, and what most of them said."""
+    failed = [ended(Status.ERROR_ENV_TIMEOUT), *(ended(Status.ERROR_INFRASTRUCTURE) for _ in range(2))]
+    failed[0].metadata["error"] = "took too long"
+    failed[2].prompt = Prompt(0, [], "other", {})
+    step = [*failed, *(ended(Status.COMPLETED) for _ in range(5))]
+    refuse_broken(step, 3 / 8)
+    refuse_broken([], 0.0)
+    refuse_broken(step[3:], 0.0)
+    match = r"environment\.max_failed = 0\.25: 3 of 8 .*\(mine 2, other 1\).* 2 times: .*name 're' is not defined"
+    with pytest.raises(UserError, match=match):
+        refuse_broken(step, 0.25)
+
+
+def test_waiting_for_a_slot_and_playing_again_are_measured() -> None:
+    first, second = ended(Status.COMPLETED), ended(Status.COMPLETED)
+    assert "environment/slot_wait_s" not in rollout_metrics([first, second])
+    first.seconds["slot"], second.seconds["slot"], second.again = 1.0, 3.0, 2
+    metrics = rollout_metrics([first, second])
+    assert (metrics["environment/slot_wait_s"], metrics["rollout/played_again"]) == (2.0, 2.0)

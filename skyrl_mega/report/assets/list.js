@@ -12,7 +12,7 @@ const ORDERS = {
 };
 
 function shortStatus(status) {
-  return status.replace("truncated_", "truncated · ").replace("error_env_timeout", "env timeout").replace("error_env", "env error");
+  return status.replace("truncated_", "truncated · ").replace("error_env_timeout", "env timeout").replace("error_infrastructure", "infrastructure").replace("error_env", "env error");
 }
 
 function statusKind(status) {

@@ -1,0 +1,36 @@
+"""Processes and slots of environments that cannot be are refused, each in one line that names the fix."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyrl_mega.config.environment_checks import check_environment, share_of
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config, EnvironmentConfig, RunConfig
+
+
+def refused(deterministic: bool = False, **settings: int) -> str:
+    config = Config(run=RunConfig(deterministic=deterministic), environment=EnvironmentConfig(**settings))
+    with pytest.raises(UserError) as found:
+        check_environment(config)
+    assert "\n" not in str(found.value)
+    return str(found.value)
+
+
+def test_each_process_needs_a_slot_and_a_thread() -> None:
+    assert refused(processes=4, slots=3).startswith("environment.processes = 4: ")
+    assert "environment.slots=4" in refused(processes=4, slots=3)
+    assert "environment.workers=4" in refused(processes=4, workers=3)
+    check_environment(Config(environment=EnvironmentConfig(processes=3, slots=3, workers=3)))
+
+
+def test_waves_are_of_one_process_and_of_all_that_are_open() -> None:
+    assert "run.deterministic=false" in refused(deterministic=True, processes=1)
+    assert refused(deterministic=True, slots=64).startswith("environment.slots = 64: ")
+    check_environment(Config(run=RunConfig(deterministic=True)))
+
+
+@pytest.mark.parametrize(("total", "among"), [(64, 2), (64, 3), (7, 4), (2, 5)])
+def test_shares_add_up_and_none_is_empty(total: int, among: int) -> None:
+    shares = [share_of(total, among, place) for place in range(among)]
+    assert sum(shares) == max(total, among) and min(shares) >= 1 and max(shares) - min(shares) <= 1
