@@ -59,14 +59,19 @@ def read(
     return about, trajectories
 
 
+WHERE = ("workers", "slots", "processes", "retries", "max_failed")
+"""Settings of `environment` that say where and how many at once trajectories are played, and not what they are."""
+
+
 def _settings(config: Config) -> str:
     """A digest of what decides how many groups there may be, of what age, and what is in them."""
     data, algorithm = config.data, config.algorithm
     rollout = {k: v for k, v in asdict(config.rollout).items() if k not in ("engines", "concurrency")}
+    environment = {k: v for k, v in asdict(config.environment).items() if k not in WHERE}
     parts = [
         asdict(config.asynchrony),
         [data.prompts_per_step, data.samples_per_prompt],
-        [rollout, asdict(config.environment)],
+        [rollout, environment],
         [algorithm.advantage, algorithm.reward_weights, config.policy.moe.replay],
     ]
     return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()

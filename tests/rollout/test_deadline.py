@@ -1,0 +1,83 @@
+"""The time of a trajectory is for playing; the time to judge what it has is its own."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+from skyrl_mega.config.schema import EnvironmentConfig
+from skyrl_mega.engines.base import Completion, Request
+from skyrl_mega.envs.base import BaseTextEnv
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.envs.sandbox import Sandbox
+from skyrl_mega.envs.sandbox.run import CONFINEMENTS, python
+from skyrl_mega.rollout.again import PersistentAgent
+from skyrl_mega.rollout.agent_loop import Limits
+from skyrl_mega.rollout.env_pool import EnvPool
+from skyrl_mega.rollout.renderer import Renderer
+from skyrl_mega.rollout.trajectory import Status, Trajectory
+from tests.envs.test_killed_scoring import launcher
+from tests.support.scripted import Scripted
+
+TIME_S = 0.2
+
+
+class SlowSpeaker(Scripted):
+    """Speaks until the trajectory's time is over, as an engine does, and has then said a word."""
+
+    async def generate(self, request: Request) -> Completion:
+        assert request.seconds is not None
+        await asyncio.sleep(request.seconds)
+        return await super().generate(request)
+
+
+class Judge(BaseTextEnv):
+    """Takes `extra_info.seconds` to judge, or runs a program in a sandbox."""
+
+    def step(self, action: str) -> Any:
+        info = self.extras["extra_info"]
+        if info.get("sandbox"):
+            outcome = Sandbox(without=tuple(CONFINEMENTS)).run(python("-c", "import time; time.sleep(30)"))
+            return {"observations": [], "reward": float(outcome.status == "ok"), "done": True}
+        time.sleep(info["seconds"])
+        return {"observations": [], "reward": 1.0, "done": True}
+
+
+def judged(chat: Renderer, env_timeout_s: float, **info: Any) -> Trajectory:
+    """A trajectory whose time is over before its answer is."""
+    environments = EnvironmentConfig(classes={"judge": "tests.rollout.test_deadline:Judge"})
+    row = {"reward_spec": {"ground_truth": "1"}, "extra_info": info}
+    prompt = Prompt(0, [{"role": "user", "content": "hello"}], "judge", row)
+    limits = Limits(100, 1000, 1000, turns=4, env_timeout_s=env_timeout_s, trajectory_timeout_s=TIME_S)
+    policy: Any = SlowSpeaker(chat, ["a word"], finish="timeout")
+
+    async def one() -> Trajectory:
+        agent = PersistentAgent(policy, chat, environments, limits, EnvPool(2))
+        return await agent.play(await agent.open(prompt, 0), "0/1")
+
+    return asyncio.run(one())
+
+
+def test_what_was_generated_is_judged_after_the_time_is_over(characters_chat: Renderer) -> None:
+    """It takes four times as long as the whole trajectory might."""
+    t = judged(characters_chat, 60.0, seconds=4 * TIME_S)
+    assert (t.status, t.reward, t.turns) == (Status.TRUNCATED_TIME, 1.0, 1)
+    assert t.seconds["env"] >= 4 * TIME_S
+
+
+def test_judging_has_a_limit_of_its_own_and_past_it_has_failed(characters_chat: Renderer) -> None:
+    t = judged(characters_chat, 0.1, seconds=1.0)
+    assert (t.status, t.reward, t.status.failed) == (Status.ERROR_ENV_TIMEOUT, 0.0, True)
+
+
+def test_a_kill_in_the_middle_of_judging_is_no_reward(characters_chat: Renderer) -> None:
+    killing = threading.Thread(target=lambda: os.kill(launcher(), signal.SIGKILL))
+    killing.start()
+    t = judged(characters_chat, 60.0, sandbox=True)
+    killing.join()
+    assert (t.status, t.status.failed) == (Status.ERROR_INFRASTRUCTURE, True)
+    assert "the sandbox did not report" in t.metadata["error"]

@@ -1,0 +1,248 @@
+"""Workers that die at any moment, in virtual time: what is asked for is played once, whatever happens to whom."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import ray.exceptions
+
+from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.fleet import NobodyServes
+from skyrl_mega.config.schema import SamplingConfig
+from skyrl_mega.engines.base import Facts
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.orders import EngineDead, EngineRests, EnginesNow, Failed, News, Order, Played, Stopped
+from skyrl_mega.rollout.player_elsewhere import PlayerElsewhere
+from skyrl_mega.rollout.slots import SlotAgent, Slots
+from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.rollout.workers import Workers
+from skyrl_mega.simulation.virtual_time import VirtualLoop
+
+PROMPT = Prompt(0, [], "", {})
+
+
+class Worker:
+    """A worker of one session. Each of its methods has a `remote`, as an actor's."""
+
+    def __init__(self, random: Random) -> None:
+        self.random, self.alive = random, True
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.said: asyncio.Queue[News] = asyncio.Queue()
+        self.engines: list[EnginesNow] = []
+        self.names: list[str] = []
+        self.ended = 0
+        for name in ("begin", "play", "abandon", "news", "rejoin", "end"):
+            setattr(self, name, SimpleNamespace(remote=self._called(getattr(self, f"_{name}"))))
+
+    def _called(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., asyncio.Task[Any]]:
+        async def call(*args: Any) -> Any:
+            if not self.alive:
+                raise ray.exceptions.RayActorError
+            return await method(*args)
+
+        def remote(*args: Any) -> asyncio.Task[Any]:
+            task = asyncio.ensure_future(call(*args))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            return task
+
+        return remote
+
+    def die(self) -> None:
+        self.alive = False
+        for task in self.tasks.values():
+            task.cancel()
+        self.said.put_nowait(Stopped(-1))  # wakes whoever waits for news
+
+    async def _begin(self, session: str, sampling: object, service: bool, engines: EnginesNow) -> None:
+        self.engines.append(engines)
+
+    async def _play(self, session: str, orders: list[Order]) -> None:
+        for order in orders:
+            self.names.append(order.name)
+            self.tasks[order.key] = asyncio.create_task(self._one(order))
+
+    async def _one(self, order: Order) -> None:
+        try:
+            await asyncio.sleep(self.random.uniform(1, 3))
+        except asyncio.CancelledError:
+            self.said.put_nowait(Stopped(order.key))
+            return
+        nothing: Any = array("i")
+        t = Trajectory(PROMPT, order.sample, nothing, nothing, nothing, 0, 1.0, Status.COMPLETED, 1)
+        self.said.put_nowait(Played(order.key, t, ()))
+
+    async def _abandon(self, session: str, keys: list[int]) -> None:
+        for key in keys:
+            self.tasks[key].cancel()
+
+    async def _news(self, session: str) -> list[News]:
+        found = [await self.said.get()]
+        if not self.alive:
+            raise ray.exceptions.RayActorError
+        while not self.said.empty():
+            found.append(self.said.get_nowait())
+        return found
+
+    async def _rejoin(self, session: str, engines: EnginesNow) -> None:
+        self.engines.append(engines)
+
+    async def _end(self, session: str) -> None:
+        self.ended += 1
+
+
+class Group:
+    """As much of an `ActorGroup` as workers need."""
+
+    def __init__(self, count: int, random: Random) -> None:
+        self.name, self.random = "rollout", random
+        self.actors = [Worker(random) for _ in range(count)]
+        self.every = [*self.actors]
+        self.logs = [f"rollout-{i}.log" for i in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def replace(self, rank: int, timeout: float) -> None:
+        time.sleep(0.002)
+        self.actors[rank] = Worker(self.random)
+        self.every.append(self.actors[rank])
+
+
+class Engines:
+    """As much of a `Fleet` as a player needs."""
+
+    def __init__(self) -> None:
+        self.group = SimpleNamespace(name="engine", actors=["e0", "e1"])
+        self.facts = [Facts(cache_tokens=1000, cache_bytes=1), None]
+        self.serving = [0, 1]
+        self.restarts = 1
+
+    def retire(self, rank: int, cause: str) -> None:
+        if not self.restarts:
+            raise ActorFailed("engine-1", 1, "service", cause)
+        self.restarts -= 1
+        self.serving.remove(rank)
+
+    def check(self) -> None:
+        if not self.serving:
+            raise NobodyServes("engine", 0, "service", "all are dead")
+
+
+def player_of(count: int, restarts: int, seed: int = 0) -> tuple[PlayerElsewhere, Group, Workers, Engines, list[str]]:
+    group, engines, said = Group(count, Random(seed)), Engines(), []
+    any_group: Any = group
+    any_engines: Any = engines
+    workers = Workers(any_group, restarts=restarts, start_timeout_s=1.0, say=said.append)
+    player = PlayerElsewhere(workers, any_engines, SamplingConfig(), service=True, spans=lambda: None)
+    return player, group, workers, engines, said
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_nothing_is_lost_and_nothing_is_doubled(seed: int) -> None:
+    chance, slots = Random(seed), Slots(8)
+
+    async def phase() -> None:
+        player, group, workers, _, said = player_of(3, 12, seed)
+        agent = SlotAgent(player, slots)
+        playing = [asyncio.create_task(agent.play(await agent.open(PROMPT, i), f"name {i}")) for i in range(150)]
+        for _ in range(12):
+            await asyncio.sleep(chance.uniform(0.1, 3))
+            if up := workers.up():
+                chance.choice([*up.values()]).die()
+        played = await asyncio.gather(*playing)
+        assert [t.sample for t in played] == [*range(150)]
+        assert all(t.prompt is PROMPT for t in played)
+        names = Counter(name for worker in group.every for name in worker.names)
+        assert set(names) == {f"name {i}" for i in range(150)}, "the same names, however often"
+        assert sum(names.values()) > 150, "some were played again"
+        assert any("is lost: its process died" in line and "started again" in line for line in said)
+        player.close()
+        workers.close()
+
+    with VirtualLoop() as loop:
+        loop.run(phase())
+    assert slots.use.most == 8
+
+
+def test_others_go_on_without_one_that_stays_away_and_the_last_one_ends_the_run() -> None:
+    async def phase() -> None:
+        player, group, workers, _, said = player_of(2, 0)
+        playing = [asyncio.create_task(player.play(PROMPT, i, str(i))) for i in range(20)]
+        await asyncio.sleep(0.5)
+        group.actors[0].die()
+        assert len(await asyncio.gather(*playing)) == 20
+        assert "no restart is left (rollout.restarts)" in said[-1]
+        group.actors[1].die()
+        with pytest.raises(ActorFailed, match=r"rollout-1 .*its process died .*rollout-1\.log"):
+            await player.play(PROMPT, 0, "0")
+        workers.close()
+
+    with VirtualLoop() as loop:
+        loop.run(phase())
+
+
+def test_one_that_is_abandoned_is_over_when_its_environment_is_closed() -> None:
+    async def phase() -> None:
+        player, group, workers, _, _ = player_of(1, 0)
+        playing = asyncio.create_task(player.play(PROMPT, 0, "0"))
+        await asyncio.sleep(0.5)
+        playing.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        assert all(task.done() for task in group.actors[0].tasks.values())
+        player.close()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert group.actors[0].ended == 1
+        workers.close()
+
+    with VirtualLoop() as loop:
+        loop.run(phase())
+
+
+def test_what_workers_find_of_engines_reaches_the_driver() -> None:
+    """Their shares of a cache, one that is dead, one that rests, and that none is left."""
+
+    async def phase() -> None:
+        player, group, workers, engines, _ = player_of(2, 0)
+        playing = asyncio.create_task(player.play(PROMPT, 0, "0"))
+        await asyncio.sleep(0.5)
+        worker = group.actors[0]
+        assert worker.engines[0].facts == [Facts(cache_tokens=500, cache_bytes=1), None]
+        worker.said.put_nowait(EngineDead(0, "one that was there before", "died"))
+        worker.said.put_nowait(EngineRests(1))
+        await asyncio.sleep(0.1)
+        assert (engines.serving, player.resting) == ([0, 1], {1})
+        worker.said.put_nowait(EngineDead(0, "e0", "died"))
+        await asyncio.sleep(0.1)
+        assert engines.serving == [1]
+        player.rejoin()
+        await asyncio.sleep(0.1)
+        assert (worker.engines[-1].serving, player.resting) == ([1], set())
+        await playing
+        failing = asyncio.create_task(player.play(PROMPT, 1, "1"))
+        await asyncio.sleep(0.1)
+        engines.serving = []
+        key = max(worker.tasks, default=-1) if worker.names[-1] == "1" else max(group.actors[1].tasks)
+        of = worker if worker.names[-1] == "1" else group.actors[1]
+        of.said.put_nowait(Failed(key, True, "engine", 0, "service", "none is left"))
+        with pytest.raises(NobodyServes, match="all are dead"):
+            await failing
+        engines.serving = [1]
+        ending = asyncio.create_task(player.play(PROMPT, 2, "2"))
+        await asyncio.sleep(0.1)
+        worker.said.put_nowait(EngineDead(1, "e1", "died too"))
+        with pytest.raises(ActorFailed, match="died too"):
+            await ending
+        workers.close()
+
+    with VirtualLoop() as loop:
+        loop.run(phase())
