@@ -56,6 +56,8 @@ class Line:
     """Not sent yet."""
     abandoned: list[int] = field(default_factory=list)
     """Keys, not sent yet."""
+    begun: bool = False
+    """Whether the worker knows of the session; nothing else is sent before, as calls may overtake one another."""
     listening: asyncio.Task[None] | None = None
 
     def fail(self, error: BaseException) -> None:
@@ -128,13 +130,14 @@ class PlayerElsewhere:
         for line in self.lines.values():
             assert line.listening is not None
             line.listening.cancel()
-            line.actor.end.remote(self.name)
+            line.actor.end.remote(self.name)  # after all else, as what was asked for has ended
 
     def rejoin(self) -> None:
         """Takes in engines that have come back, and goes on."""
         self.resting.clear()
         for line in self.lines.values():
-            line.actor.rejoin.remote(self.name, self._engines())
+            if line.begun:
+                line.actor.rejoin.remote(self.name, self._engines())
 
     async def _line(self) -> Line:
         """To the worker that has least to do."""
@@ -144,13 +147,9 @@ class PlayerElsewhere:
             raise self._error
         for rank, actor in up.items():
             if rank not in self.lines or self.lines[rank].actor != actor:
-                self.lines[rank] = self._opened(Line(rank, actor))
+                line = self.lines[rank] = Line(rank, actor)
+                line.listening = asyncio.create_task(self._listen(line))
         return min((self.lines[rank] for rank in up), key=lambda line: len(line.waiting))
-
-    def _opened(self, line: Line) -> Line:
-        line.actor.begin.remote(self.name, self.sampling, self.service, self._engines())
-        line.listening = asyncio.create_task(self._listen(line))
-        return line
 
     def _engines(self) -> EnginesNow:
         fleet = self.engines
@@ -183,17 +182,26 @@ class PlayerElsewhere:
     def _flush(self) -> None:
         self._sending = False
         for line in self.lines.values():
-            orders, abandoned, line.orders, line.abandoned = line.orders, line.abandoned, [], []
-            if orders:
-                line.actor.play.remote(self.name, orders)
-            if abandoned:
-                line.actor.abandon.remote(self.name, abandoned)
+            if not line.begun:
+                continue
+            orders, abandoned, line.orders, line.abandoned = line.orders, {*line.abandoned}, [], []
+            unsent = {order.key for order in orders}
+            for key in unsent & abandoned:
+                self._answer(line, key, None)
+            if unsent - abandoned:
+                line.actor.play.remote(self.name, [order for order in orders if order.key not in abandoned])
+            if abandoned - unsent:
+                line.actor.abandon.remote(self.name, sorted(abandoned - unsent))
 
     async def _listen(self, line: Line) -> None:
         """Takes in a worker's news for as long as it lives and the session lasts."""
         import ray
 
         try:
+            begin = line.actor.begin.remote(self.name, self.sampling, self.service, self._engines())
+            await asyncio.wait_for(begin, SILENCE_S)
+            line.begun = True
+            self._send()
             while True:
                 for news in await asyncio.wait_for(line.actor.news.remote(self.name), SILENCE_S):
                     self._hear(line, news)

@@ -90,8 +90,9 @@ class RolloutWorker:
 
     async def abandon(self, session: str, keys: Sequence[int]) -> None:
         """Nobody waits for these any more; that they have ended is news."""
-        for key in keys:
-            self.sessions[session].abandon(key)
+        if (known := self.sessions.get(session)) is not None:  # it may have ended
+            for key in keys:
+                known.abandon(key)
 
     async def rejoin(self, session: str, engines: EnginesNow) -> None:
         """A sync has ended: these engines take requests again."""

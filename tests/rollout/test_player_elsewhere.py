@@ -38,12 +38,14 @@ class Worker:
         self.said: asyncio.Queue[News] = asyncio.Queue()
         self.engines: list[EnginesNow] = []
         self.names: list[str] = []
+        self.begun: set[str] = set()
         self.ended = 0
         for name in ("begin", "play", "abandon", "news", "rejoin", "end"):
             setattr(self, name, SimpleNamespace(remote=self._called(getattr(self, f"_{name}"))))
 
     def _called(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., asyncio.Task[Any]]:
         async def call(*args: Any) -> Any:
+            await asyncio.sleep(self.random.uniform(0, 0.02))  # calls overtake one another
             if not self.alive:
                 raise ray.exceptions.RayActorError
             return await method(*args)
@@ -63,8 +65,10 @@ class Worker:
 
     async def _begin(self, session: str, sampling: object, service: bool, engines: EnginesNow) -> None:
         self.engines.append(engines)
+        self.begun.add(session)
 
     async def _play(self, session: str, orders: list[Order]) -> None:
+        assert session in self.begun
         for order in orders:
             self.names.append(order.name)
             self.tasks[order.key] = asyncio.create_task(self._one(order))
@@ -84,6 +88,7 @@ class Worker:
             self.tasks[key].cancel()
 
     async def _news(self, session: str) -> list[News]:
+        assert session in self.begun
         found = [await self.said.get()]
         if not self.alive:
             raise ray.exceptions.RayActorError
@@ -199,8 +204,7 @@ def test_one_that_is_abandoned_is_over_when_its_environment_is_closed() -> None:
             await playing
         assert all(task.done() for task in group.actors[0].tasks.values())
         player.close()
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await asyncio.sleep(0.1)
         assert group.actors[0].ended == 1
         workers.close()
 
