@@ -48,27 +48,42 @@ def token_weights(
     Returns:
         float32 [T].
     """
-    mask_T = mask_T.double()
     sequence_T = torch.repeat_interleave(torch.arange(len(lengths_N), device=mask_T.device), lengths_N)
-    tokens_N = mask_T.new_zeros(len(lengths_N)).index_add(0, sequence_T, mask_T)
+    tokens_N = mask_T.new_zeros(len(lengths_N), dtype=torch.float64).index_add(0, sequence_T, mask_T.double())
+    weights_N = sequence_weights(tokens_N, mode, samples, groups_G=groups_G, length=length)
+    return (mask_T.double() * weights_N[sequence_T]).float()
+
+
+def sequence_weights(
+    tokens_N: Tensor,
+    mode: str,
+    samples: int | None = None,
+    *,
+    groups_G: Tensor | None = None,
+    length: int | None = None,
+) -> Tensor:
+    """The weight of each sequence's tokens, those that count: float64 [N]. See `token_weights`.
+
+    Args:
+        tokens_N: float64: how many of a sequence's tokens count.
+        mode, samples, groups_G, length: As there.
+    """
     match mode:
         case "tokens":
-            return (mask_T / tokens_N.sum().clamp(min=1)).float()
+            return (1 / tokens_N.sum().clamp(min=1)).expand(len(tokens_N))
         case "sequences":
-            sequences = (tokens_N > 0).sum().clamp(min=1)
-            return (mask_T / (sequences * tokens_N.clamp(min=1))[sequence_T]).float()
+            return 1 / ((tokens_N > 0).sum().clamp(min=1) * tokens_N.clamp(min=1))
         case "constant" if length:
-            return (mask_T / ((tokens_N > 0).sum().clamp(min=1) * length)).float()
+            return (1 / ((tokens_N > 0).sum().clamp(min=1) * length).double()).expand(len(tokens_N))
         case "prompts" if groups_G is not None:
-            group_N = torch.arange(len(groups_G), device=mask_T.device).repeat_interleave(groups_G)
-            tokens_G = mask_T.new_zeros(len(groups_G)).index_add(0, group_N, tokens_N)
-            prompts = (tokens_G > 0).sum().clamp(min=1)
-            return (mask_T / (prompts * tokens_G.clamp(min=1))[group_N[sequence_T]]).float()
+            group_N = torch.arange(len(groups_G), device=tokens_N.device).repeat_interleave(groups_G)
+            tokens_G = tokens_N.new_zeros(len(groups_G)).index_add(0, group_N, tokens_N)
+            return 1 / ((tokens_G > 0).sum().clamp(min=1) * tokens_G.clamp(min=1))[group_N]
         case "micro_batches" if samples:
-            group_N = torch.arange(len(lengths_N), device=mask_T.device) // samples
-            groups = -(-len(lengths_N) // samples)
-            tokens_G = mask_T.new_zeros(groups).index_add(0, group_N, tokens_N)
-            return (mask_T / (groups * tokens_G.clamp(min=1))[group_N[sequence_T]]).float()
+            group_N = torch.arange(len(tokens_N), device=tokens_N.device) // samples
+            groups = -(-len(tokens_N) // samples)
+            tokens_G = tokens_N.new_zeros(groups).index_add(0, group_N, tokens_N)
+            return 1 / (groups * tokens_G.clamp(min=1))[group_N]
     raise ValueError(f"algorithm.loss_mean={mode!r}, loss_mean_samples={samples}, loss_mean_length={length}")
 
 

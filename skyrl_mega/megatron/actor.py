@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import record_function
 
 from skyrl_mega.algorithms.losses import Figures
@@ -19,6 +20,7 @@ from skyrl_mega.config import allocator
 from skyrl_mega.config.precision import check_gpu
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron import cpu, objectives
+from skyrl_mega.megatron.parts import Part, fetched, read
 from skyrl_mega.megatron.role import POLICY, ModelRole
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.megatron.without_wandb import without_wandb
@@ -122,6 +124,12 @@ class MegatronActor:
     def hold(self, minis: list[list[Sequences]]) -> None:
         """Keeps this rank's micro-batches of each mini-batch of an RL step."""
         self.minis = minis
+
+    @record_function("hold_parts")
+    def hold_parts(self, minis: list[list[tuple[list[Part], dict[str, Tensor]]]], drawn: bool) -> None:
+        """The same of samples that are read where they are stored."""
+        stored = fetched(part for parts, _ in chain(*minis) for part in parts)
+        self.minis = [[read(parts, columns, stored, drawn=drawn) for parts, columns in mini] for mini in minis]
 
     def add(self, minis: list[list[np.ndarray]], name: str) -> None:
         """Adds a column to them: [T] for each micro-batch."""

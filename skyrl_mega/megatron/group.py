@@ -13,6 +13,7 @@ from torch import Tensor
 from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.cluster.group import ActorGroup, Call
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
+from skyrl_mega.megatron.parts import Referred
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.parallel.balance import balance
 from skyrl_mega.parallel.dims import ParallelDims
@@ -30,7 +31,7 @@ class TrainGroup:
 
     def __init__(self, group: ActorGroup, parallel: ParallelDims, config: PolicyConfig, timeout_s: float) -> None:
         self.group, self.parallel, self.config, self.timeout_s = group, parallel, config, timeout_s
-        self._minis: Sequence[Sequences] = ()
+        self._minis: Sequence[Sequences | Referred] = ()
         self._rows: list[Rows] = []
 
     def load(self, path: Path) -> None:
@@ -54,9 +55,19 @@ class TrainGroup:
         self._minis, self._rows = minis, [self._deal(mini) for mini in minis]
         self._send("hold", lambda mini, rows: minis[mini].take(rows))
 
+    def hold_parts(self, minis: Sequence[Referred], *, drawn: bool) -> None:
+        """As `hold`, of samples that the ranks read where they are stored.
+
+        Args:
+            minis: The mini-batches.
+            drawn: As `parts.read`.
+        """
+        self._minis, self._rows = minis, [self._deal(mini) for mini in minis]
+        self._send("hold_parts", lambda mini, rows: minis[mini].take(rows), drawn)
+
     def add(self, name: str, values: Sequence[Tensor]) -> None:
         """Gives the ranks a further column of what they hold: [T] for each mini-batch."""
-        self._send("add", lambda mini, rows: values[mini][self._minis[mini].index(rows)].numpy(), name)
+        self._send("add", lambda mini, rows: values[mini][tokens_of(self._minis[mini]).index(rows)].numpy(), name)
 
     def keep_logprobs(
         self,
@@ -103,7 +114,8 @@ class TrainGroup:
 
     def _collected(self, answers: list[Any]) -> list[Tensor]:
         """[T] for each mini-batch, from each rank's values of its micro-batches; None from ranks without."""
-        found = [torch.zeros(len(mini.tokens)) for mini in self._minis]
+        minis = [tokens_of(mini) for mini in self._minis]
+        found = [torch.zeros(len(mini.tokens)) for mini in minis]
         if all(answer is None for answer in answers):
             raise ValueError("no rank has computed what is asked for")
         for rank, answer in enumerate(answers):
@@ -111,7 +123,7 @@ class TrainGroup:
             if answer is None or at.tp or at.cp:
                 continue
             micros = iter(answer)
-            for mini, values, rows in zip(self._minis, found, self._rows, strict=True):
+            for mini, values, rows in zip(minis, found, self._rows, strict=True):
                 for micro in rows[at.dp]:
                     values[mini.index(micro)] = torch.tensor(next(micros))
         return found
@@ -171,7 +183,7 @@ class TrainGroup:
         mine = [stored[self.parallel.coordinates(rank).dp] for rank in range(self.parallel.ranks)]
         self._call(method, per_rank=[(held, *args) for held in mine])
 
-    def _deal(self, batch: Sequences) -> Rows:
+    def _deal(self, batch: Sequences | Referred) -> Rows:
         """The rows of each data-parallel rank's micro-batches."""
         dealt = balance(
             batch.lengths.tolist(),
@@ -180,3 +192,9 @@ class TrainGroup:
             multiple=self.parallel.pipeline if self.parallel.virtual_pipeline > 1 else 1,
         )
         return [[torch.tensor(m, dtype=torch.int64) for m in micros] for micros in dealt]
+
+
+def tokens_of(mini: Sequences | Referred) -> Sequences:
+    """A mini-batch whose columns the driver has."""
+    assert isinstance(mini, Sequences), "the driver has no column of what is held by reference"
+    return mini

@@ -11,9 +11,12 @@ from skyrl_mega.envs.prompt import Prompt
 
 if TYPE_CHECKING:  # torch is not for those who only read trajectories
     from skyrl_mega.megatron.sequences import Column
+    from skyrl_mega.rollout.away import Away
 
-__all__ = ["GREEDY", "Group", "Kind", "Prompt", "Status", "Step", "Trajectory"]
+__all__ = ["ARRAYS", "GREEDY", "Group", "Kind", "Prompt", "Status", "Step", "Trajectory", "words"]
 
+ARRAYS = ("tokens", "mask", "logprobs", "columns", "messages")
+"""Fields of a trajectory that grow with its tokens."""
 
 GREEDY = -1
 """`Trajectory.sample` of an answer that is no sample: drawn at temperature 0, for others to be compared with."""
@@ -133,6 +136,34 @@ class Trajectory:
     """What happened when."""
     columns: dict[str, Column] = field(default_factory=dict)
     """Further values of its tokens, [T, …] each, which the batch carries along."""
+    away: Away | None = None
+    """Where `ARRAYS` are, if they are not here (`rollout/by_reference.py`): reading one fetches it."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name: str) -> Any:  # asked only for what is not here
+            if name in ARRAYS and (away := vars(self).get("away")) is not None:
+                return away.fetch()[name]
+            raise AttributeError(f"{type(self).__name__}.{name}")
+
+    @property
+    def length(self) -> int:
+        """Its tokens."""
+        return len(self.tokens) if self.away is None else self.away.length
+
+    @property
+    def written(self) -> int:
+        """Tokens of the policy."""
+        return sum(self.mask) if self.away is None else self.away.written
+
+    def drawn_by_version(self) -> list[int]:
+        """Tokens of the policy, for each entry of `versions`."""
+        if self.away is not None:
+            return self.away.drawn
+        if not self.versions:  # the policy was never asked
+            return []
+        ends = [*(start for _, start in self.versions[1:]), len(self.tokens)]
+        return [sum(self.mask[start:end]) for (_, start), end in zip(self.versions, ends, strict=True)]
 
     @property
     def context(self) -> array[int]:
@@ -144,7 +175,7 @@ class Trajectory:
     def response_length(self) -> int:
         """Responses and observations, in tokens: all that is no prompt."""
         rewritten = sum(step.end - step.start for step in self.steps[1:] if step.kind is Kind.PROMPT)
-        return len(self.tokens) - self.prompt_length - rewritten
+        return self.length - self.prompt_length - rewritten
 
 
 @dataclass
@@ -164,3 +195,16 @@ class Group:
     def rewards(self) -> list[float]:
         """One for each trajectory."""
         return [t.reward for t in self.trajectories]
+
+
+def words(t: Trajectory) -> list[str]:
+    """What the policy said in each turn of a trajectory; of one whose arrays are away as `Away.words` has it."""
+    if t.away is not None:
+        return t.away.words
+    found: list[str] = []
+    at = 0
+    for step in t.steps:
+        if step.kind is Kind.RESPONSE:
+            found += [m["content"] for m in t.messages[at : at + step.messages] if m["role"] == "assistant"]
+        at += step.messages
+    return found

@@ -14,6 +14,7 @@ import pyarrow.parquet as pq
 
 from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.by_reference import brought
 from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
 
 if TYPE_CHECKING:
@@ -86,6 +87,7 @@ BY_TOKEN = {"tokens": "i", "mask": "b", "logprobs": "f"}
 ROWS = pa.schema([column for column in SCHEMA if column.name not in BY_TOKEN])
 PIECE = 256
 """Trajectories that are turned into columns at once."""
+WRITE_S = 3600.0
 
 
 def write(path: Path, trajectories: list[Trajectory], *, columns: bool = False) -> None:
@@ -102,8 +104,23 @@ def write(path: Path, trajectories: list[Trajectory], *, columns: bool = False) 
     with partial_file(path) as partial:
         with pq.ParquetWriter(partial, SCHEMA, compression="zstd", use_dictionary=plain) as writer:
             for start in range(0, len(trajectories), PIECE):
-                writer.write_table(_table(trajectories[start : start + PIECE], columns))
+                writer.write_table(_table([brought(t) for t in trajectories[start : start + PIECE]], columns))
         os.replace(partial, path)
+
+
+def write_apart(path: Path, trajectories: list[Trajectory], *, columns: bool = False) -> None:
+    """The same, in a process of its own where their arrays are away: they never come here.
+
+    Raises:
+        ray.exceptions.RayError: They are gone, or it took more than `WRITE_S` seconds.
+    """
+    if not any(t.away for t in trajectories):
+        write(path, trajectories, columns=columns)
+        return
+    import ray
+
+    apart = ray.remote(num_cpus=0)(write)
+    ray.get(apart.remote(path.absolute(), trajectories, columns=columns), timeout=WRITE_S)
 
 
 def read(path: Path) -> list[Trajectory]:

@@ -93,7 +93,7 @@ def samples_of(t: Trajectory, step_wise: str) -> list[Sample]:
             said. merged: for each conversation (a rewriting begins another) all up to its last response. Responses
             with nothing between them (an empty observation inside one message) are one answer, as in the whole.
     """
-    whole = [Sample(0, 0, len(t.tokens))]
+    whole = [Sample(0, 0, t.length)]
     if step_wise == "off":
         return whole
     ends: dict[tuple[int, int], int] = {}
@@ -121,16 +121,16 @@ def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: Rollout
     cut = [samples_of(t, rollout.step_wise) for t in played]
     spans = _Spans.of(played, cut)
     failed = torch.tensor([t.status.failed for t in played], dtype=torch.bool)
-    punishment = _punishment(played, algorithm, response_limit(rollout))
+    punished = punishment(played, algorithm, response_limit(rollout))
     batch = Batch(
         spans.lengths,
         spans.take(flat([t.tokens for t in played], np.int32)),
         groups=torch.tensor([len(group.trajectories) for group in groups], dtype=torch.int64),
         samples=torch.tensor([len(samples) for samples in cut], dtype=torch.int64),
-        rewards=torch.tensor([t.reward for t in played], dtype=torch.float32) + punishment,
-        punishment=punishment,
+        rewards=torch.tensor([t.reward for t in played], dtype=torch.float32) + punished,
+        punishment=punished,
         judged=~failed,
-        greedy=_greedy(groups, algorithm, response_limit(rollout)),
+        greedy=greedy_rewards(groups, algorithm, response_limit(rollout)),
         named={name: torch.tensor(values) for name, values in by_name(played, algorithm.reward_weights).items()},
         turns=Turns.of(played),
     )
@@ -154,18 +154,18 @@ def make_batch(groups: list[Group], algorithm: AlgorithmConfig, rollout: Rollout
     return batch
 
 
-def _punishment(played: list[Trajectory], algorithm: AlgorithmConfig, limit: int) -> Tensor:
+def punishment(played: list[Trajectory], algorithm: AlgorithmConfig, limit: int) -> Tensor:
     """float32 [N], at most 0: of responses that are near the limit or past it."""
     lengths = torch.tensor([t.response_length for t in played], dtype=torch.int64)
     return soft_overlong(lengths, limit, algorithm.overlong.buffer, algorithm.overlong.penalty)
 
 
-def _greedy(groups: list[Group], algorithm: AlgorithmConfig, limit: int) -> Tensor:
+def greedy_rewards(groups: list[Group], algorithm: AlgorithmConfig, limit: int) -> Tensor:
     """float32 [G]: `Batch.greedy`."""
     found = torch.full((len(groups),), torch.nan)
     for i, group in enumerate(groups):
         if group.greedy is not None and not group.greedy.status.failed:
-            found[i] = group.greedy.reward + _punishment([group.greedy], algorithm, limit)[0]
+            found[i] = group.greedy.reward + punishment([group.greedy], algorithm, limit)[0]
     return found
 
 
@@ -342,11 +342,16 @@ def teaches(mini: Sequences, algorithm: AlgorithmConfig, moe: MoeConfig) -> bool
     A loss of the user's own may learn from tokens whose advantage is 0.
     """
     counts = mini["weights"] != 0
-    entropy = algorithm.entropy.coefficient or algorithm.entropy.target is not None
-    own = algorithm.loss in PULLING or algorithm.loss not in LOSSES
-    if algorithm.kl.in_loss or entropy or moe.aux_loss or own:
+    if pulls(algorithm, moe):
         return bool(counts.any())
     return bool((counts & (mini["advantages"] != 0)).any())
+
+
+def pulls(algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
+    """Whether a token that counts may teach something though its advantage is 0."""
+    entropy = algorithm.entropy.coefficient or algorithm.entropy.target is not None
+    own = algorithm.loss in PULLING or algorithm.loss not in LOSSES
+    return bool(algorithm.kl.in_loss or entropy or moe.aux_loss or own)
 
 
 def _sums(values_S: Tensor, counts_N: Tensor) -> Tensor:

@@ -35,7 +35,7 @@ def write(folder: Path, config: Config, about: Mapping[str, Any], trajectories: 
     with (folder / _ABOUT).open("w") as opened:
         json.dump({**about, "settings": _settings(config)}, opened)
     if trajectories:
-        trajectory_io.write(folder / _ROWS, list(trajectories), columns=True)
+        trajectory_io.write_apart(folder / _ROWS, list(trajectories), columns=True)
 
 
 def read(

@@ -21,14 +21,23 @@ from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.planner.flops import BACKWARD
 from skyrl_mega.rollout.trajectory import Group
 from skyrl_mega.trainer import critic
-from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, teaches, token_advantages
+from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, token_advantages
+from skyrl_mega.trainer.referred import (
+    Mini,
+    goes_by_reference,
+    importance_mean_of,
+    learns,
+    load_of,
+    outcomes,
+    weight_of,
+)
+from skyrl_mega.trainer.referred import mini_batches as referred
 from skyrl_mega.trainer.replay import PREFIX, check_routes, replay_metrics
 from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.shutdown import GracefulStop
 from skyrl_mega.trainer.signal import with_advantage
-from skyrl_mega.trainer.speed import load_of
 from skyrl_mega.trainer.step import Step
-from skyrl_mega.trainer.whole_mini_batch import chosen, mean_weight
+from skyrl_mega.trainer.whole_mini_batch import chosen
 
 
 def train(run: Run) -> None:
@@ -74,6 +83,9 @@ def take_step(run: Run) -> None:
 
 def train_on(run: Run, step: Step, groups: list[Group]) -> None:
     """Log-probs and values under the weights that sampled, advantages over the whole step, optimizer steps on them."""
+    if goes_by_reference(run.config, groups):
+        train_on_parts(run, step, groups)
+        return
     algorithm, data = run.config.algorithm, run.config.data
     batch = make_batch(groups, algorithm, run.config.rollout)
     if run.config.policy.moe.replay == "rollout":
@@ -81,7 +93,8 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
     minis = mini_batches(batch, data.mini_batch_prompts, algorithm)
     with step.phase("logprobs"):
         run.policy.hold(minis)
-        logprobs(run, step, batch, minis)
+        logprobs(run, step, minis)
+        fetch(run, batch, minis)
     if run.critic:
         with step.phase("values"):
             batch["values"] = critic.values(run.critic, minis)
@@ -108,8 +121,23 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
     record_updates(run, step, sums, [minis[mini] for mini in order], adapt=not only_critic)
 
 
-def logprobs(run: Run, step: Step, batch: Batch, minis: list[Sequences]) -> None:
-    """Has the ranks compute what the step needs before its first optimizer step, and fetches what the driver needs.
+def train_on_parts(run: Run, step: Step, groups: list[Group]) -> None:
+    """The same where the driver has no tokens: a trajectory's advantage and weight follow from rewards and lengths."""
+    config = run.config
+    found = outcomes(groups, config)
+    step.record({"policy/advantage_fraction": found.with_advantage})
+    minis = referred(found, config)
+    with step.phase("logprobs"):
+        run.policy.hold_parts(minis, drawn=config.rollout.conversation == "one_message")
+        logprobs(run, step, minis)
+    order = training_order(len(minis), config.data.epochs_per_step, [config.run.seed, step.number])
+    with step.phase("train"):
+        sums = updates(run, step, minis, order)
+    record_updates(run, step, sums, [minis[mini] for mini in order], adapt=True)
+
+
+def logprobs(run: Run, step: Step, minis: Sequence[Mini]) -> None:
+    """Has the ranks compute what the step needs before its first optimizer step.
 
     Where there is one optimizer step and nothing else asks for them, it trains with the weights that sampled: its own
     log-probs are the old ones (`algorithms.old_logprobs`).
@@ -124,27 +152,33 @@ def logprobs(run: Run, step: Step, batch: Batch, minis: list[Sequences]) -> None
         run.reference.keep_logprobs(minis, temperature=run.temperature)
         if run.reference.own is None:
             computed(step, minis)
-    for name in sorted(needed - {"values"}):  # a critic's
+
+
+def fetch(run: Run, batch: Batch, minis: Sequence[Sequences]) -> None:
+    """Columns that the driver estimates or chooses by."""
+    for name in sorted(columns(run.config.algorithm) - {"values"}):  # a critic's
         parts = run.policy.column(name)
         batch[name] = torch.cat(parts)
         for mini, values in zip(minis, parts, strict=True):
             mini[name] = values
 
 
-def computed(step: Step, minis: list[Sequences]) -> None:
+def computed(step: Step, minis: Sequence[Mini]) -> None:
     """The policy's ranks have computed log-probs of all of these."""
     for mini in minis:
         step.computed("logprobs", load_of(mini))
 
 
 def updates(
-    run: Run, step: Step, minis: list[Sequences], order: Sequence[int], *, measured: bool = False
+    run: Run, step: Step, minis: Sequence[Mini], order: Sequence[int], *, measured: bool = False
 ) -> list[dict[str, float]]:
     """An optimizer step on each mini-batch of `order`, or only its metrics where it teaches nothing or `measured`."""
     algorithm, found = run.config.algorithm, []
-    taught = [not measured and teaches(mini, algorithm, run.config.policy.moe) for mini in minis]
+    taught = [not measured and learns(mini, algorithm, run.config.policy.moe) for mini in minis]
     for mini in order:
-        figures = Figures(entropy_coefficient=run.entropy.applied, importance_mean=mean_weight(minis[mini], algorithm))
+        figures = Figures(
+            entropy_coefficient=run.entropy.applied, importance_mean=importance_mean_of(minis[mini], algorithm)
+        )
         update = run.policy.train if taught[mini] else run.policy.measure
         found.append(update(mini, temperature=run.temperature, loss=algorithm.loss, figures=figures))
         step.computed("train", load_of(minis[mini]), BACKWARD if taught[mini] else 1)
@@ -166,7 +200,7 @@ def give(model: TrainGroup, batch: Batch, minis: list[Sequences], name: str) -> 
     model.add(name, parts)
 
 
-def record_updates(run: Run, step: Step, sums: list[dict[str, float]], minis: list[Sequences], *, adapt: bool) -> None:
+def record_updates(run: Run, step: Step, sums: list[dict[str, float]], minis: Sequence[Mini], *, adapt: bool) -> None:
     """What a step's optimizer steps have measured.
 
     Args:
@@ -190,14 +224,12 @@ def record_updates(run: Run, step: Step, sums: list[dict[str, float]], minis: li
         run.entropy.see(step.metrics["policy/entropy"])
 
 
-def update_metrics(
-    sums: list[dict[str, float]], minis: list[Sequences], algorithm: AlgorithmConfig
-) -> dict[str, float]:
+def update_metrics(sums: list[dict[str, float]], minis: Sequence[Mini], algorithm: AlgorithmConfig) -> dict[str, float]:
     """`policy/…`: the mean over the optimizer steps of what each of them measured.
 
     One without a token that counts has no mean over tokens, one that was only measured no gradient norm.
     """
-    totals = [float(mini["weights"].sum()) for mini in minis]
+    totals = [weight_of(mini) for mini in minis]
     updates = [averages(found, algorithm, total) for found, total in zip(sums, totals, strict=True)]
     found: dict[str, list[float]] = {}
     for update, total in zip(updates, totals, strict=True):

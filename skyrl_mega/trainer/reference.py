@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from skyrl_mega.megatron.group import TrainGroup
+from skyrl_mega.megatron.group import TrainGroup, tokens_of
+from skyrl_mega.megatron.parts import Referred
 from skyrl_mega.megatron.sequences import Sequences
 
 COLUMN = "reference_logprobs"
@@ -19,7 +20,7 @@ class ReferenceModel:
     own: TrainGroup | None = None
     """Ranks of its own."""
 
-    def keep_logprobs(self, minis: Sequence[Sequences], *, temperature: float) -> None:
+    def keep_logprobs(self, minis: Sequence[Sequences | Referred], *, temperature: float) -> None:
         """Gives the policy's ranks its log-probs of the mini-batches that they hold, as a column.
 
         Args:
@@ -29,5 +30,7 @@ class ReferenceModel:
         if self.own is None:
             self.policy.keep_logprobs(COLUMN, temperature=temperature, reference=True)
             return
-        self.own.hold([Sequences(m.lengths, m.tokens, {"weights": m.columns["weights"]}) for m in minis])
+        self.own.hold(
+            [Sequences(m.lengths, m.tokens, {"weights": m.columns["weights"]}) for m in map(tokens_of, minis)]
+        )
         self.policy.add(COLUMN, self.own.logprobs(temperature=temperature))

@@ -110,7 +110,7 @@ def greedy_metrics(greedy: list[Trajectory]) -> dict[str, float]:
     """Figures of the step's greedy answers, which are in no figure of its samples."""
     rewards = [t.reward for t in greedy if not t.status.failed]
     metrics = {
-        "rollout/greedy_tokens": float(sum(sum(t.mask) for t in greedy)),
+        "rollout/greedy_tokens": float(sum(t.written for t in greedy)),
         "rollout/groups_without_baseline": float(len(greedy) - len(rewards)),
     }
     return metrics | ({"reward/greedy": sum(rewards) / len(rewards)} if rewards else {})

@@ -78,9 +78,8 @@ class Versions:
         """
         tokens = sums = worst = 0
         for t in trajectories:
-            ends = [*(start for _, start in t.versions[1:]), len(t.tokens)]
-            for (version, start), end in zip(t.versions, ends, strict=True):
-                count, behind = sum(t.mask[start:end]), self.behind(version)
+            for (version, _), count in zip(t.versions, t.drawn_by_version(), strict=True):
+                behind = self.behind(version)
                 tokens, sums, worst = tokens + count, sums + count * behind, max(worst, behind)
         if worst > self.most:
             raise StaleTooFar(

@@ -175,7 +175,8 @@ class Run:
         every = self.config.telemetry.trajectories_every
         if every and step.number % every == 0:
             file = self.folder / "trajectories" / f"step_{step.number:06d}.parquet"
-            trajectory_io.write(file, step.trajectories + step.greedy, columns=self.config.telemetry.trajectory_columns)
+            drawn, columns = step.trajectories + step.greedy, self.config.telemetry.trajectory_columns
+            trajectory_io.write_apart(file, drawn, columns=columns)
             if count := self.config.telemetry.tracked_trajectories:
                 self.trackers.log_trajectories(step.number, [_text(t) for t in step.trajectories[:count]])
         refuse_broken(step.trajectories, self.config.environment.max_failed)
@@ -302,7 +303,7 @@ def rollout_metrics(trajectories: list[Trajectory]) -> dict[str, float]:
         (earned if judged else {})
         | slots
         | {
-            "rollout/tokens": float(sum(sum(t.mask) for t in trajectories)),
+            "rollout/tokens": float(sum(t.written for t in trajectories)),
             "rollout/response_length_mean": float(lengths.mean()),
             "rollout/truncated_fraction": float(np.mean([t.status.truncated for t in trajectories])),
             "rollout/timed_out_fraction": float(np.mean([t.status is Status.TRUNCATED_TIME for t in trajectories])),

@@ -41,7 +41,7 @@ def _answers(t: Trajectory) -> list[tuple[int, float]]:
     What no step was given of the trajectory's reward is the last one's.
     """
     steps = [s for s in t.steps if s.kind is Kind.RESPONSE]
-    told = [(s.end - s.start, s.reward or 0.0) for s in steps] or [(sum(t.mask), t.reward)]
+    told = [(s.end - s.start, s.reward or 0.0) for s in steps] or [(t.written, t.reward)]
     rest = t.reward - sum(reward for _, reward in told)
     if abs(rest) <= ROUNDING * max(1.0, abs(t.reward)):
         rest = 0.0  # an answer that earned as much as another must not differ from it

@@ -13,7 +13,7 @@ from statistics import median
 from skyrl_mega.algorithms.losses import LOSSES
 from skyrl_mega.config.derived import compares_samples
 from skyrl_mega.config.schema import Config
-from skyrl_mega.rollout.trajectory import Kind, Trajectory
+from skyrl_mega.rollout.trajectory import Trajectory, words
 from skyrl_mega.trainer.signal import compared, differ
 
 LONGEST = 80
@@ -146,15 +146,6 @@ class Seen:
     def in_a_row(self, holds: Callable[[Row], bool]) -> int:
         """For how many steps up to this one, without a break, something has held."""
         return sum(1 for _ in takewhile(holds, [self.metrics, *reversed(self.past)]))
-
-
-def words(t: Trajectory) -> Iterator[str]:
-    """What the policy said in each turn of a trajectory."""
-    at = 0
-    for step in t.steps:
-        if step.kind is Kind.RESPONSE:
-            yield from (m["content"] for m in t.messages[at : at + step.messages] if m["role"] == "assistant")
-        at += step.messages
 
 
 def shown(text: str, longest: int = LONGEST) -> str:

@@ -1,0 +1,172 @@
+"""A step whose trajectories are elsewhere: mini-batches of references, and what a trajectory's tokens have in common.
+
+Rewards and lengths decide all of it, so that the driver's work and memory grow with trajectories, not with tokens. It
+is what `batch.make_batch`, `mini_batches` and `token_advantages` make of the tokens themselves.
+
+Legend: G groups, N trajectories, S samples of all of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import singledispatch
+
+import torch
+from torch import Tensor
+
+from skyrl_mega.algorithms.advantages import AdvantageInputs, estimate, of_tokens, whiten
+from skyrl_mega.algorithms.old_logprobs import columns
+from skyrl_mega.algorithms.token_weights import sequence_weights
+from skyrl_mega.config.derived import has_critic, response_limit
+from skyrl_mega.config.schema import AlgorithmConfig, Config, MoeConfig
+from skyrl_mega.megatron.parts import Part, Referred
+from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.planner.flops import Load
+from skyrl_mega.rollout.by_reference import all_away
+from skyrl_mega.rollout.trajectory import Group, Kind, Trajectory
+from skyrl_mega.trainer import speed
+from skyrl_mega.trainer.batch import Sample, greedy_rewards, pulls, punishment, samples_of, teaches
+from skyrl_mega.trainer.rewards import by_name
+from skyrl_mega.trainer.whole_mini_batch import mean_weight
+
+Mini = Sequences | Referred
+
+
+def goes_by_reference(config: Config, groups: list[Group]) -> bool:
+    """Whether a step needs no token on the driver: its trajectories are away, and nothing is estimated or chosen token
+    by token. What is needed all the same is fetched."""
+    algorithm = config.algorithm
+    by_token = has_critic(config) or of_tokens(algorithm) or columns(algorithm)
+    carried = config.reference.layout is not None or config.policy.moe.replay == "rollout"
+    return not by_token and not carried and all_away([t for group in groups for t in group.trajectories])
+
+
+@dataclass
+class Outcomes:
+    """What a step's trajectories came to."""
+
+    groups: list[Group]
+    played: list[Trajectory]
+    samples: list[list[Sample]]
+    judged: Tensor
+    """bool [N]: whether the environment judged it; one that failed counts for nothing."""
+    kept: Tensor
+    """bool [N]: whether its tokens are in the loss."""
+    advantages: Tensor
+    """float32 [N]."""
+
+    @property
+    def counts(self) -> Tensor:
+        """int64 [N]: tokens in the loss."""
+        return torch.tensor([t.written for t in self.played], dtype=torch.int64) * self.kept
+
+    @property
+    def with_advantage(self) -> float:
+        """Share of the tokens in the loss whose advantage is not 0; 0 without a token."""
+        return float(self.counts[self.advantages != 0].sum()) / max(1, int(self.counts.sum()))
+
+
+def outcomes(groups: list[Group], config: Config) -> Outcomes:
+    """Rewards, and the advantages that are estimated from them."""
+    algorithm, limit = config.algorithm, response_limit(config.rollout)
+    played = [t for group in groups for t in group.trajectories]
+    judged = ~torch.tensor([t.status.failed for t in played], dtype=torch.bool)
+    kept = judged
+    if algorithm.overlong.filter:
+        by = algorithm.overlong.filter_by
+        kept = judged & ~torch.tensor([t.status.filtered(by) for t in played], dtype=torch.bool)
+    group_N = torch.arange(len(groups)).repeat_interleave(torch.tensor([len(group.trajectories) for group in groups]))
+    rewards = torch.tensor([t.reward for t in played], dtype=torch.float32) + punishment(played, algorithm, limit)
+    named = by_name(played, algorithm.reward_weights).items()
+    inputs = AdvantageInputs(
+        rewards[judged],
+        group_N[judged],
+        torch.tensor([t.written for t in played], dtype=torch.int64)[judged],
+        greedy_N=greedy_rewards(groups, algorithm, limit)[group_N][judged],
+        named={name: torch.tensor(values)[judged] for name, values in named},
+    )
+    found = whiten(estimate(inputs, algorithm), inputs, algorithm)
+    advantages = torch.zeros(len(played)).masked_scatter(judged, found.float())
+    samples = [samples_of(t, config.rollout.step_wise) for t in played]
+    return Outcomes(groups, played, samples, judged, kept, advantages)
+
+
+def mini_batches(found: Outcomes, config: Config) -> list[Referred]:
+    """Mini-batches of whole groups, as `batch.mini_batches` cuts them, with weights and advantages."""
+    size = config.data.mini_batch_prompts or len(found.groups)
+    ends_N = torch.tensor([len(group.trajectories) for group in found.groups]).cumsum(0).tolist()
+    minis, first = [], 0
+    for at in range(0, len(found.groups), size):
+        of_groups = found.groups[at : at + size]
+        last = ends_N[min(at + size, len(ends_N)) - 1]
+        minis.append(_mini_batch(found, slice(first, last), of_groups, config.algorithm))
+        first = last
+    return minis
+
+
+def _mini_batch(found: Outcomes, rows: slice, groups: list[Group], algorithm: AlgorithmConfig) -> Referred:
+    cut, kept = found.samples[rows], found.kept[rows].tolist()
+    parts, counts = [], []
+    for t, samples, counted in zip(found.played[rows], cut, kept, strict=True):
+        assert t.away is not None
+        parts += [Part(t.away.ref, *sample) for sample in samples]
+        counts += [_written(t, sample) * counted for sample in samples]
+    samples_N = torch.tensor([len(samples) for samples in cut])
+    tokens_N, kept_N = found.counts[rows].double(), found.kept[rows]
+    groups_G = torch.tensor([len(group.trajectories) for group in groups])
+
+    def of_samples(values_N: Tensor) -> Tensor:
+        return values_N.float().repeat_interleave(samples_N)
+
+    weights = sequence_weights(
+        tokens_N,
+        algorithm.loss_mean,
+        algorithm.loss_mean_samples,
+        groups_G=groups_G,
+        length=algorithm.loss_mean_length,
+    )
+    mini = Referred(parts, torch.tensor(counts, dtype=torch.int64), {"weights": of_samples(weights * kept_N)})
+    if algorithm.kl.in_loss and algorithm.kl.mean != "loss":
+        mini.columns["kl_weights"] = of_samples(sequence_weights(tokens_N, algorithm.kl.mean) * kept_N)
+    mini.columns["advantages"] = of_samples(found.advantages[rows])
+    return mini
+
+
+def _written(t: Trajectory, sample: Sample) -> int:
+    """Tokens of the policy that a sample trains on."""
+    own = [(max(s.start, sample.own), min(s.end, sample.end)) for s in t.steps if s.kind is Kind.RESPONSE]
+    return sum(max(0, end - start) for start, end in own)
+
+
+@singledispatch
+def load_of(mini: Mini) -> Load:
+    """What one forward pass on a mini-batch computes on: its real tokens, whatever they are packed with."""
+    raise TypeError(type(mini))
+
+
+load_of.register(Sequences)(speed.load_of)
+
+
+@load_of.register
+def _(mini: Referred) -> Load:
+    return Load.of(mini.lengths.tolist(), float(mini.counts.sum()))
+
+
+def weight_of(mini: Mini) -> float:
+    """The sum of its tokens' weights."""
+    if isinstance(mini, Referred):
+        return float((mini.counts * mini.columns["weights"].double()).sum())
+    return float(mini["weights"].sum())
+
+
+def learns(mini: Mini, algorithm: AlgorithmConfig, moe: MoeConfig) -> bool:
+    """Whether a mini-batch has anything to learn from; see `batch.teaches`."""
+    if not isinstance(mini, Referred):
+        return teaches(mini, algorithm, moe)
+    counts = mini.counts > 0
+    return bool((counts & (pulls(algorithm, moe) | (mini.columns["advantages"] != 0))).any())
+
+
+def importance_mean_of(mini: Mini, algorithm: AlgorithmConfig) -> float:
+    """What its importance weights are divided by; with references nothing is (`goes_by_reference`)."""
+    return 1.0 if isinstance(mini, Referred) else mean_weight(mini, algorithm)
