@@ -1,0 +1,165 @@
+"""What the driver's part of an RL step costs where trajectories go by reference: it grows with them, not with tokens.
+
+    python -m benchmarks.references [--sizes 4096x2000 4096x8000 4096x32000 16384x32000] [--output FILE.json]
+
+Two workers make trajectories up (as `benchmarks.driver` does, in groups of eight, every fourth group over four turns)
+and keep their arrays; the driver estimates advantages, deals mini-batches to four ranks that compute nothing but the
+references' lengths, and has the step's file written. Each size is a process of its own. CPU seconds are the driver's
+(all its threads), memory is the highest resident memory of the driver above what it had before there were trajectories.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.driver import GROUP, RANKS, ROOT, TENSOR, TURNS, Cost, resident, steps_of
+
+WORKERS, PART = 2, 256
+MINIS = 4
+MICRO_TOKENS = 131_072
+
+
+class Maker:
+    """Stands for a worker that has played trajectories."""
+
+    def make(self, place: int, tokens: int) -> tuple[Any, Any]:
+        """A trajectory without its arrays, and these."""
+        from skyrl_mega.envs.prompt import Prompt
+        from skyrl_mega.rollout.by_reference import put_away
+        from skyrl_mega.rollout.trajectory import Status, Trajectory
+
+        turns = TURNS if place // GROUP % 4 == 0 else 1
+        steps = steps_of(tokens, turns)
+        mask = np.zeros(tokens, np.int8)
+        for step in steps:
+            mask[step.start : step.end] = step.kind.value == "response"
+        messages = [
+            {"role": "assistant" if step.kind.value == "response" else "user", "content": "twelve apples, I say. " * 20}
+            for step in steps
+        ]
+        return put_away(
+            Trajectory(
+                Prompt(place // GROUP, messages[:1], "addition", {"reward_spec": {"ground_truth": "85"}}),
+                place % GROUP,
+                array("i", np.arange(tokens, dtype=np.int32).tobytes()),
+                array("b", mask.tobytes()),
+                array("f", (-0.5 * mask.astype(np.float32)).tobytes()),
+                prompt_length=steps[0].end,
+                reward=float(place % 3 == 0),
+                status=Status.COMPLETED,
+                turns=turns,
+                versions=[(1, steps[0].end)],
+                messages=messages,
+                steps=steps,
+            )
+        )
+
+
+class Rank:
+    """Stands for a rank of the policy: takes references, computes nothing."""
+
+    def hold_parts(self, minis: Any, drawn: bool) -> None:
+        """Counts."""
+        self.samples = sum(len(parts) for mini in minis for parts, _ in mini)
+
+    def train(self, *_: object) -> dict[str, float]:
+        """No metrics."""
+        return {}
+
+
+def measure(count: int, tokens: int, *, write: bool = True) -> dict[str, float]:
+    """One step of `count` trajectories of `tokens` tokens each."""
+    import torch
+
+    from skyrl_mega.cluster.group import ActorGroup
+    from skyrl_mega.cluster.ray_session import session
+    from skyrl_mega.config.schema import Config, PolicyConfig
+    from skyrl_mega.megatron.group import TrainGroup
+    from skyrl_mega.parallel.dims import ParallelDims
+    from skyrl_mega.rollout import trajectory_io
+    from skyrl_mega.rollout.by_reference import joined
+    from skyrl_mega.rollout.trajectory import Group
+    from skyrl_mega.trainer import referred
+    from skyrl_mega.trainer.run import rollout_metrics
+
+    torch.set_num_threads(1)  # as in a run's driver (`trainer.setup`)
+    config, cost = Config(), Cost()
+
+    def collected(first: int, last: int, of: int) -> list[Any]:
+        """Trajectories of these places."""
+        import ray
+
+        calls = [
+            makers.actors[place % WORKERS].make.options(num_returns=2).remote(place, of) for place in range(first, last)
+        ]
+        return [joined(small, ref) for small, (_, ref) in zip(ray.get([s for s, _ in calls]), calls, strict=True)]
+
+    def step(played: list[Any]) -> None:
+        """The driver's part of it."""
+        rollout_metrics(played)
+        groups = [Group(played[i].prompt, played[i : i + GROUP]) for i in range(0, len(played), GROUP)]
+        config.data.mini_batch_prompts = -(-len(groups) // MINIS)
+        minis = referred.mini_batches(referred.outcomes(groups, config), config)
+        policy.hold_parts(minis, drawn=False)
+        for mini in range(len(minis)):
+            policy.train(mini, temperature=1.0, loss="ppo")
+
+    with session(actors=RANKS + WORKERS), tempfile.TemporaryDirectory() as folder:
+        makers = ActorGroup.spawn("maker", Maker, [{}] * WORKERS, timeout=300)
+        ranks = ActorGroup.spawn("policy", Rank, [{}] * RANKS, timeout=300)
+        policy = TrainGroup(ranks, ParallelDims(RANKS, tensor=TENSOR), PolicyConfig(micro_tokens=MICRO_TOKENS), 300)
+        step(collected(0, 4 * GROUP, 100))  # imports, and Ray's first calls
+        base, start = resident(), time.perf_counter()
+        played: list[Any] = []
+        with cost.phase("collect", base):
+            for first in range(0, count, PART):
+                played += collected(first, min(first + PART, count), tokens)
+        with cost.phase("step", base):
+            step(played)
+        if write:
+            with cost.phase("write", base):
+                trajectory_io.write_apart(Path(folder) / "step.parquet", played)
+    found = {f"{name}_cpu_s": seconds for name, seconds in cost.seconds.items()}
+    found |= {f"{name}_peak_mib": peak / 2**20 for name, peak in cost.peak_bytes.items()}
+    return {"trajectories": count, "tokens": tokens, **found, "seconds": time.perf_counter() - start}
+
+
+def in_process(size: str) -> dict[str, float]:
+    """A size in a process of its own."""
+    command = [sys.executable, "-m", "benchmarks.references", "--here", size]
+    ended = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, float] = json.loads(ended.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    """Measures the sizes one after another and prints a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    sizes = ["4096x2000", "4096x8000", "4096x32000", "16384x32000"]
+    parser.add_argument("--sizes", nargs="+", default=sizes, metavar="TRAJECTORIESxTOKENS")
+    parser.add_argument("--output", type=Path)
+    parser.add_argument("--here", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.here:
+        count, _, tokens = args.here.partition("x")
+        print(json.dumps(measure(int(count), int(tokens))))
+        return
+    rows = [in_process(size) for size in args.sizes]
+    for name in rows[0]:
+        print(name.ljust(20) + "".join(f"{row[name]:12.4g}" for row in rows))
+    if args.output:
+        args.output.write_text(json.dumps(rows, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
