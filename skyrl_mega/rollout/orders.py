@@ -8,6 +8,7 @@ from typing import Any
 
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.megatron.parts import Stored
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.telemetry.trace import Span
 
@@ -50,8 +51,10 @@ class Played:
 
     key: int
     trajectory: Trajectory
-    """Without its prompt, which the driver has."""
+    """Without its prompt, which the driver has, and its arrays, which it needs not."""
     spans: Sequence[Span]
+    arrays: Stored | None
+    """They follow after the news (`worker.RolloutWorker.news`)."""
 
 
 @dataclass(frozen=True)

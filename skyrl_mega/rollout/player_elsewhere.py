@@ -17,6 +17,7 @@ from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
+from skyrl_mega.rollout.by_reference import joined
 from skyrl_mega.rollout.orders import (
     EndedForMemory,
     EngineDead,
@@ -203,7 +204,11 @@ class PlayerElsewhere:
             line.begun = True
             self._send()
             while True:
-                for news in await asyncio.wait_for(line.actor.news.remote(self.name), SILENCE_S):
+                stream = line.actor.news.options(num_returns="streaming").remote(self.name)
+                heard: list[News] = await asyncio.wait_for(await _next(stream), SILENCE_S)
+                for news in heard:
+                    if isinstance(news, Played):
+                        joined(news.trajectory, await _next(stream))
                     self._hear(line, news)
         except ray.exceptions.RayTaskError as error:  # the worker is well: a defect of ours
             self._fail(ActorFailed(f"{self.workers.group.name}-{line.rank}", line.rank, "news", describe(error)))
@@ -219,7 +224,7 @@ class PlayerElsewhere:
 
     def _hear(self, line: Line, news: News) -> None:
         match news:
-            case Played(key, trajectory, spans):
+            case Played(key, trajectory, spans, _):
                 if spans and (recorded := self.spans()) is not None:
                     recorded += spans
                 self._answer(line, key, trajectory)
@@ -262,6 +267,11 @@ class PlayerElsewhere:
         self._error = error
         for line in self.lines.values():
             line.fail(error)
+
+
+async def _next(stream: Any) -> Any:
+    """A stream's next reference; what it leads to is there, and stays where it is."""
+    return await asyncio.wait_for(anext(stream), SILENCE_S)
 
 
 def _share(facts: Facts | None, workers: int) -> Facts | None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -22,6 +22,8 @@ from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingC
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
+from skyrl_mega.megatron.parts import Stored
+from skyrl_mega.rollout.by_reference import put_away
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.equipment import Equipment
 from skyrl_mega.rollout.orders import (
@@ -98,13 +100,18 @@ class RolloutWorker:
         """A sync has ended: these engines take requests again."""
         self.sessions[session].rejoin(engines)
 
-    async def news(self, session: str) -> list[News]:
-        """What has happened since the last call; waits for it a few seconds."""
+    async def news(self, session: str) -> AsyncIterator[list[News] | Stored]:
+        """What has happened since the last call; waits for it a few seconds. The arrays of what was played follow, one
+        trajectory's after another: each of them is an object in this node's memory, which outlives this process."""
         news = await self.sessions[session].news()
         if (ended := budget.ended()) is not None and (ended > self.told or not self.told_of_sandboxes):
             news.append(EndedForMemory(ended - self.told))
             self.told, self.told_of_sandboxes = ended, True
-        return news
+        arrays = [one.arrays for one in news if isinstance(one, Played)]
+        yield [replace(one, arrays=None) if isinstance(one, Played) else one for one in news]
+        for of_one in arrays:
+            assert of_one is not None
+            yield of_one
 
     async def end(self, session: str) -> None:
         """Ends what is under way."""
@@ -166,7 +173,9 @@ class Session:
         agent = copy(self.agent)
         agent.spans = lambda: spans
         trajectory = await agent.play(await agent.open(order.prompt, order.sample), order.name)
-        self.tell(Played(order.key, replace(trajectory, prompt=ELSEWHERE), spans or ()))
+        small, arrays = put_away(trajectory)
+        small.prompt = ELSEWHERE
+        self.tell(Played(order.key, small, spans or (), arrays))
 
     def _ended(self, order: Order, task: asyncio.Task[None]) -> None:
         del self.tasks[order.key]

@@ -54,13 +54,23 @@ def killed_and_resumed(folder: Path, step: int, *settings: str) -> str:
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_staleness_0_is_what_a_synchronous_run_does(tmp_path: Path) -> None:
+    """And so is a run whose trajectories are played in other processes, and go to the ranks by reference."""
     found = {}
-    for mode in ("off", "full"):  # one_step then calls what `off` does
-        ahead = [f"run.name={mode}", f"asynchrony.mode={mode}", "asynchrony.max_staleness=0", "checkpoint.every=0"]
-        quickstart.finish(tmp_path, *STEPS, *ahead, "run.steps=3")
-        found[mode] = rows(tmp_path / mode)
-    assert found["full"] == found["off"]
-    assert found["off"][-1]["policy/grad_norm"] > 0
+    for mode, processes in (("off", 0), ("full", 0), ("off", 2)):  # one_step then calls what `off` does
+        name = f"{mode}-{processes}"
+        ahead = [f"run.name={name}", f"asynchrony.mode={mode}", "asynchrony.max_staleness=0", "checkpoint.every=0"]
+        ahead += ["run.steps=3", "telemetry.trajectories_every=1"]
+        quickstart.finish(tmp_path, *STEPS, *ahead, f"environment.processes={processes}")
+        found[name] = rows(tmp_path / name)
+    assert found["full-0"] == found["off-0"]
+    assert found["off-0"][-1]["policy/grad_norm"] > 0
+    for here, elsewhere in zip(found["off-0"], found["off-2"], strict=True):
+        assert elsewhere == pytest.approx(here, rel=1e-3, abs=1e-4, nan_ok=True)
+    whole, apart = (
+        [(t.tokens, t.messages) for t in trajectory_io.read(tmp_path / name / "trajectories" / "step_000001.parquet")]
+        for name in ("off-0", "off-2")
+    )
+    assert apart == whole
 
 
 @pytest.mark.slow
