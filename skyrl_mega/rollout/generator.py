@@ -19,6 +19,7 @@ from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Progress, Router
 from skyrl_mega.rollout.trajectory import Group, Trajectory
 from skyrl_mega.rollout.waves import Waves
+from skyrl_mega.telemetry.timeline import Timeline
 from skyrl_mega.telemetry.trace import Span
 
 Answer = TypeVar("Answer")
@@ -41,6 +42,7 @@ class Generator:
         reward_weights: `algorithm.reward_weights`.
         waves: All trajectories wait for one another, turn by turn (`rollout.waves`).
         loop: Where the phases run.
+        timeline: Is told what engines and environments have under way.
     """
 
     def __init__(
@@ -55,12 +57,14 @@ class Generator:
         reward_weights: Mapping[str, float] | None = None,
         waves: bool = False,
         loop: Loop | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.fleet, self.chat, self.rollout, self.environments = fleet, chat, rollout, environments
         self.refill, self.look = refill, look
         self.reward_weights = reward_weights or {}
         self.router = Waves if waves else Router
-        self.threads = EnvPool(environments.workers)
+        self.timeline = timeline or Timeline()
+        self.threads = EnvPool(environments.workers, self.timeline.calls)
         self.spans: list[Span] | None = None
         """Where calls of environments are recorded."""
         self.recorder = self
@@ -119,6 +123,7 @@ class Generator:
             sampling.temperature, sampling.top_p, sampling.top_k, tuple(sampling.stop), self.chat.stop_tokens
         )
         made = (router or self.router)(self.fleet, drawn, self.rollout.concurrency, self.rollout.request_timeout_s)
+        made.count = self.timeline.requests
         limits = replace(Limits.of(self.rollout), turn=sampling.max_tokens)
         agent = Agent(made, self.chat, self.environments, limits, self.threads)
         agent.reward_weights = self.reward_weights

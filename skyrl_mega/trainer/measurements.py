@@ -11,6 +11,7 @@ from skyrl_mega.trainer import speed
 from skyrl_mega.trainer.meters import Meters
 from skyrl_mega.trainer.profile import Profiler
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trainer.timelines import Timelines
 
 
 @dataclass
@@ -24,6 +25,8 @@ class Measurements:
     """In the actors."""
     profiler: Profiler
     """Records the steps of `telemetry.profile`."""
+    timelines: Timelines | None = None
+    """Writes every step down; None with `telemetry.timeline=false`."""
 
     def begin(self, step: int, *, after_more: bool) -> None:
         """Before a step. `after_more`: it is the run's first, or a checkpoint has been written since the last."""
@@ -45,5 +48,6 @@ class Measurements:
         return found
 
     def recorded(self, step: Step) -> dict[str, float]:
-        """Writes the step's trace, where it has one; metrics that only a trace has."""
-        return self.profiler.end(step)
+        """Writes the step's timeline, and its trace, where it has one; metrics that only these have."""
+        idle = self.timelines.end(step) if self.timelines else {}
+        return idle | self.profiler.end(step)

@@ -35,6 +35,7 @@ from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.service import RolloutService
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.metrics import read
+from skyrl_mega.telemetry.timeline import Timeline
 from skyrl_mega.telemetry.trackers.trackers import open_trackers
 from skyrl_mega.trainer.asynchronous import Asynchronous
 from skyrl_mega.trainer.checkpoints import Checkpoints
@@ -51,6 +52,7 @@ from skyrl_mega.trainer.run import Run
 from skyrl_mega.trainer.sft_warmup import encode, warm_up
 from skyrl_mega.trainer.shutdown import ShutdownRequest
 from skyrl_mega.trainer.start_actors import Actors, Setup, start_actors
+from skyrl_mega.trainer.timelines import Timelines
 from skyrl_mega.weights.sync import WeightSync
 
 
@@ -117,8 +119,8 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         yield run
 
 
-def generator_of(config: Config, fleet: Fleet, chat: Renderer) -> Generator:
-    """What plays a run's prompts on its engines."""
+def generator_of(config: Config, fleet: Fleet, chat: Renderer, timeline: Timeline | None = None) -> Generator:
+    """What plays a run's prompts on its engines; `timeline` is that of another which does so at the same time."""
     return Generator(
         fleet,
         chat,
@@ -127,6 +129,7 @@ def generator_of(config: Config, fleet: Fleet, chat: Renderer) -> Generator:
         reward_weights=config.algorithm.reward_weights,
         waves=config.run.deterministic,
         loop=BackgroundLoop() if config.asynchrony.mode == "full" else EventLoop(),
+        timeline=timeline,
     )
 
 
@@ -144,7 +147,7 @@ def rollouts_of(
     if config.asynchrony.mode == "off":
         return source
     if config.asynchrony.mode == "one_step":  # a thread of its own has a generator of its own
-        own = stack.enter_context(generator_of(config, generator.fleet, generator.chat))
+        own = stack.enter_context(generator_of(config, generator.fleet, generator.chat, generator.timeline))
         own.recorder = generator
         return OneStepAhead(RolloutSource(config, source.prompts, source.stream, own), config, look, refill)
     assert isinstance(generator.loop, BackgroundLoop)
@@ -158,7 +161,11 @@ def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measu
     trained = actors.policy, actors.reference and actors.reference.own, actors.critic
     profiler = Profiler(config.telemetry.profile, setup.folder, policy, fleet=fleet, generator=generator, say=setup.say)
     meters = Meters({model.group.name: model.group for model in trained if model}, fleet)
-    return Measurements(config, architecture(setup.hf).describe(setup.hf), meters, profiler)
+    timelines = Timelines(
+        setup.folder, generator.timeline, engines=config.rollout.engines, slots=config.environment.workers
+    )
+    model = architecture(setup.hf).describe(setup.hf)
+    return Measurements(config, model, meters, profiler, timelines if config.telemetry.timeline else None)
 
 
 def stream_of(config: Config, prompts: int) -> PromptStream:
