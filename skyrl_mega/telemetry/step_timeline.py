@@ -19,6 +19,8 @@ from skyrl_mega.config.outside import Malformed, parsed
 from skyrl_mega.telemetry.counted import Counted
 from skyrl_mega.telemetry.trace import Span
 
+FOLDER = "timeline"
+"""In a run's folder."""
 MOST_STRETCHES, FEWEST = 12_000, 64
 """Of all counts together in a file; of each at least so many."""
 MOST_BYTES = 2**26
@@ -81,6 +83,11 @@ class StepTimeline:
             "environments": _packed(self.environments, self.shown, most),
         }
         return gzip.compress(json.dumps(tree, separators=(",", ":")).encode(), 6, mtime=0)
+
+
+def name_of(step: int) -> str:
+    """The name of a step's file."""
+    return f"step_{step:06d}.json.gz"
 
 
 def loads(data: bytes) -> StepTimeline:

@@ -13,9 +13,6 @@ from skyrl_mega.telemetry.timeline import Timeline
 from skyrl_mega.telemetry.trace import Span
 from skyrl_mega.trainer.step import Step
 
-FOLDER = "timeline"
-"""In a run's folder."""
-
 
 class Timelines:
     """Writes each step's timeline down.
@@ -28,13 +25,13 @@ class Timelines:
     """
 
     def __init__(self, folder: Path, timeline: Timeline, *, engines: int, slots: int) -> None:
-        self.folder, self.timeline, self.engines, self.slots = folder / FOLDER, timeline, engines, slots
+        self.folder, self.timeline, self.engines, self.slots = folder / step_timeline.FOLDER, timeline, engines, slots
 
     def end(self, step: Step) -> dict[str, float]:
         """After the step: writes its file, and returns `idle/*`."""
         made = self._made(step)
         self.folder.mkdir(exist_ok=True)
-        file = self.folder / f"step_{step.number:06d}.json.gz"
+        file = self.folder / step_timeline.name_of(step.number)
         with partial_file(file) as partial:
             partial.write_bytes(made.dumps())
             os.replace(partial, file)

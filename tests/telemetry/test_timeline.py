@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import sys
 import threading
@@ -160,7 +161,8 @@ def test_what_another_process_has_counted_is_taken_in() -> None:
 
 
 def test_threads_lose_nothing() -> None:
-    timeline, usual = Timeline(), sys.getswitchinterval()
+    """The clock goes on at each look, so that every change has a point of its own."""
+    timeline, usual = Timeline(itertools.count(0.0, 1.0).__next__), sys.getswitchinterval()
 
     def work() -> None:
         for _ in range(3000):
