@@ -28,8 +28,8 @@ COLUMNS = 360
 """Of a line of engines or environments."""
 GAP = 4
 """Between two lines."""
-APART = 44
-"""Between the beginnings of two labels: where there is less, one is left out, of weights before one of a step."""
+LETTER = 6.4
+"""Of a label at most. Where two have no room, one is left out: of weights before one of a step."""
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,12 @@ class Canvas:
                 at = self.x(p.at(p.step.synced))
                 yield f'<line class="seam weights" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom:.1f}"/>'
                 synced.append((at, f"▾ v{p.step.step}"))
-        taken: list[float] = []
+        taken: list[tuple[float, float]] = []
         for style, labels in (("tick", begun), ("tick weights", synced)):
             for x, label in labels:
-                if x <= self.right - APART / 2 and all(abs(x - other) >= APART for other in taken):
-                    taken.append(x)
+                end = x + LETTER * (len(label) + 1)
+                if end <= WIDTH and all(end <= a or b <= x for a, b in taken):
+                    taken.append((x, end))
                     yield f'<text class="{style}" x="{x:.1f}" y="{TOP - 7}">{label}</text>'
         marked = ticks(0.0, self.seconds, 9)
         for value in marked:

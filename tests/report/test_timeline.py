@@ -63,12 +63,14 @@ def test_phases_stand_where_they_were(run: Path) -> None:
 
 def test_a_picture_of_many_steps_and_engines_is_readable(tmp_path: Path) -> None:
     folder = run_folder(tmp_path / "large")
-    timelines(folder, 40, engines=64)
-    svg = drawing(folder, (1, 40))
+    timelines(folder, 30, engines=64)
+    svg = drawing(folder, (1, 30))
     lines = [label for label in texts(svg) if label.startswith("engine")]
     assert lines == [f"engines {4 * i}–{4 * i + 3}" for i in range(16)]
-    places = sorted(float(t.attrib["x"]) for t in svg.iter("text") if (t.text or "").startswith(("step", "▾")))
-    assert len(places) > 10 and all(b - a >= gantt.APART - 0.2 for a, b in pairwise(places))
+    labels = [(float(t.attrib["x"]), t.text or "") for t in svg.iter("text") if "text-anchor" not in t.attrib]
+    assert len(labels) > 10
+    for (one, label), (other, _) in pairwise(sorted(labels)):
+        assert other - one >= 6 * len(label), label
     assert len(ElementTree.tostring(svg)) < 400_000
 
 
