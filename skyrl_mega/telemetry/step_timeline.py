@@ -8,6 +8,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ MOST_STRETCHES, FEWEST = 12_000, 64
 MOST_BYTES = 2**26
 """Of a file, unpacked."""
 MOST_SECONDS = 1e8
+NAME = re.compile(r"[a-z_]{1,40}")
+"""Of a phase."""
 POLICY = ("logprobs", "train", "sync", "residency")
 """Phases in which the policy's ranks work; the reference's work in the first too."""
 CRITIC = ("values", "critic")
@@ -112,7 +115,7 @@ def loads(data: bytes) -> StepTimeline:
             start=shown + _number(tree["start"]) / 1e3,
             end=shown + end,
             phases=[
-                Span(str(name), shown + _number(a) / 1e3, shown + _number(b) / 1e3) for name, a, b in tree["phases"]
+                Span(_name(name), shown + _number(a) / 1e3, shown + _number(b) / 1e3) for name, a, b in tree["phases"]
             ],
             engines=[_unpacked(engine, shown) for engine in tree["engines"]],
             environments=_unpacked(tree["environments"], shown),
@@ -137,7 +140,7 @@ def _packed(counted: Counted, zero: float, most: int) -> list[list[float]]:
 
 def _unpacked(packed: Sequence[Sequence[float]], zero: float) -> Counted:
     lengths, counts, shares = ([_number(value) for value in column] for column in packed)
-    if len(lengths) < 2 or min(lengths[1:]) <= 0 or not len(counts) == len(shares) == len(lengths) - 1:
+    if len(lengths) < 2 or min(lengths[1:]) < 1 or not len(counts) == len(shares) == len(lengths) - 1:
         raise ValueError("a count's columns do not belong together")
     if max(shares) > 1:
         raise ValueError("a share is more than 1")
@@ -148,6 +151,12 @@ def _number(value: Any, most: float = MOST_SECONDS * 1e3) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
         raise ValueError(f"{str(value)[:40]!r} is no number from 0 to {most:g}")
     return float(value)
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not NAME.fullmatch(value):
+        raise ValueError(f"{str(value)[:40]!r} is no name of a phase")
+    return value
 
 
 def _ms(seconds: float) -> int:
