@@ -81,6 +81,10 @@ def test_heights_are_requests(run: Path) -> None:
     heights = [max(ys) - min(ys) for ys in tops]
     assert heights == [pytest.approx(8), pytest.approx(16)]
     assert all(6 <= len(set(ys)) <= 12 for ys in tops), "five counts, none, and a column at each change"
+    second = (gantt.WIDTH - gantt.LEFT - gantt.RIGHT) / 10
+    for path in paths:
+        falls = [float(x) for x in re.findall(r"H([\d.]+)", path)][1:-1]  # between the rise and the right end
+        assert {round((x - gantt.LEFT) / second) for x in falls} - {0} == {1, 2, 3, 4, 5}
 
 
 def test_text_tells_the_same(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -102,6 +102,8 @@ def test_counts_of_two_processes_add_up(left: list[tuple[int, int]], right: list
     assert both.total(0, 2) == pytest.approx(one.total(0, 2) + two.total(0, 2))
     least, most = (f(one.busy_s(0, 2), two.busy_s(0, 2)) for f in (max, lambda a, b: min(2, a + b)))
     assert least - 1e-9 <= both.busy_s(0, 2) <= most + 1e-9
+    half = Counted.of([0, 1], [0.5], [0.5])
+    assert (half + half).shares.tolist() == [0.75], "as if independent"
     apart = [(10 * tick, change) for tick, change in left], [(10 * tick, change) for tick, change in right]
     both = counted(apart[0], 4500) + counted(apart[1], 4500)
     brute = ticks(apart[0], 4500) + ticks(apart[1], 4500)
