@@ -1,6 +1,8 @@
 """`python -m skyrl_mega.report trajectories RUN_OR_FILE…`: what the policy wrote, as text or as a page.
 
 `python -m skyrl_mega.report run RUN…`: how a run went, or how several compare, as a page.
+
+`python -m skyrl_mega.report timeline RUN`: what engines, environments and policy did when, as text or as a trace.
 """
 
 from __future__ import annotations
@@ -84,7 +86,33 @@ def run(argv: Sequence[str]) -> None:
     print(overview.write(args.runs, args.html))
 
 
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"trajectories": trajectories, "run": run}
+def timeline(argv: Sequence[str]) -> None:
+    """Prints who did what when in some steps of a run, or writes it as a trace or a page."""
+    p = Parser(
+        prog="python -m skyrl_mega.report timeline",
+        description="Shows what engines, environments and policy did when: as text, as a trace, or as a page.",
+        allow_abbrev=False,
+    )
+    p.add_argument("run", type=path_of, metavar="RUN", help="a run's folder, such as runs/<name>")
+    p.add_argument("--step", metavar="N", help="this step, or steps N..M; without it the newest three")
+    p.add_argument("--trace", type=path_of, metavar="FILE", help="writes a trace for ui.perfetto.dev, FILE.json.gz")
+    p.add_argument("--html", type=path_of, metavar="FILE", help="writes a page for a browser, in one file")
+    args = p.parse_args(argv)
+
+    from skyrl_mega.report import overview, timeline_trace
+    from skyrl_mega.report import timeline as report
+
+    steps = report.wanted(args.run, _range("--step", args.step))
+    if args.trace:
+        timeline_trace.write(steps, args.trace)
+        print(f"{args.trace}: {len(steps)} steps, open it at ui.perfetto.dev")
+    if args.html:
+        print(overview.write_timeline(args.run, steps, args.html))
+    if not (args.trace or args.html):
+        print("\n".join(report.as_text(steps)))
+
+
+COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"trajectories": trajectories, "run": run, "timeline": timeline}
 """Subcommand → what runs with the arguments after it."""
 
 

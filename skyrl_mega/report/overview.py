@@ -12,9 +12,10 @@ from typing import Any
 
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.secrets import hidden
-from skyrl_mega.report import estimate, plots
+from skyrl_mega.report import estimate, gantt, plots, timeline
 from skyrl_mega.report.document import document, save
 from skyrl_mega.report.run_data import RunData, read
+from skyrl_mega.telemetry.step_timeline import StepTimeline
 from skyrl_mega.telemetry.table import duration, number
 
 FILE = "report.html"
@@ -82,6 +83,7 @@ SECTIONS: tuple[tuple[str, tuple[Plot, ...]], ...] = (
     (
         "Speed",
         (
+            Plot("idle", ("idle/engines", "idle/policy", "idle/environments"), "share of a step's time"),
             Plot("tokens per second", ("perf/tokens_per_s",)),
             Plot("weight sync", ("time/sync", "time/sync/transfer", "time/sync/pause"), "seconds"),
             Plot(
@@ -113,6 +115,19 @@ def write(folders: Sequence[Path], file: Path | None = None) -> Path:
     return file
 
 
+def write_timeline(folder: Path, steps: Sequence[StepTimeline], file: Path) -> Path:
+    """Writes a page of the picture of some steps alone, and returns where it is.
+
+    Raises:
+        UserError: The folder is no run's, or the file cannot be written.
+    """
+    run = read(folder)
+    [name] = _names([run])
+    body = f'<main class="report"><header><h1>{escape(name)}</h1></header>{drawn(steps, _phases(run))}</main>'
+    save(file, document(name, body, styles=["run.css"], programs=["run.js"], blocks={"points": {}}))
+    return file
+
+
 def at_the_end(folder: Path, say: Callable[[str], None]) -> None:
     """Writes a run's page when it ends. Whatever is wrong with a page is said; a run is not lost over it."""
     try:
@@ -130,6 +145,8 @@ def page(runs: Sequence[RunData]) -> str:
     body += [_fault(run, name, several=len(runs) > 1) for run, name in zip(runs, names, strict=True)]
     body.append(_tiles(runs[0]) if len(runs) == 1 else _comparison(runs, names))
     for title, section in SECTIONS:
+        if title == "Speed":
+            body += [_who(run, name if len(runs) > 1 else "") for run, name in zip(runs, names, strict=True)]
         figures = [_figure(plot, runs, names, points) for plot in section]
         if title == "Speed":
             figures = [
@@ -182,10 +199,7 @@ def _figure(plot: Plot, runs: Sequence[RunData], names: Sequence[str], points: d
 
 def _time(run: RunData, name: str, points: dict[str, Any]) -> str:
     """Seconds of each phase of a step, stacked."""
-    found = [
-        m.removeprefix("time/") for m in run.names if m.startswith("time/") and m.count("/") == 1 and m != "time/step"
-    ]
-    phases = [*(p for p in PHASES if p in found), *(p for p in found if p not in PHASES)]
+    phases = _phases(run)
     rows = [row for row in run.rows if "time/step" in row]
     if not rows or not phases:
         return ""
@@ -199,6 +213,45 @@ def _time(run: RunData, name: str, points: dict[str, Any]) -> str:
     series = [plots.Series(phase, xs, layer, k) for k, (phase, layer) in enumerate(zip(phases, layers, strict=True))]
     title = f"where a step's time goes{f': {name}' if name else ''}"
     return _card(title, "seconds", plots.stacked(phases, xs, layers), labels, series, points)
+
+
+def _phases(run: RunData) -> list[str]:
+    """Those that a run's steps have, each with its own colour by its place."""
+    found = [
+        m.removeprefix("time/") for m in run.names if m.startswith("time/") and m.count("/") == 1 and m != "time/step"
+    ]
+    return [*(p for p in PHASES if p in found), *(p for p in found if p not in PHASES)]
+
+
+def _who(run: RunData, name: str) -> str:
+    """Who did what when in the newest steps; empty for a run without timelines."""
+    steps = timeline.read(run.folder, last=run.steps)
+    if not steps:
+        return ""
+    command = f"python -m skyrl_mega.report timeline {hidden(str(run.folder))} --trace trace.json.gz"
+    title = f"Who did what when{f': {escape(name)}' if name else ''}"
+    return (
+        f"<section><h2>{title} <small class='soft'>the newest steps</small></h2>{drawn(steps, _phases(run))}"
+        f"<p class='soft'>For Perfetto: <code>{escape(command)}</code></p></section>"
+    )
+
+
+def drawn(steps: Sequence[StepTimeline], phases: Sequence[str]) -> str:
+    """The picture of some steps in its frame; phases have the colours of their places."""
+    own = list(dict.fromkeys(span.name for step in steps for span in step.phases))
+    ordered = [*(p for p in phases if p in own), *(p for p in own if p not in phases)]
+    places = [*phases, *(p for p in own if p not in phases)]
+    colours = {name: places.index(name) for name in ordered}
+    keys = "".join(
+        f'<span><i class="key s{k % plots.COLOURS}"></i>{escape(name)}</span>' for name, k in colours.items()
+    )
+    idle = [step.idle() for step in steps]
+    shares = "".join(f"<span>{n} <b>{sum(of[n] for of in idle) / len(idle):.0%}</b></span>" for n in idle[0])
+    about = "height: requests and calls under way; washed: with any; grey: a sync or a move of memory"
+    return (
+        f'<figure class="broad"><figcaption>phases, ranks, engines, environments <small class="soft">{about}</small>'
+        f'</figcaption>{gantt.picture(steps, colours)}<p class="labels num">{keys}{shares}</p></figure>'
+    )
 
 
 def _card(

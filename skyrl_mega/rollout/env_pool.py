@@ -75,10 +75,11 @@ class EnvPool:
 
     Args:
         most: Calls at once.
+        count: Told of calls: so many more, or fewer, are under way (`telemetry.timeline`).
     """
 
-    def __init__(self, most: int) -> None:
-        self._places = asyncio.Semaphore(most)
+    def __init__(self, most: int, count: Callable[[int], None] = lambda change: None) -> None:
+        self._places, self._count = asyncio.Semaphore(most), count
 
     async def run(self, call: Call, limit_s: float) -> Any:
         """The function's value.
@@ -104,6 +105,7 @@ class EnvPool:
                     return
 
             threading.Thread(target=work, name="environment", daemon=True).start()
+            self._count(1)
             try:
                 while not (await asyncio.wait([answer], timeout=limit_s))[0]:
                     if call.working() > limit_s and call.give_up():
@@ -111,6 +113,8 @@ class EnvPool:
             except asyncio.CancelledError:
                 call.give_up()
                 raise
+            finally:
+                self._count(-1)
         value, error = answer.result()
         if error is not None:
             raise Raised(error) from error

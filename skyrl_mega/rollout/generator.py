@@ -20,6 +20,7 @@ from skyrl_mega.rollout.slots import AnyAgent, PlayerHere, SlotAgent, Slots
 from skyrl_mega.rollout.trajectory import Group, Trajectory
 from skyrl_mega.rollout.waves import Waves
 from skyrl_mega.rollout.workers import Workers
+from skyrl_mega.telemetry.timeline import Timeline
 from skyrl_mega.telemetry.trace import Span
 
 Answer = TypeVar("Answer")
@@ -43,6 +44,7 @@ class Generator:
         waves: All trajectories wait for one another, turn by turn (`rollout.waves`).
         loop: Where the phases run.
         workers: Other processes that play the trajectories; None plays them here.
+        timeline: Is told what engines and environments have under way.
     """
 
     def __init__(
@@ -58,12 +60,14 @@ class Generator:
         waves: bool = False,
         loop: Loop | None = None,
         workers: Workers | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.fleet, self.chat, self.rollout, self.environments = fleet, chat, rollout, environments
         self.refill, self.look = refill, look
         self.reward_weights = reward_weights or {}
         self.router = Waves if waves else Router
-        self.threads = EnvPool(environments.workers)
+        self.timeline = timeline or Timeline()
+        self.threads = EnvPool(environments.workers, self.timeline.calls)
         self.slots = Slots(environments.slots)
         self.workers = workers
         self.spans: list[Span] | None = None
@@ -123,10 +127,11 @@ class Generator:
         if self.workers is not None:
             service = router is not None
             player = PlayerElsewhere(self.workers, self.fleet, sampling, service=service, spans=self._spans)
+            player.counted = self.timeline.merge
             return SlotAgent(player, self.slots)
         equipment = Equipment(self.chat, self.rollout, self.environments, self.reward_weights, self.threads)
         agent = equipment.agent(self.fleet, sampling, router or self.router)
-        agent.spans = self._spans
+        agent.spans, agent.router.count = self._spans, self.timeline.requests
         return agent if self.slots.most is None else SlotAgent(PlayerHere(agent), self.slots)
 
     def _spans(self) -> list[Span] | None:

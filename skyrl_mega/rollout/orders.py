@@ -10,6 +10,7 @@ from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.megatron.parts import Stored
 from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.telemetry.timeline import Taken
 from skyrl_mega.telemetry.trace import Span
 
 # ---- to a worker -----------------------------------------------------------------------------------------------------
@@ -101,4 +102,11 @@ class EndedForMemory:
     programs: int
 
 
-News = Played | Stopped | Failed | EngineDead | EngineRests | EndedForMemory
+@dataclass(frozen=True)
+class Counts:
+    """What this worker has had under way since the last time."""
+
+    taken: Taken
+
+
+News = Played | Stopped | Failed | EngineDead | EngineRests | EndedForMemory | Counts

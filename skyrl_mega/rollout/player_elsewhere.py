@@ -19,6 +19,7 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.rollout.by_reference import joined
 from skyrl_mega.rollout.orders import (
+    Counts,
     EndedForMemory,
     EngineDead,
     EngineRests,
@@ -31,6 +32,7 @@ from skyrl_mega.rollout.orders import (
 )
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.rollout.workers import Workers
+from skyrl_mega.telemetry.timeline import Taken
 from skyrl_mega.telemetry.trace import Span
 
 SILENCE_S = 120.0
@@ -100,6 +102,8 @@ class PlayerElsewhere:
         self.router = self
         self.lines: dict[int, Line] = {}
         """By rank."""
+        self.counted: Callable[[Taken], None] = lambda taken: None
+        """Told what workers had under way."""
         self._keys = count()
         self._sending = False
         self._error: ActorFailed | None = None
@@ -239,6 +243,8 @@ class PlayerElsewhere:
                 self.resting.add(rank)
             case EndedForMemory(programs):
                 budget.hear(programs)
+            case Counts(taken):
+                self.counted(taken)
 
     def _answer(self, line: Line, key: int, trajectory: Trajectory | None) -> None:
         answer = line.waiting.pop(key, None)

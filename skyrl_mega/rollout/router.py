@@ -113,6 +113,9 @@ class Router:
         timeout_s: Seconds in which an engine finds that it stands still (`rollout.request_timeout_s`).
     """
 
+    count: Callable[[int, int], None] = staticmethod(lambda engine, change: None)
+    """Told of an engine's requests: so many more, or fewer, are under way (`telemetry.timeline`)."""
+
     def __init__(self, fleet: Engines, sampling: Sampling, concurrency: int, timeout_s: float) -> None:
         self.fleet, self.sampling, self.timeout_s = fleet, sampling, timeout_s
         self.limit = IN_FLIGHT * concurrency
@@ -220,12 +223,15 @@ class Router:
         silence = self.timeout_s + MARGIN_S
         now = asyncio.get_running_loop().time()
         actor, load, began = self.fleet.group.actors[engine], self.load.get(engine), self.rejoins
+        self.count(engine, len(part))
         try:
             method = actor.generate_many.options(num_returns="streaming")
             stream = method.remote([w.at(now) for w in part.values()], self.sampling)
             # Read to its end: an engine is through with a wave only when the wave's generator is.
             async for reference in _bounded(stream, silence):
-                for completion in await asyncio.wait_for(reference, silence):
+                ended = await asyncio.wait_for(reference, silence)
+                self.count(engine, -len(ended))
+                for completion in ended:
                     waiting = part.pop(completion.id)
                     if load is not None:
                         load.add(waiting, -1)
@@ -246,6 +252,8 @@ class Router:
             self._leave(engine, actor, load, part, describe(error))
         except TimeoutError:
             self._leave(engine, actor, load, part, f"generate_many: no sign of life within {silence:g} s")
+        finally:
+            self.count(engine, -len(part))
 
     def _postpone(self, engine: int, load: Load | None, part: dict[str, Waiting], began: int) -> bool:
         """Whether requests wait for an engine whose weights are not there: in a phase they always are."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
@@ -27,6 +28,7 @@ from skyrl_mega.rollout.by_reference import put_away
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.equipment import Equipment
 from skyrl_mega.rollout.orders import (
+    Counts,
     EndedForMemory,
     EngineDead,
     EngineRests,
@@ -40,10 +42,13 @@ from skyrl_mega.rollout.orders import (
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Load, Router, Waiting
 from skyrl_mega.rollout.service import ServiceRouter
+from skyrl_mega.telemetry.timeline import Timeline
 from skyrl_mega.telemetry.trace import Span
 
-BEAT_S = 5.0
-"""A worker without news says so after that time."""
+BEAT_S = 1.0
+"""A worker without news says so after that time, and what it has under way."""
+COUNTS_S = 0.5
+"""What it had under way is told no more often."""
 COALESCE_S = 0.02
 """News that come so soon after one another travel together."""
 ELSEWHERE = Prompt(-1, [], "", {})
@@ -73,7 +78,8 @@ class RolloutWorker:
     ) -> None:
         os.environ |= secrets
         budget.divide(beside)
-        chat, threads = Renderer(model, rollout), EnvPool(environments.workers)
+        self.timeline, self.counted = Timeline(), time.monotonic()
+        chat, threads = Renderer(model, rollout), EnvPool(environments.workers, self.timeline.calls)
         self.equipment = Equipment(chat, rollout, environments, reward_weights, threads)
         self.sessions: dict[str, Session] = {}
         self.told = 0
@@ -83,7 +89,8 @@ class RolloutWorker:
 
     async def begin(self, session: str, sampling: SamplingConfig, service: bool, engines: EnginesNow) -> None:
         """Begins a session. `service`: requests that no engine can take wait for one that comes back."""
-        self.sessions[session] = Session(self.equipment, sampling, service, engines)
+        begun = self.sessions[session] = Session(self.equipment, sampling, service, engines)
+        begun.router.count = self.timeline.requests
 
     async def play(self, session: str, orders: Sequence[Order]) -> None:
         """Begins to carry out orders; the outcomes are news."""
@@ -107,6 +114,9 @@ class RolloutWorker:
         if (ended := budget.ended()) is not None and (ended > self.told or not self.told_of_sandboxes):
             news.append(EndedForMemory(ended - self.told))
             self.told, self.told_of_sandboxes = ended, True
+        if time.monotonic() - self.counted > COUNTS_S:
+            news.append(Counts(self.timeline.take()))
+            self.counted = time.monotonic()
         arrays = [one.arrays for one in news if isinstance(one, Played)]
         yield [replace(one, arrays=None) if isinstance(one, Played) else one for one in news]
         for of_one in arrays:

@@ -39,6 +39,7 @@ PLACES = (
     ("metrics", "metrics.jsonl"),
     ("estimate", "estimate.json"),
     ("profile", "profile"),
+    ("timeline", "timeline"),
     ("tensorboard", "tensorboard"),
     ("trajectories", "trajectories"),
     ("checkpoints", "checkpoints"),

@@ -96,6 +96,12 @@ class TraceWriter:
                 }
             )
 
+    def count(self, pid: int, what: str, points: Iterable[tuple[float, float]]) -> None:
+        """A process's counter, as a step function: (seconds of the day's clock, value from then on)."""
+        for at, value in points:
+            ts = round((at - self.zero) * 1e6, 3)
+            self.event({"ph": "C", "name": what, "pid": pid, "tid": 0, "ts": ts, "args": {what: round(value, 3)}})
+
     def event(self, event: Mapping[str, Any]) -> None:
         """One event, its `ts` in microseconds since `zero`."""
         self._out.write(_line(event))

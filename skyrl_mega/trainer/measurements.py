@@ -12,6 +12,7 @@ from skyrl_mega.trainer import speed
 from skyrl_mega.trainer.meters import Meters
 from skyrl_mega.trainer.profile import Profiler
 from skyrl_mega.trainer.step import Step
+from skyrl_mega.trainer.timelines import Timelines
 
 
 @dataclass
@@ -27,6 +28,8 @@ class Measurements:
     """Records the steps of `telemetry.profile`."""
     slots: SlotUse | None = None
     """Of environments, where `environment.slots` bounds them."""
+    timelines: Timelines | None = None
+    """Writes every step down; None with `telemetry.timeline=false`."""
 
     def begin(self, step: int, *, after_more: bool) -> None:
         """Before a step. `after_more`: it is the run's first, or a checkpoint has been written since the last."""
@@ -50,5 +53,6 @@ class Measurements:
         return found
 
     def recorded(self, step: Step) -> dict[str, float]:
-        """Writes the step's trace, where it has one; metrics that only a trace has."""
-        return self.profiler.end(step)
+        """Writes the step's timeline, and its trace, where it has one; metrics that only these have."""
+        idle = self.timelines.end(step) if self.timelines else {}
+        return idle | self.profiler.end(step)

@@ -36,6 +36,7 @@ from skyrl_mega.rollout.service import RolloutService
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.metrics import read
+from skyrl_mega.telemetry.timeline import Timeline
 from skyrl_mega.telemetry.trackers.trackers import open_trackers
 from skyrl_mega.trainer.asynchronous import Asynchronous
 from skyrl_mega.trainer.checkpoints import Checkpoints
@@ -53,6 +54,7 @@ from skyrl_mega.trainer.sft_warmup import encode, warm_up
 from skyrl_mega.trainer.shutdown import ShutdownRequest
 from skyrl_mega.trainer.start_actors import Actors, Setup, start_actors
 from skyrl_mega.trainer.start_workers import start_workers
+from skyrl_mega.trainer.timelines import Timelines
 from skyrl_mega.weights.sync import WeightSync
 
 
@@ -122,8 +124,10 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         yield run
 
 
-def generator_of(config: Config, fleet: Fleet, chat: Renderer, workers: Workers | None) -> Generator:
-    """What plays a run's prompts on its engines."""
+def generator_of(
+    config: Config, fleet: Fleet, chat: Renderer, workers: Workers | None, timeline: Timeline | None = None
+) -> Generator:
+    """What plays a run's prompts on its engines; `timeline` is that of another which does so at the same time."""
     return Generator(
         fleet,
         chat,
@@ -133,6 +137,7 @@ def generator_of(config: Config, fleet: Fleet, chat: Renderer, workers: Workers 
         waves=config.run.deterministic,
         loop=BackgroundLoop() if config.asynchrony.mode == "full" else EventLoop(),
         workers=workers,
+        timeline=timeline,
     )
 
 
@@ -150,7 +155,8 @@ def rollouts_of(
     if config.asynchrony.mode == "off":
         return source
     if config.asynchrony.mode == "one_step":  # a thread of its own has a generator of its own
-        own = stack.enter_context(generator_of(config, generator.fleet, generator.chat, generator.workers))
+        shared = generator.workers, generator.timeline
+        own = stack.enter_context(generator_of(config, generator.fleet, generator.chat, *shared))
         own.recorder, own.slots.use = generator, generator.slots.use
         return OneStepAhead(RolloutSource(config, source.prompts, source.stream, own), config, look, refill)
     assert isinstance(generator.loop, BackgroundLoop)
@@ -164,9 +170,11 @@ def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measu
     trained = actors.policy, actors.reference and actors.reference.own, actors.critic
     profiler = Profiler(config.telemetry.profile, setup.folder, policy, fleet=fleet, generator=generator, say=setup.say)
     meters = Meters({model.group.name: model.group for model in trained if model}, fleet)
-    bounded = generator.slots.most is not None
-    slots = generator.slots.use if bounded else None
-    return Measurements(config, architecture(setup.hf).describe(setup.hf), meters, profiler, slots)
+    slots = generator.slots.use if generator.slots.most is not None else None
+    calls = config.environment.workers
+    timelines = Timelines(setup.folder, generator.timeline, engines=config.rollout.engines, slots=calls)
+    told = timelines if config.telemetry.timeline else None
+    return Measurements(config, architecture(setup.hf).describe(setup.hf), meters, profiler, slots, told)
 
 
 def stream_of(config: Config, prompts: int) -> PromptStream:

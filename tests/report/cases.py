@@ -16,6 +16,9 @@ import yaml
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.telemetry.counted import Counted
+from skyrl_mega.telemetry.step_timeline import FOLDER, StepTimeline, name_of
+from skyrl_mega.telemetry.trace import Span
 
 EVIL = "</script><script>window.pwned = 1</script><img src=x onerror='window.pwned = 2'> \u202eevil \x1b[2J <!-- &lt;"
 """What a policy may write."""
@@ -129,3 +132,23 @@ def log(folder: Path, text: str) -> None:
     """Writes a run's log."""
     (folder / "logs").mkdir(exist_ok=True)
     (folder / "logs" / "run.log").write_text(text)
+
+
+def timelines(folder: Path, steps: int, engines: int = 2, first: float = 1_770_000_000.0) -> None:
+    """Timelines of steps of 10 s each, one after another: engines have requests for the first 5 s, fewer and fewer,
+    and the policy trains from 5.5 to 8 s; then comes a sync of 1 s. A checkpoint of 2 s is before the second step."""
+    (folder / FOLDER).mkdir()
+    at = first
+    for number in range(1, steps + 1):
+        shown, start = at, at + 2 * (number == 2)
+        end = at = start + 10
+        times = [shown, start + 0.001, *(start + second for second in range(1, 6)), end]
+        counts = [0.0, *(float(5 - second) for second in range(5)), 0.0]
+        busy = [float(count > 0) for count in counts]
+        phases = [("generate", 0.0, 5.0), ("train", 5.5, 8.0), ("sync", 8.0, 9.0)]
+        spans = [Span(name, start + a, start + b) for name, a, b in phases]
+        if number == 2:
+            spans.insert(0, Span("checkpoint", shown, start))
+        each = [Counted.of(times, [(e + 1) * count for count in counts], busy) for e in range(engines)]
+        made = StepTimeline(number, shown, start, end, spans, each, Counted.of(times, counts, busy), 8)
+        (folder / FOLDER / name_of(number)).write_bytes(made.dumps())

@@ -13,7 +13,7 @@ from skyrl_mega.models.char_tokenizer import VOCABULARY, write_tokenizer
 from skyrl_mega.report import __main__ as command
 from tests.report import browser as chromium
 from tests.report.browser import Browser
-from tests.report.cases import EVIL, double, log, metrics, run_folder, single, steps_of_double, with_steps
+from tests.report.cases import EVIL, double, log, metrics, run_folder, single, steps_of_double, timelines, with_steps
 
 if chromium.program() is None:
     pytest.skip(f"no browser: none of {', '.join(chromium.NAMES)} is installed", allow_module_level=True)
@@ -44,6 +44,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with_steps(run / "trajectories" / "step_000002.parquet", [[], steps_of_double()])
     metrics(run, [{"step": s, "reward/mean": s / 10, "time/step": 2.0, "time/train": 1.5} for s in range(1, 9)])
     log(run, f"2026-01-01 00:00:00  fault: {EVIL}\n")
+    timelines(run, 8, engines=20)
     return run
 
 
@@ -186,9 +187,26 @@ def test_a_runs_page_tells_a_step_in_every_plot(browser: Browser, run: Path) -> 
     browser.point(*browser.value(f"(() => {{ const r = {box}; return [r.right - 12, r.y + r.height / 2]; }})()"))
     browser.until("document.querySelector('.cursor')")
     assert texts(browser, ".hint b") == ["step 8"]
-    assert browser.value("document.querySelectorAll('.cursor').length === document.querySelectorAll('figure').length")
+    assert browser.value(
+        "document.querySelectorAll('.cursor').length === document.querySelectorAll('figure:not(.broad)').length"
+    )
     assert texts(browser, ".fault pre") == [EVIL] and browser.value("window.pwned === undefined")
     dark = browser.value("getComputedStyle(document.body).backgroundColor")
     browser.value("document.querySelector('.theme').click()")
     assert browser.value("getComputedStyle(document.body).backgroundColor") != dark
+    assert browser.errors == []
+
+
+def test_the_picture_of_steps_is_drawn_in_the_pages_colours(browser: Browser, run: Path) -> None:
+    assert command.main(["run", str(run)]) == 0
+    browser.errors.clear()
+    browser.open(run / "report.html")
+    assert texts(browser, ".broad text:not([text-anchor])") == ["step 6", "step 7", "step 8", "▾ v6", "▾ v7", "▾ v8"]
+    names = texts(browser, ".broad text[text-anchor=end]")
+    assert names[:3] == ["driver", "policy", "engines 0–1"] and len(names) == 2 + 10 + 1
+    fills = {
+        name: browser.value(f"getComputedStyle(document.querySelector('.broad .{name}')).fill")
+        for name in ("lane", "busy", "area", "updated", "bar")
+    }
+    assert "rgb(0, 0, 0)" not in fills.values(), "a shape without a style is black"
     assert browser.errors == []

@@ -34,7 +34,7 @@ def assert_released(slurm: Slurm, nodes: Iterable[str]) -> None:
 def figures(run: Path) -> list[dict[str, Any]]:
     """All rows without what the clock decides."""
     rows = read(run / "metrics.jsonl")
-    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "memory/"))} for row in rows]
+    return [{k: v for k, v in row.items() if not k.startswith(("time/", "perf/", "memory/", "idle/"))} for row in rows]
 
 
 def steps(run: Path) -> list[int]:

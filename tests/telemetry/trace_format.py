@@ -8,7 +8,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-PHASES = {"X", "M", "s", "f", "i"}
+PHASES = {"X", "M", "C", "s", "f", "i"}
 SLACK_US = 2.0
 """Times have three decimals, and clocks are read one after another."""
 
@@ -25,7 +25,7 @@ def tracks(file: Path) -> dict[str, list[dict[str, Any]]]:
         if event["ph"] == "M" and event["name"] == "process_name":
             assert event["pid"] not in names, "a track has two names"
             names[event["pid"]] = event["args"]["name"]
-        if event["ph"] in "Xsfi":
+        if event["ph"] in "XCsfi":
             assert isinstance(event["ts"], int | float)
     assert len(set(names.values())) == len(names)
     found: dict[str, list[dict[str, Any]]] = defaultdict(list)

@@ -28,7 +28,7 @@ STEPS = [
     "algorithm.entropy.coefficient=0.01",  # teaches where no reward does yet
     "algorithm.importance_cap=2",
 ]
-CLOCK = ("time", "perf", "memory", "asynchrony")
+CLOCK = ("time", "perf", "memory", "idle", "asynchrony")
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:

@@ -15,7 +15,7 @@ from skyrl_mega.telemetry.metrics import read
 from tests.trainer import quickstart
 
 SETTINGS = ("run.steps=4", "checkpoint.every=2", "evaluation.every=2", "checkpoint.export=true")
-CLOCK = ("time/", "perf/", "memory/")
+CLOCK = ("time/", "perf/", "memory/", "idle/")
 
 
 def figures(folder: Path) -> list[dict[str, Any]]:

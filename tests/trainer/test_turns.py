@@ -28,7 +28,9 @@ def rows(folder: Path) -> list[dict[str, Any]]:
 def figures(row: dict[str, Any]) -> dict[str, Any]:
     """What is measured of the run, and not of its speed and memory."""
     return {
-        name: value for name, value in row.items() if name.split("/")[0] not in ("time", "perf", "memory", "residency")
+        name: value
+        for name, value in row.items()
+        if name.split("/")[0] not in ("time", "perf", "memory", "idle", "residency")
     }
 
 

@@ -81,5 +81,8 @@ class TelemetryConfig:
     and expert of a token, 384 a token with Qwen3-30B-A3B, beside 9 for all else."""
     tracked_trajectories: int = between(0, 1000, 8)
     """Trajectories that trackers are given whenever such a file is written, the first of the step; 0 gives none."""
+    timeline: bool = True
+    """Writes a small file for each step of what engines, environments and policy did when, `timeline/step_<n>.json.gz`
+    in the run's folder, and measures who was idle (docs/report.md)."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
     """What is recorded for a profiler's view."""

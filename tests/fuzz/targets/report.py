@@ -1,8 +1,9 @@
-"""A run's folder as the report reads it: settings, rows of metrics, log, trajectories."""
+"""A run's folder as the report reads it: settings, rows of metrics, log, trajectories, timelines."""
 
 from __future__ import annotations
 
 import contextlib
+import gzip
 import io
 import json
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_mega.cli.report import run, trajectories
+from skyrl_mega.cli.report import run, timeline, trajectories
 from tests.fuzz.target import Target
 from tests.fuzz.targets.settings import FILE
 from tests.fuzz.values import packed, real, replaced, spoilt, unpacked, value
@@ -37,6 +38,14 @@ SAMPLE: dict[str, Any] = {
     "logprobs": [0.0, 0.0, -1.0, -0.5],
 }
 
+STEP: dict[str, Any] = {
+    **{"step": 1, "shown": 1.77e9, "start": 2000, "end": 9000, "slots": 8},
+    "phases": [["generate", 2000, 5000], ["train", 5000, 8000], ["sync", 8000, 8500]],
+    "engines": [[[0, 2000, 3000, 4000], [0, 3, 0], [0, 1, 0]], [[0, 9000], [0.5], [0.25]]],
+    "environments": [[0, 9000], [1], [1]],
+}
+"""Of a timeline."""
+
 
 def _report(random: Random) -> Any:
     rows = [{"step": step, "reward/mean": step / 4, "time/step": 1.0, "loss/policy": 0.1} for step in range(4)]
@@ -49,6 +58,9 @@ def _report(random: Random) -> Any:
         "metrics.jsonl": metrics,
         "logs/run.log": LOG,
         "trajectories/step_000001.parquet": _samples(random),
+        "timeline/step_000001.json.gz": gzip.compress(
+            json.dumps(replaced(random, STEP) if random.random() < 0.5 else STEP).encode(), mtime=0
+        ),
     }
     return {name: packed(spoilt(random, data) if random.random() < 0.25 else data) for name, data in files.items()}
 
@@ -75,6 +87,9 @@ def _run(case: Any, folder: Path) -> None:
         (folder / name).write_bytes(unpacked(data))
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         run([str(folder), "--html", str(folder / "run.html")])
+        if (folder / "timeline").exists():  # cases of before there were any have none
+            timeline([str(folder)])
+            timeline([str(folder), "--trace", str(folder / "trace.json.gz")])
         trajectories([str(folder)])
         trajectories([str(folder), "--html", str(folder / "all.html"), "--search", "y", "--sort", "-reward"])
     for text in (printed.getvalue(), (folder / "run.html").read_text(), (folder / "all.html").read_text()):

@@ -1,0 +1,203 @@
+"""Steps as a picture: a line for the driver's phases, one for the policy's ranks, for each engine, for environments.
+
+Steps stand one after another without the gaps that a resume leaves between them. Colours are classes of the page's
+style; a phase has the colour that it has in the plot of times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial, reduce
+from html import escape
+from itertools import accumulate
+from operator import add
+
+import numpy as np
+
+from skyrl_mega.report.plots import COLOURS, short, ticks
+from skyrl_mega.telemetry.counted import Counted, Floats
+from skyrl_mega.telemetry.step_timeline import CRITIC, POLICY, UPDATED, StepTimeline
+from skyrl_mega.telemetry.trace import Span
+
+WIDTH, LEFT, RIGHT, TOP, BOTTOM = 1200, 104, 12, 20, 24
+ROWS = 16
+"""Lines of engines at most: more engines than that share them."""
+COLUMNS = 360
+"""Of a line of engines or environments."""
+GAP = 4
+"""Between two lines."""
+LETTER = 6.4
+"""Of a label at most. Where two have no room, one is left out: of weights before one of a step."""
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A step, and where it stands."""
+
+    step: StepTimeline
+    before: float
+    """Seconds of the steps before it."""
+
+    @property
+    def seconds(self) -> float:
+        """That are shown of it."""
+        return self.step.end - self.step.shown
+
+    def at(self, time: float) -> float:
+        """Seconds from the picture's left end."""
+        return self.before + min(max(time - self.step.shown, 0.0), self.seconds)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the picture."""
+
+    name: str
+    height: float
+    draw: Callable[[float], Iterator[str]]
+    """From its top to its parts."""
+
+
+def picture(steps: Sequence[StepTimeline], colours: Mapping[str, int]) -> str:
+    """The SVG.
+
+    Args:
+        steps: At least one, in order.
+        colours: Phase → number of its colour.
+    """
+    before = accumulate((step.end - step.shown for step in steps[:-1]), initial=0.0)
+    canvas = Canvas([Placed(step, at) for step, at in zip(steps, before, strict=True)], colours)
+    rows, parts, top = canvas.rows(), list[str](), float(TOP)
+    for row in rows:
+        middle = top + row.height / 2 + 3.5
+        parts.append(f'<text class="tick" x="{LEFT - 8}" y="{middle:.1f}" text-anchor="end">{escape(row.name)}</text>')
+        parts.append(_box("lane", LEFT, canvas.right, top, row.height))
+        parts += row.draw(top)
+        top += row.height + GAP
+    parts += canvas.marks(top - GAP)
+    return f'<svg viewBox="0 0 {WIDTH} {top - GAP + BOTTOM:g}" role="img">{"".join(parts)}</svg>'
+
+
+class Canvas:
+    """Where everything stands."""
+
+    def __init__(self, placed: Sequence[Placed], colours: Mapping[str, int]) -> None:
+        self.placed, self.colours = placed, colours
+        self.seconds = placed[-1].before + placed[-1].seconds
+        self.right = WIDTH - RIGHT
+
+    def x(self, seconds: float) -> float:
+        """From seconds to a place."""
+        return LEFT + seconds / self.seconds * (self.right - LEFT)
+
+    def rows(self) -> list[Row]:
+        """All lines, from top to bottom."""
+        phases = {span.name for p in self.placed for span in p.step.phases}
+        rows = [Row("driver", 20, lambda top: self._phases(top, 20)), self._ranks("policy", POLICY)]
+        if phases & set(CRITIC):
+            rows.append(self._ranks("critic", CRITIC))
+        return [*rows, *self._engines(), self._environments()]
+
+    def marks(self, bottom: float) -> Iterator[str]:
+        """Where steps begin, from when on engines had which weights, and the axis."""
+        begun, synced = list[tuple[float, str]](), list[tuple[float, str]]()
+        for p in self.placed:
+            begin = self.x(p.at(p.step.start))
+            yield f'<line class="seam" x1="{begin:.1f}" x2="{begin:.1f}" y1="{TOP - 4}" y2="{bottom:.1f}"/>'
+            begun.append((begin, f"step {p.step.step}"))
+            if p.step.synced is not None:
+                at = self.x(p.at(p.step.synced))
+                yield f'<line class="seam weights" x1="{at:.1f}" x2="{at:.1f}" y1="{TOP}" y2="{bottom:.1f}"/>'
+                synced.append((at, f"▾ v{p.step.step}"))
+        taken: list[tuple[float, float]] = []
+        for style, labels in (("tick", begun), ("tick weights", synced)):
+            for x, label in labels:
+                end = x + LETTER * (len(label) + 1)
+                if end <= WIDTH and all(end <= a or b <= x for a, b in taken):
+                    taken.append((x, end))
+                    yield f'<text class="{style}" x="{x:.1f}" y="{TOP - 7}">{label}</text>'
+        marked = ticks(0.0, self.seconds, 9)
+        for value in marked:
+            label = short(value, marked[1] - marked[0] if len(marked) > 1 else 1.0)
+            place = f'x="{self.x(value):.1f}" y="{bottom + 16:.1f}" text-anchor="middle"'
+            yield f'<text class="tick" {place}>{label} s</text>'
+
+    def _phases(self, top: float, height: float, names: Sequence[str] | None = None) -> Iterator[str]:
+        for p in self.placed:
+            for span in p.step.phases:
+                if names is None or span.name in names:
+                    colour = self.colours.get(span.name, len(self.colours)) % COLOURS
+                    title = f"<title>{escape(span.name)} {span.end - span.start:.3g} s, step {p.step.step}</title>"
+                    yield self._span(f"bar s{colour}", p, span, top, height, title)
+
+    def _ranks(self, name: str, phases: Sequence[str]) -> Row:
+        return Row(name, 14, lambda top: self._phases(top, 14, phases))
+
+    def _engines(self) -> list[Row]:
+        count = max(len(p.step.engines) for p in self.placed)
+        size = math.ceil(count / ROWS)
+        groups = [range(first, min(first + size, count)) for first in range(0, count, size)]
+        drawn = [[self._sampled(p, _mean(p.step, group)) for p in self.placed] for group in groups]
+        most = max((float(counts.max()) for parts in drawn for counts, _ in parts), default=0.0)
+
+        rows = zip(groups, drawn, strict=True)
+        return [Row(_called(group), 16, partial(self._engine, parts, most)) for group, parts in rows]
+
+    def _engine(self, parts: Sequence[tuple[Floats, Floats]], most: float, top: float) -> Iterator[str]:
+        for p in self.placed:
+            for span in p.step.phases:
+                if span.name in UPDATED:
+                    yield self._span("updated", p, span, top, 16, f"<title>{span.name}</title>")
+        yield self._area("busy", [shares for _, shares in parts], 1.0, top, 16)
+        yield self._area("area s0", [counts for counts, _ in parts], most, top, 16)
+
+    def _environments(self) -> Row:
+        parts = [self._sampled(p, p.step.environments)[0] for p in self.placed]
+        most = max(float(counts.max()) for counts in parts)
+        return Row("environments", 26, lambda top: iter([self._area("area s2", parts, most, top, 26)]))
+
+    def _sampled(self, p: Placed, counted: Counted) -> tuple[Floats, Floats]:
+        """Mean counts and busy shares in even columns."""
+        columns = max(2, round(COLUMNS * p.seconds / self.seconds))
+        even = counted.at(np.linspace(p.step.shown, p.step.end, columns + 1))
+        return even.counts, even.shares
+
+    def _area(self, style: str, parts: Sequence[Floats], most: float, top: float, height: float) -> str:
+        """Columns of every step, as one outline; what is more than nothing is at least visible."""
+        base = top + height
+        path, y = f"M{LEFT},{base:g}", f"{base:g}"
+        for p, values in zip(self.placed, parts, strict=True):
+            width = p.seconds / len(values)
+            for i, value in enumerate(values):
+                tall = max(1.0, height * min(1.0, value / most)) if value > 1e-9 else 0.0
+                if (new := f"{base - tall:.1f}".removesuffix(".0")) != y:
+                    path, y = f"{path}H{self.x(p.before + i * width):.1f}V{new}", new
+        return f'<path class="{style}" d="{path}H{self.right}V{base:g}Z"/>'
+
+    def _span(self, style: str, p: Placed, span: Span, top: float, height: float, title: str) -> str:
+        return _box(style, self.x(p.at(span.start)), self.x(p.at(span.end)), top, height, title)
+
+
+def _box(style: str, left: float, right: float, top: float, height: float, inside: str = "") -> str:
+    place = f'x="{left:.1f}" y="{top:g}" width="{max(0.6, right - left):.1f}" height="{height:g}"'
+    return f'<rect class="{style}" {place}>{inside}</rect>' if inside else f'<rect class="{style}" {place}/>'
+
+
+def _mean(step: StepTimeline, group: range) -> Counted:
+    """Of the engines of a group, on average."""
+    own = [step.engines[engine] for engine in group if engine < len(step.engines)]
+    if not own:
+        return Counted.none(step.shown, step.end)
+    if len(own) == 1:
+        return own[0]
+    edges = reduce(np.union1d, [engine.times for engine in own])
+    even = [engine.at(edges) for engine in own]
+    return Counted(
+        edges, reduce(add, [e.sums for e in even]) / len(own), reduce(add, [e.busy for e in even]) / len(own)
+    )
+
+
+def _called(group: range) -> str:
+    return f"engine {group[0]}" if len(group) == 1 else f"engines {group[0]}–{group[-1]}"

@@ -1,0 +1,101 @@
+"""Who did what when in a run's steps: read from its folder, as text, and as a trace for Perfetto (`timeline_trace`)."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from skyrl_mega.config import outside
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.telemetry.counted import Floats
+from skyrl_mega.telemetry.step_timeline import FOLDER, POLICY, StepTimeline, loads
+from skyrl_mega.telemetry.table import duration
+
+NAME = re.compile(r"step_(\d+)\.json\.gz")
+NEWEST = 3
+"""Steps that are shown where nobody says which."""
+COLUMNS = 72
+"""Characters of a step as text."""
+BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def read(run: Path, steps: tuple[float, float] | None = None, last: float = math.inf) -> list[StepTimeline]:
+    """The timelines of a run's steps, in order; empty where there are none.
+
+    Args:
+        run: Its folder.
+        steps: The first and the last that are wanted; without them the newest.
+        last: Later ones are of a life of the run that a resume has taken back.
+
+    Raises:
+        UserError: A file cannot be read, or is none.
+    """
+    found = {int(name[1]): file for file in (run / FOLDER).glob("*") if (name := NAME.fullmatch(file.name))}
+    low, high = steps or (0, math.inf)
+    wanted = [step for step in sorted(found) if low <= step <= min(high, last)]
+    return [_read(found[step]) for step in (wanted if steps else wanted[-NEWEST:])]
+
+
+def wanted(run: Path, steps: tuple[float, float] | None) -> list[StepTimeline]:
+    """Those that somebody asks for.
+
+    Raises:
+        UserError: There are none of them.
+    """
+    found = read(run, steps)
+    if not found:
+        what = "no such step" if read(run) else "no step"
+        raise UserError(
+            f"{run}: {what} has a timeline there; give the folder of a run with telemetry.timeline=true, "
+            f"and of its steps some in {run / FOLDER}"
+        )
+    return found
+
+
+def as_text(steps: Sequence[StepTimeline]) -> Iterator[str]:
+    """Lines: each step's idle shares, and what everybody did in it, from left to right."""
+    letters = _letters(steps)
+    for step in steps:
+        idle = {name.removeprefix("idle/"): f"{share:.0%}" for name, share in step.idle().items()}
+        shares = ", ".join(f"{name} {share}" for name, share in idle.items() if name != "bottleneck")
+        yield f"step {step.step}  {duration(step.end - step.start)}  idle: {shares}"
+        edges = np.linspace(step.start, step.end, COLUMNS + 1)
+        doing = [_doing(step, (a + b) / 2) for a, b in pairwise(edges)]
+        engines = np.mean([engine.at(edges).shares for engine in step.engines], axis=0)
+        calls = step.environments.at(edges).counts
+        yield f"  driver        {''.join(letters.get(name, '·') for name in doing)}"
+        yield f"  policy        {''.join('█' if name in POLICY else ' ' for name in doing).rstrip()}"
+        yield f"  engines       {_bars(engines)}"
+        yield f"  environments  {_bars(calls / max(1.0, calls.max()))}"
+    yield "  ".join(f"{letter} {name}" for name, letter in letters.items())
+
+
+def _read(file: Path) -> StepTimeline:
+    fix = "remove it: the report then does without"
+    try:
+        return loads(outside.read(file, fix))
+    except outside.Malformed as error:
+        raise UserError(f"{file}: {error}; {fix}") from error
+
+
+def _letters(steps: Sequence[StepTimeline]) -> Mapping[str, str]:
+    """A letter for each phase: the first of its name that no other has."""
+    found: dict[str, str] = {}
+    for name in dict.fromkeys(span.name for step in steps for span in step.phases):
+        free = [letter for letter in f"{name}*" if letter not in found.values()]
+        found[name] = free[0] if free else "*"
+    return found
+
+
+def _doing(step: StepTimeline, at: float) -> str:
+    return next((span.name for span in step.phases if span.start <= at < span.end), "")
+
+
+def _bars(shares: Floats) -> str:
+    """0 is empty; whatever is more shows."""
+    return "".join(BLOCKS[math.ceil(min(1.0, share) * (len(BLOCKS) - 1) - 1e-9)] for share in shares).rstrip()

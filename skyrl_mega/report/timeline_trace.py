@@ -1,0 +1,62 @@
+"""Steps of a run as one trace for Perfetto, on one axis: phases as spans, requests and calls as counters."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+
+from skyrl_mega.cluster.leftovers import temporary_folder
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.telemetry.counted import Counted
+from skyrl_mega.telemetry.step_timeline import CRITIC, POLICY, StepTimeline
+from skyrl_mega.telemetry.trace import DRIVER, ENGINES, ENVIRONMENTS, PER_RANK, RANKS, Span, TraceWriter
+
+GAP_S = 0.01
+"""Between two steps: where there is more, nothing is known of what was under way."""
+
+
+def write(steps: Sequence[StepTimeline], file: Path) -> None:
+    """Writes the trace of some steps, in order.
+
+    Raises:
+        UserError: The file cannot be written.
+    """
+    if not file.name.endswith(".json.gz"):
+        raise UserError(f"--trace {file}: allowed: a name that ends in .json.gz")
+    try:
+        with temporary_folder(file.parent, f".{file.name}.") as folder:
+            made = folder / "trace.json.gz"
+            with TraceWriter(made, steps[0].shown) as trace:
+                _fill(trace, steps)
+            shutil.move(made, file)
+    except OSError as error:
+        raise UserError(
+            f"--trace {file}: {error.strerror}; allowed: a file in a folder that you may write to"
+        ) from error
+
+
+def _fill(trace: TraceWriter, steps: Sequence[StepTimeline]) -> None:
+    phases = [span for step in steps for span in step.phases]
+    whole = [Span(f"step {step.step}", step.start, step.end, step.idle()) for step in steps]
+    trace.process(DRIVER, "driver", [*whole, *phases], "phases", nested=True)
+    trace.process(ENVIRONMENTS, "environments", [], "calls", nested=True)
+    trace.count(ENVIRONMENTS, "calls", _points([step.environments for step in steps]))
+    for number in range(max(len(step.engines) for step in steps)):
+        syncs = [Span(f"weights of step {s.step}", p.start, p.end) for s in steps for p in s.phases if p.name == "sync"]
+        trace.process(ENGINES + number, f"engine-{number}", syncs, "sync", nested=True)
+        counts = [step.engines[number] for step in steps if number < len(step.engines)]
+        trace.count(ENGINES + number, "requests", _points(counts))
+    for place, (name, own) in enumerate((("policy", POLICY), ("critic", CRITIC))):
+        if spans := [span for span in phases if span.name in own]:
+            trace.process(RANKS + place * PER_RANK, name, spans, "phases", nested=True)
+
+
+def _points(counts: Sequence[Counted]) -> Iterator[tuple[float, float]]:
+    """(time, count from then on); 0 where nothing is known."""
+    ends = [*(after.times[0] - before.times[-1] > GAP_S for before, after in pairwise(counts)), True]
+    for counted, ends_here in zip(counts, ends, strict=True):
+        yield from zip(counted.times[:-1].tolist(), counted.counts.tolist(), strict=True)
+        if ends_here:
+            yield float(counted.times[-1]), 0.0

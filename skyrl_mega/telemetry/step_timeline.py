@@ -1,0 +1,185 @@
+"""The timeline of one step: the driver's phases, what engines and environments had under way, and who was idle.
+
+As bytes it is small: times are whole milliseconds, and all counts together have some thousand stretches.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from skyrl_mega.config.outside import Malformed, parsed
+from skyrl_mega.telemetry.counted import Counted
+from skyrl_mega.telemetry.trace import Span
+
+FOLDER = "timeline"
+"""In a run's folder."""
+MOST_STRETCHES, FEWEST = 12_000, 64
+"""Of all counts together in a file; of each at least so many."""
+MOST_BYTES = 2**26
+"""Of a file, unpacked."""
+MOST_SECONDS = 1e8
+NAME = re.compile(r"[a-z_]{1,40}")
+"""Of a phase."""
+POLICY = ("logprobs", "train", "sync", "residency")
+"""Phases in which the policy's ranks work; the reference's work in the first too."""
+CRITIC = ("values", "critic")
+"""Those of a critic's ranks."""
+UPDATED = ("sync", "residency")
+"""Phases in which engines are worked on: without a request they are not idle."""
+
+
+@dataclass(frozen=True)
+class StepTimeline:
+    """What everybody did in a step. Times are seconds of the day's clock."""
+
+    step: int
+    shown: float
+    """Where it begins: with the checkpoint after the step before, where there was one."""
+    start: float
+    """Of the step."""
+    end: float
+    phases: Sequence[Span]
+    """The driver's, in order."""
+    engines: Sequence[Counted]
+    """Requests under way, by engine."""
+    environments: Counted
+    """Calls under way."""
+    slots: int
+    """Calls that could be."""
+
+    def idle(self) -> dict[str, float]:
+        """`idle/*`: shares of the step's time, 0 to 1."""
+        seconds = self.end - self.start
+        updated = _within(self.phases, UPDATED, self.start, self.end)
+        worked = [_worked(engine, self.start, self.end, updated) for engine in self.engines]
+        engines = 1 - sum(worked) / len(worked) / seconds
+        policy = 1 - sum(b - a for a, b in _within(self.phases, POLICY, self.start, self.end)) / seconds
+        calls = self.environments.total(self.start, self.end) / seconds / self.slots
+        found = {"engines": engines, "policy": policy, "environments": 1 - calls, "bottleneck": min(engines, policy)}
+        return {f"idle/{name}": min(1.0, max(0.0, share)) for name, share in found.items()}
+
+    @property
+    def synced(self) -> float | None:
+        """When engines had the step's weights; None for a step without a sync."""
+        return max((span.end for span in self.phases if span.name == "sync"), default=None)
+
+    def dumps(self) -> bytes:
+        """As the bytes of a file."""
+        most = max(FEWEST, MOST_STRETCHES // (len(self.engines) + 1))
+        tree = {
+            "step": self.step,
+            "shown": round(self.shown, 3),
+            "start": _ms(self.start - self.shown),
+            "end": max(_ms(self.end - self.shown), _ms(self.start - self.shown) + 1),
+            "slots": self.slots,
+            "phases": [[s.name, _ms(s.start - self.shown), _ms(s.end - self.shown)] for s in self.phases],
+            "engines": [_packed(engine, self.shown, most) for engine in self.engines],
+            "environments": _packed(self.environments, self.shown, most),
+        }
+        return gzip.compress(json.dumps(tree, separators=(",", ":")).encode(), 6, mtime=0)
+
+
+def name_of(step: int) -> str:
+    """The name of a step's file."""
+    return f"step_{step:06d}.json.gz"
+
+
+def loads(data: bytes) -> StepTimeline:
+    """From the bytes of a file.
+
+    Raises:
+        Malformed: They are something else; says why.
+    """
+    unpack = zlib.decompressobj(wbits=31)
+    try:
+        text = unpack.decompress(data, MOST_BYTES)
+    except zlib.error as error:
+        raise Malformed(f"it is not compressed ({error})") from error
+    if unpack.unconsumed_tail or not unpack.eof:
+        raise Malformed(f"it is cut off, or has more than {MOST_BYTES} bytes")
+    tree = parsed(text)
+    try:
+        shown, end = _number(tree["shown"], 1e11), _number(tree["end"]) / 1e3
+        found = StepTimeline(
+            step=int(_number(tree["step"])),
+            shown=shown,
+            start=shown + _number(tree["start"]) / 1e3,
+            end=shown + end,
+            phases=[
+                Span(_name(name), shown + _number(a) / 1e3, shown + _number(b) / 1e3) for name, a, b in tree["phases"]
+            ],
+            engines=[_unpacked(engine, shown) for engine in tree["engines"]],
+            environments=_unpacked(tree["environments"], shown),
+            slots=int(_number(tree["slots"])),
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise Malformed(f"it is no step's timeline ({type(error).__name__}: {error})") from error
+    if not found.engines or found.slots < 1 or not found.shown <= found.start < found.end:
+        raise Malformed("it is the timeline of no engine, of no slot, or of no time")
+    return found
+
+
+def _packed(counted: Counted, zero: float, most: int) -> list[list[float]]:
+    """Milliseconds of each stretch, its mean count, and the share of it with any."""
+    coarse = counted.coarser(most)
+    edges = np.unique(np.round((coarse.times - zero) * 1e3))
+    edges = edges if len(edges) > 1 else edges[0] + np.arange(2.0)
+    even = coarse.at(edges / 1e3 + zero)
+    lengths = [int(edges[0]), *np.diff(edges).astype(int).tolist()]
+    return [lengths, np.round(even.counts, 2).tolist(), np.round(even.shares, 3).tolist()]
+
+
+def _unpacked(packed: Sequence[Sequence[float]], zero: float) -> Counted:
+    lengths, counts, shares = ([_number(value) for value in column] for column in packed)
+    if len(lengths) < 2 or min(lengths[1:]) < 1 or not len(counts) == len(shares) == len(lengths) - 1:
+        raise ValueError("a count's columns do not belong together")
+    if max(shares) > 1:
+        raise ValueError("a share is more than 1")
+    return Counted.of(zero + np.cumsum(lengths) / 1e3, counts, shares)
+
+
+def _number(value: Any, most: float = MOST_SECONDS * 1e3) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= most:
+        raise ValueError(f"{str(value)[:40]!r} is no number from 0 to {most:g}")
+    return float(value)
+
+
+def _name(value: Any) -> str:
+    if not isinstance(value, str) or not NAME.fullmatch(value):
+        raise ValueError(f"{str(value)[:40]!r} is no name of a phase")
+    return value
+
+
+def _ms(seconds: float) -> int:
+    return max(0, math.floor(seconds * 1e3 + 0.5))
+
+
+def _within(phases: Iterable[Span], names: Sequence[str], start: float, end: float) -> list[tuple[float, float]]:
+    """When one of these phases was under way: spans apart from one another, in order."""
+    found: list[tuple[float, float]] = []
+    for span in sorted(phases, key=lambda span: span.start):
+        a, b = max(span.start, start, found[-1][1] if found else start), min(span.end, end)
+        if span.name in names and a < b:
+            found.append((a, b))
+    return found
+
+
+def _worked(engine: Counted, start: float, end: float, updated: Sequence[tuple[float, float]]) -> float:
+    """Seconds in which an engine had a request, or was worked on."""
+    return engine.busy_s(start, end) + sum(b - a - engine.busy_s(a, b) for a, b in updated)
+
+
+def of(taken: Mapping[int, Counted], count: int, start: float, end: float) -> list[Counted]:
+    """Of each of so many engines, what it had between two times; one that was never asked had nothing."""
+    return [
+        taken[engine].between(start, end) if engine in taken else Counted.none(start, end) for engine in range(count)
+    ]

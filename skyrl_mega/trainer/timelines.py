@@ -1,0 +1,56 @@
+"""`telemetry.timeline`: what every engine, environment slot and policy rank did when, a small file for each step."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+from skyrl_mega.cluster.leftovers import partial_file
+from skyrl_mega.telemetry import step_timeline
+from skyrl_mega.telemetry.step_timeline import StepTimeline
+from skyrl_mega.telemetry.timeline import Timeline
+from skyrl_mega.telemetry.trace import Span
+from skyrl_mega.trainer.step import Step
+
+
+class Timelines:
+    """Writes each step's timeline down.
+
+    Args:
+        folder: The run's.
+        timeline: Is told what engines and environments do.
+        engines: How many there are.
+        slots: Calls of environments that may be under way at once.
+    """
+
+    def __init__(self, folder: Path, timeline: Timeline, *, engines: int, slots: int) -> None:
+        self.folder, self.timeline, self.engines, self.slots = folder / step_timeline.FOLDER, timeline, engines, slots
+
+    def end(self, step: Step) -> dict[str, float]:
+        """After the step: writes its file, and returns `idle/*`."""
+        made = self._made(step)
+        self.folder.mkdir(exist_ok=True)
+        file = self.folder / step_timeline.name_of(step.number)
+        with partial_file(file) as partial:
+            partial.write_bytes(made.dumps())
+            os.replace(partial, file)
+        return made.idle()
+
+    def _made(self, step: Step) -> StepTimeline:
+        taken = self.timeline.take()
+        start, phases = taken.end - (time.perf_counter() - step.start), list(step.spans)
+        shown = start
+        if checkpoint := step.metrics.get("time/checkpoint"):  # it was written between the step before and this one
+            shown = max(taken.start, start - checkpoint)
+            phases = [Span("checkpoint", shown, start), *phases]
+        return StepTimeline(
+            step=step.number,
+            shown=shown,
+            start=start,
+            end=taken.end,
+            phases=phases,
+            engines=step_timeline.of(taken.engines, self.engines, shown, taken.end),
+            environments=taken.environments.between(shown, taken.end),
+            slots=self.slots,
+        )

@@ -1,0 +1,66 @@
+"""The file of each step, and what is measured of who was idle."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from skyrl_mega.telemetry.console import Console
+from skyrl_mega.telemetry.step_timeline import FOLDER, StepTimeline, loads, name_of
+from skyrl_mega.telemetry.timeline import Timeline
+from skyrl_mega.trainer.step import Step
+from skyrl_mega.trainer.timelines import Timelines
+
+
+def play(step: Step, timeline: Timeline) -> None:
+    """One of two engines has a request for a while, then the policy trains as long."""
+    with step.phase("generate"):
+        timeline.requests(1, 1)
+        timeline.calls(1)
+        time.sleep(0.1)
+        timeline.calls(-1)
+        timeline.requests(1, -1)
+    with step.phase("train"):
+        time.sleep(0.1)
+
+
+def read(folder: Path, step: int) -> StepTimeline:
+    return loads((folder / FOLDER / name_of(step)).read_bytes())
+
+
+def test_each_step_has_a_file_and_repeats_overwrite_theirs(tmp_path: Path) -> None:
+    timeline = Timeline()
+    timelines = Timelines(tmp_path, timeline, engines=2, slots=4)
+    timeline.requests(0, 1)  # before the first step: the evaluation that all later ones are compared with
+    timeline.requests(0, -1)
+    for number in (1, 2, 2):
+        step = Step(number, Console())
+        play(step, timeline)
+        found = timelines.end(step)
+    assert found["idle/engines"] == pytest.approx(0.75, abs=0.1), "one does nothing, the other half of the time"
+    assert found["idle/policy"] == pytest.approx(0.5, abs=0.15)
+    assert found["idle/environments"] == pytest.approx(1 - 0.5 / 4, abs=0.05)
+    assert sorted(file.name for file in (tmp_path / FOLDER).iterdir()) == [name_of(1), name_of(2)]
+    first, last = read(tmp_path, 1), read(tmp_path, 2)
+    assert last.idle() == pytest.approx(found, abs=0.02)
+    assert first.end < last.start and first.shown == first.start
+    assert first.engines[0].busy_s(0, 1e12) == 0, "what was before the step is not in it"
+    assert [span.name for span in last.phases] == ["generate", "train"] and last.synced is None
+
+
+def test_a_checkpoint_is_shown_before_the_step_that_measures_it(tmp_path: Path) -> None:
+    timeline = Timeline()
+    timelines = Timelines(tmp_path, timeline, engines=1, slots=1)
+    timeline.requests(0, 1)
+    timelines.end(Step(1, Console()))
+    time.sleep(0.1)
+    step = Step(2, Console(), {"time/checkpoint": 0.06})
+    time.sleep(0.05)
+    found = timelines.end(step)
+    made = read(tmp_path, 2)
+    assert [span.name for span in made.phases] == ["checkpoint"]
+    assert made.start - made.shown == pytest.approx(0.06, abs=0.005)
+    assert found["idle/engines"] == pytest.approx(0, abs=1e-3) and found["idle/policy"] == 1, "of the step's own time"
+    assert made.engines[0].busy_s(0, 1e12) == pytest.approx(made.end - made.shown, abs=0.005)
