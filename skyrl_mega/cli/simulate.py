@@ -40,7 +40,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
     if draws_greedy(config.algorithm):
         raise UserError(
             f"algorithm.advantage = {config.algorithm.advantage}: --simulate does not play the greedy answers that "
-            "engines write beside the samples, so its step would be too short; give another advantage for the simulation"
+            "engines write beside the samples, so its step would be too short; give another advantage to simulate with"
         )
     as_it_is = simulate_choices.off(config)
     hf, _ = dry_run.checked(as_it_is.config)

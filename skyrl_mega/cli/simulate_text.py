@@ -108,7 +108,7 @@ def _advice(c: Comparison) -> str:
     if c.best is None:
         return f"nothing here is faster than asynchrony.mode=off {_as_it_is(c)}"
     change = fixes.text(c.best.choice.change)
-    return f"a step is {c.gain(c.best):.2f} times as fast as with asynchrony.mode=off {_as_it_is(c)} with {change}"
+    return f"a step is {c.gain(c.best):.2f} times as fast as with asynchrony.mode=off {_as_it_is(c)}, with {change}"
 
 
 def _limits(c: Comparison) -> list[str]:

@@ -7,9 +7,10 @@ import contextlib
 import selectors
 from collections.abc import Callable, Coroutine
 from contextvars import Context
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, TypeVarTuple
 
 Answer = TypeVar("Answer")
+Given = TypeVarTuple("Given")
 LONGEST_S = 1e8
 """Three years: whoever waits for longer waits for ever."""
 
@@ -36,7 +37,11 @@ class VirtualTime(asyncio.SelectorEventLoop):
         return self.now
 
     def call_at(
-        self, when: float, callback: Callable[..., object], *args: Any, context: Context | None = None
+        self,
+        when: float,
+        callback: Callable[[*Given], object],
+        *args: *Given,
+        context: Context | None = None,
     ) -> asyncio.TimerHandle:
         """As the base class, at the nearest tick; what lies beyond the end of time is not called."""
         if when > self.longest_s:

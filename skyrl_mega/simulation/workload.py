@@ -11,11 +11,12 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.terminal import one_line
-from skyrl_mega.config.values import shown
+from skyrl_mega.config.terminal import one_line, printable
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Kind, Step
 
+LONGEST = 40
+"""Characters of an option that an error shows."""
 HIGHEST_SIGMA = 3.0
 """With it the largest of a thousand values is a hundred times the mean."""
 
@@ -90,8 +91,9 @@ class LogNormal:
         except ValueError:
             mean = sigma = math.nan
         if text.count(",") > 1 or not (lowest <= mean <= highest and 0 <= sigma <= HIGHEST_SIGMA):
+            given = printable(text[:LONGEST]) or "''"
             raise UserError(
-                f"{option} {shown(text)}: allowed is MEAN,SIGMA with a MEAN of {lowest:g} to {highest:g} and a SIGMA "
+                f"{option} {given}: allowed is MEAN,SIGMA with a MEAN of {lowest:g} to {highest:g} and a SIGMA "
                 f"of 0 to {HIGHEST_SIGMA:g}"
             )
         return cls(mean, sigma)
