@@ -16,8 +16,8 @@ from skyrl_mega.simulation.simulate import Outcome
 
 STEPS = 4
 """That are measured of each choice."""
-SHOWN_GAIN = 1.005
-"""From here on a step's time over another's is not 1.00."""
+CHANCE = 1.02
+"""Steps that take up to so many times as long as others do not differ."""
 HEAD = (
     "mode",
     "staleness",
@@ -62,9 +62,13 @@ class Comparison:
 
     @property
     def best(self) -> Row | None:
-        """The fastest; None where that is the first one."""
-        fastest = min([*self.rows, *self.tried], key=lambda row: row.outcome.seconds)
-        return fastest if self.gain(fastest) >= SHOWN_GAIN else None
+        """Of the fastest, by no more than what is chance, the one with least staleness; None where that is the first
+        one."""
+        every = [*self.rows, *self.tried]
+        fastest = min(row.outcome.seconds for row in every)
+        near = [row for row in every if row.outcome.seconds <= CHANCE * fastest]
+        found = min(near, key=lambda row: (row.choice.most, row.outcome.seconds))
+        return None if found is self.rows[0] else found
 
     def gain(self, row: Row) -> float:
         """How many times as long the first one's step takes."""
@@ -114,9 +118,11 @@ def _advice(c: Comparison) -> str:
 def _limits(c: Comparison) -> list[str]:
     """How far the figures may be trusted."""
     size = c.config.data.prompts_per_step * c.config.data.samples_per_prompt
-    stand = "" if c.trajectories == size else f", {c.trajectories} of which stand for {size}: so is its tail"
+    stand = f"{c.trajectories} of them stand for {size}, and its tail is theirs"
     return [
-        f"each row is {STEPS} steps with one seed, the same trajectories for all{stand}; small differences are chance",
+        f"each row is {STEPS} steps with one seed, of the same trajectories"
+        + ("" if c.trajectories == size else f" ({stand})")
+        + f"; differences of {CHANCE - 1:.0%} are chance, and of such rows the least stale one is advised",
         "nothing was started (--simulate): seconds are estimates from cluster.rates; who waits for whom is what the "
         "real service and router do, in virtual time",
     ]
