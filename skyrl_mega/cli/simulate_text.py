@@ -62,13 +62,14 @@ class Comparison:
 
     @property
     def best(self) -> Row | None:
-        """Of the fastest, by no more than what is chance, the one with least staleness; None where that is the first
-        one."""
+        """Of the fastest, by no more than what is chance, the one with least staleness; None where the first one is as
+        fast."""
         every = [*self.rows, *self.tried]
         fastest = min(row.outcome.seconds for row in every)
         near = [row for row in every if row.outcome.seconds <= CHANCE * fastest]
-        found = min(near, key=lambda row: (row.choice.most, row.outcome.seconds))
-        return None if found is self.rows[0] else found
+        if self.rows[0] in near:
+            return None
+        return min(near, key=lambda row: (row.choice.most, row.outcome.seconds))
 
     def gain(self, row: Row) -> float:
         """How many times as long the first one's step takes."""

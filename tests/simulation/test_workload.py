@@ -105,3 +105,13 @@ def test_long_answers_are_counted_by_more_tokens() -> None:
     for mean_of_all, turns in ((200, 1), (FINEST * 10, 1), (FINEST * 30, 3)):
         workload = Drawn(0, LogNormal(mean_of_all, 0), LogNormal(0, 0), turns, 10**9)
         assert grain_of(workload) == max(1, mean_of_all // turns // FINEST)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "five", "0.9", "-1", "inf", "nan", "1e9", "5,nan", "5,inf", "5,3.1", "5,-1", "5,", "1,2,3", "x" * 999]
+)
+def test_what_is_no_distribution_is_told(text: str) -> None:
+    with pytest.raises(UserError, match=r"^--tokens .+: allowed is MEAN,SIGMA with a MEAN of 1 to 60 and a SIGMA of 0"):
+        LogNormal.parsed(text, "--tokens", 1, 60)
+    assert LogNormal.parsed("60,3", "--tokens", 1, 60) == LogNormal(60, 3)
+    assert LogNormal.parsed("1", "--tokens", 1, 60) == LogNormal(1, 0)
