@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_mega.cluster.supervisor import STOPPED
-from skyrl_mega.config.command import DONE, FAULT, Parser, guarded
+from skyrl_mega.config.command import DONE, FAULT, Parser, guarded, integer
 from skyrl_mega.config.derived import cut_sampling, generates_ahead, idle_gpus
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
@@ -58,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--tokens", metavar="MEAN,SIGMA", help="--simulate: that a trajectory writes, log-normal")
     p.add_argument("--environment", metavar="MEAN,SIGMA", help="--simulate: seconds of its environment in a turn")
-    p.add_argument("--turns", type=int, metavar="N", help="--simulate: of a trajectory (default: 1)")
+    p.add_argument("--turns", type=integer(1, 1000), metavar="N", help="--simulate: of a trajectory (default: 1)")
     p.add_argument("--like", metavar="RUN", help="--simulate: trajectories as this run's folder has them")
     p.add_argument("--json", action="store_true", help="steps and summary, or the plan, as JSON on standard output")
     p.add_argument("overrides", nargs="*", metavar="group.key=value", help="settings over the file's: run.seed=1")
@@ -85,6 +85,14 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.suggest and not args.suggest.isdigit():  # a setting that stands behind it
         args.overrides, args.suggest = [args.suggest, *args.overrides], ""
+    if args.simulate:
+        for name, given in (
+            ("dry-run", args.dry_run),
+            ("suggest", args.suggest is not None),
+            ("settings", args.settings),
+        ):
+            if given:
+                raise UserError(f"--simulate --{name}: give one of them; each prints something else, and stops")
     if args.suggest is not None and args.dry_run:
         raise UserError(
             "--suggest --dry-run: give one of them; --suggest prints the settings for a dry run of each layout"

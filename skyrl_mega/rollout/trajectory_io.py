@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from array import array
 from pathlib import Path
@@ -131,6 +132,34 @@ def read(path: Path) -> list[Trajectory]:
     ]
     rows = table.select(ROWS.names).to_pylist()
     return [_trajectory(*parts) for parts in zip(rows, *by_token, strict=True)]
+
+
+def read_steps(path: Path) -> list[list[Step]]:
+    """Reads when which part of each trajectory was, and how long it took; nothing else of the file.
+
+    Raises:
+        ValueError: The file is no parquet file, has no such column, or one with spans or seconds that cannot be.
+        OSError: It cannot be read.
+    """
+    try:
+        with pq.ParquetFile(path) as file:
+            if "steps" not in file.schema_arrow.names:
+                raise ValueError("it has no column steps")
+            rows = file.read(["steps"])["steps"].cast(STEPS).to_pylist()
+    except pa.ArrowException as error:  # of which some are no ValueError
+        raise ValueError(str(error)) from error
+    return [[_checked(step) for step in steps or ()] for steps in rows]
+
+
+def _checked(row: dict[str, Any] | None) -> Step:
+    """A step of a file that anybody may have written."""
+    try:
+        step = _step(row or {})
+        if 0 <= step.start <= step.end and 0 <= step.env_s < math.inf:
+            return step
+    except (TypeError, KeyError, ValueError):
+        pass
+    raise ValueError(f"its column steps has {row}")
 
 
 def _table(trajectories: list[Trajectory], columns: bool) -> pa.Table:

@@ -7,11 +7,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from statistics import NormalDist
 from typing import NamedTuple
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.terminal import one_line, printable
 from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.trajectory import Kind, Trajectory
+from skyrl_mega.rollout.trajectory import Kind, Step
+
+LONGEST = 40
+"""Characters of an option that an error shows."""
+HIGHEST_SIGMA = 3.0
+"""With it the largest of a thousand values is a hundred times the mean."""
 
 
 class Turn(NamedTuple):
@@ -22,6 +29,22 @@ class Turn(NamedTuple):
     written: int
     env_s: float
     """Seconds of the environment after it."""
+
+
+class Length(NamedTuple):
+    """Of a trajectory, on average."""
+
+    read: float
+    """Tokens of the prompt and of the environment."""
+    written: float
+    """Tokens of the policy."""
+    answers: float
+    """Turns in which it writes."""
+
+    @property
+    def total(self) -> float:
+        """Tokens."""
+        return self.read + self.written
 
 
 @dataclass(frozen=True)
@@ -43,9 +66,22 @@ class LogNormal:
             return 0.0
         return random.lognormvariate(math.log(self.mean) - self.sigma**2 / 2, self.sigma)
 
+    def mean_up_to(self, most: float) -> float:
+        """The mean of values of which those above `most` count as that."""
+        if not self.mean or not self.sigma:
+            return min(self.mean, most)
+        z = math.log(most / self.mean) / self.sigma
+        below, above = NormalDist().cdf(z - self.sigma / 2), NormalDist().cdf(-z - self.sigma / 2)
+        return self.mean * below + most * above
+
     @classmethod
-    def parsed(cls, text: str, option: str) -> LogNormal:
+    def parsed(cls, text: str, option: str, lowest: float, highest: float) -> LogNormal:
         """From `MEAN` or `MEAN,SIGMA`.
+
+        Args:
+            text: That.
+            option: Its name, for the error.
+            lowest, highest: Means that are allowed.
 
         Raises:
             UserError: It is something else.
@@ -54,8 +90,12 @@ class LogNormal:
             mean, sigma = (float(part) for part in [*text.split(","), "0"][:2])
         except ValueError:
             mean = sigma = math.nan
-        if text.count(",") > 1 or not (0 <= mean < math.inf and 0 <= sigma <= 10):
-            raise UserError(f"{option} {text}: allowed is MEAN,SIGMA, such as 2000,1, with a SIGMA of 0 to 10")
+        if text.count(",") > 1 or not (lowest <= mean <= highest and 0 <= sigma <= HIGHEST_SIGMA):
+            given = printable(text[:LONGEST]) or "''"
+            raise UserError(
+                f"{option} {given}: allowed is MEAN,SIGMA with a MEAN of {lowest:g} to {highest:g} and a SIGMA "
+                f"of 0 to {HIGHEST_SIGMA:g}"
+            )
         return cls(mean, sigma)
 
 
@@ -71,6 +111,8 @@ class Drawn:
     turns: int
     most: int
     """Tokens that a trajectory may write."""
+    longest_s: float = math.inf
+    """Seconds after which a turn of the environment is ended."""
 
     def draw(self, random: Random) -> list[Turn]:
         """One trajectory."""
@@ -78,8 +120,14 @@ class Drawn:
         each = [written // self.turns] * self.turns
         each[-1] += written % self.turns
         return [
-            Turn(self.prompt if n == 0 else 0, count, self.environment.draw(random)) for n, count in enumerate(each)
+            Turn(self.prompt if n == 0 else 0, count, min(self.longest_s, self.environment.draw(random)))
+            for n, count in enumerate(each)
         ]
+
+    @property
+    def length(self) -> Length:
+        """On average."""
+        return Length(self.prompt, max(self.turns, self.tokens.mean_up_to(self.most)), self.turns)
 
 
 @dataclass(frozen=True)
@@ -92,15 +140,30 @@ class Recorded:
         """One trajectory."""
         return random.choice(self.played)
 
+    @property
+    def length(self) -> Length:
+        """On average."""
+        turns = [turn for played in self.played for turn in played]
+        sums = sum(turn.read for turn in turns), sum(turn.written for turn in turns), len(turns)
+        return Length(*(value / len(self.played) for value in sums))
+
     @classmethod
     def of_run(cls, folder: Path) -> Recorded:
         """Those that a run has written, of all its steps.
 
         Raises:
-            UserError: There are none.
+            UserError: There are none, or a file is of something else.
         """
-        files = sorted((folder / "trajectories").glob("step_*.parquet"))
-        found = [turns for file in files for t in trajectory_io.read(file) if (turns := turns_of(t))]
+        found = []
+        for file in sorted((folder / "trajectories").glob("step_*.parquet")):
+            try:
+                played = trajectory_io.read_steps(file)
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"--like {folder}: {file.name} has no trajectories that can be read ({one_line(str(error))}); take "
+                    "it out of the folder, or give another run's"
+                ) from error
+            found += [turns for steps in played if (turns := turns_of(steps))]
         if not found:
             raise UserError(
                 f"--like {folder}: there are no trajectories; give a run's folder, of a run with "
@@ -112,10 +175,10 @@ class Recorded:
 Workload = Drawn | Recorded
 
 
-def turns_of(t: Trajectory) -> list[Turn]:
+def turns_of(steps: Sequence[Step]) -> list[Turn]:
     """A trajectory's answers."""
     turns, read = [], 0
-    for step in t.steps:
+    for step in steps:
         if step.kind is Kind.RESPONSE:
             turns.append(Turn(read, step.end - step.start, step.env_s))
             read = 0

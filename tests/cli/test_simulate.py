@@ -1,49 +1,157 @@
-"""`--simulate`: its tables, and what it refuses."""
+"""`--simulate`: its tables, its advice, and what it refuses."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from skyrl_mega.cli import simulate_choices, simulate_text
+from skyrl_mega.cli.dry_run import checked
+from skyrl_mega.cli.refusal import wrong
+from skyrl_mega.cli.simulate_choices import MODES, Choice
+from skyrl_mega.cli.simulate_text import Comparison, Refused, Row
 from skyrl_mega.cli.train import main
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.derived import gpus_needed
+from skyrl_mega.planner.fixes import changed
+from skyrl_mega.simulation.simulate import Outcome
 
-SMALL = ["data.prompts_per_step=16", "data.samples_per_prompt=4", "data.mini_batch_prompts=null"]
-SEARCH = ["--config", "configs/searchr1_30b.yaml", *SMALL]
+FILE = "configs/searchr1_30b.yaml"
+SMALL = ["data.prompts_per_step=8", "data.samples_per_prompt=2", "data.mini_batch_prompts=null"]
+SEARCH = ["--config", FILE, *SMALL]
+REFERENCE = ["algorithm.kl.coefficient=0.01", "reference.layout={tensor: 2}"]
 
 
-def test_modes_and_splits(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*SEARCH, "--simulate", "--json", "--turns", "2", "--environment", "5,1"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def simulated(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert main([*SEARCH, "--simulate", "--json", *arguments]) == 0
+    found: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def test_what_is_advised_passes_the_checks_of_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulated(capsys, "--turns", "2", "--environment", "30,1")
     modes = [(row["mode"], row["max_staleness"], row["shared"]) for row in found["modes"]]
-    assert modes[0] == ("off", 0, True) and not any(shared for *_, shared in modes[1:])
-    assert [row[:2] for row in modes[1:]] == [("off", 0), ("one_step", 1), ("full", 1), ("full", 2), ("full", 4)]
-    apart = found["modes"][1:]
-    assert apart[-1]["seconds"] <= apart[0]["seconds"], "more staleness is not slower"
-    for row in found["splits"]:
-        assert row["policy.ranks"] + 8 * row["rollout.engines"] == 32
-    assert {row["policy.ranks"] for row in apart} == {
-        min(found["splits"], key=lambda row: row["seconds"])["policy.ranks"]
-    }
+    assert modes == [("off", 0, True), *((*mode, False) for mode in MODES)] and not found["refused"]
+    best = min(found["splits"], key=lambda row: row["seconds"])
+    assert {row["policy.ranks"] for row in found["modes"][1:]} == {best["policy.ranks"]}
+    hf, _ = checked(compose(FILE, SMALL))
+    asynchronous = found["modes"][2:]
+    assert all("algorithm.importance_cap=2" in row["settings"] for row in asynchronous)
+    advised = next(row for row in [*asynchronous, *found["splits"]] if row["settings"] == found["advice"])
+    for row in (advised, *found["modes"][:2]):
+        config = compose(FILE, [*SMALL, *row["settings"].split()])
+        assert wrong(config, hf, planned=True, strict=not config.cluster.shared) is None
+        assert config.asynchrony.mode == row["mode"] and config.policy.ranks in (None, row["policy.ranks"])
+
+
+def test_modes_that_cannot_run_are_listed_with_the_reason(capsys: pytest.CaptureFixture[str]) -> None:
+    found = simulated(capsys, "algorithm.dynamic_sampling.enabled=true", "algorithm.dynamic_sampling.mode=replace")
+    assert [(row["mode"], row["max_staleness"]) for row in found["modes"][1:]] == [("off", 0), ("one_step", 1)]
+    assert [(row["mode"], row["max_staleness"]) for row in found["refused"]] == [("full", 1), ("full", 2), ("full", 4)]
+    assert all("algorithm.dynamic_sampling.mode = replace" in row["reason"] for row in found["refused"])
+    assert {row["mode"] for row in found["splits"]} == {"one_step"}, "of those that can run"
+
+
+def test_a_correction_of_ones_own_is_left() -> None:
+    config = compose(FILE, [*SMALL, "algorithm.old_logprobs=engine"])
+    hf, _ = checked(config)
+    split = simulate_choices.splits(config, hf)[0]
+    found = simulate_choices.choice(config, split, "full", 4, hf)
+    assert isinstance(found, Choice) and dict(found.change)["asynchrony.max_staleness"] == 4
+    assert not any(key.startswith("algorithm.") for key, _ in found.change)
+
+
+@pytest.mark.parametrize(
+    ("more", "ranks", "engines"),
+    [
+        ([], (8, 24), (12, 4)),
+        (["cluster.nodes=8"], (8, 56), (28, 4)),
+        ([*REFERENCE, "cluster.nodes=8"], (8, 24), (24, 8)),
+        ([*REFERENCE, "reference.ranks=8"], (8, 16), (8, 4)),
+        (["algorithm.advantage=gae", "critic.ranks=8"], (8, 16), (8, 4)),
+    ],
+)  # fmt: skip
+def test_splits_leave_gpus_for_reference_and_critic(
+    more: list[str], ranks: tuple[int, int], engines: tuple[int, int]
+) -> None:
+    config = compose(FILE, [*SMALL, "rollout.tensor=2", *more])
+    hf, _ = checked(compose(FILE, SMALL))
+    found = [dict(split) for split in simulate_choices.splits(config, hf)]
+    assert 2 <= len(found) <= simulate_choices.SPLITS
+    for split in found:
+        assert gpus_needed(changed(config, tuple(split.items()))) <= 8 * config.cluster.nodes
+    ends = found[0], found[-1]
+    assert tuple(split["policy.ranks"] for split in ends) == ranks
+    assert tuple(split["rollout.engines"] for split in ends) == engines
+
+
+def compared(*seconds: float, refused: tuple[Refused, ...] = ()) -> Comparison:
+    """The settings as they are, and others, with steps of so many seconds."""
+    config = compose(FILE)
+    apart = (("cluster.shared", False), ("residency.keep", None), ("policy.ranks", 16), ("rollout.engines", 2))
+    outcome = Outcome(0.0, 0.5, 0.5, 0.5, 0.0, 0.0)
+    rows = [Row(simulate_choices.off(config), replace(outcome, seconds=seconds[0]))]
+    rows += [Row(Choice("off", 0, changed(config, apart), apart), replace(outcome, seconds=s)) for s in seconds[1:]]
+    return Comparison(config, rows, rows[1:], refused)
+
+
+def test_where_nothing_is_faster_that_is_said() -> None:
+    for slower in (compared(100, 101), compared(100, 99.9)):
+        assert "nothing here is faster than asynchrony.mode=off on shared GPUs" in simulate_text.text(slower)
+        assert simulate_text.values(slower)["advice"] is None
+    told = simulate_text.text(compared(100, 120, 80))
+    assert "nothing here" not in told
+    assert "1.25 times as fast as with asynchrony.mode=off on shared GPUs, with cluster.shared=false" in told
+
+
+def test_of_rows_that_differ_by_chance_the_least_stale_is_advised() -> None:
+    for fastest, advised in ((79, 0), (70, 2)):
+        c = compared(100, 80, fastest)
+        stale = replace(c.rows[2], choice=replace(c.rows[2].choice, mode="full", most=2))
+        found = replace(c, rows=[*c.rows[:2], stale], tried=[stale]).best
+        assert found is not None and found.choice.most == advised
+
+
+def test_how_far_figures_may_be_trusted_is_said() -> None:
+    told = simulate_text.text(compared(100, 80, refused=(Refused("full", 2, "it may not"),)))
+    assert "4 steps with one seed" in told and "510 of them stand for 2560, and its tail is theirs" in told
+    assert "mode=full and max_staleness=2 cannot run here: it may not" in told
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
         ([*SEARCH, "--tokens", "5,1"], "--tokens: it is for --simulate"),
-        ([*SEARCH, "--simulate", "--tokens", "five"], "--tokens five: allowed is MEAN,SIGMA"),
-        ([*SEARCH, "--simulate", "--environment", "1,2,3"], "--environment 1,2,3: allowed"),
-        ([*SEARCH, "--simulate", "--environment", "-1"], "allowed is MEAN,SIGMA"),
+        ([*SEARCH, "--simulate", "--tokens", "0"], "--tokens 0: allowed is MEAN,SIGMA with a MEAN of 1 to 4596 and"),
+        ([*SEARCH, "--simulate", "--environment", "61"], "--environment 61: allowed is MEAN,SIGMA with a MEAN of 0"),
         ([*SEARCH, "--simulate", "--turns", "0"], "--turns 0: allowed"),
+        ([*SEARCH, "--simulate", "--turns", "inf"], "--turns inf: allowed"),
+        ([*SEARCH, "--simulate", "--turns", "5"], "--turns 5: allowed is at most rollout.max_turns = 4"),
         ([*SEARCH, "--simulate", "--like", "nowhere"], "--like nowhere: there are no trajectories"),
         ([*SEARCH, "--simulate", "--like", "nowhere", "--turns", "2"], "--turns: --like takes all of it"),
+        ([*SEARCH, "--simulate", "--dry-run"], "--simulate --dry-run: give one of them"),
+        ([*SEARCH, "--simulate", "--suggest"], "--simulate --suggest: give one of them"),
+        ([*SEARCH, "--simulate", "--settings"], "--simulate --settings: give one of them"),
+        ([*SEARCH, "--simulate", "algorithm.advantage=remax"], "algorithm.advantage = remax: --simulate does not play"),
         (["--config", "configs/quickstart.yaml", "--simulate"], "cluster.device = cpu"),
     ],
-)
+)  # fmt: skip
 def test_what_is_wrong_is_told_in_one_line(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("skyrl_mega.cli.dry_run.checked", lambda config: ({}, []))  # seconds, for what is told before
     assert main(arguments) == 2
     error = capsys.readouterr().err.strip()
     assert said in error and error.count("\n") == 0
+
+
+def test_a_broken_file_of_a_run_is_told_in_one_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "trajectories").mkdir()
+    (tmp_path / "trajectories" / "step_000001.parquet").write_bytes(b"not parquet")
+    assert main([*SEARCH, "--simulate", "--like", str(tmp_path)]) == 2
+    error = capsys.readouterr().err.strip()
+    assert "step_000001.parquet has no trajectories that can be read" in error and error.count("\n") == 0

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from array import array
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema import AsynchronyConfig, Config
 from skyrl_mega.engines.base import Request
-from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
-from skyrl_mega.simulation.engines import GRAIN, SimulatedEngine
-from skyrl_mega.simulation.simulate import Outcome, Rates, simulate, smaller, with_mode
+from skyrl_mega.simulation.engines import SimulatedEngine, Speed
+from skyrl_mega.simulation.rates import Rates
+from skyrl_mega.simulation.simulate import Outcome, simulate
 from skyrl_mega.simulation.virtual_time import VirtualLoop, WaitsForEver
-from skyrl_mega.simulation.workload import Drawn, LogNormal, Turn, turns_of
+from skyrl_mega.simulation.workload import Drawn, LogNormal
 
 SECONDS = (0.0, 0.010, 0.011, 0.013)
 """Three places."""
@@ -28,21 +26,21 @@ def ends(arrivals: list[tuple[float, int]]) -> list[float]:
 
     async def ask(engine: SimulatedEngine, at: float, tokens: int) -> float:
         await asyncio.sleep(at)
-        await engine.submit(Request("r", [], tokens, seed=0))
+        await engine.submit(Request("r", [], 64 * tokens, seed=0))
         return asyncio.get_running_loop().time()
 
-    async def all_of_them() -> list[float]:
-        engine = SimulatedEngine(asyncio.get_running_loop(), SECONDS, 0.0)
+    async def all_of_them(loop: VirtualLoop) -> list[float]:
+        engine = SimulatedEngine(loop.loop, Speed(SECONDS, 0.0, 1e9))
         return await asyncio.gather(*(ask(engine, at, tokens) for at, tokens in arrivals))
 
     with VirtualLoop() as loop:
-        return loop.run(all_of_them())
+        return loop.run(all_of_them(loop))
 
 
 def brute_force(arrivals: list[tuple[float, int]]) -> list[float]:
     """In steps of a thousandth of a second."""
     step, now = 1e-3, 0.0
-    left = [float(GRAIN * tokens) for _, tokens in arrivals]
+    left = [float(64 * tokens) for _, tokens in arrivals]
     order = sorted(range(len(arrivals)), key=lambda i: (arrivals[i][0], i))
     done: dict[int, float] = {}
     while len(done) < len(arrivals):
@@ -55,7 +53,8 @@ def brute_force(arrivals: list[tuple[float, int]]) -> list[float]:
     return [done[i] for i in range(len(arrivals))]
 
 
-@given(st.lists(st.tuples(st.sampled_from([0.0, 0.31, 0.77, 2.0]), st.integers(1, 3)), min_size=1, max_size=6))
+@settings(max_examples=30, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from([0.0, 0.31, 0.77, 2.0]), st.integers(1, 3)), min_size=1, max_size=5))
 def test_sequences_share_an_engine(arrivals: list[tuple[float, int]]) -> None:
     apart = [(at + 1e-6 * i, tokens) for i, (at, tokens) in enumerate(arrivals)]  # who comes first is no matter of luck
     assert ends(apart) == pytest.approx(brute_force(apart), abs=0.05)
@@ -65,27 +64,25 @@ CONFIG = Config()
 CONFIG.data.prompts_per_step, CONFIG.data.samples_per_prompt = 8, 4
 RATES = Rates(
     engines=2,
-    seconds=tuple(0.02 + 0.001 * n for n in range(17)),
-    prefill_s=0.0,
+    speed=Speed(tuple(0.02 + 0.001 * n for n in range(17)), prefill_s=0.0, cache_tokens=10**9),
     train_s=10 / (32 * 640),
     sync_s=2.0,
-    cache_tokens=10**9,
 )
 ALIKE = Drawn(0, LogNormal(640, 0), LogNormal(0, 0), 1, 10**6)
 LONG_TAIL = replace(ALIKE, tokens=LogNormal(640, 1.2))
 
 
 def outcome(mode: str, most: int, workload: Drawn = ALIKE, rates: Rates = RATES) -> Outcome:
-    return simulate(with_mode(CONFIG, mode, most), rates, workload, steps=6)
+    return simulate(replace(CONFIG, asynchrony=AsynchronyConfig(mode, most)), rates, workload, steps=6)
 
 
 def test_a_synchronous_step_is_all_its_parts() -> None:
     """16 sequences of 640 tokens on each engine, all at once."""
     found = outcome("off", 0)
-    generate = 640 * RATES.seconds[16]
-    assert found.seconds == pytest.approx(generate + 10 + 2)
-    assert found.policy_waits == pytest.approx(generate / found.seconds)
-    assert found.engines_idle == pytest.approx(12 / found.seconds)
+    generate = 640 * RATES.speed.seconds[16]
+    assert found.seconds == pytest.approx(generate + 10 + 2, rel=3e-3)
+    assert found.policy_waits == pytest.approx(generate / found.seconds, rel=3e-3)
+    assert found.engines_idle == pytest.approx(10 / found.seconds, rel=3e-3)
     assert (found.staleness, found.staleness_max) == (0, 0)
 
 
@@ -93,48 +90,22 @@ def test_a_synchronous_step_is_all_its_parts() -> None:
 def test_the_slower_side_decides(mode: str) -> None:
     """Engines that write 640 tokens in 23 s, beside a policy that trains for 10; and for 100."""
     found = outcome(mode, 1)
-    assert found.seconds == pytest.approx(640 * RATES.seconds[16] + 2, rel=0.02)
+    assert found.seconds == pytest.approx(640 * RATES.speed.seconds[16] + 2, rel=0.02)
     slow = replace(RATES, train_s=10 * RATES.train_s)
     found = outcome(mode, 1, rates=slow)
-    assert found.seconds == pytest.approx(102, rel=1e-6) and found.policy_waits < 1e-6
+    assert found.seconds == pytest.approx(102, rel=3e-3) and found.policy_waits < 1e-6
     assert found.staleness == pytest.approx(1) and found.staleness_max == 1
 
 
 def test_a_long_tail_is_hidden_by_staleness() -> None:
     seconds = [outcome(mode, most, LONG_TAIL).seconds for mode, most in (("off", 0), ("one_step", 1), ("full", 2))]
-    assert seconds[0] > 1.2 * seconds[1] > 1.2 * seconds[2]
+    assert seconds[0] > 1.1 * seconds[1] and seconds[1] > 1.1 * seconds[2]
     for most in (1, 2, 4):
         assert outcome("full", most, LONG_TAIL).staleness_max <= most
 
 
-def test_fewer_trajectories_stand_for_many() -> None:
-    config = Config()
-    config.data.prompts_per_step, config.data.samples_per_prompt = 256, 8
-    rates = replace(RATES, engines=4, seconds=tuple(0.02 + 0.001 * n for n in range(65)))
-    less, scaled = smaller(config, rates)
-    assert less.data.prompts_per_step * 8 <= 512 and scaled.engines == 1 and len(scaled.seconds) == len(rates.seconds)
-    found = simulate(with_mode(config, "off", 0), rates, ALIKE, steps=3)
-    waves = 640 * rates.seconds[64] * 2048 / (4 * 64)
-    assert found.seconds == pytest.approx(waves + 2048 * 640 * rates.train_s + 2, rel=0.01)
-
-
 def test_the_same_seed_is_the_same_run() -> None:
     assert outcome("full", 2, LONG_TAIL) == outcome("full", 2, LONG_TAIL)
-
-
-def test_turns_are_read_from_a_trajectory() -> None:
-    tokens = array("i", [0] * 10)
-    t = Trajectory(
-        Prompt(0, [], "mine", {}), 0, tokens, array("b", [0] * 10), array("f", [0.0] * 10), 3, 0.0, Status.COMPLETED, 2
-    )
-    t.steps = [
-        Step(Kind.PROMPT, 0, 3, env_s=9.0),
-        Step(Kind.RESPONSE, 3, 5, env_s=1.5),
-        Step(Kind.OBSERVATION, 5, 8),
-        Step(Kind.RESPONSE, 8, 10, env_s=0.5),
-        Step(Kind.OBSERVATION, 10, 10),
-    ]
-    assert turns_of(t) == [Turn(3, 2, 1.5), Turn(3, 2, 0.5)]
 
 
 def test_waiting_for_ever_is_told() -> None:

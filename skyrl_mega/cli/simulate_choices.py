@@ -1,0 +1,133 @@
+"""What `--simulate` compares: modes of `asynchrony` and splits of the GPUs, each as the settings that a run would need.
+
+A choice is a change of the settings that has passed every check that a run's settings have, so that it can be pasted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import reduce
+from itertools import islice
+from typing import Any
+
+from skyrl_mega.cli.refusal import wrong
+from skyrl_mega.config.asynchrony_checks import corrected
+from skyrl_mega.config.derived import engine_ranks, gpus_needed
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import AsynchronyConfig, Config
+from skyrl_mega.planner import fit, fixes
+from skyrl_mega.planner.fixes import Change
+from skyrl_mega.planner.memory import critic_dims
+
+MODES = (("off", 0), ("one_step", 1), ("full", 1), ("full", 2), ("full", 4))
+"""With `asynchrony.max_staleness`, in the order in which they are shown."""
+EXPLORED = (("full", 2), ("full", 1), ("one_step", 1), ("off", 0))
+"""The first of these that can run decides which split is best."""
+SPLITS = 6
+"""Splits that are simulated."""
+COUNTS = 64
+"""Numbers of engines that are looked at."""
+RANKS = 3
+"""Numbers of policy ranks that are looked at with each, the largest that its layout allows."""
+CORRECTIONS: tuple[Change, ...] = (
+    (("algorithm.importance_cap", 2.0),),
+    (("algorithm.old_logprobs", "engine"),),
+    (("algorithm.rejection.level", "token"),),
+)
+"""What tokens of older weights need one of; the first that these settings allow is taken."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Settings that can run."""
+
+    mode: str
+    most: int
+    """`asynchrony.max_staleness`; 0 with `off`."""
+    config: Config
+    change: Change
+    """From the settings that were given, without what they have already."""
+
+
+def off(config: Config) -> Choice:
+    """The settings as they are, synchronous."""
+    change = _differing(config, _mode("off", 0))
+    return Choice("off", 0, fixes.changed(config, change), change)
+
+
+def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str, Any]) -> Choice | UserError:
+    """A mode in a split, with a correction where it needs one; or why it cannot run."""
+    change = (*_mode(mode, most), *split)
+    needed = most and not corrected(config.algorithm)
+    refusals = []
+    for correction in CORRECTIONS if needed else ((),):
+        whole = _differing(config, (*change, *correction))
+        changed = fixes.changed(config, whole)
+        if (refusal := wrong(changed, hf, planned=True, strict=True)) is None:
+            return Choice(mode, most, changed, whole)
+        refusals.append(refusal)
+    return refusals[0]
+
+
+def splits(config: Config, hf: Mapping[str, Any]) -> list[Change]:
+    """The GPUs between the policy, with reference and critic, and engines: where all fit, at most `SPLITS`, from the
+    fewest policy ranks to the most."""
+    total = config.cluster.nodes * config.cluster.gpus_per_node
+    engines = total // engine_ranks(config.rollout)
+    found = {}
+    for count in _spread(range(1, engines + 1), COUNTS):
+        for split in islice(_ranks(config, count, total, hf), 1):
+            found[dict(split)["policy.ranks"]] = split  # where more engines leave it as many ranks, these are better
+    return _spread([found[ranks] for ranks in sorted(found)], SPLITS)
+
+
+def _ranks(config: Config, engines: int, total: int, hf: Mapping[str, Any]) -> Iterator[Change]:
+    """Splits with so many engines, the most policy ranks first."""
+    looked = 0
+    for ranks in range(total, 0, -1):
+        split = _split(ranks, engines)
+        changed = fixes.changed(config, split)
+        if gpus_needed(changed) > total or not _divides(changed):
+            continue
+        if not isinstance(choice(config, split, "off", 0, hf), UserError):
+            yield split
+        looked += 1
+        if looked == RANKS:
+            return
+
+
+def _divides(config: Config) -> bool:
+    """Whether the ranks can be cut as their layouts say."""
+    try:
+        fit.parallel_of(config)
+        critic_dims(config)
+    except UserError:
+        return False
+    return True
+
+
+def _split(ranks: int, engines: int) -> Change:
+    return (
+        ("cluster.shared", False),
+        ("residency.keep", None),
+        ("policy.ranks", ranks),
+        ("rollout.engines", engines),
+    )
+
+
+def _mode(mode: str, most: int) -> Change:
+    usual = AsynchronyConfig().max_staleness
+    return ("asynchrony.mode", mode), ("asynchrony.max_staleness", usual if mode == "off" else most)
+
+
+def _differing(config: Config, change: Change) -> Change:
+    return tuple((key, value) for key, value in change if reduce(getattr, key.split("."), config) != value)
+
+
+def _spread(values: Any, most: int) -> list[Any]:
+    """So many of them at most, evenly, with both ends."""
+    count = len(values)
+    if count <= most:
+        return list(values)
+    return [values[round(i * (count - 1) / (most - 1))] for i in range(most)]

@@ -1,0 +1,170 @@
+"""What `--simulate` prints of what it has compared."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from skyrl_mega.cli.dry_run_text import aligned
+from skyrl_mega.cli.simulate_choices import Choice
+from skyrl_mega.config.derived import policy_ranks
+from skyrl_mega.config.schema import Config
+from skyrl_mega.planner import fixes
+from skyrl_mega.simulation.rates import prompts_played
+from skyrl_mega.simulation.simulate import Outcome
+
+STEPS = 4
+"""That are measured of each choice."""
+CHANCE = 1.02
+"""Steps that take up to so many times as long as others do not differ."""
+HEAD = (
+    "mode",
+    "staleness",
+    "policy",
+    "engines",
+    "s a step",
+    "policy waits",
+    "engines idle",
+    "filled",
+    "mean staleness",
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A choice, and what came of it."""
+
+    choice: Choice
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class Refused:
+    """A mode that cannot run with the settings."""
+
+    mode: str
+    most: int
+    reason: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All that was simulated."""
+
+    config: Config
+    """The settings that were given."""
+    rows: Sequence[Row]
+    """The settings as they are, without asynchrony; then the modes in the best split."""
+    tried: Sequence[Row]
+    """The splits."""
+    refused: Sequence[Refused]
+
+    @property
+    def best(self) -> Row | None:
+        """Of the fastest, by no more than what is chance, the one with least staleness; None where the first one is as
+        fast."""
+        every = [*self.rows, *self.tried]
+        fastest = min(row.outcome.seconds for row in every)
+        near = [row for row in every if row.outcome.seconds <= CHANCE * fastest]
+        if self.rows[0] in near:
+            return None
+        return min(near, key=lambda row: (row.choice.most, row.outcome.seconds))
+
+    def gain(self, row: Row) -> float:
+        """How many times as long the first one's step takes."""
+        return self.rows[0].outcome.seconds / row.outcome.seconds
+
+    @property
+    def trajectories(self) -> int:
+        """That are played in a step."""
+        return prompts_played(self.config) * self.config.data.samples_per_prompt
+
+
+def where(config: Config) -> str:
+    """Whose GPUs are whose, in a few words."""
+    return "shared" if config.cluster.shared else f"{policy_ranks(config)} + {config.rollout.engines} engines"
+
+
+def text(c: Comparison) -> str:
+    """What a person reads."""
+    cluster, explored = c.config.cluster, c.tried[0].choice
+    lines = [
+        f"modes of asynchrony on {cluster.nodes} · {cluster.gpus_per_node} GPUs; first {_as_it_is(c)}, then in the "
+        f"split that is best for {_named(explored.mode, explored.most)}:",
+        *aligned([HEAD, *map(_cells, c.rows)]),
+        *(f"  {_named(each.mode, each.most)} cannot run here: {each.reason}" for each in c.refused),
+    ]
+    if len(c.tried) > 1:
+        lines += ["", f"splits, with {_named(explored.mode, explored.most)}:", *aligned([HEAD, *map(_cells, c.tried)])]
+    lines += ["", _advice(c), *_limits(c)]
+    return "\n".join(lines)
+
+
+def _as_it_is(c: Comparison) -> str:
+    return "on shared GPUs" if c.config.cluster.shared else "as the settings split them"
+
+
+def _named(mode: str, most: int) -> str:
+    return "mode=off" if mode == "off" else f"mode={mode} and max_staleness={most}"
+
+
+def _advice(c: Comparison) -> str:
+    if c.best is None:
+        return f"nothing here is faster than asynchrony.mode=off {_as_it_is(c)}"
+    change = fixes.text(c.best.choice.change)
+    return f"a step is {c.gain(c.best):.2f} times as fast as with asynchrony.mode=off {_as_it_is(c)}, with {change}"
+
+
+def _limits(c: Comparison) -> list[str]:
+    """How far the figures may be trusted."""
+    size = c.config.data.prompts_per_step * c.config.data.samples_per_prompt
+    stand = f"{c.trajectories} of them stand for {size}, and its tail is theirs"
+    return [
+        f"each row is {STEPS} steps with one seed, of the same trajectories"
+        + ("" if c.trajectories == size else f" ({stand})")
+        + f"; differences of {CHANCE - 1:.0%} are chance, and of such rows the least stale one is advised",
+        "nothing was started (--simulate): seconds are estimates from cluster.rates; who waits for whom is what the "
+        "real service and router do, in virtual time",
+    ]
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    choice, o = row.choice, row.outcome
+    config = choice.config
+    return (
+        choice.mode,
+        str(choice.most),
+        f"{policy_ranks(config)} ranks" + (", shared" if config.cluster.shared else ""),
+        f"{config.rollout.engines} × TP{config.rollout.tensor}",
+        f"{o.seconds:,.0f}",
+        f"{o.policy_waits:.0%}",
+        f"{o.engines_idle:.0%}",
+        f"{o.engines_filled:.0%}",
+        f"{o.staleness:.2f}",
+    )
+
+
+def values(c: Comparison) -> dict[str, Any]:
+    """As plain values: for a program."""
+    return {
+        "modes": [_values(row) for row in c.rows],
+        "splits": [_values(row) for row in c.tried],
+        "refused": [{"mode": r.mode, "max_staleness": r.most, "reason": r.reason} for r in c.refused],
+        "advice": None if c.best is None else fixes.text(c.best.choice.change),
+        "steps": STEPS,
+        "trajectories": c.trajectories,
+    }
+
+
+def _values(row: Row) -> dict[str, Any]:
+    config = row.choice.config
+    return {
+        "mode": row.choice.mode,
+        "max_staleness": row.choice.most,
+        "shared": config.cluster.shared,
+        "policy.ranks": policy_ranks(config),
+        "rollout.engines": config.rollout.engines,
+        "settings": fixes.text(row.choice.change),
+        **asdict(row.outcome),
+    }

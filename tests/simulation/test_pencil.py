@@ -1,0 +1,91 @@
+"""Runs so small that pencil and paper say all of what comes out: an engine with one place, and a trajectory a step.
+
+It reads 20 tokens in 1 s and writes 200 in 10 s; the policy trains for T seconds, and a sync takes 2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from skyrl_mega.config.schema import AsynchronyConfig, Config
+from skyrl_mega.simulation.engines import Speed
+from skyrl_mega.simulation.rates import Rates
+from skyrl_mega.simulation.simulate import Outcome, simulate
+from skyrl_mega.simulation.workload import Drawn, LogNormal
+
+SYNC = 2.0
+ONE_TURN = Drawn(20, LogNormal(200, 0), LogNormal(0, 0), 1, 10**6)
+TWO_TURNS = replace(ONE_TURN, turns=2, environment=LogNormal(5, 0))
+SPEED = Speed((0.0, 0.05), prefill_s=0.05, cache_tokens=10**6)
+
+
+def played(
+    mode: str, most: int, *, train: float, workload: Drawn = ONE_TURN, speed: Speed = SPEED, prompts: int = 1
+) -> Outcome:
+    config = Config()
+    config.data.prompts_per_step, config.data.samples_per_prompt = prompts, 1
+    config.asynchrony = AsynchronyConfig(mode, most)
+    return simulate(config, Rates(1, speed, train / prompts / 220, SYNC), workload, steps=4)
+
+
+def check(found: Outcome, *, seconds: float, waits: float, idle: float, runs: float) -> None:
+    """Seconds of a step, and those of it in which the policy waits, the engine has nothing, and it runs something."""
+    assert found.seconds == pytest.approx(seconds, rel=1e-3)
+    shares = found.policy_waits, found.engines_idle, found.engines_filled
+    assert shares == pytest.approx((waits / seconds, idle / seconds, runs / seconds), abs=2e-3)
+
+
+def test_synchronous() -> None:
+    """read 1, write 10 | train 4 | sync 2"""
+    found = played("off", 1, train=4)
+    check(found, seconds=17, waits=11, idle=4, runs=11)
+    assert (found.staleness, found.staleness_max) == (0, 0)
+
+
+def test_one_step_that_waits_for_its_engine() -> None:
+    """train 4, wait 7 | sync 2; beside it read 1, write 10"""
+    found = played("one_step", 1, train=4)
+    check(found, seconds=13, waits=7, idle=0, runs=11)
+    assert (found.staleness, found.staleness_max) == (1, 1)
+
+
+@pytest.mark.parametrize("mode", ["one_step", "full"])
+def test_ahead_of_a_slow_policy(mode: str) -> None:
+    """train 20 | sync 2; beside it read 1, write 10, nothing 9"""
+    found = played(mode, 1, train=20)
+    check(found, seconds=22, waits=0, idle=9, runs=11)
+    assert (found.staleness, found.staleness_max) == (1, 1)
+
+
+def test_full_reads_again_what_a_sync_has_interrupted() -> None:
+    """train 4 | sync 2 | wait 11; beside it read 1, write 3 | – | read 1 + 3 again, write 7. The next one waits for a
+    place meanwhile, so that 60 of its 200 tokens are of older weights than it is trained on with."""
+    found = played("full", 1, train=4)
+    check(found, seconds=17, waits=11, idle=0, runs=15)
+    assert found.staleness == pytest.approx(0.3, abs=1e-2) and found.staleness_max == 1
+
+
+def test_full_has_groups_of_all_steps_under_way() -> None:
+    """wait 3 | train 4 | sync 2; beside it one that was begun a step ago writes for 3, and one that begins for 7."""
+    two = Speed((0.0, 0.05, 0.05), prefill_s=0.0, cache_tokens=10**6)
+    found = played("full", 1, train=4, speed=two)
+    check(found, seconds=9, waits=3, idle=0, runs=(3 + 7) / 2)
+    assert found.staleness == pytest.approx(0.7, abs=1e-2)
+
+
+def test_turns_go_on_from_what_is_cached() -> None:
+    """read 1, write 5, tool 5, write 5, tool 5 | train 4 | sync 2"""
+    check(played("off", 1, train=4, workload=TWO_TURNS), seconds=27, waits=21, idle=14, runs=11)
+
+
+def test_what_the_cache_does_not_hold_is_read_again() -> None:
+    """The second turn reads 120 tokens: 6 s more."""
+    small = replace(SPEED, cache_tokens=119)
+    check(played("off", 1, train=4, workload=TWO_TURNS, speed=small), seconds=33, waits=27, idle=14, runs=17)
+
+
+def test_more_trajectories_than_places_take_turns() -> None:
+    """Two of 11 s, one after the other | train 4 | sync 2"""
+    check(played("off", 1, train=4, prompts=2), seconds=28, waits=22, idle=4, runs=22)

@@ -1,0 +1,95 @@
+"""How long things take: as the planner says, for the workload's lengths; and fewer trajectories that stand for many."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+
+from skyrl_mega.cli.dry_run import checked
+from skyrl_mega.config.compose import compose
+from skyrl_mega.config.schema import AsynchronyConfig, Config
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.planner.batch import batch
+from skyrl_mega.planner.fit import parallel_of
+from skyrl_mega.planner.times import decoding, step_time
+from skyrl_mega.simulation import rates as module
+from skyrl_mega.simulation.engines import Speed
+from skyrl_mega.simulation.rates import Rates, prompts_played, smaller
+from skyrl_mega.simulation.simulate import simulate
+from skyrl_mega.simulation.workload import Drawn, Length, LogNormal
+
+SMALL = ["data.prompts_per_step=16", "data.samples_per_prompt=4", "data.mini_batch_prompts=null"]
+
+
+@cache
+def search() -> tuple[Config, Decoder]:
+    config = compose("configs/searchr1_30b.yaml", SMALL)
+    hf, _ = checked(config)
+    return config, architecture(hf).describe(hf)
+
+
+def planned(length: Length, asynchrony: AsynchronyConfig | None = None) -> Rates:
+    config, d = search()
+    return Rates.planned(
+        replace(config, asynchrony=asynchrony or AsynchronyConfig()), d, parallel_of(config)[0], length
+    )
+
+
+def test_with_the_settings_lengths_they_are_the_planners() -> None:
+    config, d = search()
+    parallel, _ = parallel_of(config)
+    made, times = batch(config, parallel), step_time(config, d, parallel)
+    found = planned(Length(made.mean - made.generated, made.generated, 1))
+    assert found.train_s * made.sequences * made.mean == pytest.approx(times.logprobs + times.critic + times.train)
+    assert found.speed.seconds[3] == pytest.approx(decoding(config, d, made.mean)(3))
+    assert found.sync_s == pytest.approx(times.sync + times.residency) and times.residency
+
+
+def test_lengths_are_those_of_the_workload() -> None:
+    short, long = planned(Length(500, 500, 1)), planned(Length(4000, 16000, 1))
+    assert long.speed.seconds[8] > 1.02 * short.speed.seconds[8], "more is read for each token"
+    assert long.speed.prefill_s > 1.1 * short.speed.prefill_s
+    assert long.train_s < short.train_s, "an optimizer step is for more tokens"
+
+
+def test_engines_have_places_for_all_that_is_under_way() -> None:
+    each = 16 * 4 // 4
+    modes = (("off", 1), ("one_step", 1), ("full", 0), ("full", 2), ("full", 4))
+    places = [planned(Length(500, 500, 1), AsynchronyConfig(*mode)).speed.places for mode in modes]
+    assert places == [each, each, each, 3 * each, 5 * each]
+
+
+@pytest.mark.parametrize("prompts", [64, 100, 257, 2048])
+@pytest.mark.parametrize(("engines", "places"), [(1, 1), (2, 3), (6, 64), (7, 100), (64, 5)])
+def test_fewer_trajectories_do_the_same_work(prompts: int, engines: int, places: int) -> None:
+    speed = Speed((0.0, *(0.01 + 0.001 * n for n in range(1, places + 1))), prefill_s=1e-4, cache_tokens=1e6)
+    config = Config()
+    config.data.prompts_per_step, config.data.samples_per_prompt = prompts, 8
+    less, scaled = smaller(config, Rates(engines, speed, train_s=1e-3, sync_s=2.0))
+    factor = prompts / less.data.prompts_per_step
+    assert less.data.prompts_per_step * 8 <= module.MOST and less.data.prompts_per_step == prompts_played(config)
+    # Tokens a second, of all engines: written with all places taken, read, and trained on.
+    written = factor * scaled.engines * scaled.speed.places / scaled.speed.seconds[-1]
+    assert written == pytest.approx(engines * places / speed.seconds[-1])
+    assert factor * scaled.engines / scaled.speed.prefill_s == pytest.approx(engines / speed.prefill_s)
+    assert factor / scaled.train_s == pytest.approx(1 / 1e-3)
+    assert factor * scaled.engines * scaled.speed.cache_tokens == pytest.approx(engines * 1e6)
+    # And with a part of the places taken.
+    for n, seconds in enumerate(scaled.speed.seconds[1:-1], start=1):
+        each = n * factor * scaled.engines / engines
+        assert seconds == pytest.approx(0.01 + 0.001 * each)
+
+
+def test_fewer_trajectories_take_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One place: four of them stand for sixteen, which take turns."""
+    config = Config()
+    config.data.prompts_per_step, config.data.samples_per_prompt = 8, 2
+    rates = Rates(2, Speed((0.0, 0.01), 0.001, 1e9), train_s=1e-3, sync_s=2.0)
+    workload = Drawn(100, LogNormal(1000, 0), LogNormal(0, 0), 1, 10**6)
+    seconds = 8 * (0.1 + 10) + 16 * 1.1 + 2
+    for most in (512, 4):
+        monkeypatch.setattr(module, "MOST", most)
+        assert simulate(config, rates, workload, steps=2).seconds == pytest.approx(seconds, rel=1e-2)

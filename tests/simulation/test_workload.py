@@ -1,0 +1,117 @@
+"""What trajectories are like: drawn, or as a run has had them."""
+
+from __future__ import annotations
+
+from array import array
+from pathlib import Path
+from random import Random
+from statistics import mean
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout import trajectory_io
+from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
+from skyrl_mega.simulation.simulate import FINEST, Whole, grain_of
+from skyrl_mega.simulation.workload import Drawn, Length, LogNormal, Recorded, Turn
+
+STEPS = [
+    Step(Kind.PROMPT, 0, 3, env_s=9.0),
+    Step(Kind.RESPONSE, 3, 5, env_s=1.5),
+    Step(Kind.OBSERVATION, 5, 8),
+    Step(Kind.RESPONSE, 8, 10, env_s=0.5),
+    Step(Kind.OBSERVATION, 10, 10),
+]
+
+
+def trajectory() -> Trajectory:
+    tokens = array("i", [0] * 10)
+    return Trajectory(
+        Prompt(0, [], "mine", {}), 0, tokens, array("b", [0] * 10), array("f", [0.0] * 10), 3, 0.0, Status.COMPLETED, 2,
+        steps=STEPS,
+    )  # fmt: skip
+
+
+def recorded(folder: Path) -> Path:
+    trajectory_io.write(folder / "trajectories" / "step_000001.parquet", [trajectory(), trajectory()])
+    return folder
+
+
+def test_turns_are_read_from_a_run(tmp_path: Path) -> None:
+    found = Recorded.of_run(recorded(tmp_path))
+    assert found.played == [[Turn(3, 2, 1.5), Turn(3, 2, 0.5)]] * 2
+    assert found.length == Length(6, 4, 2)
+
+
+def test_steps_are_those_that_were_written(tmp_path: Path) -> None:
+    path = recorded(tmp_path) / "trajectories" / "step_000001.parquet"
+    assert trajectory_io.read_steps(path) == [t.steps for t in trajectory_io.read(path)]
+
+
+FOREIGN = {
+    "text": b"not parquet",
+    "empty": b"",
+    "no column": pa.table({"loss": [1.0]}),
+    "another type": pa.table({"steps": [1, 2]}),
+    "nothing of it": pa.table({"steps": pa.array([[None]], trajectory_io.STEPS)}),
+    "backwards": pa.table(
+        {"steps": pa.array([[{**vars(STEPS[1]), "kind": "response", "start": 9}]], trajectory_io.STEPS)}
+    ),
+    "no seconds": pa.table(
+        {"steps": pa.array([[{**vars(STEPS[1]), "kind": "response", "env_s": float("nan")}]], trajectory_io.STEPS)}
+    ),
+    "another kind": pa.table({"steps": pa.array([[{**vars(STEPS[1]), "kind": "song"}]], trajectory_io.STEPS)}),
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_broken_or_foreign_file_is_told(name: str, tmp_path: Path) -> None:
+    content = FOREIGN[name]
+    file = recorded(tmp_path) / "trajectories" / "step_000002.parquet"
+    if isinstance(content, bytes):
+        file.write_bytes(content)
+    else:
+        pq.write_table(content, file)
+    with pytest.raises(UserError) as told:
+        Recorded.of_run(tmp_path)
+    assert "step_000002.parquet" in str(told.value) and "\n" not in str(told.value)
+
+
+def test_the_mean_is_that_of_what_is_drawn() -> None:
+    workload = Drawn(100, LogNormal(1000, 1.0), LogNormal(3, 1.0), 3, most=2000, longest_s=10)
+    random = Random(0)
+    drawn = [workload.draw(random) for _ in range(6000)]
+    assert workload.length == Length(100, pytest.approx(mean(sum(t.written for t in d) for d in drawn), rel=0.02), 3)
+    assert max(turn.env_s for d in drawn for turn in d) == 10
+    assert LogNormal(1000, 0).mean_up_to(300) == 300 and LogNormal(0, 1).mean_up_to(300) == 0
+
+
+@pytest.mark.parametrize("unit", [1, 7, 64])
+def test_counting_in_units_favours_no_length(unit: int) -> None:
+    """Also parts of which each is less than a unit: in the sum, and each by itself."""
+    parts, drawn = (5, 100, 3, 40), []
+    for seed in range(4000):
+        whole = Whole(unit, Random(seed))
+        drawn.append([whole.units(part) for part in parts])
+        assert abs(sum(drawn[-1]) - sum(parts) / unit) < 1
+    for part, units in zip(parts, zip(*drawn, strict=True), strict=True):
+        assert mean(units) == pytest.approx(part / unit, abs=0.03)
+
+
+def test_long_answers_are_counted_by_more_tokens() -> None:
+    for mean_of_all, turns in ((200, 1), (FINEST * 10, 1), (FINEST * 30, 3)):
+        workload = Drawn(0, LogNormal(mean_of_all, 0), LogNormal(0, 0), turns, 10**9)
+        assert grain_of(workload) == max(1, mean_of_all // turns // FINEST)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "five", "0.9", "-1", "inf", "nan", "1e9", "5,nan", "5,inf", "5,3.1", "5,-1", "5,", "1,2,3", "x" * 999]
+)
+def test_what_is_no_distribution_is_told(text: str) -> None:
+    with pytest.raises(UserError, match=r"^--tokens .+: allowed is MEAN,SIGMA with a MEAN of 1 to 60 and a SIGMA of 0"):
+        LogNormal.parsed(text, "--tokens", 1, 60)
+    assert LogNormal.parsed("60,3", "--tokens", 1, 60) == LogNormal(60, 3)
+    assert LogNormal.parsed("1", "--tokens", 1, 60) == LogNormal(1, 0)
