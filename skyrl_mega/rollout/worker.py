@@ -62,6 +62,7 @@ class RolloutWorker:
 
     def __init__(
         self,
+        *,
         model: str,
         rollout: RolloutConfig,
         environments: EnvironmentConfig,

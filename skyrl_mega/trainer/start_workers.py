@@ -51,7 +51,7 @@ def start_workers(setup: Setup) -> Workers | None:
 
 
 def nodes_of(environment: EnvironmentConfig) -> Sequence[Node]:
-    """The node of each worker: an equal share for each of those without GPUs, or of all where there are none such. With a
+    """The node of each worker: an equal share for each node without GPUs, or for all where each has some. With a
     retrieval service on loopback all are on the driver's."""
     many = environment.processes
     if beside_driver(environment):
