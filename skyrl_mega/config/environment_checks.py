@@ -33,8 +33,3 @@ def check_environment(config: Config) -> None:
             f"environment.slots = {slots}: {waves}, so that all have to be open; leave it out, or give "
             "run.deterministic=false"
         )
-
-
-def share_of(total: int, among: int, place: int) -> int:
-    """What one of several processes has of a number that is the whole run's, at least 1."""
-    return max(1, total // among + (place < total % among))

@@ -9,6 +9,7 @@ from math import prod
 
 from skyrl_mega.cluster.place import place
 from skyrl_mega.config.derived import engine_ranks, generates_ahead, has_critic, length_limit
+from skyrl_mega.config.environment_places import beside_driver
 from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import ClusterConfig, Config
 from skyrl_mega.models import huggingface
@@ -104,10 +105,9 @@ def host_memory(
 
 
 def _players(config: Config, first: bool) -> int:
-    """Processes of a node that play trajectories; beside the run's own retrieval service, which is the driver's
-    neighbour, all of them."""
+    """Processes of a node that play trajectories."""
     many = config.environment.processes
-    if config.environment.retriever.index is not None:
+    if beside_driver(config.environment):
         return many if first else 0
     return -(-many // config.cluster.nodes)
 

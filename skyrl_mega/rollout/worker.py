@@ -69,6 +69,7 @@ class RolloutWorker:
 
     def __init__(
         self,
+        *,
         model: str,
         rollout: RolloutConfig,
         environments: EnvironmentConfig,

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.placement import Node, driver_node, nodes_without_gpus, on_nodes, spread
-from skyrl_mega.config.environment_checks import share_of
+from skyrl_mega.config.environment_places import beside_driver, share_of
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.rollout.worker import RolloutWorker
 from skyrl_mega.rollout.workers import Workers
@@ -41,7 +41,7 @@ def start_workers(setup: Setup) -> Workers | None:
         RolloutWorker,
         arguments,
         timeout=setup.timeout_s,
-        placement=on_nodes(nodes, elsewhere=not _bound_to_driver(config.environment)),
+        placement=on_nodes(nodes, elsewhere=not beside_driver(config.environment)),
         logs=setup.logs,
     )
     setup.stack.callback(group.shutdown)
@@ -51,13 +51,9 @@ def start_workers(setup: Setup) -> Workers | None:
 
 
 def nodes_of(environment: EnvironmentConfig) -> Sequence[Node]:
-    """The node of each worker: an equal share for each of those without GPUs, or of all where there are none such. The
-    run's own retrieval service is on loopback of the driver's node, and so are they then."""
+    """The node of each worker: an equal share for each node without GPUs, or for all where each has some. With a
+    retrieval service on loopback all are on the driver's."""
     many = environment.processes
-    if _bound_to_driver(environment):
+    if beside_driver(environment):
         return [driver_node()] * many
     return spread([1] * many, nodes_without_gpus())
-
-
-def _bound_to_driver(environment: EnvironmentConfig) -> bool:
-    return environment.retriever.index is not None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_mega.config.environment_checks import check_environment, share_of
+from skyrl_mega.config.environment_checks import check_environment
+from skyrl_mega.config.environment_places import beside_driver, share_of
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.schema import Config, EnvironmentConfig, RunConfig
+from skyrl_mega.config.schema import Config, EnvironmentConfig, RetrieverConfig, RunConfig
 
 
 def refused(deterministic: bool = False, **settings: int) -> str:
@@ -34,3 +35,12 @@ def test_waves_are_of_one_process_and_of_all_that_are_open() -> None:
 def test_shares_add_up_and_none_is_empty(total: int, among: int) -> None:
     shares = [share_of(total, among, place) for place in range(among)]
     assert sum(shares) == max(total, among) and min(shares) >= 1 and max(shares) - min(shares) <= 1
+
+
+def test_a_service_on_loopback_keeps_them_beside_the_driver() -> None:
+    def beside(**retriever: str) -> bool:
+        return beside_driver(EnvironmentConfig(retriever=RetrieverConfig(**retriever)))
+
+    assert beside(index="folder") and beside(index="folder", url="http://127.0.0.1:8000")
+    assert beside(url="http://localhost:8000/retrieve")
+    assert not beside() and not beside(url="http://10.0.0.7:8000") and not beside(index="x", url="http://search:80")

@@ -71,3 +71,11 @@ def test_the_usual_sum_is_planned_by_the_nodes_memory() -> None:
         assert sandboxes_mib(config) == total + 64 * 64
     config.environment.default = None
     assert sandboxes_mib(config) == 0 and evaluated(config) == 0
+
+
+def test_no_more_sessions_than_slots() -> None:
+    config = Config()
+    config.environment.options = {"swe": {"session_options": {"total_mib": 1000, "disk_mib": 10}}}
+    assert sandboxes_mib(config, trajectories=80) == 1000 + 10 * 80
+    config.environment.slots = 7
+    assert sandboxes_mib(config, trajectories=80) == 1000 + 10 * 7

@@ -1,0 +1,26 @@
+"""Several processes of a node share what an environment's programs may have, and the driver hears of all of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from skyrl_mega.envs.sandbox import budget
+
+
+def test_a_budget_is_divided_among_the_processes_of_a_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "_budgets", {})
+    monkeypatch.setattr(budget, "_among", 1)
+    budget.divide(4)
+    assert budget.of("shared", 1024).total == 256 * budget.MIB
+    assert budget.of("shared", 1024) is budget.of("shared", 1024)
+
+
+def test_programs_that_had_to_end_elsewhere_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(budget, "_budgets", {})
+    monkeypatch.setattr(budget, "_elsewhere", None)
+    assert budget.ended() is None, "no sandbox anywhere"
+    budget.hear(0)
+    assert budget.ended() == 0
+    budget.hear(2)
+    budget.of("here", 1024).count()
+    assert budget.ended() == 3
