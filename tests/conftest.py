@@ -18,12 +18,9 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 
-TOGETHER = {
-    "algorithms", "cli", "config", "cuda", "data", "export", "kernels", "laws", "megatron", "models", "parallel",
-    "planner", "telemetry",
-}  # fmt: skip
-"""Rooms whose tests may run beside others. The rest have the machine to themselves: they start Ray, engines, sandboxes
-or Slurm, look for what a run leaves, or measure time."""
+ALONE = ("cluster", "envs/sandbox", "envs/swe", "fuzz", "recipes", "rollout", "slurm", "trainer", "weights")
+"""Folders whose tests have the machine to themselves: they start Ray, engines, sandboxes or Slurm, look for what a run
+leaves, or measure time. All others run beside others."""
 
 # The same examples every time, and no limit on an example's seconds: a busy machine must not fail what is right.
 # HYPOTHESIS_PROFILE=explore draws new examples.
@@ -35,8 +32,9 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what has to run alone."""
+    alone = {ROOT / "tests" / name for name in ALONE}
     for item in items:
-        if item.path.relative_to(ROOT / "tests").parts[0] not in TOGETHER:
+        if any(folder in item.path.parents for folder in alone):
             item.add_marker("alone")
 
 
