@@ -143,7 +143,8 @@ def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
         EngineMemory,
         weights=weights,
         working=int(working),
-        sync=int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20) + staged_bytes(config, d),
+        sync=int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20),
+        staged=staged_bytes(config, d),
         per_token=kv_bytes_per_token(d, rollout.tensor, cache_itemsize(config)),
         keep=_keep(config),
     )
