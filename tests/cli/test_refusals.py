@@ -100,7 +100,8 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
     ("an engine's heads", "rollout.tensor=3", ["32 attention heads", "rollout.tensor=2"]),
     (
         "blocks of an FP8 checkpoint",
-        "rollout.tensor=8 weights.wire=fp8 rollout.options={hf_overrides: {quantization_config: {quant_method: fp8}}}",
+        "rollout.tensor=8 weights.wire=fp8 rollout.options={hf_overrides: {quantization_config: {quant_method: fp8, "
+        "activation_scheme: dynamic, weight_block_size: [128, 128]}}}",
         ["leaves 96 columns of an expert", "multiples of 128; allowed is rollout.tensor 1, 2, or", "rollout.tensor=2"],
     ),
     ("mini-batches", "data.mini_batch_prompts=100", ["512", "data.mini_batch_prompts=128"]),

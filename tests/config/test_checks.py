@@ -29,7 +29,8 @@ from skyrl_mega.config.errors import UserError
         ["policy.moe.dispatcher=deepep", "policy.layout.expert=2", "cluster.device=cuda", "cluster.nodes=2"],
         ["rollout.options.quantization=fp8_per_block", "weights.wire=fp8"],
         [
-            "rollout.options={quantization: fp8, hf_overrides: {quantization_config: {quant_method: fp8}}}",
+            "rollout.options={quantization: fp8, hf_overrides: {quantization_config: {quant_method: fp8, "
+            "activation_scheme: dynamic, weight_block_size: [128, 128]}}}",
             "weights.wire=fp8",
         ],
         ["residency.keep=[engine_weights,kv_cache]", "rollout.options.enable_lora=true"],
@@ -321,12 +322,40 @@ WRONG = [
     ("rollout.options.logprobs_mode=raw", "rollout.options.logprobs_mode: the run decides it; leave it out"),
     ("rollout.options.enable_expert_parallel=true", "vLLM has no expert parallelism on a CPU; leave it out"),
     (
-        "rollout.options.hf_overrides.quantization_config.quant_method=fp8",
+        "rollout.options.hf_overrides.quantization_config={quant_method:fp8,activation_scheme:dynamic,"
+        "weight_block_size:[128,128]}",
         "weights.wire = auto: allowed is fp8 where rollout.options.hf_overrides.quantization_config makes engines",
     ),
     (
         "rollout.options.quantization=fp8_per_tensor",
         "rollout.options.quantization = fp8_per_tensor: a weight sync brings blocks with a scale each, and no other",
+    ),
+    (
+        "rollout.options.quantization=online",
+        "rollout.options.quantization = online: a weight sync brings blocks with a scale each, and no other",
+    ),
+    (
+        "rollout.options.quantization=fp8_per_block rollout.options.quantization_config.moe=int8_per_channel_static",
+        "rollout.options.quantization_config: vLLM would quantise layers otherwise than a weight sync brings them",
+    ),
+    *(
+        (
+            f"rollout.options.hf_overrides.quantization_config={{{config}}} weights.wire=fp8",
+            f"rollout.options.hf_overrides.quantization_config = {said}: a weight sync brings FP8 numbers with a scale",
+        )
+        for config, said in (
+            ("quant_method:gptq,bits:4", "{bits: 4, quant_method: gptq}"),
+            ("quant_method:fp8", "{quant_method: fp8}"),
+            (
+                "quant_method:fp8,activation_scheme:dynamic,weight_block_size:[64,64]",
+                "{activation_scheme: dynamic, quant_method: fp8, weight_block_size: [64, 64]}",
+            ),
+        )
+    ),
+    (
+        "rollout.options.quantization=gptq weights.wire=fp8 rollout.options.hf_overrides.quantization_config="
+        "{quant_method:fp8,activation_scheme:dynamic,weight_block_size:[128,128]}",
+        "rollout.options.quantization = gptq: rollout.options.hf_overrides.quantization_config says fp8, and vLLM ends",
     ),
     (
         "rollout.options.quantization=int8_per_channel_weight_only weights.wire=fp8",
