@@ -49,7 +49,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         "residency.keep=[parameters,optimizer,gradients]",
         [
             "in phase generate, an engine worker's 60.3 GiB (weights 7.2, kv_cache",
-            "the largest fraction that fits is 0.48; with residency.keep=[] it fits",
+            "the largest fraction that fits is 0.48; with residency.keep=[optimizer] it fits",
             "rollout.memory_fraction=0.45",
         ],
     ),
@@ -57,7 +57,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         "a policy and engines that all stay",
         "cluster.shared=true cluster.nodes=4 rollout.memory_fraction=0.6",
         [
-            "with residency.keep=[] it fits; --suggest",
+            "with residency.keep=[engine_weights,parameters,optimizer] it fits; --suggest",
             "work: rollout.memory_fraction=0.4; or ",
             "; or residency.keep=[]",
         ],
