@@ -18,7 +18,7 @@ from skyrl_mega.planner.batch import Batch, batch
 from skyrl_mega.planner.host_memory import crowded
 from skyrl_mega.planner.memory import GIB, gpu_bytes, on_cpu, policy_memory
 from skyrl_mega.planner.moves import idle_moves
-from skyrl_mega.planner.relief import relief, shortest
+from skyrl_mega.planner.relief import Relief, policy_relief, relief, shortest
 from skyrl_mega.planner.shared import stages
 from skyrl_mega.planner.times import generate_time
 from skyrl_mega.telemetry.trackers import registry
@@ -83,12 +83,12 @@ def _of_policy(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[s
             "counted with more memory that the allocator cannot give back"
         )
     gpu = gpu_bytes(config)
-    tight = [pp for pp, rank in stages(parallel).items() if policy_memory(config, d, parallel, rank).peak > gpu]
-    if tight:
-        full = "" if config.policy.recompute == "full" else " or give policy.recompute=full"
+    peaks = {pp: policy_memory(config, d, parallel, rank).peak for pp, rank in stages(parallel).items()}
+    if tight := [pp for pp, peak in peaks.items() if peak > gpu]:
         yield (
-            f"tight: by the estimates stage {', '.join(map(str, tight))} of the policy is over a GPU's memory, "
-            f"though within their margin; lower policy.micro_tokens{full}"
+            f"tight: by the estimates stage {', '.join(map(str, tight))} of the policy lacks "
+            f"{(max(peaks.values()) - gpu) / GIB:.1f} GiB of a GPU, though within their margin; "
+            f"{_helps(policy_relief(config, d, parallel))}"
         )
 
 
@@ -97,8 +97,7 @@ def _of_shared(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[s
     short = shortest(config, d, parallel)
     if short is None:
         return
-    gives = [f"{setting} ({gained / GIB:.1f} GiB)" for setting, gained in relief(config, d, parallel, short.phase)]
-    helps = f"what gives room there: {', '.join(gives)}" if gives else "more of policy.layout gives room there"
+    helps = _helps(relief(config, d, parallel, short.phase))
     if short.left < 0:
         yield (
             f"tight: by the estimates a shared GPU lacks {-short.left / GIB:.1f} GiB in phase {short.phase}, though "
@@ -109,6 +108,14 @@ def _of_shared(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[s
             f"close: {short.left / GIB:.2f} GiB of a shared GPU are left in phase {short.phase}, whose estimates may "
             f"be {short.doubt / GIB:.1f} too low; {helps}"
         )
+
+
+def _helps(reliefs: list[Relief]) -> str:
+    """What gives room, with how much; nothing is named that was not tried."""
+    gives = ", ".join(f"{setting} ({gained / GIB:.1f} GiB)" for setting, gained in reliefs)
+    return (
+        f"what gives room there: {gives}" if gives else "no single setting gives room there; --suggest searches further"
+    )
 
 
 def _of_engines(config: Config, d: Decoder, made: Batch) -> Iterator[str]:

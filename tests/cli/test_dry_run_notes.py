@@ -12,7 +12,7 @@ from skyrl_mega.config.compose import compose
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner import fit
-from skyrl_mega.planner.memory import GIB
+from skyrl_mega.planner.memory import GIB, policy_memory
 from skyrl_mega.planner.moves import residency_time
 from skyrl_mega.planner.relief import CLOSE, shortest
 from skyrl_mega.planner.shared import shared_gpus
@@ -73,6 +73,42 @@ def test_what_is_said_to_give_room_gives_so_much(
     for setting, gained in offered:
         other = compose(file, [*SHARED, *given, setting])
         assert (left(other, phase) - left(config, phase)) / GIB == pytest.approx(float(gained), abs=0.051)
+
+
+def test_what_hosts_have_no_memory_for_is_not_offered(file: Path) -> None:
+    given = ["rollout.memory_fraction=0.48", "residency.keep=[parameters,optimizer,gradients]"]
+    share = "rollout.memory_fraction=0.43"
+    for gib, offered in ((2000, ["residency.keep=[]", share]), (200, [share])):
+        config = compose(file, [*SHARED, *given, f"cluster.host_memory_gib={gib}"])
+        (note,) = (note for note in noted(config) if note.startswith("close"))
+        assert re.findall(r"([\w.]+=\S+) \(", note) == offered, note
+
+
+@pytest.mark.parametrize(
+    ("given", "offered"),
+    [
+        ([], ["policy.recompute=full", "policy.micro_tokens=7000"]),
+        # The longest sequence has a micro-batch of its own, however few tokens one is to have.
+        (["rollout.max_response_tokens=12000", "policy.micro_tokens=8192"], ["policy.recompute=full"]),
+    ],
+    ids=["a full row", "a long sequence"],
+)
+def test_what_is_said_to_give_a_policy_of_its_own_room_gives_so_much(
+    file: Path, given: list[str], offered: list[str]
+) -> None:
+    common = ["cluster.gpu_memory_gib=79.1", "policy.recompute=none", "policy.micro_tokens=14000", *given]
+
+    def peak(*more: str) -> int:
+        config = compose(file, [*common, *more])
+        hf, _ = dry_run.checked(config)
+        return policy_memory(config, architecture(hf).describe(hf), fit.parallel_of(config)[0], 0).peak
+
+    (note,) = (note for note in noted(compose(file, common)) if note.startswith("tight"))
+    assert f" lacks {peak() / GIB - 79.1:.1f} GiB" in note
+    gained = dict(re.findall(r"([\w.]+=\S+) \(([\d.]+) GiB\)", note))
+    assert [*gained] == offered, note
+    for setting, size in gained.items():
+        assert (peak() - peak(setting)) / GIB == pytest.approx(float(size), abs=0.051)
 
 
 def test_less_than_the_margin_is_told_in_any_phase(file: Path) -> None:
