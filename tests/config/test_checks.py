@@ -291,6 +291,35 @@ WRONG = [
     ("policy.optimizer.options.optimizer_cpu_offload=true", "use residency.keep without optimizer: it steps on its"),
     ("policy.optimizer.options.exp_avg_dtype=bf16", "use float32, which moments, masters and their gradients always"),
     ("policy.options.fp8_param=true", "use policy.precision, with which parameters stay in model.dtype"),
+    *(
+        (
+            f"policy.options={{{options}}}",
+            f"policy.options.{said}",
+        )
+        for options, said in (
+            (
+                "recompute_modules:[moe]",
+                "recompute_modules = [moe]: megatron-core reads it with recompute_granularity=sel",
+            ),
+            ("recompute_modules:[moe],recompute_granularity:full", "recompute_modules = [moe]: megatron-core reads it"),
+            (
+                "recompute_num_layers:1,recompute_granularity:selective",
+                "recompute_num_layers = 1: megatron-core reads it",
+            ),
+            (
+                "recompute_method:block",
+                "recompute_method = block: megatron-core reads it with recompute_granularity=full",
+            ),
+            (
+                "recompute_granularity:full,recompute_method:block",
+                "recompute_num_layers: recompute_granularity=full need",
+            ),
+            (
+                "recompute_granularity:full,recompute_num_layers:2",
+                "recompute_method: recompute_granularity=full needs it",
+            ),
+        )
+    ),
     (
         "policy.options.recompute_granularity=full",
         "policy.options.recompute_granularity = full: policy.recompute=none would be planned; give policy.recompute=",
