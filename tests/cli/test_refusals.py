@@ -122,7 +122,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         "reference.layout={tensor: 2, expert: 2} reference.ranks=4 policy.ranks=4 policy.layout.expert=4 "
         "policy.layout.tensor=4 cluster.nodes=2 rollout.engines=1 cluster.gpu_memory_gib=1000 "
         "cluster.host_memory_gib=4000",
-        ["cluster.nodes = 2: policy 4 + reference 4 + 1 engines of 8 GPUs", "give cluster.nodes=3", "cluster.nodes=3"],
+        ["cluster.nodes = 2: policy 4 + reference 4 + 1 engines of 8 GPUs", "give cluster.nodes=3"],
     ),
     ("an engine larger than a node", "rollout.tensor=16", ["cluster.gpus_per_node = 8", "rollout.tensor=8"]),
     (
@@ -162,7 +162,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         "reference.ranks=4",
         ["reference.ranks = 4: it needs reference.layout; without one the policy's ranks are shared"],
     ),
-    ("groups of one", "data.samples_per_prompt=1", ["at least 2", "data.samples_per_prompt=2"]),
+    ("groups of one", "data.samples_per_prompt=1", ["at least 2", "or give algorithm.advantage=reinforce"]),
     # ---- settings that others drop in silence
     ("an unknown key", "policy.optimizer.betas=0.95", ["did you mean policy.optimizer.beta"]),
     ("an unknown model", "model.path=models/GPT-5", ["Qwen3-30B-A3B", "config.json"]),
@@ -171,6 +171,8 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
 ALONE = (
     "--suggest searches further",
     "give 7.6 or more",
+    "give cluster.nodes=3",
+    "or give algorithm.advantage=reinforce",
     "did you mean policy.optimizer.beta",
     "config.json",
     "reference.ranks = 4: it needs reference.layout; without one the policy's ranks are shared",
