@@ -9,7 +9,7 @@ from pathlib import Path
 from skyrl_mega.config import allocator
 from skyrl_mega.config.derived import cut_sampling, idle_gpus
 from skyrl_mega.config.fp8_notes import fp8_notes
-from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema import Config, PolicyConfig
 from skyrl_mega.config.unread import unread_notes
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.published import hub_name
@@ -64,9 +64,11 @@ def _of_turns(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[st
             "them take turns"
         )
     for move in idle_moves(config, d, parallel):
+        have = "have GPUs of their" if len(move.who) > 1 or "engines" in move.who else "has GPUs of its"
+        takes = f"{move.seconds:.2g} s a step" if move.seconds else "it is dropped and made again"
         yield (
-            f"{move.who} GPUs of {move.own} own, which nothing shares, and what takes turns there by "
-            f"residency.keep=[{','.join(keep or ())}] leaves them for nothing: {move.seconds:.1f} s a step; give "
+            f"{' and '.join(move.who)} {have} own, which nothing shares, and what takes turns there by "
+            f"residency.keep=[{','.join(keep or ())}] leaves them for nothing: {takes}; give "
             f"residency.keep={move.better}"
         )
 
@@ -83,6 +85,12 @@ def _of_policy(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[s
             "counted with more memory that the allocator cannot give back"
         )
     gpu = gpu_bytes(config)
+    usual = PolicyConfig().logit_chunk
+    if config.policy.head == "auto" and config.policy.logit_chunk != usual:
+        yield (
+            f"policy.logit_chunk={config.policy.logit_chunk} is read on a CPU alone: policy.head=auto has no logits in "
+            f"a GPU's memory, and so no chunks of them; policy.head=chunked has, or give policy.logit_chunk={usual}"
+        )
     peaks = {pp: policy_memory(config, d, parallel, rank).peak for pp, rank in stages(parallel).items()}
     if tight := [pp for pp, peak in peaks.items() if peak > gpu]:
         yield (

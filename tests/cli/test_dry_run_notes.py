@@ -138,7 +138,17 @@ def test_what_leaves_gpus_that_nothing_shares_is_told_with_its_time(file: Path) 
         return time, [note for note in noted(config) if "for nothing" in note]
 
     seconds, notes = moves("residency.keep=[]")
-    assert len(notes) == 1 and f"{seconds:.1f} s a step; give residency.keep=null" in notes[0] and seconds > 0.5
+    assert len(notes) == 1 and f"{seconds:.2g} s a step; give residency.keep=null" in notes[0] and seconds > 0.5
+    assert notes[0].startswith("policy and engines have GPUs of their own, ")
+    for keep, who in (
+        ("engine_weights,kv_cache", "policy has GPUs of its own"),
+        ("parameters,gradients,optimizer", "engines have GPUs of their own"),
+        ("engine_weights,kv_cache,parameters,optimizer", "policy has GPUs of its own"),
+    ):
+        seconds, notes = moves(f"residency.keep=[{keep}]")
+        assert len(notes) == 1 and notes[0].startswith(who)
+        told = f" {seconds:.2g} s a step;" if seconds else " it is dropped and made again;"
+        assert told in notes[0] and " 0 s" not in notes[0] and (seconds > 0) == ("parameters" not in keep)
     assert moves() == (0.0, [])
     assert moves(*SHARED, "residency.keep=[]")[1] == []
 
@@ -146,7 +156,16 @@ def test_what_leaves_gpus_that_nothing_shares_is_told_with_its_time(file: Path) 
     with_critic, notes = moves(*critic, "residency.keep=[optimizer]")
     assert len(notes) == 1 and notes[0].endswith("give residency.keep=[optimizer,critic]")
     without, none = moves(*critic, "residency.keep=[optimizer,critic]")
-    assert none == [] and f" {with_critic - without:.1f} s a step" in notes[0] and with_critic - without > 0.5
+    assert none == [] and f" {with_critic - without:.2g} s a step" in notes[0] and with_critic - without > 0.5
+
+
+def test_a_setting_of_the_other_head_is_told_of(file: Path) -> None:
+    told = [
+        [note for note in noted(compose(file, ["cluster.gpu_memory_gib=79.1", *given])) if "logit_chunk" in note]
+        for given in ([], ["policy.logit_chunk=64"], ["policy.logit_chunk=64", "policy.head=chunked"])
+    ]
+    assert [len(notes) for notes in told] == [0, 1, 0]
+    assert told[1][0].startswith("policy.logit_chunk=64 is read on a CPU alone: policy.head=auto has no logits")
 
 
 SERVED = "rollout.options.quantization=fp8_per_block"
