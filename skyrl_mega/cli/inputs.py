@@ -21,6 +21,7 @@ from skyrl_mega.config.derived import (
     fp8_parameters,
     has_critic,
     length_limit,
+    planned_device,
     policy_ranks,
     reference_ranks,
 )
@@ -291,7 +292,7 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
 
 def _check_widths(config: Config, hf: Mapping[str, Any], layout: ParallelDims, key: str) -> None:
     """A cut of the model leaves the widths that `policy.precision` needs. `auto` is taken for a GPU's."""
-    spec = layer_spec(config.policy.spec, "cpu" if config.cluster.device == "cpu" else "cuda")
+    spec = layer_spec(config.policy.spec, planned_device(config))
     fp8_widths.check(architecture(hf).describe(hf), layout, config.policy.precision, spec, key)
 
 

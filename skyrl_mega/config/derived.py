@@ -69,6 +69,11 @@ def critic_model(config: Config) -> PolicyConfig:
     )
 
 
+def planned_device(config: Config) -> str:
+    """`cpu` or `cuda`, before anybody has looked: auto is planned as CUDA."""
+    return "cpu" if config.cluster.device == "cpu" else "cuda"
+
+
 def overlaps(policy: PolicyConfig, device: str) -> bool:
     """Whether a policy on this device (`cpu` or `cuda`) communicates while it computes."""
     return device == "cuda" if policy.overlap is None else policy.overlap

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from skyrl_mega.config.derived import draws_greedy, length_limit, response_limit
+from skyrl_mega.config.derived import draws_greedy, length_limit, planned_device, response_limit
 from skyrl_mega.config.precision import row_multiple
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.megatron import layer_spec
@@ -81,7 +81,7 @@ def batch(config: Config, parallel: ParallelDims) -> Batch:
         return -(-count // multiple) * multiple
 
     # As `megatron.packing` pads: every sequence for the zigzag, then the row.
-    spec = layer_spec(config.policy.spec, "cpu" if config.cluster.device == "cpu" else "cuda")
+    spec = layer_spec(config.policy.spec, planned_device(config))
     chunks = 2 * parallel.context if parallel.context > 1 else 1
     rows = parallel.context * parallel.tensor * row_multiple(config.policy.precision, spec)
     unit = math.lcm(chunks * parallel.tensor, rows)
