@@ -9,7 +9,7 @@ from pathlib import Path
 from skyrl_mega.config import allocator
 from skyrl_mega.config.derived import cut_sampling, idle_gpus
 from skyrl_mega.config.fp8_notes import fp8_notes
-from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema import Config, PolicyConfig
 from skyrl_mega.config.unread import unread_notes
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.published import hub_name
@@ -18,7 +18,7 @@ from skyrl_mega.planner.batch import Batch, batch
 from skyrl_mega.planner.host_memory import crowded
 from skyrl_mega.planner.memory import GIB, gpu_bytes, on_cpu, policy_memory
 from skyrl_mega.planner.moves import idle_moves
-from skyrl_mega.planner.relief import relief, shortest
+from skyrl_mega.planner.relief import Relief, policy_relief, relief, shortest
 from skyrl_mega.planner.shared import stages
 from skyrl_mega.planner.times import generate_time
 from skyrl_mega.telemetry.trackers import registry
@@ -64,9 +64,11 @@ def _of_turns(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[st
             "them take turns"
         )
     for move in idle_moves(config, d, parallel):
+        have = "have GPUs of their" if len(move.who) > 1 or "engines" in move.who else "has GPUs of its"
+        takes = f"{move.seconds:.2g} s a step" if move.seconds else "it is dropped and made again"
         yield (
-            f"{move.who} GPUs of {move.own} own, which nothing shares, and what takes turns there by "
-            f"residency.keep=[{','.join(keep or ())}] leaves them for nothing: {move.seconds:.1f} s a step; give "
+            f"{' and '.join(move.who)} {have} own, which nothing shares, and what takes turns there by "
+            f"residency.keep=[{','.join(keep or ())}] leaves them for nothing: {takes}; give "
             f"residency.keep={move.better}"
         )
 
@@ -83,12 +85,18 @@ def _of_policy(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[s
             "counted with more memory that the allocator cannot give back"
         )
     gpu = gpu_bytes(config)
-    tight = [pp for pp, rank in stages(parallel).items() if policy_memory(config, d, parallel, rank).peak > gpu]
-    if tight:
-        full = "" if config.policy.recompute == "full" else " or give policy.recompute=full"
+    usual = PolicyConfig().logit_chunk
+    if config.policy.head == "auto" and config.policy.logit_chunk != usual:
         yield (
-            f"tight: by the estimates stage {', '.join(map(str, tight))} of the policy is over a GPU's memory, "
-            f"though within their margin; lower policy.micro_tokens{full}"
+            f"policy.logit_chunk={config.policy.logit_chunk} is read on a CPU alone: policy.head=auto has no logits in "
+            f"a GPU's memory, and so no chunks of them; policy.head=chunked has, or give policy.logit_chunk={usual}"
+        )
+    peaks = {pp: policy_memory(config, d, parallel, rank).peak for pp, rank in stages(parallel).items()}
+    if tight := [pp for pp, peak in peaks.items() if peak > gpu]:
+        yield (
+            f"tight: by the estimates stage {', '.join(map(str, tight))} of the policy lacks "
+            f"{(max(peaks.values()) - gpu) / GIB:.1f} GiB of a GPU, though within their margin; "
+            f"{_helps(policy_relief(config, d, parallel))}"
         )
 
 
@@ -97,8 +105,7 @@ def _of_shared(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[s
     short = shortest(config, d, parallel)
     if short is None:
         return
-    gives = [f"{setting} ({gained / GIB:.1f} GiB)" for setting, gained in relief(config, d, parallel, short.phase)]
-    helps = f"what gives room there: {', '.join(gives)}" if gives else "more of policy.layout gives room there"
+    helps = _helps(relief(config, d, parallel, short.phase))
     if short.left < 0:
         yield (
             f"tight: by the estimates a shared GPU lacks {-short.left / GIB:.1f} GiB in phase {short.phase}, though "
@@ -109,6 +116,14 @@ def _of_shared(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[s
             f"close: {short.left / GIB:.2f} GiB of a shared GPU are left in phase {short.phase}, whose estimates may "
             f"be {short.doubt / GIB:.1f} too low; {helps}"
         )
+
+
+def _helps(reliefs: list[Relief]) -> str:
+    """What gives room, with how much; nothing is named that was not tried."""
+    gives = ", ".join(f"{setting} ({gained / GIB:.1f} GiB)" for setting, gained in reliefs)
+    return (
+        f"what gives room there: {gives}" if gives else "no single setting gives room there; --suggest searches further"
+    )
 
 
 def _of_engines(config: Config, d: Decoder, made: Batch) -> Iterator[str]:

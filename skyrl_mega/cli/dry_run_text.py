@@ -35,7 +35,7 @@ GPU = {
     "engine": {
         "weights": ("weights",),
         "KV cache": ("kv_cache",),
-        "its work": ("working",),
+        "its work": ("working", "staged"),
         "its rest": ("reserve", "beside"),
     },
 }
@@ -145,8 +145,9 @@ def _engines(v: Values) -> list[str]:
     e = v["engines"]
     workers = e["workers"]
     what = _shares(workers[0])
-    keys = ("weights", "working", "reserve", "kv", "budget", "beside", "sync")
-    names = ("weights", "working", "reserve", "KV cache", "budget", "beside", "sync", "KV tokens")
+    staged = ("staged",) if any(worker["memory"]["staged"] for worker in workers) else ()
+    keys = ("weights", "working", "reserve", "kv", "budget", "beside", *staged, "sync")
+    names = ("weights", "working", "reserve", "KV cache", "budget", "beside", *staged, "sync", "KV tokens")
 
     def cells(worker: Values) -> tuple[str, ...]:
         m = worker["memory"]

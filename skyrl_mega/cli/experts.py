@@ -37,14 +37,19 @@ def check_experts(config: Config, hf: Mapping[str, Any]) -> None:
         )
 
 
-def check_spread(config: Config, layout: ParallelDims) -> None:
+def check_spread(config: Config, grids: Mapping[str, ParallelDims]) -> None:
     """A dispatcher of tokens has some to send.
+
+    Args:
+        config: The settings.
+        grids: Of policy, reference and critic, by the key of their layout.
 
     Raises:
         UserError: Every rank has all experts.
     """
-    if config.policy.moe.dispatcher == "deepep" and layout.expert * layout.expert_tensor == 1:
-        raise UserError(
-            "policy.moe.dispatcher = deepep: policy.layout.expert = 1 has all experts on every rank, and nothing is "
-            "sent; give policy.moe.dispatcher=alltoall, or policy.layout.expert above 1"
-        )
+    for key, grid in grids.items() if config.policy.moe.dispatcher == "deepep" else ():
+        if grid.expert * grid.expert_tensor == 1:
+            raise UserError(
+                f"policy.moe.dispatcher = deepep: {key}.expert = 1 has all experts on every rank, and nothing is sent; "
+                f"give policy.moe.dispatcher=alltoall, or {key}.expert above 1"
+            )

@@ -21,6 +21,7 @@ from skyrl_mega.config.derived import (
     fp8_parameters,
     has_critic,
     length_limit,
+    planned_device,
     policy_ranks,
     reference_ranks,
 )
@@ -270,32 +271,28 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
     """The policy's, the reference's, the critic's and the engines' cuts of the model."""
     check_engine(config, hf)
     megatron_arguments.check(config.policy, config.critic)
-    kind = architecture(hf)
-    ranks = policy_ranks(config)
-    layout = ParallelDims.from_config(config.policy.layout, ranks)
-    kind.check_layout(hf, layout)
-    check_spread(config, layout)
+    grids = {"policy.layout": ParallelDims.from_config(config.policy.layout, policy_ranks(config))}
     if config.reference.layout:
-        reference = ParallelDims.from_config(config.reference.layout, reference_ranks(config), key="reference.layout")
-        kind.check_layout(hf, reference, "reference.layout")
-        _check_widths(config, hf, reference, "reference.layout")
-    _check_widths(config, hf, layout, "policy.layout")
-    trained = {"policy": layout}
+        key = "reference.layout"
+        grids[key] = ParallelDims.from_config(config.reference.layout, reference_ranks(config), key=key)
     if has_critic(config):
-        trained["critic"] = ParallelDims.from_config(critic_layout(config), critic_ranks(config), key="critic.layout")
-        kind.check_layout(hf, trained["critic"], "critic.layout")
-        _check_widths(config, hf, trained["critic"], "critic.layout")
-    for name, grid in trained.items():
-        if config.cluster.device == "cpu" and grid.expert > 1 and grid.expert_tensor > 1:
+        key = "critic.layout"
+        grids[key] = ParallelDims.from_config(critic_layout(config), critic_ranks(config), key=key)
+    for key, grid in grids.items():
+        architecture(hf).check_layout(hf, grid, key)
+        _check_widths(config, hf, grid, key)
+        trained = key != "reference.layout"
+        if config.cluster.device == "cpu" and trained and grid.expert > 1 and grid.expert_tensor > 1:
             raise UserError(
-                f"{name}.layout.expert_tensor = {grid.expert_tensor}: with {name}.layout.expert = {grid.expert} it "
-                "gathers uneven parts, which Gloo cannot; give one of the two as 1, or run on GPUs"
+                f"{key}.expert_tensor = {grid.expert_tensor}: with {key}.expert = {grid.expert} it gathers uneven "
+                "parts, which Gloo cannot; give one of the two as 1, or run on GPUs"
             )
+    check_spread(config, grids)
 
 
 def _check_widths(config: Config, hf: Mapping[str, Any], layout: ParallelDims, key: str) -> None:
     """A cut of the model leaves the widths that `policy.precision` needs. `auto` is taken for a GPU's."""
-    spec = layer_spec(config.policy.spec, "cpu" if config.cluster.device == "cpu" else "cuda")
+    spec = layer_spec(config.policy.spec, planned_device(config))
     fp8_widths.check(architecture(hf).describe(hf), layout, config.policy.precision, spec, key)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,8 +10,11 @@ from skyrl_mega.cli.inputs import check_layouts
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
-from skyrl_mega.planner import fit, fixes
+from skyrl_mega.planner import fit, fixes, micro_tokens
 from skyrl_mega.planner.memory import on_cpu
+
+OWN_FIX = re.compile(r"[;,] (or )?(give [\w.]+=|leave )")
+"""What a line has that says what to do."""
 
 
 def wrong(config: Config, hf: Mapping[str, Any], *, planned: bool, strict: bool = False) -> UserError | None:
@@ -21,7 +25,7 @@ def wrong(config: Config, hf: Mapping[str, Any], *, planned: bool, strict: bool 
     try:
         check(config, planned=planned)
         check_layouts(config, hf)
-        fit.check(config, hf, strict=strict)
+        fit.check(micro_tokens.decided(config, hf), hf, strict=strict)
     except UserError as error:
         return error
     return None
@@ -30,8 +34,11 @@ def wrong(config: Config, hf: Mapping[str, Any], *, planned: bool, strict: bool 
 def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned: bool) -> UserError:
     """The refusal, and the nearest settings that pass every check of `wrong`, by estimates without a margin.
 
-    A refusal that names none of the settings that are searched, or that is about a file, stays as it is.
+    A refusal that names none of the settings that are searched, that says itself what to paste or to leave out, or that
+    is about a file, stays as it is.
     """
+    if OWN_FIX.search(str(error)):
+        return error
     about_settings = any(key in str(error) or key.rpartition(".")[0] + ":" in str(error) for key in fixes.NEAR)
     if not about_settings or wrong(config, hf, planned=planned) is None:
         return error

@@ -18,7 +18,7 @@ from skyrl_mega.config.derived import draws_greedy, response_limit
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.planner import fit
+from skyrl_mega.planner import fit, micro_tokens
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.memory import on_cpu
 from skyrl_mega.simulation.rates import Rates
@@ -42,8 +42,9 @@ def run(config: Config, args: argparse.Namespace) -> int:
             f"algorithm.advantage = {config.algorithm.advantage}: --simulate does not play the greedy answers that "
             "engines write beside the samples, so its step would be too short; give another advantage to simulate with"
         )
+    hf, _ = dry_run.checked(simulate_choices.off(config).config)
+    config = micro_tokens.decided(config, hf)
     as_it_is = simulate_choices.off(config)
-    hf, _ = dry_run.checked(as_it_is.config)
     compared = _compare(config, as_it_is, _Stage(hf, workload_of(config, args)))
     print(json.dumps(simulate_text.values(compared)) if args.json else simulate_text.text(compared))
     return DONE

@@ -124,6 +124,8 @@ def _run(args: argparse.Namespace) -> int:
     except UserError as error:
         raise _with_fix(error, config) from error
 
+    from skyrl_mega.models.registry import architecture
+    from skyrl_mega.planner import micro_tokens
     from skyrl_mega.telemetry.console import Console
     from skyrl_mega.telemetry.run_dir import run_folder
     from skyrl_mega.telemetry.trackers import registry
@@ -137,11 +139,20 @@ def _run(args: argparse.Namespace) -> int:
             console.say(done)
             return DONE
         config = inputs.prepare(config, console)
+        resumes, given = resuming.checkpoint_of(config) is not None, config
+        config = micro_tokens.of_run(config, hf, folder, resumes=resumes)
         if misfit := refusal.wrong(config, hf, planned=False):
             raise refusal.with_fix(misfit, config, hf, planned=False)
 
         idle = idle_gpus(config) if config.cluster.device == "cuda" else None
-        for note in (idle, cut_sampling(config), *unread_notes(config), *registry.unread_notes(config.telemetry)):
+        chosen = None if resumes else micro_tokens.note(given, config, architecture(hf).describe(hf))
+        for note in (
+            chosen,
+            idle,
+            cut_sampling(config),
+            *unread_notes(config),
+            *registry.unread_notes(config.telemetry),
+        ):
             if note:
                 console.say(f"note: {note}")
         estimate.keep(folder, config, hf, console.say)

@@ -69,6 +69,18 @@ def critic_model(config: Config) -> PolicyConfig:
     )
 
 
+def micro_tokens(policy: PolicyConfig) -> int:
+    """Token budget of a micro-batch, where it is given or `planner.micro_tokens` has decided it."""
+    if policy.micro_tokens is None:
+        raise ValueError("policy.micro_tokens has not been decided")
+    return policy.micro_tokens
+
+
+def planned_device(config: Config) -> str:
+    """`cpu` or `cuda`, before anybody has looked: auto is planned as CUDA."""
+    return "cpu" if config.cluster.device == "cpu" else "cuda"
+
+
 def overlaps(policy: PolicyConfig, device: str) -> bool:
     """Whether a policy on this device (`cpu` or `cuda`) communicates while it computes."""
     return device == "cuda" if policy.overlap is None else policy.overlap
@@ -183,6 +195,12 @@ def eager(rollout: RolloutConfig, device: str) -> bool:
     return device == "cpu" if rollout.eager is None else rollout.eager
 
 
+ONLINE = "fp8_per_block"
+"""vLLM's own quantisation of what a weight sync brings (`rollout.options.quantization`)."""
+WIDE_CACHES = (None, "auto", "bfloat16", "float16")
+"""Values of `rollout.options.kv_cache_dtype` that have more than a byte for an element; all others have at most one."""
+
+
 def fp8_parameters(rollout: RolloutConfig) -> bool:
     """Whether engines have the parameters of an FP8 checkpoint: numbers, and a scale for every block of them."""
     overrides = rollout.options.get("hf_overrides")
@@ -191,17 +209,17 @@ def fp8_parameters(rollout: RolloutConfig) -> bool:
 
 def fp8_weights(rollout: RolloutConfig) -> bool:
     """Whether engines hold their linear layers in FP8: an FP8 checkpoint's, or what vLLM quantises as it arrives."""
-    return fp8_parameters(rollout) or str(rollout.options.get("quantization")).startswith("fp8")
+    return fp8_parameters(rollout) or rollout.options.get("quantization") == ONLINE
 
 
-def fp8_cache(rollout: RolloutConfig) -> bool:
-    """Whether an element of the KV cache is one byte."""
-    return str(rollout.options.get("kv_cache_dtype")).startswith("fp8")
+def small_cache(rollout: RolloutConfig) -> bool:
+    """Whether an element of the KV cache is one byte or less."""
+    return rollout.options.get("kv_cache_dtype") not in WIDE_CACHES
 
 
 def engine_precision(config: Config) -> str:
     """What engines compute in: `float32`, `bfloat16`, or `fp8` where weights or cache are."""
-    fp8 = fp8_weights(config.rollout) or fp8_cache(config.rollout) or config.weights.wire.startswith("fp8")
+    fp8 = fp8_weights(config.rollout) or small_cache(config.rollout) or config.weights.wire.startswith("fp8")
     return "fp8" if fp8 else config.model.dtype
 
 

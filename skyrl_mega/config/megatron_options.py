@@ -65,7 +65,9 @@ _TRANSFORMER: dict[str | None, str] = {
     "moe_router_padding_for_fp8 moe_router_padding_for_quantization "
     "flash_decode use_inference_optimized_layers test_mode hetereogenous_dist_checkpoint",
 }
-_RECOMPUTE = "recompute_granularity recompute_method recompute_num_layers recompute_modules"
+_RECOMPUTE = "recompute_granularity recompute_method recompute_num_layers recompute_modules moe_layer_recompute"
+_NEEDS = {"recompute_modules": "selective", "recompute_method": "full", "recompute_num_layers": "full"}
+"""Option → the `recompute_granularity` without which megatron-core ignores it, or ends."""
 _DDP: dict[str | None, str] = {
     KEPT: "fp8_param_gather",
     "policy.overlap": "overlap_grad_reduce overlap_param_gather align_param_gather",
@@ -142,25 +144,52 @@ def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
     _check_recompute(policy)
 
 
+_SAVES = "the dry run plans policy.recompute=none, not what this saves and repeats"
+UNPLANNED = {
+    "recompute_granularity": _SAVES,
+    "moe_layer_recompute": _SAVES,
+    "fine_grained_activation_offloading": "the dry run plans all activations on the GPU, and none in host memory",
+    "activation_func_fp8_input_store": "the dry run plans inputs of activation functions in model.dtype, not in FP8",
+}
+"""Options whose memory is worth a word and is not planned."""
+
+
 def unplanned(policy: PolicyConfig) -> list[str]:
-    """What to say of options whose memory is worth a word and is not planned."""
-    kind = policy.options.get("recompute_granularity")
-    told = "the dry run plans policy.recompute=none, not what this saves and repeats"
-    return [f"policy.options.recompute_granularity = {shown(kind)}: {told}"] if kind else []
+    """What to say of those that are given."""
+    given = policy.options
+    return [
+        f"policy.options.{name} = {shown(given[name])}: {told}" for name, told in UNPLANNED.items() if given.get(name)
+    ]
 
 
 def _check_recompute(policy: PolicyConfig) -> None:
-    """`policy.recompute` decides, or with `none` the options; and whole layers are `policy.recompute=full`."""
-    given = [name for name in _RECOMPUTE.split() if name in policy.options]
+    """`policy.recompute` decides, or with `none` the options, which megatron-core must not ignore; and whole layers are
+    `policy.recompute=full`."""
+    options = policy.options
+    given = [name for name in _RECOMPUTE.split() if name in options]
     if given and policy.recompute != "none":
         raise UserError(
             f"policy.options.{given[0]}: policy.recompute={policy.recompute} decides it; give policy.recompute=none "
             "beside it, which leaves the choice to policy.options, or leave it out"
         )
-    method, layers = (policy.options.get(f"recompute_{name}") for name in ("method", "num_layers"))
-    each_layer = method in (None, "uniform") and layers in (None, 1)
-    if each_layer and policy.options.get("recompute_granularity") == "full":
+    kind, method, layers = (options.get(f"recompute_{name}") for name in ("granularity", "method", "num_layers"))
+    for name, needed in _NEEDS.items():
+        if options.get(name) is not None and kind != needed:
+            raise UserError(
+                f"policy.options.{name} = {shown(options[name])}: megatron-core reads it with recompute_granularity="
+                f"{needed} alone; give policy.options.recompute_granularity={needed} beside it, or leave it out"
+            )
+    if kind != "full":
+        return
+    if method in (None, "uniform") and layers in (None, 1):
         raise UserError(
             "policy.options.recompute_granularity = full: policy.recompute=none would be planned; give "
-            "policy.recompute=full and leave out the options recompute_*, or recompute_method=block for some layers"
+            "policy.recompute=full and leave out the options recompute_*, or recompute_method=block with "
+            "recompute_num_layers for so many layers of a stage"
         )
+    for name, allowed in (("recompute_method", "block or uniform"), ("recompute_num_layers", "a number of layers")):
+        if options.get(name) is None:
+            raise UserError(
+                f"policy.options.{name}: recompute_granularity=full needs it; give {allowed}, or policy.recompute=full "
+                "and no options recompute_*"
+            )

@@ -2,28 +2,51 @@
 
 from __future__ import annotations
 
-from skyrl_mega.config.derived import fp8_parameters
+from typing import Any
+
+from skyrl_mega.config.derived import ONLINE, fp8_parameters
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.values import shown
 
-BLOCKS = ("fp8_per_block", "online")
-"""Of vLLM's own quantisations those that a sync can bring; `online` is looked at where the engine is made."""
+CHECKPOINT = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+"""What a `quantization_config` must have for the parameters that an FP8 wire brings (`kernels.block_fp8.BLOCK`)."""
+INSTEAD = f"rollout.options.quantization={ONLINE}"
 
 
 def check_wire(c: Config) -> None:
     """Raises UserError for engines whose parameters no sync can bring."""
+    options = c.rollout.options
+    kind = options.get("quantization")
+    if options.get("quantization_config"):
+        raise UserError(
+            "rollout.options.quantization_config: vLLM would quantise layers otherwise than a weight sync brings them; "
+            f"leave it out, and give {INSTEAD} for engines that quantise what arrives (docs/weight-sync.md)"
+        )
     if fp8_parameters(c.rollout):
-        if c.weights.wire != "fp8":
-            raise UserError(
-                f"weights.wire = {c.weights.wire}: allowed is fp8 where rollout.options.hf_overrides."
-                "quantization_config makes engines that take FP8 numbers and scales; or let them quantise what "
-                "arrives, with rollout.options.quantization=fp8_per_block"
-            )
-        return
-    kind = c.rollout.options.get("quantization")
-    if kind is not None and kind not in BLOCKS:
+        _check_checkpoint(c, kind, options["hf_overrides"]["quantization_config"])
+    elif kind not in (None, ONLINE):
         raise UserError(
             f"rollout.options.quantization = {shown(kind)}: a weight sync brings blocks with a scale each, and no "
-            "other quantised weights; allowed is fp8_per_block (docs/weight-sync.md), or leave it out"
+            f"other quantised weights; allowed is {ONLINE} (docs/weight-sync.md), or leave it out"
+        )
+
+
+def _check_checkpoint(c: Config, kind: Any, given: Any) -> None:
+    """Engines with the parameters of a quantised checkpoint; `kind`: `rollout.options.quantization`."""
+    key = "rollout.options.hf_overrides.quantization_config"
+    if not isinstance(given, dict) or any(given.get(name) != value for name, value in CHECKPOINT.items()):
+        raise UserError(
+            f"{key} = {shown(given)}: a weight sync brings FP8 numbers with a scale for each block of 128 × 128, and "
+            f"no other quantised weights; give it {shown(CHECKPOINT)[1:-1]}, or leave it out and give {INSTEAD}"
+        )
+    if kind not in (None, CHECKPOINT["quant_method"]):
+        raise UserError(
+            f"rollout.options.quantization = {shown(kind)}: {key} says fp8, and vLLM ends where they differ; leave one "
+            "of them out"
+        )
+    if c.weights.wire != "fp8":
+        raise UserError(
+            f"weights.wire = {c.weights.wire}: allowed is fp8 where {key} makes engines that take FP8 numbers and "
+            f"scales; or let them quantise what arrives, with {INSTEAD}"
         )

@@ -12,7 +12,7 @@ from functools import lru_cache
 from math import prod
 
 from skyrl_mega.config import limits
-from skyrl_mega.config.derived import engine_data, expert_parallel, fp8_cache, fp8_parameters, fp8_weights
+from skyrl_mega.config.derived import engine_data, expert_parallel, fp8_parameters, fp8_weights, small_cache
 from skyrl_mega.config.schema import Config
 from skyrl_mega.kernels.block_fp8 import BLOCK
 from skyrl_mega.models import engine
@@ -74,8 +74,11 @@ def linear_itemsize(config: Config) -> float:
 
 
 def cache_itemsize(config: Config) -> int:
-    """Bytes of an element of the KV cache."""
-    return 1 if fp8_cache(config.rollout) else limits.itemsize(config.model.dtype)
+    """Bytes of an element of the KV cache; a byte of those that vLLM packs closer."""
+    if small_cache(config.rollout):
+        return 1
+    own = config.rollout.options.get("kv_cache_dtype") or "auto"
+    return limits.itemsize(config.model.dtype if own == "auto" else own)
 
 
 def kv_bytes_per_token(d: Decoder, tensor: int, size: int) -> int:

@@ -58,10 +58,19 @@ def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> Non
     """
     if not on_cpu(config):
         check_nodes(config)
-    d = architecture(hf).describe(hf)
-    parallel, reference = parallel_of(config)
-    for what in _problems(config, d, parallel, reference, strict):
+    if what := problem(config, architecture(hf).describe(hf), strict=strict):
         raise UserError(what)
+
+
+def problem(config: Config, d: Decoder, *, strict: bool = False) -> str | None:
+    """What is said of the first memory that is too small, of a GPU or of a host; None where all is enough.
+
+    Args:
+        config: The settings, whose layouts have been checked.
+        d: The model.
+        strict: As in `check`.
+    """
+    return next(_problems(config, d, *parallel_of(config), strict), None)
 
 
 def _problems(

@@ -24,6 +24,7 @@ from skyrl_mega.config.derived import (
     length_limit,
     logit_chunk,
     overlaps,
+    planned_device,
 )
 from skyrl_mega.config.limits import ENGINE_STEP_TOKENS, SYNC_BUCKETS
 from skyrl_mega.config.schema import Config
@@ -76,7 +77,7 @@ def on_cpu(config: Config) -> bool:
 
 def overlapped(config: Config) -> bool:
     """Whether the policy's communication overlaps with its compute (`policy.overlap`)."""
-    return overlaps(config.policy, "cpu" if on_cpu(config) else "cuda")
+    return overlaps(config.policy, planned_device(config))
 
 
 def policy_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
@@ -143,7 +144,8 @@ def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
         EngineMemory,
         weights=weights,
         working=int(working),
-        sync=int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20) + staged_bytes(config, d),
+        sync=int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20),
+        staged=staged_bytes(config, d),
         per_token=kv_bytes_per_token(d, rollout.tensor, cache_itemsize(config)),
         keep=_keep(config),
     )
@@ -155,7 +157,7 @@ def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
 
 
 def _activations(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> Activations:
-    spec = layer_spec(config.policy.spec, "cpu" if on_cpu(config) else "cuda")
+    spec = layer_spec(config.policy.spec, planned_device(config))
     experts = any(d.is_moe(i) for i in range(d.layers))
     found = activations(
         d,
@@ -164,7 +166,7 @@ def _activations(config: Config, d: Decoder, parallel: ParallelDims, pp: int) ->
         batch(config, parallel).row,
         itemsize(config),
         recompute=config.policy.recompute,
-        logit_chunk=logit_chunk(config.policy, "cpu" if on_cpu(config) else "cuda"),
+        logit_chunk=logit_chunk(config.policy, planned_device(config)),
         token_bytes=BATCH_BYTES + rank_bytes(config, d, parallel),
         spec=spec,
         fused=fused(config.policy, spec, experts),

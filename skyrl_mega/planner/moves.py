@@ -48,12 +48,10 @@ def residency_time(config: Config, d: Decoder, parallel: ParallelDims) -> float:
 class IdleMove:
     """What leaves GPUs on which nothing takes its place."""
 
-    who: str
-    """`policy and engines have`."""
-    own: str
-    """`their` or `its`."""
+    who: tuple[str, ...]
+    """Of policy, engines and critic."""
     seconds: float
-    """Of a step."""
+    """Of a step; 0 where what leaves is dropped and made again."""
     better: str
     """`residency.keep` without it."""
 
@@ -61,12 +59,13 @@ class IdleMove:
 def idle_moves(config: Config, d: Decoder, parallel: ParallelDims) -> list[IdleMove]:
     """Of the policy and engines where they share no GPU, of the critic always."""
     keep = config.residency.keep
-    trained = {*ENGINE, *POLICY, *CRITIC[: has_critic(config)]}
     if keep is None:
         return []
-    if not config.cluster.shared and trained - {*keep}:
-        return [IdleMove("policy and engines have", "their", residency_time(config, d, parallel), "null")]
-    if config.cluster.shared and has_critic(config) and not {*CRITIC} & {*keep}:
+    owners = {"policy": POLICY, "engines": ENGINE, "critic": CRITIC[: has_critic(config)]}
+    leaving = tuple(who for who, parts in owners.items() if {*parts} - {*keep})
+    if not config.cluster.shared and leaving:
+        return [IdleMove(leaving, residency_time(config, d, parallel), "null")]
+    if config.cluster.shared and "critic" in leaving:
         seconds = 2 * _critic_parked(config, d) / host_rate(config)
-        return [IdleMove("the critic has", "its", seconds, f"[{','.join([*keep, *CRITIC])}]")]
+        return [IdleMove(("critic",), seconds, f"[{','.join([*keep, *CRITIC])}]")]
     return []

@@ -148,6 +148,7 @@ def _largest(e: Engine, keep: list[str] | None, policy: dict[str, int], size: in
     room = size
     for phase, taken in policy.items():
         here = resident(phase, keep)
+        taken += e.memory.staged * (phase == "sync")
         if "kv_cache" in here:
             room = min(room, size - taken - e.memory.beside)
         elif taken + e.memory.beside + e.memory.reserve + e.memory.weights * ("engine_weights" in here) > size:

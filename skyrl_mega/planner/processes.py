@@ -17,7 +17,7 @@ from skyrl_mega.planner.buffers import Held
 
 MARGIN = 0.25
 """An estimated kind may be larger or smaller by this share."""
-COUNTED = ("weights", "gradients", "optimizer", "reference", "sync", "kv_cache")
+COUNTED = ("weights", "gradients", "optimizer", "reference", "sync", "staged", "kv_cache")
 """Kinds of memory that are counted from tensors' shapes; the others are estimated."""
 PHASES = tuple(phase for phase in NEEDS if phase != "eval")
 """Of a step. An evaluation has what generating has."""
@@ -137,7 +137,9 @@ class EngineMemory:
     working: int
     """Activations, logits and sampling of the largest step. Estimated."""
     sync: int
-    """Counted."""
+    """Buckets. Counted."""
+    staged: int
+    """The layer that a sync writes before it is quantised (`engine_weights.staged_bytes`). Counted."""
     reserve: int
     """Libraries, and CUDA graphs where there are any. Estimated."""
     budget: int
@@ -174,11 +176,12 @@ class EngineMemory:
 
     def phase(self, name: str) -> dict[str, int]:
         """What lies on the device in a phase, by kind. One that sleeps, if only in part, has given back its working
-        memory (vLLM empties torch's cache)."""
+        memory (vLLM empties torch's cache). Buckets are the policy's, where it has the same GPU."""
         here = resident(name, self.keep)
         kinds = {"weights": self.weights} if "engine_weights" in here else {}
         kinds |= {"kv_cache": self.kv} if "kv_cache" in here else {}
         kinds |= {"working": self.working} if self.awake(name) else {}
+        kinds |= {"staged": self.staged} if name == "sync" and self.staged else {}
         return kinds | {"reserve": self.reserve, "beside": self.beside}
 
     @cached_property
@@ -187,7 +190,8 @@ class EngineMemory:
         return {name: sum(self.phase(name).values()) for name in PHASES}
 
     def least_in(self, phase: str) -> float:
-        """Bytes in a phase when every estimate is too high by the margin; the budget is given out in any case."""
+        """Bytes in a phase when every estimate is too high by the margin; the budget is given out in any case, and what
+        is staged may lie in its working memory."""
         if self.awake(phase):
             return self.budget + (1 - MARGIN) * self.beside
         return least(self.phase(phase))
@@ -199,8 +203,8 @@ class EngineMemory:
 
     @property
     def peak(self) -> int:
-        """That, and the buckets, where no policy rank of the same GPU has them."""
-        return self.resident + self.sync
+        """That, what is staged, and the buckets, where no policy rank of the same GPU has them."""
+        return self.resident + self.staged + self.sync
 
     @property
     def least(self) -> int:

@@ -1,25 +1,31 @@
-"""What gives a shared GPU more room in a phase: settings that are tried one by one, so that none is named that does not
-help there."""
+"""What gives a GPU more room: settings that are tried one by one, so that none is named that does not help there, or
+that is refused."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from skyrl_mega.config.checks import check
-from skyrl_mega.config.derived import length_limit
+from skyrl_mega.config.derived import has_critic, length_limit, micro_tokens
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.residency import CRITIC, NEEDS, PARTS, kept
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner.memory import GIB, on_cpu
-from skyrl_mega.planner.shared import SharedGpu, shared_gpus
+from skyrl_mega.planner import fit
+from skyrl_mega.planner.memory import GIB, engine_memory, policy_memory
+from skyrl_mega.planner.shared import SharedGpu, shared_gpus, stages
 
 CLOSE = GIB
 """Less than this is too little to be left in any phase: what CUDA and NCCL take has been measured on no GPU."""
 WORTH = GIB // 10
 """What gives less is not named."""
+
+Tried = tuple[str, Config]
+"""A setting as it is written on the command line, and all settings with it."""
+Relief = tuple[str, int]
+"""A setting, and the bytes that it gives."""
 
 
 @dataclass(frozen=True)
@@ -47,36 +53,54 @@ def shortest(config: Config, d: Decoder, parallel: ParallelDims) -> Short | None
     return min(found, key=lambda short: (min(short.left, 0), short.left - short.doubt), default=None)
 
 
-def relief(config: Config, d: Decoder, parallel: ParallelDims, phase: str) -> list[tuple[str, int]]:
-    """Settings, one by one, with the bytes that each gives the fullest shared GPU in a phase; what gives most first."""
-    before, found = _left(config, d, parallel, phase), []
-    for text, other in _tried(config, phase):
-        try:
-            check(other, planned=True)
-        except UserError:
-            continue
-        gained = _left(other, d, parallel, phase) - before
-        if gained >= WORTH:
-            found.append((text, gained))
+def relief(config: Config, d: Decoder, parallel: ParallelDims, phase: str) -> list[Relief]:
+    """What gives the fullest shared GPU room in a phase; what gives most first."""
+
+    def left(other: Config) -> int:
+        return min(gpu.left(phase) for gpu in shared_gpus(other, d, parallel))
+
+    return _helping(config, d, (*_of_policy(config), *_of_sharing(config, phase)), left)
+
+
+def policy_relief(config: Config, d: Decoder, parallel: ParallelDims) -> list[Relief]:
+    """What takes memory off the policy's fullest rank; what takes most first."""
+
+    def left(other: Config) -> int:
+        return -max(policy_memory(other, d, parallel, rank).peak for rank in stages(parallel).values())
+
+    return _helping(config, d, _of_policy(config), left)
+
+
+def _helping(config: Config, d: Decoder, tried: Iterable[Tried], left: Callable[[Config], int]) -> list[Relief]:
+    """Of what is tried, what gives room and is refused nowhere, on hosts neither."""
+    before, found = left(config), []
+    for setting, other in tried:
+        if _works(other, d) and (gained := left(other) - before) >= WORTH:
+            found.append((setting, gained))
     return sorted(found, key=lambda one: -one[1])
 
 
-def _tried(config: Config, phase: str) -> Iterator[tuple[str, Config]]:
-    policy, rollout, stays = config.policy, config.rollout, kept(config.residency.keep)
+def _works(config: Config, d: Decoder) -> bool:
+    """Whether every check passes, and an engine's cache holds a sequence by the estimates at their face."""
+    try:
+        check(config, planned=True)
+    except UserError:
+        return False
+    return fit.problem(config, d) is None and engine_memory(config, d).tokens >= length_limit(config.rollout)
+
+
+def _of_policy(config: Config) -> Iterator[Tried]:
+    policy = config.policy
     yield "policy.recompute=full", replace(config, policy=replace(policy, recompute="full"))
-    fewer = policy.micro_tokens // 2
-    yield f"policy.micro_tokens={fewer}", replace(config, policy=replace(policy, micro_tokens=max(1, fewer)))
+    fewer = max(1, micro_tokens(policy) // 2)
+    yield f"policy.micro_tokens={fewer}", replace(config, policy=replace(policy, micro_tokens=fewer))
+
+
+def _of_sharing(config: Config, phase: str) -> Iterator[Tried]:
+    rollout, stays = config.rollout, kept(config.residency.keep)
     own = [part for part in PARTS if part in stays and (part in NEEDS[phase] or part in CRITIC)]
-    keep = [part for part in own if part not in CRITIC or config.algorithm.advantage == "gae"]
+    keep = [part for part in own if part not in CRITIC or has_critic(config)]
     yield f"residency.keep=[{','.join(keep)}]", replace(config, residency=replace(config.residency, keep=keep))
     lower = round(rollout.memory_fraction - 0.05, 2)
     yield f"rollout.memory_fraction={lower:g}", replace(config, rollout=replace(rollout, memory_fraction=lower))
     yield "rollout.eager=true", replace(config, rollout=replace(rollout, eager=True))
-
-
-def _left(config: Config, d: Decoder, parallel: ParallelDims, phase: str) -> int:
-    """Of the fullest GPU; as good as nothing where an engine's cache would not hold a sequence."""
-    gpus = [] if on_cpu(config) else [*shared_gpus(config, d, parallel)]
-    if any(gpu.engine.tokens < length_limit(config.rollout) for gpu in gpus):
-        return -(2**62)
-    return min(gpu.left(phase) for gpu in gpus)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from math import floor
 
 from skyrl_mega.config.derived import has_critic, length_limit
@@ -120,7 +121,8 @@ def _largest(config: Config, gpus: Sequence[SharedGpu]) -> str:
 
 
 def _leaving(config: Config, gpus: Sequence[SharedGpu], allowed: Callable[[Config], bool]) -> str:
-    """A part without which no GPU lacks anything by the estimates, else all that may leave."""
+    """The fewest parts without which no GPU lacks anything by the estimates, the engines' first: they copy nothing. A
+    critic has GPUs of its own."""
     there = (*ENGINE, *POLICY, *CRITIC[: has_critic(config)])
     parts = [part for part in there if part in kept(config.residency.keep)]
 
@@ -128,12 +130,12 @@ def _leaving(config: Config, gpus: Sequence[SharedGpu], allowed: Callable[[Confi
         other = replace(config, residency=replace(config.residency, keep=keep))
         return all(gpu.keeping(keep).fits(strict=True) for gpu in gpus) and allowed(other)
 
-    for part in (part for part in (*ENGINE, *POLICY) if part in parts):
-        if works(rest := [other for other in parts if other != part]):
-            return f"without {part} it fits: residency.keep=[{','.join(rest)}]"
-    for leaves in ((*ENGINE, *POLICY), POLICY, ENGINE):
-        if works(rest := [part for part in parts if part not in leaves]):
-            return f"with residency.keep=[{','.join(rest)}] it fits"
+    here = [part for part in parts if part not in CRITIC]
+    for count in range(1, len(here) + 1):
+        for leaves in combinations(here, count):
+            if works(rest := [part for part in parts if part not in leaves]):
+                keep = f"residency.keep=[{','.join(rest)}]"
+                return f"without {leaves[0]} it fits: {keep}" if count == 1 else f"with {keep} it fits"
     return "whatever residency.keep may leave out, it does not fit at this fraction"
 
 

@@ -12,7 +12,7 @@ from skyrl_mega.config.compose import compose
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner import fit
-from skyrl_mega.planner.memory import GIB
+from skyrl_mega.planner.memory import GIB, policy_memory
 from skyrl_mega.planner.moves import residency_time
 from skyrl_mega.planner.relief import CLOSE, shortest
 from skyrl_mega.planner.shared import shared_gpus
@@ -75,6 +75,42 @@ def test_what_is_said_to_give_room_gives_so_much(
         assert (left(other, phase) - left(config, phase)) / GIB == pytest.approx(float(gained), abs=0.051)
 
 
+def test_what_hosts_have_no_memory_for_is_not_offered(file: Path) -> None:
+    given = ["rollout.memory_fraction=0.48", "residency.keep=[parameters,optimizer,gradients]"]
+    share = "rollout.memory_fraction=0.43"
+    for gib, offered in ((2000, ["residency.keep=[]", share]), (200, [share])):
+        config = compose(file, [*SHARED, *given, f"cluster.host_memory_gib={gib}"])
+        (note,) = (note for note in noted(config) if note.startswith("close"))
+        assert re.findall(r"([\w.]+=\S+) \(", note) == offered, note
+
+
+@pytest.mark.parametrize(
+    ("given", "offered"),
+    [
+        ([], ["policy.recompute=full", "policy.micro_tokens=7000"]),
+        # The longest sequence has a micro-batch of its own, however few tokens one is to have.
+        (["rollout.max_response_tokens=12000", "policy.micro_tokens=8192"], ["policy.recompute=full"]),
+    ],
+    ids=["a full row", "a long sequence"],
+)
+def test_what_is_said_to_give_a_policy_of_its_own_room_gives_so_much(
+    file: Path, given: list[str], offered: list[str]
+) -> None:
+    common = ["cluster.gpu_memory_gib=79.1", "policy.recompute=none", "policy.micro_tokens=14000", *given]
+
+    def peak(*more: str) -> int:
+        config = compose(file, [*common, *more])
+        hf, _ = dry_run.checked(config)
+        return policy_memory(config, architecture(hf).describe(hf), fit.parallel_of(config)[0], 0).peak
+
+    (note,) = (note for note in noted(compose(file, common)) if note.startswith("tight"))
+    assert f" lacks {peak() / GIB - 79.1:.1f} GiB" in note
+    gained = dict(re.findall(r"([\w.]+=\S+) \(([\d.]+) GiB\)", note))
+    assert [*gained] == offered, note
+    for setting, size in gained.items():
+        assert (peak() - peak(setting)) / GIB == pytest.approx(float(size), abs=0.051)
+
+
 def test_less_than_the_margin_is_told_in_any_phase(file: Path) -> None:
     """Around a GiB that is left while engines generate, where nothing of the policy computes."""
     for fraction, told in ((0.93, True), (0.92, True), (0.91, False), (0.7, False)):
@@ -102,7 +138,17 @@ def test_what_leaves_gpus_that_nothing_shares_is_told_with_its_time(file: Path) 
         return time, [note for note in noted(config) if "for nothing" in note]
 
     seconds, notes = moves("residency.keep=[]")
-    assert len(notes) == 1 and f"{seconds:.1f} s a step; give residency.keep=null" in notes[0] and seconds > 0.5
+    assert len(notes) == 1 and f"{seconds:.2g} s a step; give residency.keep=null" in notes[0] and seconds > 0.5
+    assert notes[0].startswith("policy and engines have GPUs of their own, ")
+    for keep, who in (
+        ("engine_weights,kv_cache", "policy has GPUs of its own"),
+        ("parameters,gradients,optimizer", "engines have GPUs of their own"),
+        ("engine_weights,kv_cache,parameters,optimizer", "policy has GPUs of its own"),
+    ):
+        seconds, notes = moves(f"residency.keep=[{keep}]")
+        assert len(notes) == 1 and notes[0].startswith(who)
+        told = f" {seconds:.2g} s a step;" if seconds else " it is dropped and made again;"
+        assert told in notes[0] and " 0 s" not in notes[0] and (seconds > 0) == ("parameters" not in keep)
     assert moves() == (0.0, [])
     assert moves(*SHARED, "residency.keep=[]")[1] == []
 
@@ -110,7 +156,16 @@ def test_what_leaves_gpus_that_nothing_shares_is_told_with_its_time(file: Path) 
     with_critic, notes = moves(*critic, "residency.keep=[optimizer]")
     assert len(notes) == 1 and notes[0].endswith("give residency.keep=[optimizer,critic]")
     without, none = moves(*critic, "residency.keep=[optimizer,critic]")
-    assert none == [] and f" {with_critic - without:.1f} s a step" in notes[0] and with_critic - without > 0.5
+    assert none == [] and f" {with_critic - without:.2g} s a step" in notes[0] and with_critic - without > 0.5
+
+
+def test_a_setting_of_the_other_head_is_told_of(file: Path) -> None:
+    told = [
+        [note for note in noted(compose(file, ["cluster.gpu_memory_gib=79.1", *given])) if "logit_chunk" in note]
+        for given in ([], ["policy.logit_chunk=64"], ["policy.logit_chunk=64", "policy.head=chunked"])
+    ]
+    assert [len(notes) for notes in told] == [0, 1, 0]
+    assert told[1][0].startswith("policy.logit_chunk=64 is read on a CPU alone: policy.head=auto has no logits")
 
 
 SERVED = "rollout.options.quantization=fp8_per_block"

@@ -49,7 +49,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         "residency.keep=[parameters,optimizer,gradients]",
         [
             "in phase generate, an engine worker's 60.3 GiB (weights 7.2, kv_cache",
-            "the largest fraction that fits is 0.48; with residency.keep=[] it fits",
+            "the largest fraction that fits is 0.48; with residency.keep=[optimizer] it fits",
             "rollout.memory_fraction=0.45",
         ],
     ),
@@ -57,7 +57,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         "a policy and engines that all stay",
         "cluster.shared=true cluster.nodes=4 rollout.memory_fraction=0.6",
         [
-            "with residency.keep=[] it fits; --suggest",
+            "with residency.keep=[engine_weights,parameters,optimizer] it fits; --suggest",
             "work: rollout.memory_fraction=0.4; or ",
             "; or residency.keep=[]",
         ],
@@ -100,7 +100,8 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
     ("an engine's heads", "rollout.tensor=3", ["32 attention heads", "rollout.tensor=2"]),
     (
         "blocks of an FP8 checkpoint",
-        "rollout.tensor=8 weights.wire=fp8 rollout.options={hf_overrides: {quantization_config: {quant_method: fp8}}}",
+        "rollout.tensor=8 weights.wire=fp8 rollout.options={hf_overrides: {quantization_config: {quant_method: fp8, "
+        "activation_scheme: dynamic, weight_block_size: [128, 128]}}}",
         ["leaves 96 columns of an expert", "multiples of 128; allowed is rollout.tensor 1, 2, or", "rollout.tensor=2"],
     ),
     ("mini-batches", "data.mini_batch_prompts=100", ["512", "data.mini_batch_prompts=128"]),
@@ -121,7 +122,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         "reference.layout={tensor: 2, expert: 2} reference.ranks=4 policy.ranks=4 policy.layout.expert=4 "
         "policy.layout.tensor=4 cluster.nodes=2 rollout.engines=1 cluster.gpu_memory_gib=1000 "
         "cluster.host_memory_gib=4000",
-        ["cluster.nodes = 2: policy 4 + reference 4 + 1 engines of 8 GPUs", "give cluster.nodes=3", "cluster.nodes=3"],
+        ["cluster.nodes = 2: policy 4 + reference 4 + 1 engines of 8 GPUs", "give cluster.nodes=3"],
     ),
     ("an engine larger than a node", "rollout.tensor=16", ["cluster.gpus_per_node = 8", "rollout.tensor=8"]),
     (
@@ -161,7 +162,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         "reference.ranks=4",
         ["reference.ranks = 4: it needs reference.layout; without one the policy's ranks are shared"],
     ),
-    ("groups of one", "data.samples_per_prompt=1", ["at least 2", "data.samples_per_prompt=2"]),
+    ("groups of one", "data.samples_per_prompt=1", ["at least 2", "or give algorithm.advantage=reinforce"]),
     # ---- settings that others drop in silence
     ("an unknown key", "policy.optimizer.betas=0.95", ["did you mean policy.optimizer.beta"]),
     ("an unknown model", "model.path=models/GPT-5", ["Qwen3-30B-A3B", "config.json"]),
@@ -170,6 +171,8 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
 ALONE = (
     "--suggest searches further",
     "give 7.6 or more",
+    "give cluster.nodes=3",
+    "or give algorithm.advantage=reinforce",
     "did you mean policy.optimizer.beta",
     "config.json",
     "reference.ranks = 4: it needs reference.layout; without one the policy's ranks are shared",

@@ -29,7 +29,8 @@ from skyrl_mega.config.errors import UserError
         ["policy.moe.dispatcher=deepep", "policy.layout.expert=2", "cluster.device=cuda", "cluster.nodes=2"],
         ["rollout.options.quantization=fp8_per_block", "weights.wire=fp8"],
         [
-            "rollout.options={quantization: fp8, hf_overrides: {quantization_config: {quant_method: fp8}}}",
+            "rollout.options={quantization: fp8, hf_overrides: {quantization_config: {quant_method: fp8, "
+            "activation_scheme: dynamic, weight_block_size: [128, 128]}}}",
             "weights.wire=fp8",
         ],
         ["residency.keep=[engine_weights,kv_cache]", "rollout.options.enable_lora=true"],
@@ -290,6 +291,35 @@ WRONG = [
     ("policy.optimizer.options.optimizer_cpu_offload=true", "use residency.keep without optimizer: it steps on its"),
     ("policy.optimizer.options.exp_avg_dtype=bf16", "use float32, which moments, masters and their gradients always"),
     ("policy.options.fp8_param=true", "use policy.precision, with which parameters stay in model.dtype"),
+    *(
+        (
+            f"policy.options={{{options}}}",
+            f"policy.options.{said}",
+        )
+        for options, said in (
+            (
+                "recompute_modules:[moe]",
+                "recompute_modules = [moe]: megatron-core reads it with recompute_granularity=sel",
+            ),
+            ("recompute_modules:[moe],recompute_granularity:full", "recompute_modules = [moe]: megatron-core reads it"),
+            (
+                "recompute_num_layers:1,recompute_granularity:selective",
+                "recompute_num_layers = 1: megatron-core reads it",
+            ),
+            (
+                "recompute_method:block",
+                "recompute_method = block: megatron-core reads it with recompute_granularity=full",
+            ),
+            (
+                "recompute_granularity:full,recompute_method:block",
+                "recompute_num_layers: recompute_granularity=full need",
+            ),
+            (
+                "recompute_granularity:full,recompute_num_layers:2",
+                "recompute_method: recompute_granularity=full needs it",
+            ),
+        )
+    ),
     (
         "policy.options.recompute_granularity=full",
         "policy.options.recompute_granularity = full: policy.recompute=none would be planned; give policy.recompute=",
@@ -321,12 +351,40 @@ WRONG = [
     ("rollout.options.logprobs_mode=raw", "rollout.options.logprobs_mode: the run decides it; leave it out"),
     ("rollout.options.enable_expert_parallel=true", "vLLM has no expert parallelism on a CPU; leave it out"),
     (
-        "rollout.options.hf_overrides.quantization_config.quant_method=fp8",
+        "rollout.options.hf_overrides.quantization_config={quant_method:fp8,activation_scheme:dynamic,"
+        "weight_block_size:[128,128]}",
         "weights.wire = auto: allowed is fp8 where rollout.options.hf_overrides.quantization_config makes engines",
     ),
     (
         "rollout.options.quantization=fp8_per_tensor",
         "rollout.options.quantization = fp8_per_tensor: a weight sync brings blocks with a scale each, and no other",
+    ),
+    (
+        "rollout.options.quantization=online",
+        "rollout.options.quantization = online: a weight sync brings blocks with a scale each, and no other",
+    ),
+    (
+        "rollout.options.quantization=fp8_per_block rollout.options.quantization_config.moe=int8_per_channel_static",
+        "rollout.options.quantization_config: vLLM would quantise layers otherwise than a weight sync brings them",
+    ),
+    *(
+        (
+            f"rollout.options.hf_overrides.quantization_config={{{config}}} weights.wire=fp8",
+            f"rollout.options.hf_overrides.quantization_config = {said}: a weight sync brings FP8 numbers with a scale",
+        )
+        for config, said in (
+            ("quant_method:gptq,bits:4", "{bits: 4, quant_method: gptq}"),
+            ("quant_method:fp8", "{quant_method: fp8}"),
+            (
+                "quant_method:fp8,activation_scheme:dynamic,weight_block_size:[64,64]",
+                "{activation_scheme: dynamic, quant_method: fp8, weight_block_size: [64, 64]}",
+            ),
+        )
+    ),
+    (
+        "rollout.options.quantization=gptq weights.wire=fp8 rollout.options.hf_overrides.quantization_config="
+        "{quant_method:fp8,activation_scheme:dynamic,weight_block_size:[128,128]}",
+        "rollout.options.quantization = gptq: rollout.options.hf_overrides.quantization_config says fp8, and vLLM ends",
     ),
     (
         "rollout.options.quantization=int8_per_channel_weight_only weights.wire=fp8",

@@ -51,7 +51,7 @@ def test_what_is_possible_passes(base: Path, arguments: str) -> None:
             "policy.recompute = selective: megatron-core recomputes norms and activation functions with no delayed",
         ),
         (
-            f"{R}=fp8_delayed policy.options.recompute_modules=[moe_act]",
+            f"{R}=fp8_delayed policy.options={{recompute_granularity:selective,recompute_modules:[moe_act]}}",
             "policy.options.recompute_modules: megatron-core recomputes moe_act",
         ),
         ("policy.options.fp8=hybrid", "policy.options.fp8: the run decides it; use policy.precision"),

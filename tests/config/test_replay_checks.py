@@ -11,7 +11,7 @@ from skyrl_mega.cli.inputs import check_layouts
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.schema import BuildConfig, Config
+from skyrl_mega.config.schema import BuildConfig, Config, LayoutConfig
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import hf_config
 from skyrl_mega.parallel.dims import ParallelDims
@@ -102,6 +102,18 @@ def test_a_dispatcher_needs_experts_that_lie_apart() -> None:
     config.policy.layout.expert = 2
     check_layouts(config, hf)
     config.policy.layout.expert, config.policy.layout.tensor = 1, 2
+    check_layouts(config, hf)
+    config.reference.layout, config.reference.ranks = LayoutConfig(), 2
+    with pytest.raises(UserError, match=r"deepep: reference.layout.expert = 1 has all experts .* reference.layout.exp"):
+        check_layouts(config, hf)
+    config.reference.layout.expert = 2
+    check_layouts(config, hf)
+    config.algorithm.advantage, config.critic.layout, config.critic.ranks = "gae", LayoutConfig(), 2
+    with pytest.raises(
+        UserError, match=r"deepep: critic.layout.expert = 1 has all experts .*, or critic.layout.expert"
+    ):
+        check_layouts(config, hf)
+    config.critic.layout.expert = 2
     check_layouts(config, hf)
 
 

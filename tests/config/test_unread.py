@@ -173,6 +173,10 @@ def test_what_megatrons_own_names_recompute_is_told_as_not_planned() -> None:
         return PolicyConfig(options=options)
 
     assert unplanned(given(moe_router_dtype="fp32")) == []
+    for name in ("fine_grained_activation_offloading", "activation_func_fp8_input_store", "moe_layer_recompute"):
+        (note,) = unplanned(given(**{name: True}))
+        assert note.startswith(f"policy.options.{name} = true: the dry run plans ")
+        assert unplanned(given(**{name: False})) == []
     (note,) = unplanned(given(recompute_granularity="selective", recompute_modules=["core_attn"]))
     assert note.startswith("policy.options.recompute_granularity = selective: the dry run plans policy.recompute=none")
     check_options(given(recompute_granularity="full", recompute_method="block", recompute_num_layers=2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 import pytest
@@ -10,15 +11,22 @@ from skyrl_mega.config.compose import compose
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.published import known
 from skyrl_mega.models.registry import architecture
+from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.decode import reads
 from skyrl_mega.planner.engine_weights import engine_bytes, staged_bytes
-from skyrl_mega.planner.memory import engine_memory
+from skyrl_mega.planner.memory import GIB, engine_memory
+from skyrl_mega.planner.pairs import Engine, _largest
+from skyrl_mega.planner.processes import PHASES
+from skyrl_mega.planner.shared import shared_gpus
 from skyrl_mega.weights.fp8.format import SUFFIX, quantised, with_scales
 
 HF = known("Qwen3-30B-A3B")
 D = architecture(HF).describe(HF)
 ONLINE = "rollout.options.quantization=fp8_per_block"
-CHECKPOINT = "rollout.options.hf_overrides={quantization_config: {quant_method: fp8}}"
+CHECKPOINT = (
+    "rollout.options.hf_overrides={quantization_config: "
+    "{quant_method: fp8, activation_scheme: dynamic, weight_block_size: [128, 128]}}"
+)
 
 
 def settings(*overrides: str) -> Config:
@@ -49,14 +57,48 @@ def test_a_sync_stages_a_layer_that_is_quantised_when_it_has_arrived() -> None:
     layer = 128 * 3 * 2048 * 768 // 4 + 2048 * 128 * (32 * 2 + 4 * 2) // 4
     assert staged_bytes(settings(ONLINE), D) == 2 * layer
     assert staged_bytes(settings(CHECKPOINT), D) == staged_bytes(settings(), D) == 0
-    more = engine_memory(settings(ONLINE), D).sync - engine_memory(settings(), D).sync
-    assert more == 2 * layer
+    plain, staging = engine_memory(settings(), D), engine_memory(settings(ONLINE), D)
+    assert staging.peak - plain.peak == 2 * layer
+    assert {name: staging.phase(name).get("staged", 0) for name in PHASES} == {
+        name: 2 * layer * (name == "sync") for name in PHASES
+    }
 
 
-def test_a_cache_in_fp8_holds_twice_the_tokens() -> None:
-    plain, fp8 = (engine_memory(settings(*more), D) for more in ((), ("rollout.options.kv_cache_dtype=fp8",)))
+@pytest.mark.parametrize("keep", ["null", "[]"])
+def test_a_shared_gpu_has_the_staged_layer_beside_the_policy(keep: str) -> None:
+    config = settings(
+        ONLINE, "cluster.shared=true", f"residency.keep={keep}", "policy.ranks=8", "policy.layout.expert=8"
+    )
+    gpu = next(shared_gpus(config, D, ParallelDims(8, expert=8)))
+    without = replace(gpu, engine=replace(gpu.engine, staged=0))
+    assert {name: without.left(name) - gpu.left(name) for name in PHASES} == {
+        name: staged_bytes(config, D) * (name == "sync") for name in PHASES
+    }
+
+
+def test_a_search_leaves_room_for_the_staged_layer() -> None:
+    config, size = settings(ONLINE, "cluster.shared=true"), 80 * GIB
+    worker = engine_memory(config, D)
+    chosen = Engine(config, ((0.5, worker.tokens, 1.0),), worker)
+    most = size - worker.beside - worker.staged
+    for keep, engine in ((None, size // 2), ([], worker.weights + worker.reserve)):
+        assert _largest(chosen, keep, {"sync": most - engine, "generate": 0}, size) is not None
+        assert _largest(chosen, keep, {"sync": most - engine + 1, "generate": 0}, size) is None
+
+
+@pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2", "int8_per_token_head"])
+def test_a_cache_of_bytes_holds_twice_the_tokens(kind: str) -> None:
+    plain, fp8 = (engine_memory(settings(*more), D) for more in ((), (f"rollout.options.kv_cache_dtype={kind}",)))
     assert (fp8.weights, fp8.kv) == (plain.weights, plain.kv)
     assert 2 * fp8.per_token == plain.per_token and fp8.tokens == pytest.approx(2 * plain.tokens, abs=1)
+
+
+def test_a_cache_may_be_narrower_than_the_model() -> None:
+    def per_token(*more: str) -> int:
+        return engine_memory(settings("model.dtype=float32", *more), D).per_token
+
+    assert per_token() == per_token("rollout.options.kv_cache_dtype=auto")
+    assert per_token() == 2 * per_token("rollout.options.kv_cache_dtype=bfloat16")
 
 
 def test_decoding_reads_what_is_held() -> None:

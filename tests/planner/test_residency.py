@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.residency import NEEDS, PARTS
+from skyrl_mega.config.residency_checks import check_residency
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.registry import architecture
@@ -106,9 +108,7 @@ def test_what_a_refusal_says_would_fit_fits(keep: list[str] | None, fraction: fl
     c = shared(keep, fraction)
     gpu = min(shared_gpus(c, model(), PARALLEL), key=lambda gpu: gpu.margin)
     assume(not gpu.fits(strict))
-    with pytest.raises(UserError) as caught:
-        fit.check(c, REAL["30B"], strict=strict)
-    said = str(caught.value)
+    said = refused(c, strict)
     if "no fraction fits" in said:
         for other in (0.15, 0.25, 0.35, 0.45, 0.55, 0.65):
             with pytest.raises(UserError):
@@ -126,28 +126,48 @@ def test_what_a_refusal_says_would_fit_fits(keep: list[str] | None, fraction: fl
         rest = said.partition("with residency.keep=[")[2].partition("]")[0].split(",")
         fit.check(shared([*filter(None, rest)], fraction), REAL["30B"], strict=True)
     else:
-        assert "whatever residency.keep may leave out" in said
-        with pytest.raises(UserError):
-            fit.check(shared([], fraction), REAL["30B"], strict=True)
+        assert "whatever residency.keep may leave out" in said and problem(shared([], fraction))
 
 
-def test_a_part_that_hosts_have_no_room_for_or_that_may_not_leave_is_not_offered() -> None:
-    """Everything stays, at a share that needs all of the policy to leave."""
+def refused(c: Config, strict: bool = False) -> str:
+    """What a refusal says."""
+    with pytest.raises(UserError) as caught:
+        fit.check(c, REAL["30B"], strict=strict)
+    return str(caught.value)
 
-    def said(c: Config) -> str:
-        with pytest.raises(UserError) as caught:
-            fit.check(c, REAL["30B"])
-        return str(caught.value)
 
+@pytest.mark.parametrize(
+    ("gib", "options", "offered"),
+    [
+        (340, {}, "engine_weights,parameters,gradients"),
+        (171, {}, "engine_weights,optimizer"),
+        (123, {}, None),
+        (None, {"cpu_offload_gb": 10}, None),
+    ],
+    ids=["room", "less room", "no room", "weights that may not leave"],
+)
+def test_the_fewest_parts_that_may_leave_are_offered(
+    gib: float | None, options: dict[str, int], offered: str | None
+) -> None:
+    """Against every choice, at a share that needs much to leave, for hosts with more memory and less."""
     c = shared(None, 0.6, kl=0.0)
-    assert "with residency.keep=[] it fits" in said(c)
-    c.rollout.options["cpu_offload_gb"] = 10
-    offered = re.search(r"residency.keep=\[(.*?)\] it fits", said(c))
-    assert offered is None or {"engine_weights", "kv_cache"} <= set(offered[1].split(","))
-    c.rollout.options.clear()
-    everything = host_memory(c, model(), PARALLEL, None, nodes(c)[0], first=True).total
-    c.cluster.host_memory_gib = 1.1 * everything / GIB
-    assert "residency.keep=[]" not in said(c)
+    c.cluster.host_memory_gib, c.rollout.options = gib, options
+    choices = [[p for p in PARTS[:5] if p not in leaves] for n in range(6) for leaves in combinations(PARTS[:5], n)]
+    works = [keep for keep in choices if problem(replace(c, residency=replace(c.residency, keep=keep))) is None]
+    found, said = re.search(r"with residency\.keep=\[(.*?)\] it fits", refused(c)), refused(c)
+    assert (found[1] if found else None) == offered, said
+    assert (",".join(works[0]) if works else None) == offered, "the first of all"
+    assert bool(works) != ("whatever residency.keep may leave out" in said)
+
+
+def problem(c: Config) -> str | None:
+    """What is wrong, by the estimates at their face."""
+    try:
+        check_residency(c)
+        fit.check(c, REAL["30B"], strict=True)
+    except UserError as error:
+        return str(error)
+    return None
 
 
 def test_the_largest_share_is_that_of_the_fullest_stage() -> None:

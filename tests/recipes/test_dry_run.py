@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -55,6 +56,16 @@ def test_a_dry_run_needs_no_model_no_data_and_no_gpu(
 @pytest.mark.parametrize("file", [f for f in FILES if compose(f).cluster.shared], ids=lambda file: file.stem)
 def test_shared_gpus_are_planned(file: Path) -> None:
     check(compose(file), planned=True)
+
+
+def test_what_a_comment_says_is_left_is_left(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of all files: figures in GiB of a setting, with the setting and without."""
+    comments = [line for file in FILES for line in file.read_text().splitlines() if "GiB" in line.partition("#")[2]]
+    [(_, _, comment)] = [line.partition("#") for line in comments]
+    with_it, without = map(float, re.findall(r"\d+\.\d", comment))
+    for given, figure in (([], with_it), (["policy.recompute=none"], without)):
+        found = dry_run(CONFIGS / "searchr1_30b.yaml", given, capsys)
+        assert f"{found['shared']['margin'] / GIB:.1f}" == f"{figure:.1f}"
 
 
 GPUS = [f for f in FILES if compose(f).cluster.device != "cpu"]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from skyrl_mega.cluster.place import RunPlacement, place
-from skyrl_mega.config.derived import policy_ranks
+from skyrl_mega.config.derived import planned_device, policy_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.megatron import Spec, layer_spec
 from skyrl_mega.parallel.dims import ParallelDims
@@ -52,7 +52,7 @@ class SyncInputs:
         return cls(
             hf=dict(hf),
             parallel=asdict(ParallelDims.from_config(config.policy.layout, policy_ranks(config))),
-            spec=layer_spec(config.policy.spec, "cpu" if config.cluster.device == "cpu" else "cuda"),
+            spec=layer_spec(config.policy.spec, planned_device(config)),
             engines=asdict(engines_of(config)),
             members=tuple(range(config.rollout.engines)),
             sources=topology.sources,
