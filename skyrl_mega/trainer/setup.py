@@ -74,11 +74,11 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
     with ExitStack() as stack:
         config = replace(config, environment=stack.enter_context(service_of(config.environment, logs, console.say)))
         with console.phase("start ray"):
-            trained = policy_ranks(config) + reference_ranks(config) + critic_ranks(config)
-            processes = trained + config.rollout.engines * config.rollout.tensor + config.environment.processes
             gpus = gpus_needed(config) if device == "cuda" else 0
             nodes, limit = config.cluster.nodes, config.cluster.start_timeout_s
-            stack.enter_context(session(actors=processes, gpus=gpus, nodes=nodes, timeout_s=limit, say=console.say))
+            stack.enter_context(
+                session(actors=actors_of(config), gpus=gpus, nodes=nodes, timeout_s=limit, say=console.say)
+            )
         preflight.before_run(config, model, folder, console)
         with console.phase("start engines and policy"):
             placement = reserve_run(config, device)
@@ -87,10 +87,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
             workers = start_workers(setup)
         policy, reference, critic, fleet = started
         if placement.policy:  # there is more than one node, or a GPU for each
-            console.say(f"policy ranks sit on {policy.group.seating}")
-            console.say(f"engines sit on {fleet.group.seating}")
-        if workers is not None:
-            console.say(f"environments sit on {workers.group.seating}")
+            say_where(started, workers, console)
 
         generator = stack.enter_context(generator_of(config, fleet, chat, workers))
         stream, shutdown = stream_of(config, len(train)), ShutdownRequest()
@@ -122,6 +119,20 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         generator.look = shutdown.look
         generator.refill = run.refill
         yield run
+
+
+def say_where(actors: Actors, workers: Workers | None, console: Console) -> None:
+    """For people: which nodes have what."""
+    console.say(f"policy ranks sit on {actors.policy.group.seating}")
+    console.say(f"engines sit on {actors.engines.group.seating}")
+    if workers is not None:
+        console.say(f"environments sit on {workers.group.seating}")
+
+
+def actors_of(config: Config) -> int:
+    """Processes of a run beside its driver."""
+    trained = policy_ranks(config) + reference_ranks(config) + critic_ranks(config)
+    return trained + config.rollout.engines * config.rollout.tensor + config.environment.processes
 
 
 def generator_of(
