@@ -85,18 +85,7 @@ def _run(args: argparse.Namespace) -> int:
 
     if args.suggest and not args.suggest.isdigit():  # a setting that stands behind it
         args.overrides, args.suggest = [args.suggest, *args.overrides], ""
-    if args.simulate:
-        for name, given in (
-            ("dry-run", args.dry_run),
-            ("suggest", args.suggest is not None),
-            ("settings", args.settings),
-        ):
-            if given:
-                raise UserError(f"--simulate --{name}: give one of them; each prints something else, and stops")
-    if args.suggest is not None and args.dry_run:
-        raise UserError(
-            "--suggest --dry-run: give one of them; --suggest prints the settings for a dry run of each layout"
-        )
+    _check_options(args)
     file = args.config
     if args.directory:
         file = Path(file).absolute()
@@ -106,9 +95,6 @@ def _run(args: argparse.Namespace) -> int:
         from skyrl_mega.cli import simulate
 
         return simulate.run(config, args)
-    for name in ("tokens", "environment", "turns", "like"):
-        if getattr(args, name) is not None:
-            raise UserError(f"--{name}: it is for --simulate")
     if args.suggest is not None:
         return _suggest(config, args.suggest, as_json=args.json)
     if args.dry_run:
@@ -158,6 +144,25 @@ def _run(args: argparse.Namespace) -> int:
         estimate.keep(folder, config, hf, console.say)
 
         return _train(config, folder, console)
+
+
+def _check_options(args: argparse.Namespace) -> None:
+    """What goes together."""
+    if args.simulate:
+        for name, given in (
+            ("dry-run", args.dry_run),
+            ("suggest", args.suggest is not None),
+            ("settings", args.settings),
+        ):
+            if given:
+                raise UserError(f"--simulate --{name}: give one of them; each prints something else, and stops")
+    if args.suggest is not None and args.dry_run:
+        raise UserError(
+            "--suggest --dry-run: give one of them; --suggest prints the settings for a dry run of each layout"
+        )
+    for name in () if args.simulate else ("tokens", "environment", "turns", "like"):
+        if getattr(args, name) is not None:
+            raise UserError(f"--{name}: it is for --simulate")
 
 
 def _train(config: Config, folder: Path, console: Console) -> int:
