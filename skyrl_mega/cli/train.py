@@ -132,15 +132,9 @@ def _run(args: argparse.Namespace) -> int:
 
         idle = idle_gpus(config) if config.cluster.device == "cuda" else None
         chosen = None if resumes else micro_tokens.note(given, config, architecture(hf).describe(hf))
-        for note in (
-            chosen,
-            idle,
-            cut_sampling(config),
-            *unread_notes(config),
-            *registry.unread_notes(config.telemetry),
-        ):
-            if note:
-                console.say(f"note: {note}")
+        notes = chosen, idle, cut_sampling(config), *unread_notes(config), *registry.unread_notes(config.telemetry)
+        for note in filter(None, notes):
+            console.say(f"note: {note}")
         estimate.keep(folder, config, hf, console.say)
 
         return _train(config, folder, console)
