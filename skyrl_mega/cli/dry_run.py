@@ -19,7 +19,7 @@ from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner import fit, layout_text
+from skyrl_mega.planner import fit, layout_text, micro_tokens
 from skyrl_mega.planner.batch import Batch, batch
 from skyrl_mega.planner.flops import flops
 from skyrl_mega.planner.host_memory import disk, host_memory, shares
@@ -55,7 +55,7 @@ def checked(config: Config) -> tuple[Mapping[str, Any], list[str]]:
     try:
         check(config, planned=True)
         inputs.check_layouts(config, hf)
-        fit.check(config, hf)
+        fit.check(micro_tokens.decided(config, hf), hf)
     except UserError as error:
         raise with_fix(error, config, hf, planned=True) from error
     return hf, absent
@@ -63,7 +63,8 @@ def checked(config: Config) -> tuple[Mapping[str, Any], list[str]]:
 
 def values(config: Config, hf: Mapping[str, Any], absent: Sequence[str] = ()) -> dict[str, Any]:
     """Everything that the tables are made from. Bytes and seconds."""
-    d = architecture(hf).describe(hf)
+    d, given = architecture(hf).describe(hf), config
+    config = micro_tokens.decided(config, hf)
     parallel, reference = fit.parallel_of(config)
     critic = critic_dims(config)
     start = time.process_time()
@@ -97,7 +98,10 @@ def values(config: Config, hf: Mapping[str, Any], absent: Sequence[str] = ()) ->
         "plan": report.identity(moved, wire_text(config)),
         "sync": sync,
         "seconds": None if on_cpu(config) else _seconds(config, d, parallel, sync),
-        "notes": dry_run_notes.notes(config, d, parallel),
+        "notes": [
+            *filter(None, [micro_tokens.note(given, config, d)]),
+            *dry_run_notes.notes(config, d, parallel),
+        ],
         "absent": list(absent),
     }
 

@@ -10,7 +10,7 @@ from skyrl_mega.cli.inputs import check_layouts
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
-from skyrl_mega.planner import fit, fixes
+from skyrl_mega.planner import fit, fixes, micro_tokens
 from skyrl_mega.planner.memory import on_cpu
 
 OWN_FIX = re.compile(r"[;,] (or )?(give [\w.]+=|leave )")
@@ -25,7 +25,7 @@ def wrong(config: Config, hf: Mapping[str, Any], *, planned: bool, strict: bool 
     try:
         check(config, planned=planned)
         check_layouts(config, hf)
-        fit.check(config, hf, strict=strict)
+        fit.check(micro_tokens.decided(config, hf), hf, strict=strict)
     except UserError as error:
         return error
     return None

@@ -18,7 +18,7 @@ from skyrl_mega.config.derived import engine_ranks, policy_ranks, response_limit
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AsynchronyConfig, Config
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.planner import fit
+from skyrl_mega.planner import fit, micro_tokens
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.memory import on_cpu
 from skyrl_mega.planner.moves import residency_time
@@ -57,6 +57,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
             "GPUs of cluster.nodes and cluster.gpus_per_node"
         )
     hf, _ = dry_run.checked(config)
+    config = micro_tokens.decided(config, hf)
     workload = workload_of(config, args)
     rows = [_row("off", 0, config, hf, workload)]
     apart = list(splits(config, hf))

@@ -10,9 +10,9 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skyrl_mega.cluster.supervisor import STOPPED
 from skyrl_mega.config.command import DONE, FAULT, Parser, guarded
@@ -128,7 +128,7 @@ def _run(args: argparse.Namespace) -> int:
         if done := resuming.nothing_left(config):
             console.say(done)
             return DONE
-        config = inputs.prepare(config, console)
+        config = _decided(inputs.prepare(config, console), hf, folder, console)
         if misfit := refusal.wrong(config, hf, planned=False):
             raise refusal.with_fix(misfit, config, hf, planned=False)
 
@@ -139,6 +139,19 @@ def _run(args: argparse.Namespace) -> int:
         estimate.keep(folder, config, hf, console.say)
 
         return _train(config, folder, console)
+
+
+def _decided(config: Config, hf: Mapping[str, Any], folder: Path, console: Console) -> Config:
+    """The settings with `policy.micro_tokens`, of which a run that begins is told where it was not given."""
+    from skyrl_mega.cli import resuming
+    from skyrl_mega.models.registry import architecture
+    from skyrl_mega.planner import micro_tokens
+
+    resumes = resuming.checkpoint_of(config) is not None
+    found = micro_tokens.of_run(config, hf, folder, resumes=resumes)
+    if not resumes and (note := micro_tokens.note(config, found, architecture(hf).describe(hf))):
+        console.say(f"note: {note}")
+    return found
 
 
 def _train(config: Config, folder: Path, console: Console) -> int:

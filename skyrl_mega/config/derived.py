@@ -69,6 +69,13 @@ def critic_model(config: Config) -> PolicyConfig:
     )
 
 
+def micro_tokens(policy: PolicyConfig) -> int:
+    """Token budget of a micro-batch, where it is given or `planner.micro_tokens` has decided it."""
+    if policy.micro_tokens is None:
+        raise ValueError("policy.micro_tokens has not been decided")
+    return policy.micro_tokens
+
+
 def planned_device(config: Config) -> str:
     """`cpu` or `cuda`, before anybody has looked: auto is planned as CUDA."""
     return "cpu" if config.cluster.device == "cpu" else "cuda"

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from skyrl_mega.algorithms.losses import Figures
 from skyrl_mega.cluster.group import ActorGroup, Call
+from skyrl_mega.config.derived import micro_tokens
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.parallel.balance import balance
@@ -176,7 +177,7 @@ class TrainGroup:
         dealt = balance(
             batch.lengths.tolist(),
             self.parallel.data,
-            self.config.micro_tokens * self.parallel.context,
+            micro_tokens(self.config) * self.parallel.context,
             multiple=self.parallel.pipeline if self.parallel.virtual_pipeline > 1 else 1,
         )
         return [[torch.tensor(m, dtype=torch.int64) for m in micros] for micros in dealt]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from skyrl_mega.config.derived import draws_greedy, length_limit, planned_device, response_limit
+from skyrl_mega.config.derived import draws_greedy, length_limit, micro_tokens, planned_device, response_limit
 from skyrl_mega.config.precision import row_multiple
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.megatron import layer_spec
@@ -71,7 +71,7 @@ def batch(config: Config, parallel: ParallelDims) -> Batch:
     longest, answer = length_limit(config.rollout), response_limit(config.rollout)
     mean = share * min(longest, config.rollout.max_prompt_tokens + answer)
     written = min(answer, config.rollout.max_turns * config.rollout.sampling.max_tokens)
-    budget = config.policy.micro_tokens * parallel.context
+    budget = micro_tokens(config.policy) * parallel.context
     trajectories = mini * samples
     multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
 

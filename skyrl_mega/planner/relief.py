@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from skyrl_mega.config.checks import check
-from skyrl_mega.config.derived import has_critic, length_limit
+from skyrl_mega.config.derived import has_critic, length_limit, micro_tokens
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.residency import CRITIC, NEEDS, PARTS, kept
 from skyrl_mega.config.schema import Config
@@ -92,7 +92,7 @@ def _works(config: Config, d: Decoder) -> bool:
 def _of_policy(config: Config) -> Iterator[Tried]:
     policy = config.policy
     yield "policy.recompute=full", replace(config, policy=replace(policy, recompute="full"))
-    fewer = max(1, policy.micro_tokens // 2)
+    fewer = max(1, micro_tokens(policy) // 2)
     yield f"policy.micro_tokens={fewer}", replace(config, policy=replace(policy, micro_tokens=fewer))
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from skyrl_mega.config.derived import expert_parallel, has_critic, length_limit, reference_ranks
+from skyrl_mega.config.derived import expert_parallel, has_critic, length_limit, micro_tokens, reference_ranks
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.residency import kept
 from skyrl_mega.config.schema import Config, LayoutConfig
@@ -25,6 +25,7 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.fit import host_problem, parallel_of
 from skyrl_mega.planner.memory import critic_dims, critic_memory, on_cpu
+from skyrl_mega.planner.micro_tokens import MICRO_TOKENS
 from skyrl_mega.planner.moves import residency_time
 from skyrl_mega.planner.pairs import Engine, Ranks, engines, pairs
 from skyrl_mega.planner.shared import stages
@@ -32,7 +33,6 @@ from skyrl_mega.planner.times import elsewhere
 
 SECONDS = 40.0
 """Processor time of a search at most."""
-MICRO_TOKENS = (4096, 8192, 16384, 32768, 65536)
 RECOMPUTE = ("none", "selective", "moe", "full")
 """What is tried for `policy.recompute`, where it may be."""
 CONTEXT = (1, 2, 4, 8)
@@ -122,6 +122,8 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
             f"--suggest {gpus}: nodes have {node} GPUs (cluster.gpus_per_node); nearest that work: {low}, {low + node}"
         )
     d = architecture(hf).describe(hf)
+    if config.policy.micro_tokens is None:  # all of them are tried
+        config = replace(config, policy=replace(config.policy, micro_tokens=MICRO_TOKENS[0]))
     if config.critic.layout and config.critic.ranks:
         _critic(config, d)  # nothing of it is searched
     end = time.process_time() + SECONDS
@@ -169,7 +171,7 @@ def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[list[S
             continue
         for parallel, layout in _layouts(config, d, ranks):
             for recompute in _kinds(config):
-                for tokens in sorted({*MICRO_TOKENS, config.policy.micro_tokens}):
+                for tokens in sorted({*MICRO_TOKENS, micro_tokens(config.policy)}):
                     if time.process_time() > end:
                         return
                     given = replace(policy, layout=layout, micro_tokens=tokens, recompute=recompute)

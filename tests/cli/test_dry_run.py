@@ -95,6 +95,12 @@ def test_30b_on_64_gpus(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert v["absent"] == ["models/Qwen3-30B-A3B", "train.parquet"]
 
 
+def test_a_number_of_tokens_that_is_decided_is_planned_and_told(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    v = values(file, capsys, "policy.micro_tokens=null")
+    assert v["config"]["policy"]["micro_tokens"] == v["batch"]["budget"] == 32768
+    assert v["notes"][0] == "policy.micro_tokens=null is 32768 here: the largest of 4096, 8192, 16384, 32768"
+
+
 def test_tables_line_up_and_are_compact(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = run(file, capsys, "--dry-run")
     text = out

@@ -105,8 +105,10 @@ class PolicyConfig:
     overlap: Optional[bool] = None
     """Sums gradients over the data-parallel ranks while the backward pass computes, and gathers the parameters that an
     optimizer step changed while the next forward pass does; None does so on CUDA."""
-    micro_tokens: int = at_least(1, 8192)
-    """Token budget of one packed micro-batch on one rank (a longer sequence has one of its own)."""
+    micro_tokens: Optional[int] = at_least(1, 8192)
+    """Token budget of one packed micro-batch on one rank (a longer sequence has one of its own). None: the largest of
+    4096, 8192, 16384 and 32768, on a CPU of the first two, with which the run fits by the dry run; a run that goes on
+    has what it had."""
     head: str = one_of("auto", "fused", "chunked")
     """How log-probs and entropy come from the last hidden states. fused: the output projection and the soft-max are one
     kernel, and no logits are in memory; needs Triton on CUDA, and is computed by torch on a CPU. chunked: the logits of

@@ -1,0 +1,95 @@
+"""The tokens of a micro-batch where `policy.micro_tokens` is null: the most with which everything fits.
+
+Few large micro-batches are faster than many small ones: each touches all gradients once, and fills a GPU better.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.config.derived import planned_device
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import json_object
+from skyrl_mega.config.schema import Config
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.planner import fit
+
+MICRO_TOKENS = (4096, 8192, 16384, 32768, 65536)
+"""What is tried, here and by a search of layouts."""
+MOST = {"cuda": 32768, "cpu": 8192}
+"""Above so many a row gains no speed that its memory would be worth."""
+FILE = "micro_tokens.json"
+"""In a run's folder: what was decided as it first started, which it keeps when it goes on."""
+
+
+def decided(config: Config, hf: Mapping[str, Any]) -> Config:
+    """The settings with a number of tokens: their own, or the largest that is tried and fits by the estimates at their
+    face; the least where none does, of which `fit.check` says what is too large.
+
+    Args:
+        config: The settings, whose layouts have been checked.
+        hf: The model's config.json.
+    """
+    if config.policy.micro_tokens is not None:
+        return config
+    d, sizes = architecture(hf).describe(hf), _tried(config)
+    fits = (size for size in reversed(sizes) if fit.problem(_with(config, size), d, strict=True) is None)
+    return _with(config, next(fits, sizes[0]))
+
+
+def of_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: bool) -> Config:
+    """The same for a run: one that goes on has what it had.
+
+    Args:
+        config: The settings.
+        hf: The model's config.json.
+        folder: The run's.
+        resumes: It goes on from a checkpoint.
+
+    Raises:
+        UserError: What it had cannot be read.
+    """
+    if config.policy.micro_tokens is not None:
+        return config
+    file, fix = folder / FILE, "remove it, and it is decided once more, or give policy.micro_tokens"
+    if resumes and file.exists():
+        had = json_object(file, fix).get("policy.micro_tokens")
+        if had not in MICRO_TOKENS:
+            raise UserError(f"{file}: policy.micro_tokens is none of {', '.join(map(str, MICRO_TOKENS))}; {fix}")
+        return _with(config, had)
+    found = decided(config, hf)
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps({"policy.micro_tokens": found.policy.micro_tokens}) + "\n")
+    os.replace(partial, file)
+    return found
+
+
+def note(config: Config, found: Config, d: Decoder) -> str | None:
+    """What to say of a number that was decided; None where it was given.
+
+    Args:
+        config: The settings as they are given.
+        found: As `decided` has them.
+        d: The model.
+    """
+    if config.policy.micro_tokens is not None:
+        return None
+    size, sizes = found.policy.micro_tokens, _tried(config)
+    fits = fit.problem(found, d, strict=True) is None
+    why = "the largest" if size == sizes[-1] and fits else "the largest that fits" if fits else "the least"
+    return f"policy.micro_tokens=null is {size} here: {why} of {', '.join(map(str, sizes))}"
+
+
+def _tried(config: Config) -> tuple[int, ...]:
+    most = MOST[planned_device(config)]
+    return tuple(size for size in MICRO_TOKENS if size <= most)
+
+
+def _with(config: Config, size: int) -> Config:
+    return replace(config, policy=replace(config.policy, micro_tokens=size))
