@@ -10,9 +10,9 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from skyrl_mega.cluster.supervisor import STOPPED
 from skyrl_mega.config.command import DONE, FAULT, Parser, guarded, integer
@@ -110,8 +110,6 @@ def _run(args: argparse.Namespace) -> int:
     except UserError as error:
         raise _with_fix(error, config) from error
 
-    from skyrl_mega.models.registry import architecture
-    from skyrl_mega.planner import micro_tokens
     from skyrl_mega.telemetry.console import Console
     from skyrl_mega.telemetry.run_dir import run_folder
     from skyrl_mega.telemetry.trackers import registry
@@ -124,15 +122,12 @@ def _run(args: argparse.Namespace) -> int:
         if done := resuming.nothing_left(config):
             console.say(done)
             return DONE
-        config = inputs.prepare(config, console)
-        resumes, given = resuming.checkpoint_of(config) is not None, config
-        config = micro_tokens.of_run(config, hf, folder, resumes=resumes)
+        config = _decided(inputs.prepare(config, console), hf, folder, console)
         if misfit := refusal.wrong(config, hf, planned=False):
             raise refusal.with_fix(misfit, config, hf, planned=False)
 
         idle = idle_gpus(config) if config.cluster.device == "cuda" else None
-        chosen = None if resumes else micro_tokens.note(given, config, architecture(hf).describe(hf))
-        notes = chosen, idle, cut_sampling(config), *unread_notes(config), *registry.unread_notes(config.telemetry)
+        notes = idle, cut_sampling(config), *unread_notes(config), *registry.unread_notes(config.telemetry)
         for note in filter(None, notes):
             console.say(f"note: {note}")
         estimate.keep(folder, config, hf, console.say)
@@ -157,6 +152,19 @@ def _check_options(args: argparse.Namespace) -> None:
     for name in () if args.simulate else ("tokens", "environment", "turns", "like"):
         if getattr(args, name) is not None:
             raise UserError(f"--{name}: it is for --simulate")
+
+
+def _decided(config: Config, hf: Mapping[str, Any], folder: Path, console: Console) -> Config:
+    """The settings with `policy.micro_tokens`, of which a run that begins is told where it was not given."""
+    from skyrl_mega.cli import resuming
+    from skyrl_mega.models.registry import architecture
+    from skyrl_mega.planner import micro_tokens
+
+    resumes = resuming.checkpoint_of(config) is not None
+    found = micro_tokens.of_run(config, hf, folder, resumes=resumes)
+    if not resumes and (note := micro_tokens.note(config, found, architecture(hf).describe(hf))):
+        console.say(f"note: {note}")
+    return found
 
 
 def _train(config: Config, folder: Path, console: Console) -> int:
