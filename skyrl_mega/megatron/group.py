@@ -66,6 +66,10 @@ class TrainGroup:
         self._minis, self._rows = minis, [self._deal(mini) for mini in minis]
         self._send("hold_parts", lambda mini, rows: minis[mini].take(rows), drawn)
 
+    def forget(self) -> None:
+        """Lets go of what `hold_parts` was given: the ranks have read it, and it is kept in memory for as long."""
+        self._minis, self._rows = (), []
+
     def add(self, name: str, values: Sequence[Tensor]) -> None:
         """Gives the ranks a further column of what they hold: [T] for each mini-batch."""
         self._send("add", lambda mini, rows: values[mini][tokens_of(self._minis[mini]).index(rows)].numpy(), name)

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from skyrl_mega.megatron.sequences import Column, Sequences, ragged_arange
 
+OF_THE_DRIVER = frozenset({"mask", "token_rewards"})
+"""Columns of a trajectory that weights and advantages are made from, and ranks do not have."""
 WEIGHTS = frozenset({"weights", "kl_weights"})
 """Columns that are 0 wherever the policy did not write."""
 
@@ -90,7 +92,7 @@ def read(
     mask = torch.cat([s["mask"][where] for s, where in zip(cut, at, strict=True)])
     before = torch.tensor([part.own - part.start for part in parts], dtype=torch.int64)
     mask[ragged_arange(found.starts, before)] = 0
-    for name in sorted({name for s in cut for name in s.columns} - {"mask"}):
+    for name in sorted({name for s in cut for name in s.columns} - OF_THE_DRIVER):
         found.add(name, _column(name, cut, at))
     if drawn:
         ends = found.lengths.cumsum(0) - 1

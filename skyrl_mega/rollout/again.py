@@ -8,8 +8,10 @@ from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.agent_loop import Agent, Opened
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 
+LONGEST_S = 60.0
 PAUSE_S = 1.0
-"""Before a trajectory is opened again, twice as long before each further time: what failed may be on its way back."""
+"""Before a trajectory is opened again, twice as long before each further time, `LONGEST_S` at most: what failed may be
+on its way back."""
 
 
 class PersistentAgent(Agent):
@@ -37,7 +39,7 @@ class PersistentAgent(Agent):
         """This one, or one in its place where it has failed and may be opened again."""
         while self._again(opened):
             failed = opened.trajectory
-            await asyncio.sleep(PAUSE_S * 2**failed.again)
+            await asyncio.sleep(min(LONGEST_S, PAUSE_S * 2**failed.again))
             opened = await super().open(failed.prompt, failed.sample)
             opened.trajectory.again = failed.again + 1
         return opened

@@ -8,6 +8,9 @@ from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from skyrl_mega.cluster.errors import ClusterError
+from skyrl_mega.cluster.group import describe
+
 if TYPE_CHECKING:  # torch is not for those who only read trajectories
     from skyrl_mega.megatron.parts import Stored
 
@@ -35,7 +38,10 @@ class Away:
         """`ARRAYS`, as the trajectory had them."""
         import ray
 
-        stored: Stored = ray.get(self.ref)
+        try:
+            stored: Stored = ray.get(self.ref)
+        except ray.exceptions.RayError as error:
+            raise lost(error) from error
         own, columns = stored.tokens, dict(stored.tokens.columns)
         mask, logprobs = columns.pop("mask").values, columns.pop("rollout_logprobs").values
         return {
@@ -45,6 +51,11 @@ class Away:
             "columns": columns,
             "messages": json.loads(stored.messages),
         }
+
+
+def lost(error: Exception) -> ClusterError:
+    """What is raised where arrays are gone: the run ends and goes on from its checkpoint."""
+    return ClusterError(f"what was played on a node is gone with it, or with its memory: {describe(error)}")
 
 
 def short(text: str) -> str:

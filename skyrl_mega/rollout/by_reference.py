@@ -13,7 +13,7 @@ import torch
 from skyrl_mega.megatron.parts import Stored
 from skyrl_mega.megatron.sequences import Column, Sequences
 from skyrl_mega.rollout.away import Away, short
-from skyrl_mega.rollout.trajectory import ARRAYS, Trajectory, words
+from skyrl_mega.rollout.trajectory import ARRAYS, Group, Trajectory, words
 
 
 def put_away(t: Trajectory) -> tuple[Trajectory, Stored]:
@@ -47,6 +47,24 @@ def brought(t: Trajectory) -> Trajectory:
     whole = copy.copy(t)
     vars(whole).update(t.away.fetch(), away=None)
     return whole
+
+
+def brought_groups(groups: list[Group]) -> list[Group]:
+    """The same of a step's groups; one that is there twice is the same twice."""
+    away = {id(t): t for group in groups for t in _all(group) if t.away is not None}
+    if not away:
+        return groups
+    here = {one: brought(t) for one, t in away.items()}
+    found: dict[int, Group] = {}
+    for group in groups:
+        own = [here.get(id(t), t) for t in group.trajectories]
+        greedy = None if group.greedy is None else here.get(id(group.greedy), group.greedy)
+        found.setdefault(id(group), Group(group.prompt, own, greedy))
+    return [found[id(group)] for group in groups]
+
+
+def _all(group: Group) -> list[Trajectory]:
+    return group.trajectories if group.greedy is None else [*group.trajectories, group.greedy]
 
 
 def all_away(played: Sequence[Trajectory]) -> bool:

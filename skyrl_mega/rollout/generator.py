@@ -44,7 +44,7 @@ class Generator:
         waves: All trajectories wait for one another, turn by turn (`rollout.waves`).
         loop: Where the phases run.
         workers: Other processes that play the trajectories; None plays them here.
-        timeline: Is told what engines and environments have under way.
+        timeline: Is told what engines and environments have under way, and somebody takes it in time.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Generator:
         self.refill, self.look = refill, look
         self.reward_weights = reward_weights or {}
         self.router = Waves if waves else Router
-        self.timeline = timeline or Timeline()
+        self.timeline, self.counted = timeline or Timeline(), timeline is not None
         self.threads = EnvPool(environments.workers, self.timeline.calls)
         self.slots = Slots(environments.slots)
         self.workers = workers
@@ -127,7 +127,8 @@ class Generator:
         if self.workers is not None:
             service = router is not None
             player = PlayerElsewhere(self.workers, self.fleet, sampling, service=service, spans=self._spans)
-            player.counted = self.timeline.merge
+            if self.counted:
+                player.counted = self.timeline.merge
             return SlotAgent(player, self.slots)
         equipment = Equipment(self.chat, self.rollout, self.environments, self.reward_weights, self.threads)
         agent = equipment.agent(self.fleet, sampling, router or self.router)

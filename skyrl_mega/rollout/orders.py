@@ -8,7 +8,6 @@ from typing import Any
 
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.megatron.parts import Stored
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.telemetry.timeline import Taken
 from skyrl_mega.telemetry.trace import Span
@@ -52,10 +51,9 @@ class Played:
 
     key: int
     trajectory: Trajectory
-    """Without its prompt, which the driver has, and its arrays, which it needs not."""
+    """Without its prompt, which the driver has, and its arrays, which the worker
+    keeps for `hand_over`."""
     spans: Sequence[Span]
-    arrays: Stored | None
-    """They follow after the news (`worker.RolloutWorker.news`)."""
 
 
 @dataclass(frozen=True)

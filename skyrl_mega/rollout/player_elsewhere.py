@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
@@ -134,8 +134,7 @@ class PlayerElsewhere:
         """Nobody waits for what is under way any more."""
         for line in self.lines.values():
             assert line.listening is not None
-            line.listening.cancel()
-            line.actor.end.remote(self.name)  # after all else, as what was asked for has ended
+            line.listening.cancel()  # which ends the session at the worker
 
     def rejoin(self) -> None:
         """Takes in engines that have come back, and goes on."""
@@ -206,13 +205,13 @@ class PlayerElsewhere:
             begin = line.actor.begin.remote(self.name, self.sampling, self.service, self._engines())
             await asyncio.wait_for(begin, SILENCE_S)
             line.begun = True
+            if self.service:
+                line.actor.rejoin.remote(self.name, self._engines())  # they may have changed meanwhile
             self._send()
             while True:
-                stream = line.actor.news.options(num_returns="streaming").remote(self.name)
-                heard: list[News] = await asyncio.wait_for(await _next(stream), SILENCE_S)
+                heard: list[News] = await asyncio.wait_for(line.actor.news.remote(self.name), SILENCE_S)
+                await self._receive(line, [news for news in heard if isinstance(news, Played)])
                 for news in heard:
-                    if isinstance(news, Played):
-                        joined(news.trajectory, await _next(stream))
                     self._hear(line, news)
         except ray.exceptions.RayTaskError as error:  # the worker is well: a defect of ours
             self._fail(ActorFailed(f"{self.workers.group.name}-{line.rank}", line.rank, "news", describe(error)))
@@ -220,15 +219,37 @@ class PlayerElsewhere:
             self._lose(line, describe(error))
         except TimeoutError:
             self._lose(line, f"no sign of life within {SILENCE_S:g} s")
+        except Exception as error:  # a defect of ours: without anybody who listens all would wait for ever
+            self._fail(ActorFailed(f"{self.workers.group.name}-{line.rank}", line.rank, "news", describe(error)))
         finally:
+            await self._end(line)
             line.fail(_Lost())
+
+    async def _receive(self, line: Line, played: Sequence[Played]) -> None:
+        """Takes over the arrays of what was played, unseen: they stay in the memory of the worker's node.
+
+        Where a trajectory is told of as played they are there, whatever becomes of the worker.
+        """
+        if played:
+            hand_over = line.actor.hand_over.options(num_returns=len(played) + 1)
+            *refs, whole = hand_over.remote(self.name, [news.key for news in played])
+            await asyncio.wait_for(whole, SILENCE_S)
+            for news, ref in zip(played, refs, strict=True):
+                joined(news.trajectory, ref)
+
+    async def _end(self, line: Line) -> None:
+        """Ends the session at a worker, which closes what is open there; not for longer than `END_S`."""
+        import ray
+
+        with suppress(ray.exceptions.RayError, TimeoutError):
+            await asyncio.wait_for(line.actor.end.remote(self.name), END_S)
 
     def _lose(self, line: Line, cause: str) -> None:
         self.workers.lost(line.rank, line.actor, cause)
 
     def _hear(self, line: Line, news: News) -> None:
         match news:
-            case Played(key, trajectory, spans, _):
+            case Played(key, trajectory, spans):
                 if spans and (recorded := self.spans()) is not None:
                     recorded += spans
                 self._answer(line, key, trajectory)
@@ -273,11 +294,6 @@ class PlayerElsewhere:
         self._error = error
         for line in self.lines.values():
             line.fail(error)
-
-
-async def _next(stream: Any) -> Any:
-    """A stream's next reference; what it leads to is there, and stays where it is."""
-    return await asyncio.wait_for(anext(stream), SILENCE_S)
 
 
 def _share(facts: Facts | None, workers: int) -> Facts | None:

@@ -13,8 +13,11 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from skyrl_mega.cluster.errors import ClusterError
+from skyrl_mega.cluster.group import cause_of
 from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.away import lost
 from skyrl_mega.rollout.by_reference import brought
 from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
 
@@ -113,7 +116,8 @@ def write_apart(path: Path, trajectories: list[Trajectory], *, columns: bool = F
     """The same, in a process of its own where their arrays are away: they never come here.
 
     Raises:
-        ray.exceptions.RayError: They are gone, or it took more than `WRITE_S` seconds.
+        ClusterError: They are gone, or it took more than `WRITE_S` seconds.
+        OSError: The file cannot be written.
     """
     if not any(t.away for t in trajectories):
         write(path, trajectories, columns=columns)
@@ -121,7 +125,11 @@ def write_apart(path: Path, trajectories: list[Trajectory], *, columns: bool = F
     import ray
 
     apart = ray.remote(num_cpus=0)(write)
-    ray.get(apart.remote(path.absolute(), trajectories, columns=columns), timeout=WRITE_S)
+    try:
+        ray.get(apart.remote(path.absolute(), trajectories, columns=columns), timeout=WRITE_S)
+    except ray.exceptions.RayError as error:
+        cause = cause_of(error)
+        raise (cause if isinstance(cause, OSError | ClusterError) else lost(error)) from None
 
 
 def read(path: Path) -> list[Trajectory]:

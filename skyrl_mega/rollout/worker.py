@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
@@ -108,9 +108,8 @@ class RolloutWorker:
         """A sync has ended: these engines take requests again."""
         self.sessions[session].rejoin(engines)
 
-    async def news(self, session: str) -> AsyncIterator[list[News] | Stored]:
-        """What has happened since the last call; waits for it a few seconds. The arrays of what was played follow, one
-        trajectory's after another: each of them is an object in this node's memory, which outlives this process."""
+    async def news(self, session: str) -> list[News]:
+        """What has happened since the last call; waits for it a few seconds."""
         news = await self.sessions[session].news()
         if (ended := budget.ended()) is not None and (ended > self.told or not self.told_of_sandboxes):
             news.append(EndedForMemory(ended - self.told))
@@ -118,16 +117,20 @@ class RolloutWorker:
         if time.monotonic() - self.counted > COUNTS_S:
             news.append(Counts(self.timeline.take()))
             self.counted = time.monotonic()
-        arrays = [one.arrays for one in news if isinstance(one, Played)]
-        yield [replace(one, arrays=None) if isinstance(one, Played) else one for one in news]
-        for of_one in arrays:
-            assert of_one is not None
-            yield of_one
+        return news
+
+    async def hand_over(self, session: str, keys: Sequence[int]) -> list[Stored | None]:
+        """The arrays of orders that were carried out, and None once all of them are there.
+
+        Each is an object of Ray's, in this node's memory, that belongs to the caller and outlives this process.
+        """
+        arrays = self.sessions[session].arrays
+        return [*(arrays.pop(key) for key in keys), None]
 
     async def end(self, session: str) -> None:
-        """Ends what is under way."""
+        """Ends what is under way; its environments are closed when this returns."""
         if (ended := self.sessions.pop(session, None)) is not None:
-            ended.close()
+            await ended.close()
 
 
 class Session:
@@ -139,6 +142,9 @@ class Session:
         self.agent = equipment.agent(self.engines, sampling, _ServiceRouter if service else _OwnNames)
         self.router = self.agent.router
         self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.arrays: dict[int, Stored] = {}
+        """Of orders that were carried out, until they are handed over."""
+        self._abandoned: set[int] = set()
         self._news: list[News] = []
         self._fresh = asyncio.Event()
 
@@ -164,7 +170,8 @@ class Session:
 
     def abandon(self, key: int) -> None:
         """Ends one, if it has not ended."""
-        if (task := self.tasks.get(key)) is not None:
+        if key not in self._abandoned and (task := self.tasks.get(key)) is not None:
+            self._abandoned.add(key)  # cancelled once more, it would no longer wait for its environment to be closed
             task.cancel()
 
     def rejoin(self, engines: EnginesNow) -> None:
@@ -173,10 +180,11 @@ class Session:
         assert isinstance(self.router, ServiceRouter)
         self.router.rejoin()
 
-    def close(self) -> None:
-        """Ends what is under way; environments are closed in the background."""
-        for task in self.tasks.values():
-            task.cancel()
+    async def close(self) -> None:
+        """Ends what is under way, and closes its environments."""
+        for key in [*self.tasks]:
+            self.abandon(key)
+        await asyncio.gather(*self.tasks.values(), return_exceptions=True)
         self.router.close()
 
     async def _play(self, order: Order) -> None:
@@ -186,10 +194,12 @@ class Session:
         trajectory = await agent.play(await agent.open(order.prompt, order.sample), order.name)
         small, arrays = put_away(trajectory)
         small.prompt = ELSEWHERE
-        self.tell(Played(order.key, small, spans or (), arrays))
+        self.arrays[order.key] = arrays
+        self.tell(Played(order.key, small, spans or ()))
 
     def _ended(self, order: Order, task: asyncio.Task[None]) -> None:
         del self.tasks[order.key]
+        self._abandoned.discard(order.key)
         if task.cancelled():
             self.tell(Stopped(order.key))
         elif (error := task.exception()) is not None:

@@ -19,6 +19,7 @@ from skyrl_mega.config.schema import AlgorithmConfig
 from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.planner.flops import BACKWARD
+from skyrl_mega.rollout.by_reference import brought_groups
 from skyrl_mega.rollout.trajectory import Group
 from skyrl_mega.trainer import critic
 from skyrl_mega.trainer.batch import Batch, make_batch, mini_batches, token_advantages
@@ -86,6 +87,7 @@ def train_on(run: Run, step: Step, groups: list[Group]) -> None:
     if goes_by_reference(run.config, groups):
         train_on_parts(run, step, groups)
         return
+    groups = brought_groups(groups)
     algorithm, data = run.config.algorithm, run.config.data
     batch = make_batch(groups, algorithm, run.config.rollout)
     if run.config.policy.moe.replay == "rollout":
@@ -129,6 +131,7 @@ def train_on_parts(run: Run, step: Step, groups: list[Group]) -> None:
     minis = referred(found, config)
     with step.phase("logprobs"):
         run.policy.hold_parts(minis, drawn=config.rollout.conversation == "one_message")
+        run.policy.forget()
         logprobs(run, step, minis)
     order = training_order(len(minis), config.data.epochs_per_step, [config.run.seed, step.number])
     with step.phase("train"):

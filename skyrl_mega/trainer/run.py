@@ -20,6 +20,7 @@ from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.megatron.role import CRITIC, POLICY
 from skyrl_mega.rollout import trajectory_io
+from skyrl_mega.rollout.by_reference import brought
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.trackers.base import TrajectoryText
@@ -277,7 +278,7 @@ class Run:
 
 
 def _text(trajectory: Trajectory) -> TrajectoryText:
-    prompt, response = trajectory_io.texts(trajectory)
+    prompt, response = trajectory_io.texts(brought(trajectory))
     status, environment = trajectory.status.value, trajectory.prompt.env_class
     return TrajectoryText(prompt, response, trajectory.reward, status, environment)
 

@@ -89,7 +89,8 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
         if placement.policy:  # there is more than one node, or a GPU for each
             say_where(started, workers, console)
 
-        generator = stack.enter_context(generator_of(config, fleet, chat, workers))
+        timeline = Timeline() if config.telemetry.timeline else None
+        generator = stack.enter_context(generator_of(config, fleet, chat, workers, timeline))
         stream, shutdown = stream_of(config, len(train)), ShutdownRequest()
         source = RolloutSource(config, train, stream, generator)
         run = Run(
@@ -138,7 +139,7 @@ def actors_of(config: Config) -> int:
 def generator_of(
     config: Config, fleet: Fleet, chat: Renderer, workers: Workers | None, timeline: Timeline | None = None
 ) -> Generator:
-    """What plays a run's prompts on its engines; `timeline` is that of another which does so at the same time."""
+    """What plays a run's prompts on its engines; those that do so at the same time have one timeline."""
     return Generator(
         fleet,
         chat,
@@ -166,7 +167,7 @@ def rollouts_of(
     if config.asynchrony.mode == "off":
         return source
     if config.asynchrony.mode == "one_step":  # a thread of its own has a generator of its own
-        shared = generator.workers, generator.timeline
+        shared = generator.workers, generator.timeline if generator.counted else None
         own = stack.enter_context(generator_of(config, generator.fleet, generator.chat, *shared))
         own.recorder, own.slots.use = generator, generator.slots.use
         return OneStepAhead(RolloutSource(config, source.prompts, source.stream, own), config, look, refill)
@@ -184,7 +185,7 @@ def measurements_of(setup: Setup, actors: Actors, generator: Generator) -> Measu
     slots = generator.slots.use if generator.slots.most is not None else None
     calls = config.environment.workers
     timelines = Timelines(setup.folder, generator.timeline, engines=config.rollout.engines, slots=calls)
-    told = timelines if config.telemetry.timeline else None
+    told = timelines if generator.counted else None
     return Measurements(config, architecture(setup.hf).describe(setup.hf), meters, profiler, slots, told)
 
 

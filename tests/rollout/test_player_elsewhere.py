@@ -7,6 +7,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from skyrl_mega.cluster.fleet import NobodyServes
 from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.by_reference import put_away
 from skyrl_mega.rollout.orders import EngineDead, EngineRests, EnginesNow, Failed, News, Order, Played, Stopped
 from skyrl_mega.rollout.player_elsewhere import PlayerElsewhere
 from skyrl_mega.rollout.slots import SlotAgent, Slots
@@ -27,6 +29,14 @@ from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 
 PROMPT = Prompt(0, [], "", {})
+
+
+@dataclass
+class Arrays:
+    """Stands for a reference."""
+
+    key: int
+    good: bool = False
 
 
 class Worker:
@@ -42,6 +52,7 @@ class Worker:
         self.ended = 0
         for name in ("begin", "play", "abandon", "news", "rejoin", "end"):
             setattr(self, name, SimpleNamespace(remote=self._called(getattr(self, f"_{name}"))))
+        self.hand_over = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._handed_over))
 
     def _called(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., asyncio.Task[Any]]:
         async def call(*args: Any) -> Any:
@@ -81,7 +92,20 @@ class Worker:
             return
         nothing: Any = array("i")
         t = Trajectory(PROMPT, order.sample, nothing, nothing, nothing, 0, 1.0, Status.COMPLETED, 1)
-        self.said.put_nowait(Played(order.key, t, ()))
+        self.said.put_nowait(Played(order.key, put_away(t)[0], ()))
+
+    def _handed_over(self, session: str, keys: list[int]) -> list[Any]:
+        """References to arrays, which are good once the last one of the answer is there and no error."""
+        refs = [Arrays(key) for key in keys]
+
+        async def kept() -> None:
+            await asyncio.sleep(self.random.uniform(0, 0.3))  # storing takes a while
+            if not self.alive:
+                raise ray.exceptions.RayActorError
+            for ref in refs:
+                ref.good = True
+
+        return [*refs, self._called(kept)()]
 
     async def _abandon(self, session: str, keys: list[int]) -> None:
         for key in keys:
@@ -164,6 +188,7 @@ def test_nothing_is_lost_and_nothing_is_doubled(seed: int) -> None:
                 chance.choice([*up.values()]).die()
         played = await asyncio.gather(*playing)
         assert [t.sample for t in played] == [*range(150)]
+        assert all(t.away.ref.good for t in played), "none leads to what died with its worker"
         assert all(t.prompt is PROMPT for t in played)
         names = Counter(name for worker in group.every for name in worker.names)
         assert set(names) == {f"name {i}" for i in range(150)}, "the same names, however often"
@@ -246,6 +271,47 @@ def test_what_workers_find_of_engines_reaches_the_driver() -> None:
         worker.said.put_nowait(EngineDead(1, "e1", "died too"))
         with pytest.raises(ActorFailed, match="died too"):
             await ending
+        workers.close()
+
+    with VirtualLoop() as loop:
+        loop.run(phase())
+
+
+def test_a_defect_of_ours_is_told_to_all_who_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    def hear(line: object, news: object) -> None:
+        raise KeyError("a defect")
+
+    async def phase() -> None:
+        player, _, workers, _, _ = player_of(2, 0)
+        monkeypatch.setattr(player, "_hear", hear)
+        playing = [asyncio.create_task(player.play(PROMPT, i, str(i))) for i in range(6)]
+        for outcome in await asyncio.gather(*playing, return_exceptions=True):
+            assert isinstance(outcome, ActorFailed) and "a defect" in str(outcome)
+        workers.close()
+
+    with VirtualLoop() as loop:
+        loop.run(phase())
+
+
+def test_a_loop_that_ends_waits_until_environments_are_closed() -> None:
+    """As a service's does: everything in it is cancelled at once."""
+    closed: list[int] = []
+
+    async def phase() -> None:
+        player, group, workers, _, _ = player_of(1, 0)
+
+        async def end(session: str) -> None:
+            await asyncio.sleep(5)
+            closed.append(len(group.actors[0].tasks))
+
+        group.actors[0].end = SimpleNamespace(remote=group.actors[0]._called(end))
+        playing = [asyncio.create_task(player.play(PROMPT, i, str(i))) for i in range(3)]
+        await asyncio.sleep(0.5)
+        left = [task for task in asyncio.all_tasks() if task in {*playing, player.lines[0].listening}]
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        assert closed == [3]
         workers.close()
 
     with VirtualLoop() as loop:

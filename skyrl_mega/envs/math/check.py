@@ -32,6 +32,8 @@ GRACE_S = 1.0
 """After its time a worker tells that it is late; one that does not is killed, which costs seconds to start another."""
 
 START_S = 120.0
+KILLS = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""What others send; a crash of its own has another signal."""
 DYING_S = 1.0
 """Until a process that has closed its output is gone."""
 LONGEST = 500
@@ -158,7 +160,7 @@ class Worker:
         """Of a process that died: whether another killed it. What a policy wrote may crash it, but in other ways."""
         assert self.process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
-            return self.process.wait(DYING_S) == -signal.SIGKILL
+            return -self.process.wait(DYING_S) in KILLS
         return False
 
     def kill(self) -> None:

@@ -302,8 +302,11 @@ def _play(order: dict[str, Any], limits: Limits, shared: budget.Budget) -> Outco
     assert process.stdin and process.stdout and process.stderr
     with process, os.fdopen(reading, "rb") as report:
         data = json.dumps(order).encode()
-        process.stdin.write(struct.pack("Q", len(data)) + data)
-        process.stdin.flush()
+        try:
+            process.stdin.write(struct.pack("Q", len(data)) + data)
+            process.stdin.flush()
+        except BrokenPipeError as error:
+            raise InfrastructureFault("the sandbox was killed as it started") from error
         try:
             ended, pieces = _collect(process, report.fileno(), limits, start, lambda used: shared.note(process, used))
         finally:
