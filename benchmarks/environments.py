@@ -1,6 +1,6 @@
 """What it costs the driver to have environments played: steps per second, and its CPU seconds per second.
 
-    python -m benchmarks.environments [--environments 2000] [--slots 64] [--turns 5] [--seconds 0.28]
+    python -m benchmarks.environments [--environments 2000] [--slots 64] [--turns 5] [--seconds 0.2]
         [--processes 2 0] [--output FILE.json]
 
 Environments that only wait are played over so many slots, by processes of their own and, with 0 of them, in the
@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--environments", type=int, default=2000)
     parser.add_argument("--slots", type=int, default=64, help="open at once")
     parser.add_argument("--turns", type=int, default=5, help="steps of an environment")
-    parser.add_argument("--seconds", type=float, default=0.28, help="of a step")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of a step")
     parser.add_argument("--processes", type=int, nargs="+", default=[2, 0], help="0: the driver's threads")
     parser.add_argument("--output", type=Path)
     args = parser.parse_args()
