@@ -36,7 +36,7 @@ from skyrl_mega.telemetry.timeline import Taken
 from skyrl_mega.telemetry.trace import Span
 
 SILENCE_S = 120.0
-"""A worker tells every few seconds that it has no news. One that says nothing for so long is taken for dead."""
+"""A worker tells every second that it has no news. One that says nothing for so long is taken for dead."""
 LOOK_EVERY_S = 0.5
 """While no worker is up."""
 END_S = 60.0
