@@ -6,7 +6,7 @@ Actors up, weights loaded or restored, engines connected, all of it taken down a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,11 +74,7 @@ def open_run(config: Config, folder: Path, console: Console) -> Iterator[Run]:
     with ExitStack() as stack:
         config = replace(config, environment=stack.enter_context(service_of(config.environment, logs, console.say)))
         with console.phase("start ray"):
-            gpus = gpus_needed(config) if device == "cuda" else 0
-            nodes, limit = config.cluster.nodes, config.cluster.start_timeout_s
-            stack.enter_context(
-                session(actors=actors_of(config), gpus=gpus, nodes=nodes, timeout_s=limit, say=console.say)
-            )
+            stack.enter_context(ray_of(config, console))
         preflight.before_run(config, model, folder, console)
         with console.phase("start engines and policy"):
             placement = reserve_run(config, device)
@@ -130,10 +126,13 @@ def say_where(actors: Actors, workers: Workers | None, console: Console) -> None
         console.say(f"environments sit on {workers.group.seating}")
 
 
-def actors_of(config: Config) -> int:
-    """Processes of a run beside its driver."""
+def ray_of(config: Config, console: Console) -> AbstractContextManager[None]:
+    """Ray for the processes of a run beside its driver."""
     trained = policy_ranks(config) + reference_ranks(config) + critic_ranks(config)
-    return trained + config.rollout.engines * config.rollout.tensor + config.environment.processes
+    actors = trained + config.rollout.engines * config.rollout.tensor + config.environment.processes
+    gpus = gpus_needed(config) if config.cluster.device == "cuda" else 0
+    nodes, limit = config.cluster.nodes, config.cluster.start_timeout_s
+    return session(actors=actors, gpus=gpus, nodes=nodes, timeout_s=limit, say=console.say)
 
 
 def generator_of(

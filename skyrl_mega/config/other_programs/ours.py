@@ -21,7 +21,7 @@ ALONE = {
     "environment.retriever.index", "environment.retriever.build", "environment.retriever.serve",
     "environment.retriever.passage_chars", "environment.retriever.token_variable",
     "environment.slots", "environment.processes", "environment.retries", "environment.max_failed",
-    "warmup", "telemetry.trajectory_columns",
+    "warmup", "telemetry.trajectory_columns", "telemetry.timeline",
 }  # fmt: skip
 """Settings, or groups of them, without a name in SkyRL, verl, slime and TRL."""
 
