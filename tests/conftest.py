@@ -18,9 +18,13 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 
-ALONE = ("cluster", "envs/sandbox", "envs/swe", "fuzz", "recipes", "rollout", "slurm", "trainer", "weights")
-"""Folders whose tests have the machine to themselves: they start Ray, engines, sandboxes or Slurm, look for what a run
-leaves, or measure time. All others run beside others."""
+ALONE = (
+    "cluster", "envs/sandbox", "envs/swe", "fuzz", "recipes", "slurm", "trainer",
+    "rollout/test_generator.py", "rollout/test_waiting.py", "rollout/test_waves.py",
+    "weights/test_faults.py", "weights/test_scale.py",
+)  # fmt: skip
+"""Folders and files whose tests have the machine to themselves: they look for what a run leaves, measure time, or keep
+both cores busy as it is. All others run beside others."""
 
 # The same examples every time, and no limit on an example's seconds: a busy machine must not fail what is right.
 # HYPOTHESIS_PROFILE=explore draws new examples.
@@ -34,7 +38,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what has to run alone."""
     alone = {ROOT / "tests" / name for name in ALONE}
     for item in items:
-        if any(folder in item.path.parents for folder in alone):
+        if not alone.isdisjoint([item.path, *item.path.parents]):
             item.add_marker("alone")
 
 
