@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[1]
 
 ALONE = (
     "cluster", "envs/sandbox", "envs/swe", "fuzz", "recipes", "slurm", "trainer",
+    "algorithms/test_own_loss_page.py", "cli/test_weights_logprobs.py",
     "rollout/test_generator.py", "rollout/test_waiting.py", "rollout/test_waves.py",
     "weights/test_faults.py", "weights/test_scale.py",
 )  # fmt: skip
@@ -34,11 +35,23 @@ settings.register_profile("explore", deadline=None, print_blob=True, suppress_he
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
+def runs_alone(path: Path) -> bool:
+    """Whether the tests of a file do."""
+    return not {ROOT / "tests" / name for name in ALONE}.isdisjoint([path, *path.parents])
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Files of which `-m alone`, or `-m "not alone"`, leaves nothing need not be imported."""
+    asked = config.option.markexpr
+    if collection_path.suffix != ".py" or "alone" not in asked:
+        return None
+    return True if runs_alone(collection_path) is ("not alone" in asked) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Marks what has to run alone."""
-    alone = {ROOT / "tests" / name for name in ALONE}
     for item in items:
-        if not alone.isdisjoint([item.path, *item.path.parents]):
+        if runs_alone(item.path):
             item.add_marker("alone")
 
 

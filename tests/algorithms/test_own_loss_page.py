@@ -140,7 +140,6 @@ class Even(BaseTextEnv):
 """Rewards that differ, whatever a model says that has hardly been warmed up."""
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 def test_the_pages_run(folder: Path) -> None:
     """Its command at the size of a test; its metrics are those that the page names."""

@@ -135,7 +135,6 @@ def sequences(worst: list[dict[str, Any]], tokenizer: Any) -> dict[int, list[int
     return found
 
 
-@pytest.mark.alone
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_engine_policy_and_transformers_agree_in_float32(tmp_path: Path) -> None:
