@@ -222,8 +222,10 @@ class PlayerElsewhere:
         except Exception as error:  # a defect of ours: without anybody who listens all would wait for ever
             self._fail(ActorFailed(f"{self.workers.group.name}-{line.rank}", line.rank, "news", describe(error)))
         finally:
-            await self._end(line)
-            line.fail(_Lost())
+            try:
+                await self._end(line)
+            finally:
+                line.fail(_Lost())
 
     async def _receive(self, line: Line, played: Sequence[Played]) -> None:
         """Takes over the arrays of what was played, unseen: they stay in the memory of the worker's node.
