@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 
 ALONE = (
-    "cluster", "envs/sandbox", "envs/swe", "fuzz", "recipes", "slurm", "trainer",
-    "algorithms/test_own_loss_page.py", "cli/test_weights_logprobs.py",
+    "cluster", "envs/sandbox", "envs/swe", "fuzz", "recipes", "retriever", "slurm", "trainer",
+    "algorithms/test_own_loss_page.py", "benchmarks/test_gpu_proofs.py", "cli/test_weights_logprobs.py",
     "rollout/test_generator.py", "rollout/test_waiting.py", "rollout/test_waves.py",
-    "weights/test_faults.py", "weights/test_scale.py",
+    "weights/test_faults.py", "weights/test_overhead.py", "weights/test_scale.py",
 )  # fmt: skip
 """Folders and files whose tests have the machine to themselves: they look for what a run leaves, measure time, or keep
 both cores busy as it is. All others run beside others."""
