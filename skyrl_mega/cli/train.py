@@ -156,6 +156,8 @@ def _check_options(args: argparse.Namespace) -> None:
 
 def _decided(config: Config, hf: Mapping[str, Any], folder: Path, console: Console) -> Config:
     """The settings with `policy.micro_tokens`, of which a run that begins is told where it was not given."""
+    if config.policy.micro_tokens is not None:
+        return config
     from skyrl_mega.cli import resuming
     from skyrl_mega.models.registry import architecture
     from skyrl_mega.planner import micro_tokens
