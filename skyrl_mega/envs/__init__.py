@@ -1,6 +1,7 @@
 """Environments: the contract, the registry, the built-in ones and the preparation of their data."""
 
-from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, InfrastructureFault, Message
+from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
+from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.registry import make
 from skyrl_mega.envs.tools import Tool, ToolEnv, ToolError

@@ -15,14 +15,6 @@ ROLES = ("system", "developer", "user", "assistant", "tool")
 """Roles of a message. Chat templates drop any other without a word."""
 
 
-class InfrastructureFault(RuntimeError):
-    """Raised by an environment when what failed is neither its own logic nor what the policy wrote, but a service under
-    it: a sandbox that did not start, a database that is not reached, a checker that was killed.
-
-    The trajectory is played again from its prompt, `environment.retries` times; then it counts as failed.
-    """
-
-
 class BaseTextEnvStepOutput(TypedDict):
     """What one step gives back: a plain dict with these keys."""
 

@@ -16,7 +16,8 @@ from skyrl_mega.config.derived import length_limit, response_limit
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig
 from skyrl_mega.engines.base import Request
 from skyrl_mega.envs import blame, registry, validate
-from skyrl_mega.envs.base import InfrastructureFault, Message
+from skyrl_mega.envs.base import Message
+from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.tools import calls_tools, definitions
 from skyrl_mega.rollout.env_pool import Abandoned, Call, EnvPool, Raised

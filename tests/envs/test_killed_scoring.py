@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.envs.base import InfrastructureFault
+from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.math import check
 from skyrl_mega.envs.sandbox import Sandbox, confinements
 from skyrl_mega.envs.sandbox.run import CONFINEMENTS, PID_NAMESPACE, Outcome, python

@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 import pytest
 
 from skyrl_mega.config.schema import EnvironmentConfig
-from skyrl_mega.envs.base import BaseTextEnv, InfrastructureFault
+from skyrl_mega.envs.base import BaseTextEnv
+from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import again
 from skyrl_mega.rollout.again import PersistentAgent

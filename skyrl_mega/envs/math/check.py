@@ -16,7 +16,7 @@ import weakref
 from pathlib import Path
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.envs.base import InfrastructureFault
+from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.math import cost
 from skyrl_mega.envs.math.comparing import matches
 from skyrl_mega.envs.math.forms import copied, unfactored

@@ -19,7 +19,7 @@ from typing import Any, get_type_hints
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.sandboxes import SANDBOX_DISK_MIB, SANDBOX_MEMORY_MIB, machine_mib, usual_total_mib
-from skyrl_mega.envs.base import InfrastructureFault
+from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.options import Option, filled, number, texts, whole
 from skyrl_mega.envs.sandbox import budget, folders, tree
 from skyrl_mega.envs.sandbox.workspace import Workspace, inodes

@@ -25,7 +25,7 @@ from skyrl_mega.envs.sandbox.run import CONFINEMENTS
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="the sandbox is Linux's")
 SYSTEM = Path("/usr/bin/python3")
 DOCUMENT = Path(skyrl_mega.__file__).parents[1] / "docs" / "sandbox.md"
-NEEDED = ("__init__.py", "envs/options.py", "envs/sandbox", "envs/swe", "envs/tags.py")
+NEEDED = ("__init__.py", "envs/faults.py", "envs/options.py", "envs/sandbox", "envs/swe", "envs/tags.py")
 NEEDED += tuple(
     f"config/{name}.py"
     for name in ("__init__", "errors", "limits", "options", "outside", "sandboxes", "secrets", "terminal", "values")
