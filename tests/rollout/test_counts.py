@@ -68,7 +68,7 @@ def test_an_engine_has_what_a_router_says(kind: type[Router], seed: int) -> None
     with VirtualLoop() as loop:
         engines = Engines(3, random)
         engines.revive(0)
-        router = kind(engines, Sampling(), 4, 600.0)  # type: ignore[arg-type]
+        router = kind(engines, Sampling(), 4, 600.0)
         router.count = lambda engine, change: told.update({engine: change})
         looked = loop.run(play(engines, router, told, random))
     assert looked > 20 and not any(told.values())
@@ -89,7 +89,7 @@ def test_what_is_abandoned_is_under_way_no_longer() -> None:
     with VirtualLoop() as loop:
         engines = Engines(1, Random(0))
         engines.revive(0)
-        router = Router(engines, Sampling(), 4, 600.0)  # type: ignore[arg-type]
+        router = Router(engines, Sampling(), 4, 600.0)
         router.count = lambda engine, change: told.update({engine: change})
         loop.run(leave(router))
     assert told[0] == 0
