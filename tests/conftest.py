@@ -42,10 +42,10 @@ def runs_alone(path: Path) -> bool:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files of which `-m alone`, or `-m "not alone"`, leaves nothing need not be imported."""
-    asked = config.option.markexpr
-    if collection_path.suffix != ".py" or "alone" not in asked:
+    asked = {"alone": True, "not alone": False}.get(config.option.markexpr.removeprefix("not slow and "))
+    if collection_path.suffix != ".py" or asked is None:
         return None
-    return True if runs_alone(collection_path) is ("not alone" in asked) else None
+    return True if runs_alone(collection_path) is not asked else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from skyrl_mega.cli import dry_run, simulate_choices, simulate_text
 from skyrl_mega.cli.simulate_choices import EXPLORED, MODES, Choice
-from skyrl_mega.cli.simulate_text import STEPS, Comparison, Refused, Row
+from skyrl_mega.cli.simulate_text import Comparison, Refused, Row
 from skyrl_mega.config.command import DONE
 from skyrl_mega.config.derived import draws_greedy, response_limit
 from skyrl_mega.config.errors import UserError
@@ -43,7 +43,6 @@ def run(config: Config, args: argparse.Namespace) -> int:
             "engines write beside the samples, so its step would be too short; give another advantage to simulate with"
         )
     hf, _ = dry_run.checked(simulate_choices.off(config).config)
-    config = micro_tokens.decided(config, hf)
     as_it_is = simulate_choices.off(config)
     compared = _compare(config, as_it_is, _Stage(hf, workload_of(config, args)))
     print(json.dumps(simulate_text.values(compared)) if args.json else simulate_text.text(compared))
@@ -85,10 +84,10 @@ class _Stage:
     def row(self, choice: Choice) -> Row:
         """A choice and what comes of it."""
         print(f"simulate {choice.mode} {choice.most}, {simulate_text.where(choice.config)} …", file=sys.stderr)
-        d = architecture(self.hf).describe(self.hf)
-        parallel, _ = fit.parallel_of(choice.config)
-        rates = Rates.planned(choice.config, d, parallel, self.workload.length)
-        return Row(choice, simulate(choice.config, rates, self.workload, steps=STEPS))
+        d, config = architecture(self.hf).describe(self.hf), micro_tokens.decided(choice.config, self.hf)
+        parallel, _ = fit.parallel_of(config)
+        rates = Rates.planned(config, d, parallel, self.workload.length)
+        return Row(choice, simulate(config, rates, self.workload, steps=simulate_text.measured(choice.most)))
 
 
 def _compare(config: Config, as_it_is: Choice, stage: _Stage) -> Comparison:
@@ -117,4 +116,4 @@ def _compare(config: Config, as_it_is: Choice, stage: _Stage) -> Comparison:
             refused.append(Refused(mode, most, str(each)))
         else:
             rows.append(of_best if (mode, most) == (of_best.choice.mode, of_best.choice.most) else stage.row(each))
-    return Comparison(config, rows, [row for _, row in tried], refused)
+    return Comparison(config, rows, [row for _, row in tried], refused, stage.workload.environment_s)

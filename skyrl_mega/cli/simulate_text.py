@@ -15,9 +15,12 @@ from skyrl_mega.simulation.rates import prompts_played
 from skyrl_mega.simulation.simulate import Outcome
 
 STEPS = 4
-"""That are measured of each choice."""
+"""That are measured of each choice at least; with much staleness, so many that groups which were asked for together,
+and may be done together, are trained on twice over."""
 CHANCE = 1.02
 """Steps that take up to so many times as long as others do not differ."""
+NEARLY = 0.8
+"""Share of a step from which on what alone takes so long decides it."""
 HEAD = (
     "mode",
     "staleness",
@@ -59,6 +62,8 @@ class Comparison:
     tried: Sequence[Row]
     """The splits."""
     refused: Sequence[Refused]
+    environment_s: float
+    """Seconds of the environment in a trajectory, on average."""
 
     @property
     def best(self) -> Row | None:
@@ -81,6 +86,11 @@ class Comparison:
         return prompts_played(self.config) * self.config.data.samples_per_prompt
 
 
+def measured(most: int) -> int:
+    """Steps that are measured, where tokens may be so many syncs old."""
+    return max(STEPS, 2 * (most + 1))
+
+
 def where(config: Config) -> str:
     """Whose GPUs are whose, in a few words."""
     return "shared" if config.cluster.shared else f"{policy_ranks(config)} + {config.rollout.engines} engines"
@@ -97,7 +107,7 @@ def text(c: Comparison) -> str:
     ]
     if len(c.tried) > 1:
         lines += ["", f"splits, with {_named(explored.mode, explored.most)}:", *aligned([HEAD, *map(_cells, c.tried)])]
-    lines += ["", _advice(c), *_limits(c)]
+    lines += ["", _advice(c), *_bound(c), *_limits(c)]
     return "\n".join(lines)
 
 
@@ -116,12 +126,24 @@ def _advice(c: Comparison) -> str:
     return f"a step is {c.gain(c.best):.2f} times as fast as with asynchrony.mode=off {_as_it_is(c)}, with {change}"
 
 
+def _bound(c: Comparison) -> list[str]:
+    """What to say where calls of environments decide how long a step takes."""
+    workers, size = c.config.environment.workers, c.config.data.prompts_per_step * c.config.data.samples_per_prompt
+    calls_s = size * c.environment_s / workers
+    if calls_s < NEARLY * min(row.outcome.seconds for row in [*c.rows, *c.tried]):
+        return []
+    return [
+        f"environment.workers = {workers}: calls of environments alone take {calls_s:,.0f} s of a step, so many at "
+        "once; give more, if what they call can take it"
+    ]
+
+
 def _limits(c: Comparison) -> list[str]:
     """How far the figures may be trusted."""
     size = c.config.data.prompts_per_step * c.config.data.samples_per_prompt
     stand = f"{c.trajectories} of them stand for {size}, and its tail is theirs"
     return [
-        f"each row is {STEPS} steps with one seed, of the same trajectories"
+        f"each row is {STEPS} steps or more with one seed, of the same trajectories"
         + ("" if c.trajectories == size else f" ({stand})")
         + f"; differences of {CHANCE - 1:.0%} are chance, and of such rows the least stale one is advised",
         "nothing was started (--simulate): seconds are estimates from cluster.rates; who waits for whom is what the "
@@ -152,7 +174,6 @@ def values(c: Comparison) -> dict[str, Any]:
         "splits": [_values(row) for row in c.tried],
         "refused": [{"mode": r.mode, "max_staleness": r.most, "reason": r.reason} for r in c.refused],
         "advice": None if c.best is None else fixes.text(c.best.choice.change),
-        "steps": STEPS,
         "trajectories": c.trajectories,
     }
 
@@ -166,5 +187,6 @@ def _values(row: Row) -> dict[str, Any]:
         "policy.ranks": policy_ranks(config),
         "rollout.engines": config.rollout.engines,
         "settings": fixes.text(row.choice.change),
+        "steps": measured(row.choice.most),
         **asdict(row.outcome),
     }

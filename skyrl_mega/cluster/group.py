@@ -148,6 +148,13 @@ class ActorGroup:
             self.shutdown()
             raise
 
+    def end(self, rank: int) -> None:
+        """Ends one actor with its child processes. It need not answer."""
+        import ray
+
+        ray.kill(self.actors[rank], no_restart=True)
+        end_processes(self.where[rank])
+
     def replace(self, rank: int, timeout: float) -> None:
         """Ends one actor with its child processes and starts another in its place, with the same arguments.
 
@@ -156,11 +163,8 @@ class ActorGroup:
         Raises:
             UserError, ActorFailed, ActorTimeout: The new one did not come up; as `spawn`.
         """
-        import ray
-
         assert self._start is not None
-        ray.kill(self.actors[rank], no_restart=True)
-        end_processes(self.where[rank])
+        self.end(rank)
         with self._lock:
             if self._ended:
                 raise ClusterError(f"{self.name}-{rank} is not started again: its group has been ended")

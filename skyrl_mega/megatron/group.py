@@ -119,6 +119,8 @@ class TrainGroup:
 
     def _collected(self, answers: list[Any]) -> list[Tensor]:
         """[T] for each mini-batch, from each rank's values of its micro-batches; None from ranks without."""
+        if not self._minis:
+            raise ValueError("the driver knows of nothing that the ranks hold")
         minis = [tokens_of(mini) for mini in self._minis]
         found = [torch.zeros(len(mini.tokens)) for mini in minis]
         if all(answer is None for answer in answers):

@@ -73,6 +73,11 @@ def problem(config: Config, d: Decoder, *, strict: bool = False) -> str | None:
     return next(_problems(config, d, *parallel_of(config), strict), None)
 
 
+def problems(config: Config, d: Decoder, *, strict: bool = False) -> list[str]:
+    """What is said of every memory that is too small; see `problem`."""
+    return [*_problems(config, d, *parallel_of(config), strict)]
+
+
 def _problems(
     config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None, strict: bool
 ) -> Iterator[str]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.config.derived import planned_device
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import json_object
@@ -29,8 +30,8 @@ FILE = "micro_tokens.json"
 
 
 def decided(config: Config, hf: Mapping[str, Any]) -> Config:
-    """The settings with a number of tokens: their own, or the largest that is tried and fits by the estimates at their
-    face; the least where none does, of which `fit.check` says what is too large.
+    """The settings with a number of tokens: their own, or the largest of those tried with which nothing is too tight,
+    by the estimates at their face, but what is so with the least too.
 
     Args:
         config: The settings, whose layouts have been checked.
@@ -39,8 +40,8 @@ def decided(config: Config, hf: Mapping[str, Any]) -> Config:
     if config.policy.micro_tokens is not None:
         return config
     d, sizes = architecture(hf).describe(hf), _tried(config)
-    fits = (size for size in reversed(sizes) if fit.problem(_with(config, size), d, strict=True) is None)
-    return _with(config, next(fits, sizes[0]))
+    found = [{*fit.problems(_with(config, size), d, strict=True)} for size in sizes]
+    return _with(config, max(size for size, problems in zip(sizes, found, strict=True) if problems <= found[0]))
 
 
 def of_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: bool) -> Config:
@@ -64,9 +65,9 @@ def of_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: bool
             raise UserError(f"{file}: policy.micro_tokens is none of {', '.join(map(str, MICRO_TOKENS))}; {fix}")
         return _with(config, had)
     found = decided(config, hf)
-    partial = file.with_suffix(".partial")
-    partial.write_text(json.dumps({"policy.micro_tokens": found.policy.micro_tokens}) + "\n")
-    os.replace(partial, file)
+    with partial_file(file) as partial:
+        partial.write_text(json.dumps({"policy.micro_tokens": found.policy.micro_tokens}) + "\n")
+        os.replace(partial, file)
     return found
 
 
@@ -81,8 +82,10 @@ def note(config: Config, found: Config, d: Decoder) -> str | None:
     if config.policy.micro_tokens is not None:
         return None
     size, sizes = found.policy.micro_tokens, _tried(config)
-    fits = fit.problem(found, d, strict=True) is None
-    why = "the largest" if size == sizes[-1] and fits else "the largest that fits" if fits else "the least"
+    if fit.problem(found, d, strict=True) is None:
+        why = "the largest" if size == sizes[-1] else "the largest that fits"
+    else:
+        why = "the least" if size == sizes[0] else "the largest, as what is tight does not depend on it,"
     return f"policy.micro_tokens=null is {size} here: {why} of {', '.join(map(str, sizes))}"
 
 

@@ -26,6 +26,8 @@ class EnginesNow:
     facts: list[Facts | None]
     serving: list[int]
     """Ranks that may be asked."""
+    syncs: int
+    """That the session has seen: what is said of engines before the newest one is old."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class EngineRests:
     """An engine that refuses requests until the next sync."""
 
     rank: int
+    syncs: int
+    """As `EnginesNow`, when it refused."""
 
 
 @dataclass(frozen=True)

@@ -102,8 +102,11 @@ class PlayerElsewhere:
         self.router = self
         self.lines: dict[int, Line] = {}
         """By rank."""
-        self.counted: Callable[[Taken], None] = lambda taken: None
-        """Told what workers had under way."""
+        self.counted: Callable[[Taken, object], None] = lambda taken, process: None
+        """Told what workers had under way, and which."""
+        self.syncs = 0
+        """After which engines were told to take requests again."""
+        self._sent: set[asyncio.Task[None]] = set()
         self._keys = count()
         self._sending = False
         self._error: ActorFailed | None = None
@@ -138,6 +141,7 @@ class PlayerElsewhere:
 
     def rejoin(self) -> None:
         """Takes in engines that have come back, and goes on."""
+        self.syncs += 1
         self.resting.clear()
         for line in self.lines.values():
             if line.begun:
@@ -158,7 +162,7 @@ class PlayerElsewhere:
     def _engines(self) -> EnginesNow:
         fleet = self.engines
         facts = [_share(facts, len(self.workers.group)) for facts in fleet.facts]
-        return EnginesNow(fleet.group.name, [*fleet.group.actors], facts, [*fleet.serving])
+        return EnginesNow(fleet.group.name, [*fleet.group.actors], facts, [*fleet.serving], self.syncs)
 
     async def _carried_out(self, line: Line, order: Order) -> Trajectory:
         answer: asyncio.Future[Trajectory | None] = asyncio.get_running_loop().create_future()
@@ -186,16 +190,32 @@ class PlayerElsewhere:
     def _flush(self) -> None:
         self._sending = False
         for line in self.lines.values():
-            if not line.begun:
-                continue
-            orders, abandoned, line.orders, line.abandoned = line.orders, {*line.abandoned}, [], []
-            unsent = {order.key for order in orders}
+            unsent, abandoned = {order.key for order in line.orders}, {*line.abandoned}
             for key in unsent & abandoned:
                 self._answer(line, key, None)
-            if unsent - abandoned:
-                line.actor.play.remote(self.name, [order for order in orders if order.key not in abandoned])
-            if abandoned - unsent:
-                line.actor.abandon.remote(self.name, sorted(abandoned - unsent))
+            line.orders = [order for order in line.orders if order.key not in abandoned]
+            line.abandoned = sorted(abandoned - unsent)
+            if not line.begun:
+                continue
+            orders, line.orders = line.orders, []
+            if orders:
+                sent = asyncio.create_task(self._played(line, line.actor.play.remote(self.name, orders)))
+                self._sent.add(sent)
+                sent.add_done_callback(self._sent.discard)
+            if line.abandoned:
+                line.actor.abandon.remote(self.name, line.abandoned)
+                line.abandoned = []
+
+    async def _played(self, line: Line, sent: Any) -> None:
+        """A worker that cannot read its orders would play none of them, and be well."""
+        import ray
+
+        try:
+            await sent
+        except ray.exceptions.RayTaskError as error:
+            self._fail(ActorFailed(f"{self.workers.group.name}-{line.rank}", line.rank, "play", describe(error)))
+        except ray.exceptions.RayError:
+            return  # `_listen` hears of it too
 
     async def _listen(self, line: Line) -> None:
         """Takes in a worker's news for as long as it lives and the session lasts."""
@@ -244,10 +264,11 @@ class PlayerElsewhere:
         import ray
 
         with suppress(ray.exceptions.RayError, TimeoutError):
-            await asyncio.wait_for(line.actor.end.remote(self.name), END_S)
+            self.counted(await asyncio.wait_for(line.actor.end.remote(self.name), END_S), (line.rank, id(line.actor)))
 
     def _lose(self, line: Line, cause: str) -> None:
         self.workers.lost(line.rank, line.actor, cause)
+        line.fail(_Lost())  # before its session's end, which may take long
 
     def _hear(self, line: Line, news: News) -> None:
         match news:
@@ -262,12 +283,13 @@ class PlayerElsewhere:
                     answer.set_exception(self._cause(news))
             case EngineDead(rank, actor, cause):
                 self._retire(rank, actor, cause)
-            case EngineRests(rank):
-                self.resting.add(rank)
+            case EngineRests(rank, syncs):
+                if syncs == self.syncs:  # else a sync has come since
+                    self.resting.add(rank)
             case EndedForMemory(programs):
                 budget.hear(programs)
             case Counts(taken):
-                self.counted(taken)
+                self.counted(taken, (line.rank, id(line.actor)))
 
     def _answer(self, line: Line, key: int, trajectory: Trajectory | None) -> None:
         answer = line.waiting.pop(key, None)

@@ -125,11 +125,16 @@ def write_apart(path: Path, trajectories: list[Trajectory], *, columns: bool = F
     import ray
 
     apart = ray.remote(num_cpus=0)(write)
+    writing = apart.remote(path.absolute(), trajectories, columns=columns)
     try:
-        ray.get(apart.remote(path.absolute(), trajectories, columns=columns), timeout=WRITE_S)
+        ray.get(writing, timeout=WRITE_S)
+    except ray.exceptions.GetTimeoutError as error:
+        ray.cancel(writing, force=True)
+        raise ClusterError(f"{path}: it was not written within {WRITE_S:g} s") from error
+    except ray.exceptions.RayTaskError as error:
+        raise cause_of(error) from None
     except ray.exceptions.RayError as error:
-        cause = cause_of(error)
-        raise (cause if isinstance(cause, OSError | ClusterError) else lost(error)) from None
+        raise lost(error) from error
 
 
 def read(path: Path) -> list[Trajectory]:

@@ -42,7 +42,7 @@ from skyrl_mega.rollout.orders import (
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.router import Load, Router, Waiting
 from skyrl_mega.rollout.service import ServiceRouter
-from skyrl_mega.telemetry.timeline import Timeline
+from skyrl_mega.telemetry.timeline import Taken, Timeline
 from skyrl_mega.telemetry.trace import Span
 
 BEAT_S = 1.0
@@ -127,10 +127,12 @@ class RolloutWorker:
         arrays = self.sessions[session].arrays
         return [*(arrays.pop(key) for key in keys), None]
 
-    async def end(self, session: str) -> None:
-        """Ends what is under way; its environments are closed when this returns."""
+    async def end(self, session: str) -> Taken:
+        """Ends what is under way; its environments are closed when this returns. Returns what was since the last
+        `Counts`."""
         if (ended := self.sessions.pop(session, None)) is not None:
             await ended.close()
+        return self.timeline.take()
 
 
 class Session:
@@ -145,6 +147,7 @@ class Session:
         self.arrays: dict[int, Stored] = {}
         """Of orders that were carried out, until they are handed over."""
         self._abandoned: set[int] = set()
+        """Also those that have not come, as calls overtake one another, or that had ended."""
         self._news: list[News] = []
         self._fresh = asyncio.Event()
 
@@ -163,19 +166,27 @@ class Session:
         return found
 
     def play(self, order: Order) -> None:
-        """Begins to play."""
+        """Begins to play, unless it was abandoned before it came."""
+        if order.key in self._abandoned:
+            self._abandoned.discard(order.key)
+            self.tell(Stopped(order.key))
+            return
         task = asyncio.create_task(self._play(order))
         self.tasks[order.key] = task
         task.add_done_callback(lambda _: self._ended(order, task))
 
     def abandon(self, key: int) -> None:
         """Ends one, if it has not ended."""
-        if key not in self._abandoned and (task := self.tasks.get(key)) is not None:
-            self._abandoned.add(key)  # cancelled once more, it would no longer wait for its environment to be closed
+        if key in self._abandoned:  # cancelled once more, it would no longer wait for its environment to be closed
+            return
+        self._abandoned.add(key)
+        if (task := self.tasks.get(key)) is not None:
             task.cancel()
 
     def rejoin(self, engines: EnginesNow) -> None:
-        """These engines take requests again."""
+        """These engines take requests again, unless a later sync has been heard of."""
+        if engines.syncs < self.engines.syncs:
+            return
         self.engines.know(engines)
         assert isinstance(self.router, ServiceRouter)
         self.router.rejoin()
@@ -233,7 +244,7 @@ class KnownEngines:
         """What the driver knows now. An engine that is the same keeps its handle, by which a router knows it."""
         known = self.group.actors
         self.group.actors = [old if old == new else new for old, new in zip(known, engines.actors, strict=True)]
-        self.facts, self.serving = engines.facts, list(engines.serving)
+        self.facts, self.serving, self.syncs = engines.facts, list(engines.serving), engines.syncs
 
     def retire(self, rank: int, cause: str) -> None:
         """One has failed."""
@@ -268,5 +279,5 @@ class _ServiceRouter(_OwnNames, ServiceRouter):
     def _postpone(self, engine: int, load: Load | None, part: dict[str, Waiting], began: int) -> bool:
         postponed = super()._postpone(engine, load, part, began)
         if engine in self.resting:
-            self.fleet.tell(EngineRests(engine))
+            self.fleet.tell(EngineRests(engine, self.fleet.syncs))
         return postponed

@@ -75,4 +75,5 @@ class Workers:
             self._starting[rank] = self._threads.submit(self.group.replace, rank, self.start_timeout_s)
         else:
             self._gone.add(rank)
+            self._threads.submit(self.group.end, rank)
             self.say(f"{told}; no restart is left (rollout.restarts)")

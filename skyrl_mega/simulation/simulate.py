@@ -14,12 +14,13 @@ from io import StringIO
 from random import Random
 from typing import Any
 
-from skyrl_mega.config.schema import AsynchronyConfig, Config, RolloutConfig
+from skyrl_mega.config.schema import AsynchronyConfig, Config, EnvironmentConfig, RolloutConfig
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.service import RolloutService
+from skyrl_mega.rollout.slots import PlayerHere, SlotAgent, Slots
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.simulation.engines import SimulatedFleet, Speed
 from skyrl_mega.simulation.rates import MOST, Rates, smaller
@@ -65,13 +66,16 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
         steps: That are measured.
         seed: Draws them: in every mode the same ones.
     """
+    whole = config
     config, rates = smaller(_alone(config), rates)
+    bounds = Bounds.of(whole.environment, whole.data.prompts_per_step / config.data.prompts_per_step)
     grain = grain_of(workload)
     before = _before(config.asynchrony)
     first = max(FIRST, before + 1)
     with VirtualLoop(tick_s=_tick(config, rates, workload)) as loop:
         fleet = SimulatedFleet(loop.loop, rates.engines, _counted_by(grain, rates.speed))
-        service = RolloutService(_Players(fleet, workload, seed, grain), config.rollout.sampling, loop)
+        players = _Players(fleet, workload, seed, grain, bounds)
+        service = RolloutService(players, config.rollout.sampling, loop)
         size = config.data.prompts_per_step
         prompts = [Prompt(i, [], "simulated", {}) for i in range(size)]
         stream = PromptStream(size, batch=size, epochs=10**6, shuffle=False)
@@ -96,15 +100,31 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
             _synced(fleet, rollouts, number)
             stale += [step.metrics] * (number >= first)
         span, ended = loop.now - begun[0], fleet.measured()
-    whole = span * rates.engines
+    of_engines = span * rates.engines
     return Outcome(
         seconds=span / steps,
         policy_waits=waited / span,
-        engines_idle=(ended[0] - begun[1]) / whole,
-        engines_filled=(ended[1] - begun[2]) / whole / rates.speed.places,
+        engines_idle=(ended[0] - begun[1]) / of_engines,
+        engines_filled=(ended[1] - begun[2]) / of_engines / rates.speed.places,
         staleness=sum(m["asynchrony/staleness_mean"] for m in stale) / steps,
         staleness_max=max(m["asynchrony/staleness_max"] for m in stale),
     )
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Of environments."""
+
+    calls: int
+    """At once."""
+    slots: int | None
+    """Open at once."""
+
+    @classmethod
+    def of(cls, environment: EnvironmentConfig, factor: float) -> Bounds:
+        """Where each trajectory stands for so many."""
+        slots = environment.slots
+        return cls(max(1, round(environment.workers / factor)), slots and max(1, round(slots / factor)))
 
 
 def grain_of(workload: Workload) -> int:
@@ -149,15 +169,17 @@ def _alone(config: Config) -> Config:
 class _Players:
     """In the place of a generator."""
 
-    def __init__(self, fleet: Any, workload: Workload, seed: int, grain: int) -> None:
-        self.fleet, self.workload, self.seed, self.grain = fleet, workload, seed, grain
+    def __init__(self, fleet: Any, workload: Workload, seed: int, grain: int, bounds: Bounds) -> None:
+        self.fleet, self.workload, self.seed, self.grain, self.bounds = fleet, workload, seed, grain, bounds
         self.rollout = RolloutConfig()
 
     def agent(self, sampling: Any, router: type[Router] | None = None) -> Any:
         """One for all trajectories."""
         engine = self.fleet.engines[0]
         made = (router or Router)(self.fleet, Sampling(), engine.speed.places, 1e9)
-        return _Player(made, self.workload, self.seed, self.grain, engine.loop.tick_s)
+        player: Any = _Player(made, self.workload, self.seed, self.grain, engine.loop.tick_s)
+        player.calls = asyncio.Semaphore(self.bounds.calls)
+        return player if self.bounds.slots is None else SlotAgent(PlayerHere(player), Slots(self.bounds.slots))
 
 
 @dataclass(frozen=True)
@@ -189,6 +211,9 @@ class Whole:
 
 class _Player:
     """An agent that knows how long everything takes."""
+
+    calls: asyncio.Semaphore
+    """Of environments, at once."""
 
     def __init__(self, router: Router, workload: Workload, seed: int, grain: int, tick: float) -> None:
         self.router, self.workload, self.seed = router, workload, seed
@@ -226,7 +251,8 @@ class _Player:
                 _grow(t, count, 1)
             t.turns += 1
             if ticks := waited.units(turn.env_s):
-                await asyncio.sleep(ticks * tick)
+                async with self.calls:
+                    await asyncio.sleep(ticks * tick)
         return t
 
 

@@ -129,6 +129,11 @@ class Drawn:
         """On average."""
         return Length(self.prompt, max(self.turns, self.tokens.mean_up_to(self.most)), self.turns)
 
+    @property
+    def environment_s(self) -> float:
+        """Seconds of the environment in a trajectory, on average."""
+        return self.turns * self.environment.mean_up_to(self.longest_s)
+
 
 @dataclass(frozen=True)
 class Recorded:
@@ -146,6 +151,11 @@ class Recorded:
         turns = [turn for played in self.played for turn in played]
         sums = sum(turn.read for turn in turns), sum(turn.written for turn in turns), len(turns)
         return Length(*(value / len(self.played) for value in sums))
+
+    @property
+    def environment_s(self) -> float:
+        """Seconds of the environment in a trajectory, on average."""
+        return sum(turn.env_s for played in self.played for turn in played) / len(self.played)
 
     @classmethod
     def of_run(cls, folder: Path) -> Recorded:

@@ -76,6 +76,23 @@ class Counted:
         last[0] = True
         return type(self)(self.times[last], self.sums[last], self.busy[last])
 
+    def then(self, later: Sequence[Counted]) -> Self:
+        """With what followed, in order; nothing was under way between them."""
+        times, sums, busy = [self.times], [self.sums], [self.busy]
+        end, total, worked = self.times[-1], self.sums[-1], self.busy[-1]
+        for part in later:
+            at = part.times if part.times[0] > end else part.at(np.append(end, part.times[part.times > end])).times
+            if len(at) < 2:
+                continue
+            one = part.at(at)
+            times.append(at)
+            sums.append(total + one.sums - one.sums[0])
+            busy.append(worked + one.busy - one.busy[0])
+            end, total, worked = at[-1], sums[-1][-1], busy[-1][-1]
+        joined = np.concatenate(times)
+        _, first = np.unique(joined, return_index=True)
+        return type(self)(joined[first], np.concatenate(sums)[first], np.concatenate(busy)[first])
+
     def __add__(self, other: Counted) -> Self:
         """What was under way in both together.
 

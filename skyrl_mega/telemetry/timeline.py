@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,8 @@ from skyrl_mega.telemetry.counted import Counted
 
 MOMENT_S = 0.02
 """Changes closer than this are told as one stretch, with its mean."""
+PARTS = 64
+"""That another process has told are kept before they are joined."""
 MOST = 2048
 """Points of a counter: where there are more, moments become longer."""
 
@@ -91,6 +93,17 @@ class Taken:
     """Calls under way."""
 
 
+def _joined(told: Sequence[Taken]) -> Taken:
+    """What one process has told, one part after another, as one."""
+    if len(told) == 1:
+        return told[0]
+    numbers = sorted({engine for part in told for engine in part.engines})
+    parts = {engine: [part.engines[engine] for part in told if engine in part.engines] for engine in numbers}
+    engines = {engine: of[0].then(of[1:]).coarser(MOST) for engine, of in parts.items()}
+    environments = told[0].environments.then([part.environments for part in told[1:]]).coarser(MOST)
+    return Taken(told[0].start, told[-1].end, engines, environments)
+
+
 class Timeline:
     """Counts what engines and environments have under way. Any thread may tell it.
 
@@ -104,7 +117,8 @@ class Timeline:
         self._since = clock()
         self._engines: dict[int, Counter] = {}
         self._environments = Counter(self._since)
-        self._others: list[Taken] = []
+        self._others: dict[object, list[Taken]] = {}
+        """By process, in order."""
 
     def requests(self, engine: int, change: int) -> None:
         """An engine has so many requests more, or fewer."""
@@ -120,10 +134,18 @@ class Timeline:
         with self._lock:
             self._environments.add(change, self.clock())
 
-    def merge(self, other: Taken) -> None:
-        """Takes in what another process has counted: it is added to what this one has. Tell it before `take`."""
+    def merge(self, other: Taken, process: object = None) -> None:
+        """Takes in what another process has counted: it is added to what this one has. Tell it before `take`.
+
+        Args:
+            other: What followed on what it has told before.
+            process: Which.
+        """
         with self._lock:
-            self._others.append(other)
+            told = self._others.setdefault(process, [])
+            told.append(other)
+            if len(told) > PARTS:
+                self._others[process] = [_joined(told)]
 
     def take(self) -> Taken:
         """What has happened since the last time, which is forgotten here; what is under way stays so."""
@@ -132,9 +154,10 @@ class Timeline:
             zero = time.time() - now
             engines = {engine: counter.take(now, zero) for engine, counter in self._engines.items()}
             environments = self._environments.take(now, zero)
-            others, self._others, self._since = self._others, [], now
+            others, self._others, self._since = self._others, {}, now
         begin, end = start + zero, now + zero
-        for other in others:
+        for told in others.values():
+            other = _joined(told)
             environments += other.environments.between(begin, end)
             for engine, counted in other.engines.items():
                 own = engines.get(engine)

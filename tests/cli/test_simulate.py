@@ -96,7 +96,7 @@ def compared(*seconds: float, refused: tuple[Refused, ...] = ()) -> Comparison:
     outcome = Outcome(0.0, 0.5, 0.5, 0.5, 0.0, 0.0)
     rows = [Row(simulate_choices.off(config), replace(outcome, seconds=seconds[0]))]
     rows += [Row(Choice("off", 0, changed(config, apart), apart), replace(outcome, seconds=s)) for s in seconds[1:]]
-    return Comparison(config, rows, rows[1:], refused)
+    return Comparison(config, rows, rows[1:], refused, 0.0)
 
 
 def test_where_nothing_is_faster_that_is_said() -> None:
@@ -118,7 +118,7 @@ def test_of_rows_that_differ_by_chance_the_least_stale_is_advised() -> None:
 
 def test_how_far_figures_may_be_trusted_is_said() -> None:
     told = simulate_text.text(compared(100, 80, refused=(Refused("full", 2, "it may not"),)))
-    assert "4 steps with one seed" in told and "510 of them stand for 2560, and its tail is theirs" in told
+    assert "4 steps or more with one seed" in told and "510 of them stand for 2560, and its tail is theirs" in told
     assert "mode=full and max_staleness=2 cannot run here: it may not" in told
 
 

@@ -102,7 +102,7 @@ SIZE = {
     *("data.folder", "data.prepare", "data.train", "data.eval"),
     *("data.prompts_per_step", "data.mini_batch_prompts", "data.samples_per_prompt"),
     *("evaluation.every", "evaluation.before", "evaluation.samples", "evaluation.limit", "checkpoint.every"),
-    *("checkpoint.keep", "checkpoint.resume"),
+    *("checkpoint.keep", "checkpoint.resume", "environment.workers"),
 }
 """Where a recipe of the CPU and the one of a cluster may differ: the machine, the model, lengths, counts, files."""
 

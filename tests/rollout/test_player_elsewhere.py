@@ -27,6 +27,7 @@ from skyrl_mega.rollout.slots import SlotAgent, Slots
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.simulation.virtual_time import VirtualLoop
+from skyrl_mega.telemetry.timeline import Taken, Timeline
 
 PROMPT = Prompt(0, [], "", {})
 
@@ -49,6 +50,8 @@ class Worker:
         self.engines: list[EnginesNow] = []
         self.names: list[str] = []
         self.begun: set[str] = set()
+        self.early: set[int] = set()
+        """Abandoned before they came."""
         self.ended = 0
         for name in ("begin", "play", "abandon", "news", "rejoin", "end"):
             setattr(self, name, SimpleNamespace(remote=self._called(getattr(self, f"_{name}"))))
@@ -82,6 +85,9 @@ class Worker:
         assert session in self.begun
         for order in orders:
             self.names.append(order.name)
+            if order.key in self.early:
+                self.said.put_nowait(Stopped(order.key))
+                continue
             self.tasks[order.key] = asyncio.create_task(self._one(order))
 
     async def _one(self, order: Order) -> None:
@@ -109,7 +115,10 @@ class Worker:
 
     async def _abandon(self, session: str, keys: list[int]) -> None:
         for key in keys:
-            self.tasks[key].cancel()
+            if key in self.tasks:
+                self.tasks[key].cancel()
+            else:
+                self.early.add(key)
 
     async def _news(self, session: str) -> list[News]:
         assert session in self.begun
@@ -123,8 +132,9 @@ class Worker:
     async def _rejoin(self, session: str, engines: EnginesNow) -> None:
         self.engines.append(engines)
 
-    async def _end(self, session: str) -> None:
+    async def _end(self, session: str) -> Taken:
         self.ended += 1
+        return Timeline().take()
 
 
 class Group:
@@ -138,6 +148,9 @@ class Group:
 
     def __len__(self) -> int:
         return len(self.actors)
+
+    def end(self, rank: int) -> None:
+        self.actors[rank].alive = False
 
     def replace(self, rank: int, timeout: float) -> None:
         time.sleep(0.002)
@@ -247,7 +260,8 @@ def test_what_workers_find_of_engines_reaches_the_driver() -> None:
         worker = group.actors[0]
         assert worker.engines[0].facts == [Facts(cache_tokens=500, cache_bytes=1), None]
         worker.said.put_nowait(EngineDead(0, "one that was there before", "died"))
-        worker.said.put_nowait(EngineRests(1))
+        worker.said.put_nowait(EngineRests(0, -1))  # from before a sync
+        worker.said.put_nowait(EngineRests(1, 0))
         await asyncio.sleep(0.1)
         assert (engines.serving, player.resting) == ([0, 1], {1})
         worker.said.put_nowait(EngineDead(0, "e0", "died"))
@@ -255,7 +269,7 @@ def test_what_workers_find_of_engines_reaches_the_driver() -> None:
         assert engines.serving == [1]
         player.rejoin()
         await asyncio.sleep(0.1)
-        assert (worker.engines[-1].serving, player.resting) == ([1], set())
+        assert (worker.engines[-1].serving, worker.engines[-1].syncs, player.resting) == ([1], 1, set())
         await playing
         failing = asyncio.create_task(player.play(PROMPT, 1, "1"))
         await asyncio.sleep(0.1)
@@ -300,9 +314,10 @@ def test_a_loop_that_ends_waits_until_environments_are_closed() -> None:
     async def phase() -> None:
         player, group, workers, _, _ = player_of(1, 0)
 
-        async def end(session: str) -> None:
+        async def end(session: str) -> Taken:
             await asyncio.sleep(5)
             closed.append(len(group.actors[0].tasks))
+            return Timeline().take()
 
         group.actors[0].end = SimpleNamespace(remote=group.actors[0]._called(end))
         playing = [asyncio.create_task(player.play(PROMPT, i, str(i))) for i in range(3)]
@@ -312,6 +327,40 @@ def test_a_loop_that_ends_waits_until_environments_are_closed() -> None:
             task.cancel()
         await asyncio.gather(*left, return_exceptions=True)
         assert closed == [3]
+        workers.close()
+
+    with VirtualLoop() as loop:
+        loop.run(phase())
+
+
+def test_what_is_abandoned_before_a_worker_has_begun_waits_for_nobody() -> None:
+    async def phase() -> None:
+        player, group, workers, _, _ = player_of(1, 0)
+        group.actors[0].begin = SimpleNamespace(remote=lambda *_: asyncio.ensure_future(asyncio.sleep(30)))
+        playing = asyncio.create_task(player.play(PROMPT, 0, "0"))
+        await asyncio.sleep(0.1)
+        now = asyncio.get_running_loop().time
+        start = now()
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
+        assert now() - start < 1
+        player.close()
+        workers.close()
+
+    with VirtualLoop() as loop:
+        loop.run(phase())
+
+
+def test_orders_that_a_worker_cannot_read_end_the_run() -> None:
+    async def refuse(*_: object) -> None:
+        raise ray.exceptions.RayTaskError("play", "it does not unpickle", ValueError("it does not unpickle"))
+
+    async def phase() -> None:
+        player, group, workers, _, _ = player_of(1, 0)
+        group.actors[0].play = SimpleNamespace(remote=lambda *of: asyncio.ensure_future(refuse(*of)))
+        with pytest.raises(ActorFailed, match="it does not unpickle"):
+            await player.play(PROMPT, 0, "0")
+        player.close()
         workers.close()
 
     with VirtualLoop() as loop:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 
-from skyrl_mega.config.schema import AsynchronyConfig, Config
+from skyrl_mega.config.schema import AsynchronyConfig, Config, EnvironmentConfig
 from skyrl_mega.simulation.engines import Speed
 from skyrl_mega.simulation.rates import Rates
 from skyrl_mega.simulation.simulate import Outcome, simulate
@@ -22,11 +22,19 @@ SPEED = Speed((0.0, 0.05), prefill_s=0.05, cache_tokens=10**6)
 
 
 def played(
-    mode: str, most: int, *, train: float, workload: Drawn = ONE_TURN, speed: Speed = SPEED, prompts: int = 1
+    mode: str,
+    most: int,
+    *,
+    train: float,
+    workload: Drawn = ONE_TURN,
+    speed: Speed = SPEED,
+    prompts: int = 1,
+    environment: EnvironmentConfig | None = None,
 ) -> Outcome:
     config = Config()
     config.data.prompts_per_step, config.data.samples_per_prompt = prompts, 1
     config.asynchrony = AsynchronyConfig(mode, most)
+    config.environment = environment or EnvironmentConfig()
     return simulate(config, Rates(1, speed, train / prompts / 220, SYNC), workload, steps=4)
 
 
@@ -89,3 +97,22 @@ def test_what_the_cache_does_not_hold_is_read_again() -> None:
 def test_more_trajectories_than_places_take_turns() -> None:
     """Two of 11 s, one after the other | train 4 | sync 2"""
     check(played("off", 1, train=4, prompts=2), seconds=28, waits=22, idle=4, runs=22)
+
+
+TOOL = replace(ONE_TURN, environment=LogNormal(100, 0))
+BOTH = Speed((0.0, 0.05, 0.05), prefill_s=0.0, cache_tokens=10**6)
+
+
+def test_one_call_of_an_environment_at_a_time() -> None:
+    """Both write for 10; call 100, and call 100 | train 4 | sync 2"""
+    for workers, seconds in ((2, 116), (1, 216)):
+        found = played(
+            "off", 1, train=4, workload=TOOL, speed=BOTH, prompts=2, environment=EnvironmentConfig(workers=workers)
+        )
+        assert found.seconds == pytest.approx(seconds, rel=1e-3)
+
+
+def test_one_environment_open_at_a_time() -> None:
+    """write 10, call 100; write 10, call 100 | train 4 | sync 2"""
+    found = played("off", 1, train=4, workload=TOOL, speed=BOTH, prompts=2, environment=EnvironmentConfig(slots=1))
+    assert found.seconds == pytest.approx(226, rel=1e-3)

@@ -1,0 +1,56 @@
+"""A session of a worker, without Ray: calls overtake one another."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.orders import EnginesNow, Order, Stopped
+from skyrl_mega.rollout.worker import KnownEngines, Session
+
+
+class Waits:
+    """An agent whose trajectories last."""
+
+    def __init__(self) -> None:
+        self.router = SimpleNamespace(close=lambda: None)
+        self.opened: list[int] = []
+
+    async def open(self, prompt: Prompt, sample: int) -> int:
+        self.opened.append(sample)
+        return sample
+
+    async def play(self, opened: int, name: str) -> Any:
+        await asyncio.sleep(60)
+
+
+def order(key: int) -> Order:
+    return Order(key, Prompt(0, [], "", {}), key, str(key), False)
+
+
+def test_an_order_that_was_abandoned_before_it_came_is_not_played() -> None:
+    agent = Waits()
+    equipment: Any = SimpleNamespace(agent=lambda *_: agent)
+    sampling: Any = None
+
+    async def everything() -> list[Any]:
+        session = Session(equipment, sampling, False, EnginesNow("engine", [], [], [], 0))
+        session.abandon(7)
+        session.play(order(7))
+        session.play(order(3))
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        session.abandon(3)
+        session.abandon(3)
+        await session.close()
+        return await session.news()
+
+    assert asyncio.run(everything()) == [Stopped(7), Stopped(3)]
+    assert agent.opened == [3]
+
+
+def test_what_is_said_of_engines_before_the_newest_sync_is_old() -> None:
+    known = KnownEngines(EnginesNow("engine", ["a", "b"], [None, None], [0], 3), lambda news: None)
+    assert known.syncs == 3 and known.serving == [0]
