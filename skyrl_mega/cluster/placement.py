@@ -59,6 +59,8 @@ class Node:
     id: str
     """Ray's."""
     address: str
+    gpus: int = 0
+    """That Ray has to give there."""
 
 
 def worker_nodes() -> list[Node]:
@@ -66,16 +68,14 @@ def worker_nodes() -> list[Node]:
     import ray
 
     alive = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU")]
-    return sorted((Node(n["NodeID"], n["NodeManagerAddress"]) for n in alive), key=lambda n: _order(n.address, n.id))
+    nodes = [Node(n["NodeID"], n["NodeManagerAddress"], int(n["Resources"].get("GPU", 0))) for n in alive]
+    return sorted(nodes, key=lambda n: _order(n.address, n.id))
 
 
 def nodes_without_gpus() -> list[Node]:
     """The worker nodes without GPUs; all of them where each has some."""
-    import ray
-
-    with_gpus = {node["NodeID"] for node in ray.nodes() if node["Resources"].get("GPU")}
     nodes = worker_nodes()
-    return [node for node in nodes if node.id not in with_gpus] or nodes
+    return [node for node in nodes if not node.gpus] or nodes
 
 
 def driver_node() -> Node:

@@ -59,7 +59,7 @@ def session(
     Args:
         actors: How many actors the private cluster must hold. They share the cores, so it is no claim on hardware.
         gpus: GPUs of the private cluster.
-        nodes: A cluster that is joined is waited for until it has so many.
+        nodes: A cluster that is joined is waited for until it has so many, with GPUs where there are any to be.
         timeout_s: Seconds until it does.
         say: Tells a person who is waited for.
         log_level: Of Ray's own messages on this terminal.
@@ -82,7 +82,7 @@ def session(
         if address:
             stack.callback(ray.shutdown)
             _join(address, common)
-            _wait_for_nodes(nodes, timeout_s, say)
+            _wait_for_nodes(nodes, timeout_s, say, gpus=bool(gpus))
         else:
             folder = stack.enter_context(_guarded_folder())
             stack.callback(ray.shutdown)
@@ -194,11 +194,18 @@ def _answering(address: str) -> None:
         ) from error
 
 
-def _wait_for_nodes(count: int, timeout_s: float, say: Callable[[str], None]) -> None:
-    """Returns when the cluster has so many nodes that can hold actors."""
+def _wait_for_nodes(count: int, timeout_s: float, say: Callable[[str], None], *, gpus: bool) -> None:
+    """Returns when the cluster has so many nodes that can hold actors; `gpus`: those with GPUs count."""
     told, deadline = None, time.monotonic() + timeout_s
-    while len(there := worker_nodes()) < count:
-        present = f"{len(there)} of {count} nodes of the Ray cluster are there: {', '.join(n.address for n in there)}"
+    kind = "nodes with GPUs" if gpus else "nodes"
+    while True:
+        nodes = worker_nodes()
+        there = [node.address for node in nodes if node.gpus or not gpus]
+        if len(there) >= count:
+            return
+        without = ", ".join(node.address for node in nodes if gpus and not node.gpus)
+        named = ", ".join(there) + (f"; without GPUs: {without}" if without else "")
+        present = f"{len(there)} of {count} {kind} of the Ray cluster are there: {named}"
         if time.monotonic() > deadline:
             raise ClusterError(f"{present.removesuffix(': ')}; the others did not come within {timeout_s:g} s")
         if present != told:

@@ -6,7 +6,7 @@ import json
 import secrets
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ class Node:
     name: str
     """Its address; with a number where several nodes have one (tests)."""
     address: str
+    gpus: bool = True
+    """Whether it has some, as Ray sees it: nodes without, beside those that the run asks for, have environments."""
 
 
 def before_run(config: Config, path: Path, folder: Path, console: Console) -> None:
@@ -90,22 +92,25 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Report:
     try:
         looked, errors = probes.call("look", dict.fromkeys(names, ()), timeout + START_S)
         findings = [Finding(n, "answers", "bad", _text(errors[n])) for n in names if n in errors]
-        if len(nodes) < config.cluster.nodes:
-            text = f"{len(nodes)} nodes are there, cluster.nodes wants {config.cluster.nodes}"
+        needed = needed_nodes(nodes, config, device)
+        if len(needed) < config.cluster.nodes:
+            text = f"{len(needed)} nodes are there, cluster.nodes wants {config.cluster.nodes}"
             findings.insert(0, Finding("cluster", "answers", "bad", text))
         facts = _by_kind(looked, findings)
         findings += versions.check(facts["versions"])
         findings += model.check(facts["model"], path)
         if device == "cuda":
-            findings += gpus.check(facts["gpus"], config.cluster.gpus_per_node)
-            drivers = {node: {"driver": f.driver} for node, f in facts["gpus"].items() if f.driver}
+            of_gpus = {node: f for node, f in facts["gpus"].items() if node in needed}
+            findings += gpus.check(of_gpus, config.cluster.gpus_per_node)
+            drivers = {node: {"driver": f.driver} for node, f in of_gpus.items() if f.driver}
             findings += versions.check(drivers)
-            findings += fabric.check(facts["fabric"]) if len(nodes) > 1 else []
+            between = {node: f for node, f in facts["fabric"].items() if node in needed}
+            findings += fabric.check(between) if len(needed) > 1 else []
         wrote = [node for node, f in facts["paths"].items() if not f.errors]
         blind, _ = probes.call("unseen", dict.fromkeys(wrote, (wrote,)), timeout)
         findings += paths.check_shared(facts["paths"], blind, ask.run)
         findings += paths.check_room(facts["paths"], ask.run, room(config, path))
-        reach, rates = _network(probes, list(looked), device, timeout)
+        reach, rates = _network(probes, list(looked), needed, ask)
         findings += reach
         if not reach:
             findings += network.check_rates(rates, _promised(config, facts["fabric"]) if device == "cuda" else None)
@@ -118,13 +123,22 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Report:
     return Report(names, checks, tuple(findings), time.perf_counter() - start, speeds)
 
 
+def needed_nodes(nodes: Sequence[Node], config: Config, device: str) -> set[str]:
+    """The names of the nodes that hold ranks and engines: with GPUs those that have some, if they are enough; else all,
+    so that what is wrong with the others is found."""
+    with_gpus = {node.name for node in nodes if node.gpus}
+    if device != "cuda" or len(with_gpus) < config.cluster.nodes:
+        return {node.name for node in nodes}
+    return with_gpus
+
+
 def present() -> list[Node]:
     """The nodes that can hold actors, in the order of their addresses."""
     nodes = worker_nodes()
     addresses = [node.address for node in nodes]
     several = Counter(addresses)
     return [
-        Node(node.id, a if several[a] == 1 else f"{a}#{addresses[:i].count(a)}", a)
+        Node(node.id, a if several[a] == 1 else f"{a}#{addresses[:i].count(a)}", a, bool(node.gpus))
         for i, (node, a) in enumerate(zip(nodes, addresses, strict=True))
     ]
 
@@ -199,11 +213,12 @@ def _by_kind(looked: Mapping[str, Mapping[str, Any]], findings: list[Finding]) -
 
 
 def _network(
-    probes: _Probes, names: list[str], device: str, timeout_s: float
+    probes: _Probes, names: list[str], needed: Collection[str], ask: Ask
 ) -> tuple[list[Finding], list[network.Pair]]:
-    """Who reaches whom; and where all do, how fast neighbours exchange data."""
+    """Who reaches whom; and where all do, how fast neighbours exchange data among those that hold ranks and engines."""
     if len(names) < 2:
         return [], []
+    device, timeout_s = ask.device, ask.timeout_s
     bells, errors = probes.call("open_door", dict.fromkeys(names, ()), timeout_s)
     unreached, late = probes.call("knock", {n: ({o: b for o, b in bells.items() if o != n},) for n in bells}, timeout_s)
     found = [Finding(n, "network", "bad", _text(e)) for n, e in (errors | late).items()]
@@ -211,7 +226,7 @@ def _network(
     if found:
         return found, []
     pairs: list[network.Pair] = []
-    for round_of in network.pairs(names):
+    for round_of in network.pairs([name for name in names if name in needed]):
         ports, errors = probes.call("listen", {first: () for first, _ in round_of}, timeout_s)
         arguments: dict[str, tuple[Any, ...]] = {}
         for first, second in round_of:

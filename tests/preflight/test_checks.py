@@ -22,6 +22,7 @@ from skyrl_mega.models.tiny import build
 from skyrl_mega.preflight import fabric, model, network, paths, preflight, versions
 from skyrl_mega.preflight.finding import Finding, main_group, usual
 from skyrl_mega.preflight.network import Door, Pair, Promised
+from skyrl_mega.preflight.preflight import Node, needed_nodes
 from skyrl_mega.preflight.probe import Ask, Probe, bounded
 from skyrl_mega.preflight.report import Report
 
@@ -303,3 +304,12 @@ def test_an_exchange_and_one_that_nobody_answers() -> None:
     with pytest.raises(TimeoutError, match="no answer within 1 s"):
         network.exchange(("127.0.0.1", int(alone.getsockname()[1])), "127.0.0.1", "cpu", 1, 1.0, alone)
     assert alone.fileno() == -1
+
+
+def test_nodes_without_gpus_need_none_where_there_are_enough_others() -> None:
+    nodes = [Node("a", "a", "a"), Node("b", "b", "b"), Node("c", "c", "c", gpus=False)]
+    config = Config(cluster=ClusterConfig(nodes=2))
+    assert needed_nodes(nodes, config, "cuda") == {"a", "b"}
+    assert needed_nodes(nodes, config, "cpu") == {"a", "b", "c"}
+    config.cluster.nodes = 3
+    assert needed_nodes(nodes, config, "cuda") == {"a", "b", "c"}, "and what is wrong with the third one is found"
