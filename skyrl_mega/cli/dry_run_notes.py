@@ -8,6 +8,7 @@ from pathlib import Path
 
 from skyrl_mega.config import allocator
 from skyrl_mega.config.derived import cut_sampling, idle_gpus
+from skyrl_mega.config.environment_places import beside_driver
 from skyrl_mega.config.fp8_notes import fp8_notes
 from skyrl_mega.config.schema import Config, PolicyConfig
 from skyrl_mega.config.unread import unread_notes
@@ -28,7 +29,7 @@ def notes(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
     """All of them, one line each."""
     made = batch(config, parallel)
     found = [cut_sampling(config), *unread_notes(config), *registry.unread_notes(config.telemetry)]
-    found += [*_of_model(config), *crowded(config, d, parallel), *_of_batch(made)]
+    found += [*_of_model(config), *crowded(config, d, parallel), *_of_batch(made), *_of_environments(config)]
     if not on_cpu(config):
         found += [*_of_turns(config, d, parallel), *_of_policy(config, d, parallel), *_of_shared(config, d, parallel)]
         found += [*fp8_notes(config), *_of_engines(config, d, made)]
@@ -40,6 +41,23 @@ def _of_model(config: Config) -> Iterator[str]:
         yield f"the sizes are those of {name}"
     if config.cluster.device == "auto":
         yield "cluster.device=auto is planned as cuda"
+
+
+def _of_environments(config: Config) -> Iterator[str]:
+    environment, retriever = config.environment, config.environment.retriever
+    own = not retriever.url and retriever.index is not None
+    if environment.processes and config.cluster.nodes > 1 and beside_driver(environment):
+        which = f"retriever.index = {retriever.index}" if own else f"retriever.url = {retriever.url}"
+        yield (
+            f"environment.{which}: that service answers on the driver's node alone, and so all "
+            f"{environment.processes} of environment.processes are there; give environment.retriever.url the address "
+            "of one that every node reaches, and they are spread"
+        )
+    if own and retriever.build is None and not Path(str(retriever.index)).exists():
+        yield (
+            f"environment.retriever.index = {retriever.index} is not here and was not checked; a run needs it, or "
+            "environment.retriever.build, which makes it"
+        )
 
 
 def _of_batch(made: Batch) -> Iterator[str]:

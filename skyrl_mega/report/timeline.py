@@ -35,7 +35,7 @@ def read(run: Path, steps: tuple[float, float] | None = None, last: float = math
     Raises:
         UserError: A file cannot be read, or is none.
     """
-    found = {int(name[1]): file for file in (run / FOLDER).glob("*") if (name := NAME.fullmatch(file.name))}
+    found = _files(run)
     low, high = steps or (0, math.inf)
     wanted = [step for step in sorted(found) if low <= step <= min(high, last)]
     return [_read(found[step]) for step in (wanted if steps else wanted[-NEWEST:])]
@@ -49,7 +49,7 @@ def wanted(run: Path, steps: tuple[float, float] | None) -> list[StepTimeline]:
     """
     found = read(run, steps)
     if not found:
-        what = "no such step" if read(run) else "no step"
+        what = "no such step" if _files(run) else "no step"
         raise UserError(
             f"{run}: {what} has a timeline there; give the folder of a run with telemetry.timeline=true, "
             f"and of its steps some in {run / FOLDER}"
@@ -73,6 +73,11 @@ def as_text(steps: Sequence[StepTimeline]) -> Iterator[str]:
         yield f"  engines       {_bars(engines)}"
         yield f"  environments  {_bars(calls / max(1.0, calls.max()))}"
     yield "  ".join(f"{letter} {name}" for name, letter in letters.items())
+
+
+def _files(run: Path) -> dict[int, Path]:
+    """By step."""
+    return {int(name[1]): file for file in (run / FOLDER).glob("*") if (name := NAME.fullmatch(file.name))}
 
 
 def _read(file: Path) -> StepTimeline:

@@ -192,3 +192,17 @@ def test_what_one_should_know_of_fp8_is_told(file: Path, given: list[str], told:
     assert {
         text for text in (BLACKWELL, HOPPER, OTHERWISE, LEFT, SECONDS) if any(text in note for note in notes)
     } == told
+
+
+def test_processes_that_a_loopback_service_keeps_on_one_node(file: Path) -> None:
+    def said(*given: str) -> list[str]:
+        config = compose(file, [*SHARED, "residency.keep=[]", "environment.processes=16", *given])
+        return [note for note in noted(config) if note.startswith("environment.retriever")]
+
+    assert said() == []
+    (note,) = said("environment.retriever.url=http://127.0.0.1:8000")
+    assert "retriever.url = http://127.0.0.1:8000" in note and "all 16 of environment.processes" in note
+    assert said("environment.retriever.url=http://10.0.0.5:8000") == []
+    own, absent = said("environment.retriever.index=data/none")
+    assert "retriever.index = data/none: that service" in own and "is not here and was not checked" in absent
+    assert len(said("environment.retriever.index=data/none", "environment.retriever.build=--corpus x")) == 1

@@ -75,7 +75,8 @@ class RolloutConfig:
     take them. A request has no limit but `sampling.max_tokens`: however long it waits, and however slow its tokens are.
     Of an endpoint that is evaluated: seconds for one attempt."""
     restarts: int = at_least(0, 10)
-    """Engines that are started again after a fault, in one run; past it the run ends and names the root cause."""
+    """Engines that are started again after a fault, in one run; past it the run ends and names the root cause. As many
+    of `environment.processes` are, counted by themselves."""
     threads: int = between(1, 4096, 1)
     """CPU threads of one engine worker (CPU only)."""
     eager: Optional[bool] = None
