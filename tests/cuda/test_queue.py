@@ -146,7 +146,7 @@ async def _arrived(item: Any) -> Any:
 class Here:
     """`EnvPool` without any: the environments' code takes no simulated time."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, most: int, count: Callable[[int], None]) -> None:
         pass
 
     async def run(self, call: Call, limit_s: float) -> Any:
