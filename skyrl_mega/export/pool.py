@@ -21,7 +21,6 @@ AHEAD = 4
 """Items that wait at each worker."""
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["skyrl_mega.export.work"])
 _worker: Worker | None = None
 
 
@@ -48,6 +47,7 @@ def run(job: Job, folder: Path, method: str, items: Sequence[int], workers: int)
         yield from ((item, getattr(alone, method)(item)) for item in items)
         return
     count = min(workers, len(items))
+    _context.set_forkserver_preload(["skyrl_mega.export.work"])
     pool = ProcessPoolExecutor(count, mp_context=_context, initializer=_begin, initargs=(job, folder))
     try:
         waiting: dict[Future[Any], int] = {}

@@ -16,7 +16,8 @@ from typing import Any
 from unittest import mock
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["tests.support.preload"])
+_server = forkserver.ForkServer()  # of its own: what a process forks from otherwise has imported what `export` needs
+_server.set_forkserver_preload(["tests.support.preload"])
 MEGATRON = "NVTE_"
 """How variables begin that megatron-core sets for each model that it builds, and another model may not find."""
 ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.startswith(MEGATRON)}
@@ -26,9 +27,10 @@ ENVIRONMENT = {name: value for name, value in os.environ.items() if not name.sta
 def start_rank(target: Callable[..., Any], args: tuple[Any, ...]) -> multiprocessing.process.BaseProcess:
     """A process of the fork server."""
     with mock.patch.dict(os.environ, ENVIRONMENT, clear=True):
-        forkserver.ensure_running()
+        _server.ensure_running()
     process = _context.Process(target=target, args=args)
-    process.start()
+    with mock.patch.object(forkserver, "connect_to_new_process", _server.connect_to_new_process):
+        process.start()
     return process
 
 
