@@ -95,8 +95,8 @@ def test_every_layout_gives_the_single_process(
 ) -> None:
     ranks, sizes, changes = LAYOUTS[cut]
     found = steps(models[model], ranks, sizes, policy(recipe, changes))
-    # A sum in another order, which another processor has too, moves a number over the middle between two of E4M3's, here
-    # and there: a little of a step's loss and gradient. After the update it may move a token to another expert.
+    # A sum in another order, which another processor has too, moves a number over the middle between two of E4M3's
+    # here and there: a little of a step's loss and gradient. After the update it may move a token to another expert.
     for a, b, of_loss in zip(found, single(model, recipe), (3e-5, 1e-3), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=of_loss)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=3e-3)
