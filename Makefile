@@ -13,7 +13,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # of the two may find nothing (pytest's code 5, which workers that have died give too), but not both.
 define tests
 @none=$(if $(ARGS),5,0); failed=0; \
-$(PY) -m pytest -n 2 --dist loadfile -m "$(1)not alone" $(ARGS); together=$$?; [ $$together = 0 ] || [ $$together = $$none ] || failed=1; \
+$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(1)not alone" $(ARGS); together=$$?; [ $$together = 0 ] || [ $$together = $$none ] || failed=1; \
 $(PY) -m pytest -m "$(1)alone" $(ARGS) -n 0; alone=$$?; [ $$alone = 0 ] || [ $$alone = $$none ] || failed=1; \
 [ $$together$$alone != 55 ] || failed=1; \
 exit $$failed

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 ROOT = Path(__file__).parents[1]
 
 ALONE = (
-    "cluster", "envs/sandbox", "envs/swe", "fuzz", "recipes", "retriever", "slurm", "trainer",
-    "algorithms/test_own_loss_page.py", "benchmarks/test_gpu_proofs.py", "cli/test_weights_logprobs.py",
-    "rollout/test_generator.py", "rollout/test_waiting.py", "rollout/test_waves.py",
-    "weights/test_faults.py", "weights/test_overhead.py", "weights/test_scale.py",
+    "cluster", "envs/sandbox", "envs/swe", "fuzz", "retriever",
+    "benchmarks/test_gpu_proofs.py", "recipes/test_gsm8k_cpu.py", "recipes/test_searchr1_cpu.py",
+    "rollout/test_generator.py", "rollout/test_waiting.py", "weights/test_faults.py", "weights/test_overhead.py",
+    *(f"trainer/test_{name}.py" for name in (
+        "asynchrony", "deterministic", "engine_faults", "parked_fault", "reference", "resume", "turns", "unnoticed",
+    )),
 )  # fmt: skip
 """Folders and files whose tests have the machine to themselves: they look for what a run leaves, measure time, or keep
 both cores busy as it is. All others run beside others."""
+FIRST = ("slurm", "cuda/test_branches.py", "trainer/test_schedules.py", "weights/test_scale.py")
+"""Those that take minutes begin first, so that none of them is left over for one core at the end."""
 
 # The same examples every time, and no limit on an example's seconds: a busy machine must not fail what is right.
 # HYPOTHESIS_PROFILE=explore draws new examples.
@@ -35,9 +39,9 @@ settings.register_profile("explore", deadline=None, print_blob=True, suppress_he
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
-def runs_alone(path: Path) -> bool:
-    """Whether the tests of a file do."""
-    return not {ROOT / "tests" / name for name in ALONE}.isdisjoint([path, *path.parents])
+def among(names: Iterable[str], path: Path) -> bool:
+    """Whether a test's file is one of these, or in one of these folders."""
+    return not {ROOT / "tests" / name for name in names}.isdisjoint([path, *path.parents])
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -45,14 +49,15 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     asked = {"alone": True, "not alone": False}.get(config.option.markexpr.removeprefix("not slow and "))
     if collection_path.suffix != ".py" or asked is None:
         return None
-    return True if runs_alone(collection_path) is not asked else None
+    return True if among(ALONE, collection_path) is not asked else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what has to run alone."""
+    """Marks what has to run alone, and puts what takes long before the rest."""
     for item in items:
-        if runs_alone(item.path):
+        if among(ALONE, item.path):
             item.add_marker("alone")
+    items.sort(key=lambda item: not among(FIRST, item.path))
 
 
 @pytest.fixture(autouse=True)

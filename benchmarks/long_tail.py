@@ -1,0 +1,216 @@
+"""What generating ahead is worth where trajectories and tools have a long tail: measured, and as the simulator says.
+
+    python -m benchmarks.long_tail [--seeds 0 1 2] [--steps 24] [--staleness 2] [--tool 0.3,1] [--sums 2.5,0.7]
+
+Whole runs on this machine's CPU, with everything that a cluster runs, begin at the same weights and take as many steps
+of as many trajectories: with `asynchrony.mode=off`, and with `full`. A trajectory is a conversation of several sums,
+log-normal in number, and after each a tool takes a log-normal time. From the run without asynchrony come lengths, tool
+times and rates, of which the simulator predicts both; told are seconds of a step in full swing, their ratio beside the
+prediction, the idle share of the busier side, and held-out accuracy after equal samples. What is measured is in
+benchmarks/results/long_tail.json as soon as it is; the same command goes on with what is not there yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from benchmarks.long_tail_env import MOST_SUMS, Tail, rows
+from skyrl_mega.config.compose import compose
+from skyrl_mega.data.write import write_rows
+from skyrl_mega.rollout import trajectory_io
+from skyrl_mega.rollout.trajectory import Kind
+from skyrl_mega.simulation.engines import Speed
+from skyrl_mega.simulation.rates import Rates
+from skyrl_mega.simulation.simulate import simulate
+from skyrl_mega.simulation.workload import LogNormal, Recorded
+from skyrl_mega.telemetry.metrics import read
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "runs" / "long_tail"
+RESULTS = ROOT / "benchmarks" / "results" / "long_tail.json"
+RECIPE = "configs/quickstart.yaml"
+SCORE = "eval/sums/mean"
+SWING = 5
+"""The first step that counts: those before fill what is generated ahead."""
+SETTINGS = (
+    *("algorithm=grpo", "algorithm.kl.coefficient=0", "algorithm.loss_mean=tokens", "algorithm.importance_cap=2"),
+    *("run.epochs=1000", "run.patience=null", f"run.directory={FOLDER}"),
+    *("model.build.max_length=128", "rollout.max_response_tokens=104", f"rollout.max_turns={MOST_SUMS}"),
+    *("policy.ranks=1", "policy.layout.expert=1", "policy.threads=1"),
+    *("data.prepare=null", f"data.train=[{FOLDER}/train.parquet]", f"data.eval=[{FOLDER}/test.parquet]"),
+    *("data.prompts_per_step=32", "data.samples_per_prompt=8", "environment.workers=1024"),
+    *("checkpoint.every=0", "evaluation.every=100000", "evaluation.limit=200", "evaluation.samples=2"),
+    *("telemetry.trackers=[jsonl]", "telemetry.trajectories_every=1"),
+    "environment.classes.sums=benchmarks.long_tail_env:Sums",
+)
+WARM = (
+    *("run.name=start", "run.steps=1", "warmup.steps=900", f"warmup.files=[{FOLDER}/demonstrations.parquet]"),
+    *("warmup.batch=128", f"model.path={FOLDER}/model", "checkpoint.export=true"),
+)
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is measured."""
+
+    steps: int
+    staleness: int
+    tail: Tail
+
+    @property
+    def words(self) -> dict[str, Any]:
+        """As the results keep it."""
+        sums, tool = self.tail.sums, self.tail.seconds
+        return {
+            "steps": self.steps,
+            "staleness": self.staleness,
+            "sums": [sums.mean, sums.sigma],
+            "tool": [tool.mean, tool.sigma],
+        }
+
+
+def launch(*settings: str) -> None:
+    """A whole run.
+
+    Raises:
+        CalledProcessError: It failed; what it said is on the console.
+    """
+    command = [sys.executable, "-m", "skyrl_mega.launch", "--config", RECIPE, *SETTINGS, *settings]
+    subprocess.run(command, cwd=ROOT, check=True)
+
+
+def prepare(tail: Tail) -> None:
+    """Data, and the weights that all runs begin at: a new model's supervised warm-up, three answers in ten wrong."""
+    if (FOLDER / "start" / "model").exists():
+        return
+    shutil.rmtree(FOLDER, ignore_errors=True)
+    for split, count in (("train", 6000), ("test", 500), ("demonstrations", 12000)):
+        write_rows(rows(split, count, tail, seed=0, wrong=0.3), FOLDER / f"{split}.parquet")
+    launch(*WARM, "evaluation.before=false")
+
+
+def run(mode: str, seed: int, work: Work) -> Path:
+    """One run from the start; its folder."""
+    name = f"{mode}-{seed}"
+    shutil.rmtree(FOLDER / name, ignore_errors=True)
+    tool = work.tail.seconds
+    launch(
+        *(f"run.name={name}", f"run.seed={seed}", f"run.steps={work.steps}", "warmup.steps=0"),
+        *(f"model.path={FOLDER}/start/model", "model.build=null", f"asynchrony.mode={mode}"),
+        f"asynchrony.max_staleness={work.staleness}",
+        f"environment.options.sums={{mean_s: {tool.mean}, sigma: {tool.sigma}, seed: {seed}}}",
+    )
+    return FOLDER / name
+
+
+def told(folder: Path, work: Work) -> dict[str, float]:
+    """Seconds of a step in full swing, idle shares, staleness; accuracy before and after."""
+    measured = read(folder / "metrics.jsonl")
+    swing = measured[SWING : work.steps - work.staleness]
+    mean = partial(_mean, swing)
+    return {
+        "step_s": mean("time/step"),
+        "generate_s": mean("time/generate"),
+        "idle_engines": mean("idle/engines"),
+        "idle_policy": mean("idle/policy"),
+        "staleness": mean("asynchrony/staleness_mean"),
+        "before": measured[0][SCORE],
+        "after": measured[-1][SCORE],
+    }
+
+
+def _mean(measured: Sequence[dict[str, Any]], name: str) -> float:
+    return round(statistics.mean(row.get(name, 0.0) for row in measured), 4)
+
+
+def rates_of(folder: Path, work: Work) -> Rates:
+    """As a run without asynchrony had them in full swing."""
+    measured = read(folder / "metrics.jsonl")[SWING : work.steps]
+    written = tokens = 0
+    generate_s = 0.0
+    for row in measured:
+        for steps in trajectory_io.read_steps(folder / "trajectories" / f"step_{row['step']:06d}.parquet"):
+            tokens += steps[-1].end
+            for step in steps:
+                if step.kind is Kind.RESPONSE:
+                    written += step.end - step.start
+                    generate_s += step.generate_s
+    sync_s = _mean(measured, "time/sync")
+    rest_s = sum(row["time/step"] - row["time/generate"] - row["time/sync"] for row in measured)
+    places = 512
+    return Rates(
+        engines=1,
+        speed=Speed((0.0, *[generate_s / written] * places), prefill_s=0.0, cache_tokens=1e9),
+        train_s=rest_s / tokens,
+        sync_s=sync_s,
+    )
+
+
+def predicted(folder: Path, mode: str, work: Work) -> float:
+    """Seconds of a step, as the simulator has them with what a run without asynchrony was like."""
+    ahead = (f"asynchrony.mode={mode}", f"asynchrony.max_staleness={work.staleness}")
+    config = compose(ROOT / RECIPE, [*SETTINGS, *ahead])
+    rates, workload = rates_of(folder, work), Recorded.of_run(folder)
+    return round(simulate(config, rates, workload, steps=12).seconds, 4)
+
+
+def measure(seed: int, work: Work) -> dict[str, Any]:
+    """Both modes, and both predictions."""
+    off, full = (run(mode, seed, work) for mode in ("off", "full"))
+    found: dict[str, Any] = {"off": told(off, work), "full": told(full, work)}
+    for mode in found:
+        found[mode]["predicted_s"] = predicted(off, mode, work)
+    found["ratio"] = round(found["off"]["step_s"] / found["full"]["step_s"], 3)
+    found["predicted_ratio"] = round(found["off"]["predicted_s"] / found["full"]["predicted_s"], 3)
+    return found
+
+
+HEAD = f"{'seed':>4}  {'mode':5}{'s a step':>9}{'simulated':>11}{'engines idle':>14}{'policy idle':>13}{'accuracy':>18}"
+
+
+def show(seed: str, found: dict[str, Any], say: Callable[[str], None]) -> None:
+    """A seed's lines."""
+    for mode in ("off", "full"):
+        m = found[mode]
+        accuracy = f"{m['before']:.3f} → {m['after']:.3f}"
+        idle = f"{m['idle_engines']:>14.1%}{m['idle_policy']:>13.1%}"
+        say(f"{seed:>4}  {mode:5}{m['step_s']:>9.2f}{m['predicted_s']:>11.2f}{idle}{accuracy:>18}")
+    say(f"{seed:>4}  ratio{found['ratio']:>9.2f}{found['predicted_ratio']:>11.2f}")
+
+
+def main() -> None:
+    """Measures the seeds and prints a table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--staleness", type=int, default=2, help="asynchrony.max_staleness")
+    parser.add_argument("--tool", default="0.3,1", help="MEAN,SIGMA of its seconds")
+    parser.add_argument("--sums", default="2.5,0.7", help="MEAN,SIGMA of the sums of a trajectory")
+    args = parser.parse_args()
+    tail = Tail(LogNormal.parsed(args.sums, "--sums", 1, MOST_SUMS), LogNormal.parsed(args.tool, "--tool", 0, 10))
+    work = Work(args.steps, args.staleness, tail)
+    kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if kept.get("work") != work.words:
+        kept = {"work": work.words, "seeds": {}}
+    prepare(tail)
+    for seed in map(str, args.seeds):
+        if seed not in kept["seeds"]:
+            kept["seeds"][seed] = measure(int(seed), work)
+            RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
+    print(HEAD)
+    for seed, found in kept["seeds"].items():
+        show(seed, found, print)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,104 @@
+"""What `benchmarks.long_tail` trains on: several sums a conversation, and a tool that takes its time after each."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from random import Random
+from typing import Any, ClassVar
+
+from skyrl_mega.envs.addition.env import units_first
+from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
+from skyrl_mega.envs.options import Option, number, whole
+from skyrl_mega.envs.row import row
+from skyrl_mega.simulation.workload import LogNormal
+
+MOST_SUMS = 8
+TOOL_S = 10.0
+"""The longest that the tool takes."""
+
+
+@dataclass(frozen=True)
+class Tail:
+    """How long trajectories are.
+
+    Args:
+        sums: Of a trajectory, rounded, 1 to `MOST_SUMS`.
+        seconds: Of the tool after each.
+    """
+
+    sums: LogNormal
+    seconds: LogNormal
+
+    def draw_sums(self, random: Random) -> int:
+        """How many a trajectory has."""
+        return max(1, min(MOST_SUMS, round(self.sums.draw(random))))
+
+
+class Sums(BaseTextEnv):
+    """One sum a turn, its answer with the units first; the reward is the share of right ones.
+
+    The tool's seconds are drawn for each trajectory anew: twice the same question takes its time differently.
+    """
+
+    requires_ground_truth = False
+    OPTIONS: ClassVar[Mapping[str, Option]] = {
+        "mean_s": number(0.0, "seconds of the tool, on average", low=0, high=TOOL_S),
+        "sigma": number(1.0, "standard deviation of their logarithm", low=0, high=3),
+        "seed": whole(0, "draws them", low=0),
+    }
+    opened: ClassVar[Counter[str]] = Counter()
+
+    def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
+        """The first sum."""
+        self.opened[prompt[0]["content"]] += 1
+        name = f"{self.options['seed']}/{prompt[0]['content']}/{self.opened[prompt[0]['content']]}"
+        self.random = Random(name)
+        return super().init(prompt)
+
+    def step(self, action: str) -> BaseTextEnvStepOutput:
+        """Judges a sum, takes the tool's time, and gives the next one."""
+        info = self.extras["extra_info"]
+        right = action.strip() == info["answers"][self.turns]
+        self.turns += 1
+        tool = LogNormal(float(self.options["mean_s"]), float(self.options["sigma"]))
+        if info["split"] == "train":
+            time.sleep(min(TOOL_S, tool.draw(self.random)))
+        done = self.turns == len(info["answers"])
+        return BaseTextEnvStepOutput(
+            observations=[] if done else [{"role": "user", "content": info["questions"][self.turns]}],
+            reward=float(right) / len(info["answers"]),
+            done=done,
+            metadata={},
+        )
+
+
+def rows(split: str, count: int, tail: Tail, seed: int, wrong: float = 0.0) -> Iterator[dict[str, Any]]:
+    """Conversations; with a demonstration of each, of whose answers so many are wrong, for a split of that name."""
+    random = Random(f"{split}/{seed}")
+    for _ in range(count):
+        pairs = [(random.randint(10, 99), random.randint(10, 99)) for _ in range(tail.draw_sums(random))]
+        questions = [f"{a}+{b}" for a, b in pairs]
+        answers = [units_first(a + b) for a, b in pairs]
+        info: dict[str, Any] = {"questions": questions, "answers": answers, "split": split}
+        if split == "demonstrations":
+            said = [units_first(random.randint(20, 198)) if random.random() < wrong else answer for answer in answers]
+            info["demonstration"] = _conversation(questions, said)
+        yield row(
+            data_source="sums",
+            prompt=[{"role": "user", "content": questions[0]}],
+            env_class="sums",
+            ground_truth="",
+            extra_info=info,
+        )
+
+
+def _conversation(questions: list[str], said: list[str]) -> list[Message]:
+    turns: list[Message] = []
+    for number_of, answer in enumerate(said):
+        if number_of:
+            turns.append({"role": "user", "content": questions[number_of]})
+        turns.append({"role": "assistant", "content": answer})
+    return turns
