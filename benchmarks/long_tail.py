@@ -99,6 +99,12 @@ def prepare(tail: Tail) -> None:
     launch(*WARM, "evaluation.before=false")
 
 
+def ahead(mode: str, work: Work) -> list[str]:
+    """A mode's settings."""
+    stale = [f"asynchrony.max_staleness={work.staleness}"] if mode == "full" else []
+    return [f"asynchrony.mode={mode}", *stale]
+
+
 def run(mode: str, seed: int, work: Work) -> Path:
     """One run from the start; its folder."""
     name = f"{mode}-{seed}"
@@ -106,8 +112,7 @@ def run(mode: str, seed: int, work: Work) -> Path:
     tool = work.tail.seconds
     launch(
         *(f"run.name={name}", f"run.seed={seed}", f"run.steps={work.steps}", "warmup.steps=0"),
-        *(f"model.path={FOLDER}/start/model", "model.build=null", f"asynchrony.mode={mode}"),
-        f"asynchrony.max_staleness={work.staleness}",
+        *(f"model.path={FOLDER}/start/model", "model.build=null", *ahead(mode, work)),
         f"environment.options.sums={{mean_s: {tool.mean}, sigma: {tool.sigma}, seed: {seed}}}",
     )
     return FOLDER / name
@@ -158,8 +163,7 @@ def rates_of(folder: Path, work: Work) -> Rates:
 
 def predicted(folder: Path, mode: str, work: Work) -> float:
     """Seconds of a step, as the simulator has them with what a run without asynchrony was like."""
-    ahead = (f"asynchrony.mode={mode}", f"asynchrony.max_staleness={work.staleness}")
-    config = compose(ROOT / RECIPE, [*SETTINGS, *ahead])
+    config = compose(ROOT / RECIPE, [*SETTINGS, *ahead(mode, work)])
     rates, workload = rates_of(folder, work), Recorded.of_run(folder)
     return round(simulate(config, rates, workload, steps=12).seconds, 4)
 

@@ -1,0 +1,87 @@
+"""The benchmark of long-tailed trajectories without its runs: what it trains on, and what it takes from a run."""
+
+from __future__ import annotations
+
+import json
+import time
+from array import array
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.long_tail import RECIPE, ROOT, SETTINGS, SWING, WARM, Work, ahead, predicted, rates_of
+from benchmarks.long_tail_env import MOST_SUMS, Sums, Tail, rows
+from skyrl_mega.config.checks import check
+from skyrl_mega.config.compose import compose
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout import trajectory_io
+from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
+from skyrl_mega.simulation.workload import LogNormal
+
+TAIL = Tail(LogNormal(2.5, 0.7), LogNormal(0.3, 1.0))
+
+
+def opened(row: dict[str, Any], **options: float) -> Sums:
+    env = Sums(env_config=options, extras=row)
+    env.init(row["prompt"])
+    return env
+
+
+def test_a_demonstration_without_mistakes_earns_everything() -> None:
+    seen = set()
+    for row in rows("demonstrations", 200, TAIL, seed=1):
+        env, said = opened(row), row["extra_info"]["demonstration"]
+        given = [env.step(message["content"]) for message in said if message["role"] == "assistant"]
+        assert sum(float(output["reward"]) for output in given) == pytest.approx(1)  # type: ignore[arg-type]
+        assert [output["done"] for output in given] == [False] * (len(given) - 1) + [True]
+        told = [message for output in given for message in output["observations"]]
+        assert told == [message for message in said if message["role"] == "user"]
+        seen.add(len(given))
+    assert {1, 2, 3, MOST_SUMS} <= seen
+
+
+def test_wrong_answers_earn_nothing_and_are_as_many_as_was_asked_for() -> None:
+    earned = []
+    for row in rows("demonstrations", 500, TAIL, seed=2, wrong=0.4):
+        env = opened(row)
+        said = [message["content"] for message in row["extra_info"]["demonstration"] if message["role"] == "assistant"]
+        earned += [float(env.step(text)["reward"]) > 0 for text in said]  # type: ignore[arg-type]
+    assert sum(earned) / len(earned) == pytest.approx(0.6, abs=0.05)
+
+
+def test_the_tool_takes_its_time_in_training_alone() -> None:
+    for split, least in (("train", 0.02), ("test", 0.0)):
+        (row,) = rows(split, 1, Tail(LogNormal(1, 0), LogNormal(0.02, 0)), seed=0)
+        env, start = opened(row, mean_s=0.02, sigma=0.0), time.perf_counter()
+        env.step("1")
+        assert least <= time.perf_counter() - start < least + 0.015
+
+
+@pytest.mark.parametrize("mode", ["off", "full"])
+def test_settings_are_ones_that_a_run_takes(mode: str) -> None:
+    check(compose(ROOT / RECIPE, [*SETTINGS, *WARM]))
+    check(compose(ROOT / RECIPE, [*SETTINGS, *ahead(mode, Work(24, 2, TAIL))]))
+
+
+def test_rates_are_those_of_the_run_without_asynchrony(tmp_path: Path) -> None:
+    work = Work(steps=SWING + 2, staleness=2, tail=TAIL)
+    steps = [
+        Step(Kind.PROMPT, 0, 6),
+        Step(Kind.RESPONSE, 6, 10, generate_s=0.4, env_s=2.0),
+        Step(Kind.OBSERVATION, 10, 14),
+        Step(Kind.RESPONSE, 14, 20, generate_s=0.8, env_s=1.0),
+    ]
+    whole = array("i", [0] * 20), array("b", [0] * 20), array("f", [0.0] * 20)
+    trajectory = Trajectory(Prompt(0, [], "sums", {}), 0, *whole, 6, 0.0, Status.COMPLETED, 2, steps=steps)
+    lines = [{"step": 0}]
+    for step in range(1, work.steps + 1):
+        trajectory_io.write(tmp_path / "trajectories" / f"step_{step:06d}.parquet", [trajectory] * 256)
+        lines.append({"step": step, "time/step": 9.0, "time/generate": 5.0, "time/sync": 0.5})
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rates = rates_of(tmp_path, work)
+    assert rates.speed.seconds[1] == rates.speed.seconds[-1] == pytest.approx(0.12)
+    assert (rates.train_s, rates.sync_s) == pytest.approx((3.5 / (256 * 20), 0.5))
+    # All trajectories alike: 1.2 s of answers and 3 s of tools, then what the policy takes; ahead of it, that alone.
+    assert predicted(tmp_path, "off", work) == pytest.approx(4.2 + 3.5 + 0.5, rel=0.01)
+    assert predicted(tmp_path, "full", work) == pytest.approx(3.5 + 0.5, rel=0.01)
