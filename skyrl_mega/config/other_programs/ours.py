@@ -20,7 +20,7 @@ ALONE = {
     "data.folder", "data.prepare",
     "environment.retriever.index", "environment.retriever.build", "environment.retriever.serve",
     "environment.retriever.passage_chars", "environment.retriever.token_variable",
-    "environment.slots", "environment.processes", "environment.retries", "environment.max_failed",
+    "environment.slots", "environment.retries", "environment.max_failed",
     "warmup", "telemetry.trajectory_columns", "telemetry.timeline",
 }  # fmt: skip
 """Settings, or groups of them, without a name in SkyRL, verl, slime and TRL."""

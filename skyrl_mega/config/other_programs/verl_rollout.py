@@ -93,7 +93,7 @@ _ROLLOUT = under(
         "multi_turn.max_parallel_calls": none("an environment decides how it runs the calls of a turn"),
         "multi_turn.format": none("an environment reads the calls of its tools"),
         "multi_turn.*": none("turns are messages of the model's chat template; leave it out"),
-        "agent.num_workers": to("environment.workers", note="calls of environments at once, not processes"),
+        "agent.num_workers": to("environment.processes"),
         "agent.default_agent_loop": to("environment.default"),
         "agent.agent_loop_config_path": to("environment.classes"),
         "agent.*": none("the agent loop is the same for every environment: environment.classes"),
