@@ -27,7 +27,7 @@ SEARCH ?= $(wildcard ../shared/data/search)
 SPIDER ?= $(wildcard ../shared/data/spider)
 MATH ?= $(wildcard ../shared/data/math)
 
-.PHONY: help setup quickstart multiply-cpu gsm8k-cpu searchr1-cpu sql-cpu dapo-cpu gpu test test-all check cuda cuda-check fuzz lock clean
+.PHONY: help setup quickstart multiply-cpu gsm8k-cpu searchr1-cpu sql-cpu dapo-cpu gpu test test-ci test-all check cuda cuda-check fuzz lock clean
 
 help:  ## this list
 	@grep -hE '^[a-z0-9-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
@@ -83,7 +83,10 @@ gpu:  ## what one GPU can prove, kept in benchmarks/results/gpu.json; needs Pyth
 test: $(READY)  ## every test that takes less than 20 seconds, at most 25 minutes on 2 cores (ARGS="tests/config" picks)
 	$(call tests,not slow and )
 
-test-all: $(READY)  ## these and the slow ones: whole runs, faults, a Slurm cluster; about 75 minutes on 2 cores
+test-ci: $(READY)  ## what every change must pass: all but the nightly ones
+	$(call tests,not nightly and )
+
+test-all: $(READY)  ## these and the slow ones: whole runs, faults, a Slurm cluster; about 80 minutes on 2 cores
 	$(call tests,)
 
 fuzz: $(READY)  ## hostile settings, files, replies, texts, programs and SQL, for an hour (ARGS="--seconds 60 --seed 7" adds options)

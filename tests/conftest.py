@@ -28,7 +28,13 @@ ALONE = (
 )  # fmt: skip
 """Folders and files whose tests have the machine to themselves: they look for what a run leaves, measure time, or keep
 both cores busy as it is. All others run beside others."""
-FIRST = ("slurm", "cuda/test_branches.py", "trainer/test_schedules.py", "weights/test_scale.py")
+FIRST = (
+    "slurm",
+    "megatron/test_loss_layouts.py",
+    "trainer/test_schedules.py",
+    "weights/test_scale.py",
+    "weights/test_fp8_engine.py",
+)
 """Those that take minutes begin first, so that none of them is left over for one core at the end."""
 
 # The same examples every time, and no limit on an example's seconds: a busy machine must not fail what is right.
@@ -46,7 +52,8 @@ def among(names: Iterable[str], path: Path) -> bool:
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
     """Files of which `-m alone`, or `-m "not alone"`, leaves nothing need not be imported."""
-    asked = {"alone": True, "not alone": False}.get(config.option.markexpr.removeprefix("not slow and "))
+    expression = config.option.markexpr.removeprefix("not slow and ").removeprefix("not nightly and ")
+    asked = {"alone": True, "not alone": False}.get(expression)
     if collection_path.suffix != ".py" or asked is None:
         return None
     return True if among(ALONE, collection_path) is not asked else None

@@ -243,6 +243,7 @@ def test_kernels_and_limits_are_rehearsed(path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_every_proof_of_the_first_stage_is_rehearsed(path: Path) -> None:
     found = rehearse(path, "--stage", "1")
     assert {name: proof["status"] for name, proof in found.items()} == {
@@ -253,6 +254,7 @@ def test_every_proof_of_the_first_stage_is_rehearsed(path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_an_engine_is_rehearsed(path: Path) -> None:
     pytest.importorskip("vllm")
     found = rehearse(path, "--stage", "3")

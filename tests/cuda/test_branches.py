@@ -51,6 +51,7 @@ def test_nearly_all_branches_are_entered() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1200)
 def test_the_tests_enter_what_the_list_says() -> None:
     """They run once more, in processes that record it, each file until it has entered what it is said to enter."""
