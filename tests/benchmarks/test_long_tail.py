@@ -14,6 +14,7 @@ from benchmarks.long_tail import RECIPE, ROOT, SETTINGS, SWING, WARM, Work, ahea
 from benchmarks.long_tail_env import MOST_SUMS, Sums, Tail, rows
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
+from skyrl_mega.envs.base import BaseTextEnvStepOutput
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
@@ -28,12 +29,17 @@ def opened(row: dict[str, Any], **options: float) -> Sums:
     return env
 
 
+def earned(output: BaseTextEnvStepOutput) -> float:
+    assert isinstance(output["reward"], float)
+    return output["reward"]
+
+
 def test_a_demonstration_without_mistakes_earns_everything() -> None:
     seen = set()
     for row in rows("demonstrations", 200, TAIL, seed=1):
         env, said = opened(row), row["extra_info"]["demonstration"]
         given = [env.step(message["content"]) for message in said if message["role"] == "assistant"]
-        assert sum(float(output["reward"]) for output in given) == pytest.approx(1)  # type: ignore[arg-type]
+        assert sum(earned(output) for output in given) == pytest.approx(1)
         assert [output["done"] for output in given] == [False] * (len(given) - 1) + [True]
         told = [message for output in given for message in output["observations"]]
         assert told == [message for message in said if message["role"] == "user"]
@@ -42,12 +48,12 @@ def test_a_demonstration_without_mistakes_earns_everything() -> None:
 
 
 def test_wrong_answers_earn_nothing_and_are_as_many_as_was_asked_for() -> None:
-    earned = []
+    right = []
     for row in rows("demonstrations", 500, TAIL, seed=2, wrong=0.4):
         env = opened(row)
         said = [message["content"] for message in row["extra_info"]["demonstration"] if message["role"] == "assistant"]
-        earned += [float(env.step(text)["reward"]) > 0 for text in said]  # type: ignore[arg-type]
-    assert sum(earned) / len(earned) == pytest.approx(0.6, abs=0.05)
+        right += [earned(env.step(text)) > 0 for text in said]
+    assert sum(right) / len(right) == pytest.approx(0.6, abs=0.05)
 
 
 def test_the_tool_takes_its_time_in_training_alone() -> None:

@@ -194,6 +194,17 @@ def test_every_loss_and_every_mean_train_the_same_in_every_layout(
     compare(found, single)
 
 
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_every_loss_with_every_mean_trains_the_same_in_every_layout(
+    model: Path, single: dict[str, list[dict[str, float]]], layout: str
+) -> None:
+    found = steps(model, *LAYOUTS[layout], BUDGETS)
+    assert len(found) == len(COMBINATIONS)
+    compare(found, single)
+
+
 def test_any_two_of_loss_mean_and_layout_meet() -> None:
     met = {(loss, mean, number) for number in range(len(LAYOUTS)) for loss, mean in in_turn(number)}
     assert {(loss, mean) for loss, mean, _ in met} == set(COMBINATIONS)
@@ -202,10 +213,12 @@ def test_any_two_of_loss_mean_and_layout_meet() -> None:
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_every_loss_and_mean_trains_the_same_in_every_cut(
+def test_every_loss_with_every_mean_trains_the_same_in_every_cut(
     model: Path, single: dict[str, list[dict[str, float]]], budget: int
 ) -> None:
-    compare(steps(model, 1, {}, (budget,)), single)
+    found = steps(model, 1, {}, (budget,))
+    assert len(found) == len(COMBINATIONS)
+    compare(found, single)
 
 
 def test_the_combinations_differ(single: dict[str, list[dict[str, float]]]) -> None:
