@@ -4,11 +4,12 @@
 
 Each run of eight steps is on a Ray cluster of two nodes, with two processes that play environments, and is disturbed
 `--each` times: a driver, an engine, a policy rank, a process with environments, or all of a node is killed, at a moment
-drawn between the kill before and the run's usual end. A killed driver's command is given again, a killed node is
-replaced. Of each run it is checked that it ends well, that each group of each step was trained on exactly once and was
-no older than allowed, that no process is left, and, with `one_step`, which is deterministic, that the final weights are
-those of a run that nothing disturbs, to the bit. benchmarks/results/kills.json keeps every kill; 40 of them take half
-an hour on 2 cores. Exits with 1 where anything was lost, doubled, too old, left over, or other than undisturbed.
+that is drawn from the first half of what is usually left of the run. A killed driver's command is given again, and is
+disturbed once it has made a step, as a fault before that ends a run; a killed node is replaced. Of each run it is
+checked that it ends well, that it has trained on exactly the samples of a run that nothing disturbs, each once and none
+older than allowed, that all steps have changed the weights, that no process of it is left, and, with `one_step`, that
+the final weights are the undisturbed run's, to the bit. benchmarks/results/kills.json has what was killed and what came
+of it. Exits with 1 where anything was lost, doubled, too old, left over, or other than undisturbed.
 """
 
 from __future__ import annotations
@@ -17,11 +18,12 @@ import argparse
 import json
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -33,25 +35,38 @@ import torch
 from ray.cluster_utils import Cluster
 from safetensors.torch import load_file
 
+from skyrl_mega.cluster.ray_session import ENVIRONMENT
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.telemetry.metrics import read
 from tests.trainer import quickstart
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "kills.json"
-STEPS, PROMPTS, SAMPLES, STALENESS = 8, 16, 4, {"one_step": 1, "full": 2}
+STEPS, PROMPTS, SAMPLES = 8, 16, 4
+STALENESS = {"one_step": 1, "full": 2}
+EXACT = {"one_step"}
+"""Modes whose final weights do not depend on the clock."""
 SETTINGS = (
     *(f"run.steps={STEPS}", "run.epochs=10", "run.restarts=50", "rollout.restarts=50", "cluster.nodes=2"),
     *(f"data.prompts_per_step={PROMPTS}", f"data.samples_per_prompt={SAMPLES}", "environment.processes=2"),
     *("checkpoint.every=2", "checkpoint.export=true", "evaluation.every=0", "evaluation.before=false"),
-    *("telemetry.trackers=[jsonl]", "telemetry.trajectories_every=1", "algorithm.importance_cap=2"),
+    *("telemetry.trackers=[jsonl]", "telemetry.trajectories_every=1", "algorithm.rejection.level=token"),
     *("algorithm.dynamic_sampling.enabled=false", "algorithm.entropy.coefficient=0.01"),
     *("cluster.call_timeout_s=20", "rollout.request_timeout_s=10", "weights.timeout_s=10"),
 )
 ROLES = ("driver", "VllmEngine", "MegatronActor", "RolloutWorker", "node")
+ACTORS = (b"VllmEngine", b"MegatronActor", b"RolloutWorker", b"reaper.py")
+"""What a run may leave on a node, in the names of processes."""
 NODE = "SKYRL_MEGA_NODE"
 LIMIT_S = 400.0
-"""A run takes longer than this only where it hangs."""
+"""A command takes longer than this only where it hangs."""
+Weights = dict[str, torch.Tensor]
+Samples = Counter[tuple[int, int]]
+"""(prompt, sample) → how often it was trained on."""
+
+
+class Hangs(RuntimeError):
+    """A run did not go on."""
 
 
 @dataclass
@@ -63,54 +78,79 @@ class Disturbed:
     cluster: Cluster
     kills: list[dict[str, Any]] = field(default_factory=list)
     nodes: list[str] = field(default_factory=list)
-    process: Any = None
+    process: subprocess.Popen[str] | None = None
     said: str = ""
-    began: float = 0.0
+    resumed_at: int = 0
+    """The newest step when the command was last given."""
 
     def add_node(self) -> None:
-        """One more, with room for a policy's rank, an engine and environments."""
+        """One more, with room for a policy's ranks, an engine and environments."""
         self.nodes.append(f"{self.folder}/node-{len(self.nodes)}")
-        self.cluster.add_node(num_cpus=6, env_vars={NODE: self.nodes[-1], "OMP_NUM_THREADS": "1"})
+        own = {NODE: self.nodes[-1], "OMP_NUM_THREADS": "1"}
+        self.cluster.add_node(num_cpus=6, env_vars=ENVIRONMENT | own)
 
     def start(self) -> None:
         """Starts the run, or goes on with it."""
         name = (f"run.directory={self.folder}", "run.name=run", f"asynchrony.mode={self.mode}")
         ahead = f"asynchrony.max_staleness={STALENESS[self.mode]}"
+        self.resumed_at = self.step
         self.process = quickstart.start(self.folder, *SETTINGS, *name, ahead, RAY_ADDRESS=self.cluster.address)
 
-    def kill(self, role: str) -> bool:
+    def kill(self, role: str, random: Random) -> bool:
         """Kills a process of a role, or all of a node; False where none is there at the moment."""
+        assert self.process is not None
         if role == "driver":
-            with suppress(IndexError, OSError):
+            try:
                 os.kill(quickstart.driver(self.process), signal.SIGKILL)
-                self.ended()
-                self.start()
-                return True
-            return False
+            except (IndexError, OSError):
+                return False
+            self.ended()
+            self.start()
+            return True
         if role == "node":
-            lost, *_ = [name for name in self.nodes if marked(name)]
-            for pid in marked(lost):
-                with suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
+            killed = [marked(random.choice([name for name in self.nodes if marked(name)]))]
             self.add_node()
-            return True
-        found = [pid for name in self.nodes for pid in marked(name) if title(pid).startswith(f"ray::{role}".encode())]
-        with suppress(IndexError, ProcessLookupError):
-            os.kill(found[-1], signal.SIGKILL)
-            return True
-        return False
+        else:
+            found = [
+                pid for name in self.nodes for pid in marked(name) if title(pid).startswith(f"ray::{role}".encode())
+            ]
+            found = [pid for pid in found if leads(pid)]
+            killed = [[random.choice(found)]] if found else []
+        for pid in (pid for pids in killed for pid in pids):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return bool(killed)
 
     def ended(self) -> int:
-        """Waits for the command's end; its exit code."""
-        self.said += self.process.communicate(timeout=LIMIT_S)[0]
+        """Waits for the command's end; its exit code.
+
+        Raises:
+            Hangs: It does not end.
+        """
+        assert self.process is not None
+        try:
+            self.said += self.process.communicate(timeout=LIMIT_S)[0]
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.said += self.process.communicate()[0]
+            raise Hangs(f"no end within {LIMIT_S:g} s") from None
         return int(self.process.returncode)
 
+    @property
+    def over(self) -> bool:
+        """Whether the command has ended."""
+        return self.process is None or self.process.poll() is not None
+
     def wait_for_step(self, step: int) -> None:
-        """Until its row is there."""
-        file, deadline = self.folder / "run" / "metrics.jsonl", time.monotonic() + LIMIT_S
-        while not (file.exists() and any(row["step"] >= step for row in read(file))):
-            if self.process.poll() is not None or time.monotonic() > deadline:
-                raise RuntimeError(f"no step {step}:\n{self.process.communicate()[0][-4000:]}")
+        """Until its row is there, or the command has ended.
+
+        Raises:
+            Hangs: It takes too long.
+        """
+        deadline = time.monotonic() + LIMIT_S
+        while self.step < step and not self.over:
+            if time.monotonic() > deadline:
+                raise Hangs(f"no step {step} within {LIMIT_S:g} s")
             time.sleep(0.05)
 
     @property
@@ -118,6 +158,11 @@ class Disturbed:
         """Of the steps."""
         file = self.folder / "run" / "metrics.jsonl"
         return [row for row in read(file) if row["step"]] if file.exists() else []
+
+    @property
+    def step(self) -> int:
+        """The newest; 0 before the first, and while a run begins anew."""
+        return self.rows[-1]["step"] if self.rows else 0
 
 
 def marked(node: str) -> list[int]:
@@ -132,97 +177,148 @@ def title(pid: int) -> bytes:
     return b""
 
 
+def leads(pid: int) -> bool:
+    """Whether it is an actor itself, and no child of one, which has its name."""
+    try:
+        return os.getpgid(pid) == pid
+    except ProcessLookupError:
+        return False
+
+
 @contextmanager
 def disturbed(folder: Path, mode: str) -> Iterator[Disturbed]:
-    """A run that has started, on two nodes; afterwards nothing of them is left."""
+    """A run that has started, on two nodes; afterwards nothing of them is there."""
     folder.mkdir(parents=True)
     cluster = Cluster(True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     run = Disturbed(folder, mode, cluster)
     try:
         run.add_node()
         run.add_node()
-        run.began = time.monotonic()
         run.start()
         yield run
     finally:
-        for pid in (pid for name in run.nodes for pid in marked(name)):
+        if run.process is not None and run.process.poll() is None:
+            run.process.kill()
+            run.process.communicate()
+        for pid in [*quickstart.left_over(folder), *(pid for name in run.nodes for pid in marked(name))]:
             with suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         cluster.shutdown()
 
 
-def wrong(run: Disturbed, code: int, expected: dict[str, torch.Tensor] | None) -> list[str]:
+def left(run: Disturbed, within_s: float = 60.0) -> list[str]:
+    """Processes of the run that are there some time after its end."""
+    deadline = time.monotonic() + within_s
+    while True:
+        on_nodes = [title(pid) for name in run.nodes for pid in marked(name)]
+        found = [words.replace(b"\0", b" ").decode() for words in on_nodes if any(name in words for name in ACTORS)]
+        found += [f"process {pid}" for pid in quickstart.left_over(run.folder)]
+        if not found or time.monotonic() > deadline:
+            return found
+        time.sleep(0.2)
+
+
+def trained(folder: Path) -> Samples:
+    """What a finished run has trained on."""
+    files = sorted((folder / "run" / "trajectories").glob("step_*.parquet"))
+    return Counter((t.prompt.uid, t.sample) for file in files for t in trajectory_io.read(file))
+
+
+def weights(folder: Path) -> Weights:
+    """A finished run's."""
+    return load_file(folder / "run" / "model" / "model.safetensors")
+
+
+def same(a: Weights, b: Weights) -> bool:
+    """To the bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A run that nothing disturbs."""
+
+    samples: Samples
+    weights: Weights | None
+    """None where they depend on the clock."""
+    seconds: float
+    """From the first step to the end."""
+
+
+def wrong(run: Disturbed, code: int, expected: Expected | None) -> list[str]:
     """What is not as it must be after the run's end."""
-    found = [] if code == 0 else [f"exit code {code}"]
-    if [row["step"] for row in run.rows] != list(range(1, STEPS + 1)):
-        found.append(f"steps {[row['step'] for row in run.rows]}")
-    trained: Counter[tuple[int, int]] = Counter()
+    if code:
+        return [f"exit code {code}"]
+    found = []
+    if (steps := [row["step"] for row in run.rows]) != list(range(1, STEPS + 1)):
+        found.append(f"steps {steps}")
+    if idle := [row["step"] for row in run.rows if not row.get("policy/grad_norm")]:
+        found.append(f"steps {idle} have changed nothing")
     for step in range(1, STEPS + 1):
         file = run.folder / "run" / "trajectories" / f"step_{step:06d}.parquet"
         played = trajectory_io.read(file) if file.exists() else []
-        trained.update((t.prompt.uid, t.sample) for t in played)
         oldest = max((step - 1 - version for t in played for version, _ in t.versions), default=0)
         if oldest > STALENESS[run.mode]:
             found.append(f"step {step}: a token of {oldest} syncs ago")
         if len(played) != PROMPTS * SAMPLES:
             found.append(f"step {step}: {len(played)} trajectories")
-    if len(trained) != STEPS * PROMPTS * SAMPLES or set(trained.values()) != {1}:
-        found.append(f"{len(trained)} samples, each {sorted(set(trained.values()))} times")
-    if left := quickstart.left_over(run.folder):
-        found.append(f"processes are left: {left}")
-    if expected is not None and not found and not same(weights(run.folder), expected):
-        found.append("other weights than undisturbed")
+    samples = trained(run.folder)
+    if doubled := sum(count > 1 for count in samples.values()):
+        found.append(f"{doubled} samples were trained on more than once")
+    if expected is not None:
+        if lost := len(expected.samples.keys() - samples.keys()):
+            found.append(f"{lost} samples of the undisturbed run were not trained on")
+        if expected.weights is not None and not found and not same(weights(run.folder), expected.weights):
+            found.append("other weights than undisturbed")
     return found
 
 
-def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """A finished run's."""
-    return load_file(folder / "run" / "model" / "model.safetensors")
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    """To the bit."""
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def undisturbed(folder: Path, mode: str) -> tuple[dict[str, torch.Tensor], float]:
-    """Final weights, and the seconds from the first step to the end."""
+def undisturbed(folder: Path, mode: str) -> Expected:
+    """What is expected of a mode."""
     with disturbed(folder, mode) as run:
         run.wait_for_step(1)
         start = time.monotonic()
         code = run.ended()
         took = time.monotonic() - start
-        if mistakes := wrong(run, code, None):
+        if mistakes := [*wrong(run, code, None), *left(run)]:
             raise RuntimeError(f"the undisturbed run: {mistakes}\n{run.said[-4000:]}")
-        return weights(folder), took
+    return Expected(trained(folder), weights(folder) if mode in EXACT else None, took)
 
 
-def disturb(folder: Path, mode: str, roles: list[str], random: Random, usual_s: float) -> Disturbed:
-    """Kills one after the other, each at a moment of what is usually left of the run; then waits for the end."""
+def disturb(folder: Path, mode: str, roles: Sequence[str], random: Random, expected: Expected) -> list[dict[str, Any]]:
+    """Kills one after the other, then waits for the end; what was killed, with what came of the run."""
     with disturbed(folder, mode) as run:
-        run.wait_for_step(1)
-        for role in roles:
-            left = usual_s * (1 - (run.rows[-1]["step"] - 1) / STEPS)
-            time.sleep(random.uniform(0, left / 2))
-            while run.process.poll() is None and not run.kill(role):
-                time.sleep(0.1)
-            step = run.rows[-1]["step"]
-            run.kills.append({"mode": mode, "role": role, "after_step": step, "s": round(time.monotonic() - run.began)})
+        try:
+            for role in roles:
+                run.wait_for_step(run.resumed_at + 1)
+                rest = expected.seconds * (1 - run.step / STEPS)
+                time.sleep(random.uniform(0, rest / 2))
+                kill(run, role, random)
+            code = run.ended()
+            mistakes = [*wrong(run, code, expected), *left(run)]
+        except Hangs as hangs:
+            mistakes = [str(hangs)]
+        if mistakes:
+            print(f"  {mistakes}\n{run.said[-6000:]}", flush=True)
+        return [one | {"wrong": mistakes} for one in run.kills]
+
+
+def kill(run: Disturbed, role: str, random: Random) -> None:
+    """Kills as soon as one is there; a run that has ended is left alone.
+
+    Raises:
+        Hangs: None comes.
+    """
+    deadline = time.monotonic() + LIMIT_S
+    while not run.over:
+        step = run.step
+        if run.kill(role, random):
+            run.kills.append({"mode": run.mode, "role": role, "after_step": step})
             print(f"  {role} after step {step}", flush=True)
-        code = run.ended()
-        return run if not (mistakes := wrong(run, code, EXPECTED.get(mode))) else failed(run, mistakes)
-
-
-EXPECTED: dict[str, dict[str, torch.Tensor]] = {}
-"""Final weights of undisturbed runs, of modes that are deterministic."""
-
-
-def failed(run: Disturbed, mistakes: list[str]) -> Disturbed:
-    """Notes what is wrong."""
-    for kill in run.kills:
-        kill["wrong"] = mistakes
-    print(f"  {mistakes}\n{run.said[-6000:]}", flush=True)
-    return run
+            return
+        if time.monotonic() > deadline:
+            raise Hangs(f"no {role} within {LIMIT_S:g} s")
+        time.sleep(0.1)
 
 
 def main() -> int:
@@ -238,20 +334,17 @@ def main() -> int:
     random.shuffle(roles)
     kept: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory(prefix="kills-") as place:
-        usual: dict[str, float] = {}
+        expected = {}
         for mode in args.modes:
-            found, usual[mode] = undisturbed(Path(place) / mode, mode)
-            print(f"{mode}, undisturbed: {usual[mode]:.0f} s from the first step on", flush=True)
-            if mode == "one_step":
-                EXPECTED[mode] = found
+            expected[mode] = undisturbed(Path(place) / mode, mode)
+            print(f"{mode}, undisturbed: {expected[mode].seconds:.0f} s from the first step on", flush=True)
         for number, first in enumerate(range(0, len(roles), args.each)):
-            mode = args.modes[number % len(args.modes)]
+            mode, these = args.modes[number % len(args.modes)], roles[first : first + args.each]
             print(f"run {number}, {mode}", flush=True)
-            run = disturb(Path(place) / f"run-{number}", mode, roles[first : first + args.each], random, usual[mode])
-            kept += run.kills
+            kept += disturb(Path(place) / f"run-{number}", mode, these, random, expected[mode])
             RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-    bad = [kill for kill in kept if "wrong" in kill]
-    print(f"{len(kept)} kills, {len(bad)} in runs that were not as they must be")
+    bad = [one for one in kept if one["wrong"]]
+    print(f"{len(kept)} of {args.kills} kills were made, {len(bad)} in runs that were not as they must be")
     return 1 if bad else 0
 
 

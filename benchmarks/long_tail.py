@@ -5,9 +5,12 @@
 Whole runs on this machine's CPU, with everything that a cluster runs, begin at the same weights and take as many steps
 of as many trajectories: with `asynchrony.mode=off`, and with `full`. A trajectory is a conversation of several sums,
 log-normal in number, and after each a tool takes a log-normal time. From the run without asynchrony come lengths, tool
-times and rates, of which the simulator predicts both; told are seconds of a step in full swing, their ratio beside the
-prediction, the idle share of the busier side, and held-out accuracy after equal samples. What is measured is in
-benchmarks/results/long_tail.json as soon as it is; the same command goes on with what is not there yet.
+times and rates, of which the simulator predicts both. So its seconds of `off` say that it adds up what was measured;
+its seconds of `full`, and the ratio, are a prediction, though one with engines as fast as they were in `off`: that the
+policy trains on the same cores meanwhile, and that more sequences run at once, is not in it. Told are seconds of a step
+in full swing, the ratio beside the predicted one, the idle shares, and held-out accuracy after equal samples.
+What is measured is in benchmarks/results/long_tail.json as soon as it is; the same command goes on with what is not
+there yet.
 """
 
 from __future__ import annotations
@@ -90,13 +93,16 @@ def launch(*settings: str) -> None:
 
 
 def prepare(tail: Tail) -> None:
-    """Data, and the weights that all runs begin at: a new model's supervised warm-up, three answers in ten wrong."""
-    if (FOLDER / "start" / "model").exists():
+    """Data, and the weights that all runs begin at: a new model after a supervised warm-up, in which three answers in
+    ten are wrong, and a step of RL."""
+    made, sums = FOLDER / "sums.json", [tail.sums.mean, tail.sums.sigma]
+    if made.exists() and json.loads(made.read_text()) == sums:
         return
     shutil.rmtree(FOLDER, ignore_errors=True)
     for split, count in (("train", 6000), ("test", 500), ("demonstrations", 12000)):
         write_rows(rows(split, count, tail, seed=0, wrong=0.3), FOLDER / f"{split}.parquet")
     launch(*WARM, "evaluation.before=false")
+    made.write_text(json.dumps(sums))
 
 
 def ahead(mode: str, work: Work) -> list[str]:
@@ -128,14 +134,14 @@ def told(folder: Path, work: Work) -> dict[str, float]:
         "generate_s": mean("time/generate"),
         "idle_engines": mean("idle/engines"),
         "idle_policy": mean("idle/policy"),
-        "staleness": mean("asynchrony/staleness_mean"),
+        "staleness": mean("asynchrony/staleness_mean") if "asynchrony/staleness_mean" in swing[0] else 0.0,
         "before": measured[0][SCORE],
         "after": measured[-1][SCORE],
     }
 
 
 def _mean(measured: Sequence[dict[str, Any]], name: str) -> float:
-    return round(statistics.mean(row.get(name, 0.0) for row in measured), 4)
+    return round(statistics.mean(row[name] for row in measured), 4)
 
 
 def rates_of(folder: Path, work: Work) -> Rates:
@@ -201,6 +207,8 @@ def main() -> None:
     parser.add_argument("--tool", default="0.3,1", help="MEAN,SIGMA of its seconds")
     parser.add_argument("--sums", default="2.5,0.7", help="MEAN,SIGMA of the sums of a trajectory")
     args = parser.parse_args()
+    if args.steps <= SWING + args.staleness:
+        parser.error(f"--steps {args.steps}: allowed is more than {SWING} and --staleness, as only those between count")
     tail = Tail(LogNormal.parsed(args.sums, "--sums", 1, MOST_SUMS), LogNormal.parsed(args.tool, "--tool", 0, 10))
     work = Work(args.steps, args.staleness, tail)
     kept = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -50,12 +51,14 @@ class Sums(BaseTextEnv):
         "seed": whole(0, "draws them", low=0),
     }
     opened: ClassVar[Counter[str]] = Counter()
+    counting: ClassVar[threading.Lock] = threading.Lock()
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """The first sum."""
-        self.opened[prompt[0]["content"]] += 1
-        name = f"{self.options['seed']}/{prompt[0]['content']}/{self.opened[prompt[0]['content']]}"
-        self.random = Random(name)
+        question = prompt[0]["content"]
+        with self.counting:
+            self.opened[question] += 1
+            self.random = Random(f"{self.options['seed']}/{question}/{self.opened[question]}")
         return super().init(prompt)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from array import array
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.kills import PROMPTS, SAMPLES, STEPS, Disturbed, wrong
+from benchmarks.kills import NODE, PROMPTS, SAMPLES, STEPS, Disturbed, Expected, left, wrong
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Status, Trajectory
@@ -35,15 +39,19 @@ def whole() -> Steps:
     }
 
 
-def ended(folder: Path, steps: Steps) -> Any:
+def ended(folder: Path, steps: Steps) -> Disturbed:
     (folder / "run" / "model").mkdir(parents=True)
     for step, trajectories in steps.items():
         trajectory_io.write(folder / "run" / "trajectories" / f"step_{step:06d}.parquet", trajectories)
-    rows = [{"step": step} for step in (0, *steps)]
+    rows = [{"step": step, "policy/grad_norm": 0.5} for step in (0, *steps)]
     (folder / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     save_file({"w": torch.ones(2)}, folder / "run" / "model" / "model.safetensors")
-    nothing: Any = None
-    return Disturbed(folder, "full", nothing)
+    return Disturbed(folder, "full", cast(Any, None))
+
+
+def undisturbed(value: float = 1.0) -> Expected:
+    samples = Counter((t.prompt.uid, t.sample) for step in whole().values() for t in step)
+    return Expected(samples, {"w": torch.full((2,), value)}, 10.0)
 
 
 def doubled(steps: Steps) -> None:
@@ -52,6 +60,10 @@ def doubled(steps: Steps) -> None:
 
 def lost(steps: Steps) -> None:
     steps[3].pop()
+
+
+def replaced(steps: Steps) -> None:
+    steps[3] = [*steps[3][SAMPLES:], *(played(STEPS + 1, 0, sample, 0) for sample in range(SAMPLES))]
 
 
 def old(steps: Steps) -> None:
@@ -64,16 +76,37 @@ def no_step(steps: Steps) -> None:
 
 def test_a_run_as_it_must_be(tmp_path: Path) -> None:
     run = ended(tmp_path, whole())
-    assert wrong(run, 0, {"w": torch.ones(2)}) == []
+    assert wrong(run, 0, undisturbed()) == []
     assert wrong(run, 1, None) == ["exit code 1"]
-    assert wrong(run, 0, {"w": torch.zeros(2)}) == ["other weights than undisturbed"]
+    assert wrong(run, 0, undisturbed(0.0)) == ["other weights than undisturbed"]
+    (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "policy/grad_norm": 1.0}\n')
+    assert wrong(run, 0, None) == ["steps [1, 2]", "steps [1] have changed nothing"]
 
 
 @pytest.mark.parametrize(
     ("plant", "words"),
-    [(doubled, "each [1, 2] times"), (lost, "step 3: 63 trajectories"), (old, "of 3 syncs ago"), (no_step, "steps [1")],
+    [
+        (doubled, "1 samples were trained on more than once"),
+        (lost, "step 3: 63 trajectories"),
+        (replaced, "4 samples of the undisturbed run were not trained on"),
+        (old, "of 3 syncs ago"),
+        (no_step, "steps [1"),
+    ],
 )
 def test_a_planted_mistake_is_found(tmp_path: Path, plant: Callable[[Steps], None], words: str) -> None:
     steps = whole()
     plant(steps)
-    assert any(words in mistake for mistake in wrong(ended(tmp_path, steps), 0, None))
+    assert any(words in mistake for mistake in wrong(ended(tmp_path, steps), 0, undisturbed()))
+
+
+def test_processes_that_are_left_are_named(tmp_path: Path) -> None:
+    run, node = Disturbed(tmp_path, "full", cast(Any, None)), f"{tmp_path}/node-0"
+    run.nodes.append(node)
+    title = "import time; 'RolloutWorker'; time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", title], env=os.environ | {NODE: node})
+    try:
+        assert any("RolloutWorker" in words for words in left(run, within_s=0.5))
+    finally:
+        process.kill()
+        process.wait()
+    assert left(run, within_s=0.5) == []

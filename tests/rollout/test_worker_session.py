@@ -6,8 +6,10 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+from skyrl_mega.engines.base import Sampling
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.orders import EnginesNow, Order, Stopped
+from skyrl_mega.rollout.service import ServiceRouter
 from skyrl_mega.rollout.worker import KnownEngines, Session
 
 
@@ -52,5 +54,22 @@ def test_an_order_that_was_abandoned_before_it_came_is_not_played() -> None:
 
 
 def test_what_is_said_of_engines_before_the_newest_sync_is_old() -> None:
-    known = KnownEngines(EnginesNow("engine", ["a", "b"], [None, None], [0], 3), lambda news: None)
-    assert known.syncs == 3 and known.serving == [0]
+    def now(serving: list[int], syncs: int) -> EnginesNow:
+        return EnginesNow("engine", ["a", "b"], [None, None], serving, syncs)
+
+    def agent(engines: KnownEngines, _: Any, router: type[ServiceRouter]) -> Any:
+        return SimpleNamespace(router=router(engines, Sampling(), 4, 10.0))
+
+    equipment: Any = SimpleNamespace(agent=agent)
+    sampling: Any = None
+
+    async def everything() -> list[tuple[list[int], int]]:
+        session = Session(equipment, sampling, True, now([0, 1], 3))
+        known = []
+        for serving, syncs in (([0], 2), ([0], 3), ([1], 4), ([0, 1], 3)):
+            session.rejoin(now(serving, syncs))
+            known.append((session.engines.serving, session.engines.syncs))
+        await session.close()
+        return known
+
+    assert asyncio.run(everything()) == [([0, 1], 3), ([0], 3), ([1], 4), ([1], 4)]
