@@ -1,37 +1,42 @@
 """What generating ahead is worth where trajectories and tools have a long tail: measured, and as the simulator says.
 
-    python -m benchmarks.long_tail [--seeds 0 1 2] [--steps 24] [--staleness 2] [--tool 0.3,1] [--sums 2.5,0.7]
+    python -m benchmarks.long_tail [--seeds 0 1 2] [--steps 30] [--staleness 3] [--tool 0.3,1] [--sums 2.5,0.7]
 
 Whole runs on this machine's CPU, with everything that a cluster runs, begin at the same weights and take as many steps
-of as many trajectories: with `asynchrony.mode=off`, and with `full`. A trajectory is a conversation of several sums,
-log-normal in number, and after each a tool takes a log-normal time. From the run without asynchrony come lengths, tool
-times and rates, of which the simulator predicts both. So its seconds of `off` say that it adds up what was measured;
-its seconds of `full`, and the ratio, are a prediction, though one with engines as fast as they were in `off`: that the
-policy trains on the same cores meanwhile, and that more sequences run at once, is not in it. Told are seconds of a step
-in full swing, the ratio beside the predicted one, the idle shares, and held-out accuracy after equal samples.
-What is measured is in benchmarks/results/long_tail.json as soon as it is; the same command goes on with what is not
-there yet.
+of as many trajectories: with `asynchrony.mode=off`, and with `full`. The policy has one core, all others share one, as
+they have GPUs of their own on a cluster. A trajectory is a conversation of several sums, log-normal in number, and
+after each a tool takes a log-normal time. From the run without asynchrony come lengths, tool times and rates, of which
+the simulator predicts both. So its seconds of `off` say that it adds up what was measured; its seconds of `full`, and
+the ratio, are a prediction. Told are seconds of a step in full swing, the ratio beside the predicted one, the idle
+shares, and held-out accuracy after equal samples. What is measured is in benchmarks/results/long_tail.json as soon as
+it is; the same command goes on with what is not there yet.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
+
 from benchmarks.long_tail_env import MOST_SUMS, Tail, rows
 from skyrl_mega.config.compose import compose
 from skyrl_mega.data.write import write_rows
 from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.trajectory import Kind
+from skyrl_mega.rollout.trajectory import Kind, Step
 from skyrl_mega.simulation.engines import Speed
 from skyrl_mega.simulation.rates import Rates
 from skyrl_mega.simulation.simulate import simulate
@@ -43,16 +48,26 @@ FOLDER = ROOT / "runs" / "long_tail"
 RESULTS = ROOT / "benchmarks" / "results" / "long_tail.json"
 RECIPE = "configs/quickstart.yaml"
 SCORE = "eval/sums/mean"
+SIMULATED = 24
+"""Steps of the simulator: with staleness they come in bursts."""
+PLACES = 512
+"""Sequences of the engine at once: `rollout.concurrency` of the recipe."""
 SWING = 5
 """The first step that counts: those before fill what is generated ahead."""
 SETTINGS = (
     *("algorithm=grpo", "algorithm.kl.coefficient=0", "algorithm.loss_mean=tokens", "algorithm.importance_cap=2"),
     *("run.epochs=1000", "run.patience=null", f"run.directory={FOLDER}"),
     *("model.build.max_length=128", "rollout.max_response_tokens=104", f"rollout.max_turns={MOST_SUMS}"),
-    *("policy.ranks=1", "policy.layout.expert=1", "policy.threads=1"),
+    *(
+        "policy.ranks=1",
+        "policy.layout.expert=1",
+        "policy.threads=1",
+        "policy.micro_tokens=160",
+        "policy.optimizer.lr=1e-4",
+    ),
     *("data.prepare=null", f"data.train=[{FOLDER}/train.parquet]", f"data.eval=[{FOLDER}/test.parquet]"),
-    *("data.prompts_per_step=32", "data.samples_per_prompt=8", "environment.workers=1024"),
-    *("checkpoint.every=0", "evaluation.every=100000", "evaluation.limit=200", "evaluation.samples=2"),
+    *("data.prompts_per_step=8", "data.samples_per_prompt=8", "data.epochs_per_step=4", "environment.workers=1024"),
+    *("checkpoint.every=0", "evaluation.every=100000", "evaluation.limit=500", "evaluation.samples=2"),
     *("telemetry.trackers=[jsonl]", "telemetry.trajectories_every=1"),
     "environment.classes.sums=benchmarks.long_tail_env:Sums",
 )
@@ -83,13 +98,29 @@ class Work:
 
 
 def launch(*settings: str) -> None:
-    """A whole run.
+    """A whole run; what it says is on the console.
 
     Raises:
-        CalledProcessError: It failed; what it said is on the console.
+        CalledProcessError: It failed.
     """
     command = [sys.executable, "-m", "skyrl_mega.launch", "--config", RECIPE, *SETTINGS, *settings]
-    subprocess.run(command, cwd=ROOT, check=True)
+    policys, others = sorted(os.sched_getaffinity(0))[:2]
+    with subprocess.Popen(["taskset", "--cpu-list", str(others), *command], cwd=ROOT) as run:
+        while run.poll() is None:
+            apart("ray::MegatronActor", policys)
+            time.sleep(0.2)
+    if run.returncode:
+        raise subprocess.CalledProcessError(run.returncode, command)
+
+
+def apart(title: str, core: int) -> None:
+    """Has all threads of processes that are called so run on a core of their own."""
+    for process in psutil.process_iter():
+        with suppress(psutil.NoSuchProcess):
+            if process.cmdline()[:1] and process.cmdline()[0].startswith(title):
+                for thread in process.threads():
+                    with suppress(ProcessLookupError):  # it has ended since
+                        os.sched_setaffinity(thread.id, {core})
 
 
 def prepare(tail: Tail) -> None:
@@ -147,31 +178,50 @@ def _mean(measured: Sequence[dict[str, Any]], name: str) -> float:
 def rates_of(folder: Path, work: Work) -> Rates:
     """As a run without asynchrony had them in full swing."""
     measured = read(folder / "metrics.jsonl")[SWING : work.steps]
-    written = tokens = 0
-    generate_s = 0.0
-    for row in measured:
-        for steps in trajectory_io.read_steps(folder / "trajectories" / f"step_{row['step']:06d}.parquet"):
-            tokens += steps[-1].end
-            for step in steps:
-                if step.kind is Kind.RESPONSE:
-                    written += step.end - step.start
-                    generate_s += step.generate_s
-    sync_s = _mean(measured, "time/sync")
+    files = [folder / "trajectories" / f"step_{row['step']:06d}.parquet" for row in measured]
+    played = [trajectory_io.read_steps(file) for file in files]
+    tokens = sum(steps[-1].end for of_step in played for steps in of_step)
     rest_s = sum(row["time/step"] - row["time/generate"] - row["time/sync"] for row in measured)
-    places = 512
     return Rates(
         engines=1,
-        speed=Speed((0.0, *[generate_s / written] * places), prefill_s=0.0, cache_tokens=1e9),
+        speed=Speed(speed_of(played), prefill_s=0.0, cache_tokens=1e9),
         train_s=rest_s / tokens,
-        sync_s=sync_s,
+        sync_s=_mean(measured, "time/sync"),
     )
+
+
+def speed_of(played: Sequence[Sequence[Sequence[Step]]]) -> tuple[float, ...]:
+    """Seconds of one token of an engine's sequences, by how many it runs: from answers, whose reading is among it.
+
+    Args:
+        played: The steps of trajectories that were opened together, of several times.
+    """
+    at, seconds, tokens = (np.concatenate(part) for part in zip(*map(answers, played), strict=True))
+    group = np.floor(2 * np.log2(np.maximum(at, 1)))  # of similar numbers
+    alike = [group == value for value in np.unique(group)]
+    known = [np.average(at[one], weights=tokens[one]) for one in alike]
+    measured = [seconds[one].sum() / tokens[one].sum() for one in alike]
+    return tuple(float(s) for s in np.interp(np.arange(PLACES + 1), known, measured))
+
+
+def answers(played: Sequence[Sequence[Step]]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Of each answer: how many were under way on average meanwhile, its seconds, its tokens."""
+    steps = [step for steps in played for step in steps if step.kind is Kind.RESPONSE]
+    start, seconds = np.array([s.at_s for s in steps]), np.array([s.generate_s for s in steps])
+    end = start + seconds
+    times = np.concatenate([start, end])
+    order = np.argsort(times, kind="stable")
+    under_way = np.cumsum(np.repeat([1.0, -1.0], len(steps))[order])
+    area = np.concatenate([[0.0], np.cumsum(under_way[:-1] * np.diff(times[order]))])
+    during = np.interp(end, times[order], area) - np.interp(start, times[order], area)
+    return during / np.maximum(seconds, 1e-9), seconds, np.array([s.end - s.start for s in steps])
 
 
 def predicted(folder: Path, mode: str, work: Work) -> float:
     """Seconds of a step, as the simulator has them with what a run without asynchrony was like."""
     config = compose(ROOT / RECIPE, [*SETTINGS, *ahead(mode, work)])
     rates, workload = rates_of(folder, work), Recorded.of_run(folder)
-    return round(simulate(config, rates, workload, steps=12).seconds, 4)
+    return round(simulate(config, rates, workload, steps=SIMULATED).seconds, 4)
 
 
 def measure(seed: int, work: Work) -> dict[str, Any]:
@@ -202,8 +252,8 @@ def main() -> None:
     """Measures the seeds and prints a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--staleness", type=int, default=2, help="asynchrony.max_staleness")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--staleness", type=int, default=3, help="asynchrony.max_staleness")
     parser.add_argument("--tool", default="0.3,1", help="MEAN,SIGMA of its seconds")
     parser.add_argument("--sums", default="2.5,0.7", help="MEAN,SIGMA of the sums of a trajectory")
     args = parser.parse_args()

@@ -46,6 +46,13 @@ class Request:
     """Time that it has; past it, it ends with the tokens that there are, of which there may be none. None: no end."""
     routes_from: int = 0
     """Position in `tokens` from where on routes are wanted, of an engine that gives them: those before are known."""
+    prompt: int | None = None
+    """Of the data: requests with the same one begin with the same tokens."""
+
+    @property
+    def trajectory(self) -> str:
+        """Whose turn it is."""
+        return self.id.rpartition("/")[0]
 
 
 @dataclass(frozen=True)

@@ -81,7 +81,7 @@ _own_type = torch.Tensor.type
 
 def _as_written(function: Any = None, **_: Any) -> Any:
     """In place of `torch.compile`: what megatron-core decorates with it at its import. The compiler takes half of that
-    import's time, and no CPU's layer spec calls what it would compile."""
+    import's time; what layers of `policy.spec: local` call of it computes the same as it is written."""
     return function if function is not None else _as_written
 
 

@@ -279,7 +279,8 @@ class Agent:
         """
         t, start = opened.trajectory, opened.seconds
         first = opened.routes.first(t)
-        completion = await self.router.generate(Request(name, t.context, room, stream_seed(name), opened.left, first))
+        request = Request(name, t.context, room, stream_seed(name), opened.left, first, t.prompt.uid)
+        completion = await self.router.generate(request)
         opened.routes.add(t, completion)
         end = len(t.tokens)
         spent = opened.seconds - start

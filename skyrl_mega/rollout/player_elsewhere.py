@@ -230,6 +230,9 @@ class PlayerElsewhere:
             self._send()
             while True:
                 heard: list[News] = await asyncio.wait_for(line.actor.news.remote(self.name), SILENCE_S)
+                for news in heard:  # also where the worker dies before it has handed over what it played
+                    if isinstance(news, Counts):
+                        self.counted(news.taken, (line.rank, id(line.actor)))
                 await self._receive(line, [news for news in heard if isinstance(news, Played)])
                 for news in heard:
                     self._hear(line, news)
@@ -288,8 +291,8 @@ class PlayerElsewhere:
                     self.resting.add(rank)
             case EndedForMemory(programs):
                 budget.hear(programs)
-            case Counts(taken):
-                self.counted(taken, (line.rank, id(line.actor)))
+            case Counts():
+                pass  # counted already
 
     def _answer(self, line: Line, key: int, trajectory: Trajectory | None) -> None:
         answer = line.waiting.pop(key, None)

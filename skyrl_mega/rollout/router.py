@@ -1,4 +1,5 @@
-"""Requests spread over engines: the least loaded takes the next one; what a failed engine had goes to the others.
+"""Requests spread over engines, each to the least loaded or to the one that knows its beginning (`homes`); what a
+failed engine had goes to the others.
 
 A request waits here or in an engine for as long as those before it need. No time limit counts that; what is bounded is
 how long an engine may give no sign of life (`engine.Engine.generate_many`).
@@ -19,6 +20,7 @@ from skyrl_mega.cluster.group import cause_of, describe
 from skyrl_mega.config.derived import FILL
 from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
 from skyrl_mega.engines.presence import NotReady
+from skyrl_mega.rollout.homes import Homes
 
 IN_FLIGHT = 4
 """An engine is given so many times the sequences that it runs at once: it is never idle, and the rest goes where room
@@ -120,6 +122,7 @@ class Router:
         self.fleet, self.sampling, self.timeout_s = fleet, sampling, timeout_s
         self.limit = IN_FLIGHT * concurrency
         self.load = {engine: load_of(fleet.facts[engine]) for engine in fleet.serving}
+        self.homes = Homes()
         self.queue: deque[Waiting] = deque()
         self.names: set[str] = set()
         self.tasks: set[asyncio.Task[None]] = set()
@@ -182,7 +185,8 @@ class Router:
             free = [engine for engine in fits if self._takes(engine)]
             if not free:
                 break
-            engine = min(free, key=lambda engine: self.load[engine].requests)
+            requests = {engine: self.load[engine].requests for engine in free}
+            engine = self.homes.choose(self.queue[0].request, requests)
             waiting = self.queue.popleft()
             parts[engine][waiting.request.id] = waiting
             self.load[engine].add(waiting)

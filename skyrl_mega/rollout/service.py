@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
 from skyrl_mega.cluster.errors import ActorFailed
@@ -36,6 +36,13 @@ class Ticket:
     """The engines' weights when it was asked for: none of its tokens is of older ones."""
     names: tuple[str, ...]
     """Name each sample's requests and its random stream; no others have them."""
+    played: Mapping[int, Trajectory] = field(default_factory=dict)
+    """Samples that need not be played: another run has, and had to end before the group was done."""
+
+    @property
+    def left(self) -> list[int]:
+        """Samples that are to be played."""
+        return [sample for sample in range(len(self.names)) if sample not in self.played]
 
 
 @dataclass(frozen=True)
@@ -80,6 +87,8 @@ class RolloutService:
         self.players, self.sampling, self.loop = players, sampling, loop
         self.under_way: dict[int, Ticket] = {}
         """By number; the caller's thread alone looks at it."""
+        self._played: dict[int, dict[int, Trajectory]] = {}
+        """Of each of them the samples that have been played."""
         self._done: deque[Done | BaseException] = deque()
         self._agent: AnyAgent | None = None
 
@@ -110,6 +119,7 @@ class RolloutService:
                 # As before a phase: cached prefixes would change the last bits.
                 self.players.fleet.ask("forget", timeout=self.players.rollout.request_timeout_s)
         self.under_way |= {ticket.number: ticket for ticket in tickets}
+        self._played |= {ticket.number: {**ticket.played} for ticket in tickets}
         self.loop.start(self._play(list(zip(tickets, prompts, strict=True))))
 
     def done(self, wait_s: float) -> list[Done]:
@@ -124,9 +134,13 @@ class RolloutService:
             outcome = self._done.popleft()
             if isinstance(outcome, BaseException):
                 raise outcome
-            del self.under_way[outcome.ticket.number]
+            del self.under_way[outcome.ticket.number], self._played[outcome.ticket.number]
             found.append(outcome)
         return found
+
+    def so_far(self, ticket: Ticket) -> Ticket:
+        """One that is under way, with the samples that have been played up to now."""
+        return replace(ticket, played=dict(self._played[ticket.number]))
 
     def engines_changed(self) -> None:
         """A sync has ended: engines that are up to date take requests again, also those that were not."""
@@ -145,12 +159,12 @@ class RolloutService:
             self._agent = self.players.agent(self.sampling, ServiceRouter)
         agent = self._agent
         tasks = asyncio.create_task
-        opening = [tasks(agent.open(prompt, s)) for ticket, prompt in wanted for s in range(len(ticket.names))]
+        opening = [tasks(agent.open(prompt, s)) for ticket, prompt in wanted for s in ticket.left]
         playing: list[asyncio.Task[None]] = []
         try:
             opened = iter(await asyncio.gather(*opening))
             for ticket, prompt in wanted:
-                own = [next(opened) for _ in ticket.names]
+                own = {sample: next(opened) for sample in ticket.left}
                 playing.append(tasks(self._group(agent, ticket, prompt, own)))
             await asyncio.gather(*playing)
         except ActorFailed as error:
@@ -162,15 +176,20 @@ class RolloutService:
         finally:
             await closed(agent, opening, playing)
 
-    async def _group(self, agent: AnyAgent, ticket: Ticket, prompt: Prompt, opened: Sequence[Any]) -> None:
-        playing = [asyncio.create_task(agent.play(o, name)) for o, name in zip(opened, ticket.names, strict=True)]
+    async def _group(self, agent: AnyAgent, ticket: Ticket, prompt: Prompt, opened: Mapping[int, Any]) -> None:
+        played = self._played[ticket.number]
+
+        async def play(sample: int) -> None:
+            played[sample] = await agent.play(opened[sample], ticket.names[sample])
+
+        playing = [asyncio.create_task(play(sample)) for sample in opened]
         try:
-            trajectories: list[Trajectory] = await asyncio.gather(*playing)
+            await asyncio.gather(*playing)
         finally:  # where one fails, the others end too, before their environments are closed
             for task in playing:
                 task.cancel()
             await asyncio.gather(*playing, return_exceptions=True)
-        self._tell(Done(ticket, Group(prompt, trajectories)))
+        self._tell(Done(ticket, Group(prompt, [played[sample] for sample in range(len(ticket.names))])))
 
 
 class ServiceRouter(Router):

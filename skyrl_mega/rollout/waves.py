@@ -23,7 +23,7 @@ class Waves(Router):
         super().__init__(*args)
         self.players = 0
         """Trajectories that are being played, each with one request at most."""
-        self.homes: dict[str, int] = {}
+        self.places: dict[str, int] = {}
         """Trajectory → its number, in the order of the first wave; says whose engine has its cached prefix."""
 
     def expect(self, players: int) -> None:
@@ -46,8 +46,8 @@ class Waves(Router):
         engines = sorted(self.load)
         parts: dict[int, dict[str, Waiting]] = {engine: {} for engine in engines}
         for waiting in wave:
-            trajectory = waiting.request.id.rpartition("/")[0]
-            engine = engines[self.homes.setdefault(trajectory, len(self.homes)) % len(engines)]
+            place = self.places.setdefault(waiting.request.trajectory, len(self.places))
+            engine = engines[place % len(engines)]
             parts[engine][waiting.request.id] = waiting
             self.load[engine].add(waiting)
         self._send(parts)

@@ -162,7 +162,7 @@ class SimulatedEngine:
         return EXACT + self.loop.tick_s / 2 / self.speed.seconds[len(self.running)]
 
     def _begin(self, request: Request, answer: asyncio.Future[Completion]) -> None:
-        known = self.cached.pop(_trajectory(request), 0)
+        known = self.cached.pop(request.trajectory, 0)
         self.count += 1
         sequence = _Sequence(self.progress + request.max_tokens, self.count, request, answer, [(self.version, 0)])
         heapq.heappush(self.running, sequence)
@@ -171,7 +171,7 @@ class SimulatedEngine:
         self._make_room()
 
     def _end(self, sequence: _Sequence) -> None:
-        self.cached[_trajectory(sequence.request)] = sequence.tokens
+        self.cached[sequence.request.trajectory] = sequence.tokens
         self._make_room()
         count = sequence.request.max_tokens
         if not sequence.answer.done():
@@ -181,11 +181,6 @@ class SimulatedEngine:
     def _make_room(self) -> None:
         while self.cached and self.held > self.speed.cache_tokens:
             self.held -= self.cached.popitem(last=False)[1]
-
-
-def _trajectory(request: Request) -> str:
-    """Whose turn it is."""
-    return request.id.rpartition("/")[0]
 
 
 def _distinct(versions: list[tuple[int, int]]) -> list[tuple[int, int]]:

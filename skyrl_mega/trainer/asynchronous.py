@@ -9,6 +9,7 @@ taken by this step and K - b more, which take P each. So nothing that was genera
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from skyrl_mega.config.schema import Config
@@ -54,8 +55,8 @@ class Asynchronous:
         """Those before the one that takes groups."""
         self.asked = 0
         """Groups, over the whole run."""
-        self.again: list[tuple[int, int]] = []
-        """(number, prompt) of groups that were under way when the run ended that is resumed."""
+        self.again: list[Ticket] = []
+        """Groups that were under way when the run ended that is resumed."""
         self.done: dict[int, Done] = {}
         """Groups that no step has taken."""
         self.taken: tuple[int, list[Done]] = (0, [])
@@ -107,19 +108,21 @@ class Asynchronous:
         return self.stream.remaining + self._waiting + (len(taken) if number > done else 0)
 
     def keep(self, folder: Path, done: int) -> None:
-        """Groups that are done, and which ones are under way: these are played again."""
+        """Groups that are done, and of those that are under way the samples that are: the others are played again."""
         number, taken = self.taken
         kept = [*(taken if number > done else ()), *self.done.values()]
-        under_way = [*self.again, *((t.number, t.index) for t in self.service.under_way.values())]
+        under_way = [*self.again, *map(self.service.so_far, self.service.under_way.values())]
         rows = [t for one in kept for t in one.group.trajectories]
+        groups = kept_rollouts.places([one.group for one in kept], rows)
+        begun = [_begun(ticket, rows) for ticket in under_way]
         about = {
             "stream": self.stream.state(),
-            "prompts": [*(one.ticket.index for one in kept), *(index for _, index in under_way)],
+            "prompts": [*(one.ticket.index for one in kept), *(ticket.index for ticket in under_way)],
             "asked": self.asked,
             "versions": self.versions.known,
             "done": [[one.ticket.number, one.ticket.index, one.ticket.version] for one in kept],
-            "groups": kept_rollouts.places([one.group for one in kept], rows),
-            "under_way": under_way,
+            "groups": groups,
+            "under_way": begun,
         }
         kept_rollouts.write(folder, self.config, about, rows)
 
@@ -129,7 +132,9 @@ class Asynchronous:
             return
         about, rows = kept
         self.asked, self.versions.known = about["asked"], about["versions"]
-        self.again = [(number, index) for number, index in about["under_way"]]
+        for number, index, version, samples in about["under_way"]:
+            played = {sample: rows[row] for sample, row in samples}
+            self.again.append(replace(self._ticket(number, index, version), played=played))
         groups = kept_rollouts.grouped(about["groups"], rows)
         for (number, index, version), group in zip(about["done"], groups, strict=True):
             self.done[number] = Done(self._ticket(number, index, version), group)
@@ -150,11 +155,12 @@ class Asynchronous:
         ahead = steps if limit is None else min(steps, limit - self.steps)
         room = max(0, ahead * self.wanted - len(self.done) - len(self.service.under_way))
         self.asked = max(self.asked, self.steps * self.wanted)  # a run that was synchronous before has asked for these
-        first, self.again = self.again[:room], self.again[room:]
-        fresh = self.stream.take(max(0, min(room - len(first), self.stream.remaining)))
-        first += [(self.asked + i, index) for i, index in enumerate(fresh)]
+        again, self.again = self.again[:room], self.again[room:]
+        newest = self.versions.newest
+        tickets = [ticket if ticket.played else replace(ticket, version=newest) for ticket in again]
+        fresh = self.stream.take(max(0, min(room - len(again), self.stream.remaining)))
+        tickets += [self._ticket(self.asked + i, index, newest) for i, index in enumerate(fresh)]
         self.asked += len(fresh)
-        tickets = [self._ticket(number, index, self.versions.newest) for number, index in first]
         self.service.submit(tickets, [self.prompts[ticket.index] for ticket in tickets])
 
     def _ticket(self, number: int, index: int, version: int) -> Ticket:
@@ -214,6 +220,13 @@ class Asynchronous:
             "rollout/groups_left_out": float(len(self.left_out)),
             "rollout/groups_missing": float(self.wanted - len(groups)),
         }
+
+
+def _begun(ticket: Ticket, rows: list[Trajectory]) -> tuple[int, int, int, list[tuple[int, int]]]:
+    """What a checkpoint tells of a group that is under way; appends its samples that have been played to the rows."""
+    places = [(sample, len(rows) + i) for i, sample in enumerate(ticket.played)]
+    rows += ticket.played.values()
+    return ticket.number, ticket.index, ticket.version, places
 
 
 def _age(one: Done) -> tuple[int, int]:

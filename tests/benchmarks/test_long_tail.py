@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import time
+import uuid
 from array import array
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.long_tail import RECIPE, ROOT, SETTINGS, SWING, WARM, Work, ahead, predicted, rates_of
+from benchmarks.long_tail import (
+    RECIPE,
+    ROOT,
+    SETTINGS,
+    SWING,
+    WARM,
+    Work,
+    ahead,
+    answers,
+    apart,
+    predicted,
+    rates_of,
+    speed_of,
+)
 from benchmarks.long_tail_env import MOST_SUMS, TOOL_S, Sums, Tail, rows
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
@@ -73,13 +89,47 @@ def test_settings_are_ones_that_a_run_takes(mode: str) -> None:
     check(compose(ROOT / RECIPE, [*SETTINGS, *own, *ahead(mode, Work(24, 2, TAIL))]))
 
 
+def test_how_many_answers_were_under_way() -> None:
+    """Alone for 2 s, two for 1 s; and alone for 1 s, as one of two for 1 s."""
+    first = Step(Kind.RESPONSE, 0, 5, at_s=0.0, generate_s=3.0)
+    second = Step(Kind.RESPONSE, 9, 10, at_s=2.0, generate_s=2.0)
+    prompt = Step(Kind.PROMPT, 0, 9)
+    under_way, seconds, tokens = answers([[first], [prompt, second]])
+    assert under_way.tolist() == pytest.approx([4 / 3, 3 / 2])
+    assert (seconds.tolist(), tokens.tolist()) == ([3.0, 2.0], [5, 1])
+
+
+def test_an_engine_is_as_fast_as_it_was_with_so_many_sequences() -> None:
+    """The more, the slower: 0.1 s a token where 2 run, 0.2 s where 8 do."""
+
+    def together(count: int, token_s: float) -> list[list[Step]]:
+        return [[Step(Kind.RESPONSE, 0, 10, at_s=0.0, generate_s=10 * token_s)] for _ in range(count)]
+
+    speed = speed_of([together(2, 0.1), together(8, 0.2)])
+    assert [speed[n] for n in (1, 2, 5, 8, 512)] == pytest.approx([0.1, 0.1, 0.15, 0.2, 0.2])
+
+
+def test_a_process_gets_a_core_of_its_own() -> None:
+    name, core = f"ray::{uuid.uuid4().hex}", max(os.sched_getaffinity(0))
+    with subprocess.Popen(["bash", "-c", f"exec -a {name} sleep 60"]) as other:
+        try:
+            for _ in range(100):
+                apart(name, core)
+                if os.sched_getaffinity(other.pid) == {core}:
+                    break
+                time.sleep(0.05)
+            assert os.sched_getaffinity(other.pid) == {core} != os.sched_getaffinity(0)
+        finally:
+            other.kill()
+
+
 def test_rates_are_those_of_the_run_without_asynchrony(tmp_path: Path) -> None:
     work = Work(steps=SWING + 2, staleness=2, tail=TAIL)
     steps = [
         Step(Kind.PROMPT, 0, 6),
         Step(Kind.RESPONSE, 6, 10, generate_s=0.4, env_s=2.0),
         Step(Kind.OBSERVATION, 10, 14),
-        Step(Kind.RESPONSE, 14, 20, generate_s=0.8, env_s=1.0),
+        Step(Kind.RESPONSE, 14, 20, at_s=2.4, generate_s=0.8, env_s=1.0),
     ]
     whole = array("i", [0] * 20), array("b", [0] * 20), array("f", [0.0] * 20)
     trajectory = Trajectory(Prompt(0, [], "sums", {}), 0, *whole, 6, 0.0, Status.COMPLETED, 2, steps=steps)

@@ -25,7 +25,7 @@ from skyrl_mega.trainer.asynchronous import Asynchronous
 from skyrl_mega.trainer.rollouts_ahead import StaleTooFar, Versions
 from skyrl_mega.trainer.step import Step
 from tests.support.simulated_time import LONGEST_S
-from tests.support.virtual_rollouts import Engines, Players
+from tests.support.virtual_rollouts import Engines, Player, Players
 
 PROMPTS = 60
 
@@ -293,3 +293,30 @@ def test_a_step_without_a_signal_gives_up(tmp_path: Path, monkeypatch: pytest.Mo
         assert rollouts.next_groups(step) == []
         assert 8 <= step.metrics["rollout/groups_left_out"] <= 16 and stream.remaining >= 384
         assert step.metrics["rollout/rounds"] == 2 and step.metrics["rollout/groups_missing"] == 4
+
+
+def test_samples_that_were_played_are_not_played_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of groups that were under way when the run ended: they have their tokens, and are as old as they were."""
+    first, loop, _ = live(tmp_path, lambda config: None)
+    with loop:
+        first.next_groups(Step(1, Console()))
+        first.keep(tmp_path, 1)
+        under_way = [first.service.so_far(ticket) for ticket in first.service.under_way.values()]
+    before = {t.metadata["name"]: t.tokens.tolist() for ticket in under_way for t in ticket.played.values()}
+    assert before and any(ticket.left for ticket in under_way)
+    asked: list[str] = []
+    play = Player.play
+
+    async def told(self: Player, opened: Any, name: str) -> Any:
+        asked.append(name)
+        return await play(self, opened, name)
+
+    monkeypatch.setattr(Player, "play", told)
+    again, loop, _ = live(tmp_path, lambda config: None)
+    with loop:
+        known = {ticket.number: ticket.version for ticket in again.again if ticket.played}
+        assert known == {ticket.number: ticket.version for ticket in under_way if ticket.played}
+        drawn = [t for step in (2, 3) for group in again.next_groups(Step(step, Console())) for t in group.trajectories]
+    assert not before.keys() & set(asked)
+    found = {t.metadata["name"]: t.tokens.tolist() for t in drawn}
+    assert {name: tokens for name, tokens in found.items() if name in before} == before
