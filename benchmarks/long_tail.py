@@ -117,7 +117,7 @@ def apart(title: str, core: int) -> None:
     """Has all threads of processes that are called so run on a core of their own."""
     for process in psutil.process_iter():
         with suppress(psutil.NoSuchProcess):
-            if process.cmdline()[:1] and process.cmdline()[0].startswith(title):
+            if "".join(process.cmdline()[:1]).startswith(title):
                 for thread in process.threads():
                     with suppress(ProcessLookupError):  # it has ended since
                         os.sched_setaffinity(thread.id, {core})
@@ -177,7 +177,7 @@ def _mean(measured: Sequence[dict[str, Any]], name: str) -> float:
 
 def rates_of(folder: Path, work: Work) -> Rates:
     """As a run without asynchrony had them in full swing."""
-    measured = read(folder / "metrics.jsonl")[SWING : work.steps]
+    measured = read(folder / "metrics.jsonl")[SWING : work.steps - work.staleness]
     files = [folder / "trajectories" / f"step_{row['step']:06d}.parquet" for row in measured]
     played = [trajectory_io.read_steps(file) for file in files]
     tokens = sum(steps[-1].end for of_step in played for steps in of_step)

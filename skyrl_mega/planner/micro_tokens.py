@@ -85,8 +85,9 @@ def note(config: Config, found: Config, d: Decoder) -> str | None:
     if fit.problem(found, d, strict=True) is None:
         why = "the largest" if size == sizes[-1] else "the largest that fits"
     else:
-        ends = {sizes[-1]: "the largest, as what is tight does not depend on it,", sizes[0]: "the least"}
-        why = ends.get(size, "the largest with which no more is tight than with the least,")
+        why = "the largest with which no more is tight than with the least,"
+        why = "the largest, as what is tight does not depend on it," if size == sizes[-1] else why
+        why = "the least" if size == sizes[0] else why
     return f"policy.micro_tokens=null is {size} here: {why} of {', '.join(map(str, sizes))}"
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.journal import Said
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.telemetry.timeline import Taken
 from skyrl_mega.telemetry.trace import Span
@@ -42,6 +43,8 @@ class Order:
     """Names its requests and their random stream."""
     traced: bool
     """Whether calls of its environment are recorded."""
+    said: Sequence[Said] = ()
+    """Its turns that were played before."""
 
 
 # ---- from a worker ---------------------------------------------------------------------------------------------------

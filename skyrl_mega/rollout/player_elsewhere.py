@@ -18,6 +18,7 @@ from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.rollout.by_reference import joined
+from skyrl_mega.rollout.journal import Said
 from skyrl_mega.rollout.orders import (
     Counts,
     EndedForMemory,
@@ -106,6 +107,8 @@ class PlayerElsewhere:
         """Told what workers had under way, and which."""
         self.syncs = 0
         """After which engines were told to take requests again."""
+        self._said: dict[str, list[Said]] = {}
+        """Turns that were played before, by trajectory."""
         self._sent: set[asyncio.Task[None]] = set()
         self._keys = count()
         self._sending = False
@@ -121,7 +124,8 @@ class PlayerElsewhere:
         """
         while True:
             line = await self._line()
-            order = Order(next(self._keys), prompt, sample, name, self.spans() is not None)
+            said = self._said.get(name, ())
+            order = Order(next(self._keys), prompt, sample, name, self.spans() is not None, said)
             with suppress(_Lost):
                 trajectory = await self._carried_out(line, order)
                 trajectory.prompt = prompt
@@ -146,6 +150,29 @@ class PlayerElsewhere:
         for line in self.lines.values():
             if line.begun:
                 line.actor.rejoin.remote(self.name, self._engines())
+
+    def remember(self, said: Sequence[Said]) -> None:
+        """Turns of trajectories that are about to be played."""
+        for one in said:
+            self._said.setdefault(one.trajectory, []).append(one)
+
+    async def said(self) -> list[Said]:
+        """Turns of those that are being played. Of a worker that does not answer these are lost."""
+        answers = await asyncio.gather(*(self._said_at(line) for line in self.lines.values() if line.begun))
+        known = [*self._said.values(), *answers]  # the former also where no worker has them yet
+        return [*{one.request: one for part in known for one in part}.values()]
+
+    def forget(self, trajectory: str) -> None:
+        """It has ended."""
+        self._said.pop(trajectory, None)
+
+    async def _said_at(self, line: Line) -> list[Said]:
+        import ray
+
+        try:
+            return await asyncio.wait_for(line.actor.said.remote(self.name), END_S)
+        except (ray.exceptions.RayError, TimeoutError):
+            return []  # `_listen` hears of it too
 
     async def _line(self) -> Line:
         """To the worker that has least to do."""

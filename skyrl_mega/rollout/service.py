@@ -16,9 +16,11 @@ from typing import Any, Protocol, runtime_checkable
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet, NobodyServes
 from skyrl_mega.config.schema import RolloutConfig, SamplingConfig
+from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.event_loop import ServiceLoop
 from skyrl_mega.rollout.generator import closed
+from skyrl_mega.rollout.journal import Journal, Said
 from skyrl_mega.rollout.router import Load, Router, Waiting, load_of
 from skyrl_mega.rollout.slots import AnyAgent, Desk
 from skyrl_mega.rollout.trajectory import Group, Trajectory
@@ -37,7 +39,9 @@ class Ticket:
     names: tuple[str, ...]
     """Name each sample's requests and its random stream; no others have them."""
     played: Mapping[int, Trajectory] = field(default_factory=dict)
-    """Samples that need not be played: another run has, and had to end before the group was done."""
+    """Samples that need not be played: an earlier life of the run has, which ended before the group was done."""
+    said: Sequence[Said] = ()
+    """Turns of the others that it has played."""
 
     @property
     def left(self) -> list[int]:
@@ -72,6 +76,15 @@ class ServiceDesk(Desk, Protocol):
 
     def rejoin(self) -> None:
         """Takes in engines that have come back, and goes on."""
+
+    def remember(self, said: Sequence[Said]) -> None:
+        """Turns of trajectories that are about to be played."""
+
+    async def said(self) -> list[Said]:
+        """Turns of those that are being played."""
+
+    def forget(self, trajectory: str) -> None:
+        """It has ended."""
 
 
 class RolloutService:
@@ -138,9 +151,18 @@ class RolloutService:
             found.append(outcome)
         return found
 
-    def so_far(self, ticket: Ticket) -> Ticket:
-        """One that is under way, with the samples that have been played up to now."""
-        return replace(ticket, played=dict(self._played[ticket.number]))
+    def so_far(self) -> list[Ticket]:
+        """Those that are under way, with what has been played of them up to now."""
+        said: dict[str, list[Said]] = {}
+        if (router := self._router) is not None:
+            for one in self.loop.run(router.said()):  # first: what ends meanwhile is played then
+                said.setdefault(one.trajectory, []).append(one)
+        tickets = []
+        for ticket in self.under_way.values():
+            played = dict(self._played[ticket.number])
+            left = [name for sample, name in enumerate(ticket.names) if sample not in played]
+            tickets.append(replace(ticket, played=played, said=[one for name in left for one in said.get(name, ())]))
+        return tickets
 
     def engines_changed(self) -> None:
         """A sync has ended: engines that are up to date take requests again, also those that were not."""
@@ -157,7 +179,9 @@ class RolloutService:
     async def _play(self, wanted: list[tuple[Ticket, Prompt]]) -> None:
         if self._agent is None:
             self._agent = self.players.agent(self.sampling, ServiceRouter)
-        agent = self._agent
+        agent, router = self._agent, self._router
+        assert router is not None
+        router.remember([one for ticket, _ in wanted for one in ticket.said])
         tasks = asyncio.create_task
         opening = [tasks(agent.open(prompt, s)) for ticket, prompt in wanted for s in ticket.left]
         playing: list[asyncio.Task[None]] = []
@@ -177,10 +201,13 @@ class RolloutService:
             await closed(agent, opening, playing)
 
     async def _group(self, agent: AnyAgent, ticket: Ticket, prompt: Prompt, opened: Mapping[int, Any]) -> None:
-        played = self._played[ticket.number]
+        played, router = self._played[ticket.number], self._router
+        assert router is not None
 
         async def play(sample: int) -> None:
-            played[sample] = await agent.play(opened[sample], ticket.names[sample])
+            name = ticket.names[sample]
+            played[sample] = await agent.play(opened[sample], name)
+            router.forget(name)
 
         playing = [asyncio.create_task(play(sample)) for sample in opened]
         try:
@@ -199,6 +226,27 @@ class ServiceRouter(Router):
         super().__init__(*args)
         self.resting: set[int] = set()
         """Engines that have refused a request, until the next sync."""
+        self.journal = Journal()
+
+    async def generate(self, request: Request) -> Completion:
+        """Continues one prompt, or says what was said to it before."""
+        if (known := self.journal.answer(request)) is not None:
+            return known
+        completion = await super().generate(request)
+        self.journal.keep(request, completion)
+        return completion
+
+    def remember(self, said: Sequence[Said]) -> None:
+        """Turns of trajectories that are about to be played."""
+        self.journal.add(said)
+
+    async def said(self) -> list[Said]:
+        """Turns of those that are being played."""
+        return self.journal.all()
+
+    def forget(self, trajectory: str) -> None:
+        """It has ended."""
+        self.journal.forget(trajectory)
 
     def rejoin(self) -> None:
         """Takes in engines that have come back, and goes on."""

@@ -27,6 +27,7 @@ from skyrl_mega.megatron.parts import Stored
 from skyrl_mega.rollout.by_reference import put_away
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.equipment import Equipment
+from skyrl_mega.rollout.journal import Said
 from skyrl_mega.rollout.orders import (
     Counts,
     EndedForMemory,
@@ -127,6 +128,10 @@ class RolloutWorker:
         arrays = self.sessions[session].arrays
         return [*(arrays.pop(key) for key in keys), None]
 
+    async def said(self, session: str) -> list[Said]:
+        """The policy's turns in trajectories that are under way."""
+        return await self.sessions[session].said()
+
     async def end(self, session: str) -> Taken:
         """Ends what is under way; its environments are closed when this returns. Returns what was since the last
         `Counts`."""
@@ -191,6 +196,11 @@ class Session:
         assert isinstance(self.router, ServiceRouter)
         self.router.rejoin()
 
+    async def said(self) -> list[Said]:
+        """The policy's turns in trajectories that are under way."""
+        assert isinstance(self.router, ServiceRouter)
+        return await self.router.said()
+
     async def close(self) -> None:
         """Ends what is under way, and closes its environments."""
         for key in [*self.tasks]:
@@ -202,7 +212,13 @@ class Session:
         spans: list[Span] | None = [] if order.traced else None
         agent = copy(self.agent)
         agent.spans = lambda: spans
-        trajectory = await agent.play(await agent.open(order.prompt, order.sample), order.name)
+        if isinstance(self.router, ServiceRouter):
+            self.router.remember(order.said)
+        try:
+            trajectory = await agent.play(await agent.open(order.prompt, order.sample), order.name)
+        finally:
+            if isinstance(self.router, ServiceRouter):
+                self.router.forget(order.name)
         small, arrays = put_away(trajectory)
         small.prompt = ELSEWHERE
         self.arrays[order.key] = arrays
@@ -271,8 +287,8 @@ class _OwnNames(Router):
         return await super().generate(replace(request, id=f"{request.id}@{self.mark}"))
 
 
-class _ServiceRouter(_OwnNames, ServiceRouter):
-    """Of a service; tells the driver of engines that wait for a sync."""
+class _ServiceRouter(ServiceRouter, _OwnNames):
+    """Of a service; tells the driver of engines that wait for a sync. Names in its journal have no mark."""
 
     fleet: KnownEngines
 

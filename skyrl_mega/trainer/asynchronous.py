@@ -108,10 +108,10 @@ class Asynchronous:
         return self.stream.remaining + self._waiting + (len(taken) if number > done else 0)
 
     def keep(self, folder: Path, done: int) -> None:
-        """Groups that are done, and of those that are under way the samples that are: the others are played again."""
+        """Groups that are done, and of those that are under way the samples that are and the others' turns."""
         number, taken = self.taken
         kept = [*(taken if number > done else ()), *self.done.values()]
-        under_way = [*self.again, *map(self.service.so_far, self.service.under_way.values())]
+        under_way = [*self.again, *self.service.so_far()]
         rows = [t for one in kept for t in one.group.trajectories]
         groups = kept_rollouts.places([one.group for one in kept], rows)
         begun = [_begun(ticket, rows) for ticket in under_way]
@@ -124,17 +124,21 @@ class Asynchronous:
             "groups": groups,
             "under_way": begun,
         }
-        kept_rollouts.write(folder, self.config, about, rows)
+        said = [one for ticket in under_way for one in ticket.said]
+        kept_rollouts.write(folder, self.config, about, rows, said)
 
     def restore(self, folder: Path) -> None:
         """Groups that the run had, or had asked for, before it ended."""
         if (kept := kept_rollouts.read(folder, self.config, self.stream, self.prompts)) is None:
             return
         about, rows = kept
+        said = kept_rollouts.said(folder)
         self.asked, self.versions.known = about["asked"], about["versions"]
         for number, index, version, samples in about["under_way"]:
+            ticket = self._ticket(number, index, version)
             played = {sample: rows[row] for sample, row in samples}
-            self.again.append(replace(self._ticket(number, index, version), played=played))
+            turns = [one for name in ticket.names for one in said.get(name, ())]
+            self.again.append(replace(ticket, played=played, said=turns))
         groups = kept_rollouts.grouped(about["groups"], rows)
         for (number, index, version), group in zip(about["done"], groups, strict=True):
             self.done[number] = Done(self._ticket(number, index, version), group)
@@ -157,7 +161,7 @@ class Asynchronous:
         self.asked = max(self.asked, self.steps * self.wanted)  # a run that was synchronous before has asked for these
         again, self.again = self.again[:room], self.again[room:]
         newest = self.versions.newest
-        tickets = [ticket if ticket.played else replace(ticket, version=newest) for ticket in again]
+        tickets = [ticket if ticket.played or ticket.said else replace(ticket, version=newest) for ticket in again]
         fresh = self.stream.take(max(0, min(room - len(again), self.stream.remaining)))
         tickets += [self._ticket(self.asked + i, index, newest) for i, index in enumerate(fresh)]
         self.asked += len(fresh)

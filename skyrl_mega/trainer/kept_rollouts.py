@@ -16,13 +16,20 @@ from skyrl_mega.config.outside import json_object
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout import trajectory_io
+from skyrl_mega.rollout import journal, trajectory_io
+from skyrl_mega.rollout.journal import Said
 from skyrl_mega.rollout.trajectory import Group, Trajectory
 
-_ABOUT, _ROWS = "rollouts.json", "rollouts.parquet"
+_ABOUT, _ROWS, _SAID = "rollouts.json", "rollouts.parquet", "turns.parquet"
 
 
-def write(folder: Path, config: Config, about: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> None:
+def write(
+    folder: Path,
+    config: Config,
+    about: Mapping[str, Any],
+    trajectories: Sequence[Trajectory],
+    said: Sequence[Said] = (),
+) -> None:
     """Writes trajectories with their columns, and JSON about them.
 
     Args:
@@ -31,11 +38,21 @@ def write(folder: Path, config: Config, about: Mapping[str, Any], trajectories: 
         about: With `stream`, the place in the data, and `prompts`, those that were drawn before it and no step has
             learned from.
         trajectories: What is written.
+        said: Turns of trajectories that are under way.
     """
     with (folder / _ABOUT).open("w") as opened:
         json.dump({**about, "settings": _settings(config)}, opened)
     if trajectories:
         trajectory_io.write_apart(folder / _ROWS, list(trajectories), columns=True)
+    journal.write(folder / _SAID, said)
+
+
+def said(folder: Path) -> dict[str, list[Said]]:
+    """Turns that `write` was given, by trajectory."""
+    found: dict[str, list[Said]] = {}
+    for one in journal.read(folder / _SAID) if (folder / _SAID).exists() else ():
+        found.setdefault(one.trajectory, []).append(one)
+    return found
 
 
 def read(
@@ -59,6 +76,8 @@ def read(
     return about, trajectories
 
 
+FORM = 2
+"""Of what is written: another one's trajectories are drawn again."""
 WHERE = ("workers", "slots", "processes", "retries", "max_failed")
 """Settings of `environment` that say where and how many at once trajectories are played, and not what they are."""
 
@@ -69,6 +88,7 @@ def _settings(config: Config) -> str:
     rollout = {k: v for k, v in asdict(config.rollout).items() if k not in ("engines", "concurrency")}
     environment = {k: v for k, v in asdict(config.environment).items() if k not in WHERE}
     parts = [
+        FORM,
         asdict(config.asynchrony),
         [data.prompts_per_step, data.samples_per_prompt],
         [rollout, environment],

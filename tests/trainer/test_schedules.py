@@ -16,7 +16,9 @@ import pytest
 
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
+from skyrl_mega.engines.base import Request
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.service import RolloutService, ServiceRouter
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.telemetry.console import Console
@@ -25,7 +27,7 @@ from skyrl_mega.trainer.asynchronous import Asynchronous
 from skyrl_mega.trainer.rollouts_ahead import StaleTooFar, Versions
 from skyrl_mega.trainer.step import Step
 from tests.support.simulated_time import LONGEST_S
-from tests.support.virtual_rollouts import Engines, Player, Players
+from tests.support.virtual_rollouts import Engines, Players
 
 PROMPTS = 60
 
@@ -166,7 +168,12 @@ def fault(folder: Path) -> Exception | None:
 
 
 @pytest.mark.parametrize(
-    "seeds", [range(100), pytest.param(range(100, 1000), marks=pytest.mark.slow)], ids=["some", "a thousand"]
+    "seeds",
+    [
+        pytest.param(range(100), id="a hundred"),
+        pytest.param(range(100, 300), id="two hundred more", marks=pytest.mark.slow),
+        pytest.param(range(300, 1000), id="a thousand in all", marks=[pytest.mark.slow, pytest.mark.nightly]),
+    ],
 )
 def test_no_schedule_loses_doubles_or_ages_anything(tmp_path: Path, seeds: range) -> None:
     for seed in seeds:
@@ -295,28 +302,34 @@ def test_a_step_without_a_signal_gives_up(tmp_path: Path, monkeypatch: pytest.Mo
         assert step.metrics["rollout/rounds"] == 2 and step.metrics["rollout/groups_missing"] == 4
 
 
-def test_samples_that_were_played_are_not_played_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of groups that were under way when the run ended: they have their tokens, and are as old as they were."""
+def test_what_was_played_of_groups_under_way_is_not_played_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Samples that had ended keep their tokens, turns of the others theirs, and groups are as old as they were."""
     first, loop, _ = live(tmp_path, lambda config: None)
     with loop:
         first.next_groups(Step(1, Console()))
         first.keep(tmp_path, 1)
-        under_way = [first.service.so_far(ticket) for ticket in first.service.under_way.values()]
+        under_way = first.service.so_far()
     before = {t.metadata["name"]: t.tokens.tolist() for ticket in under_way for t in ticket.played.values()}
-    assert before and any(ticket.left for ticket in under_way)
+    said = {one.request: [v for v, _ in one.completion.versions] for ticket in under_way for one in ticket.said}
+    assert before and said and any(ticket.left for ticket in under_way)
     asked: list[str] = []
-    play = Player.play
+    generate = Router.generate
 
-    async def told(self: Player, opened: Any, name: str) -> Any:
-        asked.append(name)
-        return await play(self, opened, name)
+    async def told(self: Router, request: Request) -> Any:
+        asked.append(request.id)
+        return await generate(self, request)
 
-    monkeypatch.setattr(Player, "play", told)
+    monkeypatch.setattr(Router, "generate", told)
     again, loop, _ = live(tmp_path, lambda config: None)
     with loop:
-        known = {ticket.number: ticket.version for ticket in again.again if ticket.played}
-        assert known == {ticket.number: ticket.version for ticket in under_way if ticket.played}
+        known = {ticket.number: ticket.version for ticket in again.again if ticket.played or ticket.said}
+        assert known == {ticket.number: ticket.version for ticket in under_way if ticket.played or ticket.said}
         drawn = [t for step in (2, 3) for group in again.next_groups(Step(step, Console())) for t in group.trajectories]
-    assert not before.keys() & set(asked)
-    found = {t.metadata["name"]: t.tokens.tolist() for t in drawn}
-    assert {name: tokens for name, tokens in found.items() if name in before} == before
+    assert not said.keys() & set(asked) and not before.keys() & {name.rpartition("/")[0] for name in asked}
+    found = {t.metadata["name"]: t for t in drawn}
+    assert {name: found[name].tokens.tolist() for name in before if name in found} == before
+    for name in {request.rpartition("/")[0] for request in said} & found.keys():
+        versions = [v for request, of in said.items() if request.rpartition("/")[0] == name for v in of]
+        assert [version for version, _ in found[name].versions][: len(versions)] == versions

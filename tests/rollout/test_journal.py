@@ -1,0 +1,88 @@
+"""What the policy has said need not be said twice, unless what comes before it is another."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from skyrl_mega.engines.base import Completion, Request, Sampling
+from skyrl_mega.rollout import journal
+from skyrl_mega.rollout.journal import Journal, Said, digest
+from skyrl_mega.rollout.router import Router
+from skyrl_mega.rollout.service import ServiceRouter
+from skyrl_mega.rollout.worker import _ServiceRouter
+from tests.support.virtual_rollouts import Engines
+
+
+def completion(name: str, tokens: list[int], finish: str = "stop") -> Completion:
+    return Completion(name, array("i", tokens), array("f", [-0.5] * len(tokens)), finish, ((3, 0),))
+
+
+def test_an_answer_is_known_where_all_tokens_before_it_are_the_same() -> None:
+    known = Journal()
+    known.keep(Request("0/1/0/7/0", [1, 2, 3], 9, seed=0), completion("0/1/0/7/0", [4]))
+    assert known.answer(Request("0/1/0/7/0", array("i", [1, 2, 3]), 9, seed=0)) == completion("0/1/0/7/0", [4])
+    assert known.answer(Request("0/1/0/7/0", [1, 2, 4], 9, seed=0)) is None
+    assert known.answer(Request("0/1/0/7/1", [1, 2, 3], 9, seed=0)) is None
+    known.forget("0/1/0/7")
+    assert known.answer(Request("0/1/0/7/0", [1, 2, 3], 9, seed=0)) is None and known.all() == []
+
+
+def test_an_answer_whose_time_was_over_is_asked_for_again() -> None:
+    known = Journal()
+    known.keep(Request("a/0", [1], 9, seed=0), completion("a/0", [], "timeout"))
+    assert known.all() == []
+
+
+turn = st.builds(
+    lambda name, context, tokens, logprobs, finish, versions: Said(
+        name,
+        digest(context),
+        Completion(
+            name, array("i", tokens), array("f", [*logprobs, *[0.0] * len(tokens)][: len(tokens)]), finish, versions
+        ),
+    ),
+    st.text(st.characters(blacklist_categories=["Cs"]), max_size=5).map(lambda text: f"{text}/0"),
+    st.lists(st.integers(0, 2**31 - 1), max_size=5),
+    st.lists(st.integers(0, 2**31 - 1), max_size=8),
+    st.lists(st.floats(-50, 0, width=32), max_size=8),
+    st.sampled_from(["stop", "length"]),
+    st.lists(st.tuples(st.integers(0, 2**40), st.integers(0, 2**20)), max_size=3).map(tuple),
+)
+
+
+@given(st.lists(turn, max_size=6))
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+def test_a_file_has_all_of_it(tmp_path: Path, said: list[Said]) -> None:
+    journal.write(tmp_path / "turns.parquet", said)
+    assert journal.read(tmp_path / "turns.parquet") == said
+
+
+def test_a_workers_turns_have_the_names_that_all_processes_give() -> None:
+    """Its requests have a mark of its own, which nobody else's have."""
+    sent: list[str] = []
+
+    class Told(Router):
+        async def generate(self, request: Request) -> Completion:
+            sent.append(request.id)
+            return completion(request.id, [5])
+
+    class Worker(_ServiceRouter, Told):
+        pass
+
+    async def said() -> list[Said]:
+        engines: Any = Engines(1, Random(0))
+        router = Worker(engines, Sampling(), 4, 10.0)
+        for _ in range(2):
+            await router.generate(Request("0/1/0/7/0", [1], 9, seed=0))
+        return await router.said()
+
+    (one,) = asyncio.run(said())
+    assert (one.request, one.trajectory) == ("0/1/0/7/0", "0/1/0/7")
+    assert len(sent) == 1 and sent[0].startswith("0/1/0/7/0@") and issubclass(Worker, ServiceRouter)
