@@ -285,8 +285,8 @@ def undisturbed(folder: Path, mode: str) -> Expected:
     return Expected(trained(folder), weights(folder) if mode in EXACT else None, took)
 
 
-def disturb(folder: Path, mode: str, roles: Sequence[str], random: Random, expected: Expected) -> list[dict[str, Any]]:
-    """Kills one after the other, then waits for the end; what was killed, with what came of the run."""
+def disturb(folder: Path, mode: str, roles: Sequence[str], random: Random, expected: Expected) -> dict[str, Any]:
+    """Kills one after the other, then waits for the end; what was killed, and what came of the run."""
     with disturbed(folder, mode) as run:
         try:
             for role in roles:
@@ -300,7 +300,7 @@ def disturb(folder: Path, mode: str, roles: Sequence[str], random: Random, expec
             mistakes = [str(hangs)]
         if mistakes:
             print(f"  {mistakes}\n{run.said[-6000:]}", flush=True)
-        return [one | {"wrong": mistakes} for one in run.kills]
+        return {"mode": mode, "kills": run.kills, "wrong": mistakes}
 
 
 def kill(run: Disturbed, role: str, random: Random) -> None:
@@ -313,7 +313,7 @@ def kill(run: Disturbed, role: str, random: Random) -> None:
     while not run.over:
         step = run.step
         if run.kill(role, random):
-            run.kills.append({"mode": run.mode, "role": role, "after_step": step})
+            run.kills.append({"role": role, "after_step": step})
             print(f"  {role} after step {step}", flush=True)
             return
         if time.monotonic() > deadline:
@@ -329,7 +329,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--modes", nargs="+", default=list(STALENESS), choices=list(STALENESS))
     args = parser.parse_args()
-    random = Random(args.seed)
+    random, most = Random(args.seed), 2 * -(-args.kills // args.each)
     roles = list(islice(cycle(ROLES), args.kills))
     random.shuffle(roles)
     kept: list[dict[str, Any]] = []
@@ -338,14 +338,16 @@ def main() -> int:
         for mode in args.modes:
             expected[mode] = undisturbed(Path(place) / mode, mode)
             print(f"{mode}, undisturbed: {expected[mode].seconds:.0f} s from the first step on", flush=True)
-        for number, first in enumerate(range(0, len(roles), args.each)):
-            mode, these = args.modes[number % len(args.modes)], roles[first : first + args.each]
+        while roles and len(kept) < most:
+            number, mode = len(kept), args.modes[len(kept) % len(args.modes)]
             print(f"run {number}, {mode}", flush=True)
-            kept += disturb(Path(place) / f"run-{number}", mode, these, random, expected[mode])
+            kept.append(disturb(Path(place) / f"run-{number}", mode, roles[: args.each], random, expected[mode]))
+            for one in kept[-1]["kills"]:
+                roles.remove(one["role"])  # a run may end before all of its kills are made
             RESULTS.write_text(json.dumps(kept, indent=1) + "\n")
-    bad = [one for one in kept if one["wrong"]]
-    print(f"{len(kept)} of {args.kills} kills were made, {len(bad)} in runs that were not as they must be")
-    return 1 if bad else 0
+    bad, made = [one for one in kept if one["wrong"]], sum(len(one["kills"]) for one in kept)
+    print(f"{made} of {args.kills} kills were made; {len(bad)} of {len(kept)} runs were not as they must be")
+    return 1 if bad or made < args.kills else 0
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ class Request:
     routes_from: int = 0
     """Position in `tokens` from where on routes are wanted, of an engine that gives them: those before are known."""
     prompt: int | None = None
-    """Of the data: requests with the same one begin with the same tokens."""
+    """Of the data, in a trajectory's first turn: requests with the same one have the same tokens."""
 
     @property
     def trajectory(self) -> str:

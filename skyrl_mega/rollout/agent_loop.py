@@ -279,7 +279,8 @@ class Agent:
         """
         t, start = opened.trajectory, opened.seconds
         first = opened.routes.first(t)
-        request = Request(name, t.context, room, stream_seed(name), opened.left, first, t.prompt.uid)
+        begins = None if t.turns else t.prompt.uid
+        request = Request(name, t.context, room, stream_seed(name), opened.left, first, prompt=begins)
         completion = await self.router.generate(request)
         opened.routes.add(t, completion)
         end = len(t.tokens)

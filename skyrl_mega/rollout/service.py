@@ -23,7 +23,7 @@ from skyrl_mega.rollout.generator import closed
 from skyrl_mega.rollout.journal import Journal, Said
 from skyrl_mega.rollout.router import Load, Router, Waiting, load_of
 from skyrl_mega.rollout.slots import AnyAgent, Desk
-from skyrl_mega.rollout.trajectory import Group, Trajectory
+from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class RolloutService:
                 said.setdefault(one.trajectory, []).append(one)
         tickets = []
         for ticket in self.under_way.values():
-            played = dict(self._played[ticket.number])
+            played = {sample: t for sample, t in dict(self._played[ticket.number]).items() if _lasts(t)}
             left = [name for sample, name in enumerate(ticket.names) if sample not in played]
             tickets.append(replace(ticket, played=played, said=[one for name in left for one in said.get(name, ())]))
         return tickets
@@ -217,6 +217,11 @@ class RolloutService:
                 task.cancel()
             await asyncio.gather(*playing, return_exceptions=True)
         self._tell(Done(ticket, Group(prompt, [played[sample] for sample in range(len(ticket.names))])))
+
+
+def _lasts(t: Trajectory) -> bool:
+    """Whether a run that resumes takes it as it is: what a service under its environment has ended gets a new try."""
+    return t.status is not Status.ERROR_INFRASTRUCTURE
 
 
 class ServiceRouter(Router):

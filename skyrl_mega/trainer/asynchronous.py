@@ -157,12 +157,12 @@ class Asynchronous:
             return
         steps, limit = self.versions.most + 1, self.config.run.steps
         ahead = steps if limit is None else min(steps, limit - self.steps)
-        room = max(0, ahead * self.wanted - len(self.done) - len(self.service.under_way))
+        again, self.again = self.again, []  # all of them: they are as old as they were, and a step waits for the oldest
+        room = max(0, ahead * self.wanted - len(self.done) - len(self.service.under_way) - len(again))
         self.asked = max(self.asked, self.steps * self.wanted)  # a run that was synchronous before has asked for these
-        again, self.again = self.again[:room], self.again[room:]
         newest = self.versions.newest
         tickets = [ticket if ticket.played or ticket.said else replace(ticket, version=newest) for ticket in again]
-        fresh = self.stream.take(max(0, min(room - len(again), self.stream.remaining)))
+        fresh = self.stream.take(max(0, min(room, self.stream.remaining)))
         tickets += [self._ticket(self.asked + i, index, newest) for i, index in enumerate(fresh)]
         self.asked += len(fresh)
         self.service.submit(tickets, [self.prompts[ticket.index] for ticket in tickets])

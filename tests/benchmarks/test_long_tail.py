@@ -124,7 +124,7 @@ def test_a_process_gets_a_core_of_its_own() -> None:
 
 
 def test_rates_are_those_of_the_run_without_asynchrony(tmp_path: Path) -> None:
-    work = Work(steps=SWING + 2, staleness=2, tail=TAIL)
+    work = Work(steps=SWING + 4, staleness=2, tail=TAIL)
     steps = [
         Step(Kind.PROMPT, 0, 6),
         Step(Kind.RESPONSE, 6, 10, generate_s=0.4, env_s=2.0),
@@ -135,12 +135,12 @@ def test_rates_are_those_of_the_run_without_asynchrony(tmp_path: Path) -> None:
     trajectory = Trajectory(Prompt(0, [], "sums", {}), 0, *whole, 6, 0.0, Status.COMPLETED, 2, steps=steps)
     lines = [{"step": 0}]
     for step in range(1, work.steps + 1):
-        trajectory_io.write(tmp_path / "trajectories" / f"step_{step:06d}.parquet", [trajectory] * 256)
+        trajectory_io.write(tmp_path / "trajectories" / f"step_{step:06d}.parquet", [trajectory] * 64)
         lines.append({"step": step, "time/step": 9.0, "time/generate": 5.0, "time/sync": 0.5})
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     rates = rates_of(tmp_path, work)
     assert rates.speed.seconds[1] == rates.speed.seconds[-1] == pytest.approx(0.12)
-    assert (rates.train_s, rates.sync_s) == pytest.approx((3.5 / (256 * 20), 0.5))
+    assert (rates.train_s, rates.sync_s) == pytest.approx((3.5 / (64 * 20), 0.5))
     # All trajectories alike: 1.2 s of answers and 3 s of tools, then what the policy takes; ahead of it, that alone.
     assert predicted(tmp_path, "off", work) == pytest.approx(4.2 + 3.5 + 0.5, rel=0.01)
     assert predicted(tmp_path, "full", work) == pytest.approx(3.5 + 0.5, rel=0.01)

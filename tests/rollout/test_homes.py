@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+from collections import defaultdict
+from random import Random
+from typing import Any
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_mega.engines.base import Request
+from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.rollout import homes
 from skyrl_mega.rollout.homes import FEW, LONG, SHARE, Homes
+from skyrl_mega.rollout.router import Waiting
+from skyrl_mega.rollout.service import ServiceRouter
+from skyrl_mega.simulation.virtual_time import VirtualLoop
+from tests.support.virtual_rollouts import Engines
 
 
 def turn(name: str, length: int = 10, prompt: int | None = None) -> Request:
@@ -58,3 +67,36 @@ def test_no_engine_is_given_much_more_than_another(turns: list[tuple[int, int, i
         assert requests[chosen] <= least + max(FEW, SHARE * least)
         requests[chosen] += 1
         requests[ended] = max(0, requests[ended] - 1)
+
+
+def test_a_router_sends_all_turns_of_a_trajectory_to_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And samples of a long prompt to one, in whatever order engines answer."""
+    went: dict[str, set[int]] = defaultdict(set)
+    send = ServiceRouter._send
+
+    def told(self: ServiceRouter, parts: dict[int, dict[str, Waiting]]) -> None:
+        for engine, part in parts.items():
+            for waiting in part.values():
+                went[waiting.request.trajectory].add(engine)
+        send(self, parts)
+
+    monkeypatch.setattr(ServiceRouter, "_send", told)
+    random = Random(0)
+    with VirtualLoop() as loop:
+        engines: Any = Engines(3, random)
+        engines.revive(0)
+        router = ServiceRouter(engines, Sampling(), 4, 600.0)
+
+        async def play(name: str, prompt: int) -> None:
+            for turn_of in range(4):
+                begins = None if turn_of else prompt
+                await router.generate(Request(f"{name}/{turn_of}@mark", [1] * LONG, 6, turn_of, prompt=begins))
+                await asyncio.sleep(random.random())
+
+        async def everything() -> None:
+            await asyncio.gather(*(play(f"{prompt}-{sample}", prompt) for prompt in range(3) for sample in range(3)))
+
+        loop.run(everything())
+    assert len(went) == 9 and all(len(engines) == 1 for engines in went.values())
+    homes_of = [{engine for sample in range(3) for engine in went[f"{prompt}-{sample}"]} for prompt in range(3)]
+    assert sorted(homes_of, key=min) == [{0}, {1}, {2}]

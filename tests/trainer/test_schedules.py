@@ -20,6 +20,7 @@ from skyrl_mega.engines.base import Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.service import RolloutService, ServiceRouter
+from skyrl_mega.rollout.trajectory import Status
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer import asynchronous
@@ -228,8 +229,8 @@ def test_requests_that_a_dead_engine_takes_along_are_found(tmp_path: Path, monke
 def test_a_group_that_a_checkpoint_forgets_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write = asynchronous.kept_rollouts.write
 
-    def forgets(folder: Path, config: Config, about: dict[str, Any], rows: Any) -> None:
-        write(folder, config, {**about, "under_way": about["under_way"][1:]}, rows)
+    def forgets(folder: Path, config: Config, about: dict[str, Any], *rows: Any) -> None:
+        write(folder, config, {**about, "under_way": about["under_way"][1:]}, *rows)
 
     monkeypatch.setattr(asynchronous.kept_rollouts, "write", forgets)
     assert "a group was skipped" in str(fault(tmp_path))
@@ -326,6 +327,8 @@ def test_what_was_played_of_groups_under_way_is_not_played_again(
     with loop:
         known = {ticket.number: ticket.version for ticket in again.again if ticket.played or ticket.said}
         assert known == {ticket.number: ticket.version for ticket in under_way if ticket.played or ticket.said}
+        again._ask()
+        assert known == {n: t.version for n, t in again.service.under_way.items() if n in known}, "as old as they were"
         drawn = [t for step in (2, 3) for group in again.next_groups(Step(step, Console())) for t in group.trajectories]
     assert not said.keys() & set(asked) and not before.keys() & {name.rpartition("/")[0] for name in asked}
     found = {t.metadata["name"]: t for t in drawn}
@@ -333,3 +336,42 @@ def test_what_was_played_of_groups_under_way_is_not_played_again(
     for name in {request.rpartition("/")[0] for request in said} & found.keys():
         versions = [v for request, of in said.items() if request.rpartition("/")[0] == name for v in of]
         assert [version for version, _ in found[name].versions][: len(versions)] == versions
+
+
+def test_all_groups_that_were_under_way_are_asked_for_however_few_steps_are_left(tmp_path: Path) -> None:
+    """They are older than others that may be done, and the next step has to take the oldest."""
+
+    def fewer(config: Config) -> None:
+        config.run.steps = 1
+
+    first, loop, _ = live(tmp_path, lambda config: None)
+    with loop:
+        first.next_groups(Step(1, Console()))
+        first.keep(tmp_path, 1)
+        numbers = {*first.service.under_way}
+    again, loop, _ = live(tmp_path, fewer)
+    with loop:
+        again._ask()
+        assert numbers and numbers <= again.service.under_way.keys()
+
+
+def test_what_a_service_under_an_environment_has_ended_is_played_again(tmp_path: Path) -> None:
+    first, loop, _ = live(tmp_path, lambda config: None)
+    with loop:
+        first.next_groups(Step(1, Console()))
+        (ticket, sample), *_ = [(t, s) for t in first.service.so_far() for s in t.played]
+        first.service._played[ticket.number][sample].status = Status.ERROR_INFRASTRUCTURE
+        (now,) = [t for t in first.service.so_far() if t.number == ticket.number]
+        assert sample in now.left and sample not in ticket.left
+
+
+def test_a_checkpoint_of_another_form_has_its_prompts_drawn_again(tmp_path: Path) -> None:
+    rollouts, loop, _ = live(tmp_path, lambda config: None)
+    with loop:
+        learned = {group.prompt.uid for group in rollouts.next_groups(Step(1, Console()))}
+        with pytest.MonkeyPatch.context() as older:
+            older.setattr(asynchronous.kept_rollouts, "FORM", 1)
+            rollouts.keep(tmp_path, 1)
+    again, loop, stream = live(tmp_path, lambda config: None)
+    with loop:
+        assert again.again == [] and again.done == {} and stream.remaining == PROMPTS - len(learned)
