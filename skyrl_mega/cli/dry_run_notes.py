@@ -7,11 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from skyrl_mega.config import allocator
-from skyrl_mega.config.derived import cut_sampling, idle_gpus
+from skyrl_mega.config.derived import cut_sampling, expert_parallel, fp8_parameters, fp8_weights, idle_gpus
 from skyrl_mega.config.environment_places import beside_driver
 from skyrl_mega.config.fp8_notes import fp8_notes
 from skyrl_mega.config.schema import Config, PolicyConfig
 from skyrl_mega.config.unread import unread_notes
+from skyrl_mega.kernels.block_fp8 import BLOCK
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.published import hub_name
 from skyrl_mega.parallel.dims import ParallelDims
@@ -32,7 +33,7 @@ def notes(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
     found += [*_of_model(config), *crowded(config, d, parallel), *_of_batch(made), *_of_environments(config)]
     if not on_cpu(config):
         found += [*_of_turns(config, d, parallel), *_of_policy(config, d, parallel), *_of_shared(config, d, parallel)]
-        found += [*fp8_notes(config), *_of_engines(config, d, made)]
+        found += [*fp8_notes(config), *_of_blocks(config, d), *_of_engines(config, d, made)]
     return [note for note in found if note]
 
 
@@ -142,6 +143,25 @@ def _helps(reliefs: list[Relief]) -> str:
     return (
         f"what gives room there: {gives}" if gives else "no single setting gives room there; --suggest searches further"
     )
+
+
+def _of_blocks(config: Config, d: Decoder) -> Iterator[str]:
+    """Where engines that quantise what arrives have other blocks than the policy, or than the wire."""
+    rollout, size = config.rollout, config.rollout.tensor
+    same = config.weights.wire == "fp8" or config.policy.precision.recipe == "fp8_blockwise"
+    if not same or size == 1 or not fp8_weights(rollout) or fp8_parameters(rollout):
+        return
+    for cut in dict.fromkeys(cut for block in d.blocks for cut in block.megatron_widths()):
+        experts = cut.dimension == "expert_tensor"
+        if cut.total % size or not cut.total // size % BLOCK or (experts and expert_parallel(rollout)):
+            continue
+        fit = ", ".join(str(n) for n in range(1, size) if n == 1 or cut.total % (n * BLOCK) == 0)
+        yield (
+            f"rollout.tensor={size} leaves {cut.total // size} of {cut.total} {cut.what} to a worker, no multiple of "
+            f"{BLOCK}: engines quantise by blocks that begin at a worker's own columns, and have other numbers than "
+            f"policy and wire (mismatch/*); they are the same with rollout.tensor={fit}"
+            f"{' or rollout.options.enable_expert_parallel=true' if experts else ''}"
+        )
 
 
 def _of_engines(config: Config, d: Decoder, made: Batch) -> Iterator[str]:

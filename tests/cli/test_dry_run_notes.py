@@ -18,6 +18,7 @@ from skyrl_mega.planner.relief import CLOSE, shortest
 from skyrl_mega.planner.shared import shared_gpus
 from tests.cli import large
 
+CONFIGS = Path(__file__).parents[2] / "configs"
 SHARED = ["cluster.shared=true", "cluster.nodes=4", "cluster.gpu_memory_gib=79.1"]
 
 
@@ -206,3 +207,22 @@ def test_processes_that_a_loopback_service_keeps_on_one_node(file: Path) -> None
     own, absent = said("environment.retriever.index=data/none")
     assert "retriever.index = data/none: that service" in own and "is not here and was not checked" in absent
     assert len(said("environment.retriever.index=data/none", "environment.retriever.build=--corpus x")) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        (["rollout.tensor=8", "rollout.engines=2"], "96 of 768 columns"),
+        (["rollout.tensor=4", "rollout.engines=4"], "192 of 768 columns"),
+        (["rollout.tensor=2", "rollout.engines=8"], None),
+        (["rollout.tensor=8", "rollout.engines=2", "rollout.options.enable_expert_parallel=true"], None),
+        (["rollout.tensor=8", "rollout.engines=2", "weights.wire=auto", "policy.precision.recipe=model"], None),
+    ],
+)
+def test_blocks_that_begin_elsewhere_in_an_engine_are_told_of(given: list[str], told: str | None) -> None:
+    """vLLM quantises what a worker has: of an expert's 768 columns, 96 are in the middle of one block of 128."""
+    fp8 = ["policy.precision.recipe=fp8_blockwise", "weights.wire=fp8", "rollout.options.quantization=fp8_per_block"]
+    notes = noted(compose(CONFIGS / "dapo.yaml", [*fp8, *given]))
+    found = [note for note in notes if "begin at a worker's own columns" in note]
+    assert [f"leaves {told} of an expert" in note for note in found] == ([True] if told else [])
+    assert all("rollout.tensor=1, 2" in note for note in found)
