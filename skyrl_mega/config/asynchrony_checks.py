@@ -6,7 +6,8 @@ from skyrl_mega.config.derived import draws_greedy
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, Config
 
-OFF = "asynchrony.mode=off with asynchrony.max_staleness=1"
+CORRECTION = "algorithm.importance_cap=2"
+"""The usual one, which a step of older weights needs."""
 USUAL = 1
 """`asynchrony.max_staleness`, where nobody has changed it."""
 
@@ -26,16 +27,18 @@ def check_asynchrony(c: Config) -> None:
             f"asynchrony.max_staleness = {most}: asynchrony.mode=one_step is one step ahead, allowed is 0 or 1; give "
             "asynchrony.mode=full for more"
         )
+    off = "asynchrony.mode=off" + ("" if most in (0, USUAL) else f" with asynchrony.max_staleness={USUAL}")
+    needs = f", and {CORRECTION} for what is stale" if most and not corrected(c.algorithm) else ""
     if c.cluster.shared:
         raise UserError(
             f"asynchrony.mode = {mode}: engines and policy compute at the same time, and cluster.shared gives them the "
             "same GPUs; give cluster.shared=false with residency.keep=null and policy.ranks below all GPUs (--simulate "
-            f"finds a split), or {OFF}"
+            f"finds a split){needs}, or {off}"
         )
     if c.residency.keep is not None:
         raise UserError(
             f"asynchrony.mode = {mode}: engines and policy compute at the same time, so nothing can take turns; give "
-            f"residency.keep=null, or {OFF}"
+            f"residency.keep=null{needs}, or {off}"
         )
     if most and not corrected(c.algorithm):
         raise UserError(

@@ -56,7 +56,8 @@ class Key:
         """What may stand there, in words."""
         if not self.group:
             return self.rule.words
-        words = "a group of " + ", ".join(field.name for field in fields(self.type))
+        names = [field.name for field in fields(self.type)]
+        words = f"a group of {', '.join(names)}, each given by its name, as {self.name}.{names[0]}"
         return words + (" or null" if self.nullable else "")
 
     def refusal(self, value: Any) -> str:

@@ -367,7 +367,8 @@ _ASYNC = under(
     "async_training",
     {
         "staleness_threshold": to(
-            "asynchrony.max_staleness", note="syncs, with asynchrony.mode=full; theirs is a share of a step's samples"
+            "asynchrony.max_staleness",
+            note="syncs, with asynchrony.mode=full: their share of a step's samples, rounded up",
         ),
         "trigger_parameter_sync_step": EVERY_SYNC,
         "require_batches": to("data.prompts_per_step", note="a step takes so many groups"),

@@ -54,7 +54,7 @@ _ROLLOUT = under(
         "scheduling_policy": to("rollout.options.scheduling_policy"),
         "disable_log_stats": to("rollout.options.disable_log_stats"),
         "enforce_eager": to("rollout.eager"),
-        "quantization": to("rollout.options.quantization"),
+        "quantization": to("rollout.options.quantization", note="fp8_per_block for their fp8"),
         "quantization_config_file": to("rollout.options.hf_overrides"),
         "seed": to("run.seed"),
         "dtype": to("model.dtype", note="one for policy and engines"),
