@@ -51,7 +51,8 @@ def ended(folder: Path, steps: Steps) -> Disturbed:
 
 def undisturbed(value: float = 1.0) -> Expected:
     samples = Counter((t.prompt.uid, t.sample) for step in whole().values() for t in step)
-    return Expected(samples, {"w": torch.full((2,), value)}, 10.0)
+    versions = [{max(0, step - 3)} for step in range(1, STEPS + 1)]
+    return Expected(samples, {"w": torch.full((2,), value)}, versions, 10.0)
 
 
 def doubled(steps: Steps) -> None:
@@ -110,3 +111,17 @@ def test_processes_that_are_left_are_named(tmp_path: Path) -> None:
         process.kill()
         process.wait()
     assert left(run, within_s=0.5) == []
+
+
+@pytest.mark.parametrize(
+    ("role", "version", "right"),
+    [("VllmEngine", 4, True), ("VllmEngine", 2, False), ("driver", 4, False), ("node", 4, False)],
+)
+def test_other_weights_are_right_only_after_a_batch_of_an_engine_that_came_back(
+    tmp_path: Path, role: str, version: int, right: bool
+) -> None:
+    """Step 5 is of version 2 where nothing happens; a new engine draws it with those that there are."""
+    steps = whole() | {5: [played(5, p, s, version) for p in range(PROMPTS) for s in range(SAMPLES)]}
+    run = ended(tmp_path, steps)
+    run.kills.append({"role": role, "after_step": 4})
+    assert wrong(run, 0, undisturbed(2.0)) == ([] if right else ["other weights than undisturbed"])
