@@ -2,7 +2,7 @@
 
     .venv/bin/python -m benchmarks.kills [--kills 40] [--each 4] [--seed 0] [--modes one_step full]
 
-Each run of eight steps is on a Ray cluster of two nodes, with two processes that play environments, and is disturbed
+Each run of twenty steps is on a Ray cluster of two nodes, with two processes that play environments, and is disturbed
 `--each` times: a driver, an engine, a policy rank, a process with environments, or all of a node is killed, at a moment
 that is drawn from the first half of what is usually left of the run. A killed driver's command is given again, and is
 disturbed once it has made a step, as a fault before that ends a run; a killed node is replaced. Of each run it is
@@ -44,14 +44,14 @@ from tests.trainer import quickstart
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "kills.json"
-STEPS, PROMPTS, SAMPLES = 8, 16, 4
+STEPS, PROMPTS, SAMPLES = 20, 16, 4
 STALENESS = {"one_step": 1, "full": 2}
 EXACT = {"one_step"}
 """Modes whose final weights do not depend on the clock."""
 SETTINGS = (
     *(f"run.steps={STEPS}", "run.epochs=10", "run.restarts=50", "rollout.restarts=50", "cluster.nodes=2"),
     *(f"data.prompts_per_step={PROMPTS}", f"data.samples_per_prompt={SAMPLES}", "environment.processes=2"),
-    *("checkpoint.every=2", "checkpoint.export=true", "evaluation.every=0", "evaluation.before=false"),
+    *("checkpoint.every=3", "checkpoint.export=true", "evaluation.every=0", "evaluation.before=false"),
     *("telemetry.trackers=[jsonl]", "telemetry.trajectories_every=1", "algorithm.rejection.level=token"),
     *("algorithm.dynamic_sampling.enabled=false", "algorithm.entropy.coefficient=0.01"),
     *("cluster.call_timeout_s=20", "rollout.request_timeout_s=10", "weights.timeout_s=10"),
