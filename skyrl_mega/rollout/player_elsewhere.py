@@ -69,6 +69,7 @@ class Line:
         for answer in self.waiting.values():
             if not answer.done():
                 answer.set_exception(error)
+                answer.exception()  # perhaps nobody waits any more, which is no fault
         self.waiting.clear()
 
 

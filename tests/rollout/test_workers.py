@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -182,3 +183,42 @@ def test_without_any_process_the_run_ends_and_says_why(
         pytest.raises(ActorFailed, match=r"rollout-\d .*its process died .*its log: .*rollout-\d.log"),
     ):
         generator.generate(prompts(4), 2, SAMPLING, seed="0/4")
+
+
+def test_what_the_policy_has_said_in_other_processes_is_not_said_twice(
+    engines: ActorGroup, workers: Workers, chat: Renderer, tmp_path: Path
+) -> None:
+    """A checkpoint has it of trajectories that are in a tool; a run that resumes gives it to whoever plays them."""
+    asked = prompts(2, "noted", folder=str(tmp_path), seconds=2.0)
+    tickets = [Ticket(i, i, 0, (f"0/3/0/{i}/a", f"0/3/0/{i}/b")) for i in range(2)]
+    loop, deadline = BackgroundLoop(), time.monotonic() + 60
+    with Generator(serving(engines), chat, ROLLOUT, THERE, loop=loop, workers=workers) as generator:
+        service = RolloutService(generator, SAMPLING, loop)
+        service.submit(tickets, asked)
+        kept: list[Ticket] = []
+        while sum(len(ticket.said) for ticket in kept) < 4:
+            assert time.monotonic() < deadline and not service.done(0.0), "its tools take two seconds"
+            kept = service.so_far()
+    marked = [
+        replace(
+            ticket,
+            said=[
+                replace(
+                    one, completion=replace(one.completion, logprobs=array("f", [-9.0] * len(one.completion.tokens)))
+                )
+                for one in ticket.said
+            ],
+        )
+        for ticket in kept
+    ]
+    loop, done = BackgroundLoop(), []
+    with Generator(serving(engines), chat, ROLLOUT, THERE, loop=loop, workers=workers) as generator:
+        service = RolloutService(generator, SAMPLING, loop)
+        service.submit(marked, asked)
+        while len(done) < 2:
+            done += service.done(60.0)
+        assert service.so_far() == []
+    for one in done:
+        for t in one.group.trajectories:
+            drawn = [p for p, policys in zip(t.logprobs, t.mask, strict=True) if policys]
+            assert drawn and set(drawn) == {-9.0}
