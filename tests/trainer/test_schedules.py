@@ -310,6 +310,7 @@ def test_what_was_played_of_groups_under_way_is_not_played_again(
     first, loop, _ = live(tmp_path, lambda config: None)
     with loop:
         first.next_groups(Step(1, Console()))
+        first.synced(1)
         first.keep(tmp_path, 1)
         under_way = first.service.so_far()
     before = {t.metadata["name"]: t.tokens.tolist() for ticket in under_way for t in ticket.played.values()}
