@@ -44,7 +44,7 @@ def under(group: str, entries: Table) -> dict[str, Entry]:
     return {f"{group}.{key}": entry for key, entry in entries.items()}
 
 
-ALWAYS = none("it is always so; leave it out")
+ALWAYS = none("it is always so, and cannot be turned off; leave it out")
 UNUSED = none("nothing here needs it; leave it out")
 FROM_CONFIG = none("it is read from the model's config.json; leave it out")
 NO_FSDP = none("Megatron trains every model; policy.layout cuts it over the GPUs")

@@ -28,7 +28,7 @@ _ROLLOUT = under(
     "actor_rollout_ref.rollout",
     {
         "name": none("engines are vLLM's; leave it out"),
-        "mode": none("engines take requests as they come; training ahead of them is asynchrony.mode"),
+        "mode": none("engines take requests as they come, so leave it out; training ahead of them is asynchrony.mode"),
         "n": to("data.samples_per_prompt"),
         "temperature": to("rollout.sampling.temperature"),
         "top_p": to("rollout.sampling.top_p"),
