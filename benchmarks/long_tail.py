@@ -98,7 +98,7 @@ class Work:
             "staleness": self.staleness,
             "sums": [sums.mean, sums.sigma],
             "tool": [tool.mean, tool.sigma],
-            "settings": list(SETTINGS),
+            "settings": [setting.replace(f"{ROOT}/", "") for setting in SETTINGS],
         }
 
 
