@@ -4,15 +4,24 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 from skyrl_mega.config import allocator
-from skyrl_mega.config.derived import cut_sampling, expert_parallel, fp8_parameters, fp8_weights, idle_gpus
+from skyrl_mega.config.derived import (
+    cut_sampling,
+    engine_data,
+    expert_parallel,
+    fp8_parameters,
+    fp8_weights,
+    idle_gpus,
+)
 from skyrl_mega.config.environment_places import beside_driver
 from skyrl_mega.config.fp8_notes import fp8_notes
 from skyrl_mega.config.schema import Config, PolicyConfig
 from skyrl_mega.config.unread import unread_notes
-from skyrl_mega.kernels.block_fp8 import BLOCK
+from skyrl_mega.models import engine
+from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.published import hub_name
 from skyrl_mega.parallel.dims import ParallelDims
@@ -147,21 +156,21 @@ def _helps(reliefs: list[Relief]) -> str:
 
 def _of_blocks(config: Config, d: Decoder) -> Iterator[str]:
     """Where engines that quantise what arrives have other blocks than the policy, or than the wire."""
-    rollout, size = config.rollout, config.rollout.tensor
+    rollout = config.rollout
     same = config.weights.wire == "fp8" or config.policy.precision.recipe == "fp8_blockwise"
-    if not same or size == 1 or not fp8_weights(rollout) or fp8_parameters(rollout):
+    cut = EngineCut(rollout.tensor, expert_parallel(rollout), engine_data(rollout))
+    lacking = engine.cut_blocks(d, cut, online=True)
+    if not same or not fp8_weights(rollout) or fp8_parameters(rollout) or lacking is None:
         return
-    for cut in dict.fromkeys(cut for block in d.blocks for cut in block.megatron_widths()):
-        experts = cut.dimension == "expert_tensor"
-        if cut.total % size or not cut.total // size % BLOCK or (experts and expert_parallel(rollout)):
-            continue
-        fit = ", ".join(str(n) for n in range(1, size) if n == 1 or cut.total % (n * BLOCK) == 0)
-        yield (
-            f"rollout.tensor={size} leaves {cut.total // size} of {cut.total} {cut.what} to a worker, no multiple of "
-            f"{BLOCK}: engines quantise by blocks that begin at a worker's own columns, and have other numbers than "
-            f"policy and wire (mismatch/*); they are the same with rollout.tensor={fit}"
-            f"{' or rollout.options.enable_expert_parallel=true' if experts else ''}"
-        )
+    better = {"rollout.tensor=": engine.whole_sizes(d, cut, online=True)}
+    if not expert_parallel(rollout) and engine.cut_blocks(d, replace(cut, expert_parallel=True), online=True) is None:
+        better["rollout.options.enable_expert_parallel=true with rollout.tensor="] = [rollout.tensor]
+    gives = " or ".join(f"{key}{', '.join(map(str, sizes))}" for key, sizes in better.items() if sizes)
+    yield (
+        f"rollout.tensor={rollout.tensor} leaves {lacking} to a worker, no multiple of {engine.BLOCK}: engines "
+        "quantise by blocks that begin at a worker's own columns, and have other numbers than policy and wire "
+        "(mismatch/*); " + (f"they are the same with {gives}" if gives else "so it is with every size of this model")
+    )
 
 
 def _of_engines(config: Config, d: Decoder, made: Batch) -> Iterator[str]:

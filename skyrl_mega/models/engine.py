@@ -6,9 +6,12 @@ fills them and processes the layer again. What a block has of them, the block sa
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.blocks.base import EngineCut
+from skyrl_mega.models.blocks.experts import Experts
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.box import Shard
@@ -39,18 +42,11 @@ def check_blocks(d: Decoder, tensor: int, expert_parallel: bool, key: str = "rol
     Raises:
         UserError: naming `key`, its value and what is allowed.
     """
-    lacking = _cut_blocks(d, EngineCut(tensor, expert_parallel, data))
+    lacking = cut_blocks(d, EngineCut(tensor, expert_parallel, data))
     if lacking is None:
         return
-    allowed = []
-    for size in range(1, d.hidden + 1):
-        try:
-            check(d, size, expert_parallel, key, data)
-        except UserError:
-            continue
-        if _cut_blocks(d, EngineCut(size, expert_parallel, data)) is None:
-            allowed.append(str(size))
-    allows = f"{key} {', '.join(allowed)}" if allowed else f"no {key} with this model"
+    allowed = whole_sizes(d, EngineCut(tensor, expert_parallel, data))
+    allows = f"{key} {', '.join(map(str, allowed))}" if allowed else f"no {key} with this model"
     raise UserError(
         f"{key}: {tensor} leaves {lacking} to a worker, and engines with the parameters of an FP8 checkpoint "
         f"(rollout.options.hf_overrides.quantization_config) need multiples of {BLOCK}; allowed is {allows}, or "
@@ -58,9 +54,26 @@ def check_blocks(d: Decoder, tensor: int, expert_parallel: bool, key: str = "rol
     )
 
 
-def _cut_blocks(d: Decoder, cut: EngineCut) -> str | None:
-    """What of a worker's part is no multiple of a block; None where all is."""
-    parts = (part for block in d.parts for part in block.engine_columns(cut).items())
+def whole_sizes(d: Decoder, cut: EngineCut, online: bool = False) -> list[int]:
+    """The tensor-parallel sizes that vLLM can cut the model into without a cut through blocks; else as `cut`."""
+    found = []
+    for size in range(1, d.hidden + 1):
+        try:
+            check(d, size, cut.expert_parallel, data=cut.data)
+        except UserError:
+            continue
+        if cut_blocks(d, replace(cut, tensor=size), online) is None:
+            found.append(size)
+    return found
+
+
+def cut_blocks(d: Decoder, cut: EngineCut, online: bool = False) -> str | None:
+    """What of a worker's part is no multiple of a block; None where all is.
+
+    `online`: of what vLLM quantises itself, where an expert that a worker has whole begins a block of its own.
+    """
+    blocks = [block for block in d.parts if not (online and cut.whole_experts and isinstance(block, Experts))]
+    parts = (part for block in blocks for part in block.engine_columns(cut).items())
     return next((f"{size} {name}" for name, size in parts if size % BLOCK), None)
 
 

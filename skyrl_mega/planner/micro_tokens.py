@@ -84,10 +84,12 @@ def note(config: Config, found: Config, d: Decoder) -> str | None:
     size, sizes = found.policy.micro_tokens, _tried(config)
     if fit.problem(found, d, strict=True) is None:
         why = "the largest" if size == sizes[-1] else "the largest that fits"
+    elif size == sizes[0]:
+        why = "the least"
+    elif size == sizes[-1]:
+        why = "the largest, as what is tight does not depend on it,"
     else:
         why = "the largest with which no more is tight than with the least,"
-        why = "the largest, as what is tight does not depend on it," if size == sizes[-1] else why
-        why = "the least" if size == sizes[0] else why
     return f"policy.micro_tokens=null is {size} here: {why} of {', '.join(map(str, sizes))}"
 
 

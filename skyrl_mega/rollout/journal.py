@@ -12,17 +12,20 @@ from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.terminal import one_line
 from skyrl_mega.engines.base import Completion, Request
 
 _SCHEMA = pa.schema(
     {
         "request": pa.string(),
-        "context": pa.binary(),
+        "asked": pa.binary(),
         "tokens": pa.list_(pa.int32()),
         "logprobs": pa.list_(pa.float32()),
         "finish": pa.string(),
@@ -37,8 +40,8 @@ class Said:
 
     request: str
     """Its name."""
-    context: bytes
-    """A digest of all tokens before it."""
+    asked: bytes
+    """A digest of what was asked (`digest`)."""
     completion: Completion
 
     @property
@@ -62,12 +65,12 @@ class Journal:
     def keep(self, request: Request, completion: Completion) -> None:
         """Takes in the answer to a request, unless only its time had ended."""
         if completion.finish != "timeout":
-            self.add([Said(request.id, digest(request.tokens), completion)])
+            self.add([Said(request.id, digest(request), completion)])
 
     def answer(self, request: Request) -> Completion | None:
-        """What was said to a request with the same tokens; None where nothing was."""
+        """What was said to a request with the same tokens and the same room; None where nothing was."""
         known = self._said.get(request.trajectory, {}).get(request.id)
-        return known.completion if known is not None and known.context == digest(request.tokens) else None
+        return known.completion if known is not None and known.asked == digest(request) else None
 
     def forget(self, trajectory: str) -> None:
         """It has ended."""
@@ -78,9 +81,24 @@ class Journal:
         return [one for turns in self._said.values() for one in turns.values()]
 
 
-def digest(tokens: Sequence[int]) -> bytes:
-    """Of a request's tokens."""
-    return hashlib.blake2b(np.asarray(tokens, np.int32).tobytes(), digest_size=16).digest()
+def file_of(folder: Path, who: str) -> Path:
+    """Of what somebody has played."""
+    return folder / f"turns-{who}.parquet"
+
+
+def read_all(folder: Path) -> dict[str, list[Said]]:
+    """What everybody has written there, by trajectory."""
+    found: dict[str, list[Said]] = {}
+    for file in sorted(folder.glob("turns-*.parquet")):
+        for one in read(file):
+            found.setdefault(one.trajectory, []).append(one)
+    return found
+
+
+def digest(request: Request) -> bytes:
+    """Of all that its answer begins with, and of how long that may be."""
+    given = np.asarray([request.max_tokens, *request.tokens], np.int32)
+    return hashlib.blake2b(given.tobytes(), digest_size=16).digest()
 
 
 def write(file: Path, said: Sequence[Said]) -> None:
@@ -88,7 +106,7 @@ def write(file: Path, said: Sequence[Said]) -> None:
     made = [(one, one.completion) for one in said]
     columns = [
         [one.request for one in said],
-        [one.context for one in said],
+        [one.asked for one in said],
         [np.asarray(c.tokens, np.int32) for _, c in made],
         [np.asarray(c.logprobs, np.float32) for _, c in made],
         [c.finish for _, c in made],
@@ -99,21 +117,29 @@ def write(file: Path, said: Sequence[Said]) -> None:
 
 
 def read(file: Path) -> list[Said]:
-    """What `write` has written."""
-    table = pq.read_table(file, schema=_SCHEMA)
-    tokens, logprobs = (table[name].combine_chunks() for name in ("tokens", "logprobs"))
-    rows = zip(*(table[name].to_pylist() for name in ("request", "context", "finish", "versions")), strict=True)
-    return [
-        Said(
-            request,
-            context,
-            Completion(
-                request,
-                array("i", tokens[i].values.to_numpy()),
-                array("f", logprobs[i].values.to_numpy()),
-                finish,
-                tuple((one["version"], one["start"]) for one in versions),
-            ),
-        )
-        for i, (request, context, finish, versions) in enumerate(rows)
-    ]
+    """What `write` has written.
+
+    Raises:
+        UserError: The file has something else.
+    """
+    try:
+        table = pq.read_table(file, schema=_SCHEMA)
+        arrays = zip(_arrays(table["tokens"], "i"), _arrays(table["logprobs"], "f"), strict=True)
+        rows = zip(table.select(["request", "asked", "finish", "versions"]).to_pylist(), arrays, strict=True)
+        return [_said(row, tokens, logprobs) for row, (tokens, logprobs) in rows]
+    except (pa.ArrowException, OSError, ValueError, TypeError) as error:
+        raise UserError(f"{file}: it has no turns ({one_line(str(error))}); take another checkpoint") from error
+
+
+def _said(row: dict[str, Any], tokens: array[int], logprobs: array[float]) -> Said:
+    if None in row.values() or len(tokens) != len(logprobs):
+        raise ValueError(f"{row['request']} has {len(tokens)} tokens and {len(logprobs)} log-probs")
+    versions = tuple((int(span["version"]), int(span["start"])) for span in row["versions"])
+    return Said(row["request"], row["asked"], Completion(row["request"], tokens, logprobs, row["finish"], versions))
+
+
+def _arrays(column: pa.ChunkedArray, kind: str) -> list[array[Any]]:
+    """Of each row."""
+    if column.null_count:
+        raise ValueError("rows without tokens or log-probs")
+    return [array(kind, row.values.to_numpy().tobytes()) for row in column]

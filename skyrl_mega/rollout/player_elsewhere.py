@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import count
+from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
@@ -18,7 +19,7 @@ from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.rollout.by_reference import joined
-from skyrl_mega.rollout.journal import Said
+from skyrl_mega.rollout.journal import Said, file_of, write
 from skyrl_mega.rollout.orders import (
     Counts,
     EndedForMemory,
@@ -40,6 +41,8 @@ SILENCE_S = 120.0
 """A worker tells every second that it has no news. One that says nothing for so long is taken for dead."""
 LOOK_EVERY_S = 0.5
 """While no worker is up."""
+WRITE_S = 30.0
+"""For a worker to write what the policy has said: a checkpoint waits for it, and can do without."""
 END_S = 60.0
 """For an environment to be closed whose trajectory is abandoned."""
 
@@ -157,23 +160,37 @@ class PlayerElsewhere:
         for one in said:
             self._said.setdefault(one.trajectory, []).append(one)
 
-    async def said(self) -> list[Said]:
-        """Turns of those that are being played. Of a worker that does not answer these are lost."""
-        answers = await asyncio.gather(*(self._said_at(line) for line in self.lines.values() if line.begun))
-        known = [*self._said.values(), *answers]  # the former also where no worker has them yet
-        return [*{one.request: one for part in known for one in part}.values()]
+    async def write_said(self, folder: Path) -> None:
+        """Writes the turns of those that are being played: each worker its own, and here those of before that none may
+        have heard of yet. Turns of a worker that dies are lost with it.
+
+        Raises:
+            ActorFailed: A worker could not write them.
+        """
+        before = [one for said in self._said.values() for one in said]
+        await asyncio.to_thread(write, file_of(folder, "driver"), before)
+        await asyncio.gather(*(self._write_said(line, folder) for line in self.lines.values() if line.begun))
+
+    async def _write_said(self, line: Line, folder: Path) -> None:
+        import ray
+
+        name = f"{self.workers.group.name}-{line.rank}"
+        file = file_of(folder.absolute(), name)
+        try:
+            await asyncio.wait_for(line.actor.write_said.remote(self.name, file), WRITE_S)
+        except ray.exceptions.RayTaskError as error:
+            raise ActorFailed(name, line.rank, "write_said", describe(error)) from None
+        except ray.exceptions.RayError:
+            return  # `_listen` hears of it too
+        except TimeoutError:
+            self.workers.say(
+                f"{name} has not written what the policy has said within {WRITE_S:g} s: a run that resumes asks for it "
+                "again"
+            )
 
     def forget(self, trajectory: str) -> None:
         """It has ended."""
         self._said.pop(trajectory, None)
-
-    async def _said_at(self, line: Line) -> list[Said]:
-        import ray
-
-        try:
-            return await asyncio.wait_for(line.actor.said.remote(self.name), END_S)
-        except (ray.exceptions.RayError, TimeoutError):
-            return []  # `_listen` hears of it too
 
     async def _line(self) -> Line:
         """To the worker that has least to do."""
@@ -276,6 +293,7 @@ class PlayerElsewhere:
             try:
                 await self._end(line)
             finally:
+                line.begun = False  # its worker knows of the session no longer
                 line.fail(_Lost())
 
     async def _receive(self, line: Line, played: Sequence[Played]) -> None:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from skyrl_mega.cluster.errors import ActorFailed
@@ -18,6 +19,7 @@ from skyrl_mega.cluster.fleet import Fleet, NobodyServes
 from skyrl_mega.config.schema import RolloutConfig, SamplingConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.event_loop import ServiceLoop
 from skyrl_mega.rollout.generator import closed
 from skyrl_mega.rollout.journal import Journal, Said
@@ -80,8 +82,8 @@ class ServiceDesk(Desk, Protocol):
     def remember(self, said: Sequence[Said]) -> None:
         """Turns of trajectories that are about to be played."""
 
-    async def said(self) -> list[Said]:
-        """Turns of those that are being played."""
+    async def write_said(self, folder: Path) -> None:
+        """Writes the turns of those that are being played into files of their own there (`journal.read_all`)."""
 
     def forget(self, trajectory: str) -> None:
         """It has ended."""
@@ -151,18 +153,17 @@ class RolloutService:
             found.append(outcome)
         return found
 
-    def so_far(self) -> list[Ticket]:
-        """Those that are under way, with what has been played of them up to now."""
-        said: dict[str, list[Said]] = {}
+    def write_said(self, folder: Path) -> None:
+        """Writes the turns of trajectories that are being played, wherever that is."""
         if (router := self._router) is not None:
-            for one in self.loop.run(router.said()):  # first: what ends meanwhile is played then
-                said.setdefault(one.trajectory, []).append(one)
-        tickets = []
-        for ticket in self.under_way.values():
-            played = {sample: t for sample, t in dict(self._played[ticket.number]).items() if _lasts(t)}
-            left = [name for sample, name in enumerate(ticket.names) if sample not in played]
-            tickets.append(replace(ticket, played=played, said=[one for name in left for one in said.get(name, ())]))
-        return tickets
+            self.loop.run(router.write_said(folder))
+
+    def so_far(self) -> list[Ticket]:
+        """Those that are under way, with the samples that have been played up to now."""
+        return [
+            replace(ticket, played={s: t for s, t in dict(self._played[number]).items() if _lasts(t)})
+            for number, ticket in self.under_way.items()
+        ]
 
     def engines_changed(self) -> None:
         """A sync has ended: engines that are up to date take requests again, also those that were not."""
@@ -245,9 +246,9 @@ class ServiceRouter(Router):
         """Turns of trajectories that are about to be played."""
         self.journal.add(said)
 
-    async def said(self) -> list[Said]:
-        """Turns of those that are being played."""
-        return self.journal.all()
+    async def write_said(self, folder: Path) -> None:
+        """Writes the turns of those that are being played."""
+        journal.write(journal.file_of(folder, "driver"), self.journal.all())
 
     def forget(self, trajectory: str) -> None:
         """It has ended."""

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass, replace
+from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
@@ -27,7 +28,7 @@ from skyrl_mega.megatron.parts import Stored
 from skyrl_mega.rollout.by_reference import put_away
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.equipment import Equipment
-from skyrl_mega.rollout.journal import Said
+from skyrl_mega.rollout.journal import Journal, write
 from skyrl_mega.rollout.orders import (
     Counts,
     EndedForMemory,
@@ -125,12 +126,11 @@ class RolloutWorker:
 
         Each is an object of Ray's, in this node's memory, that belongs to the caller and outlives this process.
         """
-        arrays = self.sessions[session].arrays
-        return [*(arrays.pop(key) for key in keys), None]
+        return [*map(self.sessions[session].hand_over, keys), None]
 
-    async def said(self, session: str) -> list[Said]:
-        """The policy's turns in trajectories that are under way."""
-        return await self.sessions[session].said()
+    async def write_said(self, session: str, file: Path) -> None:
+        """Writes the policy's turns in trajectories that are under way."""
+        await asyncio.to_thread(write, file, self.sessions[session].journal.all())
 
     async def end(self, session: str) -> Taken:
         """Ends what is under way; its environments are closed when this returns. Returns what was since the last
@@ -149,8 +149,10 @@ class Session:
         self.agent = equipment.agent(self.engines, sampling, _ServiceRouter if service else _OwnNames)
         self.router = self.agent.router
         self.tasks: dict[int, asyncio.Task[None]] = {}
-        self.arrays: dict[int, Stored] = {}
-        """Of orders that were carried out, until they are handed over."""
+        self.journal = self.router.journal if isinstance(self.router, ServiceRouter) else Journal()
+        """Of trajectories that are under way, until they are handed over."""
+        self.arrays: dict[int, tuple[str, Stored]] = {}
+        """Of orders that were carried out, by key, until they are handed over; with their names."""
         self._abandoned: set[int] = set()
         """Also those that have not come, as calls overtake one another, or that had ended."""
         self._news: list[News] = []
@@ -188,6 +190,12 @@ class Session:
         if (task := self.tasks.get(key)) is not None:
             task.cancel()
 
+    def hand_over(self, key: int) -> Stored:
+        """The arrays of an order that was carried out, which others have from now on."""
+        name, arrays = self.arrays.pop(key)
+        self.journal.forget(name)
+        return arrays
+
     def rejoin(self, engines: EnginesNow) -> None:
         """These engines take requests again, unless a later sync has been heard of."""
         if engines.syncs < self.engines.syncs:
@@ -195,11 +203,6 @@ class Session:
         self.engines.know(engines)
         assert isinstance(self.router, ServiceRouter)
         self.router.rejoin()
-
-    async def said(self) -> list[Said]:
-        """The policy's turns in trajectories that are under way."""
-        assert isinstance(self.router, ServiceRouter)
-        return await self.router.said()
 
     async def close(self) -> None:
         """Ends what is under way, and closes its environments."""
@@ -212,21 +215,18 @@ class Session:
         spans: list[Span] | None = [] if order.traced else None
         agent = copy(self.agent)
         agent.spans = lambda: spans
-        if isinstance(self.router, ServiceRouter):
-            self.router.remember(order.said)
-        try:
-            trajectory = await agent.play(await agent.open(order.prompt, order.sample), order.name)
-        finally:
-            if isinstance(self.router, ServiceRouter):
-                self.router.forget(order.name)
+        self.journal.add(order.said)
+        trajectory = await agent.play(await agent.open(order.prompt, order.sample), order.name)
         small, arrays = put_away(trajectory)
         small.prompt = ELSEWHERE
-        self.arrays[order.key] = arrays
+        self.arrays[order.key] = order.name, arrays
         self.tell(Played(order.key, small, spans or ()))
 
     def _ended(self, order: Order, task: asyncio.Task[None]) -> None:
         del self.tasks[order.key]
         self._abandoned.discard(order.key)
+        if task.cancelled() or task.exception() is not None:
+            self.journal.forget(order.name)
         if task.cancelled():
             self.tell(Stopped(order.key))
         elif (error := task.exception()) is not None:

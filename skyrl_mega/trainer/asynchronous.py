@@ -15,6 +15,7 @@ from pathlib import Path
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.generator import LOOK_EVERY_S
 from skyrl_mega.rollout.service import Done, RolloutService, Ticket
 from skyrl_mega.rollout.trajectory import Group, Trajectory
@@ -109,6 +110,8 @@ class Asynchronous:
 
     def keep(self, folder: Path, done: int) -> None:
         """Groups that are done, and of those that are under way the samples that are and the others' turns."""
+        journal.write(journal.file_of(folder, "again"), [one for ticket in self.again for one in ticket.said])
+        self.service.write_said(folder)  # before we look: what ends meanwhile is played then
         number, taken = self.taken
         kept = [*(taken if number > done else ()), *self.done.values()]
         under_way = [*self.again, *self.service.so_far()]
@@ -124,20 +127,20 @@ class Asynchronous:
             "groups": groups,
             "under_way": begun,
         }
-        said = [one for ticket in under_way for one in ticket.said]
-        kept_rollouts.write(folder, self.config, about, rows, said)
+        kept_rollouts.write(folder, self.config, about, rows)
 
     def restore(self, folder: Path) -> None:
         """Groups that the run had, or had asked for, before it ended."""
         if (kept := kept_rollouts.read(folder, self.config, self.stream, self.prompts)) is None:
             return
         about, rows = kept
-        said = kept_rollouts.said(folder)
+        said = journal.read_all(folder)
         self.asked, self.versions.known = about["asked"], about["versions"]
         for number, index, version, samples in about["under_way"]:
             ticket = self._ticket(number, index, version)
             played = {sample: rows[row] for sample, row in samples}
-            turns = [one for name in ticket.names for one in said.get(name, ())]
+            left = [name for sample, name in enumerate(ticket.names) if sample not in played]
+            turns = [one for name in left for one in said.get(name, ())]
             self.again.append(replace(ticket, played=played, said=turns))
         groups = kept_rollouts.grouped(about["groups"], rows)
         for (number, index, version), group in zip(about["done"], groups, strict=True):

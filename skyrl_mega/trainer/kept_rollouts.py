@@ -16,20 +16,14 @@ from skyrl_mega.config.outside import json_object
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout import journal, trajectory_io
-from skyrl_mega.rollout.journal import Said
+from skyrl_mega.rollout import trajectory_io
+from skyrl_mega.rollout.by_reference import joined, put_away
 from skyrl_mega.rollout.trajectory import Group, Trajectory
 
-_ABOUT, _ROWS, _SAID = "rollouts.json", "rollouts.parquet", "turns.parquet"
+_ABOUT, _ROWS = "rollouts.json", "rollouts.parquet"
 
 
-def write(
-    folder: Path,
-    config: Config,
-    about: Mapping[str, Any],
-    trajectories: Sequence[Trajectory],
-    said: Sequence[Said] = (),
-) -> None:
+def write(folder: Path, config: Config, about: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> None:
     """Writes trajectories with their columns, and JSON about them.
 
     Args:
@@ -38,21 +32,11 @@ def write(
         about: With `stream`, the place in the data, and `prompts`, those that were drawn before it and no step has
             learned from.
         trajectories: What is written.
-        said: Turns of trajectories that are under way.
     """
     with (folder / _ABOUT).open("w") as opened:
         json.dump({**about, "settings": _settings(config)}, opened)
     if trajectories:
         trajectory_io.write_apart(folder / _ROWS, list(trajectories), columns=True)
-    journal.write(folder / _SAID, said)
-
-
-def said(folder: Path) -> dict[str, list[Said]]:
-    """Turns that `write` was given, by trajectory."""
-    found: dict[str, list[Said]] = {}
-    for one in journal.read(folder / _SAID) if (folder / _SAID).exists() else ():
-        found.setdefault(one.trajectory, []).append(one)
-    return found
 
 
 def read(
@@ -60,20 +44,32 @@ def read(
 ) -> tuple[dict[str, Any], list[Trajectory]] | None:
     """What `write` was given; trajectories have these prompts, by uid. The stream is where it was.
 
-    None where there is nothing, or it was made with other settings: what no step has learned from is then drawn again.
+    None where there is nothing, or it was made with other settings or prompts: what no step has learned from is then
+    drawn again.
     """
     if not (folder / _ABOUT).exists():
         return None
     about: dict[str, Any] = json_object(folder / _ABOUT, "take another checkpoint")
     stream.restore(about["stream"])
-    if about["settings"] != _settings(config):
+    own = {prompt.uid: prompt for prompt in prompts}
+    same = about["settings"] == _settings(config)
+    trajectories = trajectory_io.read(folder / _ROWS) if same and (folder / _ROWS).exists() else []
+    if not same or any(own[t.prompt.uid].messages != t.prompt.messages for t in trajectories if t.prompt.uid in own):
         stream.put_back(about["prompts"])
         return None
-    trajectories = trajectory_io.read(folder / _ROWS) if (folder / _ROWS).exists() else []
-    own = {prompt.uid: prompt for prompt in prompts}
+    if config.environment.processes:
+        trajectories = [_away(t) for t in trajectories]
     for t in trajectories:
         t.prompt = own.get(t.prompt.uid, t.prompt)
     return about, trajectories
+
+
+def _away(t: Trajectory) -> Trajectory:
+    """As those are that other processes play."""
+    import ray
+
+    small, arrays = put_away(t)
+    return joined(small, ray.put(arrays))
 
 
 FORM = 2

@@ -23,6 +23,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,7 +34,7 @@ from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.engines.vllm.actor import VllmEngine
-from skyrl_mega.engines.vllm.spec import EngineSpec
+from skyrl_mega.engines.vllm.spec import EngineSpec, scales
 from tests.conftest import ROOT
 from tests.cuda.engine_config import TOTAL
 
@@ -124,3 +125,24 @@ def test_an_engine_refuses_another_device_than_the_runs(tmp_path: Path) -> None:
     engine = VllmEngine(EngineSpec(str(tmp_path), "bfloat16", "cuda", RolloutConfig(), 64))
     with pytest.raises(UserError, match=r"^cluster.device = cuda: vLLM computes on cpu on this node; give the env"):
         asyncio.run(engine.start())
+
+
+@pytest.mark.parametrize(
+    ("options", "hopper", "told"),
+    [
+        ({"quantization": "fp8_per_block"}, True, True),
+        ({"hf_overrides": {"quantization_config": {"quant_method": "fp8"}}}, True, True),
+        ({"quantization": "fp8_per_block"}, False, False),
+        ({}, True, False),
+    ],
+)
+def test_engines_on_hopper_keep_a_blocks_scale_as_it_is(options: dict[str, Any], hopper: bool, told: bool) -> None:
+    """vLLM's DeepGEMM would round it to a power of two, and the weights with it: `is_deep_gemm_e8m0_used` in vLLM."""
+    spec: Any = SimpleNamespace(rollout=RolloutConfig(options=options))
+    name = "VLLM_USE_DEEP_GEMM_E8M0"
+    assert scales(spec, hopper) == ({name: "0"} if told else {})
+    found = find_spec("vllm")
+    assert found is not None and found.origin is not None
+    vllm = Path(found.origin).parent
+    assert f'"{name}": lambda' in (vllm / "envs.py").read_text(), "vLLM reads another variable"
+    assert f"if envs.{name}:" in (vllm / "utils" / "deep_gemm.py").read_text()

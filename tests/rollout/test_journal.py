@@ -8,9 +8,13 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from skyrl_mega.config.errors import UserError
 from skyrl_mega.engines.base import Completion, Request, Sampling
 from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.journal import Journal, Said, digest
@@ -30,6 +34,7 @@ def test_an_answer_is_known_where_all_tokens_before_it_are_the_same() -> None:
     assert known.answer(Request("0/1/0/7/0", array("i", [1, 2, 3]), 9, seed=0)) == completion("0/1/0/7/0", [4])
     assert known.answer(Request("0/1/0/7/0", [1, 2, 4], 9, seed=0)) is None
     assert known.answer(Request("0/1/0/7/1", [1, 2, 3], 9, seed=0)) is None
+    assert known.answer(Request("0/1/0/7/0", [1, 2, 3], 8, seed=0)) is None, "it may have less room now"
     known.forget("0/1/0/7")
     assert known.answer(Request("0/1/0/7/0", [1, 2, 3], 9, seed=0)) is None and known.all() == []
 
@@ -43,7 +48,7 @@ def test_an_answer_whose_time_was_over_is_asked_for_again() -> None:
 turn = st.builds(
     lambda name, context, tokens, logprobs, finish, versions: Said(
         name,
-        digest(context),
+        digest(Request(name, context, 9, seed=0)),
         Completion(
             name, array("i", tokens), array("f", [*logprobs, *[0.0] * len(tokens)][: len(tokens)]), finish, versions
         ),
@@ -64,6 +69,31 @@ def test_a_file_has_all_of_it(tmp_path: Path, said: list[Said]) -> None:
     assert journal.read(tmp_path / "turns.parquet") == said
 
 
+@pytest.mark.parametrize(
+    "columns",
+    [
+        None,
+        {"tokens": [[1, 2]], "logprobs": [[-1.0]]},
+        {"tokens": [None], "logprobs": [[-1.0]]},
+        {"tokens": [[1]], "logprobs": [[-1.0]], "versions": [None]},
+        {"tokens": [["a"]], "logprobs": [[-1.0]]},
+    ],
+    ids=["no parquet", "fewer log-probs", "no tokens", "no versions", "words"],
+)
+def test_a_file_of_something_else_is_one_line(tmp_path: Path, columns: dict[str, Any] | None) -> None:
+    file = tmp_path / "turns-driver.parquet"
+    if columns is None:
+        file.write_bytes(b"PAR1 and no more")
+    else:
+        spans = [[{"version": 0, "start": 0}]]
+        pq.write_table(
+            pa.table({"request": ["a/0"], "asked": [b"0"], "finish": ["stop"], "versions": spans} | columns), file
+        )
+    with pytest.raises(UserError, match=r"turns-driver.parquet: it has no turns .*; take another checkpoint") as found:
+        journal.read_all(tmp_path)
+    assert "\n" not in str(found.value)
+
+
 def test_a_workers_turns_have_the_names_that_all_processes_give() -> None:
     """Its requests have a mark of its own, which nobody else's have."""
     sent: list[str] = []
@@ -81,7 +111,7 @@ def test_a_workers_turns_have_the_names_that_all_processes_give() -> None:
         router = Worker(engines, Sampling(), 4, 10.0)
         for _ in range(2):
             await router.generate(Request("0/1/0/7/0", [1], 9, seed=0))
-        return await router.said()
+        return router.journal.all()
 
     (one,) = asyncio.run(said())
     assert (one.request, one.trajectory) == ("0/1/0/7/0", "0/1/0/7")

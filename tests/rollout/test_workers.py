@@ -20,14 +20,17 @@ from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.schema import Config, EnvironmentConfig, RolloutConfig, SamplingConfig
+from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.event_loop import BackgroundLoop
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.service import RolloutService, Ticket
-from skyrl_mega.rollout.trajectory import Trajectory
+from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.trace import Span
+from skyrl_mega.trainer import kept_rollouts
 from skyrl_mega.trainer.start_actors import Setup
 from skyrl_mega.trainer.start_workers import start_workers
 from tests.support.engines import build_model, serving, spec_of, start_engine
@@ -192,33 +195,46 @@ def test_what_the_policy_has_said_in_other_processes_is_not_said_twice(
     asked = prompts(2, "noted", folder=str(tmp_path), seconds=2.0)
     tickets = [Ticket(i, i, 0, (f"0/3/0/{i}/a", f"0/3/0/{i}/b")) for i in range(2)]
     loop, deadline = BackgroundLoop(), time.monotonic() + 60
+    said: dict[str, list[journal.Said]] = {}
     with Generator(serving(engines), chat, ROLLOUT, THERE, loop=loop, workers=workers) as generator:
         service = RolloutService(generator, SAMPLING, loop)
         service.submit(tickets, asked)
-        kept: list[Ticket] = []
-        while sum(len(ticket.said) for ticket in kept) < 4:
+        while len(said) < 4:
             assert time.monotonic() < deadline and not service.done(0.0), "its tools take two seconds"
-            kept = service.so_far()
-    marked = [
-        replace(
-            ticket,
-            said=[
-                replace(
-                    one, completion=replace(one.completion, logprobs=array("f", [-9.0] * len(one.completion.tokens)))
-                )
-                for one in ticket.said
-            ],
-        )
-        for ticket in kept
-    ]
+            service.write_said(tmp_path)
+            said = journal.read_all(tmp_path)
+    again = [replace(t, said=[marked(one) for name in t.names for one in said[name]]) for t in tickets]
     loop, done = BackgroundLoop(), []
     with Generator(serving(engines), chat, ROLLOUT, THERE, loop=loop, workers=workers) as generator:
         service = RolloutService(generator, SAMPLING, loop)
-        service.submit(marked, asked)
+        service.submit(again, asked)
         while len(done) < 2:
             done += service.done(60.0)
-        assert service.so_far() == []
+        service.write_said(tmp_path)
+    assert journal.read_all(tmp_path) == {}, "they have ended"
     for one in done:
         for t in one.group.trajectories:
             drawn = [p for p, policys in zip(t.logprobs, t.mask, strict=True) if policys]
             assert drawn and set(drawn) == {-9.0}
+
+
+def marked(one: journal.Said) -> journal.Said:
+    """With log-probs that no engine gives."""
+    completion = one.completion
+    return replace(one, completion=replace(completion, logprobs=array("f", [-9.0] * len(completion.tokens))))
+
+
+def test_what_a_checkpoint_brings_back_is_away_too(engines: ActorGroup, tmp_path: Path) -> None:
+    """Where other processes play, steps go by reference, and one trajectory that is here would bring all the others."""
+    prompt = Prompt(0, [{"role": "user", "content": "hello"}], "talk", {"reward_spec": {}})
+    own = array("i", [1, 2]), array("b", [0, 1]), array("f", [0.0, -0.5])
+    made = Trajectory(prompt, 0, *own, 1, 0.0, Status.COMPLETED, 1, versions=[(0, 1)])
+    config, stream = Config(), PromptStream(1)
+    for processes in (0, 2):
+        config.environment.processes = processes
+        kept_rollouts.write(tmp_path, config, {"stream": stream.state(), "prompts": [0]}, [made])
+        found = kept_rollouts.read(tmp_path, config, stream, [prompt])
+        assert found is not None
+        (t,) = found[1]
+        assert (t.away is not None) == bool(processes) and t.prompt is prompt
+        assert (t.tokens, t.logprobs) == (made.tokens, made.logprobs)

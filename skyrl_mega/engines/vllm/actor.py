@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import time
 from array import array
 from collections.abc import AsyncIterator, Coroutine, Sequence
@@ -17,7 +18,7 @@ from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Samp
 from skyrl_mega.engines.presence import Presence
 from skyrl_mega.engines.vllm import routes
 from skyrl_mega.engines.vllm.plugin import MAY_HOLD
-from skyrl_mega.engines.vllm.spec import EngineSpec, arguments
+from skyrl_mega.engines.vllm.spec import EngineSpec, arguments, scales
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.routes import RouteShape
@@ -83,6 +84,8 @@ class VllmEngine:
                 f"cluster.device = {self.spec.device}: vLLM computes on {current_platform.device_type or 'nothing'} on "
                 "this node; give the environment of `make cuda` to every node, or cluster.device=cpu"
             )
+        for name, value in scales(self.spec, hopper=current_platform.is_device_capability(90)).items():
+            os.environ.setdefault(name, value)
         try:
             self.llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments(self.spec, former)))
         except ValidationError as error:  # which Ray could not carry

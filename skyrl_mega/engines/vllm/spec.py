@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_mega.config.derived import eager
+from skyrl_mega.config.derived import eager, fp8_weights
 from skyrl_mega.config.deterministic import ENGINE_ENVIRONMENT
 from skyrl_mega.config.limits import ENGINE_STEP_TOKENS
 from skyrl_mega.config.schema import RolloutConfig
@@ -73,6 +73,15 @@ def environment(spec: EngineSpec) -> dict[str, str]:
     elif spec.deterministic:
         env |= ENGINE_ENVIRONMENT
     return env
+
+
+def scales(spec: EngineSpec, hopper: bool) -> dict[str, str]:
+    """Environment variables by which a block's FP8 scale stays the float32 number that policy and wire have.
+
+    DeepGEMM in vLLM rounds scales to powers of two, and the weights with them, where it is not told otherwise. Only
+    Blackwell needs that.
+    """
+    return {"VLLM_USE_DEEP_GEMM_E8M0": "0"} if hopper and fp8_weights(spec.rollout) else {}
 
 
 def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:

@@ -81,6 +81,11 @@ class EngineCut:
         """All of them."""
         return self.tensor * self.data
 
+    @property
+    def whole_experts(self) -> bool:
+        """Whether a worker that has an expert has all of its columns."""
+        return self.expert_parallel or self.workers == 1
+
 
 @dataclass(frozen=True)
 class Work:
