@@ -18,8 +18,9 @@ from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
+from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.by_reference import joined
-from skyrl_mega.rollout.journal import Said, file_of, write
+from skyrl_mega.rollout.journal import Said
 from skyrl_mega.rollout.orders import (
     Counts,
     EndedForMemory,
@@ -168,14 +169,14 @@ class PlayerElsewhere:
             ActorFailed: A worker could not write them.
         """
         before = [one for said in self._said.values() for one in said]
-        await asyncio.to_thread(write, file_of(folder, "driver"), before)
+        await asyncio.to_thread(journal.write, journal.file_of(folder, "driver"), before)
         await asyncio.gather(*(self._write_said(line, folder) for line in self.lines.values() if line.begun))
 
     async def _write_said(self, line: Line, folder: Path) -> None:
         import ray
 
         name = f"{self.workers.group.name}-{line.rank}"
-        file = file_of(folder.absolute(), name)
+        file = journal.file_of(folder.absolute(), name)
         try:
             await asyncio.wait_for(line.actor.write_said.remote(self.name, file), WRITE_S)
         except ray.exceptions.RayTaskError as error:

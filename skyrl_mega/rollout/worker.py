@@ -25,10 +25,11 @@ from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.megatron.parts import Stored
+from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.by_reference import put_away
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.equipment import Equipment
-from skyrl_mega.rollout.journal import Journal, write
+from skyrl_mega.rollout.journal import Journal
 from skyrl_mega.rollout.orders import (
     Counts,
     EndedForMemory,
@@ -130,7 +131,7 @@ class RolloutWorker:
 
     async def write_said(self, session: str, file: Path) -> None:
         """Writes the policy's turns in trajectories that are under way."""
-        await asyncio.to_thread(write, file, self.sessions[session].journal.all())
+        await asyncio.to_thread(journal.write, file, self.sessions[session].journal.all())
 
     async def end(self, session: str) -> Taken:
         """Ends what is under way; its environments are closed when this returns. Returns what was since the last

@@ -118,6 +118,58 @@ def test_a_service_has_them_played_too(engines: ActorGroup, workers: Workers, ch
     assert found[2] == found[0]
 
 
+def test_what_the_policy_has_said_in_other_processes_is_not_said_twice(
+    engines: ActorGroup, workers: Workers, chat: Renderer, tmp_path: Path
+) -> None:
+    """A checkpoint has it of trajectories that are in a tool; a run that resumes gives it to whoever plays them."""
+    asked = prompts(2, "noted", folder=str(tmp_path), seconds=2.0)
+    tickets = [Ticket(i, i, 0, (f"0/3/0/{i}/a", f"0/3/0/{i}/b")) for i in range(2)]
+    loop, deadline = BackgroundLoop(), time.monotonic() + 60
+    said: dict[str, list[journal.Said]] = {}
+    with Generator(serving(engines), chat, ROLLOUT, THERE, loop=loop, workers=workers) as generator:
+        service = RolloutService(generator, SAMPLING, loop)
+        service.submit(tickets, asked)
+        while len(said) < 4:
+            assert time.monotonic() < deadline and not service.done(0.0), "its tools take two seconds"
+            service.write_said(tmp_path)
+            said = journal.read_all(tmp_path)
+    again = [replace(t, said=[marked(one) for name in t.names for one in said[name]]) for t in tickets]
+    loop, done = BackgroundLoop(), []
+    with Generator(serving(engines), chat, ROLLOUT, THERE, loop=loop, workers=workers) as generator:
+        service = RolloutService(generator, SAMPLING, loop)
+        service.submit(again, asked)
+        while len(done) < 2:
+            done += service.done(60.0)
+        service.write_said(tmp_path)
+    assert journal.read_all(tmp_path) == {}, "they have ended"
+    for one in done:
+        for t in one.group.trajectories:
+            drawn = [p for p, policys in zip(t.logprobs, t.mask, strict=True) if policys]
+            assert drawn and set(drawn) == {-9.0}
+
+
+def marked(one: journal.Said) -> journal.Said:
+    """With log-probs that no engine gives."""
+    completion = one.completion
+    return replace(one, completion=replace(completion, logprobs=array("f", [-9.0] * len(completion.tokens))))
+
+
+def test_what_a_checkpoint_brings_back_is_away_too(engines: ActorGroup, tmp_path: Path) -> None:
+    """Where other processes play, steps go by reference, and one trajectory that is here would bring all the others."""
+    prompt = Prompt(0, [{"role": "user", "content": "hello"}], "talk", {"reward_spec": {}})
+    own = array("i", [1, 2]), array("b", [0, 1]), array("f", [0.0, -0.5])
+    made = Trajectory(prompt, 0, *own, 1, 0.0, Status.COMPLETED, 1, versions=[(0, 1)])
+    config, stream = Config(), PromptStream(1, batch=1)
+    for processes in (0, 2):
+        config.environment.processes = processes
+        kept_rollouts.write(tmp_path, config, {"stream": stream.state(), "prompts": [0]}, [made])
+        found = kept_rollouts.read(tmp_path, config, stream, [prompt])
+        assert found is not None
+        (t,) = found[1]
+        assert (t.away is not None) == bool(processes) and t.prompt is prompt
+        assert (t.tokens, t.logprobs) == (made.tokens, made.logprobs)
+
+
 def test_a_killed_process_loses_nothing_and_doubles_nothing(
     engines: ActorGroup, workers: Workers, chat: Renderer, tmp_path: Path
 ) -> None:
@@ -186,55 +238,3 @@ def test_without_any_process_the_run_ends_and_says_why(
         pytest.raises(ActorFailed, match=r"rollout-\d .*its process died .*its log: .*rollout-\d.log"),
     ):
         generator.generate(prompts(4), 2, SAMPLING, seed="0/4")
-
-
-def test_what_the_policy_has_said_in_other_processes_is_not_said_twice(
-    engines: ActorGroup, workers: Workers, chat: Renderer, tmp_path: Path
-) -> None:
-    """A checkpoint has it of trajectories that are in a tool; a run that resumes gives it to whoever plays them."""
-    asked = prompts(2, "noted", folder=str(tmp_path), seconds=2.0)
-    tickets = [Ticket(i, i, 0, (f"0/3/0/{i}/a", f"0/3/0/{i}/b")) for i in range(2)]
-    loop, deadline = BackgroundLoop(), time.monotonic() + 60
-    said: dict[str, list[journal.Said]] = {}
-    with Generator(serving(engines), chat, ROLLOUT, THERE, loop=loop, workers=workers) as generator:
-        service = RolloutService(generator, SAMPLING, loop)
-        service.submit(tickets, asked)
-        while len(said) < 4:
-            assert time.monotonic() < deadline and not service.done(0.0), "its tools take two seconds"
-            service.write_said(tmp_path)
-            said = journal.read_all(tmp_path)
-    again = [replace(t, said=[marked(one) for name in t.names for one in said[name]]) for t in tickets]
-    loop, done = BackgroundLoop(), []
-    with Generator(serving(engines), chat, ROLLOUT, THERE, loop=loop, workers=workers) as generator:
-        service = RolloutService(generator, SAMPLING, loop)
-        service.submit(again, asked)
-        while len(done) < 2:
-            done += service.done(60.0)
-        service.write_said(tmp_path)
-    assert journal.read_all(tmp_path) == {}, "they have ended"
-    for one in done:
-        for t in one.group.trajectories:
-            drawn = [p for p, policys in zip(t.logprobs, t.mask, strict=True) if policys]
-            assert drawn and set(drawn) == {-9.0}
-
-
-def marked(one: journal.Said) -> journal.Said:
-    """With log-probs that no engine gives."""
-    completion = one.completion
-    return replace(one, completion=replace(completion, logprobs=array("f", [-9.0] * len(completion.tokens))))
-
-
-def test_what_a_checkpoint_brings_back_is_away_too(engines: ActorGroup, tmp_path: Path) -> None:
-    """Where other processes play, steps go by reference, and one trajectory that is here would bring all the others."""
-    prompt = Prompt(0, [{"role": "user", "content": "hello"}], "talk", {"reward_spec": {}})
-    own = array("i", [1, 2]), array("b", [0, 1]), array("f", [0.0, -0.5])
-    made = Trajectory(prompt, 0, *own, 1, 0.0, Status.COMPLETED, 1, versions=[(0, 1)])
-    config, stream = Config(), PromptStream(1)
-    for processes in (0, 2):
-        config.environment.processes = processes
-        kept_rollouts.write(tmp_path, config, {"stream": stream.state(), "prompts": [0]}, [made])
-        found = kept_rollouts.read(tmp_path, config, stream, [prompt])
-        assert found is not None
-        (t,) = found[1]
-        assert (t.away is not None) == bool(processes) and t.prompt is prompt
-        assert (t.tokens, t.logprobs) == (made.tokens, made.logprobs)
