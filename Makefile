@@ -86,7 +86,7 @@ test: $(READY)  ## every test that takes less than 20 seconds, at most 25 minute
 test-ci: $(READY)  ## what every change must pass: all but the nightly ones
 	$(call tests,not nightly and )
 
-test-all: $(READY)  ## these and the slow ones: whole runs, faults, a Slurm cluster; about 80 minutes on 2 cores
+test-all: $(READY)  ## these and the slow ones: whole runs, faults, a Slurm cluster; about two hours on 2 cores
 	$(call tests,)
 
 fuzz: $(READY)  ## hostile settings, files, replies, texts, programs and SQL, for an hour (ARGS="--seconds 60 --seed 7" adds options)

@@ -109,6 +109,7 @@ def test_the_pages_files_over_several_turns(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_the_documents_class_and_rows(shared: Path, tmp_path: Path) -> None:
     """Their class and their loop, each in the place of the page's."""
     environment, rows, *_ = blocks()

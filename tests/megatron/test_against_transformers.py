@@ -69,6 +69,7 @@ def test_log_probs_of_a_trained_model(stories: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_log_probs_of_smollm2(smollm2: Path) -> None:
     from transformers import AutoTokenizer
 

@@ -45,8 +45,6 @@ BUDGETS = (40, 90, 400)
 """Micro-batches of so many tokens; the combinations take them in turn."""
 SMOOTH = OptimizerConfig(lr=1e-2, eps=1e-2)
 """Adam's first step is nearly the gradient's sign, which rounding decides where it is small; not with this epsilon."""
-IN_TURN = 2
-"""Means that a loss has in a layout: all in turn, so that any two of loss, mean and layout meet."""
 LAYOUTS: dict[str, tuple[int, dict[str, int]]] = {
     "DP2": (2, {}),
     "TP2 ETP2": (2, {"tensor": 2}),
@@ -145,9 +143,8 @@ def train(
 
 
 def in_turn(layout: int) -> list[tuple[str, str]]:
-    """The combinations of a layout."""
-    of_losses = [MEANS[(number + layout + i) % len(MEANS)] for number in range(len(LOSSES)) for i in range(IN_TURN)]
-    return list(zip([loss for loss in LOSSES for _ in range(IN_TURN)], of_losses, strict=True))
+    """The combinations of a layout: a mean for each loss, in turn, so that any two of loss, mean and layout meet."""
+    return [(loss, MEANS[(number + layout) % len(MEANS)]) for number, loss in enumerate(LOSSES)]
 
 
 def steps(
@@ -190,7 +187,7 @@ def test_every_loss_and_every_mean_train_the_same_in_every_layout(
 ) -> None:
     combinations = in_turn(list(LAYOUTS).index(layout))
     found = steps(model, *LAYOUTS[layout], BUDGETS, combinations)
-    assert len(found) == IN_TURN * len(LOSSES)
+    assert len(found) == len(LOSSES)
     compare(found, single)
 
 

@@ -20,6 +20,7 @@ STEPS, PROMPTS, SAMPLES, LENGTH = 2, 2, 3, 24
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_two_steps_on_real_questions(shared: Path, smollm2: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"

@@ -245,6 +245,7 @@ def rollout_of(stop: list[str], **changes: Any) -> RolloutConfig:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_characters(tmp_path: Path) -> None:
     """Its own template and one that closes every turn; budgets of turns, response and length; a policy with context
     parallelism."""

@@ -126,7 +126,7 @@ ROLLOUT = RolloutConfig(
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("engines", "tensor"), [(2, 1), (1, 2)])
+@pytest.mark.parametrize(("engines", "tensor"), [(2, 1), pytest.param(1, 2, marks=pytest.mark.nightly)])
 def test_several_turns_repeat_to_the_last_bit(tmp_path: Path, engines: int, tensor: int) -> None:
     """On two engines, and on one of two workers; environments take chance times."""
     model = build_model(tmp_path / "moe", "qwen3_moe", seed=3)

@@ -42,13 +42,17 @@ def steps(run: Path) -> list[int]:
     return [row["step"] for row in read(file)] if file.exists() else []
 
 
-def test_a_run_survives_a_lost_node_and_the_time_limit(
-    slurm: Slurm, tiny: Tiny, env: dict[str, str], submitted: Submitted
+@pytest.mark.parametrize(
+    "limit", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["node", "node and time limit"]
+)
+def test_a_run_survives_a_lost_node(
+    slurm: Slurm, tiny: Tiny, env: dict[str, str], submitted: Submitted, limit: bool
 ) -> None:
-    """Three starts of one job: a node dies in step 2, the time limit comes in step 3, then the rest is done."""
-    run, gate = slurm.folder / "work" / "runs" / "hunted", slurm.folder / "gate"
+    """Two or three starts of one job: a node dies in step 2, the time limit comes in step 3, then the rest is done."""
+    name = "limited" if limit else "hunted"
+    run, gate = slurm.folder / "work" / "runs" / name, slurm.folder / "gate"
     waiting = gate / "waiting"
-    arguments = tiny("hunted", "run.steps=4")
+    arguments = tiny(name, "run.steps=4")
     (gate / "closed_after").write_text(str(PROMPTS * SAMPLES))  # one step for each start
     output = f"--output={slurm.folder}/%j.out"
     job = slurm.submit("--time=30", output, "slurm/searchr1_30b.sbatch", *arguments, env=env)
@@ -65,22 +69,25 @@ def test_a_run_survives_a_lost_node_and_the_time_limit(
 
     slurm.until(waiting.exists, job, timeout=400)
     assert steps(run) == [1, 2]
-    hours, minutes, _ = map(int, slurm.job(job)["RunTime"].split(":"))
-    soon = 60 * hours + minutes + 6  # within the 600 s of --signal
-    slurm.run("scontrol", "update", f"JobId={job}", f"TimeLimit={soon}")
-    slurm.wait_for(job, "asked to end: the launcher writes a checkpoint", timeout=120)
+    if limit:
+        hours, minutes, _ = map(int, slurm.job(job)["RunTime"].split(":"))
+        soon = 60 * hours + minutes + 6  # within the 600 s of --signal
+        slurm.run("scontrol", "update", f"JobId={job}", f"TimeLimit={soon}")
+        slurm.wait_for(job, "asked to end: the launcher writes a checkpoint", timeout=120)
     (gate / "closed_after").unlink()
-    slurm.wait_for(job, "the launcher ended with 75", timeout=200)
-    slurm.until(lambda: slurm.job(job)["Restarts"] == "2", job, timeout=100)
-    slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
+    if limit:
+        slurm.wait_for(job, "the launcher ended with 75", timeout=200)
+        slurm.until(lambda: slurm.job(job)["Restarts"] == "2", job, timeout=100)
+        slurm.run("scontrol", "update", f"JobId={job}", "TimeLimit=30")
 
     ended = slurm.wait(job, timeout=400)
-    text = slurm.output(job)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "2"), text
-    assert "resuming after step 1" in text and "resuming after step 2" in text
-    assert text.count("4 of 4 nodes are up") == 3
+    text, starts = slurm.output(job), 3 if limit else 2
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", str(starts - 1)), text
+    assert "resuming after step 1" in text and ("resuming after step 2" in text) is limit
+    assert text.count("4 of 4 nodes are up") == starts
     assert figures(run) == figures(submitted.run)
     assert_released(slurm, ["node1", "node3", "node4", "node5"])
+    waiting.unlink(missing_ok=True)
     with (run / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     slurm.power_on("node2")

@@ -18,6 +18,16 @@ SMALL = [
     "algorithm.dynamic_sampling.max_rounds=2",
     "evaluation.limit=32",
 ]
+THREE_STEPS = [
+    "run.steps=3",
+    "evaluation.every=2",
+    "checkpoint.every=2",
+    "algorithm.dynamic_sampling.enabled=false",
+    "algorithm.entropy.coefficient=0.01",  # teaches where no reward does yet
+    "algorithm.importance_cap=2",
+    "telemetry.trajectories_every=1",
+]
+"""Of the run `undisturbed`, and of those that are compared with it."""
 
 
 def command(folder: Path, *settings: str) -> list[str]:

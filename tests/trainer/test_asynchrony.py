@@ -53,23 +53,20 @@ def killed_and_resumed(folder: Path, step: int, *settings: str) -> str:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_staleness_0_is_what_a_synchronous_run_does(tmp_path: Path) -> None:
+def test_staleness_0_is_what_a_synchronous_run_does(undisturbed: Path, tmp_path: Path) -> None:
     """And so is a run whose trajectories are played in other processes, and go to the ranks by reference."""
-    found = {}
-    for mode, processes in (("off", 0), ("full", 0), ("off", 2)):  # one_step then calls what `off` does
-        name = f"{mode}-{processes}"
-        ahead = [f"run.name={name}", f"asynchrony.mode={mode}", "asynchrony.max_staleness=0", "checkpoint.every=0"]
-        ahead += ["run.steps=3", "telemetry.trajectories_every=1"]
-        quickstart.finish(tmp_path, *STEPS, *ahead, f"environment.processes={processes}")
-        found[name] = rows(tmp_path / name)
-    assert found["full-0"] == found["off-0"]
-    assert found["off-0"][-1]["policy/grad_norm"] > 0
-    for here, elsewhere in zip(found["off-0"], found["off-2"], strict=True):
+    expected = rows(undisturbed)
+    ahead = ["asynchrony.mode=full", "asynchrony.max_staleness=0"]  # `one_step` then calls what `off` does
+    quickstart.finish(tmp_path, "run.name=ahead", *quickstart.THREE_STEPS, *ahead)
+    assert rows(tmp_path / "ahead") == expected
+    assert expected[-1]["policy/grad_norm"] > 0
+    quickstart.finish(tmp_path, "run.name=apart", *quickstart.THREE_STEPS, "environment.processes=2")
+    for here, elsewhere in zip(expected, rows(tmp_path / "apart"), strict=True):
         assert elsewhere.pop("environment/slot_wait_s", 0.0) >= 0
         assert elsewhere == pytest.approx(here, rel=1e-3, abs=1e-4, nan_ok=True)
     whole, apart = (
-        [(t.tokens, t.messages) for t in trajectory_io.read(tmp_path / name / "trajectories" / "step_000001.parquet")]
-        for name in ("off-0", "off-2")
+        [(t.tokens, t.messages) for t in trajectory_io.read(run / "trajectories" / "step_000001.parquet")]
+        for run in (undisturbed, tmp_path / "apart")
     )
     assert apart == whole
 

@@ -45,6 +45,7 @@ def checkpoint(folder: Path) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_two_runs_are_one(tmp_path: Path) -> None:
     for name in ("a", "b"):

@@ -36,6 +36,7 @@ def wait_for_row(folder: Path, step: int, process: Any, timeout: float = 600) ->
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 def test_killed_and_resumed_equals_never_killed(tmp_path: Path) -> None:
     quickstart.finish(tmp_path, "run.name=whole", *SETTINGS)

@@ -8,20 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.trainer.quickstart import finish
-
-STEPS = [
-    "run.name=run",
-    "run.steps=3",
-    "evaluation.every=2",
-    "checkpoint.every=2",
-    "algorithm.dynamic_sampling.enabled=false",
-    "algorithm.entropy.coefficient=0.01",  # teaches where no reward does yet
-]
+from tests.trainer.quickstart import THREE_STEPS, finish
 
 
-def rows(folder: Path) -> list[dict[str, Any]]:
-    lines = (folder / "run" / "metrics.jsonl").read_text().splitlines()
+def rows(run: Path) -> list[dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
@@ -36,13 +27,9 @@ def figures(row: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-def test_a_run_learns_the_same_with_everything_taking_turns(tmp_path: Path) -> None:
-    found = {}
-    for name, settings in {"stays": [], "turns": ["residency.keep=[]"]}.items():
-        (tmp_path / name).mkdir()
-        finish(tmp_path / name, *STEPS, *settings)
-        found[name] = rows(tmp_path / name)
-    assert [figures(row) for row in found["turns"]] == [figures(row) for row in found["stays"]]
-    last = found["turns"][-1]
-    assert last["policy/grad_norm"] > 0 and last["residency/bytes_in"] > 1e5, "it has learned, and parts have moved"
-    assert not any(name.startswith(("residency/", "time/residency")) for row in found["stays"] for name in row)
+def test_a_run_learns_the_same_with_everything_taking_turns(undisturbed: Path, tmp_path: Path) -> None:
+    finish(tmp_path, "run.name=run", *THREE_STEPS, "residency.keep=[]")
+    turns, stays = rows(tmp_path / "run"), rows(undisturbed)
+    assert [figures(row) for row in turns] == [figures(row) for row in stays]
+    assert turns[-1]["policy/grad_norm"] > 0 and turns[-1]["residency/bytes_in"] > 1e5, "learned, and parts have moved"
+    assert not any(name.startswith(("residency/", "time/residency")) for row in stays for name in row)

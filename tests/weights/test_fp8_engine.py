@@ -72,7 +72,7 @@ CHECKPOINT = {
     "kind, sizes, wire, options",
     [
         ("qwen3_moe", MOE, "auto", ONLINE),
-        ("qwen2", DENSE, "auto", ONLINE),
+        pytest.param("qwen2", DENSE, "auto", ONLINE, marks=pytest.mark.nightly),
         ("qwen3_moe", MOE, "fp8", ONLINE),
         ("qwen3_moe", MOE, "fp8", CHECKPOINT),
     ],

@@ -89,6 +89,16 @@ LARGE = {
 }
 
 
+NIGHTLY = {
+    "30B EP8 PP2 → 2 × TP8",
+    "30B EP8 PP2 → DP16 EP16",
+    "30B TP4 PP2 VPP2 EP8 → TP8",
+    "7B TP4 PP2 → 4 × TP4",
+    "235B TP4 EP32 → 32 × TP8",
+}
+"""Whose cuts other cases have in part."""
+
+
 @lru_cache(maxsize=1)
 def make(case: Case) -> Made:
     hf = REAL[case.model]
@@ -104,7 +114,8 @@ def make(case: Case) -> Made:
 
 
 def named(cases: dict[str, Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", cases.values(), ids=cases.keys())
+    marks = {name: [pytest.mark.nightly] if name in NIGHTLY else [] for name in cases}
+    return pytest.mark.parametrize("case", [pytest.param(cases[name], id=name, marks=marks[name]) for name in cases])
 
 
 @named(CASES)

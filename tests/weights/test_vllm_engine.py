@@ -85,7 +85,7 @@ CUTS = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("tensor", [2, pytest.param(1, marks=pytest.mark.nightly)])
 def test_every_sync_brings_the_policys_weights(ray: None, tmp_path: Path, tensor: int) -> None:
     """Two syncs with different weights from every cut of the policy, to an engine with one or two workers: every
     parameter is bit for bit the policy's, as the kernels read it, and log-probs are those of transformers."""
