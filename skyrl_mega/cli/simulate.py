@@ -1,18 +1,18 @@
-"""`--simulate`: modes of `asynchrony` and splits of the GPUs, beside each other in virtual time."""
+"""`--simulate`: modes of `asynchrony`, splits of the GPUs and sizes of engines, beside each other in virtual time."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from skyrl_mega.cli import dry_run, simulate_choices, simulate_text
-from skyrl_mega.cli.simulate_choices import EXPLORED, MODES, Choice
-from skyrl_mega.cli.simulate_text import Comparison, Refused, Row
+from skyrl_mega.cli.simulate_choices import EXPLORED, MODES, Choice, engines
+from skyrl_mega.cli.simulate_text import CHANCE, Comparison, Refused, Row
 from skyrl_mega.config.command import DONE
 from skyrl_mega.config.derived import draws_greedy, response_limit
 from skyrl_mega.config.errors import UserError
@@ -20,6 +20,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner import fit, micro_tokens
 from skyrl_mega.planner.batch import batch
+from skyrl_mega.planner.fixes import Change
 from skyrl_mega.planner.memory import on_cpu
 from skyrl_mega.simulation.rates import Rates
 from skyrl_mega.simulation.simulate import simulate
@@ -89,9 +90,15 @@ class _Stage:
         rates = Rates.planned(config, d, parallel, self.workload.length)
         return Row(choice, simulate(config, rates, self.workload, steps=simulate_text.measured(choice.most)))
 
+    def rows(self, config: Config, splits: Sequence[Change], mode: str, most: int) -> list[tuple[Change, Row]]:
+        """Of a mode, in each of these splits that it can run in."""
+        choices = ((split, simulate_choices.choice(config, split, mode, most, self.hf)) for split in splits)
+        return [(split, self.row(each)) for split, each in choices if isinstance(each, Choice)]
+
 
 def _compare(config: Config, as_it_is: Choice, stage: _Stage) -> Comparison:
-    """The settings as they are; the splits, in the mode that `EXPLORED` says; and all modes in the best of these.
+    """The settings as they are; in the mode that `EXPLORED` says the splits, and other engines in the best of them; and
+    all modes in the best of these.
 
     Raises:
         UserError: There is no split.
@@ -102,18 +109,23 @@ def _compare(config: Config, as_it_is: Choice, stage: _Stage) -> Comparison:
             f"cluster.nodes = {config.cluster.nodes}: no split of its GPUs into policy and engines fits; give more "
             "nodes, or see what --suggest finds"
         )
-    for mode, most in EXPLORED:
-        found = [simulate_choices.choice(config, split, mode, most, stage.hf) for split in splits]
-        if possible := [(split, each) for split, each in zip(splits, found, strict=True) if isinstance(each, Choice)]:
-            break
     first = stage.row(as_it_is)
-    tried = [(split, stage.row(each)) for split, each in possible]
-    best, of_best = min(tried, key=lambda one: one[1].outcome.seconds)
+    tried = next(filter(None, (stage.rows(config, splits, mode, most) for mode, most in EXPLORED)))
+    best, of_best = min(tried, key=_seconds)
+    explored = of_best.choice
+    sized = stage.rows(config, engines(config, best, stage.hf), explored.mode, explored.most)
+    if sized and _seconds(min(sized, key=_seconds)) < of_best.outcome.seconds / CHANCE:
+        best, of_best = min(sized, key=_seconds)
     rows, refused = [first], []
     for mode, most in MODES:
         each = simulate_choices.choice(config, best, mode, most, stage.hf)
         if isinstance(each, UserError):
             refused.append(Refused(mode, most, str(each)))
         else:
-            rows.append(of_best if (mode, most) == (of_best.choice.mode, of_best.choice.most) else stage.row(each))
-    return Comparison(config, rows, [row for _, row in tried], refused, stage.workload.environment_s)
+            rows.append(of_best if (mode, most) == (explored.mode, explored.most) else stage.row(each))
+    of_splits, of_engines = ([row for _, row in each] for each in (tried, sized))
+    return Comparison(config, rows, of_splits, of_engines, refused, stage.workload.environment_s)
+
+
+def _seconds(one: tuple[Change, Row]) -> float:
+    return one[1].outcome.seconds

@@ -1,4 +1,5 @@
-"""What `--simulate` compares: modes of `asynchrony` and splits of the GPUs, each as the settings that a run would need.
+"""What `--simulate` compares: modes of `asynchrony`, splits of the GPUs and sizes of engines, each as the settings that
+a run would need.
 
 A choice is a change of the settings that has passed every check that a run's settings have, so that it can be pasted.
 """
@@ -13,7 +14,7 @@ from typing import Any
 
 from skyrl_mega.cli.refusal import wrong
 from skyrl_mega.config.asynchrony_checks import corrected
-from skyrl_mega.config.derived import engine_ranks, gpus_needed
+from skyrl_mega.config.derived import engine_data, engine_ranks, gpus_needed
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AsynchronyConfig, Config
 from skyrl_mega.planner import fit, fixes
@@ -30,6 +31,10 @@ COUNTS = 64
 """Numbers of engines that are looked at."""
 RANKS = 3
 """Numbers of policy ranks that are looked at with each, the largest that its layout allows."""
+TENSORS = (1, 2, 4, 8, 16)
+"""Tensor sizes of engines that are looked at in the best split."""
+OF_THEIR_OWN = 0.9
+"""Share of its memory that engines may have of a GPU that is theirs alone: vLLM's own default."""
 CORRECTIONS: tuple[Change, ...] = (
     (("algorithm.importance_cap", 2.0),),
     (("algorithm.old_logprobs", "engine"),),
@@ -80,6 +85,24 @@ def splits(config: Config, hf: Mapping[str, Any]) -> list[Change]:
         for split in islice(_ranks(config, count, total, hf), 1):
             found[dict(split)["policy.ranks"]] = split  # where more engines leave it as many ranks, these are better
     return _spread([found[ranks] for ranks in sorted(found)], SPLITS)
+
+
+def engines(config: Config, split: Change, hf: Mapping[str, Any]) -> list[Change]:
+    """A split with other engines on the same GPUs: of each tensor size that fits, with the memory of GPUs of their
+    own."""
+    given = fixes.changed(config, split).rollout
+    gpus = given.engines * engine_ranks(given)
+    found = []
+    for tensor in TENSORS:
+        other = {
+            "rollout.engines": gpus // (tensor * engine_data(given)),
+            "rollout.tensor": tensor,
+            "rollout.memory_fraction": max(given.memory_fraction, OF_THEIR_OWN),
+        }
+        change = tuple((dict(split) | other).items())
+        if other["rollout.engines"] and not isinstance(choice(config, change, "off", 0, hf), UserError):
+            found.append(change)
+    return found
 
 
 def _ranks(config: Config, engines: int, total: int, hf: Mapping[str, Any]) -> Iterator[Change]:

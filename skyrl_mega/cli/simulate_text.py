@@ -26,6 +26,7 @@ HEAD = (
     "staleness",
     "policy",
     "engines",
+    "memory",
     "s a step",
     "policy waits",
     "engines idle",
@@ -58,9 +59,11 @@ class Comparison:
     config: Config
     """The settings that were given."""
     rows: Sequence[Row]
-    """The settings as they are, without asynchrony; then the modes in the best split."""
+    """The settings as they are, without asynchrony; then the modes in the best split, with the best engines."""
     tried: Sequence[Row]
     """The splits."""
+    sized: Sequence[Row]
+    """Other engines in the best split."""
     refused: Sequence[Refused]
     environment_s: float
     """Seconds of the environment in a trajectory, on average."""
@@ -69,12 +72,16 @@ class Comparison:
     def best(self) -> Row | None:
         """Of the fastest, by no more than what is chance, the one with least staleness; None where the first one is as
         fast."""
-        every = [*self.rows, *self.tried]
-        fastest = min(row.outcome.seconds for row in every)
-        near = [row for row in every if row.outcome.seconds <= CHANCE * fastest]
+        fastest = min(row.outcome.seconds for row in self.every)
+        near = [row for row in self.every if row.outcome.seconds <= CHANCE * fastest]
         if self.rows[0] in near:
             return None
         return min(near, key=lambda row: (row.choice.most, row.outcome.seconds))
+
+    @property
+    def every(self) -> list[Row]:
+        """All that was simulated."""
+        return [*self.rows, *self.tried, *self.sized]
 
     def gain(self, row: Row) -> float:
         """How many times as long the first one's step takes."""
@@ -101,12 +108,14 @@ def text(c: Comparison) -> str:
     cluster, explored = c.config.cluster, c.tried[0].choice
     lines = [
         f"modes of asynchrony on {cluster.nodes} · {cluster.gpus_per_node} GPUs; first {_as_it_is(c)}, then in the "
-        f"split that is best for {_named(explored.mode, explored.most)}:",
+        f"split, and with the engines, that are best for {_named(explored.mode, explored.most)}:",
         *aligned([HEAD, *map(_cells, c.rows)]),
         *(f"  {_named(each.mode, each.most)} cannot run here: {each.reason}" for each in c.refused),
     ]
     if len(c.tried) > 1:
         lines += ["", f"splits, with {_named(explored.mode, explored.most)}:", *aligned([HEAD, *map(_cells, c.tried)])]
+    if c.sized:
+        lines += ["", "engines, on the same GPUs of the best split:", *aligned([HEAD, *map(_cells, c.sized)])]
     lines += ["", _advice(c), *_bound(c), *_limits(c)]
     return "\n".join(lines)
 
@@ -130,7 +139,7 @@ def _bound(c: Comparison) -> list[str]:
     """What to say where calls of environments decide how long a step takes."""
     workers, size = c.config.environment.workers, c.config.data.prompts_per_step * c.config.data.samples_per_prompt
     calls_s = size * c.environment_s / workers
-    if calls_s < NEARLY * min(row.outcome.seconds for row in [*c.rows, *c.tried]):
+    if calls_s < NEARLY * min(row.outcome.seconds for row in c.every):
         return []
     return [
         f"environment.workers = {workers}: calls of environments alone take {calls_s:,.0f} s of a step, so many at "
@@ -159,6 +168,7 @@ def _cells(row: Row) -> tuple[str, ...]:
         str(choice.most),
         f"{policy_ranks(config)} ranks" + (", shared" if config.cluster.shared else ""),
         f"{config.rollout.engines} × TP{config.rollout.tensor}",
+        f"{config.rollout.memory_fraction:g}",
         f"{o.seconds:,.0f}",
         f"{o.policy_waits:.0%}",
         f"{o.engines_idle:.0%}",
@@ -172,6 +182,7 @@ def values(c: Comparison) -> dict[str, Any]:
     return {
         "modes": [_values(row) for row in c.rows],
         "splits": [_values(row) for row in c.tried],
+        "engines": [_values(row) for row in c.sized],
         "refused": [{"mode": r.mode, "max_staleness": r.most, "reason": r.reason} for r in c.refused],
         "advice": None if c.best is None else fixes.text(c.best.choice.change),
         "trajectories": c.trajectories,
@@ -186,6 +197,8 @@ def _values(row: Row) -> dict[str, Any]:
         "shared": config.cluster.shared,
         "policy.ranks": policy_ranks(config),
         "rollout.engines": config.rollout.engines,
+        "rollout.tensor": config.rollout.tensor,
+        "rollout.memory_fraction": config.rollout.memory_fraction,
         "settings": fixes.text(row.choice.change),
         "steps": measured(row.choice.most),
         **asdict(row.outcome),

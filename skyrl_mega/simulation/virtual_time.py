@@ -104,8 +104,9 @@ class VirtualLoop:
         self.loop.call_soon(function, *args)
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Returns once that is so, or so many seconds have passed."""
-        self.run(self._wait(ready, seconds))
+        """Returns once that is so, or so many seconds have passed; a tick at least, or who looks every second would do so
+        for ever at the same time."""
+        self.run(self._wait(ready, max(seconds, self.loop.tick_s)))
 
     def changed(self) -> None:
         """From the loop: whoever waits looks again."""

@@ -37,11 +37,14 @@ def test_what_is_advised_passes_the_checks_of_a_run(capsys: pytest.CaptureFixtur
     modes = [(row["mode"], row["max_staleness"], row["shared"]) for row in found["modes"]]
     assert modes == [("off", 0, True), *((*mode, False) for mode in MODES)] and not found["refused"]
     best = min(found["splits"], key=lambda row: row["seconds"])
+    assert {row["rollout.tensor"] for row in found["engines"]} == {1, 2, 4, 8}, "an engine of 16 has no node"
     assert {row["policy.ranks"] for row in found["modes"][1:]} == {best["policy.ranks"]}
     hf, _ = checked(compose(FILE, SMALL))
     asynchronous = found["modes"][2:]
     assert all("algorithm.importance_cap=2" in row["settings"] for row in asynchronous)
-    advised = next(row for row in [*asynchronous, *found["splits"]] if row["settings"] == found["advice"])
+    advised = next(
+        row for row in [*asynchronous, *found["splits"], *found["engines"]] if row["settings"] == found["advice"]
+    )
     for row in (advised, *found["modes"][:2]):
         config = compose(FILE, [*SMALL, *row["settings"].split()])
         assert wrong(config, hf, planned=True, strict=not config.cluster.shared) is None
@@ -96,7 +99,7 @@ def compared(*seconds: float, refused: tuple[Refused, ...] = ()) -> Comparison:
     outcome = Outcome(0.0, 0.5, 0.5, 0.5, 0.0, 0.0)
     rows = [Row(simulate_choices.off(config), replace(outcome, seconds=seconds[0]))]
     rows += [Row(Choice("off", 0, changed(config, apart), apart), replace(outcome, seconds=s)) for s in seconds[1:]]
-    return Comparison(config, rows, rows[1:], refused, 0.0)
+    return Comparison(config, rows, rows[1:], [], refused, 0.0)
 
 
 def test_where_nothing_is_faster_that_is_said() -> None:
