@@ -99,13 +99,13 @@ def refusal(config: Config, gpus: Sequence[SharedGpu], strict: bool, allowed: Ca
         return None
     phase = gpu.worst(strict)
     engine, policy = gpu.engine.phase(phase), gpu.policy.phase(phase)
-    beside = gpu.needed(phase, strict) - (own := sum(policy.values()) if strict else least(policy))
+    together = "" if strict else f", together {_gib(gpu.needed(phase, strict))} at least by the estimates' margin,"
     stays = "; both stay there all the time" if config.residency.keep is None else ""
     return (
         f"rollout.memory_fraction = {config.rollout.memory_fraction:g}: on shared GPUs, in phase {phase}, an engine "
-        f"worker's {_gib(beside)} GiB ({listed(engine)}) and a policy rank's {_gib(own)} at least ({listed(policy)}) "
-        f"are more than the {_gib(gpu.size)} GiB of a GPU{stays}; {_largest(config, gpus)}; "
-        f"{_leaving(config, gpus, allowed)}"
+        f"worker's {_gib(sum(engine.values()))} GiB ({listed(engine)}) and a policy rank's "
+        f"{_gib(sum(policy.values()))} ({listed(policy)}){together} are more than the {_gib(gpu.size)} GiB of a "
+        f"GPU{stays}; {_largest(config, gpus)}; {_leaving(config, gpus, allowed)}"
     )
 
 

@@ -104,8 +104,10 @@ class VirtualLoop:
         self.loop.call_soon(function, *args)
 
     def wait(self, ready: Callable[[], bool], seconds: float) -> None:
-        """Returns once that is so, or so many seconds have passed; a tick at least, or who looks every second would do so
-        for ever at the same time."""
+        """Returns once that is so, or so many seconds have passed.
+
+        A tick at least passes: else who looks more often than the clock ticks would look for ever at the same time.
+        """
         self.run(self._wait(ready, max(seconds, self.loop.tick_s)))
 
     def changed(self) -> None:

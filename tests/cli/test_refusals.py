@@ -48,7 +48,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         "cluster.shared=true cluster.nodes=4 rollout.memory_fraction=0.75 "
         "residency.keep=[parameters,optimizer,gradients]",
         [
-            "in phase generate, an engine worker's 60.3 GiB (weights 7.2, kv_cache",
+            "in phase generate, an engine worker's 60.6 GiB (weights 7.2, kv_cache",
             "the largest fraction that fits is 0.48; with residency.keep=[optimizer] it fits",
             "rollout.memory_fraction=0.45",
         ],
