@@ -6,17 +6,19 @@ A choice is a change of the settings that has passed every check that a run's se
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import islice
 from typing import Any
 
+from skyrl_mega.cli.dry_run_notes import other_blocks
 from skyrl_mega.cli.refusal import wrong
 from skyrl_mega.config.asynchrony_checks import corrected
 from skyrl_mega.config.derived import engine_data, engine_ranks, gpus_needed
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AsynchronyConfig, Config
+from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner import fit, fixes
 from skyrl_mega.planner.fixes import Change
 from skyrl_mega.planner.memory import critic_dims
@@ -32,7 +34,7 @@ COUNTS = 64
 RANKS = 3
 """Numbers of policy ranks that are looked at with each, the largest that its layout allows."""
 TENSORS = (1, 2, 4, 8, 16)
-"""Tensor sizes of engines that are looked at in the best split."""
+"""Tensor sizes of engines that are looked at in the best split, beside the given one."""
 OF_THEIR_OWN = 0.9
 """Share of its memory that engines may have of a GPU that is theirs alone: vLLM's own default."""
 CORRECTIONS: tuple[Change, ...] = (
@@ -77,39 +79,55 @@ def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str,
 
 def splits(config: Config, hf: Mapping[str, Any]) -> list[Change]:
     """The GPUs between the policy, with reference and critic, and engines: where all fit, at most `SPLITS`, from the
-    fewest policy ranks to the most."""
+    fewest policy ranks to the most. Where no split has room for the given engines, with others."""
+    for own in ((), *(_sized(tensor, OF_THEIR_OWN) for tensor in TENSORS)):
+        if found := _splits(config, own, hf):
+            return found
+    return []
+
+
+def _splits(config: Config, own: Change, hf: Mapping[str, Any]) -> list[Change]:
     total = config.cluster.nodes * config.cluster.gpus_per_node
-    engines = total // engine_ranks(config.rollout)
+    most = total // engine_ranks(fixes.changed(config, own).rollout)
     found = {}
-    for count in _spread(range(1, engines + 1), COUNTS):
-        for split in islice(_ranks(config, count, total, hf), 1):
+    for count in _spread(range(1, most + 1), COUNTS):
+        for split in islice(_ranks(config, count, total, own, hf), 1):
             found[dict(split)["policy.ranks"]] = split  # where more engines leave it as many ranks, these are better
     return _spread([found[ranks] for ranks in sorted(found)], SPLITS)
 
 
 def engines(config: Config, split: Change, hf: Mapping[str, Any]) -> list[Change]:
-    """A split with other engines on the same GPUs: of each tensor size that fits, with the memory of GPUs of their
-    own."""
-    given = fixes.changed(config, split).rollout
-    gpus = given.engines * engine_ranks(given)
+    """A split with other engines, on all of the same GPUs: of each tensor size that fits, with the memory of GPUs of
+    their own, where that fits. None whose blocks of FP8 would no longer be the policy's."""
+    given, d = fixes.changed(config, split).rollout, architecture(hf).describe(hf)
+    gpus, aligned = given.engines * engine_ranks(given), other_blocks(config, d) is None
     found = []
-    for tensor in TENSORS:
-        other = {
-            "rollout.engines": gpus // (tensor * engine_data(given)),
-            "rollout.tensor": tensor,
-            "rollout.memory_fraction": max(given.memory_fraction, OF_THEIR_OWN),
-        }
-        change = tuple((dict(split) | other).items())
-        if other["rollout.engines"] and not isinstance(choice(config, change, "off", 0, hf), UserError):
-            found.append(change)
+    for tensor in sorted({*TENSORS, given.tensor}):
+        count, idle = divmod(gpus, tensor * engine_data(given))
+        for fraction in sorted({given.memory_fraction, max(given.memory_fraction, OF_THEIR_OWN)}, reverse=True):
+            other = tuple({**dict(split), **dict(_sized(tensor, fraction)), "rollout.engines": count}.items())
+            changed = fixes.changed(config, other)
+            if changed == fixes.changed(config, split) or (aligned and other_blocks(changed, d) is not None):
+                continue
+            if not idle and not isinstance(choice(config, other, "off", 0, hf), UserError):
+                found.append(other)
+                break
     return found
 
 
-def _ranks(config: Config, engines: int, total: int, hf: Mapping[str, Any]) -> Iterator[Change]:
+def plainer(config: Config, engines: Sequence[Change], but: Change) -> list[Change]:
+    """The first of these with the share of memory that the settings give; none where that is another, or `but`."""
+    fraction = config.rollout.memory_fraction
+    found = [tuple((dict(split) | {"rollout.memory_fraction": fraction}).items()) for split in engines[:1]]
+    there = [fixes.changed(config, split) for split in (but, *engines)]
+    return [split for split in found if fixes.changed(config, split) not in there]
+
+
+def _ranks(config: Config, engines: int, total: int, own: Change, hf: Mapping[str, Any]) -> Iterator[Change]:
     """Splits with so many engines, the most policy ranks first."""
     looked = 0
     for ranks in range(total, 0, -1):
-        split = _split(ranks, engines)
+        split = (*_split(ranks, engines), *own)
         changed = fixes.changed(config, split)
         if gpus_needed(changed) > total or not _divides(changed):
             continue
@@ -137,6 +155,10 @@ def _split(ranks: int, engines: int) -> Change:
         ("policy.ranks", ranks),
         ("rollout.engines", engines),
     )
+
+
+def _sized(tensor: int, fraction: float) -> Change:
+    return ("rollout.tensor", tensor), ("rollout.memory_fraction", fraction)
 
 
 def _mode(mode: str, most: int) -> Change:

@@ -63,20 +63,20 @@ class Comparison:
     tried: Sequence[Row]
     """The splits."""
     sized: Sequence[Row]
-    """Other engines in the best split."""
+    """Engines of other sizes, or with more memory, in the best split."""
     refused: Sequence[Refused]
     environment_s: float
     """Seconds of the environment in a trajectory, on average."""
 
     @property
     def best(self) -> Row | None:
-        """Of the fastest, by no more than what is chance, the one with least staleness; None where the first one is as
-        fast."""
+        """Of the fastest, by no more than what is chance, the one with least staleness, and with the fewest changes of
+        settings; None where the first one is as fast."""
         fastest = min(row.outcome.seconds for row in self.every)
         near = [row for row in self.every if row.outcome.seconds <= CHANCE * fastest]
         if self.rows[0] in near:
             return None
-        return min(near, key=lambda row: (row.choice.most, row.outcome.seconds))
+        return min(near, key=lambda row: (row.choice.most, len(row.choice.change), row.outcome.seconds))
 
     @property
     def every(self) -> list[Row]:
@@ -115,7 +115,7 @@ def text(c: Comparison) -> str:
     if len(c.tried) > 1:
         lines += ["", f"splits, with {_named(explored.mode, explored.most)}:", *aligned([HEAD, *map(_cells, c.tried)])]
     if c.sized:
-        lines += ["", "engines, on the same GPUs of the best split:", *aligned([HEAD, *map(_cells, c.sized)])]
+        lines += ["", "engines, on the GPUs that the best split leaves them:", *aligned([HEAD, *map(_cells, c.sized)])]
     lines += ["", _advice(c), *_bound(c), *_limits(c)]
     return "\n".join(lines)
 
@@ -131,8 +131,10 @@ def _named(mode: str, most: int) -> str:
 def _advice(c: Comparison) -> str:
     if c.best is None:
         return f"nothing here is faster than asynchrony.mode=off {_as_it_is(c)}"
-    change = fixes.text(c.best.choice.change)
-    return f"a step is {c.gain(c.best):.2f} times as fast as with asynchrony.mode=off {_as_it_is(c)}, with {change}"
+    gain = f"{c.gain(c.best):.2f} times as fast as with asynchrony.mode=off {_as_it_is(c)}"
+    if not c.best.choice.change:
+        return f"nothing here is faster than the settings: a step is {gain}"
+    return f"a step is {gain}, with {fixes.text(c.best.choice.change)}"
 
 
 def _bound(c: Comparison) -> list[str]:
@@ -184,7 +186,7 @@ def values(c: Comparison) -> dict[str, Any]:
         "splits": [_values(row) for row in c.tried],
         "engines": [_values(row) for row in c.sized],
         "refused": [{"mode": r.mode, "max_staleness": r.most, "reason": r.reason} for r in c.refused],
-        "advice": None if c.best is None else fixes.text(c.best.choice.change),
+        "advice": None if c.best is None else fixes.text(c.best.choice.change) or None,
         "trajectories": c.trajectories,
     }
 

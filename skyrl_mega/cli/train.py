@@ -54,7 +54,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument(
         "--simulate",
         action="store_true",
-        help="modes of asynchrony and splits of the GPUs beside each other, in virtual time, and stop; needs no GPU",
+        help="modes of asynchrony, splits of GPUs and engines, compared in virtual time, and stop; needs no GPU",
     )
     p.add_argument("--tokens", metavar="MEAN,SIGMA", help="--simulate: that a trajectory writes, log-normal")
     p.add_argument("--environment", metavar="MEAN,SIGMA", help="--simulate: seconds of its environment in a turn")

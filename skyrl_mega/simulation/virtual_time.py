@@ -73,6 +73,8 @@ class VirtualLoop:
     def __init__(self, longest_s: float = LONGEST_S, tick_s: float = 0.0) -> None:
         self.loop = VirtualTime(longest_s, tick_s)
         self._event = asyncio.Event()
+        self._over = 0.0
+        """Seconds that `sleep` has rounded off, so far."""
 
     def __enter__(self) -> Self:
         return self
@@ -115,7 +117,11 @@ class VirtualLoop:
         self._event.set()
 
     def sleep(self, seconds: float) -> None:
-        """Lets time pass."""
+        """Lets time pass, in whole ticks: what is over, or lacking, is of the next time."""
+        if tick := self.loop.tick_s:
+            self._over += seconds
+            seconds = round(self._over / tick) * tick
+            self._over -= seconds
         self.run(asyncio.sleep(seconds))
 
     async def _wait(self, ready: Callable[[], bool], seconds: float) -> None:

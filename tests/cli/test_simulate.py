@@ -38,6 +38,15 @@ def test_what_is_advised_passes_the_checks_of_a_run(capsys: pytest.CaptureFixtur
     assert modes == [("off", 0, True), *((*mode, False) for mode in MODES)] and not found["refused"]
     best = min(found["splits"], key=lambda row: row["seconds"])
     assert {row["rollout.tensor"] for row in found["engines"]} == {1, 2, 4, 8}, "an engine of 16 has no node"
+    assert all(row["rollout.memory_fraction"] in (0.6, 0.9) for row in found["engines"])
+    gpus = {row["rollout.tensor"] * row["rollout.engines"] for row in [*found["engines"], best]}
+    assert len(gpus) == 1, "no GPU is idle"
+    fastest = min([*found["engines"], best], key=lambda row: row["seconds"])
+    taken = {(row["rollout.tensor"], row["rollout.memory_fraction"]) for row in found["modes"][1:]}
+    [chosen] = [
+        row for row in [best, *found["engines"]] if (row["rollout.tensor"], row["rollout.memory_fraction"]) in taken
+    ]
+    assert chosen["seconds"] <= 1.02 * fastest["seconds"]
     assert {row["policy.ranks"] for row in found["modes"][1:]} == {best["policy.ranks"]}
     hf, _ = checked(compose(FILE, SMALL))
     asynchronous = found["modes"][2:]
@@ -92,6 +101,24 @@ def test_splits_leave_gpus_for_reference_and_critic(
     assert tuple(split["rollout.engines"] for split in ends) == engines
 
 
+def test_where_the_given_engines_leave_the_policy_no_gpu_others_are_tried() -> None:
+    config = compose("configs/dapo_1.7b.yaml", ["rollout.engines=1", "rollout.tensor=8"])
+    hf, _ = checked(config)
+    found = [dict(split) for split in simulate_choices.splits(config, hf)]
+    assert found and all(split["rollout.tensor"] < 8 for split in found)
+
+
+def test_other_engines_keep_the_blocks_of_fp8() -> None:
+    """Experts of 768 columns: of two workers each has three blocks of 128, of four one and a half."""
+    options = "rollout.options={quantization: fp8_per_block}"
+    for wire, expected in (("fp8", {2}), ("auto", {2, 4, 8})):
+        config = compose(FILE, [*SMALL, "rollout.tensor=2", f"weights.wire={wire}", options])
+        hf, _ = checked(config)
+        split = simulate_choices.splits(config, hf)[0]
+        found = {dict(each)["rollout.tensor"] for each in simulate_choices.engines(config, split, hf)}
+        assert found - {1} == expected
+
+
 def compared(*seconds: float, refused: tuple[Refused, ...] = ()) -> Comparison:
     """The settings as they are, and others, with steps of so many seconds."""
     config = compose(FILE)
@@ -119,6 +146,27 @@ def test_of_rows_that_differ_by_chance_the_least_stale_is_advised() -> None:
         assert found is not None and found.choice.most == advised
 
 
+def test_other_engines_are_among_what_is_advised() -> None:
+    c = compared(100, 80)
+    more = (*c.rows[1].choice.change, ("rollout.memory_fraction", 0.9))
+    sized = replace(c.rows[1], choice=Choice("off", 0, changed(c.config, more), more))
+    for seconds, advised in ((79, c.rows[1]), (70, sized)):
+        sized = replace(sized, outcome=replace(sized.outcome, seconds=seconds))
+        found = replace(c, sized=[sized])
+        assert found.best is not None and found.best.choice == advised.choice
+        table = simulate_text.text(found).partition("engines, on the GPUs that the best split leaves them:")[2]
+        assert f"0.9        {seconds} " in table
+
+
+def test_settings_that_are_the_fastest_already_are_left() -> None:
+    c = compared(100, 80)
+    found = replace(
+        c, rows=[c.rows[0], replace(c.rows[1], choice=replace(c.rows[1].choice, change=()))], tried=[c.rows[1]]
+    )
+    assert "nothing here is faster than the settings: a step is 1.25 times as fast" in simulate_text.text(found)
+    assert simulate_text.values(found)["advice"] is None
+
+
 def test_how_far_figures_may_be_trusted_is_said() -> None:
     told = simulate_text.text(compared(100, 80, refused=(Refused("full", 2, "it may not"),)))
     assert "4 steps or more with one seed" in told and "510 of them stand for 2560, and its tail is theirs" in told
@@ -139,6 +187,7 @@ def test_how_far_figures_may_be_trusted_is_said() -> None:
         ([*SEARCH, "--simulate", "--dry-run"], "--simulate --dry-run: give one of them"),
         ([*SEARCH, "--simulate", "--suggest"], "--simulate --suggest: give one of them"),
         ([*SEARCH, "--simulate", "--settings"], "--simulate --settings: give one of them"),
+        ([*SEARCH, "--simulate", "rollout.options={data_parallel_size: 2}"], "_size = 2: not yet available"),
         ([*SEARCH, "--simulate", "algorithm.advantage=remax"], "algorithm.advantage = remax: --simulate does not play"),
         (["--config", "configs/quickstart.yaml", "--simulate"], "cluster.device = cpu"),
     ],

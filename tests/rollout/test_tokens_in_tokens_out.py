@@ -245,7 +245,6 @@ def rollout_of(stop: list[str], **changes: Any) -> RolloutConfig:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 def test_characters(tmp_path: Path) -> None:
     """Its own template and one that closes every turn; budgets of turns, response and length; a policy with context
     parallelism."""
@@ -278,6 +277,7 @@ def test_characters(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_qwen(shared: Path, tmp_path: Path) -> None:
     """Qwen3's tokenizer of 151,643 pieces, its template and its two end tokens; a policy with tensor parallelism."""
     path = qwen(shared, tmp_path / "qwen")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +42,26 @@ def steps(run: Path) -> list[int]:
     return [row["step"] for row in read(file)] if file.exists() else []
 
 
+@pytest.fixture
+def gate(slurm: Slurm) -> Iterator[Path]:
+    """The folder that `gate.GateEnv` looks at; afterwards nobody is held up, and node2 is there, whatever happened."""
+    folder = slurm.folder / "gate"
+    yield folder
+    for name in ("closed_after", "waiting"):
+        (folder / name).unlink(missing_ok=True)
+    if "idle" not in slurm.run("sinfo", "-h", "-n", "node2", "-o", "%T"):
+        slurm.power_on("node2")
+
+
 @pytest.mark.parametrize(
     "limit", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["node", "node and time limit"]
 )
 def test_a_run_survives_a_lost_node(
-    slurm: Slurm, tiny: Tiny, env: dict[str, str], submitted: Submitted, limit: bool
+    slurm: Slurm, tiny: Tiny, env: dict[str, str], submitted: Submitted, gate: Path, limit: bool
 ) -> None:
     """Two or three starts of one job: a node dies in step 2, the time limit comes in step 3, then the rest is done."""
     name = "limited" if limit else "hunted"
-    run, gate = slurm.folder / "work" / "runs" / name, slurm.folder / "gate"
-    waiting = gate / "waiting"
+    run, waiting = slurm.folder / "work" / "runs" / name, gate / "waiting"
     arguments = tiny(name, "run.steps=4")
     (gate / "closed_after").write_text(str(PROMPTS * SAMPLES))  # one step for each start
     output = f"--output={slurm.folder}/%j.out"
@@ -87,10 +97,8 @@ def test_a_run_survives_a_lost_node(
     assert text.count("4 of 4 nodes are up") == starts
     assert figures(run) == figures(submitted.run)
     assert_released(slurm, ["node1", "node3", "node4", "node5"])
-    waiting.unlink(missing_ok=True)
     with (run / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    slurm.power_on("node2")
 
 
 def test_a_node_whose_ray_dies_is_left_out_and_scancel_releases_the_rest(

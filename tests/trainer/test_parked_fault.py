@@ -27,7 +27,6 @@ SETTINGS = (
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 @pytest.mark.timeout(900)
 def test_a_rank_that_is_killed_while_its_state_is_parked(tmp_path: Path) -> None:
     """While a step generates, all that the policy has lies in host memory. Its death shows when the next phase asks all

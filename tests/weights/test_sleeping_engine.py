@@ -208,7 +208,6 @@ def test_twenty_cycles_leave_nothing_behind(place: Place) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.nightly
 def test_workers_with_tied_embeddings_and_biases_sleep_too(ray: None, tmp_path: Path) -> None:
     with place_of(tmp_path, "qwen2", tensor=2, tied=True, hidden=128) as place:
         for _ in range(2):
