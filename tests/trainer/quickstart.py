@@ -26,6 +26,7 @@ THREE_STEPS = [
     "algorithm.entropy.coefficient=0.01",  # teaches where no reward does yet
     "algorithm.importance_cap=2",
     "telemetry.trajectories_every=1",
+    "checkpoint.export=true",
 ]
 """Of the run `undisturbed`, and of those that are compared with it."""
 

@@ -16,6 +16,7 @@ from tests.trainer.test_resume import wait_for_row
 SETTINGS = (
     "run.name=run",
     "run.steps=3",
+    "run.deterministic=true",
     "checkpoint.every=1",
     "evaluation.before=false",
     "evaluation.every=3",
