@@ -1,4 +1,5 @@
-"""Jobs on a real Slurm cluster: every way they end, and what is left of them."""
+"""Jobs on a real Slurm cluster: every way they end, and what is left of them; and on its nodes a job of Ray, which
+nothing disturbs: what becomes of the others is compared with it."""
 
 from __future__ import annotations
 
@@ -40,6 +41,18 @@ def figures(run: Path) -> list[dict[str, Any]]:
 def steps(run: Path) -> list[int]:
     file = run / "metrics.jsonl"
     return [row["step"] for row in read(file)] if file.exists() else []
+
+
+def test_a_job_is_shipped_and_trains_on_four_nodes(submitted: Submitted) -> None:
+    rows = read(submitted.run / "metrics.jsonl")
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert all(row["policy/grad_norm"] > 0 for row in rows)
+    assert "Job 'tiny' succeeded" in submitted.output
+    assert "policy ranks sit on 10.77.0.1: 0, 10.77.0.2: 1, 10.77.0.3: 2" in submitted.output
+    assert "engines sit on 10.77.0.4: 0" in submitted.output
+    code, variable = submitted.driver.split()
+    assert "/working_dir_files/_ray_pkg_" in code and variable == "shipped"
+    assert submitted.left == []
 
 
 @pytest.fixture

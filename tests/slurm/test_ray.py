@@ -7,25 +7,12 @@ from collections.abc import Callable
 
 import pytest
 
-from skyrl_mega.telemetry.metrics import read
 from tests.slurm.cluster import ROOT, ClusterFault, Slurm
-from tests.slurm.conftest import Submitted, ray_cluster
+from tests.slurm.conftest import ray_cluster
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 Tiny = Callable[..., list[str]]
-
-
-def test_a_job_is_shipped_and_trains_on_four_nodes(submitted: Submitted) -> None:
-    rows = read(submitted.run / "metrics.jsonl")
-    assert [row["step"] for row in rows] == [1, 2, 3, 4]
-    assert all(row["policy/grad_norm"] > 0 for row in rows)
-    assert "Job 'tiny' succeeded" in submitted.output
-    assert "policy ranks sit on 10.77.0.1: 0, 10.77.0.2: 1, 10.77.0.3: 2" in submitted.output
-    assert "engines sit on 10.77.0.4: 0" in submitted.output
-    code, variable = submitted.driver.split()
-    assert "/working_dir_files/_ray_pkg_" in code and variable == "shipped"
-    assert submitted.left == []
 
 
 def test_who_is_refused_and_who_waits(slurm: Slurm, tiny: Tiny) -> None:
