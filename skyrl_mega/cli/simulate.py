@@ -121,7 +121,7 @@ def _compare(config: Config, as_it_is: Choice, stage: _Stage) -> Comparison:
     sized = sorted(stage.rows(config, engines(config, best, stage.hf), explored.mode, explored.most), key=_seconds)
     plain = plainer(config, [split for split, _ in sized], but=best)
     sized = [*stage.rows(config, plain, explored.mode, explored.most), *sized]
-    best, of_best = nearly_best([(best, of_best), *sized])
+    best, of_best = _nearly_best([(best, of_best), *sized])
     rows, refused = [first], []
     for mode, most in MODES:
         each = simulate_choices.choice(config, best, mode, most, stage.hf)
@@ -133,7 +133,7 @@ def _compare(config: Config, as_it_is: Choice, stage: _Stage) -> Comparison:
     return Comparison(config, rows, of_splits, of_engines, refused, stage.workload.environment_s)
 
 
-def nearly_best(tried: Sequence[tuple[Change, Row]]) -> tuple[Change, Row]:
+def _nearly_best(tried: Sequence[tuple[Change, Row]]) -> tuple[Change, Row]:
     """The first that takes no longer than the fastest, but for chance."""
     fastest = min(map(_seconds, tried))
     return next(one for one in tried if _seconds(one) <= CHANCE * fastest)

@@ -15,7 +15,7 @@ from typing import Any
 from skyrl_mega.cli.dry_run_notes import other_blocks
 from skyrl_mega.cli.refusal import wrong
 from skyrl_mega.config.asynchrony_checks import corrected
-from skyrl_mega.config.derived import engine_data, engine_ranks, gpus_needed
+from skyrl_mega.config.derived import engine_ranks, gpus_needed
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AsynchronyConfig, Config
 from skyrl_mega.models.registry import architecture
@@ -103,7 +103,7 @@ def engines(config: Config, split: Change, hf: Mapping[str, Any]) -> list[Change
     gpus, aligned = given.engines * engine_ranks(given), other_blocks(config, d) is None
     found = []
     for tensor in sorted({*TENSORS, given.tensor}):
-        count, idle = divmod(gpus, tensor * engine_data(given))
+        count, idle = divmod(gpus, tensor)
         for fraction in sorted({given.memory_fraction, max(given.memory_fraction, OF_THEIR_OWN)}, reverse=True):
             other = tuple({**dict(split), **dict(_sized(tensor, fraction)), "rollout.engines": count}.items())
             changed = fixes.changed(config, other)
