@@ -7,6 +7,9 @@ class ClusterError(RuntimeError):
     """Ray could not be started, reached, or has too little."""
 
 
+NODE_DIED = "its node died"
+
+
 class ActorFailed(RuntimeError):
     """An actor died or raised. Names the actor, its rank, the call and the cause."""
 
@@ -14,6 +17,11 @@ class ActorFailed(RuntimeError):
         self.actor, self.rank, self.method, self.cause = actor, rank, method, cause
         more = f" ({others} more failed after it)" if others else ""
         super().__init__(f"{actor} (rank {rank}) failed in {method}: {cause}{more}")
+
+    @property
+    def node_died(self) -> bool:
+        """Whether it is the node that is to blame, and nothing that runs on it."""
+        return self.cause == NODE_DIED
 
 
 class NodeGone(ActorFailed):

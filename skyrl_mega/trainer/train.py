@@ -16,8 +16,8 @@ def train(config: Config, folder: Path, console: Console) -> None:
     """Trains as `config` says and leaves everything in `folder`. The inputs have been checked.
 
     What its engines survive it goes on through. After any other fault it is taken down and starts again from its
-    newest checkpoint, `run.restarts` times at most, and only once a step has been completed: what never worked is not
-    tried again.
+    newest checkpoint, `run.restarts` times at most. Before a step has been completed it does so only where a node has
+    died: what never worked for another reason is not tried again.
 
     Raises:
         UserError: What only shows once the data and the model are read.
@@ -43,7 +43,8 @@ def train(config: Config, folder: Path, console: Console) -> None:
             return
         except (ActorFailed, ClusterError) as error:
             ShutdownRequest().look()  # a signal that everything had is the cause then
-            if not left or not worked:
+            lost = isinstance(error, ActorFailed) and error.node_died  # a driver that was killed too may not know yet
+            if not left or not (worked or lost):
                 raise
             left -= 1
             console.say(f"fault: {error}")

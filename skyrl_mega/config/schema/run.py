@@ -29,7 +29,7 @@ class RunConfig:
     """Passes over the training prompts."""
     restarts: int = at_least(0, 3)
     """Times that a run in which a policy rank or a node failed starts again, from its newest checkpoint and in the same
-    allocation. One that has not completed a step yet ends at once."""
+    allocation. One that has not completed a step yet ends at once, unless it is a node that died."""
     patience: Optional[int] = at_least(0, 25)
     """Steps one after another from which the policy cannot learn (docs/health.md), after which the run ends with exit
     code 1, if they had `patience_groups` too; null or 0 never ends it. A single step to learn from starts the count
