@@ -8,6 +8,7 @@ class ClusterError(RuntimeError):
 
 
 NODE_DIED = "its node died"
+"""What a cause begins with; what is known besides, as where the log is, follows."""
 
 
 class ActorFailed(RuntimeError):
@@ -21,7 +22,7 @@ class ActorFailed(RuntimeError):
     @property
     def node_died(self) -> bool:
         """Whether it is the node that is to blame, and nothing that runs on it."""
-        return self.cause == NODE_DIED
+        return self.cause.startswith(NODE_DIED)
 
 
 class NodeGone(ActorFailed):

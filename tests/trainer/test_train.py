@@ -17,7 +17,7 @@ from skyrl_mega.trainer import setup, shutdown, train
 
 Fault = Exception | None
 RANK = ActorFailed("policy-1", 1, "train", "its process died")
-NODE = ActorFailed("policy-0", 0, "location", NODE_DIED)
+NODE = ActorFailed("policy-0", 0, "location", f"{NODE_DIED}; its log: runs/r/logs/policy-0.log")
 Trains = Callable[..., tuple[int, list[str]]]
 
 
