@@ -5,13 +5,14 @@
 Each run of twenty steps is on a Ray cluster of two nodes, with two processes that play environments, and is disturbed
 `--each` times: a driver, an engine, a policy rank, a process with environments, or all of a node is killed, at a moment
 that is drawn from the first half of what is usually left of the run. A killed driver's command is given again, and is
-disturbed once it has made a step, as a fault before that ends a run; a killed node is replaced. Of each run it is
-checked that it ends well, that it has trained on exactly the samples of a run that nothing disturbs, each once and none
-older than allowed, that all steps have changed the weights, that no process of it is left, and, with `one_step`, that
-the final weights are the undisturbed run's, to the bit. Only where the one engine died under a batch, that batch may be
-of the weights which the engine came back with, and the final ones are then others: no GPU has those that the batch
-began with any more. benchmarks/results/kills.json has what was killed and what came of it. Exits with 1 where anything
-was lost, doubled, too old, left over, or other than undisturbed.
+disturbed once it has made a step, as any fault before that but a node's ends a run; a killed node is replaced. Of each
+run it is checked that it ends well, that it has trained on exactly the samples of a run that nothing disturbs, each
+once and none older than allowed, that all steps have changed the weights, that no process of it is left, and, with
+`one_step`, that the final weights are the undisturbed run's, to the bit. Only where the one engine died under a batch,
+that batch may be of the weights which the engine came back with, and the final ones are then others: no GPU has those
+that the batch began with any more. A command that does not end well is given again, so that the rest is checked of its
+run too. benchmarks/results/kills.json has what was killed, the faults that each run told of, and what came of it. Exits
+with 1 where a command did not end well, or anything was lost, doubled, too old, left over, or other than undisturbed.
 """
 
 from __future__ import annotations
@@ -35,7 +36,6 @@ from typing import Any
 
 import torch
 from ray.cluster_utils import Cluster
-from safetensors.torch import load_file
 
 from skyrl_mega.cluster.ray_session import ENVIRONMENT
 from skyrl_mega.rollout import trajectory_io
@@ -60,6 +60,8 @@ ROLES = ("driver", "VllmEngine", "MegatronActor", "RolloutWorker", "node")
 ACTORS = (b"VllmEngine", b"MegatronActor", b"RolloutWorker", b"reaper.py")
 """What a run may leave on a node, in the names of processes."""
 NODE = "SKYRL_MEGA_NODE"
+GIVEN_AGAIN = 3
+"""How often a command that has ended badly is."""
 LIMIT_S = 400.0
 """A command takes longer than this only where it hangs."""
 Weights = dict[str, torch.Tensor]
@@ -137,6 +139,16 @@ class Disturbed:
             self.said += self.process.communicate()[0]
             raise Hangs(f"no end within {LIMIT_S:g} s") from None
         return int(self.process.returncode)
+
+    @property
+    def faults(self) -> list[str]:
+        """What the run said of those after which it started again."""
+        return [line for line in self.said.splitlines() if line.startswith("fault: ")]
+
+    @property
+    def last_word(self) -> str:
+        """The last line that the run has said."""
+        return (self.said.strip().splitlines() or ["nothing said"])[-1]
 
     @property
     def over(self) -> bool:
@@ -226,16 +238,6 @@ def trained(folder: Path) -> Samples:
     return Counter((t.prompt.uid, t.sample) for file in files for t in trajectory_io.read(file))
 
 
-def weights(folder: Path) -> Weights:
-    """A finished run's."""
-    return load_file(folder / "run" / "model" / "model.safetensors")
-
-
-def same(a: Weights, b: Weights) -> bool:
-    """To the bit."""
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
 @dataclass(frozen=True)
 class Expected:
     """A run that nothing disturbs."""
@@ -249,10 +251,8 @@ class Expected:
     """From the first step to the end."""
 
 
-def wrong(run: Disturbed, code: int, expected: Expected | None) -> list[str]:
-    """What is not as it must be after the run's end."""
-    if code:
-        return [f"exit code {code}"]
+def wrong(run: Disturbed, expected: Expected | None) -> list[str]:
+    """What is not as it must be of what a run that has ended well leaves."""
     found = []
     if (steps := [row["step"] for row in run.rows]) != list(range(1, STEPS + 1)):
         found.append(f"steps {steps}")
@@ -272,10 +272,19 @@ def wrong(run: Disturbed, code: int, expected: Expected | None) -> list[str]:
     if expected is not None:
         if lost := len(expected.samples.keys() - samples.keys()):
             found.append(f"{lost} samples of the undisturbed run were not trained on")
-        redrawn = engine_died(run) and versions(run.folder) != expected.versions
-        if expected.weights is not None and not (found or redrawn or same(weights(run.folder), expected.weights)):
+        if compared(run, expected) == "other":
             found.append("other weights than undisturbed")
     return found
+
+
+def compared(run: Disturbed, expected: Expected) -> str | None:
+    """The final weights beside the undisturbed run's: `same`, to the bit; `redrawn`, as an engine died under a batch;
+    or `other`. None where they depend on the clock."""
+    if expected.weights is None:
+        return None
+    if not quickstart.differing(quickstart.exported(run.folder / "run"), expected.weights):
+        return "same"
+    return "redrawn" if engine_died(run) and versions(run.folder) != expected.versions else "other"
 
 
 def versions(folder: Path) -> list[set[int]]:
@@ -296,13 +305,17 @@ def undisturbed(folder: Path, mode: str) -> Expected:
         start = time.monotonic()
         code = run.ended()
         took = time.monotonic() - start
-        if mistakes := [*wrong(run, code, None), *left(run)]:
+        if mistakes := [f"exit code {code}"] if code else [*wrong(run, None), *left(run)]:
             raise RuntimeError(f"the undisturbed run: {mistakes}\n{run.said[-4000:]}")
-    return Expected(trained(folder), weights(folder) if mode in EXACT else None, versions(folder), took)
+    return Expected(
+        trained(folder), quickstart.exported(folder / "run") if mode in EXACT else None, versions(folder), took
+    )
 
 
 def disturb(folder: Path, mode: str, roles: Sequence[str], random: Random, expected: Expected) -> dict[str, Any]:
     """Kills one after the other, then waits for the end; what was killed, and what came of the run."""
+    mistakes: list[str] = []
+    final = None
     with disturbed(folder, mode) as run:
         try:
             for role in roles:
@@ -310,13 +323,19 @@ def disturb(folder: Path, mode: str, roles: Sequence[str], random: Random, expec
                 rest = expected.seconds * (1 - run.step / STEPS)
                 time.sleep(random.uniform(0, rest / 2))
                 kill(run, role, random)
-            code = run.ended()
-            mistakes = [*wrong(run, code, expected), *left(run)]
+            while (code := run.ended()) and len(mistakes) < GIVEN_AGAIN:
+                mistakes.append(f"exit code {code}: {run.last_word}")
+                run.start()
+            if code:
+                mistakes.append(f"exit code {code} for the last time")
+            else:
+                mistakes += [*wrong(run, expected), *left(run)]
+                final = compared(run, expected)
         except Hangs as hangs:
-            mistakes = [str(hangs)]
+            mistakes.append(str(hangs))
         if mistakes:
             print(f"  {mistakes}\n{run.said[-6000:]}", flush=True)
-        return {"mode": mode, "kills": run.kills, "wrong": mistakes}
+        return {"mode": mode, "kills": run.kills, "faults": run.faults, "weights": final, "wrong": mistakes}
 
 
 def kill(run: Disturbed, role: str, random: Random) -> None:

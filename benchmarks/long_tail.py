@@ -1,6 +1,6 @@
 """What generating ahead is worth where trajectories and tools have a long tail: measured, and as the simulator says.
 
-    python -m benchmarks.long_tail [--seeds 0 1 2] [--steps 30] [--staleness 3] [--tool 0.3,1] [--sums 2.5,0.7]
+    python -m benchmarks.long_tail [--seeds 0 1 2] [--steps 60] [--staleness 3] [--tool 0.3,1] [--sums 2.5,0.7]
 
 Whole runs on this machine's CPU, with everything that a cluster runs, begin at the same weights and take as many steps
 of as many trajectories: with `asynchrony.mode=off`, and with `full`. The policy has one core, all others share one, as
@@ -52,8 +52,6 @@ SCORE = "eval/sums/mean"
 EXACT, IDLE, LOST = 0.10, 0.05, 0.03
 """How far a prediction may be off, how long the busier side may be idle, how much accuracy may be lost: two standard
 errors of a difference, with 1,000 conversations each."""
-SIMULATED = 24
-"""Steps of the simulator: with staleness they come in bursts."""
 PLACES = 512
 """Sequences of the engine at once: `rollout.concurrency` of the recipe."""
 SWING = 5
@@ -67,7 +65,7 @@ SETTINGS = (
         "policy.layout.expert=1",
         "policy.threads=1",
         "policy.micro_tokens=160",
-        "policy.optimizer.lr=1e-4",
+        "policy.optimizer.lr=5e-5",
     ),
     *("data.prepare=null", f"data.train=[{FOLDER}/train.parquet]", f"data.eval=[{FOLDER}/test.parquet]"),
     *("data.prompts_per_step=8", "data.samples_per_prompt=8", "data.epochs_per_step=4", "environment.workers=1024"),
@@ -184,7 +182,7 @@ def rates_of(folder: Path, work: Work) -> Rates:
     """As a run without asynchrony had them in full swing."""
     measured = read(folder / "metrics.jsonl")[SWING : work.steps - work.staleness]
     files = [folder / "trajectories" / f"step_{row['step']:06d}.parquet" for row in measured]
-    played = [trajectory_io.read_steps(file) for file in files]
+    played = [[steps for group in trajectory_io.read_steps(file) for steps in group] for file in files]
     tokens = sum(steps[-1].end for of_step in played for steps in of_step)
     rest_s = sum(row["time/step"] - row["time/generate"] - row["time/sync"] for row in measured)
     return Rates(
@@ -226,7 +224,7 @@ def predicted(folder: Path, mode: str, work: Work) -> float:
     """Seconds of a step, as the simulator has them with what a run without asynchrony was like."""
     config = compose(ROOT / RECIPE, [*SETTINGS, *ahead(mode, work)])
     rates, workload = rates_of(folder, work), Recorded.of_run(folder)
-    return round(simulate(config, rates, workload, steps=SIMULATED).seconds, 4)
+    return round(simulate(config, rates, workload, steps=work.steps).seconds, 4)
 
 
 def measure(seed: int, work: Work) -> dict[str, Any]:
@@ -269,7 +267,7 @@ def main() -> int:
     """Measures the seeds and prints a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--staleness", type=int, default=3, help="asynchrony.max_staleness")
     parser.add_argument("--tool", default="0.3,1", help="MEAN,SIGMA of its seconds")
     parser.add_argument("--sums", default="2.5,0.7", help="MEAN,SIGMA of the sums of a trajectory")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -119,24 +119,41 @@ def _compare(config: Config, as_it_is: Choice, stage: _Stage) -> Comparison:
     best, of_best = min(tried, key=_seconds)
     explored = of_best.choice
     sized = sorted(stage.rows(config, engines(config, best, stage.hf), explored.mode, explored.most), key=_seconds)
-    plain = plainer(config, [split for split, _ in sized], but=best)
-    sized = [*stage.rows(config, plain, explored.mode, explored.most), *sized]
-    best, of_best = _nearly_best([(best, of_best), *sized])
+    of_engines = [(best, of_best), *sized]
+    fastest, _ = min(of_engines, key=_seconds)
+    plain = stage.rows(
+        config, plainer(config, fastest, [split for split, _ in of_engines]), explored.mode, explored.most
+    )
+    best, of_best = _nearly_best([*of_engines, *plain])
     rows, refused = [first], []
-    for mode, most in MODES:
-        each = simulate_choices.choice(config, best, mode, most, stage.hf)
-        if isinstance(each, UserError):
-            refused.append(Refused(mode, most, str(each)))
+    for each in _modes(config, best, stage.hf):
+        if isinstance(each, Refused):
+            refused.append(each)
+        elif each.config not in [row.choice.config for row in rows]:
+            rows.append(of_best if each == of_best.choice else stage.row(each))
+    of_splits, others = ([row for _, row in each] for each in (tried, [*plain, *sized]))
+    return Comparison(config, rows, of_splits, others, refused, stage.workload.environment_s)
+
+
+def _modes(config: Config, split: Change, hf: Mapping[str, Any]) -> Iterator[Choice | Refused]:
+    """The settings as they are, with their asynchrony; then all modes in a split."""
+    if config.asynchrony.mode != "off":
+        as_given = simulate_choices.given(config, hf)
+        if isinstance(as_given, UserError):
+            most = config.asynchrony.max_staleness
+            yield Refused(config.asynchrony.mode, most, f"(the settings as they are) {as_given}")
         else:
-            rows.append(of_best if (mode, most) == (explored.mode, explored.most) else stage.row(each))
-    of_splits, of_engines = ([row for _, row in each] for each in (tried, sized))
-    return Comparison(config, rows, of_splits, of_engines, refused, stage.workload.environment_s)
+            yield as_given
+    for mode, most in MODES:
+        each = simulate_choices.choice(config, split, mode, most, hf)
+        yield Refused(mode, most, str(each)) if isinstance(each, UserError) else each
 
 
 def _nearly_best(tried: Sequence[tuple[Change, Row]]) -> tuple[Change, Row]:
-    """The first that takes no longer than the fastest, but for chance."""
+    """Of those that take no longer than the fastest, but for chance, the one that changes fewest settings."""
     fastest = min(map(_seconds, tried))
-    return next(one for one in tried if _seconds(one) <= CHANCE * fastest)
+    near = [one for one in tried if _seconds(one) <= CHANCE * fastest]
+    return min(near, key=lambda one: (len(one[1].choice.change), _seconds(one)))
 
 
 def _seconds(one: tuple[Change, Row]) -> float:

@@ -63,6 +63,13 @@ def off(config: Config) -> Choice:
     return Choice("off", 0, fixes.changed(config, change), change)
 
 
+def given(config: Config, hf: Mapping[str, Any]) -> Choice | UserError:
+    """The settings as they are, with their asynchrony; or why they cannot run."""
+    most = 0 if config.asynchrony.mode == "off" else config.asynchrony.max_staleness
+    refusal = wrong(config, hf, planned=True, strict=not config.cluster.shared)
+    return Choice(config.asynchrony.mode, most, config, ()) if refusal is None else refusal
+
+
 def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str, Any]) -> Choice | UserError:
     """A mode in a split, with a correction where it needs one; or why it cannot run."""
     change = (*_mode(mode, most), *split)
@@ -79,9 +86,11 @@ def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str,
 
 def splits(config: Config, hf: Mapping[str, Any]) -> list[Change]:
     """The GPUs between the policy, with reference and critic, and engines: where all fit, at most `SPLITS`, from the
-    fewest policy ranks to the most. Where no split has room for the given engines, with others."""
-    for own in ((), *(_sized(tensor, OF_THEIR_OWN) for tensor in TENSORS)):
-        if found := _splits(config, own, hf):
+    fewest policy ranks to the most. Where no split has room for the given engines, with the smallest others that have
+    the memory of GPUs of their own."""
+    fraction = max(config.rollout.memory_fraction, OF_THEIR_OWN)
+    for own in ((), *(_sized(tensor, fraction) for tensor in TENSORS)):
+        if _keeps_blocks(config, own, hf) and (found := _splits(config, own, hf)):
             return found
     return []
 
@@ -99,15 +108,14 @@ def _splits(config: Config, own: Change, hf: Mapping[str, Any]) -> list[Change]:
 def engines(config: Config, split: Change, hf: Mapping[str, Any]) -> list[Change]:
     """A split with other engines, on all of the same GPUs: of each tensor size that fits, with the memory of GPUs of
     their own, where that fits. None whose blocks of FP8 would no longer be the policy's."""
-    given, d = fixes.changed(config, split).rollout, architecture(hf).describe(hf)
-    gpus, aligned = given.engines * engine_ranks(given), other_blocks(config, d) is None
+    given = fixes.changed(config, split).rollout
+    gpus = given.engines * engine_ranks(given)
     found = []
     for tensor in sorted({*TENSORS, given.tensor}):
         count, idle = divmod(gpus, tensor)
         for fraction in sorted({given.memory_fraction, max(given.memory_fraction, OF_THEIR_OWN)}, reverse=True):
             other = tuple({**dict(split), **dict(_sized(tensor, fraction)), "rollout.engines": count}.items())
-            changed = fixes.changed(config, other)
-            if changed == fixes.changed(config, split) or (aligned and other_blocks(changed, d) is not None):
+            if fixes.changed(config, other) == fixes.changed(config, split) or not _keeps_blocks(config, other, hf):
                 continue
             if not idle and not isinstance(choice(config, other, "off", 0, hf), UserError):
                 found.append(other)
@@ -115,12 +123,17 @@ def engines(config: Config, split: Change, hf: Mapping[str, Any]) -> list[Change
     return found
 
 
-def plainer(config: Config, engines: Sequence[Change], but: Change) -> list[Change]:
-    """The first of these with the share of memory that the settings give; none where that is another, or `but`."""
-    fraction = config.rollout.memory_fraction
-    found = [tuple((dict(split) | {"rollout.memory_fraction": fraction}).items()) for split in engines[:1]]
-    there = [fixes.changed(config, split) for split in (but, *engines)]
-    return [split for split in found if fixes.changed(config, split) not in there]
+def plainer(config: Config, split: Change, tried: Sequence[Change]) -> list[Change]:
+    """A split with the share of memory that the settings give; none where that is one that has been tried."""
+    plain = tuple((dict(split) | {"rollout.memory_fraction": config.rollout.memory_fraction}).items())
+    there = [fixes.changed(config, each) for each in tried]
+    return [] if fixes.changed(config, plain) in there else [plain]
+
+
+def _keeps_blocks(config: Config, change: Change, hf: Mapping[str, Any]) -> bool:
+    """Whether engines have the policy's blocks of FP8, where those of the settings have."""
+    d = architecture(hf).describe(hf)
+    return other_blocks(fixes.changed(config, change), d) is None or other_blocks(config, d) is not None
 
 
 def _ranks(config: Config, engines: int, total: int, own: Change, hf: Mapping[str, Any]) -> Iterator[Change]:

@@ -59,7 +59,8 @@ class Comparison:
     config: Config
     """The settings that were given."""
     rows: Sequence[Row]
-    """The settings as they are, without asynchrony; then the modes in the best split, with the best engines."""
+    """The settings as they are, without asynchrony and with theirs; then the modes in the best split, with the best
+    engines."""
     tried: Sequence[Row]
     """The splits."""
     sized: Sequence[Row]
@@ -107,7 +108,8 @@ def text(c: Comparison) -> str:
     """What a person reads."""
     cluster, explored = c.config.cluster, c.tried[0].choice
     lines = [
-        f"modes of asynchrony on {cluster.nodes} · {cluster.gpus_per_node} GPUs; first {_as_it_is(c)}, then in the "
+        f"modes of asynchrony on {cluster.nodes} · {cluster.gpus_per_node} GPUs; first {_as_it_is(c)}"
+        f"{', without asynchrony and with theirs' if _given(c) else ''}, then in the "
         f"split, and with the engines, that are best for {_named(explored.mode, explored.most)}:",
         *aligned([HEAD, *map(_cells, c.rows)]),
         *(f"  {_named(each.mode, each.most)} cannot run here: {each.reason}" for each in c.refused),
@@ -122,6 +124,11 @@ def text(c: Comparison) -> str:
 
 def _as_it_is(c: Comparison) -> str:
     return "on shared GPUs" if c.config.cluster.shared else "as the settings split them"
+
+
+def _given(c: Comparison) -> bool:
+    """Whether the settings are asynchronous, and have been played so."""
+    return c.config.asynchrony.mode != "off" and any(row.choice.config == c.config for row in c.rows)
 
 
 def _named(mode: str, most: int) -> str:

@@ -7,8 +7,12 @@ class ClusterError(RuntimeError):
     """Ray could not be started, reached, or has too little."""
 
 
-NODE_DIED = "its node died"
-"""What a cause begins with; what is known besides, as where the log is, follows."""
+class NodesMissing(ClusterError):
+    """Nodes were waited for and did not come."""
+
+
+class NodeLost(ClusterError):
+    """Nodes that a run was on do not answer any more; the message names them, and what was seen of it first."""
 
 
 class ActorFailed(RuntimeError):
@@ -18,11 +22,6 @@ class ActorFailed(RuntimeError):
         self.actor, self.rank, self.method, self.cause = actor, rank, method, cause
         more = f" ({others} more failed after it)" if others else ""
         super().__init__(f"{actor} (rank {rank}) failed in {method}: {cause}{more}")
-
-    @property
-    def node_died(self) -> bool:
-        """Whether it is the node that is to blame, and nothing that runs on it."""
-        return self.cause.startswith(NODE_DIED)
 
 
 class NodeGone(ActorFailed):

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from skyrl_mega.cluster import reaper
 from skyrl_mega.cluster.actor_process import ActorPlace, Location, hosted, machine
-from skyrl_mega.cluster.errors import NODE_DIED, ActorFailed, ActorTimeout, ClusterError, NodeGone
+from skyrl_mega.cluster.errors import ActorFailed, ActorTimeout, ClusterError, NodeGone
 from skyrl_mega.cluster.last_words import with_cause
 from skyrl_mega.cluster.placement import Placement, Slot, by_gpu
 from skyrl_mega.config.errors import UserError
@@ -308,10 +308,10 @@ def describe(error: BaseException) -> str:
         cause = error.cause
         return f"{type(cause).__name__}: {_line(str(cause))}" if cause is not None else _line(str(error))
     if isinstance(error, ray.exceptions.ActorUnschedulableError):
-        return NODE_DIED
+        return "its node died"
     if isinstance(error, ray.exceptions.RayActorError):
         if "node has died" in str(error):  # Ray has no class for it
-            return NODE_DIED
+            return "its node died"
         return "its process died (killed, out of memory, or crashed)"
     return f"{type(error).__name__}: {_line(str(error))}"
 

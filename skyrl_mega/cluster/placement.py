@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from skyrl_mega.cluster.actor_process import Location
 from skyrl_mega.cluster.errors import ClusterError
+from skyrl_mega.cluster.nodes import Node, by_address
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
@@ -50,44 +51,6 @@ class Placement:
 
         for group in self.groups:
             remove_placement_group(group)
-
-
-@dataclass(frozen=True)
-class Node:
-    """A node that may hold actors."""
-
-    id: str
-    """Ray's."""
-    address: str
-    gpus: int = 0
-    """That Ray has to give there."""
-
-
-def worker_nodes() -> list[Node]:
-    """Nodes of the cluster that are alive and have a CPU to give, by address: a head that only manages has none."""
-    import ray
-
-    alive = [n for n in ray.nodes() if n["Alive"] and n["Resources"].get("CPU")]
-    nodes = [Node(n["NodeID"], n["NodeManagerAddress"], int(n["Resources"].get("GPU", 0))) for n in alive]
-    return sorted(nodes, key=lambda n: _order(n.address, n.id))
-
-
-def nodes_without_gpus() -> list[Node]:
-    """The worker nodes without GPUs; all of them where each has some."""
-    nodes = worker_nodes()
-    return [node for node in nodes if not node.gpus] or nodes
-
-
-def driver_node() -> Node:
-    """The node of this process."""
-    import ray
-
-    return Node(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
-
-
-def _order(address: str, node: str) -> tuple[list[int], str, str]:
-    """10.0.0.9 comes before 10.0.0.10; nodes of one address have an order too."""
-    return [int(part) for part in address.split(".") if part.isdigit()], address, node
 
 
 def reserve(actors: int, *, gpus: int = 0, together: Sequence[int] | None = None, timeout_s: float = 60.0) -> Placement:
@@ -138,7 +101,7 @@ def by_gpu(where: Sequence[Location]) -> list[int]:
     def key(index: int) -> tuple[Any, ...]:
         actor = where[index]
         gpus = [(0, int(gpu), "") if gpu.isdigit() else (1, 0, gpu) for gpu in actor.gpus]
-        return -counts[actor.node], *_order(actor.address, actor.node), gpus
+        return -counts[actor.node], *by_address(actor.address, actor.node), gpus
 
     return sorted(range(len(where)), key=key)
 
@@ -180,7 +143,7 @@ def spread(units: Sequence[int], nodes: Sequence[T]) -> list[T]:
 
     Args:
         units: Actors of each unit; those of one unit (a tensor parallel group) stay on one node.
-        nodes: From `worker_nodes`, or their numbers.
+        nodes: From `nodes.worker_nodes`, or their numbers.
     """
     return [nodes[i * len(nodes) // max(len(units), len(nodes))] for i, n in enumerate(units) for _ in range(n)]
 

@@ -10,14 +10,14 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from skyrl_mega.cluster.actor_process import CACHE, compiled, start_guard
-from skyrl_mega.cluster.errors import ClusterError
+from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
 from skyrl_mega.cluster.leftovers import temporary_folder
-from skyrl_mega.cluster.placement import worker_nodes
+from skyrl_mega.cluster.nodes import Node, lost, silent, worker_nodes
 from skyrl_mega.config.errors import UserError
 
 PREFIX = "skyrl-ray-"
@@ -59,14 +59,17 @@ def session(
     Args:
         actors: How many actors the private cluster must hold. They share the cores, so it is no claim on hardware.
         gpus: GPUs of the private cluster.
-        nodes: A cluster that is joined is waited for until it has so many, with GPUs where there are any to be.
+        nodes: A cluster that is joined is waited for until it has so many, with GPUs where there are any to be, and all
+            that it has answer.
         timeout_s: Seconds until it does.
         say: Tells a person who is waited for.
         log_level: Of Ray's own messages on this terminal.
 
     Raises:
         UserError: No response from RAY_ADDRESS, or the cluster wants another token.
-        ClusterError: Ray did not start or did not let us in, or nodes are missing.
+        ClusterError: Ray did not start or did not let us in.
+        NodesMissing: Nodes did not come, or do not answer.
+        NodeLost: In the place of a fault inside the block, where a node of the cluster that was joined is gone.
     """
     address = os.environ.get("RAY_ADDRESS")
     if address:
@@ -82,7 +85,7 @@ def session(
         if address:
             stack.callback(ray.shutdown)
             _join(address, common)
-            _wait_for_nodes(nodes, timeout_s, say, gpus=bool(gpus))
+            stack.enter_context(_node_by_node(_wait_for_nodes(nodes, timeout_s, say, gpus=bool(gpus))))
         else:
             folder = stack.enter_context(_guarded_folder())
             stack.callback(ray.shutdown)
@@ -194,24 +197,44 @@ def _answering(address: str) -> None:
         ) from error
 
 
-def _wait_for_nodes(count: int, timeout_s: float, say: Callable[[str], None], *, gpus: bool) -> None:
-    """Returns when the cluster has so many nodes that can hold actors; `gpus`: those with GPUs count."""
+def _wait_for_nodes(count: int, timeout_s: float, say: Callable[[str], None], *, gpus: bool) -> list[Node]:
+    """Returns the nodes that can hold actors when there are so many and all of them answer. One that has died is
+    listed until Ray has noticed, and whatever is placed on it fails.
+
+    Args:
+        gpus: Those with GPUs count.
+    """
     told, deadline = None, time.monotonic() + timeout_s
     kind = "nodes with GPUs" if gpus else "nodes"
     while True:
         nodes = worker_nodes()
-        there = [node.address for node in nodes if node.gpus or not gpus]
-        if len(there) >= count:
-            return
+        dead = silent(nodes)
+        there = [node.address for node in nodes if (node.gpus or not gpus) and node not in dead]
+        if len(there) >= count and not dead:
+            return nodes
         without = ", ".join(node.address for node in nodes if gpus and not node.gpus)
         named = ", ".join(there) + (f"; without GPUs: {without}" if without else "")
+        named += f"; no answer from: {', '.join(node.address for node in dead)}" if dead else ""
         present = f"{len(there)} of {count} {kind} of the Ray cluster are there: {named}"
         if time.monotonic() > deadline:
-            raise ClusterError(f"{present.removesuffix(': ')}; the others did not come within {timeout_s:g} s")
+            raise NodesMissing(f"{present.removesuffix(': ')}; the others did not come within {timeout_s:g} s")
         if present != told:
             told = present
             say(f"{present.removesuffix(': ')}; waiting for the others")
         time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def _node_by_node(nodes: Sequence[Node]) -> Iterator[None]:
+    """A fault inside the block is a node's where one of these is gone: whatever was seen of it first is only that."""
+    try:
+        yield
+    except (ActorFailed, ClusterError) as error:
+        if gone := ", ".join(node.address for node in lost(nodes)):
+            raise NodeLost(
+                f"no answer any more from {gone}, of the Ray cluster's nodes; first seen: {error}"
+            ) from error
+        raise
 
 
 def _short_tmp() -> Path:

@@ -13,7 +13,7 @@ from typing import Any
 
 from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.cluster.group import describe
-from skyrl_mega.cluster.placement import worker_nodes
+from skyrl_mega.cluster.nodes import worker_nodes
 from skyrl_mega.config.schema import Config, TopologyConfig
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.models.registry import architecture

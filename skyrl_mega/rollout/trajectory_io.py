@@ -147,21 +147,25 @@ def read(path: Path) -> list[Trajectory]:
     return [_trajectory(*parts) for parts in zip(rows, *by_token, strict=True)]
 
 
-def read_steps(path: Path) -> list[list[Step]]:
-    """Reads when which part of each trajectory was, and how long it took; nothing else of the file.
+def read_steps(path: Path) -> list[list[list[Step]]]:
+    """Reads when which part of each trajectory was, and how long it took, prompt by prompt; nothing else of the file.
 
     Raises:
-        ValueError: The file is no parquet file, has no such column, or one with spans or seconds that cannot be.
+        ValueError: The file is no parquet file, has no such columns, or one with spans or seconds that cannot be.
         OSError: It cannot be read.
     """
     try:
         with pq.ParquetFile(path) as file:
-            if "steps" not in file.schema_arrow.names:
-                raise ValueError("it has no column steps")
-            rows = file.read(["steps"])["steps"].cast(STEPS).to_pylist()
+            if missing := {"uid", "steps"} - {*file.schema_arrow.names}:
+                raise ValueError(f"it has no column {min(missing)}")
+            table = file.read(["uid", "steps"])
+            uids, rows = table["uid"].cast(pa.int64()).to_pylist(), table["steps"].cast(STEPS).to_pylist()
     except pa.ArrowException as error:  # of which some are no ValueError
         raise ValueError(str(error)) from error
-    return [[_checked(step) for step in steps or ()] for steps in rows]
+    of_prompt: dict[Any, list[list[Step]]] = {}
+    for uid, steps in zip(uids, rows, strict=True):
+        of_prompt.setdefault(uid, []).append([_checked(step) for step in steps or ()])
+    return [*of_prompt.values()]
 
 
 def _checked(row: dict[str, Any] | None) -> Step:

@@ -14,7 +14,7 @@ from io import StringIO
 from random import Random
 from typing import Any
 
-from skyrl_mega.config.schema import AsynchronyConfig, Config, EnvironmentConfig, RolloutConfig
+from skyrl_mega.config.schema import AsynchronyConfig, Config, DataConfig, EnvironmentConfig, RolloutConfig
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.envs.prompt import Prompt
@@ -74,7 +74,7 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
     first = max(FIRST, before + 1)
     with VirtualLoop(tick_s=_tick(config, rates, workload)) as loop:
         fleet = SimulatedFleet(loop.loop, rates.engines, _counted_by(grain, rates.speed))
-        players = _Players(fleet, workload, seed, grain, bounds)
+        players = _Players(fleet, workload, config.data, seed, grain, bounds)
         service = RolloutService(players, config.rollout.sampling, loop)
         size = config.data.prompts_per_step
         prompts = [Prompt(i, [], "simulated", {}) for i in range(size)]
@@ -169,15 +169,16 @@ def _alone(config: Config) -> Config:
 class _Players:
     """In the place of a generator."""
 
-    def __init__(self, fleet: Any, workload: Workload, seed: int, grain: int, bounds: Bounds) -> None:
-        self.fleet, self.workload, self.seed, self.grain, self.bounds = fleet, workload, seed, grain, bounds
+    def __init__(self, fleet: Any, workload: Workload, data: DataConfig, seed: int, grain: int, bounds: Bounds) -> None:
+        self.fleet, self.workload, self.data, self.seed = fleet, workload, data, seed
+        self.grain, self.bounds = grain, bounds
         self.rollout = RolloutConfig()
 
     def agent(self, sampling: Any, router: type[Router] | None = None) -> Any:
         """One for all trajectories."""
         engine = self.fleet.engines[0]
         made = (router or Router)(self.fleet, Sampling(), engine.speed.places, 1e9)
-        player: Any = _Player(made, self.workload, self.seed, self.grain, engine.loop.tick_s)
+        player: Any = _Player(made, self.workload, self.data, self.seed, self.grain, engine.loop.tick_s)
         player.calls = asyncio.Semaphore(self.bounds.calls)
         return player if self.bounds.slots is None else SlotAgent(PlayerHere(player), Slots(self.bounds.slots))
 
@@ -215,9 +216,16 @@ class _Player:
     calls: asyncio.Semaphore
     """Of environments, at once."""
 
-    def __init__(self, router: Router, workload: Workload, seed: int, grain: int, tick: float) -> None:
-        self.router, self.workload, self.seed = router, workload, seed
+    def __init__(
+        self, router: Router, workload: Workload, data: DataConfig, seed: int, grain: int, tick: float
+    ) -> None:
+        self.router, self.workload, self.data, self.seed = router, workload, data, seed
         self.grain, self.tick = grain, tick
+
+    def group(self, name: str) -> int:
+        """A group's place among all of the run; its samples have names that say the step and their place in it."""
+        _, step, _, place = map(int, name.split("/"))
+        return step * self.data.prompts_per_step + place // self.data.samples_per_prompt
 
     async def open(self, prompt: Prompt, sample: int) -> _Opened:
         """At once."""
@@ -240,7 +248,7 @@ class _Player:
             turns=0,
         )
         random, tick = Random(f"{self.seed}/{name}"), self.tick
-        turns = self.workload.draw(random)
+        turns = self.workload.draw(random, self.group(name), opened.sample)
         read, written, waited = Whole(self.grain, random), Whole(self.grain, random), Whole(tick, random)
         for turn in turns:
             _grow(t, read.units(turn.read), 0)

@@ -114,8 +114,8 @@ class Drawn:
     longest_s: float = math.inf
     """Seconds after which a turn of the environment is ended."""
 
-    def draw(self, random: Random) -> list[Turn]:
-        """One trajectory."""
+    def draw(self, random: Random, group: int, sample: int) -> list[Turn]:
+        """A sample of a group, which says nothing of the others."""
         written = max(self.turns, min(self.most, round(self.tokens.draw(random))))
         each = [written // self.turns] * self.turns
         each[-1] += written % self.turns
@@ -137,13 +137,20 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Trajectories as a run has had them."""
+    """Trajectories as a run has had them, group by group: those of a hard prompt are all long, and a step waits for
+    the longest."""
 
-    played: Sequence[list[Turn]]
+    groups: Sequence[Sequence[list[Turn]]]
 
-    def draw(self, random: Random) -> list[Turn]:
-        """One trajectory."""
-        return random.choice(self.played)
+    def draw(self, random: Random, group: int, sample: int) -> list[Turn]:
+        """A sample of a group. All groups come before one comes again."""
+        found = self.groups[group % len(self.groups)]
+        return found[sample % len(found)]
+
+    @property
+    def played(self) -> list[list[Turn]]:
+        """All trajectories."""
+        return [turns for group in self.groups for turns in group]
 
     @property
     def length(self) -> Length:
@@ -159,7 +166,7 @@ class Recorded:
 
     @classmethod
     def of_run(cls, folder: Path) -> Recorded:
-        """Those that a run has written, of all its steps.
+        """Those that a run has written, of all its steps, in an order of their own.
 
         Raises:
             UserError: There are none, or a file is of something else.
@@ -173,12 +180,15 @@ class Recorded:
                     f"--like {folder}: {file.name} has no trajectories that can be read ({one_line(str(error))}); take "
                     "it out of the folder, or give another run's"
                 ) from error
-            found += [turns for steps in played if (turns := turns_of(steps))]
+            for group in played:
+                if answered := [turns for turns in map(turns_of, group) if turns]:
+                    found.append(answered)
         if not found:
             raise UserError(
                 f"--like {folder}: there are no trajectories; give a run's folder, of a run with "
                 "telemetry.trajectories_every=1"
             )
+        Random(0).shuffle(found)  # a few steps are then of the whole run
         return cls(found)
 
 

@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from skyrl_mega.cluster.nodes import worker_nodes
 from skyrl_mega.cluster.place import RunPlacement, nodes_of_cpus, place
-from skyrl_mega.cluster.placement import Placement, on_nodes, reserve, worker_nodes
+from skyrl_mega.cluster.placement import Placement, on_nodes, reserve
 from skyrl_mega.config.schema import Config
 
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from skyrl_mega.cluster.group import ActorGroup
-from skyrl_mega.cluster.placement import Node, driver_node, nodes_without_gpus, on_nodes, spread
+from skyrl_mega.cluster.nodes import Node, driver_node, nodes_without_gpus
+from skyrl_mega.cluster.placement import on_nodes, spread
 from skyrl_mega.config.environment_places import beside_driver, share_of
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.rollout.worker import RolloutWorker

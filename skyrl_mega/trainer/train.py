@@ -16,15 +16,16 @@ def train(config: Config, folder: Path, console: Console) -> None:
     """Trains as `config` says and leaves everything in `folder`. The inputs have been checked.
 
     What its engines survive it goes on through. After any other fault it is taken down and starts again from its
-    newest checkpoint, `run.restarts` times at most. Before a step has been completed it does so only where a node has
-    died: what never worked for another reason is not tried again.
+    newest checkpoint, `run.restarts` times at most. Before a step has been completed it does so only where a node is
+    lost: what has not worked for another reason is not tried again.
 
     Raises:
         UserError: What only shows once the data and the model are read.
-        ActorFailed, ClusterError: An actor died, raised or did not answer; names the root cause.
+        ActorFailed, ClusterError: An actor died, raised or did not answer, or nodes that were waited for did not come;
+            names the root cause.
         Stopped: A signal came.
     """
-    from skyrl_mega.cluster.errors import ActorFailed, ClusterError
+    from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
     from skyrl_mega.trainer.checkpoints import refuse_old_ones
     from skyrl_mega.trainer.setup import open_run
     from skyrl_mega.trainer.shutdown import ShutdownRequest
@@ -43,8 +44,7 @@ def train(config: Config, folder: Path, console: Console) -> None:
             return
         except (ActorFailed, ClusterError) as error:
             ShutdownRequest().look()  # a signal that everything had is the cause then
-            lost = isinstance(error, ActorFailed) and error.node_died  # a driver that was killed too may not know yet
-            if not left or not (worked or lost):
+            if not left or isinstance(error, NodesMissing) or not (worked or isinstance(error, NodeLost)):
                 raise
             left -= 1
             console.say(f"fault: {error}")

@@ -9,6 +9,7 @@ import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.kills import NODE, PROMPTS, SAMPLES, STEPS, Disturbed, Expected, left, wrong
+from benchmarks.kills import NODE, PROMPTS, SAMPLES, STEPS, Disturbed, Expected, compared, left, wrong
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Status, Trajectory
@@ -77,11 +78,10 @@ def no_step(steps: Steps) -> None:
 
 def test_a_run_as_it_must_be(tmp_path: Path) -> None:
     run = ended(tmp_path, whole())
-    assert wrong(run, 0, undisturbed()) == []
-    assert wrong(run, 1, None) == ["exit code 1"]
-    assert wrong(run, 0, undisturbed(0.0)) == ["other weights than undisturbed"]
+    assert wrong(run, undisturbed()) == []
+    assert wrong(run, undisturbed(0.0)) == ["other weights than undisturbed"]
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "policy/grad_norm": 1.0}\n')
-    assert wrong(run, 0, None) == ["steps [1, 2]", "steps [1] have changed nothing"]
+    assert wrong(run, None) == ["steps [1, 2]", "steps [1] have changed nothing"]
 
 
 @pytest.mark.parametrize(
@@ -97,7 +97,7 @@ def test_a_run_as_it_must_be(tmp_path: Path) -> None:
 def test_a_planted_mistake_is_found(tmp_path: Path, plant: Callable[[Steps], None], words: str) -> None:
     steps = whole()
     plant(steps)
-    assert any(words in mistake for mistake in wrong(ended(tmp_path, steps), 0, undisturbed()))
+    assert any(words in mistake for mistake in wrong(ended(tmp_path, steps), undisturbed()))
 
 
 def test_processes_that_are_left_are_named(tmp_path: Path) -> None:
@@ -124,4 +124,13 @@ def test_other_weights_are_right_only_after_a_batch_of_an_engine_that_came_back(
     steps = whole() | {5: [played(5, p, s, version) for p in range(PROMPTS) for s in range(SAMPLES)]}
     run = ended(tmp_path, steps)
     run.kills.append({"role": role, "after_step": 4})
-    assert wrong(run, 0, undisturbed(2.0)) == ([] if right else ["other weights than undisturbed"])
+    assert wrong(run, undisturbed(2.0)) == ([] if right else ["other weights than undisturbed"])
+    assert compared(run, undisturbed(2.0)) == ("redrawn" if right else "other")
+    assert compared(run, undisturbed()) == "same" and compared(run, replace(undisturbed(), weights=None)) is None
+
+
+def test_faults_that_a_run_tells_of_are_kept(tmp_path: Path) -> None:
+    run = Disturbed(tmp_path, "full", cast(Any, None))
+    assert run.faults == [] and run.last_word == "nothing said"
+    run.said = "start ray\nfault: policy-0 died\nthe run starts again\nno answer from 10.0.0.1\n"
+    assert run.faults == ["fault: policy-0 died"] and run.last_word == "no answer from 10.0.0.1"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.cli import simulate_choices, simulate_text
+from skyrl_mega.cli import simulate, simulate_choices, simulate_text
 from skyrl_mega.cli.dry_run import checked
 from skyrl_mega.cli.refusal import wrong
 from skyrl_mega.cli.simulate_choices import MODES, Choice
@@ -66,6 +66,40 @@ def test_modes_that_cannot_run_are_listed_with_the_reason(capsys: pytest.Capture
     assert [(row["mode"], row["max_staleness"]) for row in found["refused"]] == [("full", 1), ("full", 2), ("full", 4)]
     assert all("algorithm.dynamic_sampling.mode = replace" in row["reason"] for row in found["refused"])
     assert {row["mode"] for row in found["splits"]} == {"one_step"}, "of those that can run"
+
+
+def test_settings_with_asynchrony_are_played_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
+    apart = ["cluster.shared=false", "residency.keep=null", "policy.ranks=16", "rollout.engines=2"]
+    given = ["asynchrony.mode=full", "asynchrony.max_staleness=3", "algorithm.importance_cap=2"]
+    found = simulated(capsys, *apart, *given)
+    first, second, *others = found["modes"]
+    assert (first["mode"], second["mode"], second["max_staleness"]) == ("off", "full", 3)
+    assert second["settings"] == "" and second["policy.ranks"] == 16
+    rows = [(row["settings"], row["mode"], row["max_staleness"]) for row in found["modes"]]
+    assert len(set(rows)) == len(rows), "none is there twice"
+    assert {(row["mode"], row["max_staleness"]) for row in others} | {("off", 0)} == {*MODES}
+    refused = simulated(capsys, *given)["refused"]
+    assert [each["reason"].startswith("(the settings as they are) asynchrony.mode = full") for each in refused] == [
+        True
+    ]
+
+
+def test_of_engines_that_differ_by_chance_those_with_fewest_changes_are_taken() -> None:
+    c = compared(100, 80, 79, 70)
+    more = (*c.rows[1].choice.change, ("rollout.memory_fraction", 0.9), ("rollout.tensor", 4))
+    given, bigger, fastest = c.rows[1:]
+    other = replace(bigger, choice=replace(bigger.choice, change=more))
+    assert simulate._nearly_best([((), other), ((), given)])[1] is given
+    assert simulate._nearly_best([((), other), ((), given), ((), fastest)])[1] is fastest
+
+
+def test_the_fastest_engines_are_tried_with_the_memory_of_the_settings() -> None:
+    config = compose(FILE, SMALL)
+    split = (("policy.ranks", 16), ("rollout.engines", 4), ("rollout.tensor", 4), ("rollout.memory_fraction", 0.9))
+    [plain] = simulate_choices.plainer(config, split, [split])
+    assert changed(config, plain).rollout == replace(changed(config, split).rollout, memory_fraction=0.6)
+    assert simulate_choices.plainer(config, split, [split, plain]) == []
+    assert simulate_choices.plainer(config, plain, [plain]) == []
 
 
 def test_a_correction_of_ones_own_is_left() -> None:

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_mega.cluster import ray_session
 from skyrl_mega.cluster.actor_process import Location, address_of, interface_of
-from skyrl_mega.cluster.errors import ClusterError
-from skyrl_mega.cluster.placement import Node, by_gpu, nodes_without_gpus, spread, worker_nodes
+from skyrl_mega.cluster.nodes import Node
+from skyrl_mega.cluster.placement import by_gpu, spread
 
 NODES = [Node(str(n), f"10.0.0.{n}") for n in range(8)]
 
@@ -70,36 +69,3 @@ def test_loopback_by_name_and_by_address() -> None:
     assert interface_of("192.0.2.1") is None  # kept for documentation: nobody has it
     with pytest.raises(OSError):
         address_of("no-such-interface")
-
-
-def nodes_of(*gpus: int) -> list[dict[str, object]]:
-    """As Ray tells of nodes, with so many GPUs each; the last one only manages."""
-    nodes = [
-        {
-            "NodeID": str(i),
-            "NodeManagerAddress": f"10.0.0.{i}",
-            "Alive": True,
-            "Resources": {"CPU": 8.0, "GPU": float(n)},
-        }
-        for i, n in enumerate(gpus)
-    ]
-    return [*nodes, {"NodeID": "head", "NodeManagerAddress": "10.0.1.0", "Alive": True, "Resources": {}}]
-
-
-def test_environments_are_where_no_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.nodes", lambda: nodes_of(8, 8, 0, 0))
-    assert [node.address for node in nodes_without_gpus()] == ["10.0.0.2", "10.0.0.3"]
-    assert [node.gpus for node in worker_nodes()] == [8, 8, 0, 0]
-    monkeypatch.setattr("ray.nodes", lambda: nodes_of(8, 8))
-    assert [node.address for node in nodes_without_gpus()] == ["10.0.0.0", "10.0.0.1"]
-
-
-def test_nodes_without_gpus_are_not_waited_for_in_the_place_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ray.nodes", lambda: nodes_of(8, 0, 0))
-    said: list[str] = []
-    with pytest.raises(
-        ClusterError, match=r"1 of 2 nodes with GPUs .*: 10\.0\.0\.0; without GPUs: 10\.0\.0\.1, 10\.0\.0\.2; the"
-    ):
-        ray_session._wait_for_nodes(2, 0.0, said.append, gpus=True)
-    ray_session._wait_for_nodes(3, 0.0, said.append, gpus=False)
-    ray_session._wait_for_nodes(1, 0.0, said.append, gpus=True)

@@ -15,7 +15,7 @@ from skyrl_mega.simulation.engines import SimulatedEngine, Speed
 from skyrl_mega.simulation.rates import Rates
 from skyrl_mega.simulation.simulate import Outcome, simulate
 from skyrl_mega.simulation.virtual_time import VirtualLoop, WaitsForEver
-from skyrl_mega.simulation.workload import Drawn, LogNormal
+from skyrl_mega.simulation.workload import Drawn, LogNormal, Recorded, Turn
 
 SECONDS = (0.0, 0.010, 0.011, 0.013)
 """Three places."""
@@ -84,6 +84,14 @@ def test_a_synchronous_step_is_all_its_parts() -> None:
     assert found.policy_waits == pytest.approx(generate / found.seconds, rel=3e-3)
     assert found.engines_idle == pytest.approx(10 / found.seconds, rel=3e-3)
     assert (found.staleness, found.staleness_max) == (0, 0)
+
+
+def test_samples_of_a_recorded_prompt_stay_together() -> None:
+    """A hard prompt's are all slow, and every other step has one; drawn alone nearly all steps would wait for one."""
+    groups = [[[Turn(0, 640, wait_s)]] * 4 for wait_s in (0.0, 30.0)]
+    config = replace(CONFIG, data=replace(CONFIG.data, prompts_per_step=1))
+    found = simulate(config, RATES, Recorded(groups), steps=6)
+    assert found.seconds == pytest.approx(640 * RATES.speed.seconds[2] + 30 / 2 + 10 / 8 + 2, rel=1e-2)
 
 
 @pytest.mark.parametrize("mode", ["one_step", "full"])

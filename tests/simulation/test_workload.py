@@ -42,28 +42,34 @@ def recorded(folder: Path) -> Path:
 
 def test_turns_are_read_from_a_run(tmp_path: Path) -> None:
     found = Recorded.of_run(recorded(tmp_path))
-    assert found.played == [[Turn(3, 2, 1.5), Turn(3, 2, 0.5)]] * 2
+    assert found.groups == [[[Turn(3, 2, 1.5), Turn(3, 2, 0.5)]] * 2]
     assert found.length == Length(6, 4, 2)
 
 
 def test_steps_are_those_that_were_written(tmp_path: Path) -> None:
     path = recorded(tmp_path) / "trajectories" / "step_000001.parquet"
-    assert trajectory_io.read_steps(path) == [t.steps for t in trajectory_io.read(path)]
+    assert trajectory_io.read_steps(path) == [[t.steps for t in trajectory_io.read(path)]]
 
 
 FOREIGN = {
     "text": b"not parquet",
     "empty": b"",
     "no column": pa.table({"loss": [1.0]}),
-    "another type": pa.table({"steps": [1, 2]}),
-    "nothing of it": pa.table({"steps": pa.array([[None]], trajectory_io.STEPS)}),
+    "no prompts": pa.table({"steps": pa.array([[STEPS[1].__dict__]], trajectory_io.STEPS)}),
+    "another type": pa.table({"uid": [0, 0], "steps": [1, 2]}),
+    "nothing of it": pa.table({"uid": [0], "steps": pa.array([[None]], trajectory_io.STEPS)}),
     "backwards": pa.table(
-        {"steps": pa.array([[{**vars(STEPS[1]), "kind": "response", "start": 9}]], trajectory_io.STEPS)}
+        {"uid": [0], "steps": pa.array([[{**vars(STEPS[1]), "kind": "response", "start": 9}]], trajectory_io.STEPS)}
     ),
     "no seconds": pa.table(
-        {"steps": pa.array([[{**vars(STEPS[1]), "kind": "response", "env_s": float("nan")}]], trajectory_io.STEPS)}
+        {
+            "uid": [0],
+            "steps": pa.array([[{**vars(STEPS[1]), "kind": "response", "env_s": float("nan")}]], trajectory_io.STEPS),
+        }
     ),
-    "another kind": pa.table({"steps": pa.array([[{**vars(STEPS[1]), "kind": "song"}]], trajectory_io.STEPS)}),
+    "another kind": pa.table(
+        {"uid": [0], "steps": pa.array([[{**vars(STEPS[1]), "kind": "song"}]], trajectory_io.STEPS)}
+    ),
 }
 
 
@@ -83,7 +89,7 @@ def test_a_broken_or_foreign_file_is_told(name: str, tmp_path: Path) -> None:
 def test_the_mean_is_that_of_what_is_drawn() -> None:
     workload = Drawn(100, LogNormal(1000, 1.0), LogNormal(3, 1.0), 3, most=2000, longest_s=10)
     random = Random(0)
-    drawn = [workload.draw(random) for _ in range(6000)]
+    drawn = [workload.draw(random, 0, 0) for _ in range(6000)]
     assert workload.length == Length(100, pytest.approx(mean(sum(t.written for t in d) for d in drawn), rel=0.02), 3)
     assert max(turn.env_s for d in drawn for turn in d) == 10
     assert LogNormal(1000, 0).mean_up_to(300) == 300 and LogNormal(0, 1).mean_up_to(300) == 0

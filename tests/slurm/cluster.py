@@ -22,7 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -155,10 +155,17 @@ class Slurm:
         """Boots it again; returns when Slurm has it back."""
         self.run(str(HERE / "node_on.sh"), node.removeprefix("node"))
         deadline = time.monotonic() + BOOT_S
-        while "idle" not in self.run("sinfo", "-h", "-n", node, "-o", "%T"):
+        while self.run("sinfo", "-h", "-n", node, "-o", "%T").strip() != "idle":  # `idle*` is one that is silent
             if time.monotonic() > deadline:
                 raise ClusterFault(f"{node} does not come back: {self.run('sinfo')}")
             time.sleep(0.3)
+
+    def on(self, node: str) -> bool:
+        """Whether the node has power, whatever Slurm knows of it."""
+        with suppress(ClusterFault):
+            self.run("true", node=node)
+            return True
+        return False
 
     def processes(self, node: str) -> list[str]:
         """Command lines on a node, without those that belong to the node itself."""

@@ -57,12 +57,15 @@ def test_a_job_is_shipped_and_trains_on_four_nodes(submitted: Submitted) -> None
 
 @pytest.fixture
 def gate(slurm: Slurm) -> Iterator[Path]:
-    """The folder that `gate.GateEnv` looks at; afterwards nobody is held up, and node2 is there, whatever happened."""
+    """The folder that `gate.GateEnv` looks at; afterwards nobody is held up, no job is there, and node2 is, whatever
+    happened."""
     folder = slurm.folder / "gate"
     yield folder
     for name in ("closed_after", "waiting"):
         (folder / name).unlink(missing_ok=True)
-    if "idle" not in slurm.run("sinfo", "-h", "-n", "node2", "-o", "%T"):
+    for job in slurm.run("squeue", "-h", "-o", "%i").split():
+        slurm.run("scancel", job)
+    if not slurm.on("node2"):
         slurm.power_on("node2")
 
 

@@ -5,7 +5,11 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
 
 ROOT = Path(__file__).parents[2]
 SMALL = [
@@ -18,17 +22,26 @@ SMALL = [
     "algorithm.dynamic_sampling.max_rounds=2",
     "evaluation.limit=32",
 ]
-THREE_STEPS = [
-    "run.steps=3",
+LEARNS = [
     "evaluation.every=2",
     "checkpoint.every=2",
     "algorithm.dynamic_sampling.enabled=false",
     "algorithm.entropy.coefficient=0.01",  # teaches where no reward does yet
     "algorithm.importance_cap=2",
-    "telemetry.trajectories_every=1",
-    "checkpoint.export=true",
 ]
+"""A run that learns from its first step, with each of `asynchrony.mode`."""
+THREE_STEPS = [*LEARNS, "run.steps=3", "telemetry.trajectories_every=1", "checkpoint.export=true"]
 """Of the run `undisturbed`, and of those that are compared with it."""
+
+
+def exported(run: Path) -> dict[str, torch.Tensor]:
+    """The weights that a finished run has exported."""
+    return load_file(run / "model" / "model.safetensors")
+
+
+def differing(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor]) -> list[str]:
+    """Names of weights that are not equal to the bit."""
+    return sorted(name for name in a.keys() | b.keys() if name not in a or name not in b or not a[name].equal(b[name]))
 
 
 def command(folder: Path, *settings: str) -> list[str]:

@@ -20,14 +20,7 @@ from skyrl_mega.telemetry.metrics import read
 from tests.trainer import quickstart
 from tests.trainer.test_resume import wait_for_row
 
-STEPS = [
-    "run.steps=4",
-    "evaluation.every=2",
-    "checkpoint.every=2",
-    "algorithm.dynamic_sampling.enabled=false",
-    "algorithm.entropy.coefficient=0.01",  # teaches where no reward does yet
-    "algorithm.importance_cap=2",
-]
+STEPS = [*quickstart.LEARNS, "run.steps=4"]
 CLOCK = ("time", "perf", "memory", "idle", "asynchrony")
 
 

@@ -11,13 +11,15 @@ from typing import Any
 
 import pytest
 
-from skyrl_mega.cluster.errors import NODE_DIED, ActorFailed, ClusterError
+from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
+from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
-from skyrl_mega.trainer import setup, shutdown, train
+from skyrl_mega.trainer import checkpoints, setup, shutdown, train
 
 Fault = Exception | None
 RANK = ActorFailed("policy-1", 1, "train", "its process died")
-NODE = ActorFailed("policy-0", 0, "location", f"{NODE_DIED}; its log: runs/r/logs/policy-0.log")
+NODE = NodeLost("no answer any more from 10.0.0.2")
+MISSING = NodesMissing("1 of 2 nodes of the Ray cluster are there")
 Trains = Callable[..., tuple[int, list[str]]]
 
 
@@ -61,13 +63,14 @@ def test_after_a_step_any_fault_is_one_to_start_again_from(trains: Trains, fault
     assert said == [f"fault: {fault}", "the run starts again from its newest checkpoint (1 restarts are left)"]
 
 
-def test_what_worked_once_may_fail_in_its_next_start(trains: Trains) -> None:
+def test_what_worked_once_may_fail_in_its_next_starts(trains: Trains) -> None:
     assert trains(("later", RANK), ("opening", RANK), ("later", None))[0] == 3
+    assert trains(("later", RANK), ("at once", RANK), ("opening", RANK), ("later", None), restarts=3)[0] == 4
 
 
 @pytest.mark.parametrize("when", ["opening", "at once"])
 def test_what_never_worked_is_not_tried_again(trains: Trains, when: str) -> None:
-    for fault in (RANK, ClusterError("Ray is gone")):
+    for fault in (RANK, ClusterError("Ray is gone"), MISSING):
         with pytest.raises(type(fault)):
             trains((when, fault))
 
@@ -77,12 +80,19 @@ def test_a_node_that_dies_in_the_start_is_no_reason_to_give_up(trains: Trains, w
     assert trains((when, NODE), ("later", None))[0] == 2
 
 
+def test_nodes_that_did_not_come_have_been_waited_for(trains: Trains) -> None:
+    with pytest.raises(NodesMissing):
+        trains(("later", NODE), ("opening", MISSING), restarts=9)
+
+
 def test_restarts_are_counted(trains: Trains) -> None:
     assert trains(("later", RANK), ("later", NODE), ("later", None))[0] == 3
     with pytest.raises(ActorFailed, match="policy-1"):
         trains(("later", NODE), ("later", NODE), ("later", RANK))
     with pytest.raises(ActorFailed):
         trains(("later", RANK), restarts=0)
+    with pytest.raises(NodeLost):
+        trains(("opening", NODE), ("opening", NODE), ("opening", NODE))
 
 
 def test_a_signal_that_everything_had_is_the_cause(trains: Trains, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -90,5 +100,18 @@ def test_a_signal_that_everything_had_is_the_cause(trains: Trains, monkeypatch: 
         raise shutdown.Stopped("SIGTERM")
 
     monkeypatch.setattr(shutdown.ShutdownRequest, "look", look)
-    with pytest.raises(shutdown.Stopped):
-        trains(("later", RANK))
+    for when in ("later", "opening"):
+        with pytest.raises(shutdown.Stopped):
+            trains((when, RANK))
+
+
+def test_a_folder_of_another_format_is_refused_before_anything_starts(
+    trains: Trains, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(folder: Path) -> None:
+        assert folder.name == "checkpoints"
+        raise UserError("an old checkpoint")
+
+    monkeypatch.setattr(checkpoints, "refuse_old_ones", refuse)
+    with pytest.raises(UserError):
+        trains()

@@ -29,7 +29,8 @@ class RunConfig:
     """Passes over the training prompts."""
     restarts: int = at_least(0, 3)
     """Times that a run in which a policy rank or a node failed starts again, from its newest checkpoint and in the same
-    allocation. One that has not completed a step yet ends at once, unless it is a node that died."""
+    allocation. Where no step has been completed since the command was given, it ends at once, unless a node of the Ray
+    cluster is lost; and it ends where nodes do not come within `cluster.start_timeout_s`."""
     patience: Optional[int] = at_least(0, 25)
     """Steps one after another from which the policy cannot learn (docs/health.md), after which the run ends with exit
     code 1, if they had `patience_groups` too; null or 0 never ends it. A single step to learn from starts the count
