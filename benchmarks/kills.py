@@ -142,13 +142,15 @@ class Disturbed:
 
     @property
     def faults(self) -> list[str]:
-        """What the run said of those after which it started again."""
+        """What the run, and the supervisor of its driver, said of them."""
         return [line for line in self.said.splitlines() if line.startswith("fault: ")]
 
     @property
     def last_word(self) -> str:
-        """The last line that the run has said."""
-        return (self.said.strip().splitlines() or ["nothing said"])[-1]
+        """Why the command has ended, as it says."""
+        lines = self.said.strip().splitlines()
+        reasons = [line for line in lines if line.startswith(("fault: ", "error: "))]
+        return (reasons or lines or ["nothing said"])[-1]
 
     @property
     def over(self) -> bool:
@@ -280,7 +282,7 @@ def wrong(run: Disturbed, expected: Expected | None) -> list[str]:
 def compared(run: Disturbed, expected: Expected) -> str | None:
     """The final weights beside the undisturbed run's: `same`, to the bit; `redrawn`, as an engine died under a batch;
     or `other`. None where they depend on the clock."""
-    if expected.weights is None:
+    if expected.weights is None or not (run.folder / "run" / "model").exists():
         return None
     if not quickstart.differing(quickstart.exported(run.folder / "run"), expected.weights):
         return "same"
@@ -329,8 +331,8 @@ def disturb(folder: Path, mode: str, roles: Sequence[str], random: Random, expec
             if code:
                 mistakes.append(f"exit code {code} for the last time")
             else:
-                mistakes += [*wrong(run, expected), *left(run)]
                 final = compared(run, expected)
+                mistakes += [*wrong(run, expected), *left(run)]
         except Hangs as hangs:
             mistakes.append(str(hangs))
         if mistakes:

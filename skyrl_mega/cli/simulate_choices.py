@@ -64,10 +64,9 @@ def off(config: Config) -> Choice:
 
 
 def given(config: Config, hf: Mapping[str, Any]) -> Choice | UserError:
-    """The settings as they are, with their asynchrony; or why they cannot run."""
-    most = 0 if config.asynchrony.mode == "off" else config.asynchrony.max_staleness
+    """Settings with asynchrony as they are; or why they cannot run."""
     refusal = wrong(config, hf, planned=True, strict=not config.cluster.shared)
-    return Choice(config.asynchrony.mode, most, config, ()) if refusal is None else refusal
+    return Choice(config.asynchrony.mode, config.asynchrony.max_staleness, config, ()) if refusal is None else refusal
 
 
 def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str, Any]) -> Choice | UserError:
@@ -86,10 +85,9 @@ def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str,
 
 def splits(config: Config, hf: Mapping[str, Any]) -> list[Change]:
     """The GPUs between the policy, with reference and critic, and engines: where all fit, at most `SPLITS`, from the
-    fewest policy ranks to the most. Where no split has room for the given engines, with the smallest others that have
-    the memory of GPUs of their own."""
-    fraction = max(config.rollout.memory_fraction, OF_THEIR_OWN)
-    for own in ((), *(_sized(tensor, fraction) for tensor in TENSORS)):
+    fewest policy ranks to the most. Where no split has room for the given engines, with the smallest others that fit,
+    with the memory of GPUs of their own, or else as much as the settings give."""
+    for own in ((), *(_sized(tensor, fraction) for tensor in TENSORS for fraction in _fractions(config))):
         if _keeps_blocks(config, own, hf) and (found := _splits(config, own, hf)):
             return found
     return []
@@ -113,7 +111,7 @@ def engines(config: Config, split: Change, hf: Mapping[str, Any]) -> list[Change
     found = []
     for tensor in sorted({*TENSORS, given.tensor}):
         count, idle = divmod(gpus, tensor)
-        for fraction in sorted({given.memory_fraction, max(given.memory_fraction, OF_THEIR_OWN)}, reverse=True):
+        for fraction in _fractions(config):
             other = tuple({**dict(split), **dict(_sized(tensor, fraction)), "rollout.engines": count}.items())
             if fixes.changed(config, other) == fixes.changed(config, split) or not _keeps_blocks(config, other, hf):
                 continue
@@ -172,6 +170,12 @@ def _split(ranks: int, engines: int) -> Change:
 
 def _sized(tensor: int, fraction: float) -> Change:
     return ("rollout.tensor", tensor), ("rollout.memory_fraction", fraction)
+
+
+def _fractions(config: Config) -> list[float]:
+    """Shares of a GPU's memory that engines are tried with, the largest first."""
+    given = config.rollout.memory_fraction
+    return sorted({given, max(given, OF_THEIR_OWN)}, reverse=True)
 
 
 def _mode(mode: str, most: int) -> Change:

@@ -71,12 +71,14 @@ class Comparison:
 
     @property
     def best(self) -> Row | None:
-        """Of the fastest, by no more than what is chance, the one with least staleness, and with the fewest changes of
-        settings; None where the first one is as fast."""
+        """Of the fastest, by no more than what is chance, the settings as they are; else the one with least staleness,
+        and with the fewest changes of settings. None where the first one is as fast."""
         fastest = min(row.outcome.seconds for row in self.every)
         near = [row for row in self.every if row.outcome.seconds <= CHANCE * fastest]
         if self.rows[0] in near:
             return None
+        if as_it_is := [row for row in near if not row.choice.change]:
+            return as_it_is[0]
         return min(near, key=lambda row: (row.choice.most, len(row.choice.change), row.outcome.seconds))
 
     @property

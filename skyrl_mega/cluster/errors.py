@@ -12,7 +12,7 @@ class NodesMissing(ClusterError):
 
 
 class NodeLost(ClusterError):
-    """Nodes that a run was on do not answer any more; the message names them, and what was seen of it first."""
+    """A fault, since whose session's start a node of the Ray cluster is gone; the message has both."""
 
 
 class ActorFailed(RuntimeError):

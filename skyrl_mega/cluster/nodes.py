@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 
 ANSWER_S = 5.0
 """How long a node may take to accept a connection."""
+LOOK_S = 20.0
+"""How long it may take to see which nodes are gone."""
 AT_ONCE = 64
 """Nodes that are asked at the same time."""
 
@@ -65,17 +70,61 @@ def silent(nodes: Sequence[Node]) -> list[Node]:
         return [node for node, answers in zip(nodes, threads.map(_answers, nodes), strict=True) if not answers]
 
 
-def lost(nodes: Sequence[Node]) -> list[Node]:
-    """Those that were there and are not any more: they do not answer, or Ray has given them up."""
-    if gone := silent(nodes):
-        return gone
-    alive = {node.id for node in worker_nodes()}
-    return [node for node in nodes if node.id not in alive]
+def given_up() -> list[Node]:
+    """Nodes that Ray has found dead, or that have left, since the cluster began."""
+    import ray
+
+    return [Node(n["NodeID"], n["NodeManagerAddress"]) for n in ray.nodes() if not n["Alive"]]
+
+
+@dataclass(frozen=True)
+class Gone:
+    """Nodes that are not there."""
+
+    silent: list[Node]
+    """Ray lists them, and they accept no connection."""
+    given_up: list[Node]
+    """Ray has given them up."""
+
+    @classmethod
+    def now(cls) -> Gone:
+        """As it is."""
+        return cls(silent(worker_nodes()), given_up())
+
+    def since(self, before: Gone) -> Gone:
+        """Those that were there before."""
+        known = {node.id for node in [*before.silent, *before.given_up]}
+        return Gone(*([n for n in nodes if n.id not in known] for nodes in (self.silent, self.given_up)))
+
+    def text(self) -> str:
+        """One line for people; empty where all are there."""
+        parts = (("no answer any more from", self.silent), ("Ray has given up", self.given_up))
+        return "; ".join(f"{words} {', '.join(node.address for node in nodes)}" for words, nodes in parts if nodes)
+
+
+def gone_since(before: Gone) -> Gone | None:
+    """Those that were there before; None where nobody can say, as Ray itself does not answer within `LOOK_S`."""
+    import ray
+
+    found: list[Gone] = []
+
+    def look() -> None:
+        with suppress(RuntimeError, OSError, ray.exceptions.RayError):  # the fault that is looked into is what is told
+            found.append(Gone.now().since(before))
+
+    with suppress(RuntimeError):  # no thread can be started
+        looking = threading.Thread(target=look, daemon=True)
+        looking.start()
+        looking.join(LOOK_S)
+    return found[0] if found else None
 
 
 def _answers(node: Node) -> bool:
+    """Whether it accepts a connection. What is wrong on this machine, as too many open files, says nothing of it."""
     try:
         socket.create_connection((node.address, node.port), timeout=ANSWER_S).close()
-    except OSError:
+    except (ConnectionError, TimeoutError):
         return False
+    except OSError as error:
+        return error.errno not in (errno.EHOSTUNREACH, errno.EHOSTDOWN)
     return True

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -17,7 +18,7 @@ from typing import Any
 from skyrl_mega.cluster.actor_process import CACHE, compiled, start_guard
 from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
 from skyrl_mega.cluster.leftovers import temporary_folder
-from skyrl_mega.cluster.nodes import Node, lost, silent, worker_nodes
+from skyrl_mega.cluster.nodes import Gone, Node, given_up, gone_since, silent, worker_nodes
 from skyrl_mega.config.errors import UserError
 
 PREFIX = "skyrl-ray-"
@@ -25,6 +26,8 @@ LONGEST_TMP = 20
 """Characters of a folder that Ray's can be put into: a socket's path below has 86 more, and 107 are allowed."""
 OBJECT_STORE_BYTES = 256 * 2**20
 """Of a local cluster on CPU: tokens and metrics pass through it, never weights."""
+NOTICE_S = 60.0
+"""How long Ray may take to notice that a node has died; its own limits are half of that."""
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -39,6 +42,11 @@ ENVIRONMENT = {
 """Settings of Ray for its drivers and for every node that we start."""
 
 
+def _to_stderr(text: str) -> None:
+    """Standard output may be for a program."""
+    print(text, file=sys.stderr)
+
+
 @contextlib.contextmanager
 def session(
     *,
@@ -46,7 +54,7 @@ def session(
     gpus: int = 0,
     nodes: int = 1,
     timeout_s: float = 600.0,
-    say: Callable[[str], None] = print,
+    say: Callable[[str], None] = _to_stderr,
     log_level: int = logging.ERROR,
 ) -> Iterator[None]:
     """Connects to Ray for the length of a `with` block.
@@ -59,8 +67,8 @@ def session(
     Args:
         actors: How many actors the private cluster must hold. They share the cores, so it is no claim on hardware.
         gpus: GPUs of the private cluster.
-        nodes: A cluster that is joined is waited for until it has so many, with GPUs where there are any to be, and all
-            that it has answer.
+        nodes: A cluster that is joined is waited for until it has so many, with GPUs where there are any to be; and
+            until all that it lists answer, for `NOTICE_S` at most.
         timeout_s: Seconds until it does.
         say: Tells a person who is waited for.
         log_level: Of Ray's own messages on this terminal.
@@ -68,7 +76,7 @@ def session(
     Raises:
         UserError: No response from RAY_ADDRESS, or the cluster wants another token.
         ClusterError: Ray did not start or did not let us in.
-        NodesMissing: Nodes did not come, or do not answer.
+        NodesMissing: Nodes did not come.
         NodeLost: In the place of a fault inside the block, where a node of the cluster that was joined is gone.
     """
     address = os.environ.get("RAY_ADDRESS")
@@ -85,7 +93,7 @@ def session(
         if address:
             stack.callback(ray.shutdown)
             _join(address, common)
-            stack.enter_context(_node_by_node(_wait_for_nodes(nodes, timeout_s, say, gpus=bool(gpus))))
+            stack.enter_context(_of_a_node(_wait_for_nodes(nodes, timeout_s, say, gpus=bool(gpus))))
         else:
             folder = stack.enter_context(_guarded_folder())
             stack.callback(ray.shutdown)
@@ -197,43 +205,51 @@ def _answering(address: str) -> None:
         ) from error
 
 
-def _wait_for_nodes(count: int, timeout_s: float, say: Callable[[str], None], *, gpus: bool) -> list[Node]:
-    """Returns the nodes that can hold actors when there are so many and all of them answer. One that has died is
-    listed until Ray has noticed, and whatever is placed on it fails.
+def _wait_for_nodes(count: int, timeout_s: float, say: Callable[[str], None], *, gpus: bool) -> Gone:
+    """Returns when so many nodes that can hold actors are there and answer; with those that are not there.
+
+    A node that has died is listed until Ray has noticed, and whatever is placed on it fails: so none may be silent. One
+    that Ray still keeps after `NOTICE_S` is Ray's to judge.
 
     Args:
         gpus: Those with GPUs count.
     """
-    told, deadline = None, time.monotonic() + timeout_s
+    told, begun = None, time.monotonic()
     kind = "nodes with GPUs" if gpus else "nodes"
     while True:
         nodes = worker_nodes()
         dead = silent(nodes)
         there = [node.address for node in nodes if (node.gpus or not gpus) and node not in dead]
-        if len(there) >= count and not dead:
-            return nodes
+        waited = time.monotonic() - begun
         without = ", ".join(node.address for node in nodes if gpus and not node.gpus)
         named = ", ".join(there) + (f"; without GPUs: {without}" if without else "")
-        named += f"; no answer from: {', '.join(node.address for node in dead)}" if dead else ""
-        present = f"{len(there)} of {count} {kind} of the Ray cluster are there: {named}"
-        if time.monotonic() > deadline:
-            raise NodesMissing(f"{present.removesuffix(': ')}; the others did not come within {timeout_s:g} s")
+        named += f"; listed, but without an answer: {_addresses(dead)}" if dead else ""
+        present = f"{len(there)} of {count} {kind} of the Ray cluster are there: {named}".removesuffix(": ")
+        if len(there) >= count and (not dead or waited > min(NOTICE_S, timeout_s)):
+            if dead:
+                say(f"{present}; Ray keeps it, and the run goes on")
+            return Gone(dead, given_up())
+        if waited > timeout_s:
+            raise NodesMissing(f"{present}; the others did not come within {timeout_s:g} s")
         if present != told:
             told = present
-            say(f"{present.removesuffix(': ')}; waiting for the others")
+            say(f"{present}; waiting for {'the others' if len(there) < count else 'Ray to notice'}")
         time.sleep(0.5)
 
 
+def _addresses(nodes: Sequence[Node]) -> str:
+    return ", ".join(node.address for node in nodes)
+
+
 @contextlib.contextmanager
-def _node_by_node(nodes: Sequence[Node]) -> Iterator[None]:
-    """A fault inside the block is a node's where one of these is gone: whatever was seen of it first is only that."""
+def _of_a_node(before: Gone) -> Iterator[None]:
+    """A fault inside the block is a node's where one is gone that was there before: what was seen of it is told first,
+    as it may be another's."""
     try:
         yield
     except (ActorFailed, ClusterError) as error:
-        if gone := ", ".join(node.address for node in lost(nodes)):
-            raise NodeLost(
-                f"no answer any more from {gone}, of the Ray cluster's nodes; first seen: {error}"
-            ) from error
+        if (gone := gone_since(before)) is not None and (text := gone.text()):
+            raise NodeLost(f"{error}; of the Ray cluster's nodes: {text}") from error
         raise
 
 

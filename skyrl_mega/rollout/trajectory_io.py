@@ -6,6 +6,7 @@ import json
 import math
 import os
 from array import array
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.away import lost
 from skyrl_mega.rollout.by_reference import brought
-from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
+from skyrl_mega.rollout.trajectory import GREEDY, Kind, Status, Step, Trajectory
 
 if TYPE_CHECKING:
     from skyrl_mega.megatron.sequences import Column
@@ -148,7 +149,7 @@ def read(path: Path) -> list[Trajectory]:
 
 
 def read_steps(path: Path) -> list[list[list[Step]]]:
-    """Reads when which part of each trajectory was, and how long it took, prompt by prompt; nothing else of the file.
+    """Reads when which part of each sample was, and how long it took, group by group; nothing else of the file.
 
     Raises:
         ValueError: The file is no parquet file, has no such columns, or one with spans or seconds that cannot be.
@@ -156,16 +157,20 @@ def read_steps(path: Path) -> list[list[list[Step]]]:
     """
     try:
         with pq.ParquetFile(path) as file:
-            if missing := {"uid", "steps"} - {*file.schema_arrow.names}:
+            if missing := {"uid", "sample", "steps"} - {*file.schema_arrow.names}:
                 raise ValueError(f"it has no column {min(missing)}")
-            table = file.read(["uid", "steps"])
-            uids, rows = table["uid"].cast(pa.int64()).to_pylist(), table["steps"].cast(STEPS).to_pylist()
+            table = file.read(["uid", "sample", "steps"])
+            names = zip(*(table[name].cast(pa.int64()).to_pylist() for name in ("uid", "sample")), strict=True)
+            rows = table["steps"].cast(STEPS).to_pylist()
     except pa.ArrowException as error:  # of which some are no ValueError
         raise ValueError(str(error)) from error
-    of_prompt: dict[Any, list[list[Step]]] = {}
-    for uid, steps in zip(uids, rows, strict=True):
-        of_prompt.setdefault(uid, []).append([_checked(step) for step in steps or ()])
-    return [*of_prompt.values()]
+    groups: dict[tuple[Any, int], list[list[Step]]] = {}
+    seen: Counter[tuple[Any, Any]] = Counter()  # a batch across an epoch's end may have a prompt twice
+    for (uid, sample), steps in zip(names, rows, strict=True):
+        if sample != GREEDY:
+            groups.setdefault((uid, seen[uid, sample]), []).append([_checked(step) for step in steps or ()])
+            seen[uid, sample] += 1
+    return [*groups.values()]
 
 
 def _checked(row: dict[str, Any] | None) -> Step:

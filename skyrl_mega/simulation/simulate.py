@@ -64,7 +64,7 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
         rates: How long things take.
         workload: What trajectories are like.
         steps: That are measured.
-        seed: Draws them: in every mode the same ones.
+        seed: Draws them, but for recorded ones: in every mode the same ones.
     """
     whole = config
     config, rates = smaller(_alone(config), rates)

@@ -145,7 +145,8 @@ class Recorded:
     def draw(self, random: Random, group: int, sample: int) -> list[Turn]:
         """A sample of a group. All groups come before one comes again."""
         found = self.groups[group % len(self.groups)]
-        return found[sample % len(found)]
+        again = group // len(self.groups)  # a group of more samples has others to say then
+        return found[(sample + again) % len(found)]
 
     @property
     def played(self) -> list[list[Turn]]:

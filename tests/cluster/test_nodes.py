@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +12,8 @@ import pytest
 
 from skyrl_mega.cluster import nodes, ray_session
 from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
-from skyrl_mega.cluster.nodes import Node, lost, nodes_without_gpus, silent, worker_nodes
+from skyrl_mega.cluster.nodes import Gone, Node, nodes_without_gpus, silent, worker_nodes
+from skyrl_mega.config.errors import UserError
 
 RANK = ActorFailed("policy-1", 1, "train", "its process died")
 
@@ -56,8 +59,8 @@ def test_nodes_without_gpus_are_not_waited_for_in_the_place_of_others(monkeypatc
         NodesMissing, match=r"1 of 2 nodes with GPUs .*: 10\.0\.0\.0; without GPUs: 10\.0\.0\.1, 10\.0\.0\.2; the"
     ):
         ray_session._wait_for_nodes(2, 0.0, said.append, gpus=True)
-    assert len(ray_session._wait_for_nodes(3, 0.0, said.append, gpus=False)) == 3
-    assert len(ray_session._wait_for_nodes(1, 0.0, said.append, gpus=True)) == 3
+    ray_session._wait_for_nodes(3, 0.0, said.append, gpus=False)
+    ray_session._wait_for_nodes(1, 0.0, said.append, gpus=True)
 
 
 def test_only_nodes_that_accept_a_connection_answer(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,44 +68,96 @@ def test_only_nodes_that_accept_a_connection_answer(listener: socket.socket, mon
     dead = Node("b", "127.0.0.1", port=unused())
     assert silent([there, dead]) == [dead]
     assert silent([]) == []
-    monkeypatch.setattr(nodes, "worker_nodes", lambda: [there, dead])
-    assert lost([there, dead]) == [dead]
-    assert lost([there]) == []
-    monkeypatch.setattr(nodes, "worker_nodes", lambda: [])
-    assert lost([there]) == [there]  # its port is open, and Ray has given it up
+    for number, answers in ((errno.EMFILE, True), (errno.EHOSTUNREACH, False)):
+
+        def failed(*_: Any, number: int = number, **__: Any) -> None:
+            raise OSError(number, "of this machine, or of the way there")
+
+        monkeypatch.setattr(nodes.socket, "create_connection", failed)
+        assert (silent([there]) == []) is answers
 
 
 def test_a_node_that_ray_still_lists_is_not_there(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
     port = listener.getsockname()[1]
-    listed = [told("a", address="127.0.0.1", port=port), told("b", address="127.0.0.1", port=unused())]
+    listed = [told("a", address="127.0.0.1", port=port), told("b", address="127.0.0.2", port=unused())]
     monkeypatch.setattr("ray.nodes", lambda: listed)
     said: list[str] = []
-    with pytest.raises(NodesMissing, match=r"^1 of 2 nodes .*: 127\.0\.0\.1; no answer from: 127\.0\.0\.1; the others"):
+    missing = r"^1 of 2 nodes .*: 127\.0\.0\.1; listed, but without an answer: 127\.0\.0\.2; the others"
+    with pytest.raises(NodesMissing, match=missing):
         ray_session._wait_for_nodes(2, 0.0, said.append, gpus=False)
-    with pytest.raises(NodesMissing, match="no answer from"):  # Ray may place an actor there
-        ray_session._wait_for_nodes(1, 0.0, said.append, gpus=False)
 
     def noticed(seconds: float) -> None:
         listed[1] = told("b", alive=False) if len(listed) == 3 else listed[1]
         listed[2:] = [told("c", address="127.0.0.1", port=port)]
 
     monkeypatch.setattr(ray_session.time, "sleep", noticed)
-    came = ray_session._wait_for_nodes(2, 60.0, said.append, gpus=False)
-    assert [node.id for node in came] == ["a", "c"]
-    assert [line.partition(":")[0] for line in said] == [f"{n} of 2 nodes of the Ray cluster are there" for n in (1, 2)]
+    before = ray_session._wait_for_nodes(2, 60.0, said.append, gpus=False)
+    assert before.silent == [] and [node.id for node in before.given_up] == ["b"]
+    assert [line.rpartition("; ")[2] for line in said] == ["waiting for the others", "waiting for Ray to notice"]
+
+
+def test_a_silent_node_that_ray_keeps_does_not_hold_up_a_run(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    port = listener.getsockname()[1]
+    listed = [told("a", address="127.0.0.1", port=port), told("b", address="127.0.0.2", port=unused())]
+    monkeypatch.setattr("ray.nodes", lambda: listed)
+    monkeypatch.setattr(ray_session, "NOTICE_S", 0.0)
+    said: list[str] = []
+    before = ray_session._wait_for_nodes(1, 60.0, said.append, gpus=False)
+    assert [node.id for node in before.silent] == ["b"] and "Ray keeps it" in said[-1]
+    assert nodes.gone_since(before) == Gone([], []), "it was silent before"
+
+
+def test_what_is_gone_is_what_was_there_before(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nodes that came later count too; those that were gone before do not."""
+    port = listener.getsockname()[1]
+    listed = [told("a", address="127.0.0.1", port=port), told("old", alive=False)]
+    monkeypatch.setattr("ray.nodes", lambda: listed)
+    before = Gone.now()
+    assert nodes.gone_since(before) == Gone([], [])
+    listed += [told("new", address="127.0.0.2", port=unused()), told("newer", address="10.0.0.3", alive=False)]
+    found = nodes.gone_since(before)
+    assert found is not None
+    assert found.text() == "no answer any more from 127.0.0.2; Ray has given up 10.0.0.3"
+
+
+def test_where_ray_does_not_answer_nobody_can_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended = threading.Event()
+
+    def fails() -> None:
+        raise RuntimeError("no GCS")
+
+    monkeypatch.setattr(nodes, "LOOK_S", 0.1)
+    for asked in (fails, ended.wait):
+        monkeypatch.setattr("ray.nodes", asked)
+        assert nodes.gone_since(Gone([], [])) is None
+    with pytest.raises(ActorFailed) as caught, ray_session._of_a_node(Gone([], [])):
+        raise RANK
+    assert caught.value is RANK
+    ended.set()
 
 
 @pytest.mark.parametrize("fault", [RANK, ClusterError("what was played on a node is gone with it")])
-def test_a_fault_is_the_nodes_where_one_is_gone(fault: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
-    two = [Node("a", "10.0.0.1"), Node("b", "10.0.0.2")]
-    gone: list[Node] = []
-    monkeypatch.setattr(ray_session, "lost", lambda nodes: gone)
-    with pytest.raises(type(fault)) as caught, ray_session._node_by_node(two):
+def test_a_fault_is_the_nodes_where_one_is_gone(
+    fault: Exception, listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the session of a cluster that was joined."""
+    listed = [told("a", address="127.0.0.1", port=listener.getsockname()[1])]
+    monkeypatch.setenv("RAY_ADDRESS", "auto")
+    for name, stand_in in (("init", lambda **_: None), ("shutdown", lambda: None), ("nodes", lambda: listed)):
+        monkeypatch.setattr(f"ray.{name}", stand_in)
+    with pytest.raises(type(fault)) as caught, ray_session.session(actors=1):
         raise fault
     assert caught.value is fault
-    gone.append(two[1])
-    with pytest.raises(NodeLost) as named, ray_session._node_by_node(two):
-        raise fault
-    assert str(named.value).startswith("no answer any more from 10.0.0.2, of") and str(named.value).endswith(str(fault))
-    with pytest.raises(ValueError, match="a defect"), ray_session._node_by_node(two):
-        raise ValueError("a defect")
+
+    def fails(error: Exception, node: str) -> None:
+        with ray_session.session(actors=1):
+            listed.append(told(node, alive=False))
+            raise error
+
+    with pytest.raises(NodeLost) as named:
+        fails(fault, "2")
+    assert str(named.value) == f"{fault}; of the Ray cluster's nodes: Ray has given up 10.0.0.2"
+    with pytest.raises(UserError):
+        fails(UserError("a mistake"), "3")

@@ -88,10 +88,10 @@ def test_a_synchronous_step_is_all_its_parts() -> None:
 
 def test_samples_of_a_recorded_prompt_stay_together() -> None:
     """A hard prompt's are all slow, and every other step has one; drawn alone nearly all steps would wait for one."""
-    groups = [[[Turn(0, 640, wait_s)]] * 4 for wait_s in (0.0, 30.0)]
-    config = replace(CONFIG, data=replace(CONFIG.data, prompts_per_step=1))
+    groups = [[[Turn(0, 640, wait_s)]] * 4 for wait_s in (0.0, 0.0, 0.0, 30.0)]
+    config = replace(CONFIG, data=replace(CONFIG.data, prompts_per_step=2))
     found = simulate(config, RATES, Recorded(groups), steps=6)
-    assert found.seconds == pytest.approx(640 * RATES.speed.seconds[2] + 30 / 2 + 10 / 8 + 2, rel=1e-2)
+    assert found.seconds == pytest.approx(640 * RATES.speed.seconds[4] + 30 / 2 + 10 / 4 + 2, rel=1e-2)
 
 
 @pytest.mark.parametrize("mode", ["one_step", "full"])

@@ -14,7 +14,7 @@ import pytest
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import trajectory_io
-from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
+from skyrl_mega.rollout.trajectory import GREEDY, Kind, Status, Step, Trajectory
 from skyrl_mega.simulation.simulate import FINEST, Whole, grain_of
 from skyrl_mega.simulation.workload import Drawn, Length, LogNormal, Recorded, Turn
 
@@ -27,16 +27,16 @@ STEPS = [
 ]
 
 
-def trajectory() -> Trajectory:
+def trajectory(uid: int = 0, sample: int = 0, steps: list[Step] = STEPS) -> Trajectory:
     tokens = array("i", [0] * 10)
     return Trajectory(
-        Prompt(0, [], "mine", {}), 0, tokens, array("b", [0] * 10), array("f", [0.0] * 10), 3, 0.0, Status.COMPLETED, 2,
-        steps=STEPS,
+        Prompt(uid, [], "mine", {}), sample, tokens, array("b", [0] * 10), array("f", [0.0] * 10), 3, 0.0, Status.COMPLETED, 2,
+        steps=steps,
     )  # fmt: skip
 
 
 def recorded(folder: Path) -> Path:
-    trajectory_io.write(folder / "trajectories" / "step_000001.parquet", [trajectory(), trajectory()])
+    trajectory_io.write(folder / "trajectories" / "step_000001.parquet", [trajectory(), trajectory(sample=1)])
     return folder
 
 
@@ -51,15 +51,35 @@ def test_steps_are_those_that_were_written(tmp_path: Path) -> None:
     assert trajectory_io.read_steps(path) == [[t.steps for t in trajectory_io.read(path)]]
 
 
+def test_groups_stay_together_and_all_come_before_one_comes_again(tmp_path: Path) -> None:
+    """A prompt may be there twice, and have a greedy answer beside its samples."""
+
+    def of(seconds: float, uid: int, sample: int) -> Trajectory:
+        return trajectory(uid, sample, [Step(Kind.RESPONSE, 3, 5, env_s=seconds)])
+
+    played = [of(10 * group + sample, max(1, group), sample) for group in range(3) for sample in range(2)]
+    trajectory_io.write(tmp_path / "trajectories" / "step_000001.parquet", [*played, of(99, 1, GREEDY)])
+    trajectory_io.write(tmp_path / "trajectories" / "step_000002.parquet", [of(30 + s, 2, s) for s in range(2)])
+    found = Recorded.of_run(tmp_path)
+    told = sorted([turns[0].env_s for turns in group] for group in found.groups)
+    assert told == [[0, 1], [10, 11], [20, 21], [30, 31]]
+    drawn = [[found.draw(Random(0), group, sample)[0].env_s for sample in range(2)] for group in range(8)]
+    assert sorted(drawn[:4]) == told and [sorted(group) for group in drawn[4:]] == drawn[:4]
+
+
 FOREIGN = {
     "text": b"not parquet",
     "empty": b"",
     "no column": pa.table({"loss": [1.0]}),
     "no prompts": pa.table({"steps": pa.array([[STEPS[1].__dict__]], trajectory_io.STEPS)}),
-    "another type": pa.table({"uid": [0, 0], "steps": [1, 2]}),
-    "nothing of it": pa.table({"uid": [0], "steps": pa.array([[None]], trajectory_io.STEPS)}),
+    "another type": pa.table({"uid": [0, 0], "sample": [0, 1], "steps": [1, 2]}),
+    "nothing of it": pa.table({"uid": [0], "sample": [0], "steps": pa.array([[None]], trajectory_io.STEPS)}),
     "backwards": pa.table(
-        {"uid": [0], "steps": pa.array([[{**vars(STEPS[1]), "kind": "response", "start": 9}]], trajectory_io.STEPS)}
+        {
+            "uid": [0],
+            "sample": [0],
+            "steps": pa.array([[{**vars(STEPS[1]), "kind": "response", "start": 9}]], trajectory_io.STEPS),
+        }
     ),
     "no seconds": pa.table(
         {
@@ -68,7 +88,7 @@ FOREIGN = {
         }
     ),
     "another kind": pa.table(
-        {"uid": [0], "steps": pa.array([[{**vars(STEPS[1]), "kind": "song"}]], trajectory_io.STEPS)}
+        {"uid": [0], "sample": [0], "steps": pa.array([[{**vars(STEPS[1]), "kind": "song"}]], trajectory_io.STEPS)}
     ),
 }
 

@@ -160,6 +160,15 @@ class Slurm:
                 raise ClusterFault(f"{node} does not come back: {self.run('sinfo')}")
             time.sleep(0.3)
 
+    def cancel_all(self) -> None:
+        """Ends all jobs; returns when Slurm knows of none."""
+        deadline = time.monotonic() + BOOT_S
+        while jobs := self.run("squeue", "-h", "-o", "%i").split():
+            if time.monotonic() > deadline:
+                raise ClusterFault(f"jobs do not end: {self.run('squeue')}")
+            self.run("scancel", *jobs)
+            time.sleep(0.3)
+
     def on(self, node: str) -> bool:
         """Whether the node has power, whatever Slurm knows of it."""
         with suppress(ClusterFault):

@@ -63,8 +63,7 @@ def gate(slurm: Slurm) -> Iterator[Path]:
     yield folder
     for name in ("closed_after", "waiting"):
         (folder / name).unlink(missing_ok=True)
-    for job in slurm.run("squeue", "-h", "-o", "%i").split():
-        slurm.run("scancel", job)
+    slurm.cancel_all()
     if not slurm.on("node2"):
         slurm.power_on("node2")
 
