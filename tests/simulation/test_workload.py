@@ -30,8 +30,8 @@ STEPS = [
 def trajectory(uid: int = 0, sample: int = 0, steps: list[Step] = STEPS) -> Trajectory:
     tokens = array("i", [0] * 10)
     return Trajectory(
-        Prompt(uid, [], "mine", {}), sample, tokens, array("b", [0] * 10), array("f", [0.0] * 10), 3, 0.0, Status.COMPLETED, 2,
-        steps=steps,
+        Prompt(uid, [], "mine", {}), sample, tokens, array("b", [0] * 10), array("f", [0.0] * 10), 3, 0.0,
+        Status.COMPLETED, 2, steps=steps,
     )  # fmt: skip
 
 
