@@ -12,7 +12,7 @@ class NodesMissing(ClusterError):
 
 
 class NodeLost(ClusterError):
-    """A fault, since whose session's start a node of the Ray cluster is gone; the message has both."""
+    """A fault of a session in which a node of the Ray cluster has gone; the message has both."""
 
 
 class ActorFailed(RuntimeError):
