@@ -143,7 +143,8 @@ class Disturbed:
     @property
     def faults(self) -> list[str]:
         """What the run, and the supervisor of its driver, said of them."""
-        return [line for line in self.said.splitlines() if line.startswith("fault: ")]
+        lines = self.said.replace(f"{self.folder}/", "").splitlines()
+        return [line for line in lines if line.startswith("fault: ")]
 
     @property
     def last_word(self) -> str:
