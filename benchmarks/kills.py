@@ -275,16 +275,18 @@ def wrong(run: Disturbed, expected: Expected | None) -> list[str]:
     if expected is not None:
         if lost := len(expected.samples.keys() - samples.keys()):
             found.append(f"{lost} samples of the undisturbed run were not trained on")
-        if compared(run, expected) == "other":
-            found.append("other weights than undisturbed")
+        if (final := compared(run, expected)) in ("other", "no"):
+            found.append(f"{final} weights than undisturbed" if final == "other" else "no weights were exported")
     return found
 
 
 def compared(run: Disturbed, expected: Expected) -> str | None:
     """The final weights beside the undisturbed run's: `same`, to the bit; `redrawn`, as an engine died under a batch;
-    or `other`. None where they depend on the clock."""
-    if expected.weights is None or not (run.folder / "run" / "model").exists():
+    `other`; or `no`, as there are none. None where they depend on the clock."""
+    if expected.weights is None:
         return None
+    if not (run.folder / "run" / "model" / "model.safetensors").exists():
+        return "no"
     if not quickstart.differing(quickstart.exported(run.folder / "run"), expected.weights):
         return "same"
     return "redrawn" if engine_died(run) and versions(run.folder) != expected.versions else "other"
