@@ -84,6 +84,8 @@ class Disturbed:
     nodes: list[str] = field(default_factory=list)
     process: subprocess.Popen[str] | None = None
     said: str = ""
+    last_said: str = ""
+    """By the last command that has ended."""
     resumed_at: int = 0
     """The newest step when the command was last given."""
 
@@ -133,7 +135,8 @@ class Disturbed:
         """
         assert self.process is not None
         try:
-            self.said += self.process.communicate(timeout=LIMIT_S)[0]
+            self.last_said = self.process.communicate(timeout=LIMIT_S)[0]
+            self.said += self.last_said
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.said += self.process.communicate()[0]
@@ -149,7 +152,7 @@ class Disturbed:
     @property
     def last_word(self) -> str:
         """Why the command has ended, as it says."""
-        lines = self.said.strip().splitlines()
+        lines = self.last_said.strip().splitlines()
         reasons = [line for line in lines if line.startswith(("fault: ", "error: "))]
         return (reasons or lines or ["nothing said"])[-1]
 

@@ -61,6 +61,8 @@ def workload_of(config: Config, args: argparse.Namespace) -> Workload:
     Raises:
         UserError: An option is wrong.
     """
+    if args.like == "":
+        raise UserError("--like '': allowed is the folder of a run; give it, or leave --like out")
     if args.like:
         if wrong := next(
             (name for name in ("tokens", "environment", "turns") if getattr(args, name) is not None), None
@@ -132,7 +134,7 @@ def _compare(config: Config, as_it_is: Choice, stage: _Stage) -> Comparison:
         elif each.config not in [row.choice.config for row in rows]:
             rows.append(of_best if each == of_best.choice else stage.row(each))
     of_splits, others = ([row for _, row in each] for each in (tried, [*plain, *sized]))
-    return Comparison(config, rows, of_splits, others, refused, stage.workload.environment_s)
+    return Comparison(config, rows, of_splits, others, refused, stage.workload.environment_s, stage.workload.length)
 
 
 def _modes(config: Config, split: Change, hf: Mapping[str, Any]) -> Iterator[Choice | Refused]:

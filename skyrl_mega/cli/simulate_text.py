@@ -13,6 +13,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.planner import fixes
 from skyrl_mega.simulation.rates import prompts_played
 from skyrl_mega.simulation.simulate import Outcome
+from skyrl_mega.simulation.workload import Length
 
 STEPS = 4
 """That are measured of each choice at least; with much staleness, so many that groups which were asked for together,
@@ -68,6 +69,8 @@ class Comparison:
     refused: Sequence[Refused]
     environment_s: float
     """Seconds of the environment in a trajectory, on average."""
+    length: Length
+    """Of a trajectory, on average."""
 
     @property
     def best(self) -> Row | None:
@@ -86,9 +89,12 @@ class Comparison:
         """All that was simulated."""
         return [*self.rows, *self.tried, *self.sized]
 
-    def gain(self, row: Row) -> float:
-        """How many times as long the first one's step takes."""
-        return self.rows[0].outcome.seconds / row.outcome.seconds
+    @property
+    def given(self) -> Row | None:
+        """The settings as they are, with their asynchrony; None where they have none, or cannot run."""
+        if self.config.asynchrony.mode == "off":
+            return None
+        return next((row for row in self.rows if row.choice.config == self.config), None)
 
     @property
     def trajectories(self) -> int:
@@ -110,8 +116,10 @@ def text(c: Comparison) -> str:
     """What a person reads."""
     cluster, explored = c.config.cluster, c.tried[0].choice
     lines = [
+        f"a trajectory has {c.length.answers:,.1f} turns, {c.length.written:,.0f} tokens that are written, "
+        f"{c.length.read:,.0f} that are read, and {c.environment_s:,.1f} s of its environment, on average",
         f"modes of asynchrony on {cluster.nodes} · {cluster.gpus_per_node} GPUs; first {_as_it_is(c)}"
-        f"{', without asynchrony and with theirs' if _given(c) else ''}, then in the "
+        f"{', without asynchrony and with theirs' if c.given else ''}, then in the "
         f"split, and with the engines, that are best for {_named(explored.mode, explored.most)}:",
         *aligned([HEAD, *map(_cells, c.rows)]),
         *(f"  {_named(each.mode, each.most)} cannot run here: {each.reason}" for each in c.refused),
@@ -120,17 +128,12 @@ def text(c: Comparison) -> str:
         lines += ["", f"splits, with {_named(explored.mode, explored.most)}:", *aligned([HEAD, *map(_cells, c.tried)])]
     if c.sized:
         lines += ["", "engines, on the GPUs that the best split leaves them:", *aligned([HEAD, *map(_cells, c.sized)])]
-    lines += ["", _advice(c), *_bound(c), *_limits(c)]
+    lines += ["", *_bound(c), _advice(c), *_limits(c)]
     return "\n".join(lines)
 
 
 def _as_it_is(c: Comparison) -> str:
     return "on shared GPUs" if c.config.cluster.shared else "as the settings split them"
-
-
-def _given(c: Comparison) -> bool:
-    """Whether the settings are asynchronous, and have been played so."""
-    return c.config.asynchrony.mode != "off" and any(row.choice.config == c.config for row in c.rows)
 
 
 def _named(mode: str, most: int) -> str:
@@ -140,21 +143,30 @@ def _named(mode: str, most: int) -> str:
 def _advice(c: Comparison) -> str:
     if c.best is None:
         return f"nothing here is faster than asynchrony.mode=off {_as_it_is(c)}"
-    gain = f"{c.gain(c.best):.2f} times as fast as with asynchrony.mode=off {_as_it_is(c)}"
+    off = f"asynchrony.mode=off {_as_it_is(c)}"
     if not c.best.choice.change:
-        return f"nothing here is faster than the settings: a step is {gain}"
-    return f"a step is {gain}, with {fixes.text(c.best.choice.change)}"
+        return f"nothing here is faster than the settings: a step is {_gain(c.rows[0], c.best)} as with {off}"
+    than, words = (c.rows[0], off) if c.given is None else (c.given, "the settings as they are")
+    return f"a step is {_gain(than, c.best)} as with {words}, with {fixes.text(c.best.choice.change)}"
+
+
+def _gain(than: Row, row: Row) -> str:
+    return f"{than.outcome.seconds / row.outcome.seconds:.2f} times as fast"
 
 
 def _bound(c: Comparison) -> list[str]:
-    """What to say where calls of environments decide how long a step takes."""
+    """What to say where environments may decide how long a step takes."""
     workers, size = c.config.environment.workers, c.config.data.prompts_per_step * c.config.data.samples_per_prompt
-    calls_s = size * c.environment_s / workers
+    calls_s, slots = size * c.environment_s / workers, c.config.environment.slots
+    held = []
+    if slots is not None and slots < size:
+        held = [f"environment.slots = {slots}: so many of a step's {size:,} trajectories are played at once; try more"]
     if calls_s < NEARLY * min(row.outcome.seconds for row in c.every):
-        return []
+        return held
     return [
+        *held,
         f"environment.workers = {workers}: calls of environments alone take {calls_s:,.0f} s of a step, so many at "
-        "once; give more, if what they call can take it"
+        "once; give more, if what they call can take it",
     ]
 
 
@@ -165,7 +177,8 @@ def _limits(c: Comparison) -> list[str]:
     return [
         f"each row is {STEPS} steps or more with one seed, of the same trajectories"
         + ("" if c.trajectories == size else f" ({stand})")
-        + f"; differences of {CHANCE - 1:.0%} are chance, and of such rows the least stale one is advised",
+        + f"; differences of {CHANCE - 1:.0%} are chance: of such rows the settings as they are, or the "
+        "least stale one, are advised",
         "nothing was started (--simulate): seconds are estimates from cluster.rates; who waits for whom is what the "
         "real service and router do, in virtual time",
     ]
@@ -197,6 +210,7 @@ def values(c: Comparison) -> dict[str, Any]:
         "refused": [{"mode": r.mode, "max_staleness": r.most, "reason": r.reason} for r in c.refused],
         "advice": None if c.best is None else fixes.text(c.best.choice.change) or None,
         "trajectories": c.trajectories,
+        "workload": {**c.length._asdict(), "environment_s": c.environment_s},
     }
 
 

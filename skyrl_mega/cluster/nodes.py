@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 ANSWER_S = 5.0
 """How long a node may take to accept a connection."""
@@ -36,9 +37,13 @@ def worker_nodes() -> list[Node]:
     manages has none."""
     import ray
 
+    return _workers(ray.nodes())
+
+
+def _workers(listed: Sequence[Mapping[str, Any]]) -> list[Node]:
     nodes = [
         Node(n["NodeID"], n["NodeManagerAddress"], int(n["Resources"].get("GPU", 0)), n["NodeManagerPort"])
-        for n in ray.nodes()
+        for n in listed
         if n["Alive"] and n["Resources"].get("CPU")
     ]
     return sorted(nodes, key=lambda n: by_address(n.address, n.id))
@@ -70,13 +75,6 @@ def silent(nodes: Sequence[Node]) -> list[Node]:
         return [node for node, answers in zip(nodes, threads.map(_answers, nodes), strict=True) if not answers]
 
 
-def given_up() -> list[Node]:
-    """Nodes that Ray has found dead, or that have left, since the cluster began."""
-    import ray
-
-    return [Node(n["NodeID"], n["NodeManagerAddress"]) for n in ray.nodes() if not n["Alive"]]
-
-
 @dataclass(frozen=True)
 class Gone:
     """Nodes that are not there."""
@@ -84,17 +82,11 @@ class Gone:
     silent: list[Node]
     """Ray lists them, and they accept no connection."""
     given_up: list[Node]
-    """Ray has given them up."""
-
-    @classmethod
-    def now(cls) -> Gone:
-        """As it is."""
-        return cls(silent(worker_nodes()), given_up())
+    """Ray has found them dead, or they have left, since the cluster began."""
 
     def since(self, before: Gone) -> Gone:
-        """Those that were there before."""
-        known = {node.id for node in [*before.silent, *before.given_up]}
-        return Gone(*([n for n in nodes if n.id not in known] for nodes in (self.silent, self.given_up)))
+        """Those that have fallen silent, or have been given up, since then; nodes that came in between too."""
+        return Gone(_without(self.silent, before.silent), _without(self.given_up, before.given_up))
 
     def text(self) -> str:
         """One line for people; empty where all are there."""
@@ -102,18 +94,34 @@ class Gone:
         return "; ".join(f"{words} {', '.join(node.address for node in nodes)}" for words, nodes in parts if nodes)
 
 
+def _without(nodes: Sequence[Node], others: Sequence[Node]) -> list[Node]:
+    known = {node.id for node in others}
+    return [node for node in nodes if node.id not in known]
+
+
+def look() -> tuple[list[Node], Gone]:
+    """The worker nodes that answer, and those that are not there, as Ray lists them at one time."""
+    import ray
+
+    listed = ray.nodes()
+    workers = _workers(listed)
+    mute = silent(workers)
+    dead = [Node(n["NodeID"], n["NodeManagerAddress"]) for n in listed if not n["Alive"]]
+    return _without(workers, mute), Gone(mute, dead)
+
+
 def gone_since(before: Gone) -> Gone | None:
-    """Those that were there before; None where nobody can say, as Ray itself does not answer within `LOOK_S`."""
+    """As `Gone.since`, now; None where nobody can say, as Ray itself does not answer within `LOOK_S`."""
     import ray
 
     found: list[Gone] = []
 
-    def look() -> None:
+    def ask() -> None:
         with suppress(RuntimeError, OSError, ray.exceptions.RayError):  # the fault that is looked into is what is told
-            found.append(Gone.now().since(before))
+            found.append(look()[1].since(before))
 
     with suppress(RuntimeError):  # no thread can be started
-        looking = threading.Thread(target=look, daemon=True)
+        looking = threading.Thread(target=ask, daemon=True)
         looking.start()
         looking.join(LOOK_S)
     return found[0] if found else None

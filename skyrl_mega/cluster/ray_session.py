@@ -18,7 +18,7 @@ from typing import Any
 from skyrl_mega.cluster.actor_process import CACHE, compiled, start_guard
 from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
 from skyrl_mega.cluster.leftovers import temporary_folder
-from skyrl_mega.cluster.nodes import Gone, Node, given_up, gone_since, silent, worker_nodes
+from skyrl_mega.cluster.nodes import Gone, Node, gone_since, look
 from skyrl_mega.config.errors import UserError
 
 PREFIX = "skyrl-ray-"
@@ -68,7 +68,7 @@ def session(
         actors: How many actors the private cluster must hold. They share the cores, so it is no claim on hardware.
         gpus: GPUs of the private cluster.
         nodes: A cluster that is joined is waited for until it has so many, with GPUs where there are any to be; and
-            until all that it lists answer, for `NOTICE_S` at most.
+            where there are actors, until all that it lists answer, for `NOTICE_S` after one fell silent at most.
         timeout_s: Seconds until it does.
         say: Tells a person who is waited for.
         log_level: Of Ray's own messages on this terminal.
@@ -93,7 +93,9 @@ def session(
         if address:
             stack.callback(ray.shutdown)
             _join(address, common)
-            stack.enter_context(_of_a_node(_wait_for_nodes(nodes, timeout_s, say, gpus=bool(gpus))))
+            notice_s = NOTICE_S if actors else 0.0
+            before = _wait_for_nodes(nodes, timeout_s, say, gpus=bool(gpus), notice_s=notice_s)
+            stack.enter_context(_of_a_node(before))
         else:
             folder = stack.enter_context(_guarded_folder())
             stack.callback(ray.shutdown)
@@ -205,31 +207,40 @@ def _answering(address: str) -> None:
         ) from error
 
 
-def _wait_for_nodes(count: int, timeout_s: float, say: Callable[[str], None], *, gpus: bool) -> Gone:
+def _wait_for_nodes(
+    count: int, timeout_s: float, say: Callable[[str], None], *, gpus: bool, notice_s: float = 0.0
+) -> Gone:
     """Returns when so many nodes that can hold actors are there and answer; with those that are not there.
 
-    A node that has died is listed until Ray has noticed, and whatever is placed on it fails: so none may be silent. One
-    that Ray still keeps after `NOTICE_S` is Ray's to judge.
-
     Args:
+        count: Nodes.
+        timeout_s: Until they are there.
+        say: Tells a person who is waited for.
         gpus: Those with GPUs count.
+        notice_s: A node that has died is listed until Ray has noticed, and whatever is placed on it fails; so one that
+            is silent is waited for so long. One that Ray still keeps then is Ray's to judge.
+
+    Raises:
+        NodesMissing: They did not come in time.
     """
-    told, begun = None, time.monotonic()
+    told, begun, silent_since = None, time.monotonic(), dict[str, float]()
     kind = "nodes with GPUs" if gpus else "nodes"
     while True:
-        nodes = worker_nodes()
-        dead = silent(nodes)
-        there = [node.address for node in nodes if (node.gpus or not gpus) and node not in dead]
-        waited = time.monotonic() - begun
-        without = ", ".join(node.address for node in nodes if gpus and not node.gpus)
-        named = ", ".join(there) + (f"; without GPUs: {without}" if without else "")
-        named += f"; listed, but without an answer: {_addresses(dead)}" if dead else ""
-        present = f"{len(there)} of {count} {kind} of the Ray cluster are there: {named}".removesuffix(": ")
-        if len(there) >= count and (not dead or waited > min(NOTICE_S, timeout_s)):
-            if dead:
-                say(f"{present}; Ray keeps it, and the run goes on")
-            return Gone(dead, given_up())
-        if waited > timeout_s:
+        nodes, gone = look()
+        now = time.monotonic()
+        silent_since = {node.id: silent_since.get(node.id, now) for node in gone.silent}
+        there = [node for node in nodes if node.gpus or not gpus]
+        without = [node for node in nodes if gpus and not node.gpus]
+        present = f"{len(there)} of {count} {kind} of the Ray cluster are there"
+        named = (("", there), ("without GPUs: ", without), ("listed, but without an answer: ", gone.silent))
+        if parts := [f"{words}{_addresses(of)}" for words, of in named if of]:
+            present += f": {'; '.join(parts)}"
+        late, noticed = now - begun > timeout_s, all(now - since > notice_s for since in silent_since.values())
+        if len(there) >= count and (late or noticed):
+            if gone.silent:
+                say(f"{present}; Ray keeps what is silent, and the run goes on")
+            return gone
+        if late:
             raise NodesMissing(f"{present}; the others did not come within {timeout_s:g} s")
         if present != told:
             told = present

@@ -54,7 +54,8 @@ def own_engines(config: Config, chat: Renderer, folder: Path, console: Console) 
     with ExitStack() as stack:
         with console.phase("start ray"):
             actors = workers + config.environment.processes
-            stack.enter_context(session(actors=actors, gpus=workers if device == "cuda" else 0))
+            gpus, limit = workers if device == "cuda" else 0, config.cluster.start_timeout_s
+            stack.enter_context(session(actors=actors, gpus=gpus, timeout_s=limit, say=say))
         with console.phase("start engines"):
             model = Path(config.model.path).absolute()
             rollout = config.rollout

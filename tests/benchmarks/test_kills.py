@@ -134,5 +134,7 @@ def test_other_weights_are_right_only_after_a_batch_of_an_engine_that_came_back(
 def test_faults_that_a_run_tells_of_are_kept(tmp_path: Path) -> None:
     run = Disturbed(tmp_path, "full", cast(Any, None))
     assert run.faults == [] and run.last_word == "nothing said"
-    run.said = f"start ray\nfault: policy-0 died; its log: {tmp_path}/run/logs\nthe run starts again\n  logs  here\n"
+    run.last_said = run.said = (
+        f"start ray\nfault: policy-0 died; its log: {tmp_path}/run/logs\nthe run starts again\n  logs  here\n"
+    )
     assert run.faults == ["fault: policy-0 died; its log: run/logs"] and run.last_word.startswith("fault: policy-0")

@@ -17,8 +17,11 @@ from skyrl_mega.cli.simulate_text import Comparison, Refused, Row
 from skyrl_mega.cli.train import main
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.derived import gpus_needed
-from skyrl_mega.planner.fixes import changed
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.planner.fixes import Change, changed
 from skyrl_mega.simulation.simulate import Outcome
+from skyrl_mega.simulation.workload import Length
 
 FILE = "configs/searchr1_30b.yaml"
 SMALL = ["data.prompts_per_step=8", "data.samples_per_prompt=2", "data.mini_batch_prompts=null"]
@@ -160,7 +163,7 @@ def compared(*seconds: float, refused: tuple[Refused, ...] = ()) -> Comparison:
     outcome = Outcome(0.0, 0.5, 0.5, 0.5, 0.0, 0.0)
     rows = [Row(simulate_choices.off(config), replace(outcome, seconds=seconds[0]))]
     rows += [Row(Choice("off", 0, changed(config, apart), apart), replace(outcome, seconds=s)) for s in seconds[1:]]
-    return Comparison(config, rows, rows[1:], [], refused, 0.0)
+    return Comparison(config, rows, rows[1:], [], refused, 0.0, Length(100, 800, 3))
 
 
 def test_where_nothing_is_faster_that_is_said() -> None:
@@ -192,6 +195,22 @@ def test_other_engines_are_among_what_is_advised() -> None:
         assert f"0.9        {seconds} " in table
 
 
+def test_asynchronous_settings_are_what_a_gain_is_told_of() -> None:
+    c = compared(100, 80, 60)
+    given = changed(c.config, (("asynchrony.mode", "full"),))
+    c = replace(c, config=given, rows=[c.rows[0], replace(c.rows[1], choice=Choice("full", 1, given, ())), c.rows[2]])
+    assert "a step is 1.33 times as fast as with the settings as they are, with" in simulate_text.text(c)
+
+
+def test_what_was_played_and_what_holds_it_up_is_said() -> None:
+    c = compared(100, 80)
+    told = simulate_text.text(c)
+    assert "a trajectory has 3.0 turns, 800 tokens that are written, 100 that are read" in told
+    assert "environment.slots" not in told
+    told = simulate_text.text(replace(c, config=changed(c.config, (("environment.slots", 64),))))
+    assert "environment.slots = 64: so many of a step's 2,560 trajectories are played at once" in told
+
+
 def test_settings_that_are_the_fastest_already_are_left() -> None:
     c = compared(100, 80)
     found = replace(
@@ -199,6 +218,30 @@ def test_settings_that_are_the_fastest_already_are_left() -> None:
     )
     assert "nothing here is faster than the settings: a step is 1.25 times as fast" in simulate_text.text(found)
     assert simulate_text.values(found)["advice"] is None
+
+
+def test_asynchronous_settings_stay_where_others_are_faster_by_chance() -> None:
+    c = compared(100, 80, 79)
+    as_it_is = replace(c.rows[1], choice=replace(c.rows[1].choice, mode="full", most=4, change=()))
+    found = replace(c, rows=[c.rows[0], as_it_is, c.rows[2]], tried=[c.rows[2]])
+    assert found.best is as_it_is
+    assert "nothing here is faster than the settings" in simulate_text.text(found)
+
+
+def test_where_the_memory_of_gpus_of_their_own_does_not_fit_the_given_share_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = compose("configs/dapo_1.7b.yaml", ["rollout.engines=1", "rollout.tensor=8", "rollout.memory_fraction=0.6"])
+    hf, _ = checked(config)
+    real = simulate_choices.choice
+
+    def small(config: Config, split: Change, *rest: Any) -> Any:
+        large = dict(split).get("rollout.memory_fraction") == 0.9
+        return UserError("it does not fit") if large else real(config, split, *rest)
+
+    monkeypatch.setattr(simulate_choices, "choice", small)
+    found = simulate_choices.splits(config, hf)
+    assert found and {dict(split)["rollout.memory_fraction"] for split in found} == {0.6}
 
 
 def test_how_far_figures_may_be_trusted_is_said() -> None:
@@ -216,6 +259,7 @@ def test_how_far_figures_may_be_trusted_is_said() -> None:
         ([*SEARCH, "--simulate", "--turns", "0"], "--turns 0: allowed"),
         ([*SEARCH, "--simulate", "--turns", "inf"], "--turns inf: allowed"),
         ([*SEARCH, "--simulate", "--turns", "5"], "--turns 5: allowed is at most rollout.max_turns = 4"),
+        ([*SEARCH, "--simulate", "--like", ""], "--like '': allowed is the folder of a run"),
         ([*SEARCH, "--simulate", "--like", "nowhere"], "--like nowhere: there are no trajectories"),
         ([*SEARCH, "--simulate", "--like", "nowhere", "--turns", "2"], "--turns: --like takes all of it"),
         ([*SEARCH, "--simulate", "--dry-run"], "--simulate --dry-run: give one of them"),

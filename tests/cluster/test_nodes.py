@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import ray
 
 from skyrl_mega.cluster import nodes, ray_session
 from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
@@ -20,8 +21,8 @@ RANK = ActorFailed("policy-1", 1, "train", "its process died")
 
 @pytest.fixture
 def listener() -> Iterator[socket.socket]:
-    """Somebody who answers at 127.0.0.1."""
-    with socket.create_server(("127.0.0.1", 0)) as there:
+    """Somebody who answers at 127.0.0.1, up to a thousand times."""
+    with socket.create_server(("127.0.0.1", 0), backlog=1000) as there:
         yield there
 
 
@@ -53,7 +54,7 @@ def test_environments_are_where_no_gpu_is(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_nodes_without_gpus_are_not_waited_for_in_the_place_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.nodes", lambda: nodes_of(8, 0, 0))
-    monkeypatch.setattr(ray_session, "silent", lambda nodes: [])
+    monkeypatch.setattr(nodes, "silent", lambda nodes: [])
     said: list[str] = []
     with pytest.raises(
         NodesMissing, match=r"1 of 2 nodes with GPUs .*: 10\.0\.0\.0; without GPUs: 10\.0\.0\.1, 10\.0\.0\.2; the"
@@ -68,10 +69,15 @@ def test_only_nodes_that_accept_a_connection_answer(listener: socket.socket, mon
     dead = Node("b", "127.0.0.1", port=unused())
     assert silent([there, dead]) == [dead]
     assert silent([]) == []
-    for number, answers in ((errno.EMFILE, True), (errno.EHOSTUNREACH, False)):
+    for error, answers in (
+        (OSError(errno.EMFILE, "of this machine"), True),
+        (OSError(errno.EHOSTUNREACH, "of the way there"), False),
+        (OSError(errno.EHOSTDOWN, "of the other one"), False),
+        (TimeoutError("it has no power"), False),
+    ):
 
-        def failed(*_: Any, number: int = number, **__: Any) -> None:
-            raise OSError(number, "of this machine, or of the way there")
+        def failed(*_: Any, error: OSError = error, **__: Any) -> None:
+            raise error
 
         monkeypatch.setattr(nodes.socket, "create_connection", failed)
         assert (silent([there]) == []) is answers
@@ -91,22 +97,47 @@ def test_a_node_that_ray_still_lists_is_not_there(listener: socket.socket, monke
         listed[2:] = [told("c", address="127.0.0.1", port=port)]
 
     monkeypatch.setattr(ray_session.time, "sleep", noticed)
-    before = ray_session._wait_for_nodes(2, 60.0, said.append, gpus=False)
+    before = ray_session._wait_for_nodes(2, 60.0, said.append, gpus=False, notice_s=60.0)
     assert before.silent == [] and [node.id for node in before.given_up] == ["b"]
     assert [line.rpartition("; ")[2] for line in said] == ["waiting for the others", "waiting for Ray to notice"]
 
 
-def test_a_silent_node_that_ray_keeps_does_not_hold_up_a_run(
+def test_each_silent_node_is_waited_for_and_no_longer_than_ray_may_take(
     listener: socket.socket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    port = listener.getsockname()[1]
-    listed = [told("a", address="127.0.0.1", port=port), told("b", address="127.0.0.2", port=unused())]
+    """From when it fell silent on: the others may take long to come."""
+    port, clock = listener.getsockname()[1], [0.0]
+    listed = [told("a", address="127.0.0.1", port=port), told("b", address="127.0.0.2", port=unused(), alive=False)]
+
+    def later(seconds: float) -> None:
+        clock[0] += seconds
+        if clock[0] == 100:
+            listed[1]["Alive"] = True  # it came, and died at once
+            listed.append(told("c", address="127.0.0.1", port=port))
+
     monkeypatch.setattr("ray.nodes", lambda: listed)
-    monkeypatch.setattr(ray_session, "NOTICE_S", 0.0)
+    monkeypatch.setattr(ray_session.time, "sleep", later)
+    monkeypatch.setattr(ray_session.time, "monotonic", lambda: clock[0])
     said: list[str] = []
-    before = ray_session._wait_for_nodes(1, 60.0, said.append, gpus=False)
-    assert [node.id for node in before.silent] == ["b"] and "Ray keeps it" in said[-1]
+    before = ray_session._wait_for_nodes(2, 600.0, said.append, gpus=False, notice_s=60.0)
+    assert 160 <= clock[0] <= 161 and [node.id for node in before.silent] == ["b"]
+    assert "Ray keeps what is silent" in said[-1]
     assert nodes.gone_since(before) == Gone([], []), "it was silent before"
+    listed[1]["Alive"] = False
+    found = nodes.gone_since(before)
+    assert found is not None and [node.id for node in found.given_up] == ["b"], "what was placed on it is lost"
+
+
+def test_who_is_waited_for_is_said_beside_what_a_program_reads(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("ray.nodes", lambda: [told("a", address="127.0.0.1", port=unused())])
+    with pytest.raises(
+        NodesMissing, match=r"^0 of 1 nodes of the Ray cluster are there: listed, but without an answer"
+    ):
+        ray_session._wait_for_nodes(1, 0.2, ray_session._to_stderr, gpus=False)
+    told_to = capsys.readouterr()
+    assert "waiting for the others" in told_to.err and not told_to.out
 
 
 def test_what_is_gone_is_what_was_there_before(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +145,7 @@ def test_what_is_gone_is_what_was_there_before(listener: socket.socket, monkeypa
     port = listener.getsockname()[1]
     listed = [told("a", address="127.0.0.1", port=port), told("old", alive=False)]
     monkeypatch.setattr("ray.nodes", lambda: listed)
-    before = Gone.now()
+    _, before = nodes.look()
     assert nodes.gone_since(before) == Gone([], [])
     listed += [told("new", address="127.0.0.2", port=unused()), told("newer", address="10.0.0.3", alive=False)]
     found = nodes.gone_since(before)
@@ -128,14 +159,31 @@ def test_where_ray_does_not_answer_nobody_can_say(monkeypatch: pytest.MonkeyPatc
     def fails() -> None:
         raise RuntimeError("no GCS")
 
+    def hangs() -> list[Any]:
+        ended.wait()
+        return []
+
+    def system_error() -> None:
+        raise ray.exceptions.RaySystemError("no GCS")
+
+    def full() -> None:
+        raise OSError(errno.EMFILE, "too many open files")
+
     monkeypatch.setattr(nodes, "LOOK_S", 0.1)
-    for asked in (fails, ended.wait):
+    for asked in (fails, system_error, full, hangs):
         monkeypatch.setattr("ray.nodes", asked)
         assert nodes.gone_since(Gone([], [])) is None
     with pytest.raises(ActorFailed) as caught, ray_session._of_a_node(Gone([], [])):
         raise RANK
     assert caught.value is RANK
+    assert all(thread.daemon for thread in threading.enumerate() if "ask" in thread.name), "the process may end"
     ended.set()
+
+    def no_thread(_: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    assert nodes.gone_since(Gone([], [])) is None
 
 
 @pytest.mark.parametrize("fault", [RANK, ClusterError("what was played on a node is gone with it")])

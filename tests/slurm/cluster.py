@@ -166,7 +166,8 @@ class Slurm:
         while jobs := self.run("squeue", "-h", "-o", "%i").split():
             if time.monotonic() > deadline:
                 raise ClusterFault(f"jobs do not end: {self.run('squeue')}")
-            self.run("scancel", *jobs)
+            with suppress(ClusterFault):  # one may have ended since
+                self.run("scancel", *jobs)
             time.sleep(0.3)
 
     def on(self, node: str) -> bool:

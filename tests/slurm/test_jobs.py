@@ -63,9 +63,9 @@ def gate(slurm: Slurm) -> Iterator[Path]:
     yield folder
     for name in ("closed_after", "waiting"):
         (folder / name).unlink(missing_ok=True)
-    slurm.cancel_all()
     if not slurm.on("node2"):
         slurm.power_on("node2")
+    slurm.cancel_all()
 
 
 @pytest.mark.parametrize(
