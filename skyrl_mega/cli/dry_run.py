@@ -11,7 +11,7 @@ from typing import Any
 from skyrl_mega.cli import dry_run_notes, inputs
 from skyrl_mega.cli.refusal import with_fix
 from skyrl_mega.config.checks import check
-from skyrl_mega.config.derived import critic_ranks, engine_ranks, length_limit
+from skyrl_mega.config.derived import critic_ranks, engine_ranks, generates_ahead, length_limit, open_at_once
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.secrets import masked
@@ -90,7 +90,14 @@ def values(config: Config, hf: Mapping[str, Any], absent: Sequence[str] = ()) ->
             }
             for i, node in enumerate(placed)
         ],
-        "batch": {**asdict(made), "sequences": made.sequences, "oversize": made.oversize},
+        "batch": {
+            **asdict(made),
+            "sequences": made.sequences,
+            "oversize": made.oversize,
+            "open": open_at_once(config),
+            "ahead": config.asynchrony.max_staleness if generates_ahead(config.asynchrony) else 0,
+            "mode": config.asynchrony.mode,
+        },
         "gpu_memory": None if on_cpu(config) else gpu_bytes(config),
         "margin": MARGIN,
         "counted": COUNTED,

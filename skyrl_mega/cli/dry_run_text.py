@@ -233,6 +233,8 @@ def _batch(v: Values) -> str:
             f"  on {counted(b['data'], 'data-parallel rank')}: {usual} each at the mean of {b['mean']:,.0f} "
             f"tokens a trajectory, {b['most']} at the limit of {b['longest']:,}",
             f"  a micro-batch has up to {b['budget']:,} tokens, {row['tokens']:,} on one rank",
+            f"  asynchrony.mode={b['mode']}: tokens are at most {counted(b['ahead'], 'sync')} old; up to "
+            f"{counted(b['open'], 'environment')} open at once",
         ]
     )
 

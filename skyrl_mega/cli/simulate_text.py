@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from skyrl_mega.cli.dry_run_text import aligned
@@ -23,16 +24,22 @@ CHANCE = 1.02
 NEARLY = 0.8
 """Share of a step from which on what alone takes so long decides it."""
 HEAD = (
+    "",
     "mode",
-    "staleness",
+    "at most",
     "policy",
     "engines",
     "memory",
     "s a step",
     "policy waits",
     "engines idle",
-    "filled",
-    "mean staleness",
+    "places used",
+    "staleness",
+)
+LEGEND = (
+    "* what is advised; at most: asynchrony.max_staleness, and the staleness that came of it is the mean of tokens; "
+    "memory: rollout.memory_fraction; policy waits, engines idle: shares of the time (on shared GPUs they take turns); "
+    "places used: of the sequences that an engine can run at once"
 )
 
 
@@ -115,20 +122,21 @@ def where(config: Config) -> str:
 def text(c: Comparison) -> str:
     """What a person reads."""
     cluster, explored = c.config.cluster, c.tried[0].choice
+    table = partial(_table, c.best or c.rows[0])
     lines = [
         f"a trajectory has {c.length.answers:,.1f} turns, {c.length.written:,.0f} tokens that are written, "
         f"{c.length.read:,.0f} that are read, and {c.environment_s:,.1f} s of its environment, on average",
         f"modes of asynchrony on {cluster.nodes} · {cluster.gpus_per_node} GPUs; first {_as_it_is(c)}"
         f"{', without asynchrony and with theirs' if c.given else ''}, then in the "
         f"split, and with the engines, that are best for {_named(explored.mode, explored.most)}:",
-        *aligned([HEAD, *map(_cells, c.rows)]),
+        *table(c.rows),
         *(f"  {_named(each.mode, each.most)} cannot run here: {each.reason}" for each in c.refused),
     ]
     if len(c.tried) > 1:
-        lines += ["", f"splits, with {_named(explored.mode, explored.most)}:", *aligned([HEAD, *map(_cells, c.tried)])]
+        lines += ["", f"splits, with {_named(explored.mode, explored.most)}:", *table(c.tried)]
     if c.sized:
-        lines += ["", "engines, on the GPUs that the best split leaves them:", *aligned([HEAD, *map(_cells, c.sized)])]
-    lines += ["", *_bound(c), _advice(c), *_limits(c)]
+        lines += ["", "engines, on the GPUs that the best split leaves them:", *table(c.sized)]
+    lines += ["", LEGEND, *_bound(c), _advice(c), *_limits(c)]
     return "\n".join(lines)
 
 
@@ -147,7 +155,12 @@ def _advice(c: Comparison) -> str:
     if not c.best.choice.change:
         return f"nothing here is faster than the settings: a step is {_gain(c.rows[0], c.best)} as with {off}"
     than, words = (c.rows[0], off) if c.given is None else (c.given, "the settings as they are")
-    return f"a step is {_gain(than, c.best)} as with {words}, with {fixes.text(c.best.choice.change)}"
+    best, rollout = c.best.choice, c.best.choice.config.rollout
+    return (
+        f"fastest: {_named(best.mode, best.most)}, {_whose(best.config)}, {rollout.engines} × TP{rollout.tensor}, "
+        f"{c.best.outcome.seconds:,.0f} s: a step is {_gain(than, c.best)} as with {words}; add\n"
+        f"  {fixes.text(best.change)}"
+    )
 
 
 def _gain(than: Row, row: Row) -> str:
@@ -184,18 +197,27 @@ def _limits(c: Comparison) -> list[str]:
     ]
 
 
-def _cells(row: Row) -> tuple[str, ...]:
+def _table(best: Row, rows: Sequence[Row]) -> list[str]:
+    return aligned([HEAD, *(_cells(row, row.choice == best.choice) for row in rows)], left=2)
+
+
+def _whose(config: Config) -> str:
+    return f"{policy_ranks(config)} ranks" + (", shared" if config.cluster.shared else "")
+
+
+def _cells(row: Row, best: bool) -> tuple[str, ...]:
     choice, o = row.choice, row.outcome
     config = choice.config
     return (
+        "*" if best else "",
         choice.mode,
         str(choice.most),
-        f"{policy_ranks(config)} ranks" + (", shared" if config.cluster.shared else ""),
+        _whose(config),
         f"{config.rollout.engines} × TP{config.rollout.tensor}",
         f"{config.rollout.memory_fraction:g}",
         f"{o.seconds:,.0f}",
-        f"{o.policy_waits:.0%}",
-        f"{o.engines_idle:.0%}",
+        "–" if config.cluster.shared else f"{o.policy_waits:.0%}",
+        "–" if config.cluster.shared else f"{o.engines_idle:.0%}",
         f"{o.engines_filled:.0%}",
         f"{o.staleness:.2f}",
     )

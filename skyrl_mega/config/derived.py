@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 from skyrl_mega.config.schema import (
@@ -155,6 +156,16 @@ def compares_samples(algorithm: AlgorithmConfig) -> bool:
 def generates_ahead(asynchrony: AsynchronyConfig) -> bool:
     """Whether tokens may be of weights that are older than those that train on them."""
     return asynchrony.mode != "off" and asynchrony.max_staleness > 0
+
+
+def open_at_once(config: Config) -> int:
+    """Training trajectories that may be under way at once, each with its environment: those of a step, with
+    `asynchrony.mode=full` of all steps that may be ahead; no more than `environment.slots`."""
+    dynamic, asynchrony = config.algorithm.dynamic_sampling, config.asynchrony
+    prompts = math.ceil(config.data.prompts_per_step * (dynamic.oversample if dynamic.enabled else 1.0))
+    steps = asynchrony.max_staleness + 1 if asynchrony.mode == "full" else 1
+    most = prompts * config.data.samples_per_prompt * steps
+    return most if config.environment.slots is None else min(most, config.environment.slots)
 
 
 def draws_greedy(algorithm: AlgorithmConfig) -> bool:

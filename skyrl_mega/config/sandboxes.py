@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-from math import ceil
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,14 +46,13 @@ def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
 
     Args:
         config: The settings.
-        trajectories: Under way at once; without it, those of a step or of an evaluation, whichever are more.
+        trajectories: Under way at once; without it, those of training or of an evaluation, whichever are more.
     """
+    from skyrl_mega.config.derived import open_at_once
+
     named = {*config.environment.options, config.environment.default, *(config.data.prepare or "").split()[:1]}
     if trajectories is None:
-        dynamic = config.algorithm.dynamic_sampling
-        prompts = ceil(config.data.prompts_per_step * (dynamic.oversample if dynamic.enabled else 1.0))
-        step = prompts * config.data.samples_per_prompt
-        trajectories = max(step, evaluated(config)) if named & {*SANDBOXES} else 0
+        trajectories = max(open_at_once(config), evaluated(config)) if named & {*SANDBOXES} else 0
     if config.environment.slots is not None:
         trajectories = min(trajectories, config.environment.slots)
     node = config.cluster.host_memory_gib

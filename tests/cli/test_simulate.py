@@ -172,7 +172,10 @@ def test_where_nothing_is_faster_that_is_said() -> None:
         assert simulate_text.values(slower)["advice"] is None
     told = simulate_text.text(compared(100, 120, 80))
     assert "nothing here" not in told
-    assert "1.25 times as fast as with asynchrony.mode=off on shared GPUs, with cluster.shared=false" in told
+    assert "1.25 times as fast as with asynchrony.mode=off on shared GPUs; add\n  cluster.shared=false" in told
+    assert "fastest: mode=off, 16 ranks, 2 × TP8, 80 s: a step is" in told
+    marked = [line.split()[1:5] for line in simulate_text.text(compared(100, 80)).splitlines() if line[:4] == "  * "]
+    assert marked == [["off", "0", "16", "ranks"]]
 
 
 def test_of_rows_that_differ_by_chance_the_least_stale_is_advised() -> None:
@@ -199,7 +202,7 @@ def test_asynchronous_settings_are_what_a_gain_is_told_of() -> None:
     c = compared(100, 80, 60)
     given = changed(c.config, (("asynchrony.mode", "full"),))
     c = replace(c, config=given, rows=[c.rows[0], replace(c.rows[1], choice=Choice("full", 1, given, ())), c.rows[2]])
-    assert "a step is 1.33 times as fast as with the settings as they are, with" in simulate_text.text(c)
+    assert "60 s: a step is 1.33 times as fast as with the settings as they are; add" in simulate_text.text(c)
 
 
 def test_what_was_played_and_what_holds_it_up_is_said() -> None:

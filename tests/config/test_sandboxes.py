@@ -79,3 +79,15 @@ def test_no_more_sessions_than_slots() -> None:
     assert sandboxes_mib(config, trajectories=80) == 1000 + 10 * 80
     config.environment.slots = 7
     assert sandboxes_mib(config, trajectories=80) == 1000 + 10 * 7
+
+
+def test_steps_that_are_ahead_have_sessions_too() -> None:
+    config = Config()
+    config.environment.options = {"swe": {"session_options": {"total_mib": 1000, "disk_mib": 10}}}
+    config.data.prompts_per_step, config.data.samples_per_prompt = 10, 8
+    config.asynchrony.max_staleness = 2
+    for mode, steps in (("off", 1), ("one_step", 1), ("full", 3)):
+        config.asynchrony.mode = mode
+        assert sandboxes_mib(config) == 1000 + 10 * 80 * steps
+    config.environment.slots = 100
+    assert sandboxes_mib(config) == 1000 + 10 * 100
