@@ -50,8 +50,9 @@ RESULTS = ROOT / "benchmarks" / "results" / "long_tail.json"
 RECIPE = "configs/quickstart.yaml"
 SCORE = "eval/sums/mean"
 EXACT, IDLE, LOST = 0.10, 0.05, 0.03
-"""How far a prediction may be off, how long the busier side may be idle, how much accuracy may be lost: two standard
-errors of a difference, with 1,000 conversations each."""
+"""How far a prediction may be off, how long the busier side may be idle, how much accuracy may be lost."""
+EPOCHS = 4
+"""Optimizer steps on the trajectories of a step."""
 PLACES = 512
 """Sequences of the engine at once: `rollout.concurrency` of the recipe."""
 SWING = 5
@@ -65,11 +66,12 @@ SETTINGS = (
         "policy.layout.expert=1",
         "policy.threads=1",
         "policy.micro_tokens=160",
-        "policy.optimizer.lr=5e-5",
+        "policy.optimizer.lr=1e-4",
     ),
     *("data.prepare=null", f"data.train=[{FOLDER}/train.parquet]", f"data.eval=[{FOLDER}/test.parquet]"),
-    *("data.prompts_per_step=8", "data.samples_per_prompt=8", "data.epochs_per_step=4", "environment.workers=1024"),
-    *("checkpoint.every=0", "evaluation.every=100000", "evaluation.limit=500", "evaluation.samples=2"),
+    *("data.prompts_per_step=8", "data.samples_per_prompt=8", f"data.epochs_per_step={EPOCHS}"),
+    "environment.workers=1024",
+    *("checkpoint.every=0", "evaluation.every=100000", "evaluation.limit=500", "evaluation.samples=4"),
     *("telemetry.trackers=[jsonl]", "telemetry.trajectories_every=1"),
     "environment.classes.sums=benchmarks.long_tail_env:Sums",
 )
@@ -96,8 +98,13 @@ class Work:
             "staleness": self.staleness,
             "sums": [sums.mean, sums.sigma],
             "tool": [tool.mean, tool.sigma],
-            "settings": [setting.replace(f"{ROOT}/", "") for setting in SETTINGS],
+            "settings": [setting.replace(f"{ROOT}/", "") for setting in (*SETTINGS, *self.learning)],
         }
+
+    @property
+    def learning(self) -> tuple[str, ...]:
+        """The learning rate ends at 0: a run whose weights are some steps behind is not behind at the end."""
+        return "policy.optimizer.schedule=linear", f"policy.optimizer.decay_steps={EPOCHS * self.steps}"
 
 
 def launch(*settings: str) -> None:
@@ -152,7 +159,7 @@ def run(mode: str, seed: int, work: Work) -> Path:
     tool = work.tail.seconds
     launch(
         *(f"run.name={name}", f"run.seed={seed}", f"run.steps={work.steps}", "warmup.steps=0"),
-        *(f"model.path={FOLDER}/start/model", "model.build=null", *ahead(mode, work)),
+        *(f"model.path={FOLDER}/start/model", "model.build=null", *ahead(mode, work), *work.learning),
         f"environment.options.sums={{mean_s: {tool.mean}, sigma: {tool.sigma}, seed: {seed}}}",
     )
     return FOLDER / name
