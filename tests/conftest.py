@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 from collections.abc import Iterable, Iterator
@@ -113,7 +114,7 @@ def qwen_chat(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Rendere
 
 @pytest.fixture(scope="session")
 def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """SmolLM2-135M-Instruct as a Hugging Face directory (float32, 0.5 GB, about 15 s to make)."""
+    """SmolLM2-135M-Instruct as a Hugging Face directory (float32, 0.5 GB, about 15 s to make, once for all workers)."""
     pytest.importorskip("gguf")
     from skyrl_mega.config.errors import UserError
     from skyrl_mega.models.smollm2 import gguf_file, write
@@ -122,4 +123,9 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Path:
         gguf_file()
     except UserError as absent:
         pytest.skip(str(absent))
-    return write(tmp_path_factory.mktemp("models") / "smollm2")
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent  # of all workers
+    with (folder / "smollm2.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        return write(folder / "smollm2")

@@ -134,7 +134,15 @@ def _compare(config: Config, as_it_is: Choice, stage: _Stage) -> Comparison:
         elif each.config not in [row.choice.config for row in rows]:
             rows.append(of_best if each == of_best.choice else stage.row(each))
     of_splits, others = ([row for _, row in each] for each in (tried, [*plain, *sized]))
-    return Comparison(config, rows, of_splits, others, refused, stage.workload.environment_s, stage.workload.length)
+    return Comparison(
+        config,
+        rows,
+        tried=of_splits,
+        sized=others,
+        refused=refused,
+        environment_s=stage.workload.environment_s,
+        length=stage.workload.length,
+    )
 
 
 def _modes(config: Config, split: Change, hf: Mapping[str, Any]) -> Iterator[Choice | Refused]:

@@ -163,7 +163,8 @@ def compared(*seconds: float, refused: tuple[Refused, ...] = ()) -> Comparison:
     outcome = Outcome(0.0, 0.5, 0.5, 0.5, 0.0, 0.0)
     rows = [Row(simulate_choices.off(config), replace(outcome, seconds=seconds[0]))]
     rows += [Row(Choice("off", 0, changed(config, apart), apart), replace(outcome, seconds=s)) for s in seconds[1:]]
-    return Comparison(config, rows, rows[1:], [], refused, 0.0, Length(100, 800, 3))
+    length = Length(100, 800, 3)
+    return Comparison(config, rows, rows[1:], [], refused, environment_s=0.0, length=length)
 
 
 def test_where_nothing_is_faster_that_is_said() -> None:

@@ -111,7 +111,7 @@ def test_an_evaluations_engines_have_gpus(monkeypatch: pytest.MonkeyPatch, tmp_p
     with engines.own_engines(config, chat, tmp_path, console):
         pass
     workers = config.rollout.engines * config.rollout.tensor
-    assert told["session"] == {"actors": workers, "gpus": workers}
+    assert (told["session"]["actors"], told["session"]["gpus"]) == (workers, workers)
     assert told["places"] == [config.rollout.tensor] * config.rollout.engines
 
 
