@@ -24,8 +24,8 @@ def check_asynchrony(c: Config) -> None:
         return
     if mode == "one_step" and most > 1:
         raise UserError(
-            f"asynchrony.max_staleness = {most}: asynchrony.mode=one_step is one step ahead, allowed is 0 or 1; leave it "
-            "out, or give asynchrony.mode=full for more"
+            f"asynchrony.max_staleness = {most}: asynchrony.mode=one_step is one step ahead, allowed is 0 or 1; leave "
+            "it out, or give asynchrony.mode=full for more"
         )
     off = "asynchrony.mode=off" + ("" if most in (0, USUAL) else " and leave out asynchrony.max_staleness")
     needs = f", and {CORRECTION} for what is stale" if most and not corrected(c.algorithm) else ""

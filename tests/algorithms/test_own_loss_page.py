@@ -140,6 +140,7 @@ class Even(BaseTextEnv):
 """Rewards that differ, whatever a model says that has hardly been warmed up."""
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_pages_run(folder: Path) -> None:
     """Its command at the size of a test; its metrics are those that the page names."""

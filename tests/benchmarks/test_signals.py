@@ -10,6 +10,7 @@ import pytest
 from benchmarks.signals import ROOT, isolated
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_every_moment_of_a_start_ends_alike() -> None:
     command = isolated([])

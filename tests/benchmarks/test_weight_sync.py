@@ -79,6 +79,7 @@ def test_the_bound_is_what_a_node_needs_once(benchmark: ModuleType, layout: str)
     assert benchmark.link_bound_bytes(alone, alone.layouts()[0], target, 3) == 2 * needed
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_small_run(tmp_path: Path) -> None:
     if reason := unavailable():

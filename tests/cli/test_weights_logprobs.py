@@ -135,6 +135,7 @@ def sequences(worst: list[dict[str, Any]], tokenizer: Any) -> dict[int, list[int
     return found
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_engine_policy_and_transformers_agree_in_float32(tmp_path: Path) -> None:

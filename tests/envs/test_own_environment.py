@@ -89,6 +89,7 @@ def launch(folder: Path, *settings: str) -> list[trajectory_io.Trajectory]:
     return [t for trajectories in played for t in trajectories]
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_the_pages_files_over_several_turns(tmp_path: Path) -> None:
     environment, rows, *_, patient = blocks()

@@ -189,6 +189,7 @@ def vllm_server(model: Path, log: Path) -> Iterator[str]:
         shutil.rmtree(folder)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
 def test_vllms_own_server_is_an_endpoint(inputs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,7 @@ CHECKPOINT = {
     [
         ("qwen3_moe", MOE, "auto", ONLINE),
         pytest.param("qwen2", DENSE, "auto", ONLINE, marks=pytest.mark.nightly),
-        ("qwen3_moe", MOE, "fp8", ONLINE),
+        pytest.param("qwen3_moe", MOE, "fp8", ONLINE, marks=pytest.mark.nightly),
         ("qwen3_moe", MOE, "fp8", CHECKPOINT),
     ],
     ids=["plain wire, MoE", "plain wire, dense", "FP8 wire", "FP8 wire, FP8 parameters"],
