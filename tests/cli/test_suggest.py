@@ -18,6 +18,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.search import Suggestion, ordered
 from tests.cli import large
+from tests.support.machine import within
 
 SHARED_235B = ["model.path=models/Qwen3-235B-A22B", "cluster.nodes=32", "cluster.shared=true", "policy.ranks=256"]
 SECONDS = 60
@@ -55,7 +56,7 @@ def test_235b_fits_256_gpus_that_policy_and_engines_share(
     monkeypatch.chdir(tmp_path)
     file, start = large.write(tmp_path), time.process_time()
     assert main(["--config", str(file), *SHARED_235B, "--suggest", "--json"]) == 0
-    assert time.process_time() - start < SECONDS
+    assert within(time.process_time() - start, SECONDS)
     found = json.loads(capsys.readouterr().out)
     assert found["complete"] and found["gpus"] == 256 and len(found["found"]) >= 10
     stages, seconds = zip(*((pipeline(s["overrides"]), s["seconds"]) for s in found["found"]), strict=True)
