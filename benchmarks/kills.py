@@ -36,6 +36,7 @@ from typing import Any
 
 import torch
 from ray.cluster_utils import Cluster
+from safetensors import SafetensorError
 
 from skyrl_mega.cluster.ray_session import ENVIRONMENT
 from skyrl_mega.rollout import trajectory_io
@@ -103,15 +104,14 @@ class Disturbed:
         self.process = quickstart.start(self.folder, *SETTINGS, *name, ahead, RAY_ADDRESS=self.cluster.address)
 
     def kill(self, role: str, random: Random) -> bool:
-        """Kills a process of a role, or all of a node; False where none is there at the moment."""
+        """Kills a process of a role, or all of a node; False where none is there at the moment. A driver takes the
+        command along, which is given again then."""
         assert self.process is not None
         if role == "driver":
             try:
                 os.kill(quickstart.driver(self.process), signal.SIGKILL)
             except (IndexError, OSError):
                 return False
-            self.ended()
-            self.start()
             return True
         if role == "node":
             killed = [marked(random.choice([name for name in self.nodes if marked(name)]))]
@@ -139,7 +139,8 @@ class Disturbed:
             self.said += self.last_said
         except subprocess.TimeoutExpired:
             self.process.kill()
-            self.said += self.process.communicate()[0]
+            self.last_said = self.process.communicate()[0]
+            self.said += self.last_said
             raise Hangs(f"no end within {LIMIT_S:g} s") from None
         return int(self.process.returncode)
 
@@ -285,12 +286,14 @@ def wrong(run: Disturbed, expected: Expected | None) -> list[str]:
 
 def compared(run: Disturbed, expected: Expected) -> str | None:
     """The final weights beside the undisturbed run's: `same`, to the bit; `redrawn`, as an engine died under a batch;
-    `other`; or `no`, as there are none. None where they depend on the clock."""
+    `other`; or `no`, as there are none that can be read. None where they depend on the clock."""
+    try:
+        final = quickstart.exported(run.folder / "run")
+    except (OSError, SafetensorError):
+        return "no"
     if expected.weights is None:
         return None
-    if not (run.folder / "run" / "model" / "model.safetensors").exists():
-        return "no"
-    if not quickstart.differing(quickstart.exported(run.folder / "run"), expected.weights):
+    if not quickstart.differing(final, expected.weights):
         return "same"
     return "redrawn" if engine_died(run) and versions(run.folder) != expected.versions else "other"
 
@@ -358,6 +361,9 @@ def kill(run: Disturbed, role: str, random: Random) -> None:
         if run.kill(role, random):
             run.kills.append({"role": role, "after_step": step})
             print(f"  {role} after step {step}", flush=True)
+            if role == "driver":
+                run.ended()
+                run.start()
             return
         if time.monotonic() > deadline:
             raise Hangs(f"no {role} within {LIMIT_S:g} s")

@@ -50,8 +50,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "long_tail.json"
 RECIPE = "configs/quickstart.yaml"
 SCORE = "eval/sums/mean"
 EXACT, IDLE, LOST, LOST_ON_AVERAGE = 0.10, 0.05, 0.03, 0.015
-"""How far a prediction may be off, how long the busier side may be idle, how much accuracy a seed may lose, and how much
-they may lose on average."""
+"""How far a prediction may be off, how long the busier side may be idle, and how much accuracy may be lost: by a seed,
+and on average."""
 EPOCHS = 4
 """Optimizer steps on the trajectories of a step."""
 PLACES = 512

@@ -13,6 +13,7 @@ from skyrl_mega.cli.refusal import with_fix
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.derived import critic_ranks, engine_ranks, generates_ahead, length_limit, open_at_once
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.sandboxes import evaluated
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.secrets import masked
 from skyrl_mega.models import huggingface
@@ -94,7 +95,7 @@ def values(config: Config, hf: Mapping[str, Any], absent: Sequence[str] = ()) ->
             **asdict(made),
             "sequences": made.sequences,
             "oversize": made.oversize,
-            "open": open_at_once(config),
+            "open": open_at_once(config, evaluated(config)),
             "ahead": config.asynchrony.max_staleness if generates_ahead(config.asynchrony) else 0,
             "mode": config.asynchrony.mode,
         },

@@ -26,6 +26,9 @@ from skyrl_mega.simulation.rates import Rates
 from skyrl_mega.simulation.simulate import simulate
 from skyrl_mega.simulation.workload import Drawn, LogNormal, Recorded, Workload
 
+MOST_STALE = 16
+"""Greatest staleness that is played: more than the best of the modes have, and each step of it takes as many more."""
+
 
 def run(config: Config, args: argparse.Namespace) -> int:
     """Simulates, and prints the tables.
@@ -148,9 +151,12 @@ def _compare(config: Config, as_it_is: Choice, stage: _Stage) -> Comparison:
 def _modes(config: Config, split: Change, hf: Mapping[str, Any]) -> Iterator[Choice | Refused]:
     """The settings as they are, with their asynchrony; then all modes in a split."""
     if config.asynchrony.mode != "off":
-        as_given = simulate_choices.given(config, hf)
-        if isinstance(as_given, UserError):
-            most = config.asynchrony.max_staleness
+        most, as_given = config.asynchrony.max_staleness, simulate_choices.given(config, hf)
+        if most > MOST_STALE:
+            yield Refused(
+                config.asynchrony.mode, most, f"it would take too long: --simulate plays {MOST_STALE} at most"
+            )
+        elif isinstance(as_given, UserError):
             yield Refused(config.asynchrony.mode, most, f"(the settings as they are) {as_given}")
         else:
             yield as_given

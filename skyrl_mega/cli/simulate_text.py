@@ -9,7 +9,7 @@ from typing import Any
 
 from skyrl_mega.cli.dry_run_text import aligned
 from skyrl_mega.cli.simulate_choices import Choice
-from skyrl_mega.config.derived import policy_ranks
+from skyrl_mega.config.derived import open_at_once, policy_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.planner import fixes
 from skyrl_mega.simulation.rates import prompts_played
@@ -36,6 +36,8 @@ HEAD = (
     "places used",
     "staleness",
 )
+TAKE_TURNS = ("policy_waits", "engines_idle")
+"""What says nothing where policy and engines share their GPUs."""
 LEGEND = (
     "* what is advised; at most: asynchrony.max_staleness, and the staleness that came of it is the mean of tokens; "
     "memory: rollout.memory_fraction; policy waits, engines idle: shares of the time (on shared GPUs they take turns); "
@@ -80,15 +82,15 @@ class Comparison:
     """Of a trajectory, on average."""
 
     @property
-    def best(self) -> Row | None:
-        """Of the fastest, by no more than what is chance, the settings as they are; else the one with least staleness,
-        and with the fewest changes of settings. None where the first one is as fast."""
+    def best(self) -> Row:
+        """Of the fastest, by no more than what is chance, the settings as they are; else these without asynchrony; else
+        the one with least staleness, and with the fewest changes of settings."""
         fastest = min(row.outcome.seconds for row in self.every)
         near = [row for row in self.every if row.outcome.seconds <= CHANCE * fastest]
-        if self.rows[0] in near:
-            return None
         if as_it_is := [row for row in near if not row.choice.change]:
             return as_it_is[0]
+        if self.rows[0] in near:
+            return self.rows[0]
         return min(near, key=lambda row: (row.choice.most, len(row.choice.change), row.outcome.seconds))
 
     @property
@@ -122,7 +124,7 @@ def where(config: Config) -> str:
 def text(c: Comparison) -> str:
     """What a person reads."""
     cluster, explored = c.config.cluster, c.tried[0].choice
-    table = partial(_table, c.best or c.rows[0])
+    table = partial(_table, c.best)
     lines = [
         f"a trajectory has {c.length.answers:,.1f} turns, {c.length.written:,.0f} tokens that are written, "
         f"{c.length.read:,.0f} that are read, and {c.environment_s:,.1f} s of its environment, on average",
@@ -149,15 +151,15 @@ def _named(mode: str, most: int) -> str:
 
 
 def _advice(c: Comparison) -> str:
-    if c.best is None:
-        return f"nothing here is faster than asynchrony.mode=off {_as_it_is(c)}"
     off = f"asynchrony.mode=off {_as_it_is(c)}"
+    if not c.best.choice.change and c.given is None:
+        return f"nothing here is faster than {off}"
     if not c.best.choice.change:
         return f"nothing here is faster than the settings: a step is {_gain(c.rows[0], c.best)} as with {off}"
     than, words = (c.rows[0], off) if c.given is None else (c.given, "the settings as they are")
     best, rollout = c.best.choice, c.best.choice.config.rollout
     return (
-        f"fastest: {_named(best.mode, best.most)}, {_whose(best.config)}, {rollout.engines} × TP{rollout.tensor}, "
+        f"advised: {_named(best.mode, best.most)}, {_whose(best.config)}, {rollout.engines} × TP{rollout.tensor}, "
         f"{c.best.outcome.seconds:,.0f} s: a step is {_gain(than, c.best)} as with {words}; add\n"
         f"  {fixes.text(best.change)}"
     )
@@ -170,10 +172,10 @@ def _gain(than: Row, row: Row) -> str:
 def _bound(c: Comparison) -> list[str]:
     """What to say where environments may decide how long a step takes."""
     workers, size = c.config.environment.workers, c.config.data.prompts_per_step * c.config.data.samples_per_prompt
-    calls_s, slots = size * c.environment_s / workers, c.config.environment.slots
-    held = []
-    if slots is not None and slots < size:
-        held = [f"environment.slots = {slots}: so many of a step's {size:,} trajectories are played at once; try more"]
+    calls_s, slots, held = size * c.environment_s / workers, c.config.environment.slots, []
+    most = max(open_at_once(fixes.changed(row.choice.config, (("environment.slots", None),))) for row in c.every)
+    if slots is not None and slots < most:
+        held = [f"environment.slots = {slots}: of up to {most:,} trajectories so many are played at once; try more"]
     if calls_s < NEARLY * min(row.outcome.seconds for row in c.every):
         return held
     return [
@@ -216,8 +218,7 @@ def _cells(row: Row, best: bool) -> tuple[str, ...]:
         f"{config.rollout.engines} × TP{config.rollout.tensor}",
         f"{config.rollout.memory_fraction:g}",
         f"{o.seconds:,.0f}",
-        "–" if config.cluster.shared else f"{o.policy_waits:.0%}",
-        "–" if config.cluster.shared else f"{o.engines_idle:.0%}",
+        *("–" if config.cluster.shared else f"{getattr(o, name):.0%}" for name in TAKE_TURNS),
         f"{o.engines_filled:.0%}",
         f"{o.staleness:.2f}",
     )
@@ -230,7 +231,8 @@ def values(c: Comparison) -> dict[str, Any]:
         "splits": [_values(row) for row in c.tried],
         "engines": [_values(row) for row in c.sized],
         "refused": [{"mode": r.mode, "max_staleness": r.most, "reason": r.reason} for r in c.refused],
-        "advice": None if c.best is None else fixes.text(c.best.choice.change) or None,
+        "advice": fixes.text(c.best.choice.change) or None,
+        "notes": _bound(c),
         "trajectories": c.trajectories,
         "workload": {**c.length._asdict(), "environment_s": c.environment_s},
     }
@@ -249,4 +251,5 @@ def _values(row: Row) -> dict[str, Any]:
         "settings": fixes.text(row.choice.change),
         "steps": measured(row.choice.most),
         **asdict(row.outcome),
+        **(dict.fromkeys(TAKE_TURNS) if config.cluster.shared else {}),
     }

@@ -15,7 +15,7 @@ ANSWER_S = 5.0
 """How long a node may take to accept a connection."""
 LOOK_S = 20.0
 """How long it may take to see which nodes are gone."""
-AT_ONCE = 64
+AT_ONCE = 512
 """Nodes that are asked at the same time."""
 
 
@@ -49,9 +49,14 @@ def _workers(listed: Sequence[Mapping[str, Any]]) -> list[Node]:
     return sorted(nodes, key=lambda n: by_address(n.address, n.id))
 
 
+def answering() -> list[Node]:
+    """The worker nodes that something can be placed on: one that has died is listed until Ray has noticed."""
+    return look()[0]
+
+
 def nodes_without_gpus() -> list[Node]:
-    """The worker nodes without GPUs; all of them where each has some."""
-    nodes = worker_nodes()
+    """The answering nodes without GPUs; all of them where each has some."""
+    nodes = answering()
     return [node for node in nodes if not node.gpus] or nodes
 
 
@@ -83,10 +88,13 @@ class Gone:
     """Ray lists them, and they accept no connection."""
     given_up: list[Node]
     """Ray has found them dead, or they have left, since the cluster began."""
+    managers: frozenset[str] = frozenset()
+    """Ids of nodes without a CPU to give, whose end concerns no actor; a node that is dead no longer says so."""
 
     def since(self, before: Gone) -> Gone:
         """Those that have fallen silent, or have been given up, since then; nodes that came in between too."""
-        return Gone(_without(self.silent, before.silent), _without(self.given_up, before.given_up))
+        dead = [node for node in self.given_up if node.id not in before.managers]
+        return Gone(_without(self.silent, before.silent), _without(dead, before.given_up), self.managers)
 
     def text(self) -> str:
         """One line for people; empty where all are there."""
@@ -107,24 +115,31 @@ def look() -> tuple[list[Node], Gone]:
     workers = _workers(listed)
     mute = silent(workers)
     dead = [Node(n["NodeID"], n["NodeManagerAddress"]) for n in listed if not n["Alive"]]
-    return _without(workers, mute), Gone(mute, dead)
+    managers = frozenset(n["NodeID"] for n in listed if n["Alive"]) - {node.id for node in workers}
+    return _without(workers, mute), Gone(mute, dead, managers)
 
 
-def gone_since(before: Gone) -> Gone | None:
-    """As `Gone.since`, now; None where nobody can say, as Ray itself does not answer within `LOOK_S`."""
+def looked() -> tuple[list[Node], Gone] | None:
+    """As `look`; None where Ray itself fails, or does not answer within `LOOK_S`."""
     import ray
 
-    found: list[Gone] = []
+    found: list[tuple[list[Node], Gone]] = []
 
     def ask() -> None:
-        with suppress(RuntimeError, OSError, ray.exceptions.RayError):  # the fault that is looked into is what is told
-            found.append(look()[1].since(before))
+        with suppress(RuntimeError, OSError, ray.exceptions.RayError):
+            found.append(look())
 
     with suppress(RuntimeError):  # no thread can be started
         looking = threading.Thread(target=ask, daemon=True)
         looking.start()
         looking.join(LOOK_S)
     return found[0] if found else None
+
+
+def gone_since(before: Gone) -> Gone | None:
+    """As `Gone.since`, now; None where nobody can say: the fault that is looked into is what is told then."""
+    now = looked()
+    return None if now is None else now[1].since(before)
 
 
 def _answers(node: Node) -> bool:
@@ -134,5 +149,5 @@ def _answers(node: Node) -> bool:
     except (ConnectionError, TimeoutError):
         return False
     except OSError as error:
-        return error.errno not in (errno.EHOSTUNREACH, errno.EHOSTDOWN)
+        return error.errno not in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN)
     return True

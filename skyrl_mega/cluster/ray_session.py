@@ -18,7 +18,7 @@ from typing import Any
 from skyrl_mega.cluster.actor_process import CACHE, compiled, start_guard
 from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
 from skyrl_mega.cluster.leftovers import temporary_folder
-from skyrl_mega.cluster.nodes import Gone, Node, gone_since, look
+from skyrl_mega.cluster.nodes import Gone, Node, gone_since, looked
 from skyrl_mega.config.errors import UserError
 
 PREFIX = "skyrl-ray-"
@@ -26,8 +26,9 @@ LONGEST_TMP = 20
 """Characters of a folder that Ray's can be put into: a socket's path below has 86 more, and 107 are allowed."""
 OBJECT_STORE_BYTES = 256 * 2**20
 """Of a local cluster on CPU: tokens and metrics pass through it, never weights."""
-NOTICE_S = 60.0
-"""How long Ray may take to notice that a node has died; its own limits are half of that."""
+NOTICE_S = 75.0
+"""How long Ray may take to notice that a node has died: it gives it up when five checks in a row, three seconds apart,
+have had no answer for ten seconds each."""
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -222,12 +223,14 @@ def _wait_for_nodes(
 
     Raises:
         NodesMissing: They did not come in time.
+        ClusterError: Ray does not say which are there.
     """
     told, begun, silent_since = None, time.monotonic(), dict[str, float]()
     kind = "nodes with GPUs" if gpus else "nodes"
     while True:
-        nodes, gone = look()
-        now = time.monotonic()
+        if (seen := looked()) is None:
+            raise ClusterError("the Ray cluster does not say which nodes it has")
+        (nodes, gone), now = seen, time.monotonic()
         silent_since = {node.id: silent_since.get(node.id, now) for node in gone.silent}
         there = [node for node in nodes if node.gpus or not gpus]
         without = [node for node in nodes if gpus and not node.gpus]

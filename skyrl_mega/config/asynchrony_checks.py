@@ -19,21 +19,21 @@ def check_asynchrony(c: Config) -> None:
         if most not in (0, USUAL):
             raise UserError(
                 f"asynchrony.max_staleness = {most}: asynchrony.mode=off trains on nothing that is older than its "
-                "weights; give asynchrony.mode=full, or leave it out"
+                "weights; give asynchrony.mode=full, or leave asynchrony.max_staleness out"
             )
         return
     if mode == "one_step" and most > 1:
         raise UserError(
-            f"asynchrony.max_staleness = {most}: asynchrony.mode=one_step is one step ahead, allowed is 0 or 1; leave "
-            "it out, or give asynchrony.mode=full for more"
+            f"asynchrony.max_staleness = {most}: asynchrony.mode=one_step is one step ahead, allowed is 0 or 1; give "
+            "asynchrony.max_staleness=1, or asynchrony.mode=full for more"
         )
     off = "asynchrony.mode=off" + ("" if most in (0, USUAL) else " and leave out asynchrony.max_staleness")
     needs = f", and {CORRECTION} for what is stale" if most and not corrected(c.algorithm) else ""
     if c.cluster.shared:
         raise UserError(
             f"asynchrony.mode = {mode}: engines and policy compute at the same time, and cluster.shared gives them the "
-            "same GPUs; give cluster.shared=false with residency.keep=null and policy.ranks below all GPUs (--simulate "
-            f"finds a split){needs}, or {off}"
+            "same GPUs; give cluster.shared=false with residency.keep=null, and policy.ranks and rollout.engines that "
+            f"share the GPUs out (--simulate finds and prints them){needs}, or {off}"
         )
     if c.residency.keep is not None:
         raise UserError(
@@ -43,8 +43,7 @@ def check_asynchrony(c: Config) -> None:
     if most and not corrected(c.algorithm):
         raise UserError(
             f"asynchrony.max_staleness = {most}: tokens of older weights would be trained on as the policy's own; give "
-            "a correction, such as algorithm.importance_cap=2, algorithm.old_logprobs=engine or "
-            "algorithm.rejection.level=token, or asynchrony.max_staleness=0"
+            f"a correction, such as {CORRECTION} (docs/algorithms.md has others), or asynchrony.max_staleness=0"
         )
     if mode == "full":
         _full(c)
@@ -82,5 +81,5 @@ def _full(c: Config) -> None:
         if refuses:
             raise UserError(
                 f"{setting}: with asynchrony.mode=full {why}; leave it out, or give asynchrony.mode=one_step with "
-                "asynchrony.max_staleness=1"
+                f"asynchrony.max_staleness={min(c.asynchrony.max_staleness, 1)}"
             )

@@ -158,13 +158,23 @@ def generates_ahead(asynchrony: AsynchronyConfig) -> bool:
     return asynchrony.mode != "off" and asynchrony.max_staleness > 0
 
 
-def open_at_once(config: Config) -> int:
-    """Training trajectories that may be under way at once, each with its environment: those of a step, with
-    `asynchrony.mode=full` of all steps that may be ahead; no more than `environment.slots`."""
+ROUNDING = 1e-9
+"""What a product of a setting and a count may be above the whole number that it stands for."""
+
+
+def open_at_once(config: Config, evaluated: int = 0) -> int:
+    """Trajectories that may be under way at once, each with its environment: those of a step, with
+    `asynchrony.mode=full` of all steps that may be ahead; no more than `environment.slots`.
+
+    Args:
+        config: The settings.
+        evaluated: Trajectories of an evaluation: beside these where they are generated ahead, else in their place.
+    """
     dynamic, asynchrony = config.algorithm.dynamic_sampling, config.asynchrony
-    prompts = math.ceil(config.data.prompts_per_step * (dynamic.oversample if dynamic.enabled else 1.0))
+    prompts = math.ceil(config.data.prompts_per_step * (dynamic.oversample if dynamic.enabled else 1.0) - ROUNDING)
     steps = asynchrony.max_staleness + 1 if asynchrony.mode == "full" else 1
-    most = prompts * config.data.samples_per_prompt * steps
+    trained = prompts * config.data.samples_per_prompt * min(steps, config.run.steps or steps)
+    most = trained + evaluated if asynchrony.mode != "off" else max(trained, evaluated)
     return most if config.environment.slots is None else min(most, config.environment.slots)
 
 

@@ -46,13 +46,13 @@ def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
 
     Args:
         config: The settings.
-        trajectories: Under way at once; without it, those of training or of an evaluation, whichever are more.
+        trajectories: Under way at once; without it, those of training and of evaluations.
     """
     from skyrl_mega.config.derived import open_at_once
 
     named = {*config.environment.options, config.environment.default, *(config.data.prepare or "").split()[:1]}
     if trajectories is None:
-        trajectories = max(open_at_once(config), evaluated(config)) if named & {*SANDBOXES} else 0
+        trajectories = open_at_once(config, evaluated(config)) if named & {*SANDBOXES} else 0
     if config.environment.slots is not None:
         trajectories = min(trajectories, config.environment.slots)
     node = config.cluster.host_memory_gib

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from skyrl_mega.cluster.nodes import worker_nodes
+from skyrl_mega.cluster.nodes import answering
 from skyrl_mega.cluster.place import RunPlacement, nodes_of_cpus, place
 from skyrl_mega.cluster.placement import Placement, on_nodes, reserve
 from skyrl_mega.config.schema import Config
@@ -41,7 +41,7 @@ def reserve_run(config: Config, device: str) -> Reservations:
             _reserve_ranks(planned, planned.critic) if planned.critic else None,
             None if config.cluster.shared else reserve(engines, gpus=config.rollout.tensor),
         )
-    nodes = worker_nodes()
+    nodes = answering()
     if len(nodes) == 1:
         return Reservations()
     groups = ([nodes[number] for number in numbers] for numbers in nodes_of_cpus(config, len(nodes)))

@@ -80,8 +80,11 @@ def test_a_run_as_it_must_be(tmp_path: Path) -> None:
     run = ended(tmp_path, whole())
     assert wrong(run, undisturbed()) == []
     assert wrong(run, undisturbed(0.0)) == ["other weights than undisturbed"]
-    (tmp_path / "run" / "model" / "model.safetensors").unlink()
-    assert wrong(run, undisturbed()) == ["no weights were exported"]
+    exported = tmp_path / "run" / "model" / "model.safetensors"
+    for spoil in (lambda: exported.write_bytes(b"torn"), exported.unlink):
+        spoil()
+        for expected in (undisturbed(), replace(undisturbed(), weights=None)):
+            assert wrong(run, expected) == ["no weights were exported"]
     (tmp_path / "run" / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "policy/grad_norm": 1.0}\n')
     assert wrong(run, None) == ["steps [1, 2]", "steps [1] have changed nothing"]
 

@@ -81,6 +81,8 @@ def test_settings_with_asynchrony_are_played_as_they_are(capsys: pytest.CaptureF
     rows = [(row["settings"], row["mode"], row["max_staleness"]) for row in found["modes"]]
     assert len(set(rows)) == len(rows), "none is there twice"
     assert {(row["mode"], row["max_staleness"]) for row in others} | {("off", 0)} == {*MODES}
+    [too_stale] = simulated(capsys, *apart, *given, "asynchrony.max_staleness=500")["refused"]
+    assert "--simulate plays 16 at most" in too_stale["reason"]
     refused = simulated(capsys, *given)["refused"]
     assert [each["reason"].startswith("(the settings as they are) asynchrony.mode = full") for each in refused] == [
         True
@@ -174,7 +176,7 @@ def test_where_nothing_is_faster_that_is_said() -> None:
     told = simulate_text.text(compared(100, 120, 80))
     assert "nothing here" not in told
     assert "1.25 times as fast as with asynchrony.mode=off on shared GPUs; add\n  cluster.shared=false" in told
-    assert "fastest: mode=off, 16 ranks, 2 × TP8, 80 s: a step is" in told
+    assert "advised: mode=off, 16 ranks, 2 × TP8, 80 s: a step is" in told
     marked = [line.split()[1:5] for line in simulate_text.text(compared(100, 80)).splitlines() if line[:4] == "  * "]
     assert marked == [["off", "0", "16", "ranks"]]
 
@@ -199,11 +201,26 @@ def test_other_engines_are_among_what_is_advised() -> None:
         assert f"0.9        {seconds} " in table
 
 
+def asynchronous(c: Comparison, number: int) -> Comparison:
+    """A row's settings are those that were given, with asynchrony."""
+    row = c.rows[number]
+    config = changed(row.choice.config, (("asynchrony.mode", "full"), ("asynchrony.max_staleness", 3)))
+    rows = [replace(each, choice=Choice("full", 3, config, ())) if each is row else each for each in c.rows]
+    rows[0] = replace(rows[0], choice=replace(rows[0].choice, change=(("asynchrony.mode", "off"),)))
+    return replace(c, config=config, rows=rows, tried=[each for each in c.tried if each is not row])
+
+
 def test_asynchronous_settings_are_what_a_gain_is_told_of() -> None:
-    c = compared(100, 80, 60)
-    given = changed(c.config, (("asynchrony.mode", "full"),))
-    c = replace(c, config=given, rows=[c.rows[0], replace(c.rows[1], choice=Choice("full", 1, given, ())), c.rows[2]])
+    c = asynchronous(compared(100, 80, 60), 1)
     assert "60 s: a step is 1.33 times as fast as with the settings as they are; add" in simulate_text.text(c)
+
+
+def test_asynchronous_settings_that_are_slower_than_none_are_given_up() -> None:
+    c = asynchronous(compared(60, 80, 90), 1)
+    told = simulate_text.text(c)
+    assert "advised: mode=off" in told and told.count("  *  off") == 1
+    assert "a step is 1.33 times as fast as with the settings as they are; add\n  asynchrony.mode=off\n" in told
+    assert simulate_text.values(c)["advice"] == "asynchrony.mode=off"
 
 
 def test_what_was_played_and_what_holds_it_up_is_said() -> None:
@@ -212,24 +229,25 @@ def test_what_was_played_and_what_holds_it_up_is_said() -> None:
     assert "a trajectory has 3.0 turns, 800 tokens that are written, 100 that are read" in told
     assert "environment.slots" not in told
     told = simulate_text.text(replace(c, config=changed(c.config, (("environment.slots", 64),))))
-    assert "environment.slots = 64: so many of a step's 2,560 trajectories are played at once" in told
+    assert "environment.slots = 64: of up to 2,560 trajectories so many are played at once" in told
 
 
-def test_settings_that_are_the_fastest_already_are_left() -> None:
+@pytest.mark.parametrize("seconds", [(100, 80, 90), (100, 80, 79), (80, 80, 90), (100, 80, 80)])
+def test_settings_that_are_the_fastest_but_for_chance_are_left(seconds: tuple[float, ...]) -> None:
+    c = asynchronous(compared(*seconds), 1)
+    assert c.best is c.rows[1]
+    gain = f"{seconds[0] / 80:.2f}"
+    assert f"nothing here is faster than the settings: a step is {gain} times as fast" in simulate_text.text(c)
+    assert simulate_text.values(c)["advice"] is None
+
+
+def test_what_takes_turns_is_not_told_as_idle() -> None:
     c = compared(100, 80)
-    found = replace(
-        c, rows=[c.rows[0], replace(c.rows[1], choice=replace(c.rows[1].choice, change=()))], tried=[c.rows[1]]
-    )
-    assert "nothing here is faster than the settings: a step is 1.25 times as fast" in simulate_text.text(found)
-    assert simulate_text.values(found)["advice"] is None
-
-
-def test_asynchronous_settings_stay_where_others_are_faster_by_chance() -> None:
-    c = compared(100, 80, 79)
-    as_it_is = replace(c.rows[1], choice=replace(c.rows[1].choice, mode="full", most=4, change=()))
-    found = replace(c, rows=[c.rows[0], as_it_is, c.rows[2]], tried=[c.rows[2]])
-    assert found.best is as_it_is
-    assert "nothing here is faster than the settings" in simulate_text.text(found)
+    shared, own = simulate_text.values(c)["modes"]
+    assert (shared["policy_waits"], shared["engines_idle"]) == (None, None)
+    assert (own["policy_waits"], own["engines_idle"]) == (0.5, 0.5)
+    [of_shared] = [line for line in simulate_text.text(c).splitlines() if "shared" in line and "TP8" in line]
+    assert of_shared.split()[-4:-2] == ["–", "–"]
 
 
 def test_where_the_memory_of_gpus_of_their_own_does_not_fit_the_given_share_is_tried(

@@ -46,10 +46,13 @@ def unused() -> int:
 
 def test_environments_are_where_no_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.nodes", lambda: nodes_of(8, 8, 0, 0))
+    monkeypatch.setattr(nodes, "silent", lambda _: [])
     assert [node.address for node in nodes_without_gpus()] == ["10.0.0.2", "10.0.0.3"]
     assert [node.gpus for node in worker_nodes()] == [8, 8, 0, 0]
     monkeypatch.setattr("ray.nodes", lambda: nodes_of(8, 8))
     assert [node.address for node in nodes_without_gpus()] == ["10.0.0.0", "10.0.0.1"]
+    monkeypatch.setattr(nodes, "silent", lambda workers: workers[:1])
+    assert [node.address for node in nodes_without_gpus()] == ["10.0.0.1"], "nothing is placed where nobody answers"
 
 
 def test_nodes_without_gpus_are_not_waited_for_in_the_place_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -73,6 +76,7 @@ def test_only_nodes_that_accept_a_connection_answer(listener: socket.socket, mon
         (OSError(errno.EMFILE, "of this machine"), True),
         (OSError(errno.EHOSTUNREACH, "of the way there"), False),
         (OSError(errno.EHOSTDOWN, "of the other one"), False),
+        (OSError(errno.ENETUNREACH, "no way there"), False),
         (TimeoutError("it has no power"), False),
     ):
 
@@ -122,7 +126,7 @@ def test_each_silent_node_is_waited_for_and_no_longer_than_ray_may_take(
     before = ray_session._wait_for_nodes(2, 600.0, said.append, gpus=False, notice_s=60.0)
     assert 160 <= clock[0] <= 161 and [node.id for node in before.silent] == ["b"]
     assert "Ray keeps what is silent" in said[-1]
-    assert nodes.gone_since(before) == Gone([], []), "it was silent before"
+    assert nodes.gone_since(before) == Gone([], [], frozenset()), "it was silent before"
     listed[1]["Alive"] = False
     found = nodes.gone_since(before)
     assert found is not None and [node.id for node in found.given_up] == ["b"], "what was placed on it is lost"
@@ -153,6 +157,17 @@ def test_what_is_gone_is_what_was_there_before(listener: socket.socket, monkeypa
     assert found.text() == "no answer any more from 127.0.0.2; Ray has given up 10.0.0.3"
 
 
+def test_a_node_that_only_manages_takes_no_actor_along(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listed = [told("a", address="127.0.0.1", port=listener.getsockname()[1]), told("head")]
+    monkeypatch.setattr("ray.nodes", lambda: listed)
+    _, before = nodes.look()
+    listed[1]["Alive"] = False
+    found = nodes.gone_since(before)
+    assert found is not None and not found.text()
+
+
 def test_where_ray_does_not_answer_nobody_can_say(monkeypatch: pytest.MonkeyPatch) -> None:
     ended = threading.Event()
 
@@ -173,6 +188,8 @@ def test_where_ray_does_not_answer_nobody_can_say(monkeypatch: pytest.MonkeyPatc
     for asked in (fails, system_error, full, hangs):
         monkeypatch.setattr("ray.nodes", asked)
         assert nodes.gone_since(Gone([], [])) is None
+        with pytest.raises(ClusterError, match="does not say which nodes it has"):
+            ray_session._wait_for_nodes(1, 60.0, print, gpus=False)
     with pytest.raises(ActorFailed) as caught, ray_session._of_a_node(Gone([], [])):
         raise RANK
     assert caught.value is RANK

@@ -89,5 +89,9 @@ def test_steps_that_are_ahead_have_sessions_too() -> None:
     for mode, steps in (("off", 1), ("one_step", 1), ("full", 3)):
         config.asynchrony.mode = mode
         assert sandboxes_mib(config) == 1000 + 10 * 80 * steps
+    config.run.steps = 2
+    assert sandboxes_mib(config) == 1000 + 10 * 80 * 2, "no more than the run has"
+    config.data.eval, config.evaluation.limit = ["nowhere.parquet"], 50
+    assert sandboxes_mib(config) == 1000 + 10 * (80 * 2 + evaluated(config)), "an evaluation is played beside them"
     config.environment.slots = 100
     assert sandboxes_mib(config) == 1000 + 10 * 100
