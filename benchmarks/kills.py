@@ -4,7 +4,8 @@
 
 Each run of twenty steps is on a Ray cluster of two nodes, with two processes that play environments, and is disturbed
 `--each` times: a driver, an engine, a policy rank, a process with environments, or all of a node is killed, at a moment
-that is drawn from the first half of what is usually left of the run. A killed driver's command is given again, and is
+that is drawn from the first half of what is usually left of the run; every other one comes once the run has got further
+than at the one before, the rest may hit it while it starts again. A killed driver's command is given again, and is
 disturbed once it has made a step, as any fault before that but a node's ends a run; a killed node is replaced. Of each
 run it is checked that it ends well, that it has trained on exactly the samples of a run that nothing disturbs, each
 once and none older than allowed, that all steps have changed the weights, that no process of it is left, and, with
@@ -329,8 +330,10 @@ def disturb(folder: Path, mode: str, roles: Sequence[str], random: Random, expec
     final = None
     with disturbed(folder, mode) as run:
         try:
-            for role in roles:
-                run.wait_for_step(run.resumed_at + 1)
+            for number, role in enumerate(roles):
+                # Every other one comes when the run has recovered from the one before; the rest may come at any moment.
+                recovered = run.kills[-1]["after_step"] if run.kills and number % 2 else run.resumed_at
+                run.wait_for_step(recovered + 1)
                 rest = expected.seconds * (1 - run.step / STEPS)
                 time.sleep(random.uniform(0, rest / 2))
                 kill(run, role, random)
