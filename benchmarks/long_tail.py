@@ -1,6 +1,6 @@
 """What generating ahead is worth where trajectories and tools have a long tail: measured, and as the simulator says.
 
-    python -m benchmarks.long_tail [--seeds 0 1 2] [--steps 60] [--staleness 3] [--tool 0.15,1] [--sums 2.5,0.7]
+    python -m benchmarks.long_tail [--seeds 0 1 2] [--steps 60] [--staleness 3] [--tool 0.3,1] [--sums 2.5,0.7]
 
 Whole runs on this machine's CPU, with everything that a cluster runs, begin at the same weights and take as many steps
 of as many trajectories: with `asynchrony.mode=off`, and with `full`. The policy has one core, all others share one, as
@@ -8,8 +8,7 @@ they have GPUs of their own on a cluster. A trajectory is a conversation of seve
 after each a tool takes a log-normal time. From the run without asynchrony come lengths, tool times and rates, of which
 the simulator predicts both. So its seconds of `off` say that it adds up what was measured; its seconds of `full`, and
 the ratio, are a prediction: the settings are such that the policy has the most to do, as engines, their processes and
-the driver share one core here, which the simulator knows nothing of. (Where cores are slower, steps are longer, and so
-must be what the tools take: `--tool 0.3,1` where they are half as fast.) Told are seconds of a step in full swing, the
+the driver share one core here, which the simulator knows nothing of. Told are seconds of a step in full swing, the
 ratio beside the predicted one, the idle shares, and held-out accuracy after equal samples. What is measured is in
 benchmarks/results/long_tail.json as soon as it is; the same command goes on with what is not there yet.
 """
@@ -67,7 +66,7 @@ SETTINGS = (
         "policy.ranks=1",
         "policy.layout.expert=1",
         "policy.threads=1",
-        "policy.micro_tokens=160",
+        "policy.micro_tokens=48",
         "policy.optimizer.lr=1e-4",
     ),
     *("data.prepare=null", f"data.train=[{FOLDER}/train.parquet]", f"data.eval=[{FOLDER}/test.parquet]"),
@@ -299,7 +298,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--staleness", type=int, default=3, help="asynchrony.max_staleness")
-    parser.add_argument("--tool", default="0.15,1", help="MEAN,SIGMA of its seconds; more on slower cores")
+    parser.add_argument("--tool", default="0.3,1", help="MEAN,SIGMA of its seconds")
     parser.add_argument("--sums", default="2.5,0.7", help="MEAN,SIGMA of the sums of a trajectory")
     args = parser.parse_args()
     if args.steps <= SWING + args.staleness:
