@@ -78,7 +78,7 @@ SETTINGS = (
 )
 WARM = (
     *("run.name=start", "run.steps=1", "warmup.steps=900", f"warmup.files=[{FOLDER}/demonstrations.parquet]"),
-    *("warmup.batch=128", f"model.path={FOLDER}/model", "checkpoint.export=true"),
+    *("policy.micro_tokens=4096", "warmup.batch=128", f"model.path={FOLDER}/model", "checkpoint.export=true"),
 )
 
 
