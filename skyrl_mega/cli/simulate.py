@@ -76,9 +76,10 @@ def workload_of(config: Config, args: argparse.Namespace) -> Workload:
     made, most = batch(config, parallel), response_limit(config.rollout)
     tokens = LogNormal(made.generated, 1.0)
     if args.tokens is not None:
-        tokens = LogNormal.parsed(args.tokens, "--tokens", 1, most)
+        tokens = LogNormal.parsed(args.tokens, "--tokens", 1, most, "rollout.max_response_tokens")
     longest_s = config.rollout.env_timeout_s
-    environment = LogNormal.parsed("0" if args.environment is None else args.environment, "--environment", 0, longest_s)
+    told = "0" if args.environment is None else args.environment
+    environment = LogNormal.parsed(told, "--environment", 0, longest_s, "rollout.env_timeout_s")
     turns, most_turns = args.turns or 1, min(config.rollout.max_turns, most)
     if turns > most_turns:
         raise UserError(f"--turns {turns}: allowed is at most rollout.max_turns = {most_turns}; raise that too")
@@ -94,7 +95,7 @@ class _Stage:
 
     def row(self, choice: Choice) -> Row:
         """A choice and what comes of it."""
-        print(f"simulate {choice.mode} {choice.most}, {simulate_text.where(choice.config)} …", file=sys.stderr)
+        print(f"simulate {simulate_text.what(choice)} …", file=sys.stderr)
         d, config = architecture(self.hf).describe(self.hf), micro_tokens.decided(choice.config, self.hf)
         parallel, _ = fit.parallel_of(config)
         rates = Rates.planned(config, d, parallel, self.workload.length)
@@ -120,6 +121,8 @@ def _compare(config: Config, as_it_is: Choice, stage: _Stage) -> Comparison:
             "nodes, or see what --suggest finds"
         )
     first = stage.row(as_it_is)
+    shared = simulate_choices.on_shared(config, stage.hf) if config.cluster.shared else []
+    recut = [row for _, row in stage.rows(config, shared, "off", 0)]
     tried = next(filter(None, (stage.rows(config, splits, mode, most) for mode, most in EXPLORED)))
     best, of_best = min(tried, key=_seconds)
     explored = of_best.choice
@@ -142,6 +145,7 @@ def _compare(config: Config, as_it_is: Choice, stage: _Stage) -> Comparison:
         rows,
         tried=of_splits,
         sized=others,
+        recut=recut,
         refused=refused,
         environment_s=stage.workload.environment_s,
         length=stage.workload.length,

@@ -121,6 +121,22 @@ def engines(config: Config, split: Change, hf: Mapping[str, Any]) -> list[Change
     return found
 
 
+def on_shared(config: Config, hf: Mapping[str, Any]) -> list[Change]:
+    """Engines of other sizes on GPUs that the policy has too, of all of them that the given ones have; as `engines`."""
+    given = config.rollout
+    gpus = given.engines * engine_ranks(given)
+    others = (
+        (("rollout.tensor", tensor), ("rollout.engines", gpus // tensor))
+        for tensor in TENSORS
+        if gpus % tensor == 0 and tensor != given.tensor
+    )
+    return [
+        other
+        for other in others
+        if _keeps_blocks(config, other, hf) and not isinstance(choice(config, other, "off", 0, hf), UserError)
+    ]
+
+
 def plainer(config: Config, split: Change, tried: Sequence[Change]) -> list[Change]:
     """A split with the share of memory that the settings give; none where that is one that has been tried."""
     plain = tuple((dict(split) | {"rollout.memory_fraction": config.rollout.memory_fraction}).items())

@@ -75,6 +75,8 @@ class Comparison:
     """The splits."""
     sized: Sequence[Row]
     """Engines of other sizes, or with more memory, in the best split."""
+    recut: Sequence[Row]
+    """Engines of other sizes on shared GPUs, without asynchrony."""
     refused: Sequence[Refused]
     environment_s: float
     """Seconds of the environment in a trajectory, on average."""
@@ -96,7 +98,7 @@ class Comparison:
     @property
     def every(self) -> list[Row]:
         """All that was simulated."""
-        return [*self.rows, *self.tried, *self.sized]
+        return [*self.rows, *self.recut, *self.tried, *self.sized]
 
     @property
     def given(self) -> Row | None:
@@ -116,9 +118,13 @@ def measured(most: int) -> int:
     return max(STEPS, 2 * (most + 1))
 
 
-def where(config: Config) -> str:
-    """Whose GPUs are whose, in a few words."""
-    return "shared" if config.cluster.shared else f"{policy_ranks(config)} + {config.rollout.engines} engines"
+def what(choice: Choice) -> str:
+    """Mode, and whose GPUs are whose, in a few words."""
+    rollout = choice.config.rollout
+    return (
+        f"{_named(choice.mode, choice.most)}, {_whose(choice.config)}, {rollout.engines} × TP{rollout.tensor} with "
+        f"{rollout.memory_fraction:g} of the memory"
+    )
 
 
 def text(c: Comparison) -> str:
@@ -134,6 +140,8 @@ def text(c: Comparison) -> str:
         *table(c.rows),
         *(f"  {_named(each.mode, each.most)} cannot run here: {each.reason}" for each in c.refused),
     ]
+    if c.recut:
+        lines += ["", "other engines on shared GPUs, with mode=off:", *table(c.recut)]
     if len(c.tried) > 1:
         lines += ["", f"splits, with {_named(explored.mode, explored.most)}:", *table(c.tried)]
     if c.sized:
@@ -157,11 +165,9 @@ def _advice(c: Comparison) -> str:
     if not c.best.choice.change:
         return f"nothing here is faster than the settings: a step is {_gain(c.rows[0], c.best)} as with {off}"
     than, words = (c.rows[0], off) if c.given is None else (c.given, "the settings as they are")
-    best, rollout = c.best.choice, c.best.choice.config.rollout
     return (
-        f"advised: {_named(best.mode, best.most)}, {_whose(best.config)}, {rollout.engines} × TP{rollout.tensor}, "
-        f"{c.best.outcome.seconds:,.0f} s: a step is {_gain(than, c.best)} as with {words}; add\n"
-        f"  {fixes.text(best.change)}"
+        f"advised: {what(c.best.choice)}: {c.best.outcome.seconds:,.0f} s, a step is {_gain(than, c.best)} as with "
+        f"{words}; add\n  {fixes.text(c.best.choice.change)}"
     )
 
 
@@ -173,9 +179,12 @@ def _bound(c: Comparison) -> list[str]:
     """What to say where environments may decide how long a step takes."""
     workers, size = c.config.environment.workers, c.config.data.prompts_per_step * c.config.data.samples_per_prompt
     calls_s, slots, held = size * c.environment_s / workers, c.config.environment.slots, []
-    most = max(open_at_once(fixes.changed(row.choice.config, (("environment.slots", None),))) for row in c.every)
+    most = open_at_once(fixes.changed(c.best.choice.config, (("environment.slots", None),)))
     if slots is not None and slots < most:
-        held = [f"environment.slots = {slots}: of up to {most:,} trajectories so many are played at once; try more"]
+        held = [
+            f"environment.slots = {slots}: of up to {most:,} trajectories so many are played at once with what is "
+            "advised; see what a step is with more, and with fewer"
+        ]
     if calls_s < NEARLY * min(row.outcome.seconds for row in c.every):
         return held
     return [
@@ -228,6 +237,7 @@ def values(c: Comparison) -> dict[str, Any]:
     """As plain values: for a program."""
     return {
         "modes": [_values(row) for row in c.rows],
+        "shared": [_values(row) for row in c.recut],
         "splits": [_values(row) for row in c.tried],
         "engines": [_values(row) for row in c.sized],
         "refused": [{"mode": r.mode, "max_staleness": r.most, "reason": r.reason} for r in c.refused],

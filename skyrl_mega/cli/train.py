@@ -219,7 +219,8 @@ def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
     if generates_ahead(config.asynchrony):
         raise UserError(
             f"asynchrony.mode = {config.asynchrony.mode}: --suggest counts the phases of a step one after the other; "
-            "--simulate finds a split and a mode. Or give asynchrony.mode=off with asynchrony.max_staleness=1"
+            "--simulate finds a split and a mode. Or leave out asynchrony.mode=… and asynchrony.max_staleness=…, which "
+            "is asynchrony.mode=off"
         )
     hf, _ = inputs.planned_inputs(config)
     found = search.search(config, hf, int(gpus) if gpus else None)

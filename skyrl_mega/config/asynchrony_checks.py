@@ -43,7 +43,8 @@ def check_asynchrony(c: Config) -> None:
     if most and not corrected(c.algorithm):
         raise UserError(
             f"asynchrony.max_staleness = {most}: tokens of older weights would be trained on as the policy's own; give "
-            f"a correction, such as {CORRECTION} (docs/algorithms.md has others), or asynchrony.max_staleness=0"
+            "a correction, such as algorithm.importance_cap=2, algorithm.old_logprobs=engine or "
+            "algorithm.rejection.level=token, or asynchrony.max_staleness=0"
         )
     if mode == "full":
         _full(c)

@@ -116,7 +116,8 @@ def _parse(text: str) -> Override:
         override.value()
     except (HydraException, OmegaConfBaseException, RecursionError, ValueError) as error:
         raise UserError(
-            f"{text[:LONGEST]}: not of the form group.key=value; quote what has signs: 'run.directory=\"a=b\"'"
+            f"{text[:LONGEST]}: not of the form group.key=value, without spaces; quote what has signs: "
+            "'run.directory=\"a=b\"'"
         ) from error
     if not override.key_or_group:
         raise UserError(f"{text}: no setting is named; allowed is group.key=value")

@@ -75,13 +75,14 @@ class LogNormal:
         return self.mean * below + most * above
 
     @classmethod
-    def parsed(cls, text: str, option: str, lowest: float, highest: float) -> LogNormal:
+    def parsed(cls, text: str, option: str, lowest: float, highest: float, key: str = "") -> LogNormal:
         """From `MEAN` or `MEAN,SIGMA`.
 
         Args:
             text: That.
             option: Its name, for the error.
             lowest, highest: Means that are allowed.
+            key: Setting that the highest comes from.
 
         Raises:
             UserError: It is something else.
@@ -93,8 +94,8 @@ class LogNormal:
         if text.count(",") > 1 or not (lowest <= mean <= highest and 0 <= sigma <= HIGHEST_SIGMA):
             given = printable(text[:LONGEST]) or "''"
             raise UserError(
-                f"{option} {given}: allowed is MEAN,SIGMA with a MEAN of {lowest:g} to {highest:g} and a SIGMA "
-                f"of 0 to {HIGHEST_SIGMA:g}"
+                f"{option} {given}: allowed is MEAN,SIGMA with a MEAN of {lowest:g} to {highest:g}"
+                f"{f' ({key})' if key else ''} and a SIGMA of 0 to {HIGHEST_SIGMA:g}"
             )
         return cls(mean, sigma)
 

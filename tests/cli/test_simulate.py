@@ -41,6 +41,8 @@ def test_what_is_advised_passes_the_checks_of_a_run(capsys: pytest.CaptureFixtur
     assert modes == [("off", 0, True), *((*mode, False) for mode in MODES)] and not found["refused"]
     best = min(found["splits"], key=lambda row: row["seconds"])
     assert {row["rollout.tensor"] for row in found["engines"]} == {1, 2, 4, 8}, "an engine of 16 has no node"
+    recut = [(row["rollout.engines"], row["rollout.tensor"], row["mode"], row["shared"]) for row in found["shared"]]
+    assert recut and {(n * t, mode, shared) for n, t, mode, shared in recut} == {(32, "off", True)}
     assert all(row["rollout.memory_fraction"] in (0.6, 0.9) for row in found["engines"])
     gpus = {row["rollout.tensor"] * row["rollout.engines"] for row in [*found["engines"], best]}
     assert len(gpus) == 1, "no GPU is idle"
@@ -55,7 +57,9 @@ def test_what_is_advised_passes_the_checks_of_a_run(capsys: pytest.CaptureFixtur
     asynchronous = found["modes"][2:]
     assert all("algorithm.importance_cap=2" in row["settings"] for row in asynchronous)
     advised = next(
-        row for row in [*asynchronous, *found["splits"], *found["engines"]] if row["settings"] == found["advice"]
+        row
+        for row in [*asynchronous, *found["splits"], *found["engines"], *found["shared"]]
+        if row["settings"] == found["advice"]
     )
     for row in (advised, *found["modes"][:2]):
         config = compose(FILE, [*SMALL, *row["settings"].split()])
@@ -166,7 +170,7 @@ def compared(*seconds: float, refused: tuple[Refused, ...] = ()) -> Comparison:
     rows = [Row(simulate_choices.off(config), replace(outcome, seconds=seconds[0]))]
     rows += [Row(Choice("off", 0, changed(config, apart), apart), replace(outcome, seconds=s)) for s in seconds[1:]]
     length = Length(100, 800, 3)
-    return Comparison(config, rows, rows[1:], [], refused, environment_s=0.0, length=length)
+    return Comparison(config, rows, rows[1:], [], [], refused, environment_s=0.0, length=length)
 
 
 def test_where_nothing_is_faster_that_is_said() -> None:
@@ -176,7 +180,7 @@ def test_where_nothing_is_faster_that_is_said() -> None:
     told = simulate_text.text(compared(100, 120, 80))
     assert "nothing here" not in told
     assert "1.25 times as fast as with asynchrony.mode=off on shared GPUs; add\n  cluster.shared=false" in told
-    assert "advised: mode=off, 16 ranks, 2 × TP8, 80 s: a step is" in told
+    assert "advised: mode=off, 16 ranks, 2 × TP8 with 0.6 of the memory: 80 s, a step is" in told
     marked = [line.split()[1:5] for line in simulate_text.text(compared(100, 80)).splitlines() if line[:4] == "  * "]
     assert marked == [["off", "0", "16", "ranks"]]
 
@@ -210,9 +214,19 @@ def asynchronous(c: Comparison, number: int) -> Comparison:
     return replace(c, config=config, rows=rows, tried=[each for each in c.tried if each is not row])
 
 
+def test_other_engines_on_shared_gpus_may_be_what_is_advised() -> None:
+    c = compared(100, 80)
+    other = (("rollout.tensor", 4), ("rollout.engines", 8))
+    recut = replace(c.rows[0], choice=Choice("off", 0, changed(c.config, other), other))
+    recut = replace(recut, outcome=replace(recut.outcome, seconds=70.0))
+    told = simulate_text.text(replace(c, recut=[recut]))
+    assert "advised: mode=off, 32 ranks, shared, 8 × TP4 with 0.6 of the memory: 70 s" in told
+    assert "add\n  rollout.tensor=4 rollout.engines=8\n" in told
+
+
 def test_asynchronous_settings_are_what_a_gain_is_told_of() -> None:
     c = asynchronous(compared(100, 80, 60), 1)
-    assert "60 s: a step is 1.33 times as fast as with the settings as they are; add" in simulate_text.text(c)
+    assert "60 s, a step is 1.33 times as fast as with the settings as they are; add" in simulate_text.text(c)
 
 
 def test_asynchronous_settings_that_are_slower_than_none_are_given_up() -> None:
@@ -276,7 +290,7 @@ def test_how_far_figures_may_be_trusted_is_said() -> None:
     ("arguments", "said"),
     [
         ([*SEARCH, "--tokens", "5,1"], "--tokens: it is for --simulate"),
-        ([*SEARCH, "--simulate", "--tokens", "0"], "--tokens 0: allowed is MEAN,SIGMA with a MEAN of 1 to 4596 and"),
+        ([*SEARCH, "--simulate", "--tokens", "0"], "with a MEAN of 1 to 4596 (rollout.max_response_tokens) and a"),
         ([*SEARCH, "--simulate", "--environment", "61"], "--environment 61: allowed is MEAN,SIGMA with a MEAN of 0"),
         ([*SEARCH, "--simulate", "--turns", "0"], "--turns 0: allowed"),
         ([*SEARCH, "--simulate", "--turns", "inf"], "--turns inf: allowed"),
