@@ -8,6 +8,7 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from difflib import get_close_matches
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NoReturn
@@ -57,7 +58,16 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         named = message.removeprefix("argument ").replace(f": {SIGN}", " ", 1)
-        raise UserError(f"{named}; see {self.prog} --help")
+        unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
+        raise UserError(f"{named}{self._meant(unknown)}; see {self.prog} --help")
+
+    def _meant(self, unknown: str) -> str:
+        """What an option that is none most likely means."""
+        name = unknown.partition("=")[0]
+        if name.removeprefix("--") in keys():
+            return f"; a setting has no dashes: {unknown.removeprefix('--')}"
+        near = get_close_matches(name, self._option_string_actions, n=1)
+        return f"; did you mean {near[0]}?" if near else ""
 
 
 def guarded(run: Callable[[], int], as_json: bool = False) -> int:

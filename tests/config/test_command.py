@@ -14,6 +14,7 @@ from skyrl_mega.cli.export import main as export
 from skyrl_mega.cli.report import main as report
 from skyrl_mega.cli.weights import main as weights
 from skyrl_mega.config.command import WRONG_INPUT, guarded
+from skyrl_mega.config.errors import UserError
 from skyrl_mega.data.prepare import parser as data_parser
 from skyrl_mega.data.prepare import prepare
 from skyrl_mega.retriever.commands import main as retriever
@@ -115,3 +116,19 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     )  # fmt: skip
     assert done.stdout.split() == ["0", "0", "1"]
     assert done.stderr.splitlines() == ["fault: [Errno 28] No space left on device"]
+
+
+@pytest.mark.parametrize(
+    ("argument", "meant"),
+    [
+        ("--dry-runn", "did you mean --dry-run?"),
+        ("--cluster.nodes=4", "a setting has no dashes: cluster.nodes=4"),
+        ("--nothing-like-it", "unrecognized arguments: --nothing-like-it; see"),
+    ],
+)
+def test_what_an_unknown_option_means_is_offered(argument: str, meant: str) -> None:
+    from skyrl_mega.cli.train import parser
+
+    with pytest.raises(UserError) as caught:
+        parser().parse_intermixed_args(["--config", "a.yaml", argument])
+    assert meant in str(caught.value) and "\n" not in str(caught.value)
