@@ -74,6 +74,11 @@ def _away(t: Trajectory) -> Trajectory:
 
 FORM = 2
 """Of what is written: another one's trajectories are drawn again."""
+ENGINES = (
+    *("engines", "tensor", "memory_fraction", "kv_cache_gib", "concurrency", "threads", "eager"),
+    *("request_timeout_s", "restarts"),
+)
+"""Settings of `rollout` that say what engines there are and how they are looked after, and not what they are asked."""
 WHERE = ("workers", "slots", "processes", "retries", "max_failed")
 """Settings of `environment` that say where and how many at once trajectories are played, and not what they are."""
 
@@ -81,7 +86,7 @@ WHERE = ("workers", "slots", "processes", "retries", "max_failed")
 def _settings(config: Config) -> str:
     """A digest of what decides how many groups there may be, of what age, and what is in them."""
     data, algorithm = config.data, config.algorithm
-    rollout = {k: v for k, v in asdict(config.rollout).items() if k not in ("engines", "concurrency")}
+    rollout = {k: v for k, v in asdict(config.rollout).items() if k not in ENGINES}
     environment = {k: v for k, v in asdict(config.environment).items() if k not in WHERE}
     parts = [
         FORM,

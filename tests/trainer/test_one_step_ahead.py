@@ -144,3 +144,17 @@ def test_other_settings_generate_it_again(config: Config, tmp_path: Path) -> Non
         again.synced(1)
         groups = again.next_groups(step(2))
         assert uids(groups) == [2, 3] and groups[0].trajectories[0].versions == [(1, 1)]
+
+
+def test_other_engines_leave_it_as_it_is(config: Config, tmp_path: Path) -> None:
+    with ahead(config) as (rollouts, _):
+        rollouts.next_groups(step(1))
+        rollouts.before_sync(step(1))
+        rollouts.keep(tmp_path, 1)
+    config.rollout.tensor, config.rollout.memory_fraction, config.rollout.restarts = 2, 0.9, 3
+    with ahead(config) as (again, source):
+        again.restore(tmp_path)
+        source.version = 1
+        again.synced(1)
+        groups = again.next_groups(step(2))
+        assert uids(groups) == [2, 3] and groups[0].trajectories[0].versions == [(0, 1)]
