@@ -15,6 +15,7 @@ from skyrl_mega.config.derived import (
     fp8_parameters,
     fp8_weights,
     idle_gpus,
+    open_at_once,
 )
 from skyrl_mega.config.environment_places import beside_driver
 from skyrl_mega.config.fp8_notes import fp8_notes
@@ -67,6 +68,16 @@ def _of_environments(config: Config) -> Iterator[str]:
         yield (
             f"environment.retriever.index = {retriever.index} is not here and was not checked; a run needs it, or "
             "environment.retriever.build, which makes it"
+        )
+    without = replace(environment, slots=None)
+    places, most = (
+        config.rollout.engines * config.rollout.concurrency,
+        open_at_once(replace(config, environment=without)),
+    )
+    if environment.slots is not None and environment.slots < min(places, most):
+        yield (
+            f"environment.slots = {environment.slots}: engines have places for up to {min(places, most):,} of the "
+            "trajectories at once (rollout.concurrency), and wait for environments"
         )
 
 

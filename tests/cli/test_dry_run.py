@@ -389,3 +389,10 @@ def test_gpus_with_nothing_to_do_are_told(tmp_path: Path, settings: str, told: s
     notes = dry_run.values(config, *dry_run.checked(config))["notes"]
     found = [note for note in notes if "nobody's" in note or "no engine" in note]
     assert len(found) == bool(told) and all(note.startswith(told or "") for note in found)
+
+
+@pytest.mark.parametrize(("slots", "said"), [("3", True), ("null", False), ("100000", False)])
+def test_environments_that_engines_wait_for_are_noted(slots: str, said: bool) -> None:
+    config = compose("configs/searchr1_30b.yaml", [f"environment.slots={slots}"])
+    notes = dry_run.values(config, *dry_run.checked(config))["notes"]
+    assert any(note.startswith("environment.slots = 3: engines have places for up to ") for note in notes) is said
