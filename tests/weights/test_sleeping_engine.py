@@ -178,8 +178,10 @@ def test_requests_under_way_wait_and_go_on_with_the_same_tokens(place: Place) ->
     undisturbed = complete(place.engines, long)
     with ThreadPoolExecutor(1) as background:
         place.fleet.ask("forget", timeout=60)
+        place.call("measured")
         asking = background.submit(complete, place.engines, long)
-        place.call("probe")
+        while not place.call("measured")[0][1]:  # no step yet
+            assert not asking.done()
         place.fleet.sleep(ENGINE)
         place.fleet.wake(ENGINE)
         place.sync.sync(7)
