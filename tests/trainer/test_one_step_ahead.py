@@ -7,6 +7,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from skyrl_mega.cluster.fleet import NobodyServes
-from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema import Config, SamplingConfig
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
@@ -132,29 +133,20 @@ def test_a_checkpoint_before_training_has_both_batches(config: Config, tmp_path:
     assert found == [[2, 3], [4, 5], [6, 7]]
 
 
-def test_other_settings_generate_it_again(config: Config, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changed", "version"),
+    [({"sampling": SamplingConfig(temperature=0.5)}, 1), ({"tensor": 2, "memory_fraction": 0.9, "restarts": 3}, 0)],
+    ids=["other settings generate it again", "other engines leave it as it is"],
+)
+def test_what_is_kept_of_a_batch(config: Config, tmp_path: Path, changed: dict[str, Any], version: int) -> None:
     with ahead(config) as (rollouts, _):
         rollouts.next_groups(step(1))
         rollouts.before_sync(step(1))
         rollouts.keep(tmp_path, 1)
-    config.rollout.sampling.temperature = 0.5
+    config.rollout = replace(config.rollout, **changed)
     with ahead(config) as (again, source):
         again.restore(tmp_path)
         source.version = 1
         again.synced(1)
         groups = again.next_groups(step(2))
-        assert uids(groups) == [2, 3] and groups[0].trajectories[0].versions == [(1, 1)]
-
-
-def test_other_engines_leave_it_as_it_is(config: Config, tmp_path: Path) -> None:
-    with ahead(config) as (rollouts, _):
-        rollouts.next_groups(step(1))
-        rollouts.before_sync(step(1))
-        rollouts.keep(tmp_path, 1)
-    config.rollout.tensor, config.rollout.memory_fraction, config.rollout.restarts = 2, 0.9, 3
-    with ahead(config) as (again, source):
-        again.restore(tmp_path)
-        source.version = 1
-        again.synced(1)
-        groups = again.next_groups(step(2))
-        assert uids(groups) == [2, 3] and groups[0].trajectories[0].versions == [(0, 1)]
+        assert uids(groups) == [2, 3] and groups[0].trajectories[0].versions == [(version, 1)]
