@@ -43,8 +43,8 @@ def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned
     if not about_settings or wrong(config, hf, planned=planned) is None:
         return error
     found = fixes.nearest(config, lambda other: wrong(other, hf, planned=planned, strict=True), str(error))
-    search = "--suggest searches further" if config.asynchrony.mode == "off" else "--simulate finds a split"
-    more = "" if on_cpu(config) else f"; {search}"
+    without = "" if config.asynchrony.mode == "off" else " without asynchrony.mode and asynchrony.max_staleness"
+    more = "" if on_cpu(config) else f"; --suggest{without} searches further"
     if found:
         return UserError(f"{error}{more}; nearest that work: {'; or '.join(map(fixes.text, found))}")
     try:

@@ -182,8 +182,8 @@ def _bound(c: Comparison) -> list[str]:
     most = open_at_once(fixes.changed(c.best.choice.config, (("environment.slots", None),)))
     if slots is not None and slots < most:
         held = [
-            f"environment.slots = {slots}: of up to {most:,} trajectories so many are played at once with what is "
-            "advised; see what a step is with more, and with fewer"
+            f"environment.slots = {slots}: of up to {most:,} trajectories so many are played at once; see what a step "
+            "is with more, and with fewer"
         ]
     if calls_s < NEARLY * min(row.outcome.seconds for row in c.every):
         return held

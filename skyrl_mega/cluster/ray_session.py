@@ -228,9 +228,13 @@ def _wait_for_nodes(
     told, begun, silent_since = None, time.monotonic(), dict[str, float]()
     kind = "nodes with GPUs" if gpus else "nodes"
     while True:
-        if (seen := looked()) is None:
-            raise ClusterError("the Ray cluster does not say which nodes it has")
-        (nodes, gone), now = seen, time.monotonic()
+        seen, now = looked(), time.monotonic()
+        if seen is None:
+            if now - begun > timeout_s:
+                raise ClusterError(f"the Ray cluster does not say within {timeout_s:g} s which nodes it has")
+            time.sleep(0.5)
+            continue
+        nodes, gone = seen
         silent_since = {node.id: silent_since.get(node.id, now) for node in gone.silent}
         there = [node for node in nodes if node.gpus or not gpus]
         without = [node for node in nodes if gpus and not node.gpus]

@@ -63,9 +63,10 @@ class Parser(argparse.ArgumentParser):
 
     def _meant(self, unknown: str) -> str:
         """What an option that is none most likely means."""
-        name = unknown.partition("=")[0]
-        if name.removeprefix("--") in keys():
-            return f"; a setting has no dashes: {unknown.removeprefix('--')}"
+        name, _, value = unknown.partition("=")
+        takes_settings = any(action.dest == "overrides" for action in self._actions)
+        if takes_settings and name.startswith("--") and "." in name and name.removeprefix("--") in keys():
+            return f"; a setting has no dashes: {name.removeprefix('--')}={value or '…'}"
         near = get_close_matches(name, self._option_string_actions, n=1)
         return f"; did you mean {near[0]}?" if near else ""
 

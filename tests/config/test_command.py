@@ -123,6 +123,7 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     [
         ("--dry-runn", "did you mean --dry-run?"),
         ("--cluster.nodes=4", "a setting has no dashes: cluster.nodes=4"),
+        ("--cluster.nodes", "a setting has no dashes: cluster.nodes=…"),
         ("--nothing-like-it", "unrecognized arguments: --nothing-like-it; see"),
     ],
 )
