@@ -96,11 +96,11 @@ def _row(number: int, s: Suggestion) -> tuple[str, ...]:
 
 
 def _keep(s: Suggestion) -> str:
-    """What stays on a device in every phase, by its letters."""
-    keep = s.config.residency.keep
+    """What stays on a device in every phase, by its letters, and whether the optimizer is streamed."""
+    keep, streamed = s.config.residency.keep, ", streamed" * s.config.policy.optimizer.streamed
     if keep is None:
-        return "all"
-    return "".join(LETTERS[part] for part in keep if part in LETTERS) or "none"
+        return f"all{streamed}"
+    return ("".join(LETTERS[part] for part in keep if part in LETTERS) or "none") + streamed
 
 
 def _layout(s: Suggestion) -> str:

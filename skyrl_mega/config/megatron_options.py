@@ -15,8 +15,8 @@ from skyrl_mega.config.values import shown
 
 MODEL = "another model.path: config.json decides it"
 KEPT = "policy.precision, with which parameters stay in model.dtype (docs/precision.md)"
-ON_GPU = "residency.keep without optimizer: it steps on its GPUs, and is in host memory else (docs/residency.md)"
-FLOAT32 = "float32, which moments, masters and their gradients always are (docs/speed.md)"
+FLOAT32 = "float32, which master weights and their gradients always are (docs/speed.md)"
+OFFLOAD = "policy.recompute=moe or full: megatron-core's own offload takes every step for the first (docs/speed.md)"
 OPTIMIZER = "policy.optimizer"
 CRITIC = "critic.optimizer"
 
@@ -38,6 +38,8 @@ _TRANSFORMER: dict[str | None, str] = {
     "policy.precision": "fp8 fp8_recipe fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16 "
     "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
     KEPT: "fp8_param",
+    OFFLOAD: "fine_grained_activation_offloading offload_modules min_offloaded_tensor_size cpu_offloading "
+    "cpu_offloading_num_layers",
     MODEL: "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
     "layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm qk_l2_norm gated_linear_unit activation_func "
     "activation_func_clamp_value glu_linear_offset add_bias_linear add_qkv_bias attention_output_gate softmax_scale "
@@ -56,7 +58,7 @@ _TRANSFORMER: dict[str | None, str] = {
     "perform_initialization use_cpu_initialization init_model_with_meta_device variable_seq_lengths "
     "overlap_p2p_comm batch_p2p_comm use_ring_exchange_p2p "
     "overlap_p2p_comm_warmup_flush gradient_accumulation_fusion delay_wgrad_compute "
-    "defer_embedding_wgrad_compute overlap_moe_expert_parallel_comm cpu_offloading cpu_offloading_num_layers "
+    "defer_embedding_wgrad_compute overlap_moe_expert_parallel_comm "
     "tp_comm_overlap enable_cuda_graph external_cuda_graph cuda_graph_impl "
     "fp32_residual_connection attention_backend moe_router_bias_update_rate barrier_with_L1_time "
     # Recipes are those that a CPU computes too; parameters in FP8 are not synced or saved; padding is not routed.
@@ -77,8 +79,8 @@ _DDP: dict[str | None, str] = {
     "keep_fp8_transpose_cache fsdp_double_buffer "
     "fsdp_manual_registration suggested_communication_unit_size delay_wgrad_compute",
 }
-# AdamW in float32, sharded over the data-parallel ranks, is what checkpoints and the memory plan know, and gradients
-# are never scaled.
+# AdamW, sharded over the data-parallel ranks, is what checkpoints and the memory plan know, and gradients are never
+# scaled.
 _OPTIMIZER_DECIDED = (
     "optimizer fp8_recipe reuse_grad_buf_for_mxfp8_param_ag use_distributed_optimizer "
     "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis sgd_momentum muon_momentum "
@@ -99,9 +101,9 @@ def _optimizer(group: str) -> dict[str | None, str]:
         f"{group}.clip_grad": "clip_grad",
         "policy.overlap": "overlap_param_gather overlap_param_gather_with_optimizer_step",
         "model.dtype": "params_dtype bf16 fp16",
-        FLOAT32: "use_precision_aware_optimizer store_param_remainders main_grads_dtype main_params_dtype "
-        "exp_avg_dtype exp_avg_sq_dtype",
-        ON_GPU: "optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload "
+        FLOAT32: "store_param_remainders main_grads_dtype main_params_dtype",
+        f"{group}.moments": "use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype",
+        f"{group}.streamed": "optimizer_cpu_offload optimizer_offload_fraction use_torch_optimizer_for_cpu_offload "
         "overlap_cpu_optimizer_d2h_h2d pin_cpu_grads pin_cpu_params",
         None: _OPTIMIZER_DECIDED,
     }
@@ -148,7 +150,6 @@ _SAVES = "the dry run plans policy.recompute=none, not what this saves and repea
 UNPLANNED = {
     "recompute_granularity": _SAVES,
     "moe_layer_recompute": _SAVES,
-    "fine_grained_activation_offloading": "the dry run plans all activations on the GPU, and none in host memory",
     "activation_func_fp8_input_store": "the dry run plans inputs of activation functions in model.dtype, not in FP8",
 }
 """Options whose memory is worth a word and is not planned."""

@@ -36,6 +36,11 @@ def check_residency(c: Config) -> None:
             f"residency.keep = {shown(c.residency.keep)}: algorithm.advantage={c.algorithm.advantage} has no critic; "
             "leave critic out, or give algorithm.advantage=gae"
         )
+    if c.policy.optimizer.streamed and "optimizer" in (c.residency.keep or ()):
+        raise UserError(
+            f"residency.keep = {shown(c.residency.keep)}: policy.optimizer.streamed=true has the optimizer's state in "
+            "host memory in every phase; leave optimizer out, or give policy.optimizer.streamed=false"
+        )
     dropped = [part for part in ENGINE if part not in kept(c.residency.keep)]
     for name, why in BESIDE.items() if dropped else ():
         if c.rollout.options.get(name):

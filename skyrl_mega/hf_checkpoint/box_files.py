@@ -4,9 +4,9 @@
     rank_00003.safetensors   what rank 3 wrote
 
 An entry of a safetensors file is one box of one tensor, and its name says which: `model.norm.weight[0:64].exp_avg`.
-What follows the box is the kind: `master`, `exp_avg` and `exp_avg_sq` of a trained tensor in float32, `weight` of a
-frozen one in the model's type. The weights of a trained tensor are its master weights in the model's type. The file's
-metadata has a CRC-32 of every entry, in their order.
+What follows the box is the kind: `master` of a trained tensor in float32, `exp_avg` and `exp_avg_sq` of one in the type
+of its moments, `weight` of a frozen one in the model's type. The weights of a trained tensor are its master weights in
+the model's type. The file's metadata has a CRC-32 of every entry, in their order.
 
 Nothing here needs a process group. A tensor in GPU memory comes and goes through pinned buffers of `CHUNK_BYTES`, one a
 thread; that is all the host memory that is needed besides the index.

@@ -68,7 +68,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class _Owned:
-    """A run of a parameter that this rank's optimizer trains; the tensors are [stop - start], float32."""
+    """A run of a parameter that this rank's optimizer trains; the tensors are [stop - start]."""
 
     run: Run
     state: dict[str, Tensor]

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from megatron.core.optimizer import ChainedOptimizer, MegatronOptimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+"""What Adam calls them in its state."""
 
 
 def parts(optimizer: MegatronOptimizer) -> list[DistributedOptimizer]:
@@ -40,13 +44,20 @@ def allocate_moments(optimizer: MegatronOptimizer) -> None:
     Moments that are there keep what they hold. The optimizer's next step is what it would have been.
     """
     for part in parts(optimizer):
-        inner = part.optimizer
-        new = [p for group in inner.param_groups for p in group["params"] if not inner.state[p]]
-        for p in new:
-            inner.state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-        if new and isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
-            for p in new:
-                inner.state[p]["step"] = torch.tensor(0.0)
+        allocate(part.optimizer, [weights for _, weights in masters(part)])
+
+
+def allocate(inner: Any, weights: Iterable[Tensor]) -> None:
+    """The same of some weights of an Adam."""
+    for w in weights:
+        if inner.state[w]:
+            continue
+        if hasattr(inner, "initialize_state"):  # Transformer Engine's: in its own type, with what it keeps beside
+            inner.initialize_state(w, False)
+        else:
+            inner.state[w] = {kind: torch.zeros_like(w) for kind in MOMENTS}
+        if isinstance(inner, torch.optim.Adam | torch.optim.AdamW):
+            inner.state[w]["step"] = torch.tensor(0.0)
 
 
 def set_step(optimizer: MegatronOptimizer, step: int) -> None:
@@ -60,3 +71,37 @@ def set_step(optimizer: MegatronOptimizer, step: int) -> None:
                 continue
             for p in group["params"]:
                 inner.state[p]["step"] = torch.tensor(float(step))
+
+
+class SmallMoments(torch.optim.AdamW):
+    """torch's AdamW with moments in bfloat16, as Transformer Engine's Adam has them: a step computes in float32, and
+    what it keeps of the moments is rounded to the nearest (common/multi_tensor/adam.cu)."""
+
+    @classmethod
+    def instead_of(cls, inner: torch.optim.Optimizer) -> SmallMoments:
+        """An Adam that has not stepped, with smaller moments; its weights may be views, which a new one refuses."""
+        made = cls([torch.zeros(())])
+        made.param_groups = inner.param_groups
+        return made
+
+    def initialize_state(self, weights: Tensor, _remainders: bool = False) -> None:
+        """Zeros in the place of the moments; called as Transformer Engine's is."""
+        self.state[weights] = {kind: torch.zeros_like(weights, dtype=torch.bfloat16) for kind in MOMENTS}
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """One step of all weights that have a gradient."""
+        kept = [
+            (state, kind, state[kind])
+            for group in self.param_groups
+            for p in group["params"]
+            if p.grad is not None and (state := self.state[p])
+            for kind in MOMENTS
+        ]
+        for state, kind, small in kept:
+            state[kind] = small.float()
+        answer = super().step(closure)
+        for state, kind, small in kept:
+            small.copy_(state[kind])
+            state[kind] = small
+        return answer

@@ -6,13 +6,13 @@ import math
 from typing import Any
 
 import torch
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import USING_PYTORCH_OPTIMIZER, MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from skyrl_mega.config.schema import OptimizerConfig
 from skyrl_mega.megatron.model import with_options
-from skyrl_mega.megatron.moments import allocate_moments
+from skyrl_mega.megatron.moments import SmallMoments, allocate_moments, parts
 
 
 class NotFinite(ArithmeticError):
@@ -32,6 +32,7 @@ def build_optimizer(
     """AdamW over the chunks' parameters, sharded over the data-parallel ranks; norms and biases do not decay.
 
     Its moments are there: a layout that does not fit fails now, and they do not lie between a first step's activations.
+    Only those of a streamed optimizer are left to `StreamedOptimizer`, which never has all of them on the device.
 
     Args:
         config: Its settings.
@@ -52,9 +53,18 @@ def build_optimizer(
         params_dtype=dtype,
         use_distributed_optimizer=True,
     )
+    small = config.moments == "bfloat16"
+    if small and not USING_PYTORCH_OPTIMIZER:
+        ours |= dict(use_precision_aware_optimizer=True, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16)
     settings = with_options(MegatronOptimizerConfig, ours, config.options, f"{key}.options")
+    # Moments alone are small: masters stay megatron-core's, and gradients where they are, as beside FP8 weights.
+    settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False
     optimizer = get_megatron_optimizer(settings, chunks)
-    allocate_moments(optimizer)
+    if small and USING_PYTORCH_OPTIMIZER:
+        for part in parts(optimizer):
+            part.optimizer = SmallMoments.instead_of(part.optimizer)
+    if not config.streamed:
+        allocate_moments(optimizer)
     _look_at_the_norm(optimizer)
     return optimizer
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Protocol
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
@@ -54,30 +55,45 @@ class Part:
 
     def offload(self, tensors: Iterable[Tensor]) -> int:
         """Takes these tensors' storages from the device; returns the bytes copied. Nothing happens where it is away."""
-        copied = 0
-        if not self.away:
-            copied = self._take(tensors)
-            self.away = True
+        copied = self.begin_offload(tensors)
+        self.end_offload()
+        return copied
+
+    def begin_offload(self, tensors: Iterable[Tensor]) -> int:
+        """Begins to copy them to host memory, if they are not there; the device holds them until `end_offload`."""
+        return 0 if self.away else self._take(tensors)
+
+    def end_offload(self) -> None:
+        """Waits until they are in host memory, and takes them from the device."""
+        self._settle()
+        self.away = True
         for storage, _, _ in self._storages.values():
             if storage.nbytes():
                 storage.resize_(0)
-        return copied
 
     def onload(self) -> int:
         """Brings them back; returns the bytes copied. Nothing happens where they are there."""
+        copied = self.begin_onload()
+        self.end_onload()
+        return copied
+
+    def begin_onload(self) -> int:
+        """Begins to copy them to the device, if they are away; they may be used after `end_onload`."""
         if not self.away:
             return 0
         for storage, size, _ in self._storages.values():
             if storage.nbytes() != size:
                 storage.resize_(size)
-        copied = 0
-        if self._host is None:
-            for storage, _, _ in self._storages.values():
-                self._bytes(storage).zero_()
-        else:
-            copied = self._copy(self._host, back=True)
+        if self._host is not None:
+            return self._copy(self._host, back=True)
+        for storage, _, _ in self._storages.values():
+            self._bytes(storage).zero_()
+        return 0
+
+    def end_onload(self) -> None:
+        """Waits until they are on the device."""
+        self._settle()
         self.away = False
-        return copied
 
     def held(self, tensor: Tensor) -> Tensor | None:
         """The tensor's values in host memory, in its shape and strides; None where it is no part of this, or not
@@ -94,6 +110,13 @@ class Part:
         """What `held` has given is not looked at any more."""
         if self._host is not None:
             self._host.rest()
+
+    def close(self) -> None:
+        """Gives its host memory back, and forgets what was in it."""
+        self.forget()
+        if self._host is not None:
+            self._host.close()
+            self._host = None
 
     def forget(self) -> None:
         """Its tensors are no more: what was away does not come back. Its host memory serves the next ones."""
@@ -115,18 +138,20 @@ class Part:
         return self._copy(self._host, back=False)
 
     def _copy(self, host: HostMemory, *, back: bool) -> int:
-        """All storages, each in one copy, on a stream of its own: the link's two directions do not wait for each other,
-        nor for the kernels of the current stream that have nothing to do with it."""
+        """Begins to copy all storages, each in one copy, on a stream of its own: the link's two directions do not wait
+        for each other, nor for the kernels of the current stream that have nothing to do with it."""
         if self._device.type == "cpu":
             return self._copies(host, back=back)
         self._stream = self._stream or torch.cuda.Stream(self._device)
-        current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
-            copied = self._copies(host, back=back)
-        current.wait_stream(self._stream)
-        self._stream.synchronize()  # then memory may be given back, and host memory read
-        return copied
+            return self._copies(host, back=back)
+
+    def _settle(self) -> None:
+        """Waits for the copies: then memory may be given back, and host memory read."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            self._stream.synchronize()
 
     def _copies(self, host: HostMemory, *, back: bool) -> int:
         for storage, size, at in self._storages.values():
@@ -138,6 +163,19 @@ class Part:
 
     def _bytes(self, storage: torch.UntypedStorage) -> Tensor:
         return torch.empty(0, dtype=torch.uint8, device=self._device).set_(storage)
+
+
+class Streamed(Protocol):
+    """State that lies in host memory all the time (`megatron.streamed_optimizer`)."""
+
+    def held(self, tensor: Tensor) -> Tensor | None:
+        """The values in host memory of a tensor that is away; None of any other."""
+
+    def rest(self) -> None:
+        """What `held` has given is not looked at any more."""
+
+    def close(self) -> None:
+        """Gives the host memory back."""
 
 
 class Resident:
@@ -153,6 +191,8 @@ class Resident:
         self.name, self.device = name, device
         self._tensors = tensors
         self._parts = {part: Part(device, dropped=part in DROPPED) for part in tensors}
+        self.streamed: Streamed | None = None
+        """What is never on the device as a whole, and in none of the parts."""
 
     @property
     def away(self) -> frozenset[str]:
@@ -188,6 +228,8 @@ class Resident:
 
     def held(self, tensor: Tensor) -> Tensor:
         """Where its values lie now: the tensor, or one in host memory like it."""
+        if self.streamed and (there := self.streamed.held(tensor)) is not None:
+            return there
         for part in self._parts.values():
             if (held := part.held(tensor)) is not None:
                 return held
@@ -197,6 +239,8 @@ class Resident:
         """What `held` has given is not looked at any more."""
         for part in self._parts.values():
             part.rest()
+        if self.streamed:
+            self.streamed.rest()
 
     def forget(self, part: str) -> None:
         """Its tensors are no more, and new ones may be made."""

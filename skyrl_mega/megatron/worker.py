@@ -22,6 +22,7 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor
 
 from skyrl_mega.config.derived import logit_chunk, overlaps
+from skyrl_mega.config.limits import OPTIMIZER_PIECE
 from skyrl_mega.config.precision import row_multiple
 from skyrl_mega.config.residency import POLICY
 from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
@@ -39,6 +40,7 @@ from skyrl_mega.megatron.reference import Reference
 from skyrl_mega.megatron.residency import Resident, expanded, gradients, optimizer_state
 from skyrl_mega.megatron.router_replay import RouterReplay
 from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.megatron.streamed_optimizer import StreamedOptimizer
 from skyrl_mega.megatron.sums import scalars, summed
 from skyrl_mega.models.blocks.value_head import VALUE
 from skyrl_mega.models.megatron import layer_spec
@@ -91,7 +93,9 @@ class ModelWorker:
             {
                 "parameters": lambda: self.params.values(),
                 "gradients": lambda: gradients(self.chunks if trainable else ()),
-                "optimizer": lambda: optimizer_state(self.optimizer) if trainable else (),
+                "optimizer": lambda: (
+                    optimizer_state(self.optimizer) if trainable and not self.resident.streamed else ()
+                ),
             },
         )
         self.balance: ExpertBalance | None = None
@@ -120,10 +124,15 @@ class ModelWorker:
         """A new optimizer and schedule; moments start at zero and master weights are taken from the model."""
         away = self.resident.away & {"optimizer"}
         self.resident.forget("optimizer")
+        if self.resident.streamed:
+            self.resident.streamed.close()
+            self.resident.streamed = None
         if hasattr(self, "optimizer"):
             del self.optimizer, self.schedule  # there is no room for two
         with self.resident.brought("parameters"):
             self.optimizer = build_optimizer(config, self.chunks, self.dtype, f"{self.name}.optimizer")
+            if config.streamed:
+                self.resident.streamed = StreamedOptimizer(self.optimizer, self.device, OPTIMIZER_PIECE)
         self.schedule = build_schedule(config, self.optimizer)
         self.from_zero = config.warmup_from_zero
         if away:
@@ -410,6 +419,7 @@ class ModelWorker:
             self._own()
             gathered(self.chunks)
             checkpoint.load(folder, self._trained())
+        self.resident.rest()
 
     def _trained(self) -> checkpoint.Trained:
         decoder = self.architecture.describe(self.hf)

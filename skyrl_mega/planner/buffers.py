@@ -27,8 +27,8 @@ BUCKET = (40_000_000, 1_000_000)
 """Elements after which a bucket ends where communication overlaps: so many, or so many for each data-parallel rank."""
 GRADIENT = 4
 """Bytes of one gradient: they accumulate in float32 (`policy.build.wrap_ddp`)."""
-MOMENTS = 8
-"""Bytes of Adam's two moments of one element, in float32."""
+MOMENTS = {"float32": 8, "bfloat16": 4}
+"""Bytes of Adam's two moments of one element (`policy.optimizer.moments`)."""
 MASTER = 4
 """Bytes of one element's float32 master weight, which a float32 model does without."""
 
@@ -40,10 +40,12 @@ class Held:
     weights: int
     gradients: int
     optimizer: int
+    largest: int = 0
+    """Of the optimizer's, what belongs to the one parameter of which the rank trains most."""
 
     @property
     def total(self) -> int:
-        """All three."""
+        """Weights, gradients and the optimizer's state."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -53,7 +55,9 @@ def held(
     at: RankCoords,
     itemsize: int,
     freeze_router: bool = False,
+    *,
     overlap: bool = False,
+    moments: int = MOMENTS["float32"],
 ) -> Held:
     """What the rank at `at` allocates for its model chunks.
 
@@ -61,8 +65,9 @@ def held(
         chunks: From `parameters.stage`.
         itemsize: Bytes of a parameter: 2 with master weights beside it, 4 without.
         overlap: Communication overlaps with compute.
+        moments: Bytes of an element's two moments.
     """
-    weights = gradients = owned = 0
+    weights = gradients = owned = largest = 0
     for i, chunk in enumerate(chunks):
         full = full_bucket(parallel, at, i) if overlap else None
         frozen = chunk.router & freeze_router
@@ -77,7 +82,9 @@ def held(
             weights += made.numel * itemsize
             gradients += made.numel * GRADIENT
             owned += made.owned(index)
-    return Held(weights, gradients, owned * (MOMENTS + (MASTER if itemsize == 2 else 0)))
+            largest = max(largest, made.largest(index))
+    state = moments + (MASTER if itemsize == 2 else 0)
+    return Held(weights, gradients, owned * state, largest * state)
 
 
 def full_bucket(parallel: ParallelDims, at: RankCoords, chunk: int) -> int | None:
@@ -112,6 +119,11 @@ class Buffer:
         part = (self.lengths // self.ranks)[self.bucket]
         ends = np.stack([index * part, (index + 1) * part], axis=1)
         return (ends - self.start[:, None]).clip(0, self.size[:, None])
+
+    def largest(self, index: int) -> int:
+        """Elements of the parameter that has most in the parts of rank `index`."""
+        runs = self.runs(index)
+        return int((runs[:, 1] - runs[:, 0]).max(initial=0))
 
     def owned(self, index: int) -> int:
         """Elements of parameters in the parts of rank `index`."""

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner.buffers import buffer, full_bucket
+from skyrl_mega.planner.buffers import MOMENTS, buffer, full_bucket
 from skyrl_mega.planner.parameters import stage
 
-STATE = 12
-"""Bytes of a trained parameter: master weight and two moments in float32. The weight is the master's."""
+MASTER = 4
+"""Bytes of a trained parameter's master weight, beside its moments. The weight is the master's."""
 STAGING = 64 * 2**20
 """Bytes of the buffers through which a rank writes or reads (`hf_checkpoint.box_files`)."""
 INDEX = 64 * 2**20
@@ -20,13 +20,21 @@ Qwen3-30B-A3B on 32 ranks takes 7 MiB (`tests/planner/test_checkpoint.py`)."""
 
 
 def written(
-    d: Decoder, parallel: ParallelDims, rank: int, itemsize: int, freeze_router: bool = False, overlap: bool = False
+    d: Decoder,
+    parallel: ParallelDims,
+    rank: int,
+    itemsize: int,
+    freeze_router: bool = False,
+    *,
+    overlap: bool = False,
+    moments: int = MOMENTS["float32"],
 ) -> int:
     """Bytes that a rank writes, without file headers.
 
     Args:
         itemsize: of a parameter: a frozen one is written as it is.
         overlap: Communication overlaps with compute, which cuts buffers into buckets.
+        moments: Bytes of an element's two moments.
     """
     at, found = parallel.coordinates(rank), 0.0
     data, place = parallel.data * parallel.context, at.dp * parallel.context + at.cp
@@ -38,5 +46,5 @@ def written(
         for chosen, ranks, index in ((~experts, data, place), (experts, parallel.expert_data, at.edp)):
             made = buffer(chunk.where(chosen & ~frozen), ranks, full)
             runs = made.runs(index)
-            found += ((runs[:, 1] - runs[:, 0]) / made.copies).sum() * STATE
+            found += ((runs[:, 1] - runs[:, 0]) / made.copies).sum() * (MASTER + moments)
     return int(found)

@@ -33,6 +33,7 @@ PAIRED = (
     "policy.recompute",
     "rollout.memory_fraction",
     "residency.keep",
+    "policy.optimizer.streamed",
     "policy.micro_tokens",
     "policy.layout.tensor",
     "policy.layout.expert",
@@ -106,6 +107,8 @@ ONLY_NAMED = (
 NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     "policy.recompute": lambda value: [] if value == "full" else ["full"],
     "policy.micro_tokens": _lower,
+    "policy.optimizer.streamed": lambda value: [] if value else [True],
+    "critic.optimizer.streamed": lambda value: [] if value else [True],
     "policy.logit_chunk": _lower,
     "weights.bucket_mib": _lower,
     **{f"policy.layout.{name}": _sizes for name in ("tensor", "expert", "pipeline", "virtual_pipeline", "context")},

@@ -18,13 +18,15 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import BATCH_BYTES
 from skyrl_mega.planner.batch import batch
-from skyrl_mega.planner.checkpoint import INDEX, STAGING, STATE, written
+from skyrl_mega.planner.checkpoint import INDEX, MASTER, STAGING, written
 from skyrl_mega.planner.memory import (
     GIB,
     critic_dims,
     critic_memory,
+    critic_view,
     engine_memory,
     itemsize,
+    moments,
     on_cpu,
     overlapped,
     policy_memory,
@@ -59,7 +61,8 @@ class HostMemory:
     reference: int
     """Frozen weights in pinned host memory, or the policy's own while these are on the GPU. Counted."""
     parked: int
-    """What policy and critic lay there between phases (`residency.keep`), pinned. Counted."""
+    """What policy and critic lay there between phases (`residency.keep`), and optimizers that are streamed, pinned.
+    Counted."""
     checkpoint: int
     """Buffers and index of policy and critic ranks while a checkpoint is written or read."""
     batch: int
@@ -81,7 +84,9 @@ def host_memory(
 ) -> HostMemory:
     """What a node needs; `first`: the driver runs there."""
     cpu = on_cpu(config)
-    ranks = _ranks(config, d, parallel, reference, node) if cpu or config.residency.keep is not None else []
+    streamed = config.policy.optimizer.streamed or config.critic.optimizer.streamed
+    parks = streamed or config.residency.keep is not None
+    ranks = _ranks(config, d, parallel, reference, node) if cpu or parks else []
     workers = [engine_memory(config, d, w) for of_engine in node.engines.values() for w in of_engine] if cpu else []
     tokens = batch(config, parallel)
     trained = len(node.policy) + len(node.critic)
@@ -187,14 +192,15 @@ def shares(config: Config, d: Decoder, parallel: ParallelDims, placed: Sequence[
     """What the rank and the node that write most of a checkpoint write."""
     if not config.checkpoint.every:
         return Shares(0, 0)
-    freeze, critic = config.policy.moe.freeze_router, critic_dims(config)
+    critic = critic_dims(config)
 
-    def write(decoder: Decoder, grid: ParallelDims, rank: int) -> int:
-        return written(decoder, grid, rank, itemsize(config), freeze, overlapped(config))
+    def write(of: Config, decoder: Decoder, grid: ParallelDims, rank: int) -> int:
+        freeze = config.policy.moe.freeze_router
+        return written(decoder, grid, rank, itemsize(of), freeze, overlap=overlapped(config), moments=moments(of))
 
     each = [
-        [write(d, parallel, rank) for rank in node.policy]
-        + [write(d.critic, critic, rank) for rank in node.critic if critic]
+        [write(config, d, parallel, rank) for rank in node.policy]
+        + [write(critic_view(config), d.critic, critic, rank) for rank in node.critic if critic]
         for node in placed
     ]
     return Shares(max(size for node in each for size in node), max(map(sum, each)))
@@ -214,7 +220,8 @@ class Disk:
 
 def disk(config: Config, d: Decoder) -> Disk:
     """What a run's folder takes."""
-    one = sum(_stored(config, m) for m in [d, *[d.critic] * has_critic(config)]) if config.checkpoint.every else 0
+    trained = [(config, d), *[(critic_view(config), d.critic)] * has_critic(config)]
+    one = sum(_stored(of, m) for of, m in trained) if config.checkpoint.every else 0
     if config.checkpoint.every:
         data = config.data
         waiting = _ahead(config) * data.prompts_per_step * data.samples_per_prompt
@@ -228,4 +235,4 @@ def _stored(config: Config, d: Decoder) -> int:
     frozen = 0
     if config.policy.moe.freeze_router:
         frozen = sum(prod(shape) for name, shape in huggingface.tensors(d).items() if name.endswith(ROUTER))
-    return (elements(d) - frozen) * STATE + frozen * itemsize(config)
+    return (elements(d) - frozen) * (MASTER + moments(config)) + frozen * itemsize(config)

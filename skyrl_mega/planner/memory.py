@@ -26,7 +26,7 @@ from skyrl_mega.config.derived import (
     overlaps,
     planned_device,
 )
-from skyrl_mega.config.limits import ENGINE_STEP_TOKENS, SYNC_BUCKETS
+from skyrl_mega.config.limits import ENGINE_STEP_TOKENS, OPTIMIZER_PIECE, OPTIMIZER_PIECES, SYNC_BUCKETS
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
@@ -34,7 +34,7 @@ from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.parallel.dims import ParallelDims, RankCoords
 from skyrl_mega.planner.activations import BATCH_BYTES, Activations, activations
 from skyrl_mega.planner.batch import batch
-from skyrl_mega.planner.buffers import Held, held
+from skyrl_mega.planner.buffers import MASTER, MOMENTS, Held, held
 from skyrl_mega.planner.engine_weights import cache_itemsize, engine_bytes, kv_bytes_per_token, staged_bytes
 from skyrl_mega.planner.parameters import Parameters, layers, stage
 from skyrl_mega.planner.processes import EngineMemory, PolicyMemory
@@ -84,17 +84,36 @@ def policy_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: int)
     """What policy rank `rank` needs."""
     at, size = parallel.coordinates(rank), itemsize(config)
     chunks = stage(d, parallel, at.pp)
-    counted = _held(d, parallel, at, size, config.policy.moe.freeze_router, overlapped(config))
+    freeze = config.policy.moe.freeze_router
+    counted = _held(d, parallel, at, size, freeze, overlap=overlapped(config), moments=moments(config))
+    work = _activations(config, d, parallel, at.pp)
+    streamed = counted.optimizer if config.policy.optimizer.streamed else 0
+    if streamed:
+        counted = replace(counted, optimizer=_at_once(counted, work, MASTER * (size == 2), moments(config)))
     copied = bool(config.algorithm.kl.coefficient) and config.reference.layout is None
     return PolicyMemory(
         held=counted,
-        at=_activations(config, d, parallel, at.pp),
+        at=work,
         reference=min(SWAP, _plain(chunks) * size) if copied else 0,
         sync=int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20),
         reserve=_reserve(config),
         gaps=_gaps(config),
         keep=_keep(config),
+        streamed=streamed,
     )
+
+
+def moments(config: Config) -> int:
+    """Bytes of the two moments of one element of the policy."""
+    return MOMENTS[config.policy.optimizer.moments]
+
+
+def _at_once(counted: Held, work: Activations, master: int, moments: int) -> int:
+    """Bytes of a streamed optimizer on the device: the pieces of a step, or all master weights as they are made, when
+    nothing is computed yet."""
+    pieces = min(counted.optimizer, OPTIMIZER_PIECES * max(OPTIMIZER_PIECE, counted.largest))
+    made = counted.optimizer * master // (master + moments)
+    return max(pieces, made - work.train - work.train_logits)
 
 
 def reference_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
@@ -193,8 +212,10 @@ def fp8_copies(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> t
 
 
 @lru_cache(maxsize=4096)
-def _held(d: Decoder, parallel: ParallelDims, at: RankCoords, size: int, freeze_router: bool, overlap: bool) -> Held:
-    return held(stage(d, parallel, at.pp), parallel, at, size, freeze_router, overlap)
+def _held(
+    d: Decoder, parallel: ParallelDims, at: RankCoords, size: int, freeze_router: bool, *, overlap: bool, moments: int
+) -> Held:
+    return held(stage(d, parallel, at.pp), parallel, at, size, freeze_router, overlap=overlap, moments=moments)
 
 
 def _reserve(config: Config) -> int:

@@ -140,7 +140,9 @@ def _keeps(config: Config) -> list[list[str] | None]:
     tried = [
         None if keep is None else [*keep, *CRITIC] if config.algorithm.advantage == "gae" else [*keep] for keep in KEEPS
     ]
-    return tried if own in tried else [*tried, own]
+    tried = tried if own in tried else [*tried, own]
+    # A streamed optimizer stays nowhere (`config/residency_checks.py`).
+    return [keep for keep in tried if not (config.policy.optimizer.streamed and "optimizer" in (keep or ()))]
 
 
 def _largest(e: Engine, keep: list[str] | None, policy: dict[str, int], size: int) -> Pair | None:

@@ -70,6 +70,9 @@ class PolicyMemory:
     """policy, critic or reference."""
     keep: tuple[str, ...] | None = None
     """`residency.keep`."""
+    streamed: int = 0
+    """The optimizer's state where it lies in host memory all the time (`policy.optimizer.streamed`); `held` then has
+    what a step brings to the device at once. Counted."""
 
     @property
     def phases(self) -> tuple[str, ...]:
@@ -83,7 +86,7 @@ class PolicyMemory:
 
     def phase(self, name: str) -> dict[str, int]:
         """What lies on the device in a phase, by kind."""
-        own = vars(self.held).items()
+        own = ((kind, getattr(self.held, kind)) for kind in ("weights", "gradients", "optimizer"))
         kinds = {kind: size for kind, size in own if size and self.there(kind, name)}
         kinds |= {"sync": self.sync, "reserve": self.reserve, "gaps": self.gaps}
         work = WORK[self.role].get(name)
@@ -119,13 +122,19 @@ class PolicyMemory:
         return int(MARGIN * sum(found.get(kind, 0) for kind in ("forward", "activations", "logits")))
 
     @property
-    def parked(self) -> int:
-        """Bytes of pinned host memory for what leaves the device between phases; gradients are dropped."""
+    def moving(self) -> int:
+        """Bytes that leave the device between phases and come back; gradients are dropped."""
         return sum(
             getattr(self.held, kind)
             for kind in ("weights", "optimizer")
+            if not (kind == "optimizer" and self.streamed)
             if not all(self.there(kind, phase) for phase in PHASES)
         )
+
+    @property
+    def parked(self) -> int:
+        """Bytes of pinned host memory, for these and for what is always there."""
+        return self.moving + self.streamed
 
 
 @dataclass(frozen=True)

@@ -94,6 +94,8 @@ def _of_policy(config: Config) -> Iterator[Tried]:
     yield "policy.recompute=full", replace(config, policy=replace(policy, recompute="full"))
     fewer = max(1, micro_tokens(policy) // 2)
     yield f"policy.micro_tokens={fewer}", replace(config, policy=replace(policy, micro_tokens=fewer))
+    optimizer = replace(policy.optimizer, streamed=True)
+    yield "policy.optimizer.streamed=true", replace(config, policy=replace(policy, optimizer=optimizer))
 
 
 def _of_sharing(config: Config, phase: str) -> Iterator[Tried]:

@@ -70,6 +70,7 @@ class Suggestion:
             **{f"policy.layout.{name}": getattr(layout, name) for name in vars(LayoutConfig())},
             "policy.micro_tokens": c.policy.micro_tokens,
             "policy.recompute": c.policy.recompute,
+            **({"policy.optimizer.streamed": True} if c.policy.optimizer.streamed else {}),
             "rollout.engines": c.rollout.engines,
             "rollout.tensor": c.rollout.tensor,
             "rollout.memory_fraction": c.rollout.memory_fraction,
@@ -171,11 +172,16 @@ def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[list[S
             continue
         for parallel, layout in _layouts(config, d, ranks):
             for recompute in _kinds(config):
+                given = replace(policy, layout=layout, recompute=recompute)
                 for tokens in sorted({*MICRO_TOKENS, micro_tokens(config.policy)}):
                     if time.process_time() > end:
                         return
-                    given = replace(policy, layout=layout, micro_tokens=tokens, recompute=recompute)
+                    given = replace(given, micro_tokens=tokens)
                     found = _measure(replace(config, policy=given), d, parallel, chosen)
+                    if not found and not given.optimizer.streamed:
+                        # Slower, so only where nothing fits without; nor does then a larger micro-batch.
+                        given = replace(given, optimizer=replace(given.optimizer, streamed=True))
+                        found = _measure(replace(config, policy=given), d, parallel, chosen)
                     yield found
                     if not found:
                         break  # a larger micro-batch takes more memory

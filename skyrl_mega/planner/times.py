@@ -19,10 +19,11 @@ from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.batch import Batch, batch
+from skyrl_mega.planner.buffers import MASTER
 from skyrl_mega.planner.decode import reads
 from skyrl_mega.planner.flops import BACKWARD, Load, causal_pairs, flops
-from skyrl_mega.planner.memory import critic_dims, critic_view, engine_memory, itemsize
-from skyrl_mega.planner.moves import host_rate, residency_time
+from skyrl_mega.planner.memory import critic_dims, critic_view, engine_memory, itemsize, moments
+from skyrl_mega.planner.moves import host_rate, residency_time, streaming_rate
 from skyrl_mega.planner.parameters import stage
 from skyrl_mega.weights.plan.sync_plan import copy_bytes
 from skyrl_mega.weights.plan.topology import Links
@@ -248,8 +249,10 @@ def _rate(links: Links, span: int, size: int) -> float:
 
 
 def _update(config: Config, d: Decoder, parallel: ParallelDims) -> float:
-    """One optimizer step: gradients summed, moments and weights read and written, weights gathered."""
+    """One optimizer step: gradients summed, moments and weights read and written, weights gathered; where it is
+    streamed, moments and master weights brought from the host and taken back, both at once."""
     links, size = Links.from_config(config.cluster), itemsize(config)
+    state, streamed = moments(config), config.policy.optimizer.streamed
     seconds = 0.0
     chunks = stage(d, parallel, 0)
     whole = sum(chunk.total for chunk in chunks)
@@ -258,5 +261,8 @@ def _update(config: Config, d: Decoder, parallel: ParallelDims) -> float:
         stride = parallel.ranks // parallel.pipeline
         if ranks > 1:
             seconds += count * (4 + size) * (ranks - 1) / ranks / _rate(links, stride, ranks)
-        seconds += count / ranks * 30 / (config.cluster.rates.memory_gb_s * 1e9)
+        # Masters and moments are read and written, gradients read, weights written.
+        seconds += count / ranks * (2 * (4 + state) + 4 + 2) / (config.cluster.rates.memory_gb_s * 1e9)
+        if streamed:
+            seconds += count / ranks * (state + MASTER * (size == 2)) / streaming_rate(config)
     return seconds

@@ -80,6 +80,8 @@ def warm_up(policy: TrainGroup, demonstrations: Sequences, config: Config, progr
             eps=optimizer.eps,
             weight_decay=0.0,
             clip_grad=1.0,
+            moments=optimizer.moments,
+            streamed=optimizer.streamed,
         )
     )
     rng = np.random.default_rng([config.run.seed, 17])

@@ -288,8 +288,21 @@ WRONG = [
     ),
     ("residency.keep=[critic]", "residency.keep = [critic]: algorithm.advantage=grpo has no critic; leave critic out"),
     ("policy.head=fused policy.logit_chunk=512", "policy.logit_chunk = 512: policy.head=fused has no logits in memory"),
-    ("policy.optimizer.options.optimizer_cpu_offload=true", "use residency.keep without optimizer: it steps on its"),
-    ("policy.optimizer.options.exp_avg_dtype=bf16", "use float32, which moments, masters and their gradients always"),
+    ("policy.optimizer.options.optimizer_cpu_offload=true", "the run decides it; use policy.optimizer.streamed"),
+    ("policy.optimizer.options.exp_avg_dtype=bf16", "the run decides it; use policy.optimizer.moments"),
+    (
+        "policy.options.fine_grained_activation_offloading=true",
+        "policy.options.fine_grained_activation_offloading: the run decides it; use policy.recompute=moe or full:",
+    ),
+    ("policy.optimizer.options.main_params_dtype=fp16", "use float32, which master weights and their gradients always"),
+    (
+        "policy.optimizer.moments=bfloat16",
+        "policy.optimizer.moments = bfloat16: it has 8 bits, so a second moment that policy.optimizer.beta2",
+    ),
+    (
+        "residency.keep=[optimizer] policy.optimizer.streamed=true",
+        "residency.keep = [optimizer]: policy.optimizer.streamed=true has the optimizer's state in host memory",
+    ),
     ("policy.options.fp8_param=true", "use policy.precision, with which parameters stay in model.dtype"),
     *(
         (

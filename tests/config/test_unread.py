@@ -173,7 +173,7 @@ def test_what_megatrons_own_names_recompute_is_told_as_not_planned() -> None:
         return PolicyConfig(options=options)
 
     assert unplanned(given(moe_router_dtype="fp32")) == []
-    for name in ("fine_grained_activation_offloading", "activation_func_fp8_input_store", "moe_layer_recompute"):
+    for name in ("activation_func_fp8_input_store", "moe_layer_recompute"):
         (note,) = unplanned(given(**{name: True}))
         assert note.startswith(f"policy.options.{name} = true: the dry run plans ")
         assert unplanned(given(**{name: False})) == []

@@ -5,6 +5,7 @@ The device is pretended: tensors lie in host memory and say that they are CUDA's
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from skyrl_mega.megatron.residency import Resident
+from skyrl_mega.megatron.residency import Part, Resident
+from skyrl_mega.megatron.streamed_optimizer import StreamedPart
 from tests.cuda import streams
 from tests.cuda.fake_cuda import CUDA, CpuAsCuda
 
@@ -138,3 +140,82 @@ def test_what_is_refused_is_an_error(told: list[Any], monkeypatch: pytest.Monkey
     with pytest.raises(RuntimeError, match="CUDA error 2"):
         resident.offload(["parameters"])
     assert not resident.away and parameter.tolist() == [1.0] * 10
+
+
+# ---- an optimizer in pieces ------------------------------------------------------------------------------------------
+
+
+def a_streamed_part(count: int) -> tuple[StreamedPart, list[Tensor], list[Any]]:
+    """Of parameters of one piece each, with an Adam that writes down which gradients it is given and adds 1."""
+    weights = [torch.full((300,), float(i), dtype=torch.bfloat16) for i in range(count)]
+    masters = [w.float() for w in weights]
+    said: list[Any] = []
+    inner = SimpleNamespace(state=defaultdict(dict), param_groups=[{"params": masters}])
+
+    def step(closure: Any) -> None:
+        group = inner.param_groups[0]
+        group["step"] = group.get("step", 0) + 1  # as Transformer Engine's
+        given = [i for i, m in enumerate(masters) if m.grad is not None]
+        said.append(("step", given, group["step"]))
+        for i in given:
+            masters[i].add_(1)
+            inner.state[masters[i]]["exp_avg"].add_(masters[i].grad)
+
+    inner.step = step
+    part: Any = SimpleNamespace(
+        optimizer=inner,
+        model_fp32_groups=[],
+        shard_fp32_groups=[],
+        model_float16_groups=[weights],
+        shard_fp32_from_float16_groups=[masters],
+        _get_model_param_range_map=lambda p: {"param": SimpleNamespace(start=0, end=p.numel())},
+    )
+    return StreamedPart(part, CUDA, 1), weights, said
+
+
+def test_while_a_piece_is_stepped_one_comes_and_one_leaves(told: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    part, weights, said = a_streamed_part(4)
+    masters = part.part.optimizer.param_groups[0]["params"]
+    number = {id(piece.part): i for i, piece in enumerate(part.pieces)}
+    words = {"begin_onload": "comes", "end_onload": "here", "begin_offload": "leaves", "end_offload": "gone"}
+
+    def noting(of: Any, word: str) -> Any:
+        def noted(self: Part, *args: Any) -> Any:
+            said.append((word, number[id(self)]))
+            return of(self, *args)
+
+        return noted
+
+    for name, word in words.items():
+        monkeypatch.setattr(Part, name, noting(getattr(Part, name), word))
+    assert not any(m.untyped_storage().nbytes() for m in masters), "from the beginning on"
+    for step in (1, 2):
+        for m in masters:
+            m.grad = torch.ones(300)
+        said.clear()
+        part.step()
+        part.to_model()  # as megatron-core does after a step: it is done
+        order = [("step", *event[1]) if event[0] == "step" else event for event in said]
+        assert order == [
+            ("comes", 0), ("comes", 1), ("here", 0), ("step", 0), ("leaves", 0),
+            ("comes", 2), ("here", 1), ("step", 1), ("leaves", 1), ("gone", 0),
+            ("comes", 3), ("here", 2), ("step", 2), ("leaves", 2), ("gone", 1),
+            ("here", 3), ("step", 3), ("leaves", 3), ("gone", 2), ("gone", 3),
+        ]  # fmt: skip
+        assert {event[2] for event in said if event[0] == "step"} == {step}, "one step, not one for each piece"
+        assert [w[0].item() for w in weights] == [i + step for i in range(4)]
+    assert not any(m.untyped_storage().nbytes() for m in masters)
+    there = [part.pieces[i].part.held(part.part.optimizer.state[m]["exp_avg"]) for i, m in enumerate(masters)]
+    assert all(values is not None and values.tolist() == [2.0] * 300 for values in there)
+
+
+def test_pieces_are_copied_beside_the_main_stream_from_locked_memory(told: list[Any]) -> None:
+    part, _, _ = a_streamed_part(3)
+    assert sum(event[0] == "lock" for event in told) == 3
+    told.clear()
+    part.step()
+    copies = [event for event in told if event[0] == "copy"]
+    between = [event for event in copies if not event[1]]
+    assert len(between) == 3 * 2 * 3 and not any(event[2] for event in between), "three tensors, in and out"
+    assert all(event[1] for event in copies if event not in between), "masters into the model's weights"
+    assert not [event for event in told if event[0] == "lock"]

@@ -261,7 +261,7 @@ def a_run(
     opened.load(paths[1])
     found.append(logprobs())
     state = {
-        name: [start, stop, {kind: values.clone().numpy() for kind, values in kinds.items()}]
+        name: [start, stop, {kind: values.float().clone().numpy() for kind, values in kinds.items()}]
         for name, (start, stop, kinds) in runs_of(opened).items()
     }
     return found, state
@@ -274,6 +274,7 @@ def runs_of(rank: ModelWorker) -> dict[str, Any]:
         for p, master in moments.masters(part):
             run, state = part._get_model_param_range_map(p)["param"], part.optimizer.state[master]
             kinds = {"master": master.detach(), **{kind: state[kind] for kind in ("exp_avg", "exp_avg_sq")}}
+            kinds = {kind: rank.resident.held(t) for kind, t in kinds.items()}
             found[names[id(p)]] = run.start, run.end, kinds
     return found
 

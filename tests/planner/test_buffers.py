@@ -10,14 +10,15 @@ from unittest import mock
 import pytest
 import torch
 
-from skyrl_mega.config.schema import BuildConfig, MoeConfig, PolicyConfig
+from skyrl_mega.config.schema import BuildConfig, MoeConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron import model as policy_build
+from skyrl_mega.megatron import moments
 from skyrl_mega.megatron.worker import ModelWorker
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import build, hf_config
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import buffers
-from skyrl_mega.planner.buffers import held
+from skyrl_mega.planner.buffers import MOMENTS, held
 from skyrl_mega.planner.parameters import stage
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
@@ -58,7 +59,11 @@ def allocated(
     rank: int, address: str, path: Path, parallel: ParallelDims, policy: PolicyConfig, dtype: torch.dtype
 ) -> tuple[int, int, int]:
     """Bytes of the storages of parameters, gradients and optimizer state after an optimizer step."""
-    opened: ModelWorker = layouts.open_rank(rank, address, path, parallel, policy, dtype)
+    return bytes_of(layouts.open_rank(rank, address, path, parallel, policy, dtype))
+
+
+def bytes_of(opened: ModelWorker) -> tuple[int, int, int]:
+    """The same of a rank."""
     parameters = list(opened.params.values())
     gradients = [p.main_grad for p in parameters if p.requires_grad]  # type: ignore[attr-defined]
     for gradient in gradients:
@@ -109,6 +114,25 @@ def test_bytes_are_megatrons_own(
         at = parallel.coordinates(rank)
         counted = held(stage(d, parallel, at.pp), parallel, at, dtype.itemsize, freeze)
         assert (counted.weights, counted.gradients, counted.optimizer) == found, f"rank {rank}"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=name_of)
+def test_bytes_of_smaller_moments(models: dict[str, Path], dtype: torch.dtype) -> None:
+    """And of the parameter of which a rank trains most, as much as a step brings to the device at least."""
+    parallel, hf = layouts.layout(2, expert=2), hf_config(MODELS["moe"])
+    policy = layouts.policy_config(optimizer=OptimizerConfig(moments="bfloat16", beta2=0.95))
+    d = architecture(hf).describe(hf)
+    for rank, (*found, largest) in enumerate(run_ranks(2, with_largest, models["moe"], parallel, policy, dtype)):
+        at = parallel.coordinates(rank)
+        counted = held(stage(d, parallel, at.pp), parallel, at, dtype.itemsize, moments=MOMENTS["bfloat16"])
+        assert [counted.weights, counted.gradients, counted.optimizer, counted.largest] == [*found, largest]
+
+
+def with_largest(rank: int, address: str, path: Path, parallel: ParallelDims, policy: Any, dtype: torch.dtype) -> Any:
+    opened = layouts.open_rank(rank, address, path, parallel, policy, dtype)
+    own = [m for part in moments.parts(opened.optimizer) for _, m in moments.masters(part)]
+    element = 4 + 4 * (dtype == torch.bfloat16)
+    return *bytes_of(opened), max(m.numel() for m in own) * element
 
 
 def bucketed(rank: int, address: str, *args: Any) -> tuple[int, int, int]:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from skyrl_mega.config.schema import BuildConfig, MoeConfig
+from skyrl_mega.config.schema import BuildConfig, MoeConfig, OptimizerConfig
 from skyrl_mega.hf_checkpoint import box_files
 from skyrl_mega.hf_checkpoint.box_files import Part, file_name, read_entries
 from skyrl_mega.hf_checkpoint.box_header import Header
@@ -26,12 +26,14 @@ from skyrl_mega.models.tiny import build, hf_config
 from skyrl_mega.parallel.box import Shard
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.parallel.flat import FlatPiece, Run, flat_pieces
-from skyrl_mega.planner.buffers import buffer
-from skyrl_mega.planner.checkpoint import INDEX, STAGING, STATE, written
+from skyrl_mega.planner.buffers import MOMENTS, buffer
+from skyrl_mega.planner.checkpoint import INDEX, MASTER, STAGING, written
 from skyrl_mega.planner.parameters import EXPERTS, ROUTER, Parameters
 from tests.megatron import layouts
 from tests.planner.test_buffers import MODELS
 from tests.support.ranks import run_ranks
+
+STATE = MASTER + MOMENTS["float32"]
 
 CASES: list[tuple[str, int, dict[str, int], bool]] = [
     ("moe", 1, {}, False),
@@ -160,29 +162,35 @@ def test_the_index_of_thirty_billion_parameters_is_small_and_read_at_once(tmp_pa
 
 
 def save(
-    rank: int, address: str, path: Path, parallel: ParallelDims, folder: Path, dtype: torch.dtype, freeze: bool
+    rank: int, address: str, path: Path, parallel: ParallelDims, folder: Path, dtype: torch.dtype, settings: Any
 ) -> Any:
-    policy = layouts.policy_config(moe=MoeConfig(freeze_router=freeze))
+    freeze, optimizer = settings
+    policy = layouts.policy_config(moe=MoeConfig(freeze_router=freeze), optimizer=optimizer)
     layouts.open_rank(rank, address, path, parallel, policy, dtype).save(folder)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "sizes", "dtype", "freeze"),
-    [(4, {"tensor": 2, "expert": 2}, torch.bfloat16, True), (3, {}, torch.float32, False)],
-    ids=["TP2 EP2 bfloat16 frozen router", "DP3 float32"],
+    ("ranks", "sizes", "dtype", "freeze", "moments"),
+    [
+        (4, {"tensor": 2, "expert": 2}, torch.bfloat16, True, "float32"),
+        (3, {}, torch.float32, False, "float32"),
+        (2, {}, torch.bfloat16, False, "bfloat16"),
+    ],
+    ids=["TP2 EP2 bfloat16 frozen router", "DP3 float32", "DP2 bfloat16 moments"],
 )
 def test_real_ranks_write_as_much_as_they_are_said_to(
-    ranks: int, sizes: dict[str, int], dtype: torch.dtype, freeze: bool, tmp_path: Path
+    ranks: int, sizes: dict[str, int], dtype: torch.dtype, freeze: bool, moments: str, tmp_path: Path
 ) -> None:
     model = BuildConfig(layers=2, hidden=256, expert_ffn=256)
     build(model, tmp_path / "model")
     folder, hf = tmp_path / "checkpoint", hf_config(model)
     folder.mkdir()
     parallel = layouts.layout(ranks, **sizes)
-    run_ranks(ranks, save, tmp_path / "model", parallel, folder, dtype, freeze)
+    optimizer = OptimizerConfig(moments=moments, beta2=0.95)
+    run_ranks(ranks, save, tmp_path / "model", parallel, folder, dtype, (freeze, optimizer))
     d = architecture(hf).describe(hf)
     for rank in range(ranks):
         file = folder / file_name(rank)
         header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-        said = written(d, parallel, rank, dtype.itemsize, freeze)
+        said = written(d, parallel, rank, dtype.itemsize, freeze, moments=MOMENTS[moments])
         assert file.stat().st_size - header == pytest.approx(said, abs=STATE * 100)

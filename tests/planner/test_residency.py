@@ -19,6 +19,7 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import fit
+from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.host_memory import crowded, host_memory
 from skyrl_mega.planner.memory import (
     BESIDE,
@@ -231,6 +232,43 @@ def test_moving_takes_the_links_time_or_the_nodes() -> None:
     assert residency_time(c, d, PARALLEL) == pytest.approx(there_and_back / 10e9)
     assert step_time(c, d, PARALLEL).residency == residency_time(c, d, PARALLEL)
     assert residency_time(shared(["parameters", "optimizer"]), d, PARALLEL) == 0.0
+
+
+def test_a_streamed_optimizer_is_on_the_device_in_pieces_and_in_host_memory_always() -> None:
+    d = model()
+    for keep in (None, []):
+        plain, c = shared(keep, kl=0.0), shared(keep, kl=0.0)
+        c.policy.optimizer.streamed = True
+        whole, rank = policy_memory(plain, d, PARALLEL, 0), policy_memory(c, d, PARALLEL, 0)
+        assert rank.streamed == whole.held.optimizer > 20 * GIB, "12 bytes of each parameter that it trains"
+        # An embedding of 151,936 × 2,048, of which a tensor-parallel rank has half and a data-parallel one an eighth.
+        largest = 151936 * 2048 // 2 * 12
+        assert whole.held.largest <= largest
+        masters = whole.held.optimizer // 3
+        pieces = 3 * max(256 * 2**20, whole.held.largest)
+        assert rank.held.optimizer == max(pieces, masters - rank.at.train - rank.at.train_logits)
+        for phase in STEP:
+            here = keep is None or phase == "train"
+            lacking = (whole.held.optimizer - rank.held.optimizer) * here
+            assert whole.totals[phase] - rank.totals[phase] == lacking, phase
+        leaves = rank.held.weights if keep == [] else 0
+        assert rank.parked == leaves + rank.streamed and rank.moving == leaves
+        node, without = (host_memory(each, d, PARALLEL, None, nodes(c)[1], first=False) for each in (c, plain))
+        assert node.parked == 8 * rank.parked
+        assert node.parked - without.parked == (0 if keep == [] else 8 * rank.streamed)
+
+
+def test_streaming_takes_an_optimizer_steps_bytes_over_the_link_both_ways_at_once() -> None:
+    plain, c, d = shared(None, kl=0.0), shared(None, kl=0.0), model()
+    c.policy.optimizer.streamed = True
+    state = policy_memory(plain, d, PARALLEL, 0).held.optimizer
+    for node_gb_s, rate in ((1e4, 50e9), (400.0, 25e9)):  # of the node's memory a GPU has an eighth, for two directions
+        for each in (plain, c):
+            each.cluster.rates.host_node_gb_s = node_gb_s
+        longer = step_time(c, d, PARALLEL).train - step_time(plain, d, PARALLEL).train
+        updates = batch(c, PARALLEL).mini_batches * batch(c, PARALLEL).epochs
+        assert longer == pytest.approx(updates * state / rate, rel=0.01)
+        assert step_time(c, d, PARALLEL).residency == step_time(plain, d, PARALLEL).residency == 0.0
 
 
 def test_a_critic_and_a_reference_on_gpus_of_their_own() -> None:

@@ -68,6 +68,7 @@ VERL: Table = {
                     "lr_decay_style": to("critic.optimizer.schedule"),
                     "lr_scheduler_type": to("critic.optimizer.schedule"),
                     "override_optimizer_config.*": to("critic.optimizer.options.*"),
+                    **under("override_optimizer_config", offload.optimizer("critic.optimizer")),
                 },
             ),
             **under(

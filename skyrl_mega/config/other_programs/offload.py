@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl_mega.config.other_programs.entry import Entry, none, to
+from skyrl_mega.config.other_programs.entry import Entry, Table, none, several, to
 from skyrl_mega.config.residency import CRITIC, ENGINE, PARTS, POLICY
 
 KEEP_NOTHING = "residency.keep=[]"
@@ -12,11 +12,40 @@ FRACTION = to(
     "--dry-run says what fits",
 )
 """An engine's share of a GPU's memory."""
-NO_OPTIMIZER_ON_CPU = none(
-    "the optimizer steps on its GPUs; residency.keep without optimizer has its state in host memory in all other "
-    "phases (docs/residency.md)"
+ALL_STREAMED = none("policy.optimizer.streamed has all of it in host memory, and overlaps its copies; leave it out")
+
+
+def streamed(group: str) -> Entry:
+    """An optimizer on the host, whose settings here are in `group`."""
+    note = "its state is in host memory, and steps on the GPU piece by piece (docs/residency.md)"
+    return to(f"{group}.streamed", note=note)
+
+
+def moments(group: str) -> Entry:
+    """What its moments are kept in."""
+    return to(
+        f"{group}.moments",
+        note="float32 or bfloat16, of both; master weights and their gradients are float32",
+        values={"bf16": to(f"{group}.moments=bfloat16"), "fp32": to(f"{group}.moments=float32")},
+    )
+
+
+def optimizer(group: str) -> Table:
+    """megatron-core's fields of an optimizer that is on the host, or whose moments are smaller."""
+    return {
+        "optimizer_cpu_offload": streamed(group),
+        **several(
+            ALL_STREAMED,
+            "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d use_torch_optimizer_for_cpu_offload "
+            "pin_cpu_grads pin_cpu_params",
+        ),
+        **several(moments(group), "use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype"),
+    }
+
+
+NO_ACTIVATION_OFFLOAD = none(
+    "activations stay on their GPU: computing them again, policy.recompute, is faster (docs/speed.md)"
 )
-NO_ACTIVATION_OFFLOAD = none("activations stay on their GPU; policy.recompute computes them once more (docs/speed.md)")
 
 
 def staying(*parts: str, note: str = "") -> Entry:

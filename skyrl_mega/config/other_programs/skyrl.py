@@ -179,6 +179,7 @@ _MEGATRON: Table = {
         **under("transformer_config_kwargs", precision.FIELDS),
         "transformer_config_kwargs.*": to("policy.options.*"),
         "optimizer_config_kwargs.*": to("policy.optimizer.options.*"),
+        **under("optimizer_config_kwargs", offload.optimizer("policy.optimizer")),
         "model_config_kwargs.*": FROM_CONFIG,
         "moe_aux_loss_coeff": to("policy.moe.aux_loss"),
         "freeze_moe_router": to("policy.moe.freeze_router"),

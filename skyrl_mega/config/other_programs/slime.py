@@ -295,12 +295,15 @@ _MEGATRON: Table = {
     "--transformer-impl": to("policy.spec", values={"transformer_engine": to("policy.spec=te")}),
     "--moe-aux-loss-coeff": to("policy.moe.aux_loss"),
     "--moe-router-load-balancing-type": to("policy.moe.aux_loss", note="above 0 balances by an auxiliary loss"),
-    "--optimizer-cpu-offload": offload.NO_OPTIMIZER_ON_CPU,
-    "--overlap-cpu-optimizer-d2h-h2d": offload.NO_OPTIMIZER_ON_CPU,
+    "--optimizer-cpu-offload": offload.streamed("policy.optimizer"),
+    "--optimizer-offload-fraction": offload.ALL_STREAMED,
+    "--overlap-cpu-optimizer-d2h-h2d": offload.ALL_STREAMED,
     "--attention-dropout": ALWAYS,
     "--hidden-dropout": ALWAYS,
     "--accumulate-allreduce-grads-in-fp32": ALWAYS,
-    "--use-precision-aware-optimizer": RUN_DECIDES,
+    **several(
+        offload.moments("policy.optimizer"), "--use-precision-aware-optimizer --exp-avg-dtype --exp-avg-sq-dtype"
+    ),
     "--moe-grouped-gemm": RUN_DECIDES,
     "--attention-softmax-in-fp32": to("policy.options.attention_softmax_in_fp32=true"),
     "--attention-backend": to("policy.spec", note="whose layers, and with them whose attention"),

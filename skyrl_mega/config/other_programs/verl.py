@@ -234,12 +234,10 @@ _OPTIMIZER = under(
         "weight_decay_incr_style": none("policy.optimizer.weight_decay stays as it is"),
         "optimizer": none("the optimizer is AdamW", values={"adam": none("it is always AdamW; leave it out")}),
         "override_optimizer_config.*": to("policy.optimizer.options.*"),
+        **under("override_optimizer_config", offload.optimizer("policy.optimizer")),
         "use_checkpoint_opt_param_scheduler": none("a resumed run takes the schedule of its settings"),
-        **several(
-            RUN_DECIDES,
-            "use_precision_aware_optimizer main_grads_dtype exp_avg_dtype exp_avg_sq_dtype "
-            "use_layer_wise_distributed_optimizer",
-        ),
+        **several(offload.moments("policy.optimizer"), "use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype"),
+        **several(RUN_DECIDES, "main_grads_dtype use_layer_wise_distributed_optimizer"),
         **several(
             none("the optimizer is AdamW; leave it out"),
             "momentum nesterov split_qkv scale_mode coefficient_type num_ns_steps tp_mode "

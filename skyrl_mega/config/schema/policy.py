@@ -60,6 +60,12 @@ class OptimizerConfig:
     """Decoupled weight decay; norms and biases are exempt."""
     clip_grad: float = at_least(0, 1.0)
     """Largest global gradient norm; 0 does not clip."""
+    moments: str = one_of("float32", "bfloat16")
+    """What Adam's two moments are kept in. bfloat16: rounded after every step, which computes in float32; 4 bytes a
+    parameter less, and `beta2` must be at most 0.99: above, a second moment that falls would be rounded back up."""
+    streamed: bool = False
+    """Master weights and moments lie in host memory all the time; a step brings them to the device piece by piece, and
+    takes them back. No bit differs; a step takes as long as all of them need over the link."""
     options: dict[str, Any] = field(default_factory=dict)
     """More fields of megatron-core's OptimizerConfig, by their own names. Memory that they save or take is not
     planned."""

@@ -1,0 +1,152 @@
+"""Transformer Engine's own Adam in megatron-core's distributed optimizer, over stand-ins of its kernels.
+
+Run as a program it reads pickled cases from standard input, takes some optimizer steps with each, and writes what the
+optimizer has then to the file that its argument names.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
+from skyrl_mega.parallel.dims import ParallelDims
+
+STEPS = 3
+PIECE = 20_000
+"""Bytes: the model's optimizer has dozens."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Steps of a model's optimizer with drawn gradients."""
+
+    hf: dict[str, Any]
+    optimizer: OptimizerConfig
+    engine: bool
+    """Transformer Engine's, or what megatron-core has without it."""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of it, by the parameter's name; numpy, moments as float32."""
+
+    adam: str
+    """The class that stepped."""
+    start: dict[str, Any]
+    """Weights before the first step."""
+    masters: dict[str, Any]
+    moments: dict[str, dict[str, Any]]
+    types: set[str]
+    """Of the moments."""
+    weights: dict[str, Any]
+    gradients: list[dict[str, Any]]
+    """Of each step."""
+    away: int
+    """Bytes of masters and moments that the device does not hold."""
+
+
+def multi_tensor_adam(
+    _chunk: int, _noop: Tensor, lists: list[list[Tensor]], lr: float, beta1: float, beta2: float, eps: float, step: int,
+    mode: int, correction: int, decay: float,
+) -> None:  # fmt: skip
+    """common/multi_tensor/adam.cu, decoupled decay: computed in float32, moments rounded as they are written."""
+    assert mode == correction == 1
+    for g, p, m, v in zip(*lists, strict=True):
+        mean = beta1 * m.float() + (1 - beta1) * g.float()
+        square = beta2 * v.float() + (1 - beta2) * g.float() ** 2
+        update = (mean / (1 - beta1**step)) / ((square / (1 - beta2**step)).sqrt() + eps) + decay * p
+        p.sub_(lr * update)
+        m.copy_(mean)
+        v.copy_(square)
+
+
+def multi_tensor_l2norm(_chunk: int, _noop: Tensor, lists: list[list[Tensor]], *_: Any) -> tuple[Tensor, None]:
+    """The norm of all of them."""
+    return torch.stack([t.float().square().sum() for t in lists[0]]).sum().sqrt().view(1), None
+
+
+def multi_tensor_scale(_chunk: int, _noop: Tensor, lists: list[list[Tensor]], scale: float) -> None:
+    """Each of the first list times a number, into the second."""
+    for source, to in zip(*lists, strict=True):
+        to.copy_(source * scale)
+
+
+def go(case: Case) -> Answer:
+    """Steps the optimizer of a bfloat16 model on one rank."""
+    from skyrl_mega.megatron import model as build
+    from skyrl_mega.megatron.moments import MOMENTS, masters, parts
+    from skyrl_mega.megatron.optimizer import build_optimizer
+    from skyrl_mega.megatron.streamed_optimizer import StreamedOptimizer
+    from tests.cuda.ranks import fake_rank
+
+    parallel, device = ParallelDims(), torch.device("cpu")
+    policy = PolicyConfig(spec="te" if case.engine else "local", optimizer=case.optimizer)
+    with fake_rank(0, parallel):
+        torch.manual_seed(0)
+        chunks = build.build_model(case.hf, policy, parallel, torch.bfloat16, device)
+        named = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
+        for p in named.values():
+            p.data.normal_(0, 0.05)
+        start = {name: p.detach().float().view(-1).numpy().copy() for name, p in named.items()}
+        wrapped = build.wrap_ddp(chunks, overlap=False)
+        optimizer = build_optimizer(case.optimizer, wrapped, torch.bfloat16)
+        streamed = StreamedOptimizer(optimizer, device, PIECE) if case.optimizer.streamed else None
+        drawn = []
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            for p in named.values():
+                p.main_grad.normal_(0, 0.1)  # type: ignore[attr-defined]
+            drawn.append({name: p.main_grad.clone().numpy() for name, p in named.items()})  # type: ignore[attr-defined]
+            updated, _, _ = optimizer.step()
+            assert updated
+        names = {id(p): name for name, p in named.items()}
+
+        def held(t: Tensor) -> Tensor:
+            there = streamed.held(t) if streamed else None
+            return (t if there is None else there).clone()
+
+        state = [(part, p, master) for part in parts(optimizer) for p, master in masters(part)]
+        moments = {
+            names[id(p)]: {kind: held(part.optimizer.state[master][kind]) for kind in MOMENTS}
+            for part, p, master in state
+        }
+        every = [t for part, _, m in state for t in (m, *(part.optimizer.state[m][kind] for kind in MOMENTS))]
+        return Answer(
+            type(state[0][0].optimizer).__name__,
+            start,
+            {names[id(p)]: held(master.detach()).numpy() for _, p, master in state},
+            {name: {kind: t.float().numpy() for kind, t in kinds.items()} for name, kinds in moments.items()},
+            {str(t.dtype) for kinds in moments.values() for t in kinds.values()},
+            {name: p.detach().float().numpy() for name, p in named.items()},
+            drawn,
+            sum(t.nbytes for t in every if not t.untyped_storage().nbytes()),
+        )
+
+
+def main() -> None:
+    """Answers for the cases on standard input, all of them with Transformer Engine or all without."""
+    from tests.cuda import te
+
+    cases: list[Case] = pickle.load(sys.stdin.buffer)
+    if cases[0].engine:
+        te.install({k.__name__: k for k in (multi_tensor_adam, multi_tensor_l2norm, multi_tensor_scale)})
+    from skyrl_mega.megatron import cpu
+
+    torch.set_num_threads(1)
+    cpu.stand_in()
+    answers = [go(case) for case in cases]
+    with open(sys.argv[1], "wb") as file:
+        pickle.dump(answers, file)
+
+
+if __name__ == "__main__":
+    # Under the name by which whoever reads the answers imports it.
+    from tests.cuda import te_adam
+
+    te_adam.main()

@@ -1,0 +1,113 @@
+"""Moments in bfloat16, and an optimizer in host memory, with Transformer Engine's own Adam.
+
+Its Python and megatron-core's are real (`te`), its kernels are torch's (`te_adam`). Beside it, megatron-core without
+Transformer Engine, as on a CPU, and Adam in float64.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_mega.config.schema import BuildConfig, OptimizerConfig
+from skyrl_mega.models.tiny import hf_config
+from tests.cuda import te
+from tests.cuda.te_adam import Answer, Case
+
+ROOT = Path(__file__).resolve().parents[2]
+SETTINGS = OptimizerConfig(lr=1e-2, beta1=0.8, beta2=0.95, weight_decay=0.1, clip_grad=0.0)
+SMALL = replace(SETTINGS, moments="bfloat16")
+KINDS = {
+    "float32": SETTINGS,
+    "float32 streamed": replace(SETTINGS, streamed=True),
+    "bfloat16": SMALL,
+    "bfloat16 streamed": replace(SMALL, streamed=True),
+    "bfloat16 streamed clipped": replace(SMALL, streamed=True, clip_grad=0.5),
+    "bfloat16 clipped": replace(SMALL, clip_grad=0.5),
+}
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["transformer_engine", "torch"])
+def answers(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Answer]:
+    if request.param and (reason := te.absent()):
+        pytest.skip(reason)
+    file = tmp_path_factory.mktemp("adam") / "answers.pickle"
+    ran = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.cuda.te_adam", str(file)],
+        input=pickle.dumps([Case(hf_config(BuildConfig()), optimizer, request.param) for optimizer in KINDS.values()]),
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])},
+        capture_output=True,
+        timeout=300,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr.decode()[-3000:]
+    found: dict[str, Answer] = dict(zip(KINDS, pickle.loads(file.read_bytes()), strict=True))
+    assert {a.adam for name, a in found.items() if "bfloat16" in name} == {
+        "FusedAdam" if request.param else "SmallMoments"
+    }
+    return found
+
+
+def same(a: Answer, b: Answer) -> bool:
+    return all(
+        np.array_equal(mine, theirs[name])
+        for mine_of, theirs in ((a.masters, b.masters), (a.weights, b.weights))
+        for name, mine in mine_of.items()
+    ) and all(np.array_equal(values, b.moments[n][k]) for n, kinds in a.moments.items() for k, values in kinds.items())
+
+
+def test_streaming_changes_no_bit(answers: dict[str, Answer]) -> None:
+    for name, found in answers.items():
+        if "streamed" in name:
+            beside = answers[name.replace(" streamed", "")]
+            assert same(found, beside), name
+            assert not beside.away
+            item = 2 if "bfloat16" in name else 4
+            assert found.away == sum(master.size * (4 + 2 * item) for master in found.masters.values())
+
+
+def test_moments_have_the_type_that_is_asked_for(answers: dict[str, Answer]) -> None:
+    for name, found in answers.items():
+        assert found.types == {"torch.bfloat16" if "bfloat16" in name else "torch.float32"}, name
+
+
+def test_steps_are_adams_with_moments_that_are_rounded(answers: dict[str, Answer]) -> None:
+    """In float64, where what is kept of a moment is rounded to the nearest number of bfloat16. A number that lies
+    between two may be rounded either way, which is worth half a step's 2^-8 at most."""
+    for kind, off in (("float32", 1e-5), ("bfloat16", 2**-7)):
+        found = answers[kind]
+        for name, master in found.masters.items():
+            gradients = [step[name].reshape(-1) for step in found.gradients]
+            wanted, moments = adam(found.start[name], gradients, kind)
+            np.testing.assert_allclose(master, wanted, rtol=0, atol=1e-6 + (3e-2 * off), err_msg=f"{kind} {name}")
+            wrong = np.abs(master - wanted) > 1e-6
+            assert wrong.mean() < (1e-3 if kind == "bfloat16" else 1e-9), f"{kind} {name}: {wrong.mean()}"
+            for moment, values in moments.items():
+                np.testing.assert_allclose(found.moments[name][moment], values, rtol=off, atol=1e-6)
+
+
+def adam(start: Any, gradients: list[Any], kind: str) -> tuple[Any, dict[str, Any]]:
+    """Masters and moments after steps with these gradients (arXiv:1711.05101, algorithm 2).
+
+    All decay: it is the schedule that exempts norms, and none is here.
+    """
+    p, m, v = start.astype(np.float64), np.zeros(start.shape), np.zeros(start.shape)
+    for step, g in enumerate(gradients, start=1):
+        g = g.astype(np.float64)
+        m = SETTINGS.beta1 * m + (1 - SETTINGS.beta1) * g
+        v = SETTINGS.beta2 * v + (1 - SETTINGS.beta2) * g * g
+        hat_m, hat_v = m / (1 - SETTINGS.beta1**step), v / (1 - SETTINGS.beta2**step)
+        p = p - SETTINGS.lr * (hat_m / (np.sqrt(hat_v) + SETTINGS.eps) + SETTINGS.weight_decay * p)
+        if kind == "bfloat16":
+            m, v = (torch.from_numpy(t).bfloat16().double().numpy() for t in (m, v))
+    return p, {"exp_avg": m, "exp_avg_sq": v}

@@ -1,0 +1,92 @@
+"""An optimizer in host memory: every bit as with its state on the device, and no more of it there than three pieces."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_mega.config.schema import BuildConfig, OptimizerConfig, PolicyConfig
+from skyrl_mega.megatron import objectives, worker
+from skyrl_mega.megatron.streamed_optimizer import StreamedPart
+from skyrl_mega.models.tiny import build
+from skyrl_mega.parallel.dims import ParallelDims
+from tests.megatron import layouts, test_residency
+from tests.support.ranks import run_ranks
+
+PIECE = 50_000
+"""Bytes: the small model's optimizer has dozens."""
+LARGE_PIECE = 20_000_000
+
+
+def a_run(rank: int, address: str, paths: Any, parallel: ParallelDims, options: Any, folder: Path, turns: bool) -> Any:
+    """What a run reads of a policy, and the state of its optimizer at the end, wherever that is."""
+    worker.OPTIMIZER_PIECE = PIECE
+    found, state = test_residency.a_run(rank, address, paths, parallel, options, folder, turns)
+    return found, state
+
+
+CASES = [
+    (2, {"expert": 2}, {"overlap": True}, torch.bfloat16, "float32"),
+    (2, {"expert": 2}, {"overlap": False}, torch.bfloat16, "bfloat16"),
+    pytest.param(4, {"tensor": 2, "pipeline": 2}, {}, torch.float32, "float32", marks=pytest.mark.slow),
+    pytest.param(2, {}, {"overlap": True}, torch.float32, "bfloat16", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("ranks", "sizes", "settings", "dtype", "small"), CASES)
+def test_streaming_changes_no_bit(
+    tmp_path: Path, ranks: int, sizes: dict[str, int], settings: dict[str, Any], dtype: torch.dtype, small: str
+) -> None:
+    """Losses, weights, checkpoints, what comes back of them, a new optimizer; with all else taking turns, too."""
+    paths = tmp_path / "own", tmp_path / "other"
+    for seed, path in enumerate(paths):
+        build(BuildConfig(), path, seed=seed + 1)
+    found = []
+    for streamed, turns in ((False, False), (True, False), (True, True)):
+        (folder := tmp_path / f"checkpoint-{streamed}-{turns}").mkdir()
+        optimizer = OptimizerConfig(lr=1e-2, beta2=0.95, moments=small, streamed=streamed)
+        args = paths, layouts.layout(ranks, **sizes), (layouts.policy_config(optimizer=optimizer, **settings), dtype)
+        ran = run_ranks(ranks, a_run, *args, folder, turns)
+        found.append((ran, {file.name: file.read_bytes() for file in folder.iterdir()}))
+    for ran, files in found[1:]:
+        np.testing.assert_equal(ran, found[0][0])
+        assert files == found[0][1]
+
+
+def memory_of_a_step(rank: int, address: str, path: Path, policy: PolicyConfig) -> Any:
+    """Bytes of a process between steps, after five more, and at most while a piece is on the device."""
+    worker.OPTIMIZER_PIECE = LARGE_PIECE
+    torch.backends.mkldnn.set_flags(False)  # it keeps memory for every shape that it has seen
+    opened = layouts.open_rank(rank, address, path, layouts.layout(1), policy, torch.bfloat16)
+    micros, seen, to_model = [layouts.some_batch(100, count=4)], [0], StreamedPart._to_model
+
+    def noted(self: StreamedPart, piece: Any) -> None:
+        seen.append(test_residency.memory())
+        to_model(self, piece)
+
+    def between_steps() -> int:
+        opened.train(micros, objectives.supervised)
+        opened.offload([])  # what compute has left behind for later goes, too
+        return test_residency.memory()
+
+    before = between_steps()
+    StreamedPart._to_model = noted  # type: ignore[method-assign]
+    return before, [between_steps() for _ in range(5)][-1], max(seen)
+
+
+def test_a_process_holds_three_pieces_in_a_step_and_none_between_steps(tmp_path: Path) -> None:
+    """The model has 19 million parameters, whose optimizer has 228 MB: a dozen pieces."""
+    build(test_residency.LARGE, tmp_path / "model", seed=1)
+    found = {}
+    for streamed in (False, True):
+        policy = layouts.policy_config(micro_tokens=200, optimizer=OptimizerConfig(lr=1e-3, streamed=streamed))
+        ((before, after, most),) = run_ranks(1, memory_of_a_step, tmp_path / "model", policy)
+        assert abs(after - before) < 12e6, "it does not grow"
+        found[streamed] = before
+    print(f"{(found[False] - found[True]) / 1e6:.0f} MB less between steps, {(most - before) / 1e6:.0f} MB more in one")
+    assert found[False] - found[True] == pytest.approx(228e6, rel=0.05)
+    assert most - before < 3.3 * LARGE_PIECE
