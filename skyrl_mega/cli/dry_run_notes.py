@@ -26,13 +26,14 @@ from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.published import hub_name
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner import fit
 from skyrl_mega.planner.batch import Batch, batch
 from skyrl_mega.planner.host_memory import crowded
 from skyrl_mega.planner.memory import GIB, gpu_bytes, on_cpu, policy_memory
 from skyrl_mega.planner.moves import idle_moves
 from skyrl_mega.planner.relief import Relief, policy_relief, relief, shortest
 from skyrl_mega.planner.shared import stages
-from skyrl_mega.planner.times import generate_time
+from skyrl_mega.planner.times import generate_time, step_time
 from skyrl_mega.telemetry.trackers import registry
 
 
@@ -43,6 +44,7 @@ def notes(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
     found += [*_of_model(config), *crowded(config, d, parallel), *_of_batch(made), *_of_environments(config)]
     if not on_cpu(config):
         found += [*_of_turns(config, d, parallel), *_of_policy(config, d, parallel), *_of_shared(config, d, parallel)]
+        found += _of_streaming(config, d, parallel)
         found += [*fp8_notes(config), *_of_blocks(config, d), *_of_engines(config, d, made)]
     return [note for note in found if note]
 
@@ -109,6 +111,20 @@ def _of_turns(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[st
             f"{' and '.join(move.who)} {have} own, which nothing shares, and what takes turns there by "
             f"residency.keep=[{','.join(keep or ())}] leaves them for nothing: {takes}; give "
             f"residency.keep={move.better}"
+        )
+
+
+def _of_streaming(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[str]:
+    """Whether an optimizer is streamed that need not be."""
+    optimizer = config.policy.optimizer
+    if not optimizer.streamed:
+        return
+    without = replace(config, policy=replace(config.policy, optimizer=replace(optimizer, streamed=False)))
+    if not fit.problems(without, d, strict=True):
+        seconds = step_time(config, d, parallel).train - step_time(without, d, parallel).train
+        yield (
+            f"policy.optimizer.streamed=true takes {seconds:.2g} s a step, and all fits without it, too: leave it out, "
+            "or use the room (policy.micro_tokens, policy.recompute)"
         )
 
 

@@ -37,6 +37,8 @@ TENSORS = (1, 2, 4, 8, 16)
 """Tensor sizes of engines that are looked at in the best split, beside the given one."""
 OF_THEIR_OWN = 0.9
 """Share of its memory that engines may have of a GPU that is theirs alone: vLLM's own default."""
+STREAMED: Change = (("policy.optimizer.streamed", True),)
+"""What makes room for a policy of fewer ranks."""
 CORRECTIONS: tuple[Change, ...] = (
     (("algorithm.importance_cap", 2.0),),
     (("algorithm.old_logprobs", "engine"),),
@@ -86,10 +88,13 @@ def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str,
 def splits(config: Config, hf: Mapping[str, Any]) -> list[Change]:
     """The GPUs between the policy, with reference and critic, and engines: where all fit, at most `SPLITS`, from the
     fewest policy ranks to the most. Where no split has room for the given engines, with the smallest others that fit,
-    with the memory of GPUs of their own, or else as much as the settings give."""
-    for own in ((), *(_sized(tensor, fraction) for tensor in TENSORS for fraction in _fractions(config))):
-        if _keeps_blocks(config, own, hf) and (found := _splits(config, own, hf)):
-            return found
+    with the memory of GPUs of their own, or else as much as the settings give; and where none has room for the policy,
+    with its optimizer streamed."""
+    sizes = ((), *(_sized(tensor, fraction) for tensor in TENSORS for fraction in _fractions(config)))
+    for streamed in ((), STREAMED):
+        for own in sizes:
+            if _keeps_blocks(config, own, hf) and (found := _splits(config, (*own, *streamed), hf)):
+                return found
     return []
 
 

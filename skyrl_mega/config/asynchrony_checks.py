@@ -73,10 +73,6 @@ def _full(c: Config) -> None:
             draws_greedy(c.algorithm),
             "a greedy answer would be of other weights than the samples that are compared with it",
         ),
-        f"policy.moe.replay = {c.policy.moe.replay}": (
-            c.policy.moe.replay == "rollout",
-            "routes of an answer would be of several weights",
-        ),
     }
     for setting, (refuses, why) in refused.items():
         if refuses:

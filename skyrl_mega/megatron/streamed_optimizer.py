@@ -7,7 +7,7 @@ optimizer computes with all of its state on the device: no bit differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,6 +48,7 @@ class StreamedPart:
 
     def __init__(self, part: DistributedOptimizer, device: torch.device, size: int) -> None:
         self.part, self._inner_step = part, part.optimizer.step
+        self._group_of = {id(w): i for i, group in enumerate(part.optimizer.param_groups) for w in group["params"]}
         self.pieces = [Piece(weights, Part(device)) for weights in _cut(list(masters(part)), size)]
         for piece in self.pieces:
             allocate(part.optimizer, [master for _, master in piece.weights])
@@ -61,21 +62,21 @@ class StreamedPart:
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:
         """One step of every weight; the model's have its outcome."""
-        inner = self.part.optimizer
-        grads = [[master.grad for _, master in piece.weights] for piece in self.pieces]
-        counts = [group.get("step") for group in inner.param_groups]  # Transformer Engine counts calls
-        for piece in self.pieces:
-            _give(piece, [None] * len(piece.weights))
-        for at, piece in enumerate(self._through()):
-            for group, count in zip(inner.param_groups, counts, strict=True):
-                if count is not None:
-                    group["step"] = count
-                elif at:
-                    group.pop("step", None)
-            _give(piece, grads[at])
-            self._inner_step(closure)
-            _give(piece, [None] * len(piece.weights))
-            self._to_model(piece)
+        groups = self.part.optimizer.param_groups
+        whole = [(group["params"], group.get("step")) for group in groups]
+        try:
+            for piece in self._through():
+                for group, own, (_, count) in zip(groups, self._by_group(piece), whole, strict=True):
+                    group["params"] = own
+                    if count is not None:  # Transformer Engine counts calls, and here several are one step
+                        group["step"] = count
+                    else:
+                        group.pop("step", None)
+                self._inner_step(closure)
+                self._to_model(piece)
+        finally:
+            for group, (params, _) in zip(groups, whole, strict=True):
+                group["params"] = params
         self._stepped = True
 
     def to_model(self) -> None:
@@ -99,6 +100,13 @@ class StreamedPart:
         for p, master in piece.weights:
             if not _same_memory(p, master):
                 self._run(p).copy_(master)
+
+    def _by_group(self, piece: Piece) -> list[list[Tensor]]:
+        """The piece's masters in the groups of the optimizer."""
+        found: list[list[Tensor]] = [[] for _ in self.part.optimizer.param_groups]
+        for _, master in piece.weights:
+            found[self._group_of[id(master)]].append(master)
+        return found
 
     def _run(self, p: Tensor) -> Tensor:
         """What this rank trains of a parameter, [n]."""
@@ -166,11 +174,6 @@ def _cut(weights: Sequence[tuple[Tensor, Tensor]], size: int) -> Iterator[list[t
         total += own
     if piece:
         yield piece
-
-
-def _give(piece: Piece, grads: Iterable[Tensor | None]) -> None:
-    for (_, master), grad in zip(piece.weights, grads, strict=True):
-        master.grad = grad
 
 
 def _same_memory(a: Tensor, b: Tensor) -> bool:

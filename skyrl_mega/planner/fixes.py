@@ -61,13 +61,13 @@ def _sizes(value: Any) -> Iterable[Any]:
 
 
 def _counts(value: Any) -> Iterable[Any]:
-    """Counts near the value: a few more or fewer, halves and doubles."""
+    """Counts near the value: a few more or fewer, of two that are as near the fewer; halves and doubles."""
     value = value if value and value > 0 else 8
     near = (
         {value + k for k in range(-8, 9)} | {value * 2**k for k in range(1, 6)} | {value // 2**k for k in range(1, 6)}
     )
     near |= {-(-value // unit) * unit + unit * k for unit in (8, 12, 16) for k in range(-2, 3)}
-    return sorted((n for n in near if n > 0 and n != value), key=lambda n: (abs(log(n / value)), n))
+    return sorted((n for n in near if n > 0 and n != value), key=lambda n: (abs(n - value), n))
 
 
 def _lower(value: Any) -> Iterable[Any]:
@@ -77,6 +77,11 @@ def _lower(value: Any) -> Iterable[Any]:
 
 def _higher(value: Any) -> Iterable[Any]:
     return [value * 2**k for k in range(1, 9)]
+
+
+def _more(value: Any) -> Iterable[Any]:
+    """The fewest more first, up to four times as many."""
+    return sorted({value + 2**k for k in range(value.bit_length())} | {4 * value} | ({8} if value < 8 else set()))
 
 
 def _fractions(value: Any) -> Iterable[Any]:
@@ -122,7 +127,7 @@ NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     "cluster.shared": lambda value: [not value],
     "rollout.tensor": _sizes,
     "rollout.engines": _counts,
-    MORE_NODES: lambda value: sorted(n for n in {2 * value, 4 * value, 8} if n > value),
+    MORE_NODES: _more,
     "reference.ranks": lambda value: [] if value is None else _counts(value),
     **{f"reference.layout.{name}": _sizes for name in ("tensor", "expert", "pipeline", "virtual_pipeline", "context")},
     "critic.ranks": _counts,

@@ -30,8 +30,13 @@ _SCHEMA = pa.schema(
         "logprobs": pa.list_(pa.float32()),
         "finish": pa.string(),
         "versions": pa.list_(pa.struct({"version": pa.int64(), "start": pa.int64()})),
+        "routes": pa.binary(),
+        "route_type": pa.string(),
+        "route_shape": pa.list_(pa.int64()),
     }
 )
+_OF_ROUTES = ("routes", "route_type", "route_shape")
+"""Columns that are null where the engine gave no routes."""
 
 
 @dataclass(frozen=True)
@@ -96,8 +101,8 @@ def read_all(folder: Path) -> dict[str, list[Said]]:
 
 
 def digest(request: Request) -> bytes:
-    """Of all that its answer begins with, and of how long that may be."""
-    given = np.asarray([request.max_tokens, *request.tokens], np.int32)
+    """Of all that its answer begins with, of how long that may be, and of the tokens whose routes it brings."""
+    given = np.asarray([request.max_tokens, request.routes_from, *request.tokens], np.int32)
     return hashlib.blake2b(given.tobytes(), digest_size=16).digest()
 
 
@@ -111,6 +116,9 @@ def write(file: Path, said: Sequence[Said]) -> None:
         [np.asarray(c.logprobs, np.float32) for _, c in made],
         [c.finish for _, c in made],
         [[{"version": version, "start": start} for version, start in c.versions] for _, c in made],
+        [None if c.routes is None else c.routes.tobytes() for _, c in made],
+        [None if c.routes is None else str(c.routes.dtype) for _, c in made],
+        [None if c.routes is None else c.routes.shape for _, c in made],
     ]
     arrays = [pa.array(column, type=field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
     pq.write_table(pa.Table.from_arrays(arrays, schema=_SCHEMA), file)
@@ -125,17 +133,21 @@ def read(file: Path) -> list[Said]:
     try:
         table = pq.read_table(file, schema=_SCHEMA)
         arrays = zip(_arrays(table["tokens"], "i"), _arrays(table["logprobs"], "f"), strict=True)
-        rows = zip(table.select(["request", "asked", "finish", "versions"]).to_pylist(), arrays, strict=True)
+        names = ["request", "asked", "finish", "versions", *_OF_ROUTES]
+        rows = zip(table.select(names).to_pylist(), arrays, strict=True)
         return [_said(row, tokens, logprobs) for row, (tokens, logprobs) in rows]
     except (pa.ArrowException, OSError, ValueError, TypeError) as error:
         raise UserError(f"{file}: it has no turns ({one_line(str(error))}); take another checkpoint") from error
 
 
 def _said(row: dict[str, Any], tokens: array[int], logprobs: array[float]) -> Said:
+    data, kind, shape = (row.pop(name) for name in _OF_ROUTES)
     if None in row.values() or len(tokens) != len(logprobs):
         raise ValueError(f"{row['request']} has {len(tokens)} tokens and {len(logprobs)} log-probs")
     versions = tuple((int(span["version"]), int(span["start"])) for span in row["versions"])
-    return Said(row["request"], row["asked"], Completion(row["request"], tokens, logprobs, row["finish"], versions))
+    routes = None if data is None else np.frombuffer(data, kind).reshape(shape)
+    said = Completion(row["request"], tokens, logprobs, row["finish"], versions, routes)
+    return Said(row["request"], row["asked"], said)
 
 
 def _arrays(column: pa.ChunkedArray, kind: str) -> list[array[Any]]:

@@ -2,7 +2,8 @@
 
 An engine gives a request's routes but for its last token, which it did not read. Those of earlier turns are known when
 the next one begins, so each turn brings the routes of what is new: the last turn's last token, what the environment
-said, and what the policy said to it.
+said, and what the policy said to it. A token keeps the route with which the next one was drawn, also where weights have
+changed since and an engine has read it once more (R3, arXiv:2510.11370, replays what the sampler did).
 
 Legend: T tokens of the trajectory, n of one turn, M MoE layers, K experts of a token.
 """
@@ -23,7 +24,6 @@ class TurnRoutes:
         self.parts: list[np.ndarray] = []
         self.known = 0
         """Position in `Trajectory.tokens` up to which `parts` reach."""
-        self.versions: set[int] = set()
 
     def first(self, t: Trajectory) -> int:
         """From where on in `t.context` routes are wanted: what comes before is known."""
@@ -33,17 +33,10 @@ class TurnRoutes:
         """Adds a turn's, whose tokens are not in the trajectory yet.
 
         Raises:
-            WrongRoutes: They are of another number of tokens, or the weights have changed since an earlier turn: its
-                routes are not those with which the engine has read the same tokens now.
+            WrongRoutes: They are of another number of tokens.
         """
         if completion.routes is None:
             return
-        self.versions |= {version for version, _ in completion.versions}
-        if len(self.versions) > 1:
-            raise WrongRoutes(
-                f"request {completion.id}: the routes of earlier turns are of other weights: versions "
-                f"{sorted(self.versions)}"
-            )
         begins = len(t.tokens) - len(t.context) + self.first(t)
         end = len(t.tokens) + len(completion.tokens) - 1
         if len(completion.routes) != end - begins:

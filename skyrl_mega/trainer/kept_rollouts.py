@@ -72,7 +72,7 @@ def _away(t: Trajectory) -> Trajectory:
     return joined(small, ray.put(arrays))
 
 
-FORM = 2
+FORM = 3
 """Of what is written: another one's trajectories are drawn again."""
 ENGINES = (
     *("engines", "tensor", "memory_fraction", "kv_cache_gib", "concurrency", "threads", "eager"),

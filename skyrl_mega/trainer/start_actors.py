@@ -230,6 +230,7 @@ def start_engines(setup: Setup, placement: Placement | None, weights: str = "dum
         weights=weights,
         seed=config.run.seed,
         routes=config.policy.moe.replay == "rollout" and weights == "dummy",  # else there is no policy to take them
+        updated_under_way=config.asynchrony.mode == "full",
         extra=longer(config),
         sleeps=tuple(part for part in ENGINE if part not in kept(config.residency.keep) and weights == "dummy"),
         deterministic=config.run.deterministic,

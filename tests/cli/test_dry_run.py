@@ -16,6 +16,7 @@ from omegaconf._utils import get_yaml_loader
 from skyrl_mega.cli import dry_run, dry_run_text, refusal
 from skyrl_mega.cli.train import main
 from skyrl_mega.config.compose import compose
+from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner import fit
@@ -344,7 +345,19 @@ def test_suggestions_for_people(file: Path, tmp_path: Path, capsys: pytest.Captu
         pasted = tmp_path / "pasted.yaml"
         pasted.write_text(yaml.safe_dump(merged(yaml.safe_load(large.SETTINGS), yaml.safe_load(text))))
         dry_run.checked(compose(pasted))
-    assert run(file, capsys, "--suggest", "8").endswith(" GPUs are enough\n")
+    assert run(file, capsys, "--suggest", "8", "cluster.gpu_memory_gib=40").endswith(" GPUs are enough\n")
+
+
+def test_an_optimizer_is_streamed_where_nothing_fits_without(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A policy of 4 GPUs, each with 12 bytes of state for a quarter of the parameters; with 64 there is room."""
+    of_eight, of_many = (json.loads(run(file, capsys, "--suggest", n, "--json"))["found"] for n in ("8", "64"))
+    streamed = "policy.optimizer.streamed=true"
+    assert of_eight and all(streamed in found["overrides"] for found in of_eight)
+    assert not all(streamed in found["overrides"] for found in of_many)
+    config = compose(file, of_eight[0]["overrides"])
+    dry_run.checked(config)
+    with pytest.raises(UserError, match=r"policy: rank 0 needs about|lacks|does not fit"):
+        dry_run.checked(compose(file, [o for o in of_eight[0]["overrides"] if not o.startswith("policy.optimizer")]))
 
 
 @pytest.mark.parametrize(

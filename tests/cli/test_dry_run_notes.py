@@ -76,6 +76,17 @@ def test_what_is_said_to_give_room_gives_so_much(
         assert (left(other, phase) - left(config, phase)) / GIB == pytest.approx(float(gained), abs=0.051)
 
 
+LONG = ["policy.recompute=full", "policy.optimizer.streamed=true"]
+
+
+def test_an_optimizer_that_need_not_be_streamed_is_told_of(file: Path) -> None:
+    streamed = "policy.optimizer.streamed=true"
+    tight = ["cluster.gpu_memory_gib=79.1", "policy.recompute=none", "policy.micro_tokens=14000", streamed]
+    for given, told in (([streamed, "policy.recompute=full"], 1), (tight, 0)):
+        found = [note for note in noted(compose(file, given)) if note.startswith(f"{streamed} takes 0.")]
+        assert len(found) == told, given
+
+
 def test_what_hosts_have_no_memory_for_is_not_offered(file: Path) -> None:
     given = ["rollout.memory_fraction=0.48", "residency.keep=[parameters,optimizer,gradients]"]
     share = "rollout.memory_fraction=0.43"
@@ -88,9 +99,9 @@ def test_what_hosts_have_no_memory_for_is_not_offered(file: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "offered"),
     [
-        ([], ["policy.recompute=full", "policy.micro_tokens=7000"]),
+        ([], ["policy.recompute=full", "policy.micro_tokens=7000", "policy.optimizer.streamed=true"]),
         # The longest sequence has a micro-batch of its own, however few tokens one is to have.
-        (["rollout.max_response_tokens=12000", "policy.micro_tokens=8192"], ["policy.recompute=full"]),
+        (["rollout.max_response_tokens=12000", "policy.micro_tokens=8192"], LONG),
     ],
     ids=["a full row", "a long sequence"],
 )

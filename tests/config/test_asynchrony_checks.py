@@ -39,7 +39,6 @@ BARE, BARE_ONE = FULL[0], ONE[0]
         ([*FULL, "algorithm.advantage=remax"], "asynchrony.mode=one_step", [*ONE, "algorithm.advantage=remax"]),
         ([*FULL, SAMPLING + "={enabled: true, mode: replace}"], "mode = replace", [*FULL, SAMPLING + ".enabled=true"]),
         ([*FULL, SAMPLING + "={enabled: true, oversample: 2}"], "oversample = 2", [*FULL, SAMPLING + ".enabled=true"]),
-        ([*FULL, "policy.moe.replay=rollout"], "several weights", [*ONE, "policy.moe.replay=rollout"]),
     ],
 )
 def test_what_cannot_be_ahead_is_refused(settings: list[str], said: str, fix: list[str]) -> None:

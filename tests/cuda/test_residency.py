@@ -155,7 +155,7 @@ def a_streamed_part(count: int) -> tuple[StreamedPart, list[Tensor], list[Any]]:
     def step(closure: Any) -> None:
         group = inner.param_groups[0]
         group["step"] = group.get("step", 0) + 1  # as Transformer Engine's
-        given = [i for i, m in enumerate(masters) if m.grad is not None]
+        given = [i for i, m in enumerate(masters) if any(m is w for w in group["params"])]
         said.append(("step", given, group["step"]))
         for i in given:
             masters[i].add_(1)
@@ -212,6 +212,8 @@ def test_while_a_piece_is_stepped_one_comes_and_one_leaves(told: list[Any], monk
 def test_pieces_are_copied_beside_the_main_stream_from_locked_memory(told: list[Any]) -> None:
     part, _, _ = a_streamed_part(3)
     assert sum(event[0] == "lock" for event in told) == 3
+    for m in part.part.optimizer.param_groups[0]["params"]:
+        m.grad = torch.ones(300)
     told.clear()
     part.step()
     copies = [event for event in told if event[0] == "copy"]

@@ -89,4 +89,4 @@ def test_a_process_holds_three_pieces_in_a_step_and_none_between_steps(tmp_path:
         found[streamed] = before
     print(f"{(found[False] - found[True]) / 1e6:.0f} MB less between steps, {(most - before) / 1e6:.0f} MB more in one")
     assert found[False] - found[True] == pytest.approx(228e6, rel=0.05)
-    assert most - before < 3.3 * LARGE_PIECE
+    assert most - before < 4.5 * LARGE_PIECE, "three, and what the C library keeps of those before"

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -67,6 +69,23 @@ turn = st.builds(
 def test_a_file_has_all_of_it(tmp_path: Path, said: list[Said]) -> None:
     journal.write(tmp_path / "turns.parquet", said)
     assert journal.read(tmp_path / "turns.parquet") == said
+
+
+def test_routes_come_back_with_the_turns_that_they_are_of(tmp_path: Path) -> None:
+    """And a turn that is asked for with the routes of other tokens is asked for again."""
+    request, known = Request("a/0", [1, 2, 3], 9, seed=0, routes_from=1), Journal()
+    routes = np.arange(4 * 2 * 2, dtype=np.uint16).reshape(4, 2, 2)
+    known.keep(request, replace(completion("a/0", [4, 5, 6], "stop"), routes=routes))
+    known.keep(Request("b/0", [7], 9, seed=0), completion("b/0", [8], "stop"))
+    journal.write(tmp_path / "turns.parquet", known.all())
+    back = Journal()
+    back.add(journal.read(tmp_path / "turns.parquet"))
+    found = back.answer(request)
+    assert found is not None and found.routes is not None and found.routes.dtype == np.uint16
+    np.testing.assert_array_equal(found.routes, routes)
+    assert back.answer(replace(request, routes_from=0)) is None
+    plain = back.answer(Request("b/0", [7], 9, seed=0))
+    assert plain is not None and plain.routes is None
 
 
 @pytest.mark.parametrize(

@@ -111,12 +111,15 @@ def test_a_turn_with_too_few_routes_is_refused() -> None:
         speak(t, routes, [4, 5], shift=1)
 
 
-def test_routes_of_turns_before_a_sync_are_stale() -> None:
+def test_turns_before_a_sync_keep_the_routes_that_they_were_drawn_with() -> None:
+    """And those after it bring the routes of what is new alone."""
     t, routes = empty(), TurnRoutes()
     say(t, Kind.PROMPT, [1, 2, 3])
     speak(t, routes, [4, 5], version=3)
-    with pytest.raises(WrongRoutes, match=r"of earlier turns are of other weights: versions \[3, 4\]"):
-        speak(t, routes, [6], version=4)
+    assert routes.first(t) == 4
+    speak(t, routes, [6], version=4)
+    routes.keep(t)
+    assert t.columns[COLUMN].values.tolist() == [*(route_of(token) for token in [1, 2, 3, 4, 5]), [[0, 0], [0, 0]]]
 
 
 # ---- what an engine gives -------------------------------------------------------------------------------------------

@@ -83,8 +83,12 @@ def test_one_step_ahead_killed_and_resumed_equals_never_killed(tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_all_the_time_ahead_killed_and_resumed_loses_nothing(tmp_path: Path) -> None:
-    """Every group is trained on once, no token is too old, and each log-prob is its version's (transformers, 1e-4)."""
+    """Every group is trained on once, no token is too old, and each log-prob is its version's (transformers, 1e-4).
+
+    Routers replay what the engines' chose, with whichever weights: each pass checks that every token went there.
+    """
     ahead = ["asynchrony.mode=full", "asynchrony.max_staleness=2", "telemetry.trajectories_every=1"]
+    ahead += ["policy.moe.replay=rollout"]
     said = killed_and_resumed(tmp_path, 2, *ahead, "checkpoint.every=1", "checkpoint.keep=9")
     assert "resuming after step" in said
     folder = tmp_path / "killed"
@@ -93,6 +97,9 @@ def test_all_the_time_ahead_killed_and_resumed_loses_nothing(tmp_path: Path) -> 
     assert len(groups) == 64 and set(groups.values()) == {4}, "64 groups of 4 samples, each once"
     worst = max(step - 1 - version for step, of in steps.items() for t in of for version, _ in t.versions)
     assert 0 < worst <= 2
+    routed = [row for row in read(folder / "metrics.jsonl") if row["step"]]
+    assert all(row["replay/replayed_fraction"] > 0.5 and row["replay/mismatched"] == 0 for row in routed)
+    assert any(len(t.versions) > 1 for step in steps.values() for t in step), "of several weights"
     for version in sorted({version for step in steps.values() for t in step for version, _ in t.versions}):
         model = tmp_path / f"version-{version}"
         assert export.main([str(folder), "--step", str(version), "--output", str(model), "--workers", "1"]) == 0

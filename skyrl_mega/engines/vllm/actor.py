@@ -262,7 +262,7 @@ class VllmEngine:
             None if packed is None else routes.Read.unpacked(packed, self.shape),
             np.array([*request.tokens, *completion.tokens[:-1]], np.int32),
             request.routes_from,
-            {version for version, _ in completion.versions},
+            None if self.spec.updated_under_way else {version for version, _ in completion.versions},
             shape=self.shape,
             name=request.id,
         )

@@ -161,7 +161,7 @@ class RouteRecorder:
 
 
 def checked(
-    read: Read | None, tokens: np.ndarray, first: int, versions: set[int], *, shape: RouteShape, name: str
+    read: Read | None, tokens: np.ndarray, first: int, versions: set[int] | None, *, shape: RouteShape, name: str
 ) -> np.ndarray:
     """The routes that belong to a completion.
 
@@ -169,7 +169,7 @@ def checked(
         read: What was recorded of the request, from its first token on.
         tokens: Those that it has read: its prompt, and the new ones but the last.
         first: Where the routes begin that are wanted.
-        versions: Weights that it was drawn with.
+        versions: Weights that it was drawn with; None where they may change between a token and the next.
         shape: What the model's routes look like.
         name: The request's.
 
@@ -189,7 +189,7 @@ def checked(
             f"request {name}: the routes at position {first + at} are token {found.tokens[at]}'s; "
             f"token {tokens[first + at]} is there"
         )
-    if (stale := ~np.isin(found.versions, list(versions))).any():
+    if versions is not None and (stale := ~np.isin(found.versions, list(versions))).any():
         at = int(stale.argmax())
         raise WrongRoutes(
             f"request {name}: the routes at position {first + at} are of weight version {found.versions[at]}; the "

@@ -36,6 +36,8 @@ class EngineSpec:
     seed: int = 0
     routes: bool = False
     """Whether completions bring the experts that the model's tokens were routed to (`engines.vllm.routes`)."""
+    updated_under_way: bool = False
+    """Whether weights change while requests are under way (`asynchrony.mode: full`)."""
     extra: dict[str, Any] = field(default_factory=dict)
     """More vLLM engine arguments; `rollout.options` goes before them."""
     sleeps: tuple[str, ...] = ()
