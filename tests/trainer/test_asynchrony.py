@@ -99,7 +99,6 @@ def test_all_the_time_ahead_killed_and_resumed_loses_nothing(tmp_path: Path) -> 
     assert 0 < worst <= 2
     routed = [row for row in read(folder / "metrics.jsonl") if row["step"]]
     assert all(row["replay/replayed_fraction"] > 0.5 and row["replay/mismatched"] == 0 for row in routed)
-    assert any(len(t.versions) > 1 for step in steps.values() for t in step), "of several weights"
     for version in sorted({version for step in steps.values() for t in step for version, _ in t.versions}):
         model = tmp_path / f"version-{version}"
         assert export.main([str(folder), "--step", str(version), "--output", str(model), "--workers", "1"]) == 0

@@ -11,15 +11,25 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.ray_session import session
 from skyrl_mega.config.schema import Config, ModelConfig, RolloutConfig, WeightsConfig
-from skyrl_mega.engines.base import Request
+from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.sync import WeightSync
-from tests.support.engines import build_model, complete, difference_from_transformers, serving, spec_of, start_engine
+from tests.support.engines import (
+    LOADING,
+    build_model,
+    complete,
+    difference_from_transformers,
+    serving,
+    spec_of,
+    start_engine,
+)
 from tests.support.shards import REQUESTS, cut, holders
 
 TOLERANCE = 1e-4
@@ -59,7 +69,27 @@ def interrupt(engines: ActorGroup, sync: WeightSync, models: list[Path], version
     old = replace(completion, tokens=completion.tokens[:changed], logprobs=completion.logprobs[:changed])
     assert difference_from_transformers(models[0], request, old) < TOLERANCE
     assert difference_from_transformers(models[0], request, completion) > 0.1
+    routes_are_those_that_were_drawn_with(models[0], request, completion, changed)
     check(engines, models[1], version=9)
+
+
+def routes_are_those_that_were_drawn_with(path: Path, request: Request, completion: Completion, changed: int) -> None:
+    """Every token that was read has a route, up to the new weights as transformers chooses. What comes after is read
+    with keys and values of both, which no model alone has."""
+    assert completion.routes is not None
+    tokens = [*request.tokens, *completion.tokens]
+    assert len(completion.routes) == len(tokens) - 1 and (completion.routes > 0).all()
+    with LOADING:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([tokens]), output_router_logits=True).router_logits
+    of_old = len(request.tokens) + changed - 1  # the last one before was read to draw the first one after
+    chosen = [
+        layer.topk(completion.routes.shape[-1]).indices + 1 for layer in logits if isinstance(layer, torch.Tensor)
+    ]
+    wanted = torch.stack(chosen, 1)[:of_old].sort(-1).values
+    found = torch.from_numpy(completion.routes.astype("int64"))[:of_old].sort(-1).values
+    assert (found == wanted).float().mean() > 0.999, "one choice between two that are equally good may differ"
 
 
 def compare(sync: WeightSync) -> None:
@@ -94,7 +124,8 @@ def test_every_sync_brings_the_policys_weights(ray: None, tmp_path: Path, tensor
     rollout = RolloutConfig(tensor=tensor, kv_cache_gib=0.1)
     weights = WeightsConfig(bucket_mib=0.05, timeout_s=120, checksum_every=2)
     config = Config(model=ModelConfig(dtype="float32"), rollout=rollout, weights=weights)
-    engines = start_engine("engine", spec_of(models[0], rollout), tmp_path)
+    spec = replace(spec_of(models[0], rollout), routes=True, updated_under_way=True)
+    engines = start_engine("engine", spec, tmp_path)
     fleet = serving(engines)
     version = 0
     try:
