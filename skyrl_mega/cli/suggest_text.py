@@ -36,6 +36,8 @@ def text(search: Search) -> str:
     """What a person reads."""
     if not search.found:
         enough = f"{search.enough} GPUs are enough" if search.enough else "give more GPUs or shorter sequences"
+        if not search.tried:
+            enough = "no engine has room for the model and a sequence (rollout.concurrency, rollout.max_length)"
         return f"nothing fits {search.gpus} GPUs, of {search.tried:,} settings tried; {enough}"
     rows = [HEAD, *(_row(i + 1, s) for i, s in enumerate(search.found[:SHOWN]))]
     cut = "" if search.complete else "; the search was cut short"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_mega.cluster.supervisor import STOPPED
-from skyrl_mega.config.command import DONE, FAULT, Parser, guarded, integer
+from skyrl_mega.config.command import DONE, FAULT, WRONG_INPUT, Parser, guarded, integer
 from skyrl_mega.config.derived import cut_sampling, generates_ahead, idle_gpus
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
@@ -225,7 +225,7 @@ def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
     hf, _ = inputs.planned_inputs(config)
     found = search.search(config, hf, int(gpus) if gpus else None)
     print(json.dumps(suggest_text.values(found)) if as_json else suggest_text.text(found))
-    return DONE
+    return DONE if found.found else WRONG_INPUT
 
 
 def _with_fix(error: UserError, config: Config) -> UserError:

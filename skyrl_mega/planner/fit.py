@@ -28,6 +28,7 @@ from skyrl_mega.planner.memory import (
     on_cpu,
     policy_memory,
     reference_memory,
+    sampling_bytes,
 )
 from skyrl_mega.planner.placement import nodes
 from skyrl_mega.planner.processes import PolicyMemory
@@ -104,11 +105,13 @@ def _gpu(
     engine = engine_memory(config, d)
     fraction = f"rollout.memory_fraction = {config.rollout.memory_fraction:g}"
     if (engine.tokens if strict else engine.most_tokens) < length_limit(config.rollout):
+        sampled = 2 * sampling_bytes(config, d) > engine.working
+        many = f", most of it for rollout.concurrency = {config.rollout.concurrency} at once," if sampled else ""
         yield (
             f"{fraction}: an engine worker may take {_gib(engine.budget)} GiB; the weights of rollout.tensor "
-            f"{config.rollout.tensor} take {_gib(engine.weights)}, its work about {_gib(engine.working)} and the "
-            f"reserve {_gib(engine.reserve)}, which leaves a KV cache of {engine.tokens:,} tokens; one sequence has up "
-            f"to {length_limit(config.rollout):,}"
+            f"{config.rollout.tensor} take {_gib(engine.weights)}, its work about {_gib(engine.working)}"
+            f"{many} and the reserve {_gib(engine.reserve)}, which leaves a KV cache of {engine.tokens:,} tokens; one "
+            f"sequence has up to {length_limit(config.rollout):,}"
         )
 
     def allowed(other: Config) -> bool:

@@ -157,8 +157,7 @@ def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
     prefill = max(length_limit(rollout), ENGINE_STEP_TOKENS)
     cut = EngineCut(rollout.tensor, expert_parallel(rollout), data)
     width = 4 * d.hidden + max(sum(block.engine_width(cut) for block in kind) for kind in d.kinds)
-    # Logits, in float32 too, and what sampling sorts: values and indices.
-    working = prefill * width * size + rollout.concurrency * d.vocab * (size + 4 + 4 + 8 + 4)
+    working = prefill * width * size + sampling_bytes(config, d)
     made = partial(
         EngineMemory,
         weights=weights,
@@ -173,6 +172,12 @@ def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
         return made(reserve=0, budget=weights + int(working) + kv, beside=0, given=kv)
     reserve = LIBRARIES + (0 if eager(rollout, config.cluster.device) else GRAPHS)
     return made(reserve=reserve, budget=int(rollout.memory_fraction * gpu_bytes(config)), beside=BESIDE)
+
+
+def sampling_bytes(config: Config, d: Decoder) -> int:
+    """What drawing a token of each of an engine's sequences takes: logits, in float32 too, and what is sorted, values
+    and indices. Estimated."""
+    return config.rollout.concurrency * d.vocab * (itemsize(config) + 4 + 4 + 8 + 4)
 
 
 def _activations(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> Activations:

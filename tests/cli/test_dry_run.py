@@ -345,7 +345,20 @@ def test_suggestions_for_people(file: Path, tmp_path: Path, capsys: pytest.Captu
         pasted = tmp_path / "pasted.yaml"
         pasted.write_text(yaml.safe_dump(merged(yaml.safe_load(large.SETTINGS), yaml.safe_load(text))))
         dry_run.checked(compose(pasted))
-    assert run(file, capsys, "--suggest", "8", "cluster.gpu_memory_gib=40").endswith(" GPUs are enough\n")
+    for given, says in (
+        ("cluster.gpu_memory_gib=40", " GPUs are enough\n"),
+        ("rollout.concurrency=60000", "room for the model and a sequence (rollout.concurrency, rollout.max_length)\n"),
+    ):
+        assert main(["--config", str(file), "--suggest", "8", given]) == 2
+        assert capsys.readouterr().out.endswith(says)
+
+
+def test_what_fills_an_engine_is_named(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--config", str(file), "--dry-run", "rollout.concurrency=60000"]) == 2
+    said = capsys.readouterr().err
+    assert "most of it for rollout.concurrency = 60000 at once" in said
+    (offered,) = re.findall(r"nearest that works?: (rollout.concurrency=\d+)", said)
+    assert main(["--config", str(file), "--dry-run", offered]) == 0
 
 
 def test_an_optimizer_is_streamed_where_nothing_fits_without(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
