@@ -2,7 +2,8 @@
 
     python -m benchmarks.precision [--only quickstart multiply_cpu] [--recipes model fp8_blockwise …] [--seeds 0 1 2]
 
-Every run has a model and a run folder of its own below runs/precision/, and the data of its seed. The wire is FP8 too,
+The runs of a seed begin at the same weights, as RL begins at a model that others have trained: those of its supervised
+warm-up, in float32. Each has a folder of its own below runs/precision/, and the data of its seed. The wire is FP8 too,
 as it would be on GPUs; engines on a CPU multiply what they receive in float32. What is measured is in
 benchmarks/results/precision.json as soon as it is; the same command goes on with what is not there yet. It prints a
 table, and exits with 1 where a recipe's held-out reward is more than 0.03 below float32's, in the mean of the seeds
@@ -34,23 +35,35 @@ def settings(name: str, recipe: str, seed: int) -> list[str]:
     """What a run has beside its file."""
     wire = ["weights.wire=fp8"] if recipe != "model" else []
     return [
-        f"run.seed={seed}",
-        f"run.name={name}-{recipe}-{seed}",
-        "run.directory=runs/precision",
-        f"model.path=runs/precision/models/{name}-{recipe}-{seed}",
-        f"policy.precision.recipe={recipe}",
-        *wire,
+        *(f"run.seed={seed}", f"run.name={name}-{recipe}-{seed}", "run.directory=runs/precision"),
+        *(f"model.path=runs/precision/{name}-start-{seed}/model", "model.build=null", "warmup.steps=0"),
+        *(f"policy.precision.recipe={recipe}", *wire),
     ]
 
 
-def measure(name: str, recipe: str, seed: int) -> Figures:
-    """One run from nothing."""
-    folder = ROOT / "runs" / "precision"
-    for old in (folder / f"{name}-{recipe}-{seed}", folder / "models" / f"{name}-{recipe}-{seed}"):
-        shutil.rmtree(old, ignore_errors=True)
-    start = time.monotonic()
+def warmed_up(name: str, seed: int) -> list[str]:
+    """What the run has beside its file that makes the weights: a step that changes nothing, after the warm-up."""
+    return [
+        *(f"run.seed={seed}", f"run.name={name}-start-{seed}", "run.directory=runs/precision", "run.steps=1"),
+        *(f"model.path=runs/precision/models/{name}-{seed}", "policy.optimizer.lr=0", "checkpoint.export=true"),
+        *("evaluation.before=false", "evaluation.every=0"),
+    ]
+
+
+def launch(name: str, given: Sequence[str]) -> None:
+    """A run of the launcher."""
     command = [sys.executable, "-m", "skyrl_mega.launch", "--config", f"configs/{name}.yaml"]
-    subprocess.run([*command, *settings(name, recipe, seed)], cwd=ROOT, check=True)
+    subprocess.run([*command, *given], cwd=ROOT, check=True)
+
+
+def measure(name: str, recipe: str, seed: int) -> Figures:
+    """One run, from the seed's first weights."""
+    folder = ROOT / "runs" / "precision"
+    if not (folder / f"{name}-start-{seed}" / "model").exists():
+        launch(name, warmed_up(name, seed))
+    shutil.rmtree(folder / f"{name}-{recipe}-{seed}", ignore_errors=True)
+    start = time.monotonic()
+    launch(name, settings(name, recipe, seed))
     seconds = time.monotonic() - start
     rows = [json.loads(line) for line in (folder / f"{name}-{recipe}-{seed}" / "metrics.jsonl").open()]
     score, steps = RUNS[name].score, rows[1:]

@@ -120,8 +120,8 @@ def _of_streaming(config: Config, d: Decoder, parallel: ParallelDims) -> Iterato
     if not optimizer.streamed:
         return
     without = replace(config, policy=replace(config.policy, optimizer=replace(optimizer, streamed=False)))
-    if not fit.problems(without, d, strict=True):
-        seconds = step_time(config, d, parallel).train - step_time(without, d, parallel).train
+    if not fit.problems(without, d, strict=True) and shortest(without, d, parallel) is None:
+        seconds = step_time(config, d, parallel).step - step_time(without, d, parallel).step
         yield (
             f"policy.optimizer.streamed=true takes {seconds:.2g} s a step, and all fits without it, too: leave it out, "
             "or use the room (policy.micro_tokens, policy.recompute)"

@@ -37,7 +37,7 @@ TENSORS = (1, 2, 4, 8, 16)
 """Tensor sizes of engines that are looked at in the best split, beside the given one."""
 OF_THEIR_OWN = 0.9
 """Share of its memory that engines may have of a GPU that is theirs alone: vLLM's own default."""
-STREAMED: Change = (("policy.optimizer.streamed", True),)
+ROOM: tuple[Change, ...] = ((), (("policy.optimizer.streamed", True),))
 """What makes room for a policy of fewer ranks."""
 CORRECTIONS: tuple[Change, ...] = (
     (("algorithm.importance_cap", 2.0),),
@@ -88,14 +88,27 @@ def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str,
 def splits(config: Config, hf: Mapping[str, Any]) -> list[Change]:
     """The GPUs between the policy, with reference and critic, and engines: where all fit, at most `SPLITS`, from the
     fewest policy ranks to the most. Where no split has room for the given engines, with the smallest others that fit,
-    with the memory of GPUs of their own, or else as much as the settings give; and where none has room for the policy,
-    with its optimizer streamed."""
+    with the memory of GPUs of their own, or else as much as the settings give; where none has room for the policy, with
+    its optimizer streamed; and where its experts are over more ranks than it could have, with them over fewer."""
     sizes = ((), *(_sized(tensor, fraction) for tensor in TENSORS for fraction in _fractions(config)))
-    for streamed in ((), STREAMED):
+    for room in (*ROOM, *((*fewer, *more) for fewer in _fewer_experts(config) for more in ROOM)):
         for own in sizes:
-            if _keeps_blocks(config, own, hf) and (found := _splits(config, (*own, *streamed), hf)):
+            if _keeps_blocks(config, own, hf) and (found := _splits(config, (*own, *room), hf)):
                 return found
     return []
+
+
+def _fewer_experts(config: Config) -> list[Change]:
+    """Expert parallelism by halves, which fewer ranks can have."""
+    layout, found = config.policy.layout, []
+    size = layout.expert
+    while size % 2 == 0:
+        size //= 2
+        change: Change = (("policy.layout.expert", size),)
+        if layout.expert_tensor is None and size == 1:
+            change = (*change, ("policy.layout.expert_tensor", 1))
+        found.append(change)
+    return found
 
 
 def _splits(config: Config, own: Change, hf: Mapping[str, Any]) -> list[Change]:

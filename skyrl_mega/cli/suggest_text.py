@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 import yaml
@@ -51,6 +52,7 @@ def text(search: Search) -> str:
     for number, suggestion in enumerate(search.found[:PASTED], start=1):
         written = yaml.safe_dump(_tree(suggestion.settings), sort_keys=False).rstrip().splitlines()
         lines += ["", f"# {number}", *(written if number == 1 else (f"# {line}" for line in written))]
+    lines += ["", f"# 1 as arguments: {shlex.join(search.found[0].overrides)}"]
     return "\n".join(lines)
 
 

@@ -9,6 +9,18 @@ _GATHERED = "parameters stay in model.dtype, and are gathered so (docs/precision
 _AHEAD = "asynchrony.mode is one_step or full where engines generate while the policy trains (docs/asynchrony.md)"
 _AGE = "asynchrony.max_staleness, with asynchrony.mode=full, counts syncs (docs/asynchrony.md)"
 
+_OFFLOAD = "policy.recompute computes activations once more; none goes to host memory (docs/speed.md)"
+
+
+def _optimizer(group: str) -> dict[str, str]:
+    """megatron-core's own names where its settings here are looked for."""
+    streamed = f"{group}.streamed=true has the optimizer's state in host memory (docs/residency.md)"
+    moments = f"{group}.moments=bfloat16 makes Adam's moments smaller (docs/residency.md)"
+    of_host = ("optimizer_cpu_offload", "cpu_offload", "offload", "optimizer_offload")
+    small = ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")
+    return {f"{group}.{name}": streamed for name in of_host} | {f"{group}.{name}": moments for name in small}
+
+
 MEANT: Mapping[str, str] = {
     "telemetry.profile.enabled": _STEPS,
     "telemetry.profile.enable": _STEPS,
@@ -21,6 +33,13 @@ MEANT: Mapping[str, str] = {
     "rollout.max_head_offpolicyness": _AGE,
     "max_off_policy_steps": _AGE,
     "orchestrator.max_off_policy_steps": _AGE,
+    **_optimizer("policy.optimizer"),
+    **_optimizer("critic.optimizer"),
+    "policy.optimizer_cpu_offload": _optimizer("policy.optimizer")["policy.optimizer.offload"],
+    "policy.optimizer_offload": _optimizer("policy.optimizer")["policy.optimizer.offload"],
+    "policy.activation_offload": _OFFLOAD,
+    "policy.offload_activations": _OFFLOAD,
+    "policy.fine_grained_activation_offloading": _OFFLOAD,
     "residency.enabled": "residency.keep lists what stays: [] has all take turns, null none",
     "residency.offload": "residency.keep lists what stays: [] has all take turns, null none",
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import OptimizerConfig
 
-MOST_BETA2 = 0.99
-"""With moments in bfloat16. A second moment without a gradient falls by 1 - beta2 of itself, and numbers of bfloat16
+MOST_BETA = 0.99
+"""With moments in bfloat16. A moment without a gradient falls by 1 - beta of itself, and numbers of bfloat16
 are 0.4 to 0.8 % apart: less than 0.2 to 0.4 % is rounded away, and 1 % never."""
 
 
@@ -28,9 +28,10 @@ def check_optimizer(o: OptimizerConfig, key: str) -> None:
     for name in ("beta1", "beta2"):
         if getattr(o, name) >= 1:
             raise UserError(f"{key}.{name} = {getattr(o, name):g}: allowed is a number below 1")
-    if o.moments == "bfloat16" and o.beta2 > MOST_BETA2:
-        raise UserError(
-            f"{key}.moments = bfloat16: it has 8 bits, so a second moment that {key}.beta2 = {o.beta2:g} lets fall by "
-            f"less than half the last one is rounded back up; allowed is {key}.beta2 of at most {MOST_BETA2}, as "
-            "published runs with such moments have (0.95), or moments=float32"
-        )
+        if o.moments == "bfloat16" and getattr(o, name) > MOST_BETA:
+            raise UserError(
+                f"{key}.moments = bfloat16: it keeps 8 significant bits, and {key}.{name} = {getattr(o, name):g} lets "
+                "a moment without a gradient fall by less than half of the last of them, which is rounded away; "
+                f"allowed is {key}.{name} of at most {MOST_BETA}, as published runs with such moments have (0.9 and "
+                "0.95), or moments=float32"
+            )

@@ -7,7 +7,8 @@ optimizer computes with all of its state on the device: no bit differs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,33 +66,43 @@ class StreamedPart:
         groups = self.part.optimizer.param_groups
         whole = [(group["params"], group.get("step")) for group in groups]
         try:
-            for piece in self._through():
-                for group, own, (_, count) in zip(groups, self._by_group(piece), whole, strict=True):
-                    group["params"] = own
-                    if count is not None:  # Transformer Engine counts calls, and here several are one step
-                        group["step"] = count
-                    else:
-                        group.pop("step", None)
-                self._inner_step(closure)
-                self._to_model(piece)
+            with closing(self._through()) as pieces:
+                for piece in pieces:
+                    self._take_back(whole)  # Transformer Engine counts calls, and here several are one step
+                    for group, own in zip(groups, self._by_group(piece), strict=True):
+                        group["params"] = own
+                    self._inner_step(closure)
+                    self._to_model(piece)
+        except BaseException:
+            self._take_back(whole)
+            raise
         finally:
             for group, (params, _) in zip(groups, whole, strict=True):
                 group["params"] = params
         self._stepped = True
 
+    def _take_back(self, whole: Sequence[tuple[Any, int | None]]) -> None:
+        """Counts of steps are what they were."""
+        for group, (_, count) in zip(self.part.optimizer.param_groups, whole, strict=True):
+            if count is None:
+                group.pop("step", None)
+            else:
+                group["step"] = count
+
     def to_model(self) -> None:
         """Copies masters into the model's weights; after a step that is done already."""
         if not self._stepped:
-            for piece in self._through():
-                self._to_model(piece)
+            with closing(self._through()) as pieces:
+                for piece in pieces:
+                    self._to_model(piece)
         self._stepped = False
 
     @torch.no_grad()
     def from_model(self, state_dict: Any = None) -> None:
         """Takes masters from the model's weights."""
         assert state_dict is None, "weights come from the model alone"
-        for piece in self._through():
-            for p, master in piece.weights:
+        with closing(self._through()) as pieces:
+            for p, master in (pair for piece in pieces for pair in piece.weights):
                 if not _same_memory(p, master):
                     master.copy_(self._run(p))
 
@@ -113,22 +124,27 @@ class StreamedPart:
         run = self.part._get_model_param_range_map(p)["param"]
         return p.detach().view(-1)[run.start : run.end]
 
-    def _through(self) -> Iterator[Piece]:
-        """One piece after the other, while it is on the device."""
+    def _through(self) -> Generator[Piece, None, None]:
+        """One piece after the other, while it is on the device. Whatever happens, all are in host memory at the end."""
         before: Piece | None = None
-        if self.pieces:
-            self.pieces[0].part.begin_onload()
-        for piece, after in zip(self.pieces, [*self.pieces[1:], None], strict=True):
-            if after:
-                after.part.begin_onload()
-            piece.part.end_onload()
-            yield piece
-            piece.part.begin_offload(piece.tensors(self.part.optimizer))
+        try:
+            if self.pieces:
+                self.pieces[0].part.begin_onload()
+            for piece, after in zip(self.pieces, [*self.pieces[1:], None], strict=True):
+                if after:
+                    after.part.begin_onload()
+                piece.part.end_onload()
+                yield piece
+                piece.part.begin_offload(piece.tensors(self.part.optimizer))
+                if before:
+                    before.part.end_offload()
+                before = piece
             if before:
                 before.part.end_offload()
-            before = piece
-        if before:
-            before.part.end_offload()
+        except BaseException:  # whoever goes through them has failed
+            for piece in self.pieces:
+                piece.part.offload(piece.tensors(self.part.optimizer))
+            raise
 
 
 class StreamedOptimizer:

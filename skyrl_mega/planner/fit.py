@@ -131,9 +131,12 @@ def _gpu(
 
 
 def _too_large(name: str, rank: int, memory: PolicyMemory, config: Config) -> str:
+    room = ""
+    if name == "critic" and not config.critic.optimizer.streamed:
+        room = "; critic.optimizer.streamed = true has the optimizer's state in host memory"
     return (
         f"{name}: rank {rank} needs about {_gib(memory.peak)} GiB ({listed(memory.phase(memory.busiest))}), at least "
-        f"{_gib(memory.least)}; a GPU has {_gib(gpu_bytes(config))} (cluster.gpu_memory_gib)"
+        f"{_gib(memory.least)}; a GPU has {_gib(gpu_bytes(config))} (cluster.gpu_memory_gib){room}"
     )
 
 

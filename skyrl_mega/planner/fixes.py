@@ -81,7 +81,9 @@ def _higher(value: Any) -> Iterable[Any]:
 
 def _more(value: Any) -> Iterable[Any]:
     """The fewest more first, up to four times as many."""
-    return sorted({value + 2**k for k in range(value.bit_length())} | {4 * value} | ({8} if value < 8 else set()))
+    return sorted(
+        {value + 2**k for k in range(value.bit_length())} | {2 * value, 4 * value} | ({8} if value < 8 else set())
+    )
 
 
 def _fractions(value: Any) -> Iterable[Any]:

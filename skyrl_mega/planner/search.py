@@ -70,7 +70,7 @@ class Suggestion:
             **{f"policy.layout.{name}": getattr(layout, name) for name in vars(LayoutConfig())},
             "policy.micro_tokens": c.policy.micro_tokens,
             "policy.recompute": c.policy.recompute,
-            **({"policy.optimizer.streamed": True} if c.policy.optimizer.streamed else {}),
+            "policy.optimizer.streamed": c.policy.optimizer.streamed,
             "rollout.engines": c.rollout.engines,
             "rollout.tensor": c.rollout.tensor,
             "rollout.memory_fraction": c.rollout.memory_fraction,
@@ -172,7 +172,8 @@ def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[list[S
             continue
         for parallel, layout in _layouts(config, d, ranks):
             for recompute in _kinds(config):
-                given = replace(policy, layout=layout, recompute=recompute)
+                optimizer = replace(policy.optimizer, streamed=False)
+                given = replace(policy, layout=layout, recompute=recompute, optimizer=optimizer)
                 for tokens in sorted({*MICRO_TOKENS, micro_tokens(config.policy)}):
                     if time.process_time() > end:
                         return

@@ -18,6 +18,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.terminal import one_line
 from skyrl_mega.engines.base import Completion, Request
@@ -107,7 +108,10 @@ def digest(request: Request) -> bytes:
 
 
 def write(file: Path, said: Sequence[Said]) -> None:
-    """Writes turns as Parquet."""
+    """Writes turns as Parquet: all of them, or no file.
+
+    Routes are most of the bytes, and no two of them are alike: they are written as they are.
+    """
     made = [(one, one.completion) for one in said]
     columns = [
         [one.request for one in said],
@@ -121,7 +125,12 @@ def write(file: Path, said: Sequence[Said]) -> None:
         [None if c.routes is None else c.routes.shape for _, c in made],
     ]
     arrays = [pa.array(column, type=field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
-    pq.write_table(pa.Table.from_arrays(arrays, schema=_SCHEMA), file)
+    table = pa.Table.from_arrays(arrays, schema=_SCHEMA)
+    small = [name for name in _SCHEMA.names if name != "routes"]
+    with partial_file(file) as partial:
+        kinds = dict.fromkeys(small, "snappy") | {"routes": "none"}
+        pq.write_table(table, partial, use_dictionary=small, compression=kinds, write_statistics=small)
+        partial.replace(file)
 
 
 def read(file: Path) -> list[Said]:

@@ -248,7 +248,7 @@ class ServiceRouter(Router):
 
     async def write_said(self, folder: Path) -> None:
         """Writes the turns of those that are being played."""
-        journal.write(journal.file_of(folder, "driver"), self.journal.all())
+        await asyncio.to_thread(journal.write, journal.file_of(folder, "driver"), self.journal.all())
 
     def forget(self, trajectory: str) -> None:
         """It has ended."""

@@ -19,6 +19,9 @@ def test_settings_are_ones_that_a_run_takes(name: str, recipe: str) -> None:
     config = compose(precision.ROOT / "configs" / f"{name}.yaml", precision.settings(name, recipe, 3))
     check(config)
     assert (config.policy.precision.recipe, config.run.seed) == (recipe, 3)
+    start = compose(precision.ROOT / "configs" / f"{name}.yaml", precision.warmed_up(name, 3))
+    check(start)
+    assert config.model.path == f"{start.run.directory}/{start.run.name}/model" and start.warmup.steps
 
 
 @pytest.mark.parametrize(("after", "held"), [(0.88, True), (0.86, False)])

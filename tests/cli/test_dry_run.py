@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import time
 from pathlib import Path
 from typing import Any
@@ -335,6 +336,8 @@ def test_suggestions_for_people(file: Path, tmp_path: Path, capsys: pytest.Captu
     table, _, paste = out.partition(
         "\nsettings for the file, in place of those that it has in the same groups (--json has them as arguments):\n"
     )
+    paste, _, arguments = paste.partition("\n# 1 as arguments: ")
+    dry_run.checked(compose(file, shlex.split(arguments)))
     seconds = [float(line.split()[-1]) for line in table.rstrip().splitlines()[2:]]
     assert all(later > 0.97 * max(seconds[:i], default=0) - 0.1 for i, later in enumerate(seconds))
     assert len(table.rstrip().splitlines()) == 2 + 10
@@ -422,3 +425,16 @@ def test_environments_that_engines_wait_for_are_noted(slots: str, said: bool) ->
     config = compose("configs/searchr1_30b.yaml", [f"environment.slots={slots}"])
     notes = dry_run.values(config, *dry_run.checked(config))["notes"]
     assert any(note.startswith("environment.slots = 3: engines have places for up to ") for note in notes) is said
+
+
+def test_a_critic_without_room_is_offered_an_optimizer_in_host_memory(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    small = ["algorithm.advantage=gae", "critic.ranks=8", "policy.recompute=none", "policy.optimizer.streamed=true"]
+    given = [*small, "cluster.nodes=4", "policy.ranks=16", "rollout.engines=1"]
+    assert main(["--config", str(file), "--dry-run", *given]) == 2
+    said = capsys.readouterr().err
+    assert (
+        said.startswith("error: critic: rank 0 needs about") and "nearest that work: critic.optimizer.streamed" in said
+    )
+    assert main(["--config", str(file), "--dry-run", *given, "critic.optimizer.streamed=true"]) == 0

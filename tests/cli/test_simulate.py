@@ -321,3 +321,19 @@ def test_a_broken_file_of_a_run_is_told_in_one_line(capsys: pytest.CaptureFixtur
     assert main([*SEARCH, "--simulate", "--like", str(tmp_path)]) == 2
     error = capsys.readouterr().err.strip()
     assert "step_000001.parquet has no trajectories that can be read" in error and error.count("\n") == 0
+
+
+def test_a_node_of_eight_is_split_with_fewer_ranks_for_experts_and_a_streamed_optimizer() -> None:
+    """The file has its experts over 8 ranks, which is all of them."""
+    given = [
+        "cluster.nodes=1",
+        "policy.ranks=8",
+        "rollout.engines=2",
+        "rollout.tensor=4",
+        "rollout.memory_fraction=0.9",
+    ]
+    config = compose("configs/searchr1_30b.yaml", given)
+    hf, _ = checked(config)
+    found = [dict(split) for split in simulate_choices.splits(config, hf)]
+    assert found and all(split["policy.layout.expert"] < 8 and split["policy.optimizer.streamed"] for split in found)
+    assert all(gpus_needed(changed(config, tuple(split.items()))) <= 8 for split in found)

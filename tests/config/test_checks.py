@@ -297,7 +297,11 @@ WRONG = [
     ("policy.optimizer.options.main_params_dtype=fp16", "use float32, which master weights and their gradients always"),
     (
         "policy.optimizer.moments=bfloat16",
-        "policy.optimizer.moments = bfloat16: it has 8 bits, so a second moment that policy.optimizer.beta2",
+        "policy.optimizer.moments = bfloat16: it keeps 8 significant bits, and policy.optimizer.beta2 = 0.999 lets",
+    ),
+    (
+        "policy.optimizer.moments=bfloat16 policy.optimizer.beta2=0.95 policy.optimizer.beta1=0.999",
+        "policy.optimizer.beta1 = 0.999 lets a moment without a gradient fall by less than half of the last of them",
     ),
     (
         "residency.keep=[optimizer] policy.optimizer.streamed=true",

@@ -209,6 +209,28 @@ def test_while_a_piece_is_stepped_one_comes_and_one_leaves(told: list[Any], monk
     assert all(values is not None and values.tolist() == [2.0] * 300 for values in there)
 
 
+def test_a_fault_half_way_leaves_nothing_on_the_device_and_no_step_counted(told: list[Any]) -> None:
+    part, _, _ = a_streamed_part(4)
+    group = part.part.optimizer.param_groups[0]
+    masters = group["params"]
+    for m in masters:
+        m.grad = torch.ones(300)
+    part.step()
+    step = part._inner_step
+
+    def third(closure: Any) -> None:
+        if masters[2] is group["params"][0]:
+            raise MemoryError("the third")
+        step(closure)
+
+    part._inner_step = third
+    with pytest.raises(MemoryError, match="the third"):
+        part.step()
+    assert group["step"] == 1 and group["params"] is masters
+    assert not any(m.untyped_storage().nbytes() for m in masters)
+    assert [part.pieces[i].part.held(m).tolist()[0] for i, m in enumerate(masters)] == [2.0, 3.0, 3.0, 4.0]
+
+
 def test_pieces_are_copied_beside_the_main_stream_from_locked_memory(told: list[Any]) -> None:
     part, _, _ = a_streamed_part(3)
     assert sum(event[0] == "lock" for event in told) == 3

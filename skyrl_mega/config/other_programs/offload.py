@@ -25,9 +25,15 @@ def moments(group: str) -> Entry:
     """What its moments are kept in."""
     return to(
         f"{group}.moments",
-        note="float32 or bfloat16, of both; master weights and their gradients are float32",
+        note="float32 or bfloat16, of both, which then needs beta1 and beta2 of at most 0.99; master weights and their "
+        "gradients are float32",
         values={"bf16": to(f"{group}.moments=bfloat16"), "fp32": to(f"{group}.moments=float32")},
     )
+
+
+def of_types(group: str) -> Entry:
+    """The switch without which megatron-core has no such types, and which alone changes none."""
+    return none(f"{group}.moments alone says what moments are kept in; leave it out")
 
 
 def optimizer(group: str) -> Table:
@@ -39,13 +45,12 @@ def optimizer(group: str) -> Table:
             "optimizer_offload_fraction overlap_cpu_optimizer_d2h_h2d use_torch_optimizer_for_cpu_offload "
             "pin_cpu_grads pin_cpu_params",
         ),
-        **several(moments(group), "use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype"),
+        **several(moments(group), "exp_avg_dtype exp_avg_sq_dtype"),
+        "use_precision_aware_optimizer": of_types(group),
     }
 
 
-NO_ACTIVATION_OFFLOAD = none(
-    "activations stay on their GPU: computing them again, policy.recompute, is faster (docs/speed.md)"
-)
+NO_ACTIVATION_OFFLOAD = none("activations stay on their GPU; policy.recompute computes them once more (docs/speed.md)")
 
 
 def staying(*parts: str, note: str = "") -> Entry:

@@ -301,9 +301,8 @@ _MEGATRON: Table = {
     "--attention-dropout": ALWAYS,
     "--hidden-dropout": ALWAYS,
     "--accumulate-allreduce-grads-in-fp32": ALWAYS,
-    **several(
-        offload.moments("policy.optimizer"), "--use-precision-aware-optimizer --exp-avg-dtype --exp-avg-sq-dtype"
-    ),
+    "--use-precision-aware-optimizer": offload.of_types("policy.optimizer"),
+    **several(offload.moments("policy.optimizer"), "--exp-avg-dtype --exp-avg-sq-dtype"),
     "--moe-grouped-gemm": RUN_DECIDES,
     "--attention-softmax-in-fp32": to("policy.options.attention_softmax_in_fp32=true"),
     "--attention-backend": to("policy.spec", note="whose layers, and with them whose attention"),

@@ -236,7 +236,8 @@ _OPTIMIZER = under(
         "override_optimizer_config.*": to("policy.optimizer.options.*"),
         **under("override_optimizer_config", offload.optimizer("policy.optimizer")),
         "use_checkpoint_opt_param_scheduler": none("a resumed run takes the schedule of its settings"),
-        **several(offload.moments("policy.optimizer"), "use_precision_aware_optimizer exp_avg_dtype exp_avg_sq_dtype"),
+        **several(offload.moments("policy.optimizer"), "exp_avg_dtype exp_avg_sq_dtype"),
+        "use_precision_aware_optimizer": offload.of_types("policy.optimizer"),
         **several(RUN_DECIDES, "main_grads_dtype use_layer_wise_distributed_optimizer"),
         **several(
             none("the optimizer is AdamW; leave it out"),

@@ -62,7 +62,7 @@ class OptimizerConfig:
     """Largest global gradient norm; 0 does not clip."""
     moments: str = one_of("float32", "bfloat16")
     """What Adam's two moments are kept in. bfloat16: rounded after every step, which computes in float32; 4 bytes a
-    parameter less, and `beta2` must be at most 0.99: above, a second moment that falls would be rounded back up."""
+    parameter less. `beta1` and `beta2` must then be at most 0.99: above, a moment that falls is rounded back up."""
     streamed: bool = False
     """Master weights and moments lie in host memory all the time; a step brings them to the device piece by piece, and
     takes them back. No bit differs; a step takes as long as all of them need over the link."""
