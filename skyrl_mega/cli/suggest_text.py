@@ -37,8 +37,11 @@ def text(search: Search) -> str:
     """What a person reads."""
     if not search.found:
         enough = f"{search.enough} GPUs are enough" if search.enough else "give more GPUs or shorter sequences"
-        if not search.tried:
-            enough = "no engine has room for the model and a sequence (rollout.concurrency, rollout.max_length)"
+        if not search.tried and not search.enough:
+            enough = (
+                "no engine has room for the model and a sequence (rollout.concurrency, rollout.max_length), or "
+                "reference and critic leave it no GPU (reference.ranks, critic.ranks)"
+            )
         return f"nothing fits {search.gpus} GPUs, of {search.tried:,} settings tried; {enough}"
     rows = [HEAD, *(_row(i + 1, s) for i, s in enumerate(search.found[:SHOWN]))]
     cut = "" if search.complete else "; the search was cut short"

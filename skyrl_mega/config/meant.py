@@ -15,7 +15,10 @@ _OFFLOAD = "policy.recompute computes activations once more; none goes to host m
 def _optimizer(group: str) -> dict[str, str]:
     """megatron-core's own names where its settings here are looked for."""
     streamed = f"{group}.streamed=true has the optimizer's state in host memory (docs/residency.md)"
-    moments = f"{group}.moments=bfloat16 makes Adam's moments smaller (docs/residency.md)"
+    moments = (
+        f"{group}.moments=bfloat16, with {group}.beta1 and beta2 of at most 0.99, makes Adam's moments smaller "
+        "(docs/residency.md)"
+    )
     of_host = ("optimizer_cpu_offload", "cpu_offload", "offload", "optimizer_offload")
     small = ("use_precision_aware_optimizer", "exp_avg_dtype", "exp_avg_sq_dtype")
     return {f"{group}.{name}": streamed for name in of_host} | {f"{group}.{name}": moments for name in small}

@@ -100,8 +100,9 @@ class SmallMoments(torch.optim.AdamW):
         ]
         for state, kind, small in kept:
             state[kind] = small.float()
-        answer = super().step(closure)
-        for state, kind, small in kept:
-            small.copy_(state[kind])
-            state[kind] = small
-        return answer
+        try:
+            return super().step(closure)
+        finally:
+            for state, kind, small in kept:
+                small.copy_(state[kind])
+                state[kind] = small

@@ -68,11 +68,14 @@ class StreamedPart:
         try:
             with closing(self._through()) as pieces:
                 for piece in pieces:
-                    self._take_back(whole)  # Transformer Engine counts calls, and here several are one step
+                    self._take_back(whole)
                     for group, own in zip(groups, self._by_group(piece), strict=True):
                         group["params"] = own
                     self._inner_step(closure)
                     self._to_model(piece)
+            if any("step" in group for group in groups):  # Transformer Engine counts calls, and these were one step
+                for group, (_, count) in zip(groups, whole, strict=True):
+                    group["step"] = (count or 0) + 1
         except BaseException:
             self._take_back(whole)
             raise

@@ -38,6 +38,11 @@ _SCHEMA = pa.schema(
 )
 _OF_ROUTES = ("routes", "route_type", "route_shape")
 """Columns that are null where the engine gave no routes."""
+_SMALL = [
+    *("request", "asked", "tokens.list.element", "logprobs.list.element", "finish", "route_type"),
+    *("versions.list.element.version", "versions.list.element.start", "route_shape.list.element"),
+]
+"""What Parquet calls all columns but the routes."""
 
 
 @dataclass(frozen=True)
@@ -126,10 +131,9 @@ def write(file: Path, said: Sequence[Said]) -> None:
     ]
     arrays = [pa.array(column, type=field.type) for column, field in zip(columns, _SCHEMA, strict=True)]
     table = pa.Table.from_arrays(arrays, schema=_SCHEMA)
-    small = [name for name in _SCHEMA.names if name != "routes"]
+    kinds = dict.fromkeys(_SMALL, "snappy") | {"routes": "none"}
     with partial_file(file) as partial:
-        kinds = dict.fromkeys(small, "snappy") | {"routes": "none"}
-        pq.write_table(table, partial, use_dictionary=small, compression=kinds, write_statistics=small)
+        pq.write_table(table, partial, use_dictionary=_SMALL, compression=kinds, write_statistics=_SMALL)
         partial.replace(file)
 
 

@@ -142,7 +142,8 @@ def refuse_old_ones(folder: Path) -> None:
 
 
 def _sizes(checkpoint: Path) -> dict[str, int]:
-    files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != _STATE)
+    # Turns that a process has not written in time are given up, and it may still be at its file (`rollout.journal`).
+    files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != _STATE and p.name[:7] != ".turns-")
     return {str(p.relative_to(checkpoint)): p.stat().st_size for p in files}
 
 

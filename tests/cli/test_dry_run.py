@@ -350,7 +350,7 @@ def test_suggestions_for_people(file: Path, tmp_path: Path, capsys: pytest.Captu
         dry_run.checked(compose(pasted))
     for given, says in (
         ("cluster.gpu_memory_gib=40", " GPUs are enough\n"),
-        ("rollout.concurrency=60000", "room for the model and a sequence (rollout.concurrency, rollout.max_length)\n"),
+        ("rollout.concurrency=60000", "or reference and critic leave it no GPU (reference.ranks, critic.ranks)\n"),
     ):
         assert main(["--config", str(file), "--suggest", "8", given]) == 2
         assert capsys.readouterr().out.endswith(says)

@@ -145,18 +145,21 @@ def test_what_is_refused_is_an_error(told: list[Any], monkeypatch: pytest.Monkey
 # ---- an optimizer in pieces ------------------------------------------------------------------------------------------
 
 
-def a_streamed_part(count: int) -> tuple[StreamedPart, list[Tensor], list[Any]]:
-    """Of parameters of one piece each, with an Adam that writes down which gradients it is given and adds 1."""
+def a_streamed_part(count: int) -> tuple[StreamedPart, list[Tensor], list[Tensor], list[Any]]:
+    """Of parameters of one piece each in two groups, with their masters, and an Adam that writes down which it is given
+    and adds 1."""
     weights = [torch.full((300,), float(i), dtype=torch.bfloat16) for i in range(count)]
     masters = [w.float() for w in weights]
     said: list[Any] = []
-    inner = SimpleNamespace(state=defaultdict(dict), param_groups=[{"params": masters}])
+    inner = SimpleNamespace(state=defaultdict(dict), param_groups=[{"params": masters[:2]}, {"params": masters[2:]}])
 
     def step(closure: Any) -> None:
-        group = inner.param_groups[0]
-        group["step"] = group.get("step", 0) + 1  # as Transformer Engine's
-        given = [i for i, m in enumerate(masters) if any(m is w for w in group["params"])]
-        said.append(("step", given, group["step"]))
+        for group in inner.param_groups:
+            if group["params"]:  # some versions of Transformer Engine's count no call for a group without any
+                group["step"] = group.get("step", 0) + 1
+        (stepped,) = (group for group in inner.param_groups if group["params"])
+        given = [i for i, m in enumerate(masters) if any(m is w for w in stepped["params"])]
+        said.append(("step", given, stepped["step"]))
         for i in given:
             masters[i].add_(1)
             inner.state[masters[i]]["exp_avg"].add_(masters[i].grad)
@@ -170,12 +173,11 @@ def a_streamed_part(count: int) -> tuple[StreamedPart, list[Tensor], list[Any]]:
         shard_fp32_from_float16_groups=[masters],
         _get_model_param_range_map=lambda p: {"param": SimpleNamespace(start=0, end=p.numel())},
     )
-    return StreamedPart(part, CUDA, 1), weights, said
+    return StreamedPart(part, CUDA, 1), weights, masters, said
 
 
 def test_while_a_piece_is_stepped_one_comes_and_one_leaves(told: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    part, weights, said = a_streamed_part(4)
-    masters = part.part.optimizer.param_groups[0]["params"]
+    part, weights, masters, said = a_streamed_part(4)
     number = {id(piece.part): i for i, piece in enumerate(part.pieces)}
     words = {"begin_onload": "comes", "end_onload": "here", "begin_offload": "leaves", "end_offload": "gone"}
 
@@ -210,31 +212,30 @@ def test_while_a_piece_is_stepped_one_comes_and_one_leaves(told: list[Any], monk
 
 
 def test_a_fault_half_way_leaves_nothing_on_the_device_and_no_step_counted(told: list[Any]) -> None:
-    part, _, _ = a_streamed_part(4)
-    group = part.part.optimizer.param_groups[0]
-    masters = group["params"]
+    part, _, masters, _ = a_streamed_part(4)
+    groups = part.part.optimizer.param_groups
     for m in masters:
         m.grad = torch.ones(300)
     part.step()
     step = part._inner_step
 
     def third(closure: Any) -> None:
-        if masters[2] is group["params"][0]:
+        if groups[1]["params"] and masters[2] is groups[1]["params"][0]:
             raise MemoryError("the third")
         step(closure)
 
     part._inner_step = third
     with pytest.raises(MemoryError, match="the third"):
         part.step()
-    assert group["step"] == 1 and group["params"] is masters
+    assert [(group["step"], len(group["params"])) for group in groups] == [(1, 2), (1, 2)]
     assert not any(m.untyped_storage().nbytes() for m in masters)
     assert [part.pieces[i].part.held(m).tolist()[0] for i, m in enumerate(masters)] == [2.0, 3.0, 3.0, 4.0]
 
 
 def test_pieces_are_copied_beside_the_main_stream_from_locked_memory(told: list[Any]) -> None:
-    part, _, _ = a_streamed_part(3)
+    part, _, masters, _ = a_streamed_part(3)
     assert sum(event[0] == "lock" for event in told) == 3
-    for m in part.part.optimizer.param_groups[0]["params"]:
+    for m in masters:
         m.grad = torch.ones(300)
     told.clear()
     part.step()

@@ -78,6 +78,10 @@ def test_routes_come_back_with_the_turns_that_they_are_of(tmp_path: Path) -> Non
     known.keep(request, replace(completion("a/0", [4, 5, 6], "stop"), routes=routes))
     known.keep(Request("b/0", [7], 9, seed=0), completion("b/0", [8], "stop"))
     journal.write(tmp_path / "turns.parquet", known.all())
+    assert [file.name for file in tmp_path.iterdir()] == ["turns.parquet"]
+    columns = pq.ParquetFile(tmp_path / "turns.parquet").metadata.row_group(0)
+    kinds = {c.path_in_schema: c.compression for c in map(columns.column, range(columns.num_columns))}
+    assert kinds.pop("routes") == "UNCOMPRESSED" and set(kinds.values()) == {"SNAPPY"}, "no two routes are alike"
     back = Journal()
     back.add(journal.read(tmp_path / "turns.parquet"))
     found = back.answer(request)
