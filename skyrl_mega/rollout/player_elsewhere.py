@@ -161,16 +161,16 @@ class PlayerElsewhere:
         for one in said:
             self._said.setdefault(one.trajectory, []).append(one)
 
-    async def write_said(self, folder: Path) -> None:
-        """Writes the turns of those that are being played: each worker its own, and here those of before that none may
-        have heard of yet. Turns of a worker that dies are lost with it.
+    async def write_said(self, folder: Path) -> list[Said]:
+        """Each worker writes the turns of those that it plays; returns those of before that none may have heard of yet.
+        Turns of a worker that dies are lost with it.
 
         Raises:
             ActorFailed: A worker could not write them.
         """
         before = [one for said in self._said.values() for one in said]
-        await asyncio.to_thread(journal.write, journal.file_of(folder, "driver"), before)
         await asyncio.gather(*(self._write_said(line, folder) for line in self.lines.values() if line.begun))
+        return before
 
     async def _write_said(self, line: Line, folder: Path) -> None:
         import ray

@@ -82,8 +82,9 @@ class ServiceDesk(Desk, Protocol):
     def remember(self, said: Sequence[Said]) -> None:
         """Turns of trajectories that are about to be played."""
 
-    async def write_said(self, folder: Path) -> None:
-        """Writes the turns of those that are being played into files of their own there (`journal.read_all`)."""
+    async def write_said(self, folder: Path) -> list[Said]:
+        """Has other processes write the turns of those that they play into files of their own there
+        (`journal.read_all`); returns those that are known here."""
 
     def forget(self, trajectory: str) -> None:
         """It has ended."""
@@ -155,8 +156,8 @@ class RolloutService:
 
     def write_said(self, folder: Path) -> None:
         """Writes the turns of trajectories that are being played, wherever that is."""
-        if (router := self._router) is not None:
-            self.loop.run(router.write_said(folder))
+        if (router := self._router) is not None:  # in this thread: the loop has trajectories to play
+            journal.write(journal.file_of(folder, "driver"), self.loop.run(router.write_said(folder)))
 
     def so_far(self) -> list[Ticket]:
         """Those that are under way, with the samples that have been played up to now."""
@@ -246,9 +247,9 @@ class ServiceRouter(Router):
         """Turns of trajectories that are about to be played."""
         self.journal.add(said)
 
-    async def write_said(self, folder: Path) -> None:
-        """Writes the turns of those that are being played."""
-        await asyncio.to_thread(journal.write, journal.file_of(folder, "driver"), self.journal.all())
+    async def write_said(self, folder: Path) -> list[Said]:
+        """The turns of those that are being played."""
+        return self.journal.all()
 
     def forget(self, trajectory: str) -> None:
         """It has ended."""
