@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
@@ -12,6 +12,7 @@ from benchmarks.gpu.proof import Bench
 from skyrl_mega.config.limits import OPTIMIZER_PIECES
 
 if TYPE_CHECKING:
+    from skyrl_mega.megatron.streamed_optimizer import StreamedOptimizer
     from skyrl_mega.megatron.worker import ModelWorker
 
 GIB = 2**30
@@ -56,8 +57,9 @@ def prove(bench: Bench) -> None:
 def _gradients(rank: ModelWorker, seed: int) -> None:
     generator = torch.Generator(next(iter(rank.params.values())).device).manual_seed(seed)
     rank.optimizer.zero_grad()
-    for p in rank.params.values():
-        p.main_grad.normal_(0, 0.01, generator=generator)  # type: ignore[attr-defined]
+    params: list[Any] = [*rank.params.values()]
+    for p in params:
+        p.main_grad.normal_(0, 0.01, generator=generator)
 
 
 def _state(rank: ModelWorker) -> list[Any]:
@@ -77,8 +79,8 @@ def _there(rank: ModelWorker) -> int:
 
 def _most(rank: ModelWorker) -> int:
     """Bytes of the three neighbouring pieces that are largest."""
-    found = 0
-    for part in rank.resident.streamed.parts:  # type: ignore[union-attr]
+    found, streamed = 0, cast("StreamedOptimizer", rank.resident.streamed)
+    for part in streamed.parts:
         sizes = [sum(t.numel() * t.itemsize for t in piece.tensors(part.part.optimizer)) for piece in part.pieces]
         found = max(found, *(sum(sizes[i : i + OPTIMIZER_PIECES]) for i in range(len(sizes))))
     return found

@@ -100,14 +100,11 @@ def splits(config: Config, hf: Mapping[str, Any]) -> list[Change]:
 
 def _fewer_experts(config: Config) -> list[Change]:
     """Expert parallelism by halves, which fewer ranks can have."""
-    layout, found = config.policy.layout, []
-    size = layout.expert
+    found: list[Change] = []
+    size = config.policy.layout.expert
     while size % 2 == 0:
         size //= 2
-        change: Change = (("policy.layout.expert", size),)
-        if layout.expert_tensor is None and size == 1:
-            change = (*change, ("policy.layout.expert_tensor", 1))
-        found.append(change)
+        found.append((("policy.layout.expert", size),))
     return found
 
 

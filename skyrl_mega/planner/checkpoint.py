@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner.buffers import MOMENTS, buffer, full_bucket
+from skyrl_mega.planner.buffers import MASTER, MOMENTS, buffer, full_bucket
 from skyrl_mega.planner.parameters import stage
 
-MASTER = 4
-"""Bytes of a trained parameter's master weight, beside its moments. The weight is the master's."""
 STAGING = 64 * 2**20
 """Bytes of the buffers through which a rank writes or reads (`hf_checkpoint.box_files`)."""
 INDEX = 64 * 2**20
@@ -29,7 +27,8 @@ def written(
     overlap: bool = False,
     moments: int = MOMENTS["float32"],
 ) -> int:
-    """Bytes that a rank writes, without file headers.
+    """Bytes that a rank writes, without file headers. Of a trained parameter these are master and moments, whatever the
+    model's type: the weight is the master's.
 
     Args:
         itemsize: of a parameter: a frozen one is written as it is.

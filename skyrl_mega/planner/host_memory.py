@@ -18,7 +18,8 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import BATCH_BYTES
 from skyrl_mega.planner.batch import batch
-from skyrl_mega.planner.checkpoint import INDEX, MASTER, STAGING, written
+from skyrl_mega.planner.buffers import MASTER
+from skyrl_mega.planner.checkpoint import INDEX, STAGING, written
 from skyrl_mega.planner.memory import (
     GIB,
     critic_dims,

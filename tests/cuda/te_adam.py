@@ -90,7 +90,7 @@ def go(case: Case) -> Answer:
     with fake_rank(0, parallel):
         torch.manual_seed(0)
         chunks = build.build_model(case.hf, policy, parallel, torch.bfloat16, device)
-        named = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
+        named: dict[str, Any] = {name: p for chunk in chunks for name, p in chunk.named_parameters()}
         for p in named.values():
             p.data.normal_(0, 0.05)
         start = {name: p.detach().float().view(-1).numpy().copy() for name, p in named.items()}
@@ -101,8 +101,8 @@ def go(case: Case) -> Answer:
         for _ in range(STEPS):
             optimizer.zero_grad()
             for p in named.values():
-                p.main_grad.normal_(0, 0.1)  # type: ignore[attr-defined]
-            drawn.append({name: p.main_grad.clone().numpy() for name, p in named.items()})  # type: ignore[attr-defined]
+                p.main_grad.normal_(0, 0.1)
+            drawn.append({name: p.main_grad.clone().numpy() for name, p in named.items()})
             updated, _, _ = optimizer.step()
             assert updated
         names = {id(p): name for name, p in named.items()}

@@ -74,7 +74,8 @@ def memory_of_a_step(rank: int, address: str, path: Path, policy: PolicyConfig) 
         return test_residency.memory()
 
     before = between_steps()
-    StreamedPart._to_model = noted  # type: ignore[method-assign]
+    part: Any = StreamedPart
+    part._to_model = noted
     return before, [between_steps() for _ in range(5)][-1], max(seen)
 
 

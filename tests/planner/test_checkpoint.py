@@ -26,8 +26,8 @@ from skyrl_mega.models.tiny import build, hf_config
 from skyrl_mega.parallel.box import Shard
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.parallel.flat import FlatPiece, Run, flat_pieces
-from skyrl_mega.planner.buffers import MOMENTS, buffer
-from skyrl_mega.planner.checkpoint import INDEX, MASTER, STAGING, written
+from skyrl_mega.planner.buffers import MASTER, MOMENTS, buffer
+from skyrl_mega.planner.checkpoint import INDEX, STAGING, written
 from skyrl_mega.planner.parameters import EXPERTS, ROUTER, Parameters
 from tests.megatron import layouts
 from tests.planner.test_buffers import MODELS
