@@ -11,10 +11,12 @@ _AGE = "asynchrony.max_staleness, with asynchrony.mode=full, counts syncs (docs/
 
 _OFFLOAD = "policy.recompute computes activations once more; none goes to host memory (docs/speed.md)"
 
+_HOST = "policy.optimizer.streamed=true has the optimizer's state in host memory (docs/residency.md)"
+
 
 def _optimizer(group: str) -> dict[str, str]:
     """megatron-core's own names where its settings here are looked for."""
-    streamed = f"{group}.streamed=true has the optimizer's state in host memory (docs/residency.md)"
+    streamed = _HOST.replace("policy.optimizer", group)
     moments = (
         f"{group}.moments=bfloat16, with {group}.beta1 and beta2 of at most 0.99, makes Adam's moments smaller "
         "(docs/residency.md)"
@@ -38,8 +40,8 @@ MEANT: Mapping[str, str] = {
     "orchestrator.max_off_policy_steps": _AGE,
     **_optimizer("policy.optimizer"),
     **_optimizer("critic.optimizer"),
-    "policy.optimizer_cpu_offload": _optimizer("policy.optimizer")["policy.optimizer.offload"],
-    "policy.optimizer_offload": _optimizer("policy.optimizer")["policy.optimizer.offload"],
+    "policy.optimizer_cpu_offload": _HOST,
+    "policy.optimizer_offload": _HOST,
     "policy.activation_offload": _OFFLOAD,
     "policy.offload_activations": _OFFLOAD,
     "policy.fine_grained_activation_offloading": _OFFLOAD,

@@ -262,7 +262,7 @@ def _update(config: Config, d: Decoder, parallel: ParallelDims) -> float:
         if ranks > 1:
             seconds += count * (4 + size) * (ranks - 1) / ranks / _rate(links, stride, ranks)
         # Masters and moments are read and written, gradients read, weights written.
-        seconds += count / ranks * (2 * (4 + state) + 4 + 2) / (config.cluster.rates.memory_gb_s * 1e9)
+        seconds += count / ranks * (2 * (MASTER + state) + 4 + 2) / (config.cluster.rates.memory_gb_s * 1e9)
         if streamed:
             seconds += count / ranks * (state + MASTER * (size == 2)) / streaming_rate(config)
     return seconds
