@@ -254,6 +254,7 @@ def wrap_ddp(
     """
     config = chunks[0].config
     ours = dict(
+        fp8_param_gather=config.fp8_param,
         grad_reduce_in_fp32=True,
         use_distributed_optimizer=True,
         overlap_grad_reduce=overlap,

@@ -31,6 +31,7 @@ def transformer_settings(precision: PrecisionConfig) -> dict[str, Any]:
     return dict(
         fp8=numbers,
         fp8_recipe=recipe,
+        fp8_param=precision.parameters == "fp8",
         fp8_amax_history_len=precision.history,
         fp8_amax_compute_algo="max",
         first_last_layers_bf16=bool(precision.first_layers or precision.last_layers),

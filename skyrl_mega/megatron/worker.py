@@ -27,9 +27,10 @@ from skyrl_mega.config.precision import row_multiple
 from skyrl_mega.config.residency import POLICY
 from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
 from skyrl_mega.hf_checkpoint import load as files
-from skyrl_mega.megatron import checkpoint
+from skyrl_mega.megatron import checkpoint, fp8_parameters
 from skyrl_mega.megatron.emulated_fp8 import EmulatedFp8
 from skyrl_mega.megatron.expert_balance import ExpertBalance
+from skyrl_mega.megatron.fp8_parameters import Masters
 from skyrl_mega.megatron.heads import logprobs_of, values_of
 from skyrl_mega.megatron.model import build_model, gathered, wrap_ddp
 from skyrl_mega.megatron.objectives import Objective, ValueObjective, inputs_of, value_inputs
@@ -82,6 +83,9 @@ class ModelWorker:
             f"{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()
         }
         self.shard: Shard = self.architecture.megatron_shard(hf, parallel, dist.get_rank(), self.spec)
+        self._keeps_fp8 = bool(chunks[0].config.fp8_param)
+        if self._keeps_fp8:
+            fp8_parameters.together(self.params.values())
         self._reference: Reference | None = None
         self.fp8: EmulatedFp8 | None = None
         if policy.precision.recipe != "model" and not chunks[0].config.fp8:
@@ -91,7 +95,7 @@ class ModelWorker:
             self.name,
             device,
             {
-                "parameters": lambda: self.params.values(),
+                "parameters": lambda: fp8_parameters.memory(self.params.values()),
                 "gradients": lambda: gradients(self.chunks if trainable else ()),
                 "optimizer": lambda: (
                     optimizer_state(self.optimizer) if trainable and not self.resident.streamed else ()
@@ -121,8 +125,12 @@ class ModelWorker:
         return "critic" if self.head == "value" else "policy"
 
     def reset_optimizer(self, config: OptimizerConfig) -> None:
-        """A new optimizer and schedule; moments start at zero and master weights are taken from the model."""
+        """A new optimizer and schedule; moments start at zero and master weights are taken from the model, but those of
+        parameters in FP8, which are rounded, from the optimizer before."""
         away = self.resident.away & {"optimizer"}
+        exact: dict[str, Tensor] = {}
+        if self._keeps_fp8 and hasattr(self, "optimizer"):
+            exact = Masters(self.optimizer, self.params, self.resident.held).copies()
         self.resident.forget("optimizer")
         if self.resident.streamed:
             self.resident.streamed.close()
@@ -131,6 +139,8 @@ class ModelWorker:
             del self.optimizer, self.schedule  # there is no room for two
         with self.resident.brought("parameters"):
             self.optimizer = build_optimizer(config, self.chunks, self.dtype, f"{self.name}.optimizer")
+            if exact:
+                Masters(self.optimizer, self.params).restore(exact)
             if config.streamed:
                 self.resident.streamed = StreamedOptimizer(self.optimizer, self.device, OPTIMIZER_PIECE)
         self.schedule = build_schedule(config, self.optimizer)
@@ -144,29 +154,54 @@ class ModelWorker:
         A value head stays as it is where the directory has none, as a policy's; a reward model's has one.
         """
         with torch.no_grad(), self.resident.brought("parameters", "optimizer"):
-            files.load(
-                path,
-                self.shard,
-                self.weights(),
-                {VALUE: self.architecture.tensors(self.hf)[VALUE]} if self.head == "value" else None,
-            )
-            if hasattr(self, "optimizer"):
+            self._own()
+            gathered(self.chunks)
+            self._read(path, {VALUE: self.architecture.tensors(self.hf)[VALUE]} if self.head == "value" else None)
+            trained = hasattr(self, "optimizer")
+            if trained:
                 self.optimizer.reload_model_params()
+            if self._keeps_fp8:
+                self._read_fp8(path, Masters(self.optimizer, self.params) if trained else None)
+
+    def _read(self, path: Path, optional: dict[str, tuple[int, ...]] | None = None) -> None:
+        """Reads what is in the model's type into the parameters."""
+        files.load(
+            path,
+            fp8_parameters.unlike(self.shard, self.params),
+            {name: p.data for name, p in self.params.items()},
+            optional,
+        )
+
+    def _read_fp8(self, path: Path, masters: Masters | None) -> None:
+        """Reads what is in FP8, rounded from master weights if there are any. A collective then."""
+
+        def write(name: str, values: Tensor) -> None:
+            if masters is None:
+                fp8_parameters.round_into(self.params[name], values)
+            else:
+                masters.write(name, values)
+
+        fp8_parameters.load(self.shard, self.params, partial(files.load, path), write)
+        if masters is not None:
+            masters.round(self.chunks)
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's parameters by local name, without gradients. A collective after an optimizer step."""
+        """This rank's parameters by local name, without gradients, those in FP8 as numbers and scales; see
+        `fp8_parameters.on_the_wire`. A collective after an optimizer step."""
         self._own()
         gathered(self.chunks)
-        return self._parameters()
+        return dict(one for name, p in self.params.items() for one in fp8_parameters.on_the_wire(name, p))
 
     def keep_reference(self, path: Path) -> None:
         """Keeps other weights in host memory, for `logprobs(reference=True)`."""
         with self.resident.brought("parameters"):
             self._own()
             gathered(self.chunks)
-            reference = Reference(self.params.values())
+            reference = Reference(fp8_parameters.memory(self.params.values(), fp8_parameters.FORWARD))
             with torch.no_grad(), reference.swapped():
-                files.load(path, self.shard, self._parameters())
+                self._read(path)
+                if self._keeps_fp8:
+                    self._read_fp8(path, None)
             self._reference = reference
 
     def offload(self, parts: Sequence[str]) -> int:
@@ -186,9 +221,6 @@ class ModelWorker:
     def onload(self, parts: Sequence[str]) -> int:
         """Brings parts back: gradients as zeros, all others bit by bit. Returns the bytes copied."""
         return self.resident.onload(expanded(parts))
-
-    def _parameters(self) -> dict[str, Tensor]:
-        return {name: p.data for name, p in self.params.items()}
 
     def _own(self) -> None:
         """Whatever reads or changes the policy's weights begins with this: an exchange with the reference that was
@@ -440,7 +472,10 @@ class ModelWorker:
         """Writes the weights as a Hugging Face directory, with configuration and tokenizer from `source`."""
         layout = self.architecture.megatron_layout(self.hf, self.parallel, self.spec)
         with self.resident.brought("parameters"):
-            files.save(path, source, layout, self.weights())
+            self._own()
+            gathered(self.chunks)
+            weights = {name: fp8_parameters.plain(p) for name, p in self.params.items()}
+            files.save(path, source, layout, weights)
 
 
 def _nothing(model: Any, micro: MicroBatch, tokens: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

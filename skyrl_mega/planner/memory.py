@@ -207,8 +207,8 @@ def fp8_copies(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> t
     """
     precision = config.policy.precision
     recipe = precision.recipe
-    if recipe == "model":
-        return 0, 0
+    if recipe == "model" or precision.parameters == "fp8":
+        return 0, 0  # parameters that are rounded are both themselves, and no larger than model.dtype
     fp8 = range(precision.first_layers, d.layers - precision.last_layers)
     weights = sum(size for layer, size in layers(d, parallel, pp).items() if layer in fp8)
     if on_cpu(config):

@@ -86,6 +86,8 @@ def _view(item: Item, place: Place, asked: _Asked, scale: Piece | None) -> View:
     zero = (0,) * len(item.box.shape)
     local = region(owner, param, place.offset, zero, item.box.shape, item.offset)
     blocks = None
+    if param.dtype == FP8 != item.dtype and item.taken is place:
+        raise ValueError(f"{item.tensor} is FP8 in the policy, and has to be on the wire: weights.wire=fp8")
     if item.dtype == FP8 and param.dtype != FP8:
         if scale is None:
             raise ValueError(

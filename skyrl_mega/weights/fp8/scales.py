@@ -12,7 +12,7 @@ from torch import Tensor
 from skyrl_mega.kernels.block_fp8 import BLOCK, block_amax, scales
 from skyrl_mega.parallel.box import Box, Layout, Piece
 from skyrl_mega.weights.exchange.pack import local_view
-from skyrl_mega.weights.fp8.format import SUFFIX, scale_box
+from skyrl_mega.weights.fp8.format import FP8, SUFFIX, scale_box
 from skyrl_mega.weights.plan.intersect import Ints
 
 Agree = Callable[[Tensor], None]
@@ -76,8 +76,13 @@ class Scales:
         self._there = torch.from_numpy(np.concatenate([np.zeros(0, np.int64), *there])).to(device)
 
     def compute(self, params: Mapping[str, Tensor]) -> None:
-        """Fills the tables from the policy's present weights. A collective of all policy ranks."""
+        """Fills the tables from the policy's present weights. A collective of all policy ranks.
+
+        Weights that are in FP8 have their scales beside them, which are those.
+        """
         for piece, table in self.pieces:
+            if params[piece.param].dtype == FP8:
+                continue
             row, column = piece.box.start
             table.copy_(block_amax(local_view(params[piece.param], piece.offset, piece.box), row, column))
         if self._common:
@@ -87,6 +92,9 @@ class Scales:
             self._agree(common)
             self._flat[self._here] = common[self._there]
         self._flat.copy_(scales(self._flat))
+        for name, table in self.tables.items():
+            if name in params:
+                table.copy_(params[name])
 
 
 def straddled(layout: Layout, names: frozenset[str]) -> dict[str, Ints]:
