@@ -33,15 +33,19 @@ from skyrl_mega.data.rows import check_files, environments_of, load_demonstratio
 from skyrl_mega.engines.vllm import arguments
 from skyrl_mega.envs import registry
 from skyrl_mega.hf_checkpoint import index
+from skyrl_mega.kernels.block_fp8 import BLOCK
 from skyrl_mega.megatron import arguments as megatron_arguments
 from skyrl_mega.models import engine, fp8_widths
 from skyrl_mega.models.megatron import TRANSFORMER_ENGINE, layer_spec
 from skyrl_mega.models.published import KNOWN, hub_name, known
 from skyrl_mega.models.registry import architecture
+from skyrl_mega.parallel.box import Layout
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.preflight import given
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.trackers import registry as trackers
+from skyrl_mega.weights.fp8.format import quantised
+from skyrl_mega.weights.fp8.scales import without_own_blocks
 
 CPU_HEADS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of a head for which vLLM has attention on a CPU."""
@@ -293,7 +297,23 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
 def _check_widths(config: Config, hf: Mapping[str, Any], layout: ParallelDims, key: str) -> None:
     """A cut of the model leaves the widths that `policy.precision` needs. `auto` is taken for a GPU's."""
     spec = layer_spec(config.policy.spec, planned_device(config))
-    fp8_widths.check(architecture(hf).describe(hf), layout, config.policy.precision, spec, key)
+    arch = architecture(hf)
+    fp8_widths.check(arch.describe(hf), layout, config.policy.precision, spec, key)
+    if config.policy.precision.parameters == "fp8":
+        _check_blocks(arch.megatron_layout(hf, layout, spec), key)
+
+
+def _check_blocks(layout: Layout, key: str) -> None:
+    """Parameters in FP8 have the scales that the wire has: those of the model's own tensors."""
+    names = quantised(layout.tensors)
+    linear = {p.tensor: p.param for p in layout.shards[0].pieces if len(p.box.shape) == 2}
+    other = [tensor for tensor, param in linear.items() if ".linear_" in param and tensor not in names]
+    if found := next(iter(other), None) or without_own_blocks(layout, names):
+        raise UserError(
+            f"policy.precision.parameters = fp8: with {key} blocks of {BLOCK} × {BLOCK} of {found} are not those that "
+            "the wire has; widths of heads and of a rank's columns have to be multiples of it; give "
+            f"policy.precision.parameters=model, or another {key}"
+        )
 
 
 def check_engine(config: Config, hf: Mapping[str, Any]) -> None:

@@ -36,8 +36,7 @@ _TRANSFORMER: dict[str | None, str] = {
     "policy.spec": "transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm use_kitchen use_kitchen_attention",
     "model.dtype": "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype",
     "policy.precision": "fp8 fp8_recipe fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16 "
-    "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
-    KEPT: "fp8_param",
+    "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_param",
     OFFLOAD: "fine_grained_activation_offloading offload_modules min_offloaded_tensor_size cpu_offloading "
     "cpu_offloading_num_layers",
     MODEL: "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
@@ -61,7 +60,7 @@ _TRANSFORMER: dict[str | None, str] = {
     "defer_embedding_wgrad_compute overlap_moe_expert_parallel_comm "
     "tp_comm_overlap enable_cuda_graph external_cuda_graph cuda_graph_impl "
     "fp32_residual_connection attention_backend moe_router_bias_update_rate barrier_with_L1_time "
-    # Recipes are those that a CPU computes too; parameters in FP8 are not synced or saved; padding is not routed.
+    # Recipes are those that a CPU computes too; padding is not routed.
     "fp8_quantizer_factory fp8_margin fp8_interval fp8_wgrad fp8_dot_product_attention "
     "fp8_multi_head_attention tp_only_amax_red fp4 fp4_param fp4_recipe fp4_quantizer_factory "
     "moe_router_padding_for_fp8 moe_router_padding_for_quantization "
@@ -71,7 +70,7 @@ _RECOMPUTE = "recompute_granularity recompute_method recompute_num_layers recomp
 _NEEDS = {"recompute_modules": "selective", "recompute_method": "full", "recompute_num_layers": "full"}
 """Option → the `recompute_granularity` without which megatron-core ignores it, or ends."""
 _DDP: dict[str | None, str] = {
-    KEPT: "fp8_param_gather",
+    "policy.precision.parameters": "fp8_param_gather",
     "policy.overlap": "overlap_grad_reduce overlap_param_gather align_param_gather",
     None: "use_distributed_optimizer num_distributed_optimizer_instances average_in_collective "
     "gradient_reduce_div_fusion use_megatron_fsdp use_custom_fsdp data_parallel_sharding_strategy "

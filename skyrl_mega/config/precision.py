@@ -80,6 +80,7 @@ def check_precision(c: Config) -> None:
             f"policy.precision.history = {p.history}: policy.precision.recipe={p.recipe} keeps no magnitudes; give "
             f"fp8_delayed, or policy.precision.history={PrecisionConfig().history}"
         )
+    _parameters(c)
     if p.recipe == "model":
         return
     if c.cluster.device == "cuda":
@@ -94,6 +95,34 @@ def check_precision(c: Config) -> None:
             "policy.options.recompute_modules: megatron-core recomputes moe_act and layernorm with no delayed scaling; "
             "leave them out, or give policy.precision.recipe=fp8_current"
         )
+
+
+def _parameters(c: Config) -> None:
+    """Refuses parameters in FP8 that nobody can step or send."""
+    p, key = c.policy.precision, "policy.precision.parameters = fp8"
+    if p.parameters == "model":
+        return
+    if p.recipe != "fp8_blockwise":
+        raise UserError(
+            f"{key}: only what fp8_blockwise multiplies can be kept, gathered and sent as it is, and "
+            f"policy.precision.recipe is {p.recipe}; give fp8_blockwise, or policy.precision.parameters=model"
+        )
+    if c.cluster.device == "cpu":
+        raise UserError(
+            f"{key}: these are Transformer Engine's tensors, and a CPU rounds weights as it multiplies them; give "
+            "policy.precision.parameters=model, which computes the same"
+        )
+    if c.weights.wire != "fp8":
+        raise UserError(
+            f"{key}: engines get the weights as the policy has them, and weights.wire is {c.weights.wire}; give "
+            "weights.wire=fp8, with engines of any kind, or policy.precision.parameters=model"
+        )
+    for name, optimizer in (("policy", c.policy.optimizer), ("critic", c.critic.optimizer)):
+        if optimizer.streamed:
+            raise UserError(
+                f"{key}: master weights are rounded into them all at once, and {name}.optimizer.streamed has a piece "
+                f"of them on the GPU; give {name}.optimizer.streamed=false, or policy.precision.parameters=model"
+            )
 
 
 def check_device(c: Config) -> None:

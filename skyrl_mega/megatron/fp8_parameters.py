@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 from megatron.core.fp8_utils import is_float8tensor
+from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
+from skyrl_mega.hf_checkpoint import load as files
 from skyrl_mega.kernels.block_fp8 import BLOCK
 from skyrl_mega.megatron.moments import masters, parts
 from skyrl_mega.parallel.box import Shard
@@ -28,9 +31,6 @@ PIECE = 1 << 28
 FORWARD = ("_rowwise_data", "_rowwise_scale_inv")
 """What a forward pass reads."""
 ALL = (*FORWARD, "_columnwise_data", "_columnwise_scale_inv")
-
-Read = Callable[[Shard, Mapping[str, Tensor]], None]
-"""Fills the tensors of a shard."""
 
 
 def memory(params: Iterable[Tensor], of: tuple[str, ...] = ALL) -> Iterator[Tensor]:
@@ -64,17 +64,24 @@ def together(params: Iterable[Tensor]) -> None:
             setattr(p, name, place.view(t.shape))
 
 
-def on_the_wire(name: str, p: Any) -> Iterator[tuple[str, Tensor]]:
-    """What the sync takes of a parameter, by local name: numbers as E4M3 [N, K] and scales float32 [⌈N/128⌉, ⌈K/128⌉].
+def on_the_wire(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """What the sync takes, by local name: a parameter in FP8 as numbers, E4M3 [N, K], and scales, float32 [⌈N/128⌉,
+    ⌈K/128⌉], and any other as it is. Nothing is copied."""
+    found: dict[str, Tensor] = {}
+    for name, p in params.items():
+        if not is_float8tensor(p):
+            found[name] = p.data
+            continue
+        blocks: Any = p
+        rows, columns = (-(-n // BLOCK) for n in p.shape)
+        found[name] = blocks._rowwise_data.view(FP8)
+        found[name + SUFFIX] = blocks._rowwise_scale_inv[:rows, :columns]  # theirs are a multiple of 4 long
+    return found
 
-    Nothing is copied. Of a parameter that is not in FP8 that is its own values.
-    """
-    if not is_float8tensor(p):
-        yield name, p.data
-        return
-    rows, columns = (-(-n // BLOCK) for n in p.shape)
-    yield name, p._rowwise_data.view(FP8)
-    yield name + SUFFIX, p._rowwise_scale_inv[:rows, :columns]  # Transformer Engine's rows are a multiple of 4 long
+
+def plain(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Their values in their own type: of those in FP8 copies, on the host."""
+    return {name: dequantised(p).cpu() if is_float8tensor(p) else p.data for name, p in params.items()}
 
 
 @torch.no_grad()
@@ -95,43 +102,75 @@ def round_into(p: Any, values: Tensor) -> None:
         getattr(p, name).copy_(getattr(rounded, name))
 
 
-def plain(p: Any) -> Tensor:
-    """A parameter's values in its own type: of one in FP8 a copy, on the host."""
-    return dequantised(p).cpu() if is_float8tensor(p) else p.data
+def load(
+    path: Path,
+    shard: Shard,
+    params: Mapping[str, Tensor],
+    *,
+    optional: Mapping[str, tuple[int, ...]] | None = None,
+    optimizer: MegatronOptimizer | None = None,
+    chunks: Iterable[Any] = (),
+) -> None:
+    """Fills a rank's parameters, and an optimizer's master weights, from a Hugging Face directory.
 
+    What is in FP8 is read in its own type, at most `PIECE` numbers at once, and rounded: from master weights, as after
+    an optimizer step (a collective then), or where there are none into what a forward pass reads.
 
-def load(shard: Shard, params: Mapping[str, Tensor], read: Read, write: Callable[[str, Tensor], None]) -> None:
-    """Fills what is in FP8: reads it in its own type, at most `PIECE` numbers at once, and gives it to `write`.
+    Args:
+        path: The directory.
+        shard: What this rank holds.
+        params: Its parameters.
+        optional: See `hf_checkpoint.load`.
+        optimizer: Of these parameters.
+        chunks: The data-parallel model chunks that gather them.
 
-    Padding, which no file has, is zeros.
+    Raises:
+        UserError: one line for a missing or misshapen tensor and for a file that is cut off.
     """
-    group: dict[str, Tensor] = {}
-    for name in [n for n, p in params.items() if is_float8tensor(p)]:
-        if group and sum(t.numel() for t in group.values()) + params[name].numel() > PIECE:
-            _load(shard, group, read, write)
-            group = {}
-        group[name] = torch.zeros(params[name].shape, dtype=params[name].dtype, device=params[name].device)
-    _load(shard, group, read, write)
+    files.load(path, _part(shard, [n for n, p in params.items() if not is_float8tensor(p)]), params, optional)
+    if optimizer is not None:
+        optimizer.reload_model_params()
+    masters = Masters(optimizer, params) if optimizer is not None else None
+    fp8 = {name: p for name, p in params.items() if is_float8tensor(p)}
+    for group in _groups(fp8):
+        values = {n: torch.zeros(fp8[n].shape, dtype=fp8[n].dtype, device=fp8[n].device) for n in group}
+        files.load(path, _part(shard, group), values)
+        for name, of in values.items():
+            if masters is None:
+                round_into(fp8[name], of)
+            else:
+                masters.write(name, of)
+    if fp8 and masters is not None:
+        masters.round(chunks)
 
 
-def _load(shard: Shard, group: Mapping[str, Tensor], read: Read, write: Callable[[str, Tensor], None]) -> None:
-    pieces = tuple(piece for piece in shard.pieces if piece.param in group)
-    read(replace(shard, params={name: shard.params[name] for name in group}, pieces=pieces), group)
-    for name, values in group.items():
-        write(name, values)
+def _groups(params: Mapping[str, Tensor]) -> Iterator[list[str]]:
+    group: list[str] = []
+    size = 0
+    for name, p in params.items():
+        if group and size + p.numel() > PIECE:
+            yield group
+            group, size = [], 0
+        group.append(name)
+        size += p.numel()
+    if group:
+        yield group
 
 
-def unlike(shard: Shard, params: Mapping[str, Tensor]) -> Shard:
-    """The part of a shard that is not in FP8."""
-    plain = {name: shape for name, shape in shard.params.items() if not is_float8tensor(params[name])}
-    return replace(shard, params=plain, pieces=tuple(piece for piece in shard.pieces if piece.param in plain))
+def _part(shard: Shard, names: Iterable[str]) -> Shard:
+    """Some of a shard's local tensors."""
+    mine = {name: shard.params[name] for name in names}
+    return replace(shard, params=mine, pieces=tuple(piece for piece in shard.pieces if piece.param in mine))
 
 
 class Masters:
     """The float32 weights that an optimizer has of parameters in FP8, by local name: this rank's run of each."""
 
     def __init__(
-        self, optimizer: Any, params: Mapping[str, Tensor], held: Callable[[Tensor], Tensor] = lambda tensor: tensor
+        self,
+        optimizer: MegatronOptimizer,
+        params: Mapping[str, Tensor],
+        held: Callable[[Tensor], Tensor] = lambda tensor: tensor,
     ) -> None:
         """`held`: where a tensor's values lie, for reading (`megatron.residency`)."""
         names = {id(p): name for name, p in params.items() if is_float8tensor(p)}
@@ -154,9 +193,9 @@ class Masters:
         return {name: self._held(master.detach()).to("cpu", copy=True) for name, (_, master) in self._of.items()}
 
     def restore(self, copies: Mapping[str, Tensor]) -> None:
-        """Takes what `copies` gave."""
-        for name, (_, master) in self._of.items():
-            master.data.copy_(copies[name])
+        """Takes what `copies` gave, where it did."""
+        for name, values in copies.items():
+            self._of[name][1].data.copy_(values)
 
     def round(self, chunks: Iterable[Any]) -> None:
         """Rounds them into the parameters, and gathers those: as after an optimizer step. A collective."""

@@ -83,9 +83,7 @@ class ModelWorker:
             f"{i}.{name}": p for i, chunk in enumerate(chunks) for name, p in chunk.named_parameters()
         }
         self.shard: Shard = self.architecture.megatron_shard(hf, parallel, dist.get_rank(), self.spec)
-        self._keeps_fp8 = bool(chunks[0].config.fp8_param)
-        if self._keeps_fp8:
-            fp8_parameters.together(self.params.values())
+        fp8_parameters.together(self.params.values())
         self._reference: Reference | None = None
         self.fp8: EmulatedFp8 | None = None
         if policy.precision.recipe != "model" and not chunks[0].config.fp8:
@@ -128,9 +126,7 @@ class ModelWorker:
         """A new optimizer and schedule; moments start at zero and master weights are taken from the model, but those of
         parameters in FP8, which are rounded, from the optimizer before."""
         away = self.resident.away & {"optimizer"}
-        exact: dict[str, Tensor] = {}
-        if self._keeps_fp8 and hasattr(self, "optimizer"):
-            exact = Masters(self.optimizer, self.params, self.resident.held).copies()
+        exact = Masters(self.optimizer, self.params, self.resident.held).copies() if hasattr(self, "optimizer") else {}
         self.resident.forget("optimizer")
         if self.resident.streamed:
             self.resident.streamed.close()
@@ -139,8 +135,7 @@ class ModelWorker:
             del self.optimizer, self.schedule  # there is no room for two
         with self.resident.brought("parameters"):
             self.optimizer = build_optimizer(config, self.chunks, self.dtype, f"{self.name}.optimizer")
-            if exact:
-                Masters(self.optimizer, self.params).restore(exact)
+            Masters(self.optimizer, self.params).restore(exact)
             if config.streamed:
                 self.resident.streamed = StreamedOptimizer(self.optimizer, self.device, OPTIMIZER_PIECE)
         self.schedule = build_schedule(config, self.optimizer)
@@ -154,54 +149,28 @@ class ModelWorker:
         A value head stays as it is where the directory has none, as a policy's; a reward model's has one.
         """
         with torch.no_grad(), self.resident.brought("parameters", "optimizer"):
-            self._own()
-            gathered(self.chunks)
-            self._read(path, {VALUE: self.architecture.tensors(self.hf)[VALUE]} if self.head == "value" else None)
-            trained = hasattr(self, "optimizer")
-            if trained:
-                self.optimizer.reload_model_params()
-            if self._keeps_fp8:
-                self._read_fp8(path, Masters(self.optimizer, self.params) if trained else None)
-
-    def _read(self, path: Path, optional: dict[str, tuple[int, ...]] | None = None) -> None:
-        """Reads what is in the model's type into the parameters."""
-        files.load(
-            path,
-            fp8_parameters.unlike(self.shard, self.params),
-            {name: p.data for name, p in self.params.items()},
-            optional,
-        )
-
-    def _read_fp8(self, path: Path, masters: Masters | None) -> None:
-        """Reads what is in FP8, rounded from master weights if there are any. A collective then."""
-
-        def write(name: str, values: Tensor) -> None:
-            if masters is None:
-                fp8_parameters.round_into(self.params[name], values)
-            else:
-                masters.write(name, values)
-
-        fp8_parameters.load(self.shard, self.params, partial(files.load, path), write)
-        if masters is not None:
-            masters.round(self.chunks)
+            self._whole()
+            fp8_parameters.load(
+                path,
+                self.shard,
+                self.params,
+                optional={VALUE: self.architecture.tensors(self.hf)[VALUE]} if self.head == "value" else None,
+                optimizer=getattr(self, "optimizer", None),
+                chunks=self.chunks,
+            )
 
     def weights(self) -> dict[str, Tensor]:
-        """This rank's parameters by local name, without gradients, those in FP8 as numbers and scales; see
-        `fp8_parameters.on_the_wire`. A collective after an optimizer step."""
-        self._own()
-        gathered(self.chunks)
-        return dict(one for name, p in self.params.items() for one in fp8_parameters.on_the_wire(name, p))
+        """This rank's parameters by local name (`fp8_parameters.on_the_wire`). A collective after an optimizer step."""
+        self._whole()
+        return fp8_parameters.on_the_wire(self.params)
 
     def keep_reference(self, path: Path) -> None:
         """Keeps other weights in host memory, for `logprobs(reference=True)`."""
         with self.resident.brought("parameters"):
-            self._own()
-            gathered(self.chunks)
+            self._whole()
             reference = Reference(fp8_parameters.memory(self.params.values(), fp8_parameters.FORWARD))
             with torch.no_grad(), reference.swapped():
-                self._read(path)
-                if self._keeps_fp8:
-                    self._read_fp8(path, None)
+                fp8_parameters.load(path, self.shard, self.params)
             self._reference = reference
 
     def offload(self, parts: Sequence[str]) -> int:
@@ -212,8 +181,7 @@ class ModelWorker:
         parts = expanded(parts)
         leaving = {*parts} - self.resident.away
         if "parameters" in leaving:
-            self._own()
-            gathered(self.chunks)
+            self._whole()
         if "gradients" in leaving:
             self.optimizer.zero_grad()  # the optimizer's shards look at them, or hold copies
         return self.resident.offload(parts)  # also of those that are half back
@@ -232,6 +200,11 @@ class ModelWorker:
         self.resident.need("parameters")
         if self._reference is not None:
             self._reference.put_back()
+
+    def _whole(self) -> None:
+        """`_own`, and all of them are gathered. A collective after an optimizer step."""
+        self._own()
+        gathered(self.chunks)
 
     def _weights(self, reference: bool) -> AbstractContextManager[None]:
         """The model computes with the reference's weights inside."""
@@ -440,30 +413,26 @@ class ModelWorker:
         What is not on the device is read where it is.
         """
         if "parameters" not in self.resident.away:
-            self._own()
-            gathered(self.chunks)
+            self._whole()
         checkpoint.save(folder, self._trained())
         self.resident.rest()
 
     def restore(self, folder: Path) -> None:
         """Reads this rank's part of a checkpoint, saved in this layout or another."""
         with self.resident.brought("parameters", "optimizer"):
-            self._own()
-            gathered(self.chunks)
+            self._whole()
             checkpoint.load(folder, self._trained())
         self.resident.rest()
 
     def _trained(self) -> checkpoint.Trained:
-        decoder = self.architecture.describe(self.hf)
-        rank, optimizer = dist.get_rank(), self.optimizer
         return checkpoint.Trained(
-            decoder,
+            self.architecture.describe(self.hf),
             self.parallel,
-            rank,
+            dist.get_rank(),
             self.shard,
             self.params,
             chunks=self.chunks,
-            optimizer=optimizer,
+            optimizer=self.optimizer,
             schedule=self.schedule,
             held=self.resident.held,
         )
@@ -472,10 +441,8 @@ class ModelWorker:
         """Writes the weights as a Hugging Face directory, with configuration and tokenizer from `source`."""
         layout = self.architecture.megatron_layout(self.hf, self.parallel, self.spec)
         with self.resident.brought("parameters"):
-            self._own()
-            gathered(self.chunks)
-            weights = {name: fp8_parameters.plain(p) for name, p in self.params.items()}
-            files.save(path, source, layout, weights)
+            self._whole()
+            files.save(path, source, layout, fp8_parameters.plain(self.params))
 
 
 def _nothing(model: Any, micro: MicroBatch, tokens: int, hidden: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

@@ -303,7 +303,7 @@ class Watch:
 def _taken(worker: Any) -> dict[str, Tensor]:
     from skyrl_mega.megatron.fp8_parameters import on_the_wire
 
-    return dict(one for name, p in worker.params.items() for one in on_the_wire(name, p))
+    return on_the_wire(worker.params)
 
 
 def _agree(p: Any) -> bool:

@@ -17,7 +17,7 @@ from skyrl_mega.models.tiny import hf_config
 from skyrl_mega.parallel.box import Layout, Shard
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.fp8.format import FP8, SUFFIX, Wire, quantised, with_scales
-from skyrl_mega.weights.fp8.scales import straddled
+from skyrl_mega.weights.fp8.scales import straddled, without_own_blocks
 from skyrl_mega.weights.plan.plan import plan
 from skyrl_mega.weights.plan.topology import Links, Topology
 from tests.support.ranks import run_ranks
@@ -75,7 +75,8 @@ def types(shard: Shard, wire: Wire, numbers: bool) -> dict[str, torch.dtype]:
     return found
 
 
-def sync(rank: int, address: str, case: Case, numbers: bool) -> float:
+def sync(rank: int, address: str, case: Case, numbers: bool, kept: bool = False) -> float:
+    """Two syncs; `kept`: the policy has its weights in FP8, with their scales."""
     source, target = case.layouts()
     names = quantised(target.tensors)
     wire = Wire(torch.bfloat16, names)
@@ -88,6 +89,11 @@ def sync(rank: int, address: str, case: Case, numbers: bool) -> float:
         if rank < ranks:
             plain = case.layouts()[0].shards[rank]
             params = {name: param.bfloat16() for name, param in cut(plain, tensors).items()}
+            if kept:
+                whole, scale = whole_tensors(tensors, names)
+                rounded = cut(mine, {name: t.float() for name, t in (whole | scale).items()})
+                of = {piece.param: wire.type_of(piece.tensor) for piece in mine.pieces}
+                params = {name: t.to(of[name]) for name, t in rounded.items()}
             report = built.run(source=params, checksums=checksums)
             continue
         expected, scales = whole_tensors(tensors, names)
@@ -124,6 +130,20 @@ CASES = {
 def test_fp8_is_that_of_the_whole_tensor(hf: dict[str, Any], layout: str, more: dict[str, Any], numbers: bool) -> None:
     case = replace(Case(hf, LAYOUTS[layout], bucket_bytes=40_000), **more)
     run_ranks(case.size, sync, case, numbers)
+
+
+@pytest.mark.parametrize("numbers", [True, False], ids=["engine keeps FP8", "engine keeps BF16"])
+@pytest.mark.parametrize("name", [name for name, (hf, _, _) in CASES.items() if hf is EVEN])
+def test_a_policy_in_fp8_sends_its_own_numbers_and_scales(name: str, numbers: bool) -> None:
+    hf, layout, more = CASES[name]
+    case = replace(Case(hf, LAYOUTS[layout], bucket_bytes=40_000), **more)
+    run_ranks(case.size, sync, case, numbers, True)
+
+
+def test_blocks_that_are_the_wires() -> None:
+    for hf, found in ((EVEN, None), (ODD, "model.layers.0.mlp.experts.0.down_proj.weight")):
+        policy, _ = layouts(hf)
+        assert without_own_blocks(policy, quantised(policy.tensors)) == found
 
 
 def layouts(hf: dict[str, Any], engine: int = 1) -> tuple[Layout, Layout]:

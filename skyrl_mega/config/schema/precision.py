@@ -17,12 +17,12 @@ class PrecisionConfig:
     1 × 128, weights by 128 × 128, as FP8 engines (Hopper). fp8_current: E4M3, gradients E5M2, a tensor by its present
     magnitude. fp8_delayed: the same, by its magnitude in passes before. mxfp8: E4M3 by 1 × 32 with powers of two
     (Blackwell). On a CPU the numbers are rounded so and multiplied in `model.dtype`."""
-    parameters: str = one_of("model", "fp8")
-    """What these layers' weights are kept and gathered in, beside float32 master weights. fp8: as fp8_blockwise
-    multiplies them, which weight sync takes as they are; half the bytes of a gather, and no copies in a pass (GPUs)."""
     first_layers: int = at_least(0, 0)
     """Layers at the model's start that compute in `model.dtype` all the same."""
     last_layers: int = at_least(0, 0)
     """Layers at its end that do."""
     history: int = between(1, MOST, 16)
     """Passes whose largest magnitude gives the scale (fp8_delayed)."""
+    parameters: str = one_of("model", "fp8")
+    """What these layers' weights are kept and gathered in, beside float32 master weights. fp8: as fp8_blockwise
+    multiplies them, which weight sync takes as they are; half the bytes of a gather, and no copies in a pass (GPUs)."""

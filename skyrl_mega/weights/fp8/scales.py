@@ -12,7 +12,7 @@ from torch import Tensor
 from skyrl_mega.kernels.block_fp8 import BLOCK, block_amax, scales
 from skyrl_mega.parallel.box import Box, Layout, Piece
 from skyrl_mega.weights.exchange.pack import local_view
-from skyrl_mega.weights.fp8.format import FP8, SUFFIX, scale_box
+from skyrl_mega.weights.fp8.format import FP8, SUFFIX, scale_box, with_scales
 from skyrl_mega.weights.plan.intersect import Ints
 
 Agree = Callable[[Tensor], None]
@@ -106,6 +106,19 @@ def straddled(layout: Layout, names: frozenset[str]) -> dict[str, Ints]:
                 boxes.setdefault(piece.tensor, {})[piece.box] = None
     found = {name: _shared(layout.tensors[name], tuple(of)) for name, of in sorted(boxes.items())}
     return {name: blocks for name, blocks in found.items() if len(blocks)}
+
+
+def without_own_blocks(layout: Layout, names: frozenset[str]) -> str | None:
+    """A tensor whose blocks are not those of the local tensors that it lies in, or are cut among ranks, if there is
+    one: its local tensor in FP8 has other scales than the wire."""
+    cut = next(iter(straddled(layout, names)), None)
+    if cut is not None:
+        return cut
+    for shard in with_scales(layout, names).distinct[0]:
+        for piece in shard.pieces:
+            if f"{SUFFIX}." in piece.param:
+                return piece.tensor.removesuffix(SUFFIX)
+    return None
 
 
 @cache

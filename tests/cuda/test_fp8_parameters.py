@@ -1,0 +1,194 @@
+"""Parameters in FP8, as Transformer Engine's own tensors, in two data-parallel ranks.
+
+Its Python and megatron-core's are real (`te`), its kernels are torch's (`te_fp8`). Beside them the same policy with
+parameters in bfloat16, the files, and blocks rounded one after another in a plain loop.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from skyrl_mega.config.precision import environment
+from skyrl_mega.config.schema import BuildConfig, OptimizerConfig, PolicyConfig, PrecisionConfig
+from skyrl_mega.models.tiny import build
+from skyrl_mega.parallel.dims import ParallelDims
+from tests.cuda import te
+from tests.cuda.te_fp8 import BLOCK, LARGEST, Answer, Case
+from tests.support.ranks import free_port
+
+pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = BuildConfig(
+    layers=3, hidden=256, heads=4, kv_heads=2, head_dim=128, experts=4, expert_ffn=128, tokenizer="none"
+)
+RANKS = 2
+STEPPED = "step 1"
+
+
+def policy(parameters: str) -> PolicyConfig:
+    precision = PrecisionConfig("fp8_blockwise", parameters=parameters, first_layers=1)
+    return PolicyConfig(spec="te", precision=precision, optimizer=OptimizerConfig(lr=1e-2, clip_grad=0.0))
+
+
+Found = dict[str, list[Answer]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("fp8_parameters")
+    build(MODEL, made / "model", seed=1)
+    build(MODEL, made / "other", seed=2)
+    return made
+
+
+@pytest.fixture(scope="module")
+def found(folder: Path) -> Found:
+    """What each rank found, with parameters in bfloat16 and in FP8."""
+    return {name: run(folder, name) for name in ("model", "fp8")}
+
+
+def run(folder: Path, name: str) -> list[Answer]:
+    address = f"127.0.0.1:{free_port()}"
+    path = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    started = []
+    for rank in range(RANKS):
+        case = Case(rank, address, folder, ParallelDims(RANKS), name, policy(name))
+        (folder / f"{name}{rank}.case").write_bytes(pickle.dumps(case))
+        with (folder / f"{name}{rank}.case").open("rb") as given, (folder / f"{name}{rank}.log").open("wb") as log:
+            command = [sys.executable, "-W", "ignore", "-m", "tests.cuda.te_fp8", str(folder / f"{name}{rank}.out")]
+            environ = os.environ | path | environment(case.policy.precision)
+            started.append(subprocess.Popen(command, stdin=given, stderr=log, stdout=log, cwd=ROOT, env=environ))
+    for rank, process in enumerate(started):
+        assert process.wait(timeout=300) == 0, (folder / f"{name}{rank}.log").read_text()[-3000:]
+    return [pickle.loads((folder / f"{name}{rank}.out").read_bytes()) for rank in range(RANKS)]
+
+
+def test_linear_layers_are_in_fp8_and_nothing_else(found: Found) -> None:
+    """All of attention and experts in layers 1 and 2; layer 0 was asked for in bfloat16."""
+    assert not found["model"][0].fp8
+    every = set(found["model"][0].weights["built"])
+    linear = {n for n in every if ".linear_" in n and n.rsplit(".", 1)[1].startswith("weight")}
+    assert found["fp8"][0].fp8 == {name for name in linear if ".layers.0." not in name}
+    assert set(found["fp8"][0].weights["built"]) == every | {f"{name}_scale_inv" for name in found["fp8"][0].fp8}
+
+
+def test_a_gather_moves_half_the_bytes(found: Found) -> None:
+    """One for each number in FP8 where there were two, but for paddings of buffers."""
+    small, large = (found[name][0] for name in ("fp8", "model"))
+    assert small.buffers == {"torch.uint8", "torch.bfloat16"} and large.buffers == {"torch.bfloat16"}
+    numbers = sum(small.weights["built"][name].size for name in small.fp8)
+    assert large.gathered - small.gathered == pytest.approx(numbers, abs=2048)
+
+
+@pytest.mark.parametrize("moment", ["loaded", "step 0", STEPPED, "reference gone", "back"])
+def test_master_weights_are_those_beside_bfloat16(found: Found, moment: str) -> None:
+    """A file's values whole, not their rounding, and then the same steps."""
+    for name in masters(found["model"], moment):
+        np.testing.assert_array_equal(masters(found["fp8"], moment)[name], masters(found["model"], moment)[name])
+
+
+@pytest.mark.parametrize("moment", ["loaded", "step 0", STEPPED, "reference", "restored", "alone"])
+def test_numbers_and_scales_are_of_the_bfloat16_weights(found: Found, moment: str) -> None:
+    """As a loop over blocks rounds them: 448 / magnitude is what a number is multiplied by, as Transformer Engine has
+    it. So nothing that computes sees a difference to bfloat16 parameters, which every pass rounds."""
+    for rank in range(RANKS):
+        plain, mine = found["model"][rank].weights[moment], found["fp8"][rank].weights[moment]
+        for name, values in plain.items():
+            if name not in found["fp8"][rank].fp8:
+                np.testing.assert_array_equal(mine[name], values)
+                continue
+            numbers, scales = rounded(torch.from_numpy(values))
+            assert torch.equal(torch.from_numpy(mine[name]), numbers), name
+            np.testing.assert_array_equal(mine[f"{name}_scale_inv"], scales.numpy())
+
+
+def rounded(values: Tensor) -> tuple[Tensor, Tensor]:
+    """E4M3 as uint8, and the scales."""
+    rows, columns = (-(-n // BLOCK) for n in values.shape)
+    numbers, scales = torch.zeros(values.shape, dtype=torch.uint8), torch.zeros(rows, columns)
+    for i in range(rows):
+        for j in range(columns):
+            here = slice(i * BLOCK, (i + 1) * BLOCK), slice(j * BLOCK, (j + 1) * BLOCK)
+            scale = LARGEST / values[here].abs().max()
+            numbers[here] = (values[here] * scale).to(torch.float8_e4m3fn).view(torch.uint8)
+            scales[i, j] = 1 / scale
+    return numbers, scales
+
+
+def test_what_a_backward_pass_reads_is_never_stale(found: Found) -> None:
+    """After loads, steps, a reference's visit, parking, a new optimizer and a restored checkpoint."""
+    for answer in found["fp8"]:
+        assert len(answer.backward) == 8 and all(answer.backward.values()), answer.backward
+
+
+def test_all_ranks_have_one_set_of_weights(found: Found) -> None:
+    first, second = found["fp8"]
+    for moment, weights in first.weights.items():
+        if moment != "built":  # drawn at random by each rank
+            same(weights, second.weights[moment])
+
+
+@pytest.mark.parametrize("moment", ["reference gone", "back", "reset", "restored"])
+def test_nothing_else_changes_a_weight(found: Found, moment: str) -> None:
+    """A new optimizer takes master weights from parameters in bfloat16, as it does elsewhere, and never from FP8."""
+    for answer in found["fp8"]:
+        same(answer.weights[moment], answer.weights[STEPPED])
+        for name, values in answer.masters[STEPPED].items():
+            if name in answer.fp8 or moment in ("reference gone", "back"):
+                np.testing.assert_array_equal(answer.masters[moment][name], values)
+
+
+def test_the_reference_is_another_model(found: Found) -> None:
+    weights = found["fp8"][0].weights
+    assert all((weights["reference"][name] != weights[STEPPED][name]).any() for name in found["fp8"][0].fp8)
+
+
+def test_memory(found: Found) -> None:
+    """Two bytes a number and two scales a block; a reference has one, of what a forward pass reads; nothing is left on
+    the device while all of it is away; and it moves in a few large copies, not in one for each of an expert's tensors.
+    """
+    answer, plain = (found[name][0] for name in ("fp8", "model"))
+    blocks = 4 * 4 * len(answer.fp8) * 16  # a generous bound for so small a model: 64 blocks a tensor
+    assert answer.bytes["parameters"] == pytest.approx(plain.bytes["parameters"], abs=blocks)
+    numbers = sum(answer.weights["built"][name].size for name in answer.fp8)
+    assert plain.bytes["reference"] - answer.bytes["reference"] == pytest.approx(numbers, abs=blocks)
+    assert answer.away == 0
+    assert answer.copies <= 6
+
+
+def test_an_export_has_what_engines_got(found: Found, folder: Path) -> None:
+    """Numbers times scales, in bfloat16; what is not in FP8 as it is."""
+    exported = load_file(folder / "fp8-export" / "model.safetensors")
+    weights = found["fp8"][0].weights[STEPPED]
+    name = "0.decoder.layers.1.self_attention.linear_proj.weight"
+    numbers = torch.from_numpy(weights[name]).view(torch.float8_e4m3fn).float()
+    scales = torch.from_numpy(weights[f"{name}_scale_inv"])
+    rows, columns = numbers.shape
+    spread = scales.repeat_interleave(BLOCK, 0)[:rows].repeat_interleave(BLOCK, 1)[:, :columns]
+    assert torch.equal(exported["model.layers.1.self_attn.o_proj.weight"], (numbers * spread).bfloat16())
+    embedding = torch.from_numpy(weights["0.embedding.word_embeddings.weight"]).bfloat16()
+    assert torch.equal(exported["model.embed_tokens.weight"], embedding[: len(exported["model.embed_tokens.weight"])])
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> None:
+    assert a.keys() == b.keys()
+    for name, values in a.items():
+        np.testing.assert_array_equal(values, b[name], err_msg=name)
+
+
+def masters(ranks: list[Answer], moment: str) -> dict[str, Any]:
+    """Whole, by name: the ranks' runs one after another."""
+    names = {name for answer in ranks for name in answer.masters[moment]}
+    return {n: np.concatenate([a.masters[moment][n] for a in ranks if n in a.masters[moment]]) for n in names}
