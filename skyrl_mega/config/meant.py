@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 _STEPS = "telemetry.profile.steps lists the steps that are recorded, and none is recorded without"
-_GATHERED = "parameters stay in model.dtype, and are gathered so (docs/precision.md)"
+_GATHERED = "policy.precision.parameters=fp8 keeps weights in FP8, and gathers them so (docs/precision.md)"
 _AHEAD = "asynchrony.mode is one_step or full where engines generate while the policy trains (docs/asynchrony.md)"
 _AGE = "asynchrony.max_staleness, with asynchrony.mode=full, counts syncs (docs/asynchrony.md)"
 

@@ -14,7 +14,6 @@ from skyrl_mega.config.schema import CriticConfig, PolicyConfig
 from skyrl_mega.config.values import shown
 
 MODEL = "another model.path: config.json decides it"
-KEPT = "policy.precision, with which parameters stay in model.dtype (docs/precision.md)"
 FLOAT32 = "float32, which master weights and their gradients always are (docs/speed.md)"
 OFFLOAD = "policy.recompute=moe or full: megatron-core's own offload takes every step for the first (docs/speed.md)"
 OPTIMIZER = "policy.optimizer"
@@ -36,7 +35,8 @@ _TRANSFORMER: dict[str | None, str] = {
     "policy.spec": "transformer_impl moe_grouped_gemm moe_use_legacy_grouped_gemm use_kitchen use_kitchen_attention",
     "model.dtype": "params_dtype pipeline_dtype bf16 fp16 enable_autocast autocast_dtype",
     "policy.precision": "fp8 fp8_recipe fp8_amax_history_len fp8_amax_compute_algo first_last_layers_bf16 "
-    "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16 fp8_param",
+    "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
+    "policy.precision.parameters": "fp8_param",
     OFFLOAD: "fine_grained_activation_offloading offload_modules min_offloaded_tensor_size cpu_offloading "
     "cpu_offloading_num_layers",
     MODEL: "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "

@@ -27,6 +27,7 @@ from skyrl_mega.planner.memory import (
     critic_view,
     engine_memory,
     itemsize,
+    kept_in_fp8,
     moments,
     on_cpu,
     overlapped,
@@ -147,7 +148,10 @@ def pinned_reference(config: Config, d: Decoder, parallel: ParallelDims, rank: i
     """Bytes of a reference that shares the policy's ranks, in pinned host memory beside one of them."""
     if not config.algorithm.kl.coefficient or config.reference.layout is not None:
         return 0
-    return sum(chunk.total for chunk in stage(d, parallel, parallel.coordinates(rank).pp)) * itemsize(config)
+    pp = parallel.coordinates(rank).pp
+    whole = sum(chunk.total for chunk in stage(d, parallel, pp))
+    small = kept_in_fp8(config, d, parallel, pp)  # of which a forward pass reads a byte
+    return (whole - small) * itemsize(config) + small
 
 
 def crowded(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:

@@ -199,18 +199,28 @@ def _activations(config: Config, d: Decoder, parallel: ParallelDims, pp: int) ->
     return replace(found, forward=found.forward + forward, train=found.train + train)
 
 
+def rounded(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> int:
+    """Weights of a rank that are rounded to FP8. Norms and the router are counted too: they are small."""
+    precision = config.policy.precision
+    fp8 = range(precision.first_layers, d.layers - precision.last_layers) if precision.recipe != "model" else ()
+    return sum(size for layer, size in layers(d, parallel, pp).items() if layer in fp8)
+
+
+def kept_in_fp8(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> int:
+    """Weights of a rank whose parameters are in FP8 (`policy.precision.parameters`)."""
+    return rounded(config, d, parallel, pp) if config.policy.precision.parameters == "fp8" else 0
+
+
 def fp8_copies(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> tuple[int, int]:
     """Bytes of the rounded weights of a pass (`policy.precision`), without a backward pass and with one.
 
     Transformer Engine keeps a byte for each weight as it meets activations, and one as it meets gradients. On a CPU the
-    rounded weights are in `model.dtype`, of `mxfp8` both of them. Norms and the router are counted too: they are small.
+    rounded weights are in `model.dtype`, of `mxfp8` both of them.
     """
-    precision = config.policy.precision
-    recipe = precision.recipe
-    if recipe == "model" or precision.parameters == "fp8":
-        return 0, 0  # parameters that are rounded are both themselves, and no larger than model.dtype
-    fp8 = range(precision.first_layers, d.layers - precision.last_layers)
-    weights = sum(size for layer, size in layers(d, parallel, pp).items() if layer in fp8)
+    recipe = config.policy.precision.recipe
+    if recipe == "model" or config.policy.precision.parameters == "fp8":
+        return 0, 0  # parameters that are rounded are both themselves, and as large as in bfloat16
+    weights = rounded(config, d, parallel, pp)
     if on_cpu(config):
         return (weights * itemsize(config) * (1 + (recipe == "mxfp8")),) * 2
     return weights, 2 * weights

@@ -22,9 +22,9 @@ from skyrl_mega.planner.batch import Batch, batch
 from skyrl_mega.planner.buffers import MASTER
 from skyrl_mega.planner.decode import reads
 from skyrl_mega.planner.flops import BACKWARD, Load, causal_pairs, flops
-from skyrl_mega.planner.memory import critic_dims, critic_view, engine_memory, itemsize, moments
+from skyrl_mega.planner.memory import critic_dims, critic_view, engine_memory, itemsize, kept_in_fp8, moments
 from skyrl_mega.planner.moves import host_rate, residency_time, streaming_rate
-from skyrl_mega.planner.parameters import stage
+from skyrl_mega.planner.parameters import layers, stage
 from skyrl_mega.weights.plan.sync_plan import copy_bytes
 from skyrl_mega.weights.plan.topology import Links
 
@@ -257,10 +257,16 @@ def _update(config: Config, d: Decoder, parallel: ParallelDims) -> float:
     chunks = stage(d, parallel, 0)
     whole = sum(chunk.total for chunk in chunks)
     experts = sum(int(chunk.numel[chunk.expert].sum()) for chunk in chunks) if parallel.expert > 1 else 0
-    for count, ranks in ((whole - experts, parallel.data * parallel.context), (experts, parallel.expert_data)):
+    small = kept_in_fp8(config, d, parallel, 0)
+    of_experts = experts * small // sum(layers(d, parallel, 0).values())
+    parts = (
+        (whole - experts, small - of_experts, parallel.data * parallel.context),
+        (experts, of_experts, parallel.expert_data),
+    )
+    for count, fp8, ranks in parts:
         stride = parallel.ranks // parallel.pipeline
         if ranks > 1:
-            seconds += count * (4 + size) * (ranks - 1) / ranks / _rate(links, stride, ranks)
+            seconds += (count * (4 + size) - fp8 * (size - 1)) * (ranks - 1) / ranks / _rate(links, stride, ranks)
         # Masters and moments are read and written, gradients read, weights written.
         seconds += count / ranks * (2 * (MASTER + state) + 4 + 2) / (config.cluster.rates.memory_gb_s * 1e9)
         if streamed:

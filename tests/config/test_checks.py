@@ -307,7 +307,7 @@ WRONG = [
         "residency.keep=[optimizer] policy.optimizer.streamed=true",
         "residency.keep = [optimizer]: policy.optimizer.streamed=true has the optimizer's state in host memory",
     ),
-    ("policy.options.fp8_param=true", "use policy.precision, with which parameters stay in model.dtype"),
+    ("policy.options.fp8_param=true", "use policy.precision.parameters"),
     *(
         (
             f"policy.options={{{options}}}",

@@ -102,7 +102,10 @@ def test_values_of_every_kind(folder: Path) -> None:
         ("run.seed=null", "run.seed = null: allowed is a whole number"),
         ("policy.ranks=few", "policy.ranks = few: allowed is a whole number from 1 to 100000 or null"),
         ("telemetry.profile.enabled=true", "is not known here; telemetry.profile.steps lists the steps"),
-        ("policy.precision.param_gather=true", "is not known here; parameters stay in model.dtype"),
+        (
+            "policy.precision.param_gather=true",
+            "is not known here; policy.precision.parameters=fp8 keeps weights in FP8",
+        ),
         ("policy.megatron_cfg.fp8_cfg.enabled=true", "enabled = true is not known here; allowed in policy: ranks, "),
         ("policy.recompute=1", "policy.recompute = 1: allowed is one of none, selective"),
         ("residency.keep=parameters", "optimizer, critic or null: [parameters,gradients] keeps these two, [] none, nu"),

@@ -198,7 +198,7 @@ def test_what_stays_when_something_is_offloaded(theirs: str, value: object, here
 
 def test_a_page_is_named_once_and_in_one_place() -> None:
     key = "actor_rollout_ref.actor.megatron.override_transformer_config.fp8_param"
-    assert (lookup.answer(key, True) or "").endswith("layers multiply (docs/precision.md, docs/migration.md)")
+    assert (lookup.answer(key, True) or "").endswith("with fp8_blockwise (docs/precision.md, docs/migration.md)")
 
 
 def test_many_mistakes_have_an_end() -> None:

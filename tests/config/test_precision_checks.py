@@ -18,6 +18,7 @@ from skyrl_mega.models.tiny import hf_config
 from skyrl_mega.parallel.dims import ParallelDims
 
 R = "policy.precision.recipe"
+KEPT = "policy.precision.parameters=fp8"
 GPU = "cluster.device=cuda policy.ranks=1 rollout.engines=1 cluster.gpus_per_node=2"
 
 
@@ -28,6 +29,7 @@ GPU = "cluster.device=cuda policy.ranks=1 rollout.engines=1 cluster.gpus_per_nod
         f"{R}=mxfp8 policy.precision.first_layers=1 policy.precision.last_layers=1",
         f"{R}=fp8_delayed policy.precision.history=1",
         f"{R}=fp8_blockwise model.dtype=bfloat16 {GPU}",
+        f"{R}=fp8_blockwise {KEPT} weights.wire=fp8 model.dtype=bfloat16 {GPU}",
     ],
 )
 def test_what_is_possible_passes(base: Path, arguments: str) -> None:
@@ -54,11 +56,21 @@ def test_what_is_possible_passes(base: Path, arguments: str) -> None:
             f"{R}=fp8_delayed policy.options={{recompute_granularity:selective,recompute_modules:[moe_act]}}",
             "policy.options.recompute_modules: megatron-core recomputes moe_act",
         ),
+        (f"{R}=fp8_current {KEPT} weights.wire=fp8", f"{KEPT.replace('=', ' = ')}: only what fp8_blockwise multiplies"),
+        (f"{R}=fp8_blockwise {KEPT} weights.wire=fp8", f"{KEPT.replace('=', ' = ')}: these are Transformer Engine's"),
+        (
+            f"{R}=fp8_blockwise {KEPT} model.dtype=bfloat16 {GPU}",
+            f"{KEPT.replace('=', ' = ')}: engines get the weights",
+        ),
+        (
+            f"{R}=fp8_blockwise {KEPT} weights.wire=fp8 policy.optimizer.streamed=true model.dtype=bfloat16 {GPU}",
+            f"{KEPT.replace('=', ' = ')}: master weights are rounded into them all at once, and policy.optimizer",
+        ),
         ("policy.options.fp8=hybrid", "policy.options.fp8: the run decides it; use policy.precision"),
         ("policy.options.fp8_recipe=blockwise", "policy.options.fp8_recipe: the run decides it; use policy.precision"),
         (
             "policy.ddp_options.fp8_param_gather=true",
-            "policy.ddp_options.fp8_param_gather: the run decides it; use policy.precision",
+            "policy.ddp_options.fp8_param_gather: the run decides it; use policy.precision.parameters",
         ),
     ],
 )

@@ -57,6 +57,8 @@ class Answer:
     """Of the parameters' memory, and of the reference's in host memory."""
     away: int = 0
     """Bytes of the parameters that the device holds while they are away."""
+    excess: int = 0
+    """Bytes of memory that master weights lie in and do not need."""
     copies: int = 0
     """Storages that the parameters lie in."""
 
@@ -268,6 +270,8 @@ class Watch:
             for part in parts(worker.optimizer)
             for p, master in masters(part)
         }
+        every = [master for part in parts(worker.optimizer) for _, master in masters(part)]
+        answer.excess += sum(m.untyped_storage().nbytes() - m.nbytes for m in every)
         answer.backward[moment] = all(_agree(p) for p in self.fp8.values())
         held = [t.untyped_storage() for t in memory(worker.params.values())]
         answer.bytes["parameters"] = sum({s._cdata: s.nbytes() for s in held}.values())

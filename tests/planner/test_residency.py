@@ -332,6 +332,10 @@ def test_rounded_weights_of_a_pass_are_counted_in_it() -> None:
     assert after.at.forward - before.at.forward == weights
     assert after.at.train - before.at.train == 2 * weights
     assert after.totals["generate"] == before.totals["generate"]
+    c.policy.precision.parameters = "fp8"
+    kept = policy_memory(c, d, PARALLEL, 0)
+    assert kept.at == before.at, "a byte for each direction in the parameters themselves, which were two in bfloat16"
+    c.policy.precision.parameters = "model"
     c.policy.precision.first_layers = c.policy.precision.last_layers = 4
     assert 48 * (policy_memory(c, d, PARALLEL, 0).at.train - before.at.train) == 40 * 2 * weights
     c.policy.precision.first_layers = c.policy.precision.last_layers = 0

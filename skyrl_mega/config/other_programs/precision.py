@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from skyrl_mega.config.other_programs.entry import ALWAYS, Table, none, to
 
-_KEPT = none("parameters stay in model.dtype, and are gathered so; FP8 is what layers multiply (docs/precision.md)")
+_KEPT = to("policy.precision.parameters", note="fp8 or model; true is fp8, with fp8_blockwise (docs/precision.md)")
 _RECIPE = to(
     "policy.precision.recipe",
     values={
