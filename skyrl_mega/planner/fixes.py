@@ -116,6 +116,7 @@ NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     "policy.micro_tokens": _lower,
     "policy.optimizer.streamed": lambda value: [] if value else [True],
     "critic.optimizer.streamed": lambda value: [] if value else [True],
+    "policy.precision.parameters": lambda value: [] if value == "fp8" else ["fp8"],
     "policy.logit_chunk": _lower,
     "weights.bucket_mib": _lower,
     **{f"policy.layout.{name}": _sizes for name in ("tensor", "expert", "pipeline", "virtual_pipeline", "context")},

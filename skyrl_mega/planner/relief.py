@@ -96,6 +96,8 @@ def _of_policy(config: Config) -> Iterator[Tried]:
     yield f"policy.micro_tokens={fewer}", replace(config, policy=replace(policy, micro_tokens=fewer))
     optimizer = replace(policy.optimizer, streamed=True)
     yield "policy.optimizer.streamed=true", replace(config, policy=replace(policy, optimizer=optimizer))
+    precision = replace(policy.precision, parameters="fp8")
+    yield "policy.precision.parameters=fp8", replace(config, policy=replace(policy, precision=precision))
 
 
 def _of_sharing(config: Config, phase: str) -> Iterator[Tried]:
