@@ -32,6 +32,7 @@ from skyrl_mega.hf_checkpoint.box_files import (
     write_boxes,
 )
 from skyrl_mega.hf_checkpoint.box_header import Header, read_header, write_header
+from skyrl_mega.megatron.model import gather
 from skyrl_mega.megatron.moments import allocate_moments, masters, parts, set_step
 from skyrl_mega.models import dist_checkpoint, huggingface
 from skyrl_mega.models.decoder import Decoder
@@ -111,8 +112,7 @@ def load(folder: Path, trained: Trained) -> None:
     step, schedule = _everywhere(lambda: _read(folder, trained, owned, frozen))[trained.rank]
     for part in parts(trained.optimizer):
         part._copy_main_params_to_model_params()
-    for chunk in trained.chunks:
-        chunk.start_param_sync(force_sync=True)
+    gather(trained.chunks)
     trained.schedule.num_steps = 0  # it counts on from where it stands
     trained.schedule.load_state_dict(schedule)
     set_step(trained.optimizer, step)

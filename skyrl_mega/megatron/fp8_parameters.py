@@ -22,6 +22,7 @@ from torch import Tensor
 
 from skyrl_mega.hf_checkpoint import load as files
 from skyrl_mega.kernels.block_fp8 import BLOCK
+from skyrl_mega.megatron.model import gather
 from skyrl_mega.megatron.moments import masters, parts
 from skyrl_mega.parallel.box import Shard
 from skyrl_mega.weights.fp8.format import FP8, SUFFIX
@@ -201,5 +202,4 @@ class Masters:
         """Rounds them into the parameters, and gathers those: as after an optimizer step. A collective."""
         for part in parts(self._optimizer):
             part._copy_main_params_to_model_params()
-        for chunk in chunks:
-            chunk.start_param_sync(force_sync=True)
+        gather(chunks)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
+from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
 from megatron.core.models.gpt import GPTModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.module import Float16Module
@@ -280,6 +281,18 @@ def gathered(chunks: list[Any]) -> None:
         if isinstance(chunk, DistributedDataParallel) and chunk.ddp_config.overlap_param_gather:
             for group in chunk.bucket_groups + chunk.expert_parallel_bucket_groups:
                 group.finish_param_sync(skip_next_bucket_dispatch=True)
+
+
+def gather(chunks: Iterable[Any]) -> None:
+    """Gathers the parameters from the ranks that train them, at once. A collective; nothing may be under way.
+
+    What a backward pass reads of parameters in FP8 is made of them then. Where gathering overlaps, megatron-core makes
+    it only in the wait for a gather that was begun without force.
+    """
+    for chunk in chunks:
+        chunk.start_param_sync(force_sync=True)
+        if fp8 := [p for p in chunk.parameters() if is_float8tensor(p)]:
+            post_all_gather_processing(fp8)
 
 
 def head_weight(chunk: Any) -> Tensor:

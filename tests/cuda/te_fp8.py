@@ -180,7 +180,23 @@ def one_by_one() -> None:
     from megatron.core.distributed import param_and_grad_buffer
 
     module: Any = param_and_grad_buffer
-    module._coalescing_manager = lambda *_, **__: contextlib.nullcontext()
+    module._coalescing_manager = lambda *_, **__: contextlib.nullcontext(Done())
+    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
+        setattr(module, name, _at_once(getattr(module, name)))
+
+
+class Done:
+    """What came together, and is over."""
+
+    def wait(self) -> None:
+        """There is nothing to wait for."""
+
+
+def _at_once(collective: Any) -> Any:
+    def run(*args: Any, **kwargs: Any) -> None:
+        collective(*args, **kwargs | {"async_op": False})
+
+    return run
 
 
 # ---- the rank ----------------------------------------------------------------------------------------------------
@@ -290,6 +306,8 @@ class Watch:
         for p in worker.params.values():
             p.main_grad.normal_(0, 0.1)
         for chunk in worker.chunks:
+            if chunk.ddp_config.overlap_grad_reduce:
+                chunk.start_grad_sync()
             chunk.finish_grad_sync()
         updated, _, _ = worker.optimizer.step()
         assert updated

@@ -37,16 +37,24 @@ RANKS = 2
 STEPPED = "step 1"
 
 
-def policy(parameters: str) -> PolicyConfig:
+def policy(parameters: str, overlap: bool) -> PolicyConfig:
     precision = PrecisionConfig("fp8_blockwise", parameters=parameters, first_layers=1)
-    return PolicyConfig(spec="te", precision=precision, optimizer=OptimizerConfig(lr=1e-2, clip_grad=0.0))
+    return PolicyConfig(
+        spec="te", overlap=overlap, precision=precision, optimizer=OptimizerConfig(lr=1e-2, clip_grad=0.0)
+    )
 
 
 Found = dict[str, list[Answer]]
 
 
+@pytest.fixture(scope="module", params=[False, True], ids=["", "overlap"])
+def overlap(request: pytest.FixtureRequest) -> bool:
+    """Whether parameters are gathered during the next pass, as on GPUs, or at once."""
+    return bool(request.param)
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory, overlap: bool) -> Path:
     made = tmp_path_factory.mktemp("fp8_parameters")
     build(MODEL, made / "model", seed=1)
     build(MODEL, made / "other", seed=2)
@@ -54,17 +62,17 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def found(folder: Path) -> Found:
+def found(folder: Path, overlap: bool) -> Found:
     """What each rank found, with parameters in bfloat16 and in FP8."""
-    return {name: run(folder, name) for name in ("model", "fp8")}
+    return {name: run(folder, name, overlap) for name in ("model", "fp8")}
 
 
-def run(folder: Path, name: str) -> list[Answer]:
+def run(folder: Path, name: str, overlap: bool) -> list[Answer]:
     address = f"127.0.0.1:{free_port()}"
     path = {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     started = []
     for rank in range(RANKS):
-        case = Case(rank, address, folder, ParallelDims(RANKS), name, policy(name))
+        case = Case(rank, address, folder, ParallelDims(RANKS), name, policy(name, overlap))
         (folder / f"{name}{rank}.case").write_bytes(pickle.dumps(case))
         with (folder / f"{name}{rank}.case").open("rb") as given, (folder / f"{name}{rank}.log").open("wb") as log:
             command = [sys.executable, "-W", "ignore", "-m", "tests.cuda.te_fp8", str(folder / f"{name}{rank}.out")]
