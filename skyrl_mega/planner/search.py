@@ -15,12 +15,20 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from skyrl_mega.config.derived import expert_parallel, has_critic, length_limit, micro_tokens, reference_ranks
+from skyrl_mega.config.derived import (
+    expert_parallel,
+    has_critic,
+    length_limit,
+    micro_tokens,
+    planned_device,
+    reference_ranks,
+)
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.residency import kept
 from skyrl_mega.config.schema import Config, LayoutConfig
-from skyrl_mega.models import megatron
+from skyrl_mega.models import fp8_widths, megatron
 from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.fit import host_problem, parallel_of
@@ -179,8 +187,9 @@ def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[list[S
                         return
                     given = replace(given, micro_tokens=tokens)
                     found = _measure(replace(config, policy=given), d, parallel, chosen)
-                    if not found and not given.optimizer.streamed:
-                        # Slower, so only where nothing fits without; nor does then a larger micro-batch.
+                    if not found and not given.optimizer.streamed and policy.precision.parameters == "model":
+                        # Slower, so only where nothing fits without; nor does then a larger micro-batch. Parameters in
+                        # FP8 are rounded from all master weights at once.
                         given = replace(given, optimizer=replace(given.optimizer, streamed=True))
                         found = _measure(replace(config, policy=given), d, parallel, chosen)
                     yield found
@@ -253,6 +262,7 @@ def _layouts(config: Config, d: Decoder, ranks: int) -> Iterator[tuple[ParallelD
     sizes = _divisors(ranks)
     tensors = [n for n in sizes if n <= config.cluster.gpus_per_node]
     contexts = [n for n in CONTEXT if n == 1 or length_limit(config.rollout) >= LONG]
+    spec = layer_spec(config.policy.spec, planned_device(config))
     experts = [n for n in sizes if d.experts and d.experts.count % n == 0] or [1]
     for tensor, pipeline, virtual, context, expert in product(tensors, sizes, (1, 2), contexts, experts):
         ends = _ends(d.layers, pipeline, virtual)
@@ -270,6 +280,7 @@ def _layouts(config: Config, d: Decoder, ranks: int) -> Iterator[tuple[ParallelD
         try:
             parallel = ParallelDims.from_config(layout, ranks)
             megatron.check(d, parallel)
+            fp8_widths.check(d, parallel, config.policy.precision, spec)
         except UserError:
             continue
         yield parallel, layout

@@ -88,3 +88,26 @@ def test_hosts_without_memory_for_what_leaves_are_seen(
         keeps.append({text for s in found for text in s["overrides"] if text.startswith("residency.keep")})
     enough, little = keeps
     assert enough > little > set() and 'residency.keep=["optimizer"]' in enough - little
+
+
+ONE_NODE = [
+    *("cluster.nodes=1", "policy.ranks=8", "rollout.engines=1", "policy.micro_tokens=16384"),
+    *("policy.precision.recipe=fp8_blockwise", "weights.wire=fp8"),
+]
+
+
+@pytest.mark.parametrize("parameters", ["model", "fp8"])
+def test_an_optimizer_is_streamed_only_beside_parameters_that_take_it(
+    capsys: pytest.CaptureFixture[str], parameters: str
+) -> None:
+    """Of one node, where nothing fits with the optimizer on the GPUs."""
+    file, given = Path("configs/searchr1_30b.yaml"), [*ONE_NODE, f"policy.precision.parameters={parameters}"]
+    code = main(["--config", str(file), *given, "--suggest", "8", "--json"])
+    found = json.loads(capsys.readouterr().out)["found"]
+    streamed = [s for s in found if "policy.optimizer.streamed=true" in s["overrides"]]
+    assert code == (0 if found else 2)
+    assert bool(streamed) == (parameters == "model")
+    for suggestion in found:
+        config = compose(file, [*given, *suggestion["overrides"]])
+        hf, _ = dry_run.checked(config)
+        assert refusal.wrong(config, hf, planned=True, strict=True) is None

@@ -22,6 +22,7 @@ FIELDS: Table = {
     "fp8_amax_history_len": to("policy.precision.history"),
     "fp8_amax_compute_algo": none("the largest of policy.precision.history passes, which is max"),
     "fp8_param": _KEPT,
+    "fp8_param_gather": _KEPT,
     "first_last_layers_bf16": to("policy.precision.first_layers", "policy.precision.last_layers"),
     "num_layers_at_start_in_bf16": to("policy.precision.first_layers"),
     "num_layers_at_end_in_bf16": to("policy.precision.last_layers"),
@@ -31,7 +32,11 @@ FIELDS: Table = {
 """Of its TransformerConfig."""
 FLAGS: Table = {
     "--fp8-format": _FORMAT,
-    **{"--" + name.replace("_", "-"): entry for name, entry in FIELDS.items() if name not in ("fp8", "fp8_param")},
+    **{
+        "--" + name.replace("_", "-"): entry
+        for name, entry in FIELDS.items()
+        if name not in ("fp8", "fp8_param", "fp8_param_gather")
+    },
     "--fp8-param-gather": _KEPT,
 }
 """Of its command line."""
