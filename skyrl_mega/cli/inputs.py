@@ -26,26 +26,23 @@ from skyrl_mega.config.derived import (
     reference_ranks,
 )
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.precision import check_device
+from skyrl_mega.config.precision import check_precision
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.speed_checks import check_speed
 from skyrl_mega.data.rows import check_files, environments_of, load_demonstrations
 from skyrl_mega.engines.vllm import arguments
 from skyrl_mega.envs import registry
 from skyrl_mega.hf_checkpoint import index
-from skyrl_mega.kernels.block_fp8 import BLOCK
 from skyrl_mega.megatron import arguments as megatron_arguments
 from skyrl_mega.models import engine, fp8_widths
 from skyrl_mega.models.megatron import TRANSFORMER_ENGINE, layer_spec
 from skyrl_mega.models.published import KNOWN, hub_name, known
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.parallel.box import Layout
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner import fp8_blocks
 from skyrl_mega.preflight import given
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.trackers import registry as trackers
-from skyrl_mega.weights.fp8.format import quantised
-from skyrl_mega.weights.fp8.scales import without_own_blocks
 
 CPU_HEADS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """Widths of a head for which vLLM has attention on a CPU."""
@@ -297,23 +294,9 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
 def _check_widths(config: Config, hf: Mapping[str, Any], layout: ParallelDims, key: str) -> None:
     """A cut of the model leaves the widths that `policy.precision` needs. `auto` is taken for a GPU's."""
     spec = layer_spec(config.policy.spec, planned_device(config))
-    arch = architecture(hf)
-    fp8_widths.check(arch.describe(hf), layout, config.policy.precision, spec, key)
-    if config.policy.precision.parameters == "fp8":
-        _check_blocks(arch.megatron_layout(hf, layout, spec), key)
-
-
-def _check_blocks(layout: Layout, key: str) -> None:
-    """Parameters in FP8 have the scales that the wire has: those of the model's own tensors."""
-    names = quantised(layout.tensors)
-    linear = {p.tensor: p.param for p in layout.shards[0].pieces if len(p.box.shape) == 2}
-    other = [tensor for tensor, param in linear.items() if ".linear_" in param and tensor not in names]
-    if found := next(iter(other), None) or without_own_blocks(layout, names):
-        raise UserError(
-            f"policy.precision.parameters = fp8: with {key} blocks of {BLOCK} × {BLOCK} of {found} are not those that "
-            "the wire has; widths of heads and of a rank's columns have to be multiples of it; give "
-            f"policy.precision.parameters=model, or another {key}"
-        )
+    d = architecture(hf).describe(hf)
+    fp8_widths.check(d, layout, config.policy.precision, spec, key)
+    fp8_blocks.check(config, d, layout, key)
 
 
 def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
@@ -373,12 +356,11 @@ def with_device(config: Config, training: bool = True) -> Config:
         if decided.cluster.gpu_memory_gib is None and torch.cuda.is_available():
             size = torch.cuda.get_device_properties(0).total_memory / 2**30
             decided = replace(decided, cluster=replace(decided.cluster, gpu_memory_gib=size))
-        if training:
-            check_device(decided)
         check_gpus(decided, training)
         check_nodes(decided, training)
     check_vllm(device)
     if training:
+        check_precision(decided)
         _check_spec(decided)
         check_speed(decided)
     return decided

@@ -39,4 +39,7 @@ def fp8_notes(config: Config) -> Iterator[str]:
             f"weights; {serving}, or give weights.wire=auto"
         )
     if trains or serves or small_cache(config.rollout):
-        yield "FP8 counts in the memory and in the sync; the seconds of its products are those of bfloat16"
+        yield (
+            "FP8 counts in the memory, in the sync and in what rows are padded with; the seconds of its products are "
+            "those of bfloat16, so it looks slower than it is"
+        )

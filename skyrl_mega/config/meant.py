@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 _STEPS = "telemetry.profile.steps lists the steps that are recorded, and none is recorded without"
 _GATHERED = "policy.precision.parameters=fp8 keeps weights in FP8, and gathers them so (docs/precision.md)"
+_FP8 = "policy.precision.recipe says what is multiplied, and model is no FP8"
 _AHEAD = "asynchrony.mode is one_step or full where engines generate while the policy trains (docs/asynchrony.md)"
 _AGE = "asynchrony.max_staleness, with asynchrony.mode=full, counts syncs (docs/asynchrony.md)"
 
@@ -29,10 +30,14 @@ def _optimizer(group: str) -> dict[str, str]:
 MEANT: Mapping[str, str] = {
     "telemetry.profile.enabled": _STEPS,
     "telemetry.profile.enable": _STEPS,
-    "policy.precision.enabled": "policy.precision.recipe says what is multiplied, and model is no FP8",
+    "policy.precision.enabled": _FP8,
     "policy.precision.param_gather": _GATHERED,
     "policy.precision.fp8_param_gather": _GATHERED,
     "policy.precision.fp8_param": _GATHERED,
+    "policy.fp8_param": _GATHERED,
+    "policy.megatron_cfg.fp8_cfg.fp8_param": _GATHERED,
+    "policy.megatron_cfg.fp8_cfg.enabled": _FP8,
+    "policy.megatron_cfg.fp8_cfg.fp8_recipe": _FP8,
     "grpo.async_grpo.enabled": _AHEAD,
     "grpo.async_grpo.max_trajectory_age_steps": _AGE,
     "rollout.max_head_offpolicyness": _AGE,

@@ -105,7 +105,8 @@ def _parameters(c: Config) -> None:
     if p.recipe != "fp8_blockwise":
         raise UserError(
             f"{key}: only what fp8_blockwise multiplies can be kept, gathered and sent as it is, and "
-            f"policy.precision.recipe is {p.recipe}; give fp8_blockwise, or policy.precision.parameters=model"
+            f"policy.precision.recipe is {p.recipe}; give policy.precision.recipe=fp8_blockwise, with "
+            "weights.wire=fp8, or policy.precision.parameters=model"
         )
     if c.cluster.device == "cpu":
         raise UserError(
@@ -114,8 +115,8 @@ def _parameters(c: Config) -> None:
         )
     if c.weights.wire != "fp8":
         raise UserError(
-            f"{key}: engines get the weights as the policy has them, and weights.wire is {c.weights.wire}; give "
-            "weights.wire=fp8, with engines of any kind, or policy.precision.parameters=model"
+            f"{key}: engines get the weights as the policy has them, and weights.wire is {c.weights.wire}, as "
+            "model.dtype; give weights.wire=fp8, with engines of any kind, or policy.precision.parameters=model"
         )
     for name, optimizer in (("policy", c.policy.optimizer), ("critic", c.critic.optimizer)):
         if optimizer.streamed:

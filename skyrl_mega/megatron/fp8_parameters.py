@@ -9,14 +9,14 @@ master weights, so that nothing of a file is lost to the rounding.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
-from megatron.core.fp8_utils import is_float8tensor
+from megatron.core.fp8_utils import is_float8tensor, quantize_param_shard
 from megatron.core.optimizer import MegatronOptimizer
 from torch import Tensor
 
@@ -27,8 +27,10 @@ from skyrl_mega.megatron.moments import masters, parts
 from skyrl_mega.parallel.box import Shard
 from skyrl_mega.weights.fp8.format import FP8, SUFFIX
 
-PIECE = 1 << 28
-"""Numbers that are read from files at once, before they are rounded."""
+Name = TypeVar("Name")
+
+PIECE = 1 << 27
+"""Numbers that are read from files, or rounded, at once: 256 MiB in bfloat16, which both go by."""
 FORWARD = ("_rowwise_data", "_rowwise_scale_inv")
 """What a forward pass reads."""
 ALL = (*FORWARD, "_columnwise_data", "_columnwise_scale_inv")
@@ -133,7 +135,7 @@ def load(
         optimizer.reload_model_params()
     masters = Masters(optimizer, params) if optimizer is not None else None
     fp8 = {name: p for name, p in params.items() if is_float8tensor(p)}
-    for group in _groups(fp8):
+    for group in groups(fp8):
         values = {n: torch.zeros(fp8[n].shape, dtype=fp8[n].dtype, device=fp8[n].device) for n in group}
         files.load(path, _part(shard, group), values)
         for name, of in values.items():
@@ -145,8 +147,9 @@ def load(
         masters.round(chunks)
 
 
-def _groups(params: Mapping[str, Tensor]) -> Iterator[list[str]]:
-    group: list[str] = []
+def groups(params: Mapping[Name, Tensor]) -> Iterator[list[Name]]:
+    """Their names in order, as many as have at most `PIECE` numbers together, or one."""
+    group: list[Name] = []
     size = 0
     for name, p in params.items():
         if group and size + p.numel() > PIECE:
@@ -162,6 +165,29 @@ def _part(shard: Shard, names: Iterable[str]) -> Shard:
     """Some of a shard's local tensors."""
     mine = {name: shard.params[name] for name in names}
     return replace(shard, params=mine, pieces=tuple(piece for piece in shard.pieces if piece.param in mine))
+
+
+def round_in_pieces(optimizer: MegatronOptimizer) -> None:
+    """Has master weights rounded `PIECE` numbers at a time, after a step too.
+
+    Transformer Engine makes bfloat16 copies of all master weights that it is given before it rounds the first, and
+    megatron-core gives it all of a rank's: 2 bytes for each, at a peak that nobody plans. Every data-parallel rank has
+    the same parameters in the same order, and so the same pieces.
+    """
+    for part in parts(optimizer):
+        given, others = part._get_fp8_params_and_shard_fp32_from_fp8, part._copy_main_params_to_model_params
+        if given()[0]:
+            part._get_fp8_params_and_shard_fp32_from_fp8 = lambda: ([], [], [])  # what `others` would round
+            part._copy_main_params_to_model_params = partial(_round, part, given, others)
+
+
+def _round(part: Any, given: Callable[[], Sequence[Any]], others: Callable[[], None]) -> None:
+    """In the place of a distributed optimizer's `_copy_main_params_to_model_params`."""
+    every = dict(enumerate(zip(*given(), strict=True)))
+    for group in groups({number: p for number, (p, _, _) in every.items()}):
+        params, shards, starts = zip(*(every[number] for number in group), strict=True)
+        quantize_param_shard([*params], [*shards], [*starts], part.data_parallel_group)
+    others()
 
 
 class Masters:

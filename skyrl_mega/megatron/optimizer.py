@@ -11,6 +11,7 @@ from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 
 from skyrl_mega.config.schema import OptimizerConfig
+from skyrl_mega.megatron.fp8_parameters import round_in_pieces
 from skyrl_mega.megatron.model import with_options
 from skyrl_mega.megatron.moments import SmallMoments, allocate_moments, parts
 
@@ -65,6 +66,7 @@ def build_optimizer(
             part.optimizer = SmallMoments.instead_of(part.optimizer)
     if not config.streamed:
         allocate_moments(optimizer)
+    round_in_pieces(optimizer)
     _look_at_the_norm(optimizer)
     return optimizer
 

@@ -13,7 +13,7 @@ from skyrl_mega.config.residency import CRITIC, NEEDS, PARTS, kept
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner import fit
+from skyrl_mega.planner import fit, fp8_blocks
 from skyrl_mega.planner.memory import GIB, engine_memory, policy_memory
 from skyrl_mega.planner.shared import SharedGpu, shared_gpus, stages
 
@@ -84,6 +84,7 @@ def _works(config: Config, d: Decoder) -> bool:
     """Whether every check passes, and an engine's cache holds a sequence by the estimates at their face."""
     try:
         check(config, planned=True)
+        fp8_blocks.check(config, d, fit.parallel_of(config)[0])
     except UserError:
         return False
     return fit.problem(config, d) is None and engine_memory(config, d).tokens >= length_limit(config.rollout)

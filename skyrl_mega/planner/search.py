@@ -31,6 +31,7 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner import fp8_blocks
 from skyrl_mega.planner.fit import host_problem, parallel_of
 from skyrl_mega.planner.memory import critic_dims, critic_memory, on_cpu
 from skyrl_mega.planner.micro_tokens import MICRO_TOKENS
@@ -281,6 +282,7 @@ def _layouts(config: Config, d: Decoder, ranks: int) -> Iterator[tuple[ParallelD
             parallel = ParallelDims.from_config(layout, ranks)
             megatron.check(d, parallel)
             fp8_widths.check(d, parallel, config.policy.precision, spec)
+            fp8_blocks.check(config, d, parallel)
         except UserError:
             continue
         yield parallel, layout

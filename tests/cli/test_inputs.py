@@ -251,3 +251,13 @@ def test_these_are_the_heads_that_vllm_has_attention_for() -> None:
         return True
 
     assert tuple(head_dim for head_dim in range(4, 600, 4) if has(head_dim)) == CPU_HEADS
+
+
+def test_parameters_in_fp8_are_refused_where_a_cpu_is_what_there_is(inputs: Path) -> None:
+    """`auto` is taken for a GPU's until a run looks."""
+    fp8 = ["policy.precision.recipe=fp8_blockwise", "policy.precision.parameters=fp8", "weights.wire=fp8"]
+    config = compose(inputs / "config.yaml", ["cluster.device=auto", *fp8])
+    with pytest.raises(
+        UserError, match=r"^policy\.precision\.parameters = fp8: these are Transformer Engine's tensors"
+    ):
+        with_device(config)

@@ -59,6 +59,8 @@ class Answer:
     """Bytes of the parameters that the device holds while they are away."""
     excess: int = 0
     """Bytes of memory that master weights lie in and do not need."""
+    pieces: list[int] = field(default_factory=list)
+    """Numbers of the parameters that were rounded at once."""
     copies: int = 0
     """Storages that the parameters lie in."""
 
@@ -202,6 +204,24 @@ def _at_once(collective: Any) -> Any:
 # ---- the rank ----------------------------------------------------------------------------------------------------
 
 
+PIECE = 300_000
+"""More numbers than any parameter has, and fewer than all."""
+
+
+def in_pieces(pieces: list[int]) -> None:
+    """Notes what is given to Transformer Engine at once."""
+    from skyrl_mega.megatron import fp8_parameters
+
+    module: Any = fp8_parameters
+    rounds, module.PIECE = module.quantize_param_shard, PIECE
+
+    def noted(params: list[Tensor], *rest: Any) -> None:
+        pieces.append(sum(p.numel() for p in params))
+        rounds(params, *rest)
+
+    module.quantize_param_shard = noted
+
+
 def go(case: Case) -> Answer:
     """Loads, steps, exchanges with a reference, parks, resets, saves, restores."""
     import json
@@ -218,6 +238,7 @@ def go(case: Case) -> Answer:
     store = dist.TCPStore(host, int(port), parallel.ranks, is_master=case.rank == 0, timeout=timedelta(seconds=120))
     hf = json.loads((case.folder / "model" / "config.json").read_text())
     answer = Answer()
+    in_pieces(answer.pieces)
     with CudaAsCpu():
         model.join(case.rank, parallel, store, CPU, 120)
         worker = ModelWorker(hf, case.policy, parallel, dtype=torch.bfloat16, device=CPU)

@@ -24,7 +24,7 @@ from skyrl_mega.config.schema import BuildConfig, OptimizerConfig, PolicyConfig,
 from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.dims import ParallelDims
 from tests.cuda import te
-from tests.cuda.te_fp8 import BLOCK, LARGEST, Answer, Case
+from tests.cuda.te_fp8 import BLOCK, LARGEST, PIECE, Answer, Case
 from tests.support.ranks import free_port
 
 pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
@@ -174,6 +174,14 @@ def test_memory(found: Found) -> None:
     assert plain.bytes["reference"] - answer.bytes["reference"] == pytest.approx(numbers, abs=blocks)
     assert answer.away == 0 and answer.excess == 0
     assert answer.copies <= 6
+
+
+def test_master_weights_are_rounded_in_pieces(found: Found) -> None:
+    """Never all of them, of which Transformer Engine makes bfloat16 copies first."""
+    for answer in found["fp8"]:
+        numbers = sum(answer.weights["built"][name].size for name in answer.fp8)
+        assert max(answer.pieces) <= PIECE < numbers / 4
+        assert sum(answer.pieces) == numbers * 5, "a load, three steps and a restored checkpoint"
 
 
 def test_an_export_has_what_engines_got(found: Found, folder: Path) -> None:

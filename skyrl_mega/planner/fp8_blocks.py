@@ -1,0 +1,52 @@
+"""Parameters in FP8 (`policy.precision.parameters`) have the scales of their own blocks: are those the wire's?"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import lcm
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import Config
+from skyrl_mega.kernels.block_fp8 import BLOCK
+from skyrl_mega.models import huggingface, megatron
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.parallel.box import Layout
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.weights.fp8.format import quantised
+from skyrl_mega.weights.fp8.scales import without_own_blocks
+
+
+def check(config: Config, d: Decoder, parallel: ParallelDims, key: str = "policy.layout") -> None:
+    """Refuses parameters in FP8 whose blocks of 128 × 128 are not those of the model's own tensors.
+
+    Raises:
+        UserError: names a tensor, and another layout where one helps.
+    """
+    if config.policy.precision.parameters != "fp8":
+        return
+    tensor, columns = parallel.tensor, parallel.expert_tensor
+    found = other(d, tensor, columns)
+    if found is None:
+        return
+    fix = f", or {key}.tensor and {key}.expert_tensor that leave whole ones" if other(d, 1, 1) is None else ""
+    raise UserError(
+        f"policy.precision.parameters = fp8: blocks of {BLOCK} × {BLOCK} of {found}, as a rank has it, are not those "
+        "that are on the wire: widths of heads and of a rank's columns have to be multiples of it; give "
+        f"policy.precision.parameters=model{fix}"
+    )
+
+
+@lru_cache(maxsize=256)
+def other(d: Decoder, tensor: int, expert_tensor: int) -> str | None:
+    """A tensor of a model, cut so, that is in FP8 and has other blocks than the wire; None without one.
+
+    Stages, expert parallelism and contexts cut no tensor.
+    """
+    ranks = lcm(tensor, expert_tensor)
+    parallel = ParallelDims(ranks, tensor=tensor, expert_tensor=expert_tensor)
+    tensors = huggingface.tensors(d)
+    layout = Layout(tensors, tuple(megatron.shard(d, parallel, rank, "te", tensors) for rank in range(ranks)))
+    names = quantised(tensors)
+    linear = {p.tensor: p.param for shard in layout.shards for p in shard.pieces if len(p.box.shape) == 2}
+    unsent = (name for name, param in linear.items() if ".linear_" in param and name not in names)
+    return next(unsent, None) or without_own_blocks(layout, names)

@@ -1,0 +1,70 @@
+"""Parameters in FP8 are refused where their blocks are not the wire's, with what helps, and offered nowhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import BuildConfig, Config, PrecisionConfig
+from skyrl_mega.models.registry import architecture
+from skyrl_mega.models.tiny import hf_config
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner import fp8_blocks
+from skyrl_mega.weights.fp8.format import quantised
+from skyrl_mega.weights.fp8.scales import without_own_blocks
+
+MODELS = {
+    f"{kind} heads of {head}, {columns} columns": BuildConfig(
+        kind, hidden=256, layers=2, heads=8, kv_heads=4, head_dim=head, experts=4, expert_ffn=columns, ffn=columns
+    )
+    for kind in ("qwen3_moe", "qwen3")
+    for head in (64, 128)
+    for columns in (192, 256, 512)
+}
+CUTS = {
+    "one": ParallelDims(1),
+    "tp2": ParallelDims(2, tensor=2, expert_tensor=2),
+    "tp4 pp2": ParallelDims(8, tensor=4, pipeline=2, expert_tensor=4),
+    "tp2 ep2": ParallelDims(4, tensor=2, expert=2),
+    "tp4 ep2 etp2": ParallelDims(8, tensor=4, expert=2, expert_tensor=2),
+}
+
+
+def described(model: str) -> tuple[dict[str, Any], Any]:
+    hf = hf_config(MODELS[model])
+    return hf, architecture(hf).describe(hf)
+
+
+@pytest.mark.parametrize(
+    ("model", "cut"),
+    [(model, cut) for model in MODELS for cut, of in CUTS.items() if "moe" in model or of.expert == 1],
+)
+def test_two_sizes_decide_for_the_whole_layout(model: str, cut: str) -> None:
+    """As the layout of all ranks has it, stages and expert parallelism included."""
+    hf, d = described(model)
+    parallel = CUTS[cut]
+    layout = architecture(hf).megatron_layout(hf, parallel, "te")
+    found = fp8_blocks.other(d, parallel.tensor, parallel.expert_tensor)
+    assert (found is None) == (without_own_blocks(layout, quantised(layout.tensors)) is None)
+
+
+def test_both_are_found() -> None:
+    found = {fp8_blocks.other(described(model)[1], 1, 1) is None for model in MODELS}
+    assert found == {True, False}
+
+
+@pytest.mark.parametrize(
+    ("model", "helps"),
+    [("qwen3_moe heads of 64, 256 columns", False), ("qwen3_moe heads of 128, 256 columns", True)],
+)
+def test_another_layout_is_offered_where_one_helps(model: str, helps: bool) -> None:
+    config, (_, d) = Config(), described(model)
+    config.policy.precision = PrecisionConfig("fp8_blockwise", parameters="fp8")
+    parallel = ParallelDims(4, tensor=4, expert_tensor=4)
+    with pytest.raises(UserError, match=r"^policy\.precision\.parameters = fp8: blocks of .* of model\.") as caught:
+        fp8_blocks.check(config, d, parallel)
+    assert ("policy.layout.tensor" in str(caught.value)) == helps
+    config.policy.precision.parameters = "model"
+    fp8_blocks.check(config, d, parallel)
