@@ -296,7 +296,7 @@ def _check_widths(config: Config, hf: Mapping[str, Any], layout: ParallelDims, k
     spec = layer_spec(config.policy.spec, planned_device(config))
     d = architecture(hf).describe(hf)
     fp8_widths.check(d, layout, config.policy.precision, spec, key)
-    fp8_blocks.check(config, d, layout, key)
+    fp8_blocks.check(config, d, layout)
 
 
 def check_engine(config: Config, hf: Mapping[str, Any]) -> None:

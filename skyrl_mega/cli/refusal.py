@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from skyrl_mega.cli.inputs import check_layouts
@@ -12,6 +13,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.planner import fit, fixes, micro_tokens
 from skyrl_mega.planner.memory import on_cpu
+from skyrl_mega.planner.search import Search
 
 OWN_FIX = re.compile(r"[;,] (or )?(give [\w.]+=|leave )")
 """What a line has that says what to do."""
@@ -22,13 +24,36 @@ def wrong(config: Config, hf: Mapping[str, Any], *, planned: bool, strict: bool 
 
     `planned` is `config.checks.check`'s, `strict` is `planner.fit.check`'s.
     """
+    if found := wrong_settings(config, hf, planned=planned):
+        return found
     try:
-        check(config, planned=planned)
-        check_layouts(config, hf)
         fit.check(micro_tokens.decided(config, hf), hf, strict=strict)
     except UserError as error:
         return error
     return None
+
+
+def wrong_settings(config: Config, hf: Mapping[str, Any], *, planned: bool) -> UserError | None:
+    """The same, memory not looked at."""
+    try:
+        check(config, planned=planned)
+        check_layouts(config, hf)
+    except UserError as error:
+        return error
+    return None
+
+
+def unrefused(found: Search, hf: Mapping[str, Any]) -> Search:
+    """What a search has found, without what these checks refuse for settings that it does not look at.
+
+    Raises:
+        UserError: They refuse all of it, the first for this.
+    """
+    refused = [wrong_settings(one.config, hf, planned=True) for one in found.found]
+    kept = [one for one, error in zip(found.found, refused, strict=True) if error is None]
+    if not kept and (first := next(filter(None, refused), None)):
+        raise first
+    return replace(found, found=tuple(kept))
 
 
 def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned: bool) -> UserError:

@@ -121,8 +121,8 @@ def _parameters(c: Config) -> None:
     for name, optimizer in (("policy", c.policy.optimizer), ("critic", c.critic.optimizer)):
         if optimizer.streamed:
             raise UserError(
-                f"{key}: master weights are rounded into them all at once, and {name}.optimizer.streamed has a piece "
-                f"of them on the GPU; give {name}.optimizer.streamed=false, or policy.precision.parameters=model"
+                f"{key}: master weights are rounded into them on the GPU, and {name}.optimizer.streamed has only a "
+                f"piece of them there; give {name}.optimizer.streamed=false, or policy.precision.parameters=model"
             )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from typing import Any
 
@@ -57,6 +58,7 @@ def build_optimizer(
     small = config.moments == "bfloat16"
     if small and not USING_PYTORCH_OPTIMIZER:
         ours |= dict(use_precision_aware_optimizer=True, exp_avg_dtype=torch.bfloat16, exp_avg_sq_dtype=torch.bfloat16)
+    gc.collect()  # one before this is held by what was put into it, and there is no room for two
     settings = with_options(MegatronOptimizerConfig, ours, config.options, f"{key}.options")
     # Moments alone are small: masters stay megatron-core's, and gradients where they are, as beside FP8 weights.
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = False

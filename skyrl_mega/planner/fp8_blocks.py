@@ -16,24 +16,22 @@ from skyrl_mega.weights.fp8.format import quantised
 from skyrl_mega.weights.fp8.scales import without_own_blocks
 
 
-def check(config: Config, d: Decoder, parallel: ParallelDims, key: str = "policy.layout") -> None:
+def check(config: Config, d: Decoder, parallel: ParallelDims) -> None:
     """Refuses parameters in FP8 whose blocks of 128 × 128 are not those of the model's own tensors.
 
+    Cuts through blocks are refused before (`models.fp8_widths`): what is left is a model's own, as heads of 64.
+
     Raises:
-        UserError: names a tensor, and another layout where one helps.
+        UserError: names a tensor.
     """
     if config.policy.precision.parameters != "fp8":
         return
-    tensor, columns = parallel.tensor, parallel.expert_tensor
-    found = other(d, tensor, columns)
-    if found is None:
-        return
-    fix = f", or {key}.tensor and {key}.expert_tensor that leave whole ones" if other(d, 1, 1) is None else ""
-    raise UserError(
-        f"policy.precision.parameters = fp8: blocks of {BLOCK} × {BLOCK} of {found}, as a rank has it, are not those "
-        "that are on the wire: widths of heads and of a rank's columns have to be multiples of it; give "
-        f"policy.precision.parameters=model{fix}"
-    )
+    if found := other(d, parallel.tensor, parallel.expert_tensor):
+        raise UserError(
+            f"policy.precision.parameters = fp8: blocks of {BLOCK} × {BLOCK} of {found}, as a rank has it, are not "
+            "those that are on the wire: widths of heads and of a rank's columns have to be multiples of it; give "
+            "policy.precision.parameters=model"
+        )
 
 
 @lru_cache(maxsize=256)

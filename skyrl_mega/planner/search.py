@@ -190,7 +190,7 @@ def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[list[S
                     found = _measure(replace(config, policy=given), d, parallel, chosen)
                     if not found and not given.optimizer.streamed and policy.precision.parameters == "model":
                         # Slower, so only where nothing fits without; nor does then a larger micro-batch. Parameters in
-                        # FP8 are rounded from all master weights at once.
+                        # FP8 are rounded from master weights that are all there.
                         given = replace(given, optimizer=replace(given.optimizer, streamed=True))
                         found = _measure(replace(config, policy=given), d, parallel, chosen)
                     yield found

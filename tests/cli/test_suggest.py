@@ -111,3 +111,35 @@ def test_an_optimizer_is_streamed_only_beside_parameters_that_take_it(
         config = compose(file, [*given, *suggestion["overrides"]])
         hf, _ = dry_run.checked(config)
         assert refusal.wrong(config, hf, planned=True, strict=True) is None
+
+
+FP8 = ["policy.precision.recipe=fp8_blockwise", "policy.precision.parameters=fp8"]
+
+
+def test_layouts_with_parameters_in_fp8_pass_every_check(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 3)
+    file, given = Path("configs/searchr1_30b.yaml"), [*FP8, "weights.wire=fp8"]
+    assert main(["--config", str(file), *given, "--suggest", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["found"]
+    for suggestion in found[:: max(1, len(found) // 10)]:
+        config = compose(file, [*given, *suggestion["overrides"]])
+        hf, _ = dry_run.checked(config)
+        assert refusal.wrong(config, hf, planned=True, strict=True) is None
+
+
+@pytest.mark.parametrize(
+    ("given", "line"),
+    [
+        (FP8, "weights.wire is auto"),
+        (["policy.precision.recipe=fp8_current", *FP8[1:], "weights.wire=fp8"], "only what fp8_blockwise multiplies"),
+        (["critic.optimizer.streamed=true"], "algorithm.advantage=grpo has no critic"),
+    ],
+)
+def test_settings_that_no_layout_mends_are_refused(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, given: list[str], line: str
+) -> None:
+    monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 2)
+    assert main(["--config", "configs/searchr1_30b.yaml", *given, "--suggest"]) == 2
+    assert line in capsys.readouterr().err

@@ -64,7 +64,7 @@ def test_what_is_possible_passes(base: Path, arguments: str) -> None:
         ),
         (
             f"{R}=fp8_blockwise {KEPT} weights.wire=fp8 policy.optimizer.streamed=true model.dtype=bfloat16 {GPU}",
-            f"{KEPT.replace('=', ' = ')}: master weights are rounded into them all at once, and policy.optimizer",
+            f"{KEPT.replace('=', ' = ')}: master weights are rounded into them on the GPU, and policy.optimizer",
         ),
         ("policy.options.fp8=hybrid", "policy.options.fp8: the run decides it; use policy.precision"),
         ("policy.options.fp8_recipe=blockwise", "policy.options.fp8_recipe: the run decides it; use policy.precision"),

@@ -209,17 +209,20 @@ PIECE = 300_000
 
 
 def in_pieces(pieces: list[int]) -> None:
-    """Notes what is given to Transformer Engine at once."""
+    """Notes what Transformer Engine is given at once, whoever gives it."""
+    from transformer_engine.pytorch.tensor import utils
+
     from skyrl_mega.megatron import fp8_parameters
 
     module: Any = fp8_parameters
-    rounds, module.PIECE = module.quantize_param_shard, PIECE
+    module.PIECE = PIECE
+    rounds = utils.cast_master_weights_to_fp8
 
-    def noted(params: list[Tensor], *rest: Any) -> None:
+    def noted(params: list[Tensor], *rest: Any, **more: Any) -> None:
         pieces.append(sum(p.numel() for p in params))
-        rounds(params, *rest)
+        rounds(params, *rest, **more)
 
-    module.quantize_param_shard = noted
+    utils.cast_master_weights_to_fp8 = noted
 
 
 def go(case: Case) -> Answer:

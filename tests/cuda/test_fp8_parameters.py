@@ -182,6 +182,7 @@ def test_master_weights_are_rounded_in_pieces(found: Found) -> None:
         numbers = sum(answer.weights["built"][name].size for name in answer.fp8)
         assert max(answer.pieces) <= PIECE < numbers / 4
         assert sum(answer.pieces) == numbers * 5, "a load, three steps and a restored checkpoint"
+        assert len(answer.pieces) < 0.8 * 5 * len(answer.fp8), "several together where they have room"
 
 
 def test_an_export_has_what_engines_got(found: Found, folder: Path) -> None:
