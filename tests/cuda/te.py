@@ -25,6 +25,8 @@ FOLDER = Path(__file__).resolve().parents[2] / ".venv" / "rehearsal"
 """Where the wheel is, as `requirements/install.sh` has put it."""
 
 DTYPES = ("kByte", "kInt32", "kFloat32", "kFloat16", "kBFloat16", "kFloat8E4M3", "kFloat8E5M2", "kFloat4E2M1")
+HOPPER = 9, 0
+"""Compute capability."""
 BACKENDS = {"NVTE_No_Backend": -1, "NVTE_F16_arbitrary_seqlen": 1, "NVTE_FP8": 2}
 
 
@@ -35,13 +37,16 @@ def absent() -> str:
     return f"{FOLDER} has no transformer_engine: `make test` puts it there where a package index has it"
 
 
-def install(kernels: Mapping[str, Callable[..., Any]] = MappingProxyType({})) -> None:
+def install(
+    kernels: Mapping[str, Callable[..., Any]] = MappingProxyType({}), capability: tuple[int, int] = HOPPER
+) -> None:
     """Makes `transformer_engine` importable in this process, over a stub, and CUDA apparently there.
 
     Call it before megatron-core is imported, then `skyrl_mega.megatron.cpu.stand_in`.
 
     Args:
         kernels: Functions of the extension that compute (`te_kernels`), by name; all others are mocks.
+        capability: Of the device that is apparently there.
     """
     import torch
 
@@ -59,8 +64,9 @@ def install(kernels: Mapping[str, Callable[..., Any]] = MappingProxyType({})) ->
     package.__spec__ = importlib.machinery.ModuleSpec("transformer_engine", None, is_package=True)
     sys.modules["transformer_engine"] = package
     torch.cuda.is_available = lambda: True
-    torch.cuda.get_device_capability = lambda *_: (9, 0)
+    torch.cuda.get_device_capability = lambda *_: capability
     torch.cuda.device_count = lambda: 1
+    torch.version.cuda = "13.0"  # as in the lock
     package.common = importlib.import_module("transformer_engine.common")
     package.common.load_framework_extension = lambda *_: None
     package.pytorch = importlib.import_module("transformer_engine.pytorch")

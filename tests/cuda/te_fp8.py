@@ -6,7 +6,6 @@ are processes on gloo; megatron-core's data parallelism and optimizer, and Trans
 
 from __future__ import annotations
 
-import contextlib
 import pickle
 import sys
 from dataclasses import dataclass, field
@@ -19,9 +18,12 @@ from torch import Tensor
 
 from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.parallel.dims import ParallelDims
+from tests.cuda import te_fp8_kernels
 from tests.cuda.te_adam import multi_tensor_adam, multi_tensor_l2norm, multi_tensor_scale
+from tests.cuda.te_fp8_kernels import BLOCK
+from tests.cuda.together import one_by_one
 
-BLOCK, LARGEST = 128, 448.0
+LARGEST = 448.0
 STEPS = 2
 
 
@@ -68,130 +70,19 @@ class Answer:
 # ---- kernels -----------------------------------------------------------------------------------------------------
 
 
-def _blocks(values: Tensor) -> Tensor:
-    """Numbers of the blocks of a matrix's elements, int64 like it."""
-    rows, columns = (torch.arange(n) // BLOCK for n in values.shape)
-    return rows[:, None] * 10_000 + columns[None]
+KERNELS = te_fp8_kernels.KERNELS | {
+    each.__name__: each for each in (multi_tensor_adam, multi_tensor_l2norm, multi_tensor_scale)
+}
 
 
-def _amax(values: Tensor, shape: tuple[int, int]) -> Tensor:
-    found = torch.zeros(shape)
-    for i in range(-(-values.shape[0] // BLOCK)):
-        for j in range(-(-values.shape[1] // BLOCK)):
-            block = values[i * BLOCK : (i + 1) * BLOCK, j * BLOCK : (j + 1) * BLOCK]
-            found[i, j] = block.float().abs().max()
-    return found
-
-
-def _scaled(values: Tensor, scale: Tensor) -> Tensor:
-    spread = scale.repeat_interleave(BLOCK, 0)[: values.shape[0]].repeat_interleave(BLOCK, 1)[:, : values.shape[1]]
-    return (values.float() * spread).to(torch.float8_e4m3fn).view(torch.uint8)
-
-
-def multi_tensor_compute_scale_and_scale_inv(
-    _chunk: int, _noop: Tensor, lists: list[list[Tensor]], largest: float, powers: bool, epsilon: float
-) -> None:
-    """common/multi_tensor/compute_scale.cu, float32 scales."""
-    assert not powers and not epsilon, "scales are powers of two: NVTE_FP8_BLOCK_SCALING_FP32_SCALES was not read"
-    for amax, scale, inverse in zip(*lists, strict=True):
-        scale.copy_(torch.where(amax > 0, largest / amax, torch.ones(())))
-        inverse.copy_(1 / scale)
-
-
-def fp8_block_scaling_compute_partial_amax(
-    values: Tensor, amax: Tensor, rows: int, columns: int, start: int, block: int
-) -> None:
-    """Of a run of a flat matrix: its part of every block's largest magnitude."""
-    whole = torch.zeros(rows * columns)
-    whole[start : start + values.numel()] = values.float().view(-1)
-    amax.copy_(_amax(whole.view(rows, columns), tuple(amax.shape)))
-
-
-def fp8_block_scaling_partial_cast(
-    values: Tensor, out: Tensor, scale: Tensor, rows: int, columns: int, start: int, block: int, dtype: Any
-) -> None:
-    """Rounds a run of a flat matrix."""
-    whole = torch.zeros(rows * columns)
-    whole[start : start + values.numel()] = values.float().view(-1)
-    out.copy_(_scaled(whole.view(rows, columns), scale).view(-1)[start : start + values.numel()])
-
-
-def fp8_transpose(numbers: Tensor, _dtype: Any, out: Tensor | None = None) -> Tensor:
-    """Bytes, transposed."""
-    return numbers.T.contiguous() if out is None else out.copy_(numbers.T)
-
-
-def quantize(values: Tensor, quantizer: Any, out: Any = None, _noop: Any = None) -> Any:
-    """A whole matrix, in blocks of 128 × 128."""
-    assert quantizer.block_scaling_dim == 2 and not quantizer.force_pow_2_scales
-    if out is None:
-        out = create_empty_quantized_tensor(quantizer, list(values.shape), values.dtype, values.device, False)
-    amax = _amax(values.detach(), tuple(quantizer.get_scale_shape(values.shape, False)))
-    scale, inverse = torch.empty_like(amax), torch.zeros_like(amax)
-    multi_tensor_compute_scale_and_scale_inv(0, amax, [[amax], [scale], [inverse]], LARGEST, False, 0.0)
-    numbers = _scaled(values.detach(), scale)
-    if out._rowwise_data is not None:
-        out._rowwise_data.copy_(numbers)
-        out._rowwise_scale_inv.copy_(inverse)
-    if out._columnwise_data is not None:
-        out._columnwise_data.copy_(numbers.T)
-        _transposed(inverse, out._columnwise_scale_inv)
-    return out
-
-
-def create_empty_quantized_tensor(
-    quantizer: Any, shape: list[int], dtype: torch.dtype, device: torch.device, _pinned: bool
-) -> Any:
-    """As its own Python says of it: which tensors, of which shapes."""
-    from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockwiseQTensor
-
-    made = dict.fromkeys(("_rowwise_data", "_rowwise_scale_inv", "_columnwise_data", "_columnwise_scale_inv"))
-    for name, (inner, kind) in quantizer.inner_tensor_specs(tuple(shape)).items():
-        made[name] = torch.zeros(inner, dtype=kind, device=device)
-    return Float8BlockwiseQTensor(
-        shape=shape,
-        dtype=dtype,
-        fp8_dtype=quantizer.dtype,
-        quantizer=quantizer,
-        is_2D_scaled=quantizer.block_scaling_dim == 2,
-        **{name.removeprefix("_"): t for name, t in made.items()},
-    )
-
-
-def _transposed(scales: Tensor, into: Tensor) -> None:
-    i, j = (min(a, b) for a, b in zip(into.shape, scales.T.shape, strict=True))
-    into[:i, :j].copy_(scales.T[:i, :j])
-
-
-KERNELS = (
-    multi_tensor_adam,
-    multi_tensor_l2norm,
-    multi_tensor_scale,
-    multi_tensor_compute_scale_and_scale_inv,
-    fp8_block_scaling_compute_partial_amax,
-    fp8_block_scaling_partial_cast,
-    fp8_transpose,
-    create_empty_quantized_tensor,
-    quantize,
-)
-
-
-def one_by_one() -> None:
-    """Collectives that megatron-core issues together are issued one after another: gloo lays what comes together into
-    one tensor of one type, where NCCL sends each as it is."""
+def issued_at_once() -> None:
+    """Megatron-core's collectives that come together are over as they are issued (`together`)."""
     from megatron.core.distributed import param_and_grad_buffer
 
     module: Any = param_and_grad_buffer
-    module._coalescing_manager = lambda *_, **__: contextlib.nullcontext(Done())
+    one_by_one(module)
     for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
         setattr(module, name, _at_once(getattr(module, name)))
-
-
-class Done:
-    """What came together, and is over."""
-
-    def wait(self) -> None:
-        """There is nothing to wait for."""
 
 
 def _at_once(collective: Any) -> Any:
@@ -364,12 +255,12 @@ def main() -> None:
     case: Case = pickle.load(sys.stdin.buffer)
     from tests.cuda import te
 
-    te.install({kernel.__name__: kernel for kernel in KERNELS})
+    te.install(KERNELS)
     from skyrl_mega.megatron import cpu
 
     torch.set_num_threads(1)
     cpu.stand_in()
-    one_by_one()
+    issued_at_once()
     answer = go(case)
     with open(sys.argv[1], "wb") as file:
         pickle.dump(answer, file)

@@ -1,6 +1,7 @@
 """What Transformer Engine's kernels compute, in plain torch, for its own Python to call on a CPU (`te.install`).
 
-Only what a BF16 or FP32 layer of this project enters. Everything around the kernels is Transformer Engine's.
+Only what a layer of this project enters; FP8 is in `te_fp8_kernels`. Everything around the kernels is Transformer
+Engine's.
 """
 
 from __future__ import annotations
@@ -16,22 +17,27 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from tests.cuda import syncs, te
+from tests.cuda import syncs, te, te_fp8_kernels
 from tests.cuda.syncs import AsCuda, Counted, Waits
+from tests.cuda.te_fp8_kernels import product, quantize, shape
+from tests.cuda.together import one_by_one
 
 UNUSED = ("layernorm_fwd", "layernorm_bwd")
 """Kernels that its modules name and a model of this project does not enter."""
+DTYPES = {te.DTYPES.index(f"k{name}"): getattr(torch, name.lower()) for name in ("Float32", "Float16", "BFloat16")}
+"""Of Transformer Engine's numbers for types."""
 KERNELS: dict[str, Callable[..., Any]] = {}
 TRITON: dict[str, Callable[..., Any]] = {}
 
 
-def install(waits: Waits) -> None:
+def install(waits: Waits, capability: tuple[int, int] = te.HOPPER) -> None:
     """Puts Transformer Engine (`te.install`) into this process with these kernels, and its Triton kernels' stand-ins.
 
     What a kernel does is the device's: nothing of it counts as a wait of the host.
     """
     nothing = {name: unittest.mock.MagicMock(name=name) for name in UNUSED}
-    te.install(nothing | {name: _on_the_device(each, waits) for name, each in KERNELS.items()})
+    kernels = KERNELS | te_fp8_kernels.KERNELS
+    te.install(nothing | {name: _on_the_device(each, waits) for name, each in kernels.items()}, capability)
     from transformer_engine.pytorch import permutation
 
     for name, each in TRITON.items():
@@ -45,6 +51,7 @@ def stand_in(waits: Waits) -> None:
     """What Transformer Engine asks of a device beside what megatron-core does, and megatron-core's own copies to the
     host: `cpu.stand_in`, which goes before, leaves these out."""
     from megatron.core.transformer.moe import moe_utils, token_dispatcher
+    from transformer_engine.pytorch import distributed
 
     syncs.stand_in(waits)
     dispatcher: Any = token_dispatcher
@@ -52,7 +59,12 @@ def stand_in(waits: Waits) -> None:
     cuda: Any = torch.cuda
     cuda.is_current_stream_capturing = lambda: False
     cuda.device = lambda *_: contextlib.nullcontext()
-    cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132, major=9, minor=0)
+    major, minor = torch.cuda.get_device_capability()
+    cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132, major=major, minor=minor)
+    one_by_one(torch.distributed)
+    recomputed: Any = distributed
+    recomputed._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
+    recomputed._set_cuda_rng_state = lambda *_, **__: None
     autograd: Any = torch.autograd
     autograd.backward = backward
 
@@ -101,15 +113,9 @@ def triton(function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
-def _product(a: Tensor, transa: bool, b: Tensor, transb: bool) -> Tensor:
-    """cuBLAS counts columns first: op(b) · op(a) in rows."""
-    a, b = (t.reshape(-1, t.shape[-1]).float() for t in (a, b))
-    return (b.T if transb else b) @ (a.T if transa else a)
-
-
-def _write(out: Tensor | None, value: Tensor, like: Tensor, accumulate: bool) -> Tensor:
+def _write(out: Tensor | None, value: Tensor, dtype: torch.dtype, accumulate: bool) -> Tensor:
     if out is None:
-        return value.to(like.dtype)
+        return value.to(dtype)
     return out.add_(value) if accumulate else out.copy_(value.view(out.shape))
 
 
@@ -121,13 +127,14 @@ def generic_gemm(
 ) -> tuple[Tensor, Tensor | None, None, None]:  # fmt: skip
     """One product, with a bias or its gradient."""
     assert quantizer is None and not gelu
-    value = _product(a, transa, b, transb)
+    value = product(a, transa, b, transb)
     has_bias = isinstance(bias, Tensor) and bias.numel() > 0
+    dtype = b.dtype if out_dtype is None else DTYPES[int(out_dtype)]
     bias_grad = b.reshape(-1, b.shape[-1]).float().sum(0).to(b.dtype) if grad and has_bias else None
     if has_bias and not grad:
         value = value + bias.float()
-    rows = b.shape[:-1] if not transb else value.shape[:1]
-    return _write(out, value.view(*rows, -1), b, accumulate), bias_grad, None, None
+    rows = shape(b)[:-1] if not transb else value.shape[:1]
+    return _write(out, value.view(*rows, -1), dtype, accumulate), bias_grad, None, None
 
 
 @kernel
@@ -137,9 +144,9 @@ def te_general_grouped_gemm(
     accumulate: bool, *_: Any,
 ) -> Any:  # fmt: skip
     """A product for every expert."""
-    parts = out[0].split([len(each) for each in b]) if single else out
+    parts = out[0].split([shape(each)[0] for each in b]) if single else out
     for part, one, other in zip(parts, a, b, strict=True):
-        _write(part, _product(one, transa, other, transb), other, accumulate)
+        _write(part, product(one, transa, other, transb), part.dtype, accumulate)
     return bias
 
 
@@ -147,6 +154,12 @@ def te_general_grouped_gemm(
 def get_num_cublas_streams() -> int:
     """Workspaces."""
     return 1
+
+
+@kernel
+def get_cublasLt_version() -> int:
+    """13.1.1, as in the lock."""
+    return 130101
 
 
 @kernel
@@ -163,6 +176,8 @@ def rmsnorm_fwd(
     rows = x.float()
     scale = torch.rsqrt(rows.square().mean(-1) + eps)
     value = (rows * scale[..., None] * weight.float()).to(x.dtype)
+    if quantizer is not None:
+        return quantize(value, quantizer, out), None, scale
     return value if out is None else out.copy_(value), None, scale
 
 

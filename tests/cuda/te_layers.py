@@ -6,18 +6,26 @@ Run as a program it reads a pickled `Case` from standard input and writes its pi
 
 from __future__ import annotations
 
+import os
 import pickle
+import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.config.precision import environment, row_multiple
 from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.parallel.dims import ParallelDims
+from tests.cuda import te
+from tests.cuda.linears import Linear, watched
+from tests.support.ranks import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -29,6 +37,37 @@ class Case:
     model: Path
     parallel: ParallelDims
     policies: tuple[PolicyConfig, ...]
+    capability: tuple[int, int] = te.HOPPER
+
+
+def run(
+    folder: Path,
+    model: Path,
+    parallel: ParallelDims,
+    policies: Mapping[str, PolicyConfig],
+    capability: tuple[int, int] = te.HOPPER,
+) -> dict[str, list[Answer]]:
+    """What each rank found with each policy, in processes of their own."""
+    address = f"127.0.0.1:{free_port()}"
+    variables = {name: value for policy in policies.values() for name, value in environment(policy.precision).items()}
+    variables |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    # No kernel is compiled on a CPU. What makes scales of magnitudes is Transformer Engine's Python, not its kernel.
+    variables |= {"TORCHDYNAMO_DISABLE": "1", "NVTE_UNFUSED_FP8_UPDATE": "1"}
+    started = []
+    for rank in range(parallel.ranks):
+        case = Case(rank, address, model, parallel, tuple(policies.values()), capability)
+        given, log, out = (folder / f"{rank}.{end}" for end in ("case", "log", "out"))
+        given.write_bytes(pickle.dumps(case))
+        with given.open("rb") as file, log.open("wb") as said:
+            command = [sys.executable, "-W", "ignore", "-m", "tests.cuda.te_layers", str(out)]
+            process = subprocess.Popen(
+                command, stdin=file, stderr=said, stdout=said, cwd=ROOT, env=os.environ | variables
+            )
+        started.append((process, log, out))
+    for process, log, _ in started:
+        assert process.wait(timeout=300) == 0, log.read_text()[-3000:]
+    found = [pickle.loads(out.read_bytes()) for _, _, out in started]
+    return {name: [of[i] for of in found] for i, name in enumerate(policies)}
 
 
 @dataclass
@@ -38,7 +77,7 @@ class Answer:
     waits: Counter[tuple[str, str]]
     """(kind, place) → times that the host waited for the device; of `te` layers alone."""
     hidden: Any
-    """numpy float32 [L, H]: the last hidden states."""
+    """numpy float32 [L, H]: the last hidden states of this rank's tokens, without padding."""
     gradients: dict[str, Any]
     """numpy float32, by the parameter's name."""
     fields: dict[str, Any]
@@ -48,7 +87,9 @@ class Answer:
     tokens: int
     """Of the row."""
     routed: int
-    """Copies of them that this rank's experts of the last layer work on."""
+    """Copies of them that this rank's experts of the last layer work on, with those that pad an expert's rows."""
+    linears: dict[str, Linear]
+    """Of the last layer of `te`: what its attention's last product and its experts' were given and made of it."""
 
 
 @dataclass
@@ -68,8 +109,10 @@ def go(case: Case, waits: Any) -> list[Answer]:
 
     import torch
     import torch.distributed as dist
+    from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
 
     from skyrl_mega.megatron import layer_spec, model
+    from skyrl_mega.megatron.fp8_parameters import memory
     from skyrl_mega.megatron.packing import pack
     from skyrl_mega.megatron.worker import ModelWorker
     from tests.cuda.syncs import AsCuda, Counted, CudaAsCpu, counting, mark_device
@@ -83,35 +126,68 @@ def go(case: Case, waits: Any) -> list[Answer]:
         model.join(case.rank, parallel, store, layouts.CPU, 120)
     hf = json.loads((case.model / "config.json").read_text())
     at = parallel.coordinates(case.rank)
-    micro = pack(layouts.some_batch(90, count=6, seed=at.dp), context=1, context_rank=0, tensor=parallel.tensor)
+    batch = layouts.some_batch(90, count=6, seed=at.dp)
 
-    def pass_through(chunk: Any) -> Any:
+    def real(micro: Any) -> Any:
+        """Which of this rank's rows are no padding."""
+        return ~micro.padding.view(parallel.tensor, -1)[at.tp]
+
+    def drawn(micro: Any, hidden: Any) -> Any:
+        """A gradient of the last hidden states that has nothing to do with padding."""
+        width = hidden.shape[-1]
+        there = ~micro.padding.view(-1)
+        with waits.pause():
+            whole = torch.zeros(len(there), width)
+            whole[there] = torch.linspace(-1, 1, int(there.sum()) * width).view(-1, width)
+        return whole.view(parallel.tensor, -1, width)[at.tp].view(hidden.shape).to(hidden.dtype)
+
+    def pass_through(opened: ModelWorker, chunk: Any, micro: Any) -> Any:
         for p in chunk.parameters():
             p.grad = None
+        chunk.set_is_first_microbatch()  # as megatron-core's schedule does
+        if opened.fp8:  # of the local spec, whose weights are rounded on the CPU, not by a Triton kernel
+            with torch._C.DisableTorchFunction():
+                opened.fp8.begin()
         hidden = chunk(micro.tokens, micro.positions, None, packed_seq_params=micro.row, padding_mask=micro.padding)
-        gradient = torch.linspace(-1, 1, hidden.numel()).view(hidden.shape).to(hidden.dtype)
-        torch.autograd.backward([hidden], [gradient])  # its method would leave the modes
+        torch.autograd.backward([hidden], [drawn(micro, hidden)])  # its method would leave the modes
+        if opened.fp8:
+            opened.fp8.end(trained=True)
         return hidden
 
     def answer(policy: PolicyConfig) -> Answer:
         waits.found.clear()
+        rows = row_multiple(policy.precision, policy.spec or "te")
+        micro = pack(batch, context=1, context_rank=0, tensor=parallel.tensor, rows=rows)
         with CudaAsCpu(), Counted(waits):  # it says of what is made which stays on the host
             opened = ModelWorker(hf, policy, parallel, dtype=torch.bfloat16, device=layouts.CPU, trainable=False)
             opened.load(case.model)
+            if fp8 := [p for p in opened.params.values() if is_float8tensor(p)]:
+                post_all_gather_processing(fp8)  # what a backward pass reads: this worker is not one that trains
         chunk = model.bare(opened.chunks[0]).train()
         chunk.requires_grad_()
-        mark_device([*chunk.parameters(), *chunk.buffers()])
+        mark_device([*chunk.parameters(), *memory(chunk.parameters()), *chunk.buffers()])
         with AsCuda():
             with keeping(chunk) as kept:  # this pass also makes what is made once: work spaces, the choice of a kernel
-                pass_through(chunk)
+                pass_through(opened, chunk, micro)
             with counting(waits) if policy.spec == "te" else nullcontext():
-                hidden = pass_through(chunk)
+                hidden = pass_through(opened, chunk, micro)
+            with watched(linears(chunk) if policy.spec == "te" else {}) as products:
+                pass_through(opened, chunk, micro)
         gradients = {name: p.grad.float().numpy() for name, p in chunk.named_parameters() if p.grad is not None}
         fields = {k: v for k, v in vars(chunk.config).items() if isinstance(v, bool | int | str | list)}
-        flat = hidden.detach().float().view(-1, hidden.shape[-1]).numpy()
-        return Answer(Counter(waits.found), flat, gradients, fields, kept.bytes, micro.tokens.numel(), kept.routed)
+        flat = hidden.detach().float().view(-1, hidden.shape[-1])[real(micro)].numpy()
+        return Answer(
+            Counter(waits.found), flat, gradients, fields, kept.bytes, micro.tokens.numel(), kept.routed, products
+        )
 
     return [answer(policy) for policy in case.policies]
+
+
+def linears(chunk: Any) -> dict[str, Any]:
+    """The last layer's."""
+    layer = chunk.decoder.layers[-1]
+    experts = layer.mlp.experts
+    return {"proj": layer.self_attention.linear_proj, "fc1": experts.linear_fc1, "fc2": experts.linear_fc2}
 
 
 @contextmanager
@@ -119,9 +195,11 @@ def keeping(chunk: Any) -> Iterator[Kept]:
     """Notes what the last layer saves for its backward pass, each storage once, in a forward pass inside."""
     import torch
 
+    from skyrl_mega.megatron.fp8_parameters import memory
+
     found, inside = Kept(), False
     layer = chunk.decoder.layers[-1]
-    parameters = {p.untyped_storage().data_ptr() for p in chunk.parameters()}
+    parameters = {t.untyped_storage().data_ptr() for t in memory(chunk.parameters())}
 
     def enter(*_: Any) -> None:
         nonlocal inside
@@ -133,6 +211,8 @@ def keeping(chunk: Any) -> Iterator[Kept]:
         found.bytes = sum(storage.nbytes() for storage in found.storages.values())  # some are emptied in the end
 
     def save(t: Any) -> Any:
+        if hasattr(t, "_fp8_dtype"):  # a weight, or its copy: activations are saved as plain numbers and scales
+            return t
         storage = t.untyped_storage()
         if inside and storage.data_ptr() not in parameters:
             found.storages[storage._cdata] = storage
@@ -142,7 +222,7 @@ def keeping(chunk: Any) -> Iterator[Kept]:
         found.routed = len(given[0])
 
     hooks = [layer.register_forward_pre_hook(enter), layer.register_forward_hook(leave)]
-    hooks.append(layer.mlp.experts.register_forward_pre_hook(experts))
+    hooks.append(getattr(layer.mlp.experts, "linear_fc1", layer.mlp.experts).register_forward_pre_hook(experts))
     with torch.autograd.graph.saved_tensors_hooks(save, lambda t: t):
         yield found
     for hook in hooks:
@@ -157,7 +237,7 @@ def main() -> None:
 
     waits = Waits()
     deepep.install(waits)
-    te_kernels.install(waits)
+    te_kernels.install(waits, case.capability)
     import torch
 
     from skyrl_mega.megatron import cpu

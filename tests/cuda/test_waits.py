@@ -6,11 +6,6 @@ All of Python is the real one, Transformer Engine's and megatron-core's; kernels
 
 from __future__ import annotations
 
-import os
-import pickle
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,12 +19,10 @@ from skyrl_mega.models.tiny import build, hf_config
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import layer
 from tests.cuda import te
-from tests.cuda.te_layers import Answer, Case
-from tests.support.ranks import free_port
+from tests.cuda.te_layers import Answer, run
 
 pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
 
-ROOT = Path(__file__).resolve().parents[2]
 POLICIES = {
     "fused": PolicyConfig(spec="te"),
     "nothing fused": PolicyConfig(spec="te", fusions=[]),
@@ -52,20 +45,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
     """What each of two ranks found with each policy."""
     folder = tmp_path_factory.mktemp("waits")
     build(MODEL, folder / "model", seed=1)
-    address = f"127.0.0.1:{free_port()}"
-    started = []
-    for rank in range(PARALLEL.ranks):
-        case = Case(rank, address, folder / "model", PARALLEL, tuple(POLICIES.values()))
-        (folder / f"{rank}.case").write_bytes(pickle.dumps(case))
-        with (folder / f"{rank}.case").open("rb") as given, (folder / f"{rank}.log").open("wb") as log:
-            command = [sys.executable, "-W", "ignore", "-m", "tests.cuda.te_layers", str(folder / f"{rank}.out")]
-            path = os.pathsep.join([str(ROOT), *sys.path])
-            environ = os.environ | {"PYTHONPATH": path, "TORCHDYNAMO_DISABLE": "1"}  # no kernel is compiled on a CPU
-            started.append(subprocess.Popen(command, stdin=given, stderr=log, stdout=log, cwd=ROOT, env=environ))
-    for rank, process in enumerate(started):
-        assert process.wait(timeout=300) == 0, (folder / f"{rank}.log").read_text()[-3000:]
-    found = [pickle.loads((folder / f"{rank}.out").read_bytes()) for rank in range(PARALLEL.ranks)]
-    return {name: [of[i] for of in found] for i, name in enumerate(POLICIES)}
+    return run(folder, folder / "model", PARALLEL, POLICIES)
 
 
 def test_what_the_settings_ask_for_is_in_the_model(answers: dict[str, list[Answer]]) -> None:
@@ -127,13 +107,13 @@ def test_a_fused_activation_function_keeps_three_widths_less(answers: dict[str, 
         assert planned(without, policies[0]) - planned(without, policies[1]) == without.kept - alone.kept
 
 
-def planned(answer: Answer, policy: PolicyConfig) -> int:
+def planned(answer: Answer, policy: PolicyConfig, model: BuildConfig = MODEL, parallel: ParallelDims = PARALLEL) -> int:
     """Bytes of the formula, with the experts' rows that there were."""
-    hf = hf_config(MODEL)
-    even = answer.tokens / PARALLEL.tensor * MODEL.experts_per_token * PARALLEL.expert_tensor
+    hf = hf_config(model)
+    even = answer.tokens / parallel.tensor * model.experts_per_token * parallel.expert_tensor
     how: dict[str, Any] = dict(recompute=policy.recompute, spec="te", fused=fused(policy, "te", True))
     d = architecture(hf).describe(hf)
-    return layer(d, PARALLEL, answer.tokens, BYTES, moe=True, imbalance=answer.routed / even, **how)
+    return layer(d, parallel, answer.tokens, BYTES, moe=True, imbalance=answer.routed / even, **how)
 
 
 BYTES = 2

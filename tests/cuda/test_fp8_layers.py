@@ -1,0 +1,181 @@
+"""Layers of Transformer Engine's go forward and backward in FP8, in two ranks with tensor and expert parallelism.
+
+Its Python and megatron-core's are real: who rounds what, when, which numbers lie in rows and which in columns, how an
+expert's rows are padded, what is gathered as FP8. Kernels are torch's (`te_fp8_kernels`), and a product asserts that
+what it reads is there and has the sizes that cuBLAS takes. Beside them the local spec, which rounds in our own code.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from skyrl_mega.config.schema import BuildConfig, MoeConfig, PolicyConfig, PrecisionConfig
+from skyrl_mega.models.tiny import build
+from skyrl_mega.parallel.dims import ParallelDims
+from tests.cuda import te
+from tests.cuda.linears import Linear, Products
+from tests.cuda.te_layers import Answer, run
+from tests.cuda.test_waits import DISPATCH, EMBEDDING, off, planned
+
+pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
+
+LAYERS = 2
+MODEL = BuildConfig(
+    layers=LAYERS, hidden=256, heads=4, kv_heads=2, head_dim=128, experts=8, expert_ffn=128, tokenizer="none"
+)
+PARALLEL = ParallelDims(2, tensor=2, expert=2)
+BLACKWELL = 10, 0
+RECIPES = {
+    "fp8_blockwise": te.HOPPER,
+    "fp8_current": te.HOPPER,
+    "fp8_delayed": te.HOPPER,
+    "mxfp8": BLACKWELL,
+    "fp8_current on Blackwell": BLACKWELL,
+    "fp8_delayed on Blackwell": BLACKWELL,
+}
+"""Name → compute capability."""
+
+
+def policy(spec: Any, recipe: str, **settings: Any) -> PolicyConfig:
+    precision = PrecisionConfig(recipe.split()[0], parameters=settings.pop("parameters", "model"))
+    return PolicyConfig(spec=spec, precision=precision, **settings)
+
+
+BLOCKWISE = {
+    "parameters": policy("te", "fp8_blockwise", parameters="fp8"),
+    "selective": policy("te", "fp8_blockwise", recompute="selective"),
+    "moe": policy("te", "fp8_blockwise", recompute="moe"),
+    "nothing fused": policy("te", "fp8_blockwise", fusions=[]),
+    "deepep": policy("te", "fp8_blockwise", moe=MoeConfig(dispatcher="deepep")),
+}
+"""With the recipe of Hopper's blocks."""
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
+    """What each of two ranks found; `local …` rounds in our own code."""
+    folder = tmp_path_factory.mktemp("fp8")
+    build(MODEL, folder / "model", seed=1)
+    found = {}
+    for capability in (te.HOPPER, BLACKWELL):
+        names = [name for name, of in RECIPES.items() if of == capability]
+        policies = {name: policy("te", name) for name in names}
+        policies |= {f"local {name}": policy("local", name) for name in names}
+        if capability == te.HOPPER:
+            policies |= BLOCKWISE | {"bfloat16": policy("te", "model")}
+        found |= run(folder, folder / "model", PARALLEL, policies, capability)
+    return found
+
+
+def hidden(ranks: list[Answer]) -> NDArray[np.float32]:
+    """Of all tokens."""
+    return np.concatenate([of.hidden for of in ranks])
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *BLOCKWISE])
+def test_the_host_waits_for_nothing_but_the_dispatchers_counts(answers: dict[str, list[Answer]], name: str) -> None:
+    """Rounding, padding of experts' rows and gathering in FP8 ask the device for nothing."""
+    passes = {"moe": 2, "deepep": 0}.get(name, 1)
+    for answer in answers[name]:
+        waits = {key: count for key, count in answer.waits.items() if name != "nothing fused" or key == DISPATCH}
+        assert waits == ({DISPATCH: passes * LAYERS} if passes else {})
+
+
+@pytest.mark.parametrize("layer", ["fc1", "fc2"])
+@pytest.mark.parametrize("name", RECIPES)
+def test_an_experts_products(answers: dict[str, list[Answer]], name: str, layer: str) -> None:
+    """All three, of rounded numbers: what a plain loop over the blocks of the recipe gives, to bfloat16's rounding."""
+    for answer in answers[name]:
+        found = answer.linears[layer]
+        assert len(found.splits) == MODEL.experts / PARALLEL.expert and sum(found.splits) == len(found.given)
+        parts = [t.split(found.splits) for t in (found.given, found.made, found.of_made, found.of_given)]
+        for i, (x, y, g, of_x) in enumerate(zip(*parts, strict=True)):
+            products = Products(name.split()[0], found.scales[i] if found.scales else None)
+            w, of_w = found.weights[i], found.of_weights[i]
+            close(y, products.forward(x, w))
+            close(of_x, products.of_given(g, w))
+            close(of_w, products.of_weight(g, x))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_the_products_of_ranks_that_share_a_layer(answers: dict[str, list[Answer]], name: str) -> None:
+    """Each has some of the columns that attention gives, and of the sum that the ranks make together some of the rows;
+    of its gradient they gather all rows, as FP8 numbers."""
+    ranks = [answer.linears["proj"] for answer in answers[name]]
+    products = [Products(name.split()[0], of.scales[0] if of.scales else None) for of in ranks]
+    parts = [of.forward(rank.given, rank.weights[0]) for of, rank in zip(products, ranks, strict=True)]
+    close(torch.cat([rank.made for rank in ranks]), sum(parts), beside=sum(p.abs() for p in parts))
+    gradient = torch.cat([rank.of_made for rank in ranks])
+    for of, rank in zip(products, ranks, strict=True):
+        close(rank.of_given, of.of_given(gradient, rank.weights[0]))
+        close(rank.of_weights[0], of.of_weight(gradient, rank.given))
+
+
+def close(found: Tensor, expected: Tensor, beside: Tensor | None = None) -> None:
+    """To bfloat16's rounding of the result, or of what it is the sum of, and that of the sum."""
+    room = 2**-8 * expected.abs() if beside is None else 2**-7 * beside
+    room = room + 1e-5 * (expected.abs().max() if len(expected) else 0)
+    assert found.shape == expected.shape
+    assert not ((found - expected).abs() > room).any()
+
+
+@pytest.mark.parametrize("name", [name for name in RECIPES if "delayed" in name])
+def test_delayed_scales_are_those_of_the_magnitudes_before(answers: dict[str, list[Answer]], name: str) -> None:
+    """Of both ranks. Weights have not changed since; what passes before gave and got is of about the same size."""
+    for layer in ("proj", "fc1", "fc2"):
+        ranks = [answer.linears[layer] for answer in answers[name]]
+        for i, scales in enumerate(ranks[0].scales):
+            assert scales == ranks[1].scales[i]
+            assert scales.weight == pytest.approx(448 / max(float(of.weights[i].abs().max()) for of in ranks), rel=1e-6)
+            given, gradients = (
+                max(
+                    float(t.abs().max())
+                    for of, tensor in zip(ranks, tensors, strict=True)
+                    for t in [part(of, tensor, i)]
+                )
+                for tensors in ([of.given for of in ranks], [of.of_made for of in ranks])
+            )
+            assert scales.given * given == pytest.approx(448, rel=0.2)
+            assert scales.gradient * gradients == pytest.approx(57344, rel=0.4)
+
+
+def part(of: Linear, t: Tensor, i: int) -> Tensor:
+    """An expert's rows, or all."""
+    return t.split(of.splits)[i] if of.splits else t
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_fp8_layers_compute_what_local_ones_do(answers: dict[str, list[Answer]], name: str) -> None:
+    """Nearer to those that round in our own code than these are to bfloat16, whose noise makes some numbers round
+    otherwise. With delayed scaling theirs is any scale and ours a power of two: two roundings, each with its noise."""
+    found, local, plain = (hidden(answers[n]) for n in (name, f"local {name}", "bfloat16"))
+    near = 1.5 if "delayed" in name else 0.6
+    assert off(found, local) < near * off(local, plain) < near * 0.09
+    assert off(found, plain) < 1.1 * off(local, plain)
+    for ours, other, reference in zip(answers[name], answers[f"local {name}"], answers["bfloat16"], strict=True):
+        found, local, plain = (of.gradients[EMBEDDING] for of in (ours, other, reference))
+        assert off(found, local) < (1.5 if "delayed" in name else 0.85) * off(local, plain)
+
+
+@pytest.mark.parametrize("name", ["parameters", "selective", "moe"])
+def test_no_number_depends_on_where_weights_are_or_what_is_kept(answers: dict[str, list[Answer]], name: str) -> None:
+    """Parameters in FP8 are what a pass rounds those in bfloat16 to; a pass that is run again rounds as before."""
+    for found, kept in zip(answers[name], answers["fp8_blockwise"], strict=True):
+        np.testing.assert_array_equal(found.hidden, kept.hidden)
+        assert set(found.gradients) == set(kept.gradients)
+        for parameter, gradient in found.gradients.items():
+            np.testing.assert_allclose(gradient, kept.gradients[parameter], rtol=1e-5, atol=1e-7, err_msg=parameter)
+
+
+@pytest.mark.parametrize("name", [*RECIPES, *(name for name in BLOCKWISE if name != "deepep")])
+def test_a_layer_keeps_at_most_what_the_planner_says(answers: dict[str, list[Answer]], name: str) -> None:
+    """It has two bytes for each number, of which some are kept as one; few rows of an expert are padded to many."""
+    for answer in answers[name]:
+        said = planned(answer, BLOCKWISE.get(name) or policy("te", name), MODEL, PARALLEL)
+        assert 0.94 < said / answer.kept < 1.2
