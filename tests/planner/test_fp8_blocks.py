@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.schema import BuildConfig, Config, PrecisionConfig
+from skyrl_mega.config.schema import BuildConfig, Config, LayoutConfig, PrecisionConfig
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import hf_config
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner import fp8_blocks
+from skyrl_mega.planner import fp8_blocks, search
 from skyrl_mega.weights.fp8.format import quantised
 from skyrl_mega.weights.fp8.scales import without_own_blocks
 
@@ -64,3 +64,22 @@ def test_parameters_in_fp8_are_refused_and_others_are_not() -> None:
     fp8_blocks.check(config, fits, ParallelDims(1))
     config.policy.precision.parameters = "model"
     fp8_blocks.check(config, d, ParallelDims(1))
+
+
+@pytest.mark.parametrize("model", list(MODELS))
+def test_no_layout_is_offered_that_is_then_refused(model: str) -> None:
+    """`--suggest` finds those alone whose blocks are the wire's, and all of these."""
+    _, d = described(model)
+    config = Config()
+    config.cluster.device = "cuda"
+    config.policy.spec = "te"
+    offered: dict[str, list[LayoutConfig]] = {}
+    for parameters in ("model", "fp8"):
+        config.policy.precision = PrecisionConfig("fp8_blockwise", parameters=parameters)
+        offered[parameters] = [layout for _, layout in search._layouts(config, d, ranks=8)]
+
+    def fits(layout: LayoutConfig) -> bool:
+        parallel = ParallelDims.from_config(layout, 8)
+        return fp8_blocks.other(d, parallel.tensor, parallel.expert_tensor) is None
+
+    assert offered["fp8"] == [layout for layout in offered["model"] if fits(layout)]
