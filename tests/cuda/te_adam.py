@@ -77,6 +77,9 @@ def multi_tensor_scale(_chunk: int, _noop: Tensor, lists: list[list[Tensor]], sc
         to.copy_(source * scale)
 
 
+KERNELS = {each.__name__: each for each in (multi_tensor_adam, multi_tensor_l2norm, multi_tensor_scale)}
+
+
 def go(case: Case) -> Answer:
     """Steps the optimizer of a bfloat16 model on one rank."""
     from skyrl_mega.megatron import model as build
@@ -135,7 +138,7 @@ def main() -> None:
 
     cases: list[Case] = pickle.load(sys.stdin.buffer)
     if cases[0].engine:
-        te.install({k.__name__: k for k in (multi_tensor_adam, multi_tensor_l2norm, multi_tensor_scale)})
+        te.install(KERNELS)
     from skyrl_mega.megatron import cpu
 
     torch.set_num_threads(1)

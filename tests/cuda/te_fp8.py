@@ -18,8 +18,7 @@ from torch import Tensor
 
 from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.parallel.dims import ParallelDims
-from tests.cuda import te_fp8_kernels
-from tests.cuda.te_adam import multi_tensor_adam, multi_tensor_l2norm, multi_tensor_scale
+from tests.cuda import te_adam, te_fp8_kernels
 from tests.cuda.te_fp8_kernels import BLOCK
 from tests.cuda.together import one_by_one
 
@@ -70,26 +69,7 @@ class Answer:
 # ---- kernels -----------------------------------------------------------------------------------------------------
 
 
-KERNELS = te_fp8_kernels.KERNELS | {
-    each.__name__: each for each in (multi_tensor_adam, multi_tensor_l2norm, multi_tensor_scale)
-}
-
-
-def issued_at_once() -> None:
-    """Megatron-core's collectives that come together are over as they are issued (`together`)."""
-    from megatron.core.distributed import param_and_grad_buffer
-
-    module: Any = param_and_grad_buffer
-    one_by_one(module)
-    for name in ("dist_all_gather_func", "dist_reduce_scatter_func"):
-        setattr(module, name, _at_once(getattr(module, name)))
-
-
-def _at_once(collective: Any) -> Any:
-    def run(*args: Any, **kwargs: Any) -> None:
-        collective(*args, **kwargs | {"async_op": False})
-
-    return run
+KERNELS = te_fp8_kernels.KERNELS | te_adam.KERNELS
 
 
 # ---- the rank ----------------------------------------------------------------------------------------------------
@@ -260,7 +240,7 @@ def main() -> None:
 
     torch.set_num_threads(1)
     cpu.stand_in()
-    issued_at_once()
+    one_by_one()
     answer = go(case)
     with open(sys.argv[1], "wb") as file:
         pickle.dump(answer, file)

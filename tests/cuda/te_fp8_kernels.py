@@ -74,14 +74,14 @@ def _scale(amax: Tensor, kind: torch.dtype, powers: bool = False) -> Tensor:
 def _rows(x_RC: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """Blocks of 128 along a row: uint8 [R, C], and what they are multiplied by afterwards, float32 [C/B, R]."""
     rows, columns = x_RC.shape
-    parts = F.pad(x_RC, (0, -columns % BLOCK)).view(rows, -1, BLOCK)
+    parts = F.pad(x_RC, (0, -columns % BLOCK)).view(rows, -(-columns // BLOCK), BLOCK)  # an expert may have no rows
     scale = _scale(parts.abs().amax(-1), kind)
-    return _bytes(parts * scale[..., None], kind).view(rows, -1)[:, :columns], (1 / scale).T
+    return _bytes(parts * scale[..., None], kind).flatten(1)[:, :columns], (1 / scale).T
 
 
 def _micro(x_RC: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
     """Blocks of 32 along a row: uint8 [R, C], and their exponents + 127, uint8 [R, C/32]."""
-    parts = x_RC.unflatten(-1, (-1, MICRO))
+    parts = x_RC.unflatten(-1, (x_RC.shape[1] // MICRO, MICRO))
     fraction, exponent = torch.frexp(parts.abs().amax(-1) / torch.finfo(kind).max)
     up = (exponent - (fraction == 0.5).int()).clamp(min=-127)
     numbers = _bytes(torch.ldexp(parts, -up[..., None]), kind).view(x_RC.shape)
@@ -121,7 +121,7 @@ def quantize(values: Tensor, quantizer: Any, out: Any = None, _noop: Any = None)
     """A matrix, rounded as `quantizer` has it, into the tensors that it has uses for."""
     if out is None:
         out = create_empty_quantized_tensor(quantizer, values.shape, values.dtype, "cuda")
-    x = values.detach().reshape(-1, values.shape[-1]).float()
+    x = values.detach().flatten(0, -2).float()
     FILL[type(quantizer).__name__](x, quantizer, KINDS[int(quantizer.dtype)], out)
     return out
 
@@ -192,7 +192,7 @@ def split_quantize(
 @kernel
 def fp8_transpose(numbers: Tensor, _dtype: Any, out: Tensor | None = None) -> Tensor:
     """Bytes, transposed."""
-    flat = numbers.reshape(-1, numbers.shape[-1])
+    flat = numbers.flatten(0, -2)
     return flat.T.contiguous() if out is None else out.copy_(flat.T)
 
 
@@ -276,7 +276,7 @@ def operand(t: Any, columnwise: bool) -> Tensor:
     if hasattr(t, "_transpose_invalid"):
         return _of_tensor(t, columnwise)
     assert isinstance(t, Tensor)
-    return t.reshape(-1, t.shape[-1]).float()
+    return t.flatten(0, -2).float()
 
 
 def _numbers(data: Tensor, dtype: Any) -> Tensor:
@@ -288,7 +288,7 @@ def _of_blocks(t: Any, columnwise: bool) -> Tensor:
     inverse = t._columnwise_scale_inv if columnwise else t._rowwise_scale_inv
     assert data is not None, "missing usage"
     # Rows that a product sums along: columns lie transposed.
-    flat = data.reshape(len(data), -1) if columnwise else data.reshape(-1, data.shape[-1])
+    flat = data.flatten(1) if columnwise else data.flatten(0, -2)
     numbers = _numbers(flat, t._fp8_dtype)
     rows, columns = numbers.shape
     if t._is_2D_scaled:
@@ -301,9 +301,9 @@ def _of_blocks(t: Any, columnwise: bool) -> Tensor:
 def _of_tensor(t: Any, columnwise: bool) -> Tensor:
     if columnwise and not _any_layout():
         assert t._transpose is not None and not t._transpose_invalid, "missing column-wise usage"
-        return (_numbers(t._transpose.reshape(len(t._transpose), -1), t._fp8_dtype) * t._scale_inv).T
+        return (_numbers(t._transpose.flatten(1), t._fp8_dtype) * t._scale_inv).T
     assert t._data is not None, "missing row-wise usage"
-    return _numbers(t._data.reshape(-1, t._data.shape[-1]), t._fp8_dtype) * t._scale_inv
+    return _numbers(t._data.flatten(0, -2), t._fp8_dtype) * t._scale_inv
 
 
 def _any_layout() -> bool:
@@ -316,7 +316,7 @@ def _any_layout() -> bool:
 def _of_micro(t: Any, columnwise: bool) -> Tensor:
     data = t._columnwise_data if columnwise else t._rowwise_data
     assert data is not None, "missing usage"
-    numbers = _numbers(data.reshape(-1, data.shape[-1]), t._fp8_dtype)
+    numbers = _numbers(data.flatten(0, -2), t._fp8_dtype)
     rows, columns = numbers.shape
     if columnwise:
         exponents = t._columnwise_scale_inv[: rows // MICRO, :columns].repeat_interleave(MICRO, 0)
@@ -329,9 +329,9 @@ def _check(a: Any, b: Any, m: int, n: int, k: int) -> None:
     """What cuBLAS wants of sides."""
     kinds = {_family(a), _family(b)}
     assert len(kinds) == 1, f"one matrix is in FP8 and the other is not, or otherwise: {kinds}"
-    if kinds == {"plain"} or not m * n:
-        return
-    assert k > 0 and k % 16 == 0, f"the sum has {k} terms: caller must pad"
+    if kinds == {"plain"} or not m * n * k:
+        return  # an expert without rows is passed over
+    assert k % 16 == 0, f"the sum has {k} terms: caller must pad"
     assert m % 8 == 0, f"{m} columns: caller must pad"
     if kinds == {"blocks"}:
         assert not (a._is_2D_scaled and b._is_2D_scaled), "no product of two matrices in squares"

@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import functools
 import unittest.mock
-from collections.abc import Callable
-from types import SimpleNamespace
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -30,13 +30,18 @@ KERNELS: dict[str, Callable[..., Any]] = {}
 TRITON: dict[str, Callable[..., Any]] = {}
 
 
-def install(waits: Waits, capability: tuple[int, int] = te.HOPPER) -> None:
-    """Puts Transformer Engine (`te.install`) into this process with these kernels, and its Triton kernels' stand-ins.
+def install(
+    waits: Waits,
+    capability: tuple[int, int] = te.HOPPER,
+    others: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
+) -> None:
+    """Puts Transformer Engine (`te.install`) into this process with these kernels, others, and its Triton kernels'
+    stand-ins.
 
     What a kernel does is the device's: nothing of it counts as a wait of the host.
     """
     nothing = {name: unittest.mock.MagicMock(name=name) for name in UNUSED}
-    kernels = KERNELS | te_fp8_kernels.KERNELS
+    kernels = KERNELS | te_fp8_kernels.KERNELS | others
     te.install(nothing | {name: _on_the_device(each, waits) for name, each in kernels.items()}, capability)
     from transformer_engine.pytorch import permutation
 
@@ -61,7 +66,7 @@ def stand_in(waits: Waits) -> None:
     cuda.device = lambda *_: contextlib.nullcontext()
     major, minor = torch.cuda.get_device_capability()
     cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=132, major=major, minor=minor)
-    one_by_one(torch.distributed)
+    one_by_one()
     recomputed: Any = distributed
     recomputed._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
     recomputed._set_cuda_rng_state = lambda *_, **__: None
@@ -69,10 +74,14 @@ def stand_in(waits: Waits) -> None:
     autograd.backward = backward
 
 
-def backward(tensors: Any, grads: Any = None) -> None:
+def backward(tensors: Any, grad_tensors: Any = None) -> None:
     """torch's, which would go backward without the modes that are entered."""
+    outputs = _tuple(tensors)
+    given = (None,) * len(outputs) if grad_tensors is None else _tuple(grad_tensors)
     pairs = [
-        (t, g) for t, g in zip(_tuple(tensors), _tuple(grads), strict=True) if isinstance(t, Tensor) and t.requires_grad
+        (t, torch.ones_like(t) if g is None else g)
+        for t, g in zip(outputs, given, strict=True)
+        if isinstance(t, Tensor) and t.requires_grad
     ]
     outputs, gradients = zip(*pairs, strict=True)
     engine: Any = torch.autograd.Variable._execution_engine

@@ -6,9 +6,7 @@ Run as a program it reads a pickled `Case` from standard input and writes its pi
 
 from __future__ import annotations
 
-import os
 import pickle
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -18,14 +16,12 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.config.precision import environment, row_multiple
+from skyrl_mega.config.precision import row_multiple
 from skyrl_mega.config.schema import PolicyConfig
 from skyrl_mega.parallel.dims import ParallelDims
-from tests.cuda import te
+from tests.cuda import programs, te
 from tests.cuda.linears import Linear, watched
 from tests.support.ranks import free_port
-
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclass(frozen=True)
@@ -48,25 +44,9 @@ def run(
     capability: tuple[int, int] = te.HOPPER,
 ) -> dict[str, list[Answer]]:
     """What each rank found with each policy, in processes of their own."""
-    address = f"127.0.0.1:{free_port()}"
-    variables = {name: value for policy in policies.values() for name, value in environment(policy.precision).items()}
-    variables |= {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    # No kernel is compiled on a CPU. What makes scales of magnitudes is Transformer Engine's Python, not its kernel.
-    variables |= {"TORCHDYNAMO_DISABLE": "1", "NVTE_UNFUSED_FP8_UPDATE": "1"}
-    started = []
-    for rank in range(parallel.ranks):
-        case = Case(rank, address, model, parallel, tuple(policies.values()), capability)
-        given, log, out = (folder / f"{rank}.{end}" for end in ("case", "log", "out"))
-        given.write_bytes(pickle.dumps(case))
-        with given.open("rb") as file, log.open("wb") as said:
-            command = [sys.executable, "-W", "ignore", "-m", "tests.cuda.te_layers", str(out)]
-            process = subprocess.Popen(
-                command, stdin=file, stderr=said, stdout=said, cwd=ROOT, env=os.environ | variables
-            )
-        started.append((process, log, out))
-    for process, log, _ in started:
-        assert process.wait(timeout=300) == 0, log.read_text()[-3000:]
-    found = [pickle.loads(out.read_bytes()) for _, _, out in started]
+    address, every = f"127.0.0.1:{free_port()}", tuple(policies.values())
+    cases = [Case(rank, address, model, parallel, every, capability) for rank in range(parallel.ranks)]
+    found = programs.run("te_layers", folder, cases, every)
     return {name: [of[i] for of in found] for i, name in enumerate(policies)}
 
 

@@ -1,0 +1,123 @@
+"""A rank of Transformer Engine's layers trains: passes through megatron-core's schedule, and optimizer steps.
+
+Its Python and megatron-core's are real (`te`), its kernels torch's (`te_kernels`, `te_fp8_kernels`, `te_adam`), the
+ranks processes on gloo. Run as a program it reads a pickled `Case` from standard input and writes its pickled answers
+to the file that is named.
+"""
+
+from __future__ import annotations
+
+import pickle
+import sys
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.config.schema import PolicyConfig
+from skyrl_mega.parallel.dims import ParallelDims
+
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    """What one rank is to do."""
+
+    rank: int
+    address: str
+    model: Path
+    parallel: ParallelDims
+    policies: tuple[PolicyConfig, ...]
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What it found with one of the policies."""
+
+    steps: list[dict[str, float]]
+    """Metrics of each optimizer step."""
+    weights: dict[str, Any]
+    """numpy, by the parameter's name; numbers in FP8 as uint8."""
+    logprobs: list[Any] | None
+    """Of its micro-batches, after the steps."""
+
+
+def batch(model: Path) -> Any:
+    """What is trained on."""
+    import json
+
+    from tests.megatron import layouts
+
+    return layouts.some_batch(json.loads((model / "config.json").read_text())["vocab_size"], count=10)
+
+
+def go(case: Case, waits: Any) -> list[Answer]:
+    """Steps with each of the policies."""
+    import json
+
+    import torch
+    import torch.distributed as dist
+
+    from skyrl_mega.megatron import layer_spec, model, objectives
+    from skyrl_mega.megatron.fp8_parameters import memory
+    from skyrl_mega.megatron.worker import ModelWorker
+    from tests.cuda.syncs import AsCuda, Counted, CudaAsCpu, mark_device
+    from tests.megatron import layouts
+
+    layer_spec.varlen_attn = None  # a kernel of the local spec, which no stand-in computes
+    host, port = case.address.split(":")
+    ranks = case.parallel.ranks
+    store = dist.TCPStore(host, int(port), ranks, is_master=case.rank == 0, timeout=timedelta(seconds=120))
+    with CudaAsCpu():
+        model.join(case.rank, case.parallel, store, layouts.CPU, 120)
+    hf = json.loads((case.model / "config.json").read_text())
+
+    def plain(t: Any) -> Any:
+        whole = t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t.float()
+        return whole.detach().clone().numpy()
+
+    def answer(policy: PolicyConfig) -> Answer:
+        with CudaAsCpu(), Counted(waits):
+            opened = ModelWorker(hf, policy, case.parallel, dtype=torch.bfloat16, device=layouts.CPU)
+            opened.load(case.model)
+        for chunk in map(model.bare, opened.chunks):
+            mark_device([*chunk.parameters(), *memory(chunk.parameters()), *chunk.buffers()])
+        _, micros = layouts.deal(batch(case.model), opened)
+        with AsCuda():
+            steps = [opened.train(micros, objectives.supervised) for _ in range(STEPS)]
+            found = opened.logprobs(micros)
+        weights = {name: plain(t) for name, t in opened.weights().items()}
+        return Answer(steps, weights, found and [values.numpy() for values, _ in found])
+
+    return [answer(policy) for policy in case.policies]
+
+
+def main() -> None:
+    """Answers for the case on standard input."""
+    case: Case = pickle.load(sys.stdin.buffer)
+    from tests.cuda import te_adam, te_kernels
+    from tests.cuda.syncs import Waits
+
+    waits = Waits()
+    te_kernels.install(waits, case.capability, te_adam.KERNELS)
+    import torch
+
+    from skyrl_mega.megatron import cpu
+    from tests.cuda import as_cpu
+
+    torch.set_num_threads(1)
+    cpu.stand_in()
+    as_cpu.unmapped()
+    te_kernels.stand_in(waits)
+    answers = go(case, waits)
+    with open(sys.argv[1], "wb") as file:
+        pickle.dump(answers, file)
+
+
+if __name__ == "__main__":
+    # Under the name by which whoever reads the answers imports it.
+    from tests.cuda import te_steps
+
+    te_steps.main()

@@ -1,0 +1,120 @@
+"""A policy of Transformer Engine's layers trains in each precision: losses, gradient norms, weights, log-probs.
+
+Passes go through megatron-core's schedule, several micro-batches each, gradients through its data parallelism, steps
+through its optimizer with Transformer Engine's Adam. Kernels are torch's. Beside them the local spec in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from skyrl_mega.config.schema import BuildConfig, OptimizerConfig, PolicyConfig, PrecisionConfig
+from skyrl_mega.models.tiny import build
+from skyrl_mega.parallel.dims import ParallelDims
+from tests.cuda import programs, te
+from tests.cuda.linears import in_squares
+from tests.cuda.te_fp8_kernels import spread
+from tests.cuda.te_steps import STEPS, Answer, Case, batch
+from tests.megatron import layouts
+from tests.support.ranks import free_port, run_ranks
+
+pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
+
+MODEL = BuildConfig(
+    layers=2, hidden=256, heads=4, kv_heads=2, head_dim=128, experts=8, expert_ffn=128, tokenizer="none"
+)
+LAYOUTS = {"tp2 ep2": ParallelDims(2, tensor=2, expert=2), "dp2": ParallelDims(2)}
+PLAIN, BLOCKWISE, KEPT = "model", "fp8_blockwise", "fp8_blockwise parameters"
+HOPPER = {"tp2 ep2": (PLAIN, BLOCKWISE, KEPT, "fp8_current", "fp8_delayed"), "dp2": (PLAIN, BLOCKWISE, KEPT)}
+BLACKWELL = {"tp2 ep2": ("mxfp8",), "dp2": ()}
+
+
+def policy(name: str, **settings: Any) -> PolicyConfig:
+    recipe, *kept = name.split()
+    precision = PrecisionConfig(recipe, parameters="fp8" if kept else "model")
+    optimizer = OptimizerConfig(lr=2e-3, clip_grad=1.0)
+    return PolicyConfig(
+        spec="te", precision=precision, optimizer=optimizer, micro_tokens=64, logit_chunk=64, **settings
+    )
+
+
+Found = dict[str, list[Answer]]
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def layout(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory, layout: str) -> Found:
+    """What each rank found in each precision."""
+    folder, parallel = tmp_path_factory.mktemp("steps"), LAYOUTS[layout]
+    build(MODEL, folder / "model", seed=1)
+    found: Found = {}
+    for capability, names in ((te.HOPPER, HOPPER[layout]), ((10, 0), BLACKWELL[layout])):
+        policies = tuple(policy(name, overlap=layout == "dp2") for name in names)
+        address = f"127.0.0.1:{free_port()}"
+        cases = [Case(r, address, folder / "model", parallel, policies, capability) for r in range(parallel.ranks)]
+        ranks = programs.run("te_steps", folder, cases, policies)
+        found |= {name: [of[i] for of in ranks] for i, name in enumerate(names)}
+    return found
+
+
+@pytest.fixture(scope="module")
+def float32(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """The same steps of the local spec in one process."""
+    path = tmp_path_factory.mktemp("float32") / "model"
+    build(MODEL, path, seed=1)
+    settings = dataclasses.replace(policy(PLAIN), spec="local")
+    (found,) = run_ranks(1, layouts.train, path, ParallelDims(1), settings, batch(path), STEPS)
+    return list(found)
+
+
+def column(ranks: list[Answer], metric: str) -> list[float]:
+    """Of the steps, which all ranks say alike."""
+    assert ranks[0].steps == ranks[-1].steps
+    return [step[metric] for step in ranks[0].steps]
+
+
+def test_losses_fall_as_in_float32(answers: Found, float32: list[dict[str, float]]) -> None:
+    """A recipe's rounding changes a loss by less than a hundredth, and a gradient's norm by less than a twentieth."""
+    for name, ranks in answers.items():
+        losses = column(ranks, "loss")
+        assert losses == pytest.approx([row["loss"] for row in float32], rel=0.005 if name == PLAIN else 0.01)
+        assert losses == sorted(losses, reverse=True) and losses[-1] < 0.6 * losses[0]
+        norms = [row["grad_norm"] for row in float32]
+        assert column(ranks, "grad_norm") == pytest.approx(norms, rel=0.02 if name == PLAIN else 0.05), name
+        assert name == PLAIN or losses != column(answers[PLAIN], "loss"), "nothing was rounded"
+
+
+def test_nothing_depends_on_whether_parameters_are_in_fp8(answers: Found) -> None:
+    """Losses, log-probs and weights of the same steps, bit by bit; a norm adds its squares in another order."""
+    for kept, rounded in zip(answers[KEPT], answers[BLOCKWISE], strict=True):
+        assert [step["loss"] for step in kept.steps] == [step["loss"] for step in rounded.steps]
+        norms = [step["grad_norm"] for step in rounded.steps]
+        assert [step["grad_norm"] for step in kept.steps] == pytest.approx(norms, rel=1e-5)
+        for a, b in zip(kept.logprobs or [], rounded.logprobs or [], strict=True):
+            np.testing.assert_array_equal(a, b)
+        for name, weight in rounded.weights.items():
+            numbers, scales = kept.weights[name], kept.weights.get(f"{name}_scale_inv")
+            if scales is None:
+                np.testing.assert_array_equal(numbers, weight, err_msg=name)
+            else:
+                values = spread(torch.from_numpy(scales), *numbers.shape)
+                found = torch.from_numpy(numbers).view(torch.float8_e4m3fn).float() * values
+                torch.testing.assert_close(found, in_squares(torch.from_numpy(weight)), rtol=1e-6, atol=0)
+
+
+def test_logprobs_are_those_of_the_weights(answers: Found) -> None:
+    """A pass without gradients, of what was trained: not that in bfloat16, but off by less than a twentieth of the two
+    nats that the steps have changed."""
+    for name, ranks in answers.items():
+        for found, plain in zip(ranks, answers[PLAIN], strict=True):
+            off = np.concatenate([a - b for a, b in zip(found.logprobs or [], plain.logprobs or [], strict=True)])
+            assert name == PLAIN or 0 < np.abs(off).mean() < 0.1, name
