@@ -27,6 +27,10 @@ from skyrl_mega.rollout.router import Load, Router, Waiting, load_of
 from skyrl_mega.rollout.slots import AnyAgent, Desk
 from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
 
+TOGETHER_S = 1.0
+"""Seconds that groups which are asked for together wait for one another's environments to open: requests that leave in
+one order, as in a phase, are served in one."""
+
 
 @dataclass(frozen=True)
 class Ticket:
@@ -123,7 +127,8 @@ class RolloutService:
         return self._agent.router
 
     def submit(self, tickets: Sequence[Ticket], prompts: Sequence[Prompt]) -> None:
-        """Asks for a group of each of these prompts. All are opened before the first is played, as in a phase.
+        """Asks for a group of each of these prompts. All are opened before the first is played, as in a phase, but for
+        those whose opening takes long (`TOGETHER_S`): no other group waits for them.
 
         Raises:
             ActorFailed: No engine is left and none comes back.
@@ -188,7 +193,9 @@ class RolloutService:
         opening = [tasks(agent.open(prompt, s)) for ticket, prompt in wanted for s in ticket.left]
         playing: list[asyncio.Task[None]] = []
         try:
-            opened = iter(await asyncio.gather(*opening))
+            if opening:
+                await asyncio.wait(opening, timeout=TOGETHER_S)
+            opened = iter(opening)
             for ticket, prompt in wanted:
                 own = {sample: next(opened) for sample in ticket.left}
                 playing.append(tasks(self._group(agent, ticket, prompt, own)))
@@ -202,13 +209,15 @@ class RolloutService:
         finally:
             await closed(agent, opening, playing)
 
-    async def _group(self, agent: AnyAgent, ticket: Ticket, prompt: Prompt, opened: Mapping[int, Any]) -> None:
+    async def _group(
+        self, agent: AnyAgent, ticket: Ticket, prompt: Prompt, opened: Mapping[int, asyncio.Task[Any]]
+    ) -> None:
         played, router = self._played[ticket.number], self._router
         assert router is not None
 
         async def play(sample: int) -> None:
             name = ticket.names[sample]
-            played[sample] = await agent.play(opened[sample], name)
+            played[sample] = await agent.play(await opened[sample], name)
             router.forget(name)
 
         playing = [asyncio.create_task(play(sample)) for sample in opened]

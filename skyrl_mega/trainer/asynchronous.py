@@ -60,9 +60,9 @@ class Asynchronous:
         """Groups that were under way when the run ended that is resumed."""
         self.done: dict[int, Done] = {}
         """Groups that no step has taken."""
-        self.taken: tuple[int, list[Done]] = (0, [])
-        """The newest step, and what it took."""
-        self.left_out: list[Group] = []
+        self.taken: tuple[int, list[Done], list[Done]] = (0, [], [])
+        """The newest step, what it took, and what it left out."""
+        self.left_out: list[Done] = []
         """Groups without a signal since the last step."""
 
     @property
@@ -80,9 +80,9 @@ class Asynchronous:
         with step.phase("generate", total=self.wanted) as progress:
             while (chosen := self._choose()) is None:
                 self._wait(progress)
-        self.taken = step.number, chosen
+        self.taken = step.number, chosen, self.left_out
         groups = [one.group for one in chosen]
-        step.trajectories += [t for group in (*groups, *self.left_out) for t in group.trajectories]
+        step.trajectories += [t for one in (*chosen, *self.left_out) for t in one.group.trajectories]
         if self.config.algorithm.dynamic_sampling.enabled:
             step.record(self._sampled(groups))
         self.left_out = []
@@ -105,15 +105,16 @@ class Asynchronous:
 
     def prompts_left(self, done: int) -> int:
         """Of the data, and of groups that no step has taken."""
-        number, taken = self.taken
+        number, taken, _ = self.taken
         return self.stream.remaining + self._waiting + (len(taken) if number > done else 0)
 
     def keep(self, folder: Path, done: int) -> None:
         """Groups that are done, and of those that are under way the samples that are and the others' turns."""
         journal.write(journal.file_of(folder, "again"), [one for ticket in self.again for one in ticket.said])
         self.service.write_said(folder)  # before we look: what ends meanwhile is played then
-        number, taken = self.taken
-        kept = [*(taken if number > done else ()), *self.done.values()]
+        number, taken, left_out = self.taken
+        left_out = [*(left_out if number > done else ()), *self.left_out]
+        kept = [*(taken if number > done else ()), *self.done.values(), *left_out]
         under_way = [*self.again, *self.service.so_far()]
         rows = [t for one in kept for t in one.group.trajectories]
         groups = kept_rollouts.places([one.group for one in kept], rows)
@@ -125,6 +126,7 @@ class Asynchronous:
             "versions": self.versions.known,
             "done": [[one.ticket.number, one.ticket.index, one.ticket.version] for one in kept],
             "groups": groups,
+            "left_out": [one.ticket.number for one in left_out],
             "under_way": begun,
         }
         kept_rollouts.write(folder, self.config, about, rows)
@@ -144,7 +146,11 @@ class Asynchronous:
             self.again.append(replace(ticket, played=played, said=turns))
         groups = kept_rollouts.grouped(about["groups"], rows)
         for (number, index, version), group in zip(about["done"], groups, strict=True):
-            self.done[number] = Done(self._ticket(number, index, version), group)
+            one = Done(self._ticket(number, index, version), group)
+            if number in about.get("left_out", ()):
+                self.left_out.append(one)
+            else:
+                self.done[number] = one
 
     def close(self) -> None:
         """Whoever ends the generator's loop ends what is under way."""
@@ -210,13 +216,13 @@ class Asynchronous:
             if not algorithm.dynamic_sampling.enabled or with_signal([one.group], algorithm):
                 self.done[one.ticket.number] = one
             else:
-                self.left_out.append(one.group)
+                self.left_out.append(one)
 
     @property
     def _given_up(self) -> bool:
         """Whether so many groups had no signal that the step goes on with what there is."""
         most = self.config.algorithm.dynamic_sampling.max_rounds * self.wanted
-        drawn: list[Trajectory] = [t for group in self.left_out for t in group.trajectories]
+        drawn: list[Trajectory] = [t for one in self.left_out for t in one.group.trajectories]
         return len(self.left_out) >= most or (len(self.left_out) >= self.wanted and all_failed(drawn))
 
     def _sampled(self, groups: list[Group]) -> dict[str, float]:

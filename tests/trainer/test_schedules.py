@@ -6,6 +6,7 @@ Whatever happens: no step waits for ever, no group is lost or trained on twice, 
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,7 +30,7 @@ from skyrl_mega.trainer.asynchronous import Asynchronous
 from skyrl_mega.trainer.rollouts_ahead import StaleTooFar, Versions
 from skyrl_mega.trainer.step import Step
 from tests.support.simulated_time import LONGEST_S
-from tests.support.virtual_rollouts import Engines, Players
+from tests.support.virtual_rollouts import Engines, Player, Players
 
 PROMPTS = 60
 
@@ -397,3 +398,46 @@ def test_other_prompts_in_the_place_of_those_that_were_played_are_drawn(tmp_path
             kept = len(again.again) + len(again.done)
             assert kept == groups if groups is not None else kept > 0
             assert groups is None or stream.remaining == PROMPTS - len(learned)
+
+
+def test_an_environment_that_opens_slowly_holds_up_its_own_group_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = Player.open
+
+    async def opens(self: Player, prompt: Prompt, sample: int) -> Any:
+        if prompt.uid == 0:
+            await asyncio.sleep(10_000)
+        return await at_once(self, prompt, sample)
+
+    monkeypatch.setattr(Player, "open", opens)
+    rollouts, loop, _ = live(tmp_path, lambda config: None)
+    with loop:
+        groups = rollouts.next_groups(Step(1, Console()))
+        assert loop.now < 1000 and len(groups) == 4 and 0 not in {group.prompt.uid for group in groups}
+
+
+def test_groups_without_a_signal_are_in_a_checkpoint_until_a_step_has_told_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sampled(config: Config) -> None:
+        config.algorithm.dynamic_sampling.enabled = True
+
+    monkeypatch.setattr(asynchronous, "with_signal", lambda groups, _: [g for g in groups if g.prompt.uid % 2])
+    rollouts, loop, _ = live(tmp_path, sampled)
+    with loop:
+        step = Step(1, Console())
+        rollouts.next_groups(step)
+        told = {t.prompt.uid for t in step.trajectories}
+        rollouts.synced(1)
+        while not rollouts.left_out:  # of the next step
+            rollouts.collect(1.0)
+        rollouts.keep(tmp_path, 1)
+        left_out = {one.group.prompt.uid for one in rollouts.left_out}
+    again, loop, _ = live(tmp_path, sampled)
+    with loop:
+        step = Step(2, Console())
+        again.next_groups(step)
+        found = {t.prompt.uid for t in step.trajectories}
+        assert left_out and left_out <= found and not found & told
+        assert step.metrics["rollout/groups_left_out"] >= len(left_out)

@@ -15,8 +15,9 @@ from dataclasses import dataclass, replace
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
-from skyrl_mega.envs.sandbox import Sandbox
+from skyrl_mega.envs.sandbox import Outcome, Sandbox
 from skyrl_mega.envs.sandbox.run import python
+from skyrl_mega.envs.sandbox.scoring import scored
 
 CALLER = """import json, os, sys
 out = os.fdopen(os.dup(1), "w")
@@ -99,16 +100,18 @@ def passed(code: str, tests: Sequence[Case], box: Sandbox, *, seconds: float, st
 
 
 def _verdict(code: str, test: Case, box: Sandbox) -> str:
+    def run(stdin: str, files: dict[str, str]) -> Outcome:
+        def once(seconds: float) -> Outcome:
+            return box.run(python(), stdin=stdin, files=files, limits=replace(box.limits, wall_s=seconds))
+
+        return scored(once, box.limits.wall_s)
+
     if test.function is None:
-        outcome = box.run(python(), stdin=test.input, files={"main.py": code})
+        outcome = run(test.input, {"main.py": code})
         right = same_output(outcome.stdout, test.output)
     else:
         arguments = [_value(line) for line in test.input.split("\n") if line.strip()]
-        outcome = box.run(
-            python(),
-            stdin=json.dumps([arguments, test.function]),
-            files={"main.py": CALLER, "solution.py": code},
-        )
+        outcome = run(json.dumps([arguments, test.function]), {"main.py": CALLER, "solution.py": code})
         right = outcome.status == "ok" and _same_value(outcome.stdout, test.output)
     if outcome.status != "ok":
         return outcome.status

@@ -14,6 +14,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.options import Option, choice, mapping, number, text, texts, whole
 from skyrl_mega.envs.sandbox import Sandbox
+from skyrl_mega.envs.sandbox.scoring import scored
 from skyrl_mega.envs.swe.proof import Proof, Verdict, named, started
 from skyrl_mega.envs.swe.session import BOX, LocalSession, Ran, Session
 from skyrl_mega.envs.swe.untouched import skipped
@@ -139,7 +140,7 @@ class SweEnv(BaseTextEnv):
         patterns = [*self.options["protected"], *started(test, self.options["proof"])]
         self.session.restore(patterns, seconds)
         proof = Proof.of(test, self.options["proof"], self.names)
-        ran = self.session.run(proof.command, seconds)
+        ran = scored(lambda left: self.session.run(proof.command, left), seconds)
         verdict = proof.verdict(ran.output)
         if ran.status == "ok" and verdict.skipped:
             verdict = self._compared(proof, ran.output, patterns, min(seconds, deadline - time.monotonic()))

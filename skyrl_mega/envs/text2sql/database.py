@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.envs.sandbox import Sandbox
+from skyrl_mega.envs.sandbox import Outcome, Sandbox
+from skyrl_mega.envs.sandbox.scoring import scored
 from skyrl_mega.envs.text2sql.ordering import orders_rows
 
 PROGRAM = Path(__file__).with_name("query.py")
@@ -92,12 +93,16 @@ class Database:
         box = replace(self.box, read=(*self.box.read, file))
         whole = len(queries) * seconds
         limits = replace(box.limits, wall_s=whole + START_S, cpu_s=int(whole + START_S), output_kib=64 * 1024)
-        outcome = box.run(
-            [os.path.abspath(sys.executable), "-I", "-S", "-B", "query.py"],
-            stdin=json.dumps(order),
-            files={"query.py": PROGRAM.read_text(encoding="utf-8")},
-            limits=limits,
-        )
+
+        def run(left: float) -> Outcome:
+            return box.run(
+                [os.path.abspath(sys.executable), "-I", "-S", "-B", "query.py"],
+                stdin=json.dumps(order),
+                files={"query.py": PROGRAM.read_text(encoding="utf-8")},
+                limits=replace(limits, wall_s=left),
+            )
+
+        outcome = scored(run, limits.wall_s)
         told = [json.loads(line) for line in outcome.stdout.splitlines(keepends=True) if line.endswith("\n")]
         why = told.pop()["differ"] if told and "differ" in told[-1] else "a query was ended"
         late = outcome.status == "timeout" or outcome.exit == -signal.SIGALRM
