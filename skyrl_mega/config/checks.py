@@ -17,6 +17,8 @@ from skyrl_mega.config.advantage_checks import check_advantage
 from skyrl_mega.config.asynchrony_checks import check_asynchrony
 from skyrl_mega.config.critic_checks import check_critic
 from skyrl_mega.config.derived import (
+    SMALL_CACHES,
+    WIDE_CACHES,
     compares_samples,
     critic_ranks,
     engine_data,
@@ -340,6 +342,12 @@ def check_topology(c: Config) -> None:
     data = c.rollout.options.get("data_parallel_size", 1)
     if not isinstance(data, int) or data < 1:
         raise UserError(f"rollout.options.data_parallel_size = {data}: allowed is a whole number of at least 1")
+    cache, allowed = c.rollout.options.get("kv_cache_dtype"), [*filter(None, WIDE_CACHES), *SMALL_CACHES]
+    if cache is not None and cache not in allowed:
+        raise UserError(
+            f"rollout.options.kv_cache_dtype = {cache}: allowed is one of {', '.join(allowed)}; give fp8 for a byte an "
+            "element, or auto"
+        )
 
 
 def _cluster(c: Config, planned: bool) -> None:

@@ -238,6 +238,14 @@ def small_cache(rollout: RolloutConfig) -> bool:
     return rollout.options.get("kv_cache_dtype") not in WIDE_CACHES
 
 
+SMALL_CACHES = (
+    *("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "fp8_per_token_head", "int8_per_token_head"),
+    *("int4_per_token_head", "nvfp4", "nvfp4_4over6", "nvfp4_ds_mla", "ultraquant_4bit"),
+    *("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"),
+)
+"""vLLM's others (`CacheDType`)."""
+
+
 def engine_precision(config: Config) -> str:
     """What engines compute in: `float32`, `bfloat16`, or `fp8` where weights or cache are."""
     fp8 = fp8_weights(config.rollout) or small_cache(config.rollout) or config.weights.wire.startswith("fp8")

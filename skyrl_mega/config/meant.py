@@ -6,7 +6,9 @@ from collections.abc import Mapping
 
 _STEPS = "telemetry.profile.steps lists the steps that are recorded, and none is recorded without"
 _GATHERED = "policy.precision.parameters=fp8 keeps weights in FP8, and gathers them so (docs/precision.md)"
-_FP8 = "policy.precision.recipe says what is multiplied, and model is no FP8"
+_FP8 = "policy.precision.recipe=fp8_blockwise, fp8_current, fp8_delayed or mxfp8 multiplies FP8, and model does not"
+_SERVED = "rollout.options.quantization=fp8_per_block has engines serve FP8 (docs/precision.md)"
+_AGAIN = "policy.recompute=selective, moe or full computes activations once more (docs/speed.md)"
 _AHEAD = "asynchrony.mode is one_step or full where engines generate while the policy trains (docs/asynchrony.md)"
 _AGE = "asynchrony.max_staleness, with asynchrony.mode=full, counts syncs (docs/asynchrony.md)"
 
@@ -35,6 +37,17 @@ MEANT: Mapping[str, str] = {
     "policy.precision.fp8_param_gather": _GATHERED,
     "policy.precision.fp8_param": _GATHERED,
     "policy.fp8_param": _GATHERED,
+    "policy.fp8_param_gather": _GATHERED,
+    "fp8_param_gather": _GATHERED,
+    "fp8_param": _GATHERED,
+    "rollout.quantization": _SERVED,
+    "policy.generation.vllm_cfg.precision": _SERVED,
+    "policy.optimizer.learning_rate": "policy.optimizer.lr is the learning rate",
+    "critic.optimizer.learning_rate": "critic.optimizer.lr is the learning rate",
+    "policy.gradient_checkpointing": _AGAIN,
+    "policy.activation_checkpointing": _AGAIN,
+    "optimizer_cpu_offload": _HOST,
+    "policy.megatron_config.optimizer_config_kwargs.optimizer_cpu_offload": _HOST,
     "policy.megatron_cfg.fp8_cfg.fp8_param": _GATHERED,
     "policy.megatron_cfg.fp8_cfg.enabled": _FP8,
     "policy.megatron_cfg.fp8_cfg.fp8_recipe": _FP8,

@@ -92,7 +92,8 @@ def _works(config: Config, d: Decoder) -> bool:
 
 def _of_policy(config: Config) -> Iterator[Tried]:
     policy = config.policy
-    yield "policy.recompute=full", replace(config, policy=replace(policy, recompute="full"))
+    for kind in ("selective", "moe", "full"):
+        yield f"policy.recompute={kind}", replace(config, policy=replace(policy, recompute=kind))
     fewer = max(1, micro_tokens(policy) // 2)
     yield f"policy.micro_tokens={fewer}", replace(config, policy=replace(policy, micro_tokens=fewer))
     optimizer = replace(policy.optimizer, streamed=True)

@@ -50,14 +50,22 @@ class Evaluator:
 
 
 def scores(trajectories: list[Trajectory]) -> dict[str, float]:
-    """Average reward and the share of prompts with a sample of positive reward, by data source."""
-    rewards: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    """Average reward and the share of prompts with a sample of positive reward, by data source.
+
+    A sample whose environment failed has no reward, and counts nowhere but in `eval/<source>/failed`, their share,
+    which is there where any has.
+    """
+    samples: dict[str, dict[int, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
     for t in trajectories:
         source = re.sub(r"[^\w.-]+", "_", str(t.prompt.extras.get("data_source") or "data"))
-        rewards[source][t.prompt.uid].append(t.reward)
+        samples[source][t.prompt.uid].append(t)
     out = {}
-    for source, by_prompt in rewards.items():
-        samples = max(len(r) for r in by_prompt.values())
-        out[f"eval/{source}/mean"] = float(np.mean([np.mean(r) for r in by_prompt.values()]))
-        out[f"eval/{source}/pass_at_{samples}"] = float(np.mean([max(r) > 0 for r in by_prompt.values()]))
+    for source, by_prompt in samples.items():
+        most = max(map(len, by_prompt.values()))
+        judged = [[t.reward for t in of if not t.status.failed] for of in by_prompt.values()]
+        if rewards := [r for r in judged if r]:
+            out[f"eval/{source}/mean"] = float(np.mean([np.mean(r) for r in rewards]))
+            out[f"eval/{source}/pass_at_{most}"] = float(np.mean([max(r) > 0 for r in rewards]))
+        if failed := sum(map(len, by_prompt.values())) - sum(map(len, judged)):
+            out[f"eval/{source}/failed"] = failed / sum(map(len, by_prompt.values()))
     return out

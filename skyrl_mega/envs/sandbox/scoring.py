@@ -32,7 +32,7 @@ def scored(run: Callable[[float], T], seconds: float) -> T:
     What ends so each time is taken for the command's own doing: else a policy could have its bad answers left out.
 
     Args:
-        run: Runs it for so many seconds at most. It begins anew each time.
+        run: Runs it for so many seconds at most. It begins again each time.
         seconds: For all tries together.
     """
     deadline = time.monotonic() + seconds
