@@ -9,7 +9,9 @@ import yaml
 
 from skyrl_mega.cli.dry_run_text import aligned
 from skyrl_mega.config.derived import expert_parallel
+from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.planner.memory import GIB
+from skyrl_mega.planner.relief import shortest
 from skyrl_mega.planner.search import TIE, Search, Suggestion
 
 SHOWN = 10
@@ -28,13 +30,14 @@ HEAD = (
     "peak GiB",
     "KV tokens",
     "s a step",
+    "room",
 )
 LETTERS = {"parameters": "p", "gradients": "g", "optimizer": "o", "engine_weights": "w", "kv_cache": "k"}
 """Parts of `residency.keep` in the table."""
 
 
-def text(search: Search) -> str:
-    """What a person reads."""
+def text(search: Search, d: Decoder) -> str:
+    """What a person reads, of a model's layouts."""
     if not search.found:
         enough = f"{search.enough} GPUs are enough" if search.enough else "give more GPUs or shorter sequences"
         if not search.tried and not search.enough:
@@ -43,7 +46,7 @@ def text(search: Search) -> str:
                 "reference and critic leave it no GPU (reference.ranks, critic.ranks)"
             )
         return f"nothing fits {search.gpus} GPUs, of {search.tried:,} settings tried; {enough}"
-    rows = [HEAD, *(_row(i + 1, s) for i, s in enumerate(search.found[:SHOWN]))]
+    rows = [HEAD, *((*_row(i + 1, s), room(s, d)) for i, s in enumerate(search.found[:SHOWN]))]
     cut = "" if search.complete else "; the search was cut short"
     lines = [
         f"{len(search.found):,} layouts fit {search.gpus} GPUs, of {search.tried:,} settings tried{cut}; the fastest "
@@ -71,8 +74,14 @@ def _tree(settings: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def values(search: Search) -> dict[str, Any]:
-    """Everything found, as plain values. Bytes and seconds."""
+def room(s: Suggestion, d: Decoder) -> str:
+    """`close` or `tight` where the dry run says so of a shared GPU."""
+    short = shortest(s.config, d, s.parallel) if s.config.cluster.shared else None
+    return "" if short is None else "tight" if short.left < 0 else "close"
+
+
+def values(search: Search, d: Decoder) -> dict[str, Any]:
+    """Everything found, as plain values. Bytes and seconds; room, of those that the table shows."""
     return {
         "gpus": search.gpus,
         "tried": search.tried,
@@ -80,7 +89,8 @@ def values(search: Search) -> dict[str, Any]:
         "enough": search.enough,
         "found": [
             {"overrides": s.overrides, "peak": s.peak, "kv_tokens": s.kv_tokens, "seconds": s.seconds}
-            for s in search.found
+            | ({"room": room(s, d)} if i < SHOWN else {})
+            for i, s in enumerate(search.found)
         ],
     }
 

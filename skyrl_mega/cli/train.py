@@ -214,6 +214,7 @@ def _dry_run(config: Config, *, as_json: bool, settings: bool) -> int:
 
 def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
     from skyrl_mega.cli import inputs, refusal, suggest_text
+    from skyrl_mega.models.registry import architecture
     from skyrl_mega.planner import search
 
     if generates_ahead(config.asynchrony):
@@ -224,7 +225,8 @@ def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
         )
     hf, _ = inputs.planned_inputs(config)
     found = refusal.unrefused(search.search(config, hf, int(gpus) if gpus else None), hf)
-    print(json.dumps(suggest_text.values(found)) if as_json else suggest_text.text(found))
+    d = architecture(hf).describe(hf)
+    print(json.dumps(suggest_text.values(found, d)) if as_json else suggest_text.text(found, d))
     return DONE if found.found else WRONG_INPUT
 
 

@@ -18,6 +18,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.search import Suggestion, ordered
 from tests.cli import large
+from tests.cli.test_dry_run_notes import noted
 from tests.support.machine import within
 
 SHARED_235B = ["model.path=models/Qwen3-235B-A22B", "cluster.nodes=32", "cluster.shared=true", "policy.ranks=256"]
@@ -113,6 +114,11 @@ def test_an_optimizer_is_streamed_only_beside_parameters_that_take_it(
         assert refusal.wrong(config, hf, planned=True, strict=True) is None
 
 
+def room(config: Config) -> str:
+    """How the dry run's note on memory begins."""
+    return next((note.split(":")[0] for note in noted(config) if note.startswith(("close:", "tight:"))), "")
+
+
 FP8 = ["policy.precision.recipe=fp8_blockwise", "policy.precision.parameters=fp8"]
 
 
@@ -123,6 +129,8 @@ def test_layouts_with_parameters_in_fp8_pass_every_check(
     file, given = Path("configs/searchr1_30b.yaml"), [*FP8, "weights.wire=fp8"]
     assert main(["--config", str(file), *given, "--suggest", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["found"]
+    told = [s["room"] for s in found[:10]]
+    assert told == [room(compose(file, [*given, *s["overrides"]])) for s in found[:10]] and len({*told}) > 1
     for suggestion in found[:: max(1, len(found) // 10)]:
         config = compose(file, [*given, *suggestion["overrides"]])
         hf, _ = dry_run.checked(config)

@@ -106,7 +106,10 @@ def test_values_of_every_kind(folder: Path) -> None:
             "policy.precision.param_gather=true",
             "is not known here; policy.precision.parameters=fp8 keeps weights in FP8",
         ),
-        ("policy.megatron_cfg.fp8_cfg.enabled=true", "enabled = true is not known here; policy.precision.recipe=fp8_blockwise"),
+        (
+            "policy.megatron_cfg.fp8_cfg.enabled=true",
+            "enabled = true is not known here; policy.precision.recipe=fp8_blockwise",
+        ),
         ("policy.megatron_cfg.fp8_cfg.amax=1", "amax = 1 is not known here; allowed in policy: ranks, "),
         ("policy.recompute=1", "policy.recompute = 1: allowed is one of none, selective"),
         ("residency.keep=parameters", "optimizer, critic or null: [parameters,gradients] keeps these two, [] none, nu"),
