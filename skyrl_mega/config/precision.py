@@ -188,7 +188,8 @@ def check_layers(precision: PrecisionConfig, layers: int, pipeline: int) -> None
         if getattr(precision, name) > most:
             raise UserError(
                 f"policy.precision.{name} = {getattr(precision, name)}: megatron-core takes at most the layers of a "
-                f"pipeline stage, {layers} // {pipeline} = {most}; give at most that"
+                f"pipeline stage, {layers} // {pipeline} = {most}, and one layer is to be left; give at most "
+                f"{min(most, layers - 1)}"
             )
     if precision.recipe != "model" and precision.first_layers + precision.last_layers >= layers:
         raise UserError(
