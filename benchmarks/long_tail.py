@@ -1,6 +1,6 @@
 """What generating ahead is worth where trajectories and tools have a long tail: measured, and as the simulator says.
 
-    python -m benchmarks.long_tail [--seeds 0 1 2] [--steps 60] [--staleness 3] [--tool 0.25,1] [--sums 2.5,0.7]
+    python -m benchmarks.long_tail [--seeds 0 1 2] [--steps 60] [--staleness 5] [--tool 0.25,1] [--sums 2.5,0.7]
 
 Whole runs on this machine's CPU, with everything that a cluster runs, begin at the same weights and take as many steps
 of as many trajectories: with `asynchrony.mode=off`, and with `full`. The policy has one core, all others share one, as
@@ -297,7 +297,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--staleness", type=int, default=3, help="asynchrony.max_staleness")
+    parser.add_argument("--staleness", type=int, default=5, help="asynchrony.max_staleness")
     parser.add_argument("--tool", default="0.25,1", help="MEAN,SIGMA of its seconds")
     parser.add_argument("--sums", default="2.5,0.7", help="MEAN,SIGMA of the sums of a trajectory")
     args = parser.parse_args()

@@ -7,11 +7,13 @@ import math
 import os
 from array import array
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.dataset as ds
 import pyarrow.parquet as pq
 
 from skyrl_mega.cluster.errors import ClusterError
@@ -140,7 +142,17 @@ def write_apart(path: Path, trajectories: list[Trajectory], *, columns: bool = F
 
 def read(path: Path) -> list[Trajectory]:
     """Reads trajectories back. What JSON does not have (tuples, sets) comes back as lists and strings."""
-    table = pq.read_table(path, schema=SCHEMA)
+    return [t for some in read_some(path) for t in some]
+
+
+def read_some(path: Path) -> Iterator[list[Trajectory]]:
+    """The same, at most `PIECE` at once, so that whoever puts them away one after another never holds all."""
+    rows = ds.dataset(path, schema=SCHEMA, format="parquet")
+    for batch in rows.to_batches(batch_size=PIECE, batch_readahead=1, fragment_readahead=1):
+        yield _of_table(pa.Table.from_batches([batch]))
+
+
+def _of_table(table: pa.Table) -> list[Trajectory]:
     by_token = [
         [array(kind, of_one.values.to_numpy().tobytes()) for of_one in table[name]] for name, kind in BY_TOKEN.items()
     ]

@@ -53,12 +53,12 @@ def read(
     stream.restore(about["stream"])
     own = {prompt.uid: prompt for prompt in prompts}
     same = about["settings"] == _settings(config)
-    trajectories = trajectory_io.read(folder / _ROWS) if same and (folder / _ROWS).exists() else []
+    away = _away if config.environment.processes else lambda t: t
+    there = trajectory_io.read_some(folder / _ROWS) if same and (folder / _ROWS).exists() else ()
+    trajectories = [away(t) for some in there for t in some]
     if not same or any(own[t.prompt.uid].messages != t.prompt.messages for t in trajectories if t.prompt.uid in own):
         stream.put_back(about["prompts"])
         return None
-    if config.environment.processes:
-        trajectories = [_away(t) for t in trajectories]
     for t in trajectories:
         t.prompt = own.get(t.prompt.uid, t.prompt)
     return about, trajectories
