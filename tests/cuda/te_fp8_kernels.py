@@ -190,6 +190,12 @@ def split_quantize(
 
 
 @kernel
+def bgrad_quantize(values: Tensor, quantizer: Any) -> tuple[Tensor, Any]:
+    """The gradient of a bias, and that of the output, rounded."""
+    return values.detach().flatten(0, -2).float().sum(0).to(values.dtype), quantize(values, quantizer)
+
+
+@kernel
 def fp8_transpose(numbers: Tensor, _dtype: Any, out: Tensor | None = None) -> Tensor:
     """Bytes, transposed."""
     flat = numbers.flatten(0, -2)

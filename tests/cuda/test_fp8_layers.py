@@ -51,10 +51,12 @@ BLOCKWISE = {
     "parameters": policy("te", "fp8_blockwise", parameters="fp8"),
     "selective": policy("te", "fp8_blockwise", recompute="selective"),
     "moe": policy("te", "fp8_blockwise", recompute="moe"),
+    "full": policy("te", "fp8_blockwise", recompute="full"),
     "nothing fused": policy("te", "fp8_blockwise", fusions=[]),
     "deepep": policy("te", "fp8_blockwise", moe=MoeConfig(dispatcher="deepep")),
 }
 """With the recipe of Hopper's blocks."""
+DELAYED = {"delayed moe": policy("te", "fp8_delayed", recompute="moe")}
 
 
 @pytest.fixture(scope="module")
@@ -68,7 +70,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
         policies = {name: policy("te", name) for name in names}
         policies |= {f"local {name}": policy("local", name) for name in names}
         if capability == te.HOPPER:
-            policies |= BLOCKWISE | {"bfloat16": policy("te", "model")}
+            policies |= BLOCKWISE | DELAYED | {"bfloat16": policy("te", "model")}
         found |= run(folder, folder / "model", PARALLEL, policies, capability)
     return found
 
@@ -78,10 +80,10 @@ def hidden(ranks: list[Answer]) -> NDArray[np.float32]:
     return np.concatenate([of.hidden for of in ranks])
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *BLOCKWISE])
+@pytest.mark.parametrize("name", [*RECIPES, *BLOCKWISE, *DELAYED])
 def test_the_host_waits_for_nothing_but_the_dispatchers_counts(answers: dict[str, list[Answer]], name: str) -> None:
     """Rounding, padding of experts' rows and gathering in FP8 ask the device for nothing."""
-    passes = {"moe": 2, "deepep": 0}.get(name, 1)
+    passes = {"moe": 2, "full": 2, "delayed moe": 2, "deepep": 0}.get(name, 1)
     for answer in answers[name]:
         waits = {key: count for key, count in answer.waits.items() if name != "nothing fused" or key == DISPATCH}
         assert waits == ({DISPATCH: passes * LAYERS} if passes else {})
@@ -163,7 +165,7 @@ def test_fp8_layers_compute_what_local_ones_do(answers: dict[str, list[Answer]],
         assert off(found, local) < (1.5 if "delayed" in name else 0.85) * off(local, plain)
 
 
-@pytest.mark.parametrize("name", ["parameters", "selective", "moe"])
+@pytest.mark.parametrize("name", ["parameters", "selective", "moe", "full"])
 def test_no_number_depends_on_where_weights_are_or_what_is_kept(answers: dict[str, list[Answer]], name: str) -> None:
     """Parameters in FP8 are what a pass rounds those in bfloat16 to; a pass that is run again rounds as before."""
     for found, kept in zip(answers[name], answers["fp8_blockwise"], strict=True):
@@ -173,9 +175,10 @@ def test_no_number_depends_on_where_weights_are_or_what_is_kept(answers: dict[st
             np.testing.assert_allclose(gradient, kept.gradients[parameter], rtol=1e-5, atol=1e-7, err_msg=parameter)
 
 
-@pytest.mark.parametrize("name", [*RECIPES, *(name for name in BLOCKWISE if name != "deepep")])
-def test_a_layer_keeps_at_most_what_the_planner_says(answers: dict[str, list[Answer]], name: str) -> None:
-    """It has two bytes for each number, of which some are kept as one; few rows of an expert are padded to many."""
+@pytest.mark.parametrize("name", [*RECIPES, *(n for n in BLOCKWISE if n not in ("deepep", "full")), *DELAYED])
+def test_a_layer_keeps_about_what_the_planner_says(answers: dict[str, list[Answer]], name: str) -> None:
+    """It has two bytes for each number, of which some are kept as one; few rows of an expert are padded to many. With
+    delayed scaling a layer whose experts are run again keeps 8 % more than it says."""
     for answer in answers[name]:
-        said = planned(answer, BLOCKWISE.get(name) or policy("te", name), MODEL, PARALLEL)
-        assert 0.94 < said / answer.kept < 1.2
+        settings = (BLOCKWISE | DELAYED).get(name) or policy("te", name)
+        assert (0.92 if name in DELAYED else 0.94) < planned(answer, settings, MODEL, PARALLEL) / answer.kept < 1.2

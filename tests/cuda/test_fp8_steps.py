@@ -28,19 +28,35 @@ pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
 MODEL = BuildConfig(
     layers=2, hidden=256, heads=4, kv_heads=2, head_dim=128, experts=8, expert_ffn=128, tokenizer="none"
 )
-LAYOUTS = {"tp2 ep2": ParallelDims(2, tensor=2, expert=2), "dp2": ParallelDims(2)}
+BIASES = BuildConfig("qwen2", layers=2, hidden=512, heads=4, kv_heads=2, head_dim=128, ffn=256, tokenizer="none")
+MODELS = {"tp2 ep2": MODEL, "dp2": MODEL, "tp2, dense with biases": BIASES}
+LAYOUTS = {
+    "tp2 ep2": ParallelDims(2, tensor=2, expert=2),
+    "dp2": ParallelDims(2),
+    "tp2, dense with biases": ParallelDims(2, tensor=2),
+}
 PLAIN, BLOCKWISE, KEPT = "model", "fp8_blockwise", "fp8_blockwise parameters"
-HOPPER = {"tp2 ep2": (PLAIN, BLOCKWISE, KEPT, "fp8_current", "fp8_delayed"), "dp2": (PLAIN, BLOCKWISE, KEPT)}
-BLACKWELL = {"tp2 ep2": ("mxfp8",), "dp2": ()}
+PER_TENSOR = "fp8_current", "fp8_delayed"
+HOPPER = {
+    "tp2 ep2": (PLAIN, BLOCKWISE, KEPT, *PER_TENSOR),
+    "dp2": (PLAIN, BLOCKWISE, KEPT),
+    "tp2, dense with biases": (PLAIN, BLOCKWISE, KEPT, *PER_TENSOR),
+}
+BLACKWELL = {"tp2 ep2": ("mxfp8",), "dp2": (), "tp2, dense with biases": ("mxfp8",)}
 
 
-def policy(name: str, **settings: Any) -> PolicyConfig:
+def policy(name: str, clip: float = 0.0, **settings: Any) -> PolicyConfig:
     recipe, *kept = name.split()
     precision = PrecisionConfig(recipe, parameters="fp8" if kept else "model")
-    optimizer = OptimizerConfig(lr=2e-3, clip_grad=1.0)
+    optimizer = OptimizerConfig(lr=2e-3, clip_grad=clip)
     return PolicyConfig(
         spec="te", precision=precision, optimizer=optimizer, micro_tokens=64, logit_chunk=64, **settings
     )
+
+
+def clip_of(layout: str) -> float:
+    """Clipping passes on the order in which a norm adds up; it makes no difference in one of the layouts."""
+    return 1.0 if layout == "tp2 ep2" else 0.0
 
 
 Found = dict[str, list[Answer]]
@@ -55,10 +71,10 @@ def layout(request: pytest.FixtureRequest) -> str:
 def answers(tmp_path_factory: pytest.TempPathFactory, layout: str) -> Found:
     """What each rank found in each precision."""
     folder, parallel = tmp_path_factory.mktemp("steps"), LAYOUTS[layout]
-    build(MODEL, folder / "model", seed=1)
+    build(MODELS[layout], folder / "model", seed=1)
     found: Found = {}
     for capability, names in ((te.HOPPER, HOPPER[layout]), ((10, 0), BLACKWELL[layout])):
-        policies = tuple(policy(name, overlap=layout == "dp2") for name in names)
+        policies = tuple(policy(name, clip_of(layout), overlap=layout == "dp2") for name in names)
         address = f"127.0.0.1:{free_port()}"
         cases = [Case(r, address, folder / "model", parallel, policies, capability) for r in range(parallel.ranks)]
         ranks = programs.run("te_steps", folder, cases, policies)
@@ -67,11 +83,11 @@ def answers(tmp_path_factory: pytest.TempPathFactory, layout: str) -> Found:
 
 
 @pytest.fixture(scope="module")
-def float32(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+def float32(tmp_path_factory: pytest.TempPathFactory, layout: str) -> list[dict[str, float]]:
     """The same steps of the local spec in one process."""
     path = tmp_path_factory.mktemp("float32") / "model"
-    build(MODEL, path, seed=1)
-    settings = dataclasses.replace(policy(PLAIN), spec="local")
+    build(MODELS[layout], path, seed=1)
+    settings = dataclasses.replace(policy(PLAIN, clip_of(layout)), spec="local")
     (found,) = run_ranks(1, layouts.train, path, ParallelDims(1), settings, batch(path), STEPS)
     return list(found)
 
@@ -87,7 +103,7 @@ def test_losses_fall_as_in_float32(answers: Found, float32: list[dict[str, float
     for name, ranks in answers.items():
         losses = column(ranks, "loss")
         assert losses == pytest.approx([row["loss"] for row in float32], rel=0.005 if name == PLAIN else 0.01)
-        assert losses == sorted(losses, reverse=True) and losses[-1] < 0.6 * losses[0]
+        assert losses == sorted(losses, reverse=True) and losses[-1] < 0.75 * losses[0]
         norms = [row["grad_norm"] for row in float32]
         assert column(ranks, "grad_norm") == pytest.approx(norms, rel=0.02 if name == PLAIN else 0.05), name
         assert name == PLAIN or losses != column(answers[PLAIN], "loss"), "nothing was rounded"
