@@ -124,5 +124,13 @@ class BaseTextEnv:
         """Judges the policy's text of this turn (stop string included) and answers it."""
         raise NotImplementedError(f"{type(self).__name__}.step")
 
+    def out_of_time(self) -> BaseTextEnvStepOutput | None:
+        """Judges what there is where the trajectory's time (`rollout.trajectory_timeout_s`) is over between two turns.
+
+        Of an environment that judges only at the end, which `step` has not seen then. Its own time is
+        `rollout.env_timeout_s`. None: the trajectory has the rewards that it was given.
+        """
+        return None
+
     def close(self) -> None:
         """Releases what the environment holds; called once, also after a failure."""

@@ -73,7 +73,22 @@ def step(env: BaseTextEnv, action: str, weights: Mapping[str, float] | None = No
     Raises:
         BadOutput: Its output is none.
     """
-    output = env.step(action.encode(errors="replace").decode())
+    return _output(env.step(action.encode(errors="replace").decode()), len(action), weights)
+
+
+def out_of_time(env: BaseTextEnv, weights: Mapping[str, float] | None = None) -> StepOutput | None:
+    """What an environment makes of what there is when time is over between turns; None where it says nothing.
+
+    Raises:
+        BadOutput: Its output is none.
+    """
+    judge = getattr(env, "out_of_time", None)  # a class that does not inherit may have none
+    output = judge() if callable(judge) else None
+    return None if output is None else _output(output, 0, weights)
+
+
+def _output(output: Any, characters: int, weights: Mapping[str, float] | None) -> StepOutput:
+    """A step's, on an answer of so many characters."""
     if not isinstance(output, Mapping):
         raise BadOutput(f"step gave {_shown(output)}; allowed: a dict with {', '.join(KEYS)}")
     for key in ("observations", "reward", "done"):
@@ -89,7 +104,7 @@ def step(env: BaseTextEnv, action: str, weights: Mapping[str, float] | None = No
         reward = math.fsum((weights or {}).get(name, 1.0) * value for name, value in rewards.items())
     if not _finite(reward):
         raise BadOutput(f"step: reward = {_shown(reward)}; allowed: a finite number, or a dict of names and numbers")
-    rewards_at = _of_parts(output.get("rewards_at"), len(action))
+    rewards_at = _of_parts(output.get("rewards_at"), characters)
     reward = sum((part for _, part in rewards_at), reward)
     if not _finite(reward):
         raise BadOutput(f"step: reward and rewards_at sum to {_shown(reward)}; allowed: a finite number")

@@ -20,7 +20,9 @@ from skyrl_mega.envs.base import Message
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.tools import calls_tools, definitions
+from skyrl_mega.rollout import judged
 from skyrl_mega.rollout.env_pool import Abandoned, Call, EnvPool, Raised
+from skyrl_mega.rollout.judged import EnvironmentFault
 from skyrl_mega.rollout.renderer import Refused, Renderer
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.routes import TurnRoutes
@@ -72,14 +74,6 @@ class Limits:
     def room(self, t: Trajectory) -> int:
         """Tokens that the next turn may have."""
         return min(self.turn, self.response - t.response_length, self.length - len(t.context))
-
-
-class EnvironmentFault(Exception):
-    """An environment raised, took too long or gave what it may not. Ends its own trajectory only."""
-
-    def __init__(self, status: Status, text: str, at: str | None = None) -> None:
-        self.status, self.at = status, at
-        super().__init__(text)
 
 
 @dataclass
@@ -176,7 +170,7 @@ class Agent:
                 limit = f"a sequence has at most {self.limits.length} (rollout.max_length)"
                 raise self._fault(t, Status.ERROR_ENV, f"{text}: {limit}")
         except EnvironmentFault as fault:
-            _fail(t, fault)
+            judged.fail(t, fault)
             messages, tokens = prompt.messages, self.first(prompt.messages)
             opened.env = made[0] if made else None
             await self.close(opened)
@@ -218,7 +212,7 @@ class Agent:
             if self.one_message:
                 self._end_message(t)
         except EnvironmentFault as fault:
-            _fail(t, fault)
+            judged.fail(t, fault)
         finally:
             await self.close(opened)
         opened.routes.keep(t)
@@ -237,24 +231,17 @@ class Agent:
         cut = CUT.get(said.finish)
         if cut and not said.tokens:  # it was over before the first one
             t.status = cut
+            await self._out_of_time(opened)
             return True
         t.turns += 1
         _say(t, [{"role": "assistant", "content": said.text}])
 
         step = t.steps[-1]
-        call = Call(validate.step, opened.env, said.text, self.reward_weights, late=opened.env.close)
-        try:
-            answer = await self._env(t, "step", call)
-        except asyncio.CancelledError:
-            if call.given_up:  # its thread is still inside, and closes it when it comes back
-                opened.env = None
-            raise
-        step.reward, step.tool_calls = answer.reward, answer.tool_calls
+        answer = await self._asked(opened, "step", validate.step, said.text, self.reward_weights)
+        step.tool_calls = answer.tool_calls
         if answer.rewards_at:  # apart: reading a long answer token by token takes a while
             await asyncio.to_thread(opened.token_rewards.add, t, self.chat.text, answer.rewards_at)
-        t.reward += answer.reward
-        for reward, value in answer.rewards.items():
-            t.rewards[reward] = t.rewards.get(reward, 0.0) + value
+        judged.reward(t, step, answer)
         t.metadata = answer.metadata
 
         t.steps.append(Step(Kind.OBSERVATION, step.end, step.end, at_s=opened.seconds))
@@ -265,9 +252,31 @@ class Agent:
             t.status = Status.TRUNCATED_TURNS
         elif opened.left is not None and opened.left <= 0:
             t.status = Status.TRUNCATED_TIME
+            await self._out_of_time(opened)
         else:
             return self._goes_on(opened, answer)
         return True
+
+    async def _asked(self, opened: Opened, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        """What the environment answers."""
+        call = Call(function, opened.env, *args, late=opened.env.close)
+        try:
+            return await self._env(opened.trajectory, what, call)
+        except asyncio.CancelledError:
+            if call.given_up:  # its thread is still inside, and closes it when it comes back
+                opened.env = None
+            raise
+
+    async def _out_of_time(self, opened: Opened) -> None:
+        """Has what there is judged where time was over between turns: an environment may not have judged it yet."""
+        t = opened.trajectory
+        step = judged.last_said(t)
+        if t.status is not Status.TRUNCATED_TIME or step is None:
+            return
+        answer = await self._asked(opened, "out_of_time", validate.out_of_time, self.reward_weights)
+        if answer is not None:
+            judged.reward(t, step, answer)
+            t.metadata |= answer.metadata
 
     async def speak(self, opened: Opened, name: str, room: int) -> Said:
         """Has the policy speak, and puts what it said into the tokens, with the step that tells of it.
@@ -415,12 +424,6 @@ def _say(t: Trajectory, messages: list[Message]) -> None:
     """Messages of the last step."""
     t.messages += messages
     t.steps[-1].messages += len(messages)
-
-
-def _fail(t: Trajectory, fault: EnvironmentFault) -> None:
-    t.status, t.reward, t.rewards, t.metadata = fault.status, 0.0, {}, {"error": str(fault)}
-    if fault.at:
-        t.metadata["at"] = fault.at
 
 
 def _shown(error: BaseException) -> str:

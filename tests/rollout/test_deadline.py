@@ -12,11 +12,12 @@ from typing import Any
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.engines.base import Completion, Request
 from skyrl_mega.envs.base import BaseTextEnv
+from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import Sandbox
 from skyrl_mega.envs.sandbox.run import CONFINEMENTS, python
 from skyrl_mega.rollout.again import PersistentAgent
-from skyrl_mega.rollout.agent_loop import Limits
+from skyrl_mega.rollout.agent_loop import Agent, Limits
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.trajectory import Status, Trajectory
@@ -81,3 +82,57 @@ def test_a_kill_in_the_middle_of_judging_is_no_reward(characters_chat: Renderer)
     killing.join()
     assert (t.status, t.status.failed) == (Status.ERROR_INFRASTRUCTURE, True)
     assert "the sandbox did not report" in t.metadata["error"]
+
+
+class AtTheEnd(BaseTextEnv):
+    """Judges in its fourth turn, or when it is told that time is over; a tool takes `extra_info.seconds`."""
+
+    def step(self, action: str) -> Any:
+        time.sleep(self.extras["extra_info"]["seconds"])
+        return {"observations": [{"role": "user", "content": "go on"}], "reward": 0.0, "done": False}
+
+    def out_of_time(self) -> Any:
+        if self.extras["extra_info"].get("breaks"):
+            raise InfrastructureFault("the checker was killed")
+        return {"observations": [], "reward": 0.5, "done": True, "metadata": {"judged": "late"}}
+
+
+class WaitsFirst(Scripted):
+    """Answers its first turn at once; the second waits for an engine until time is over."""
+
+    async def generate(self, request: Request) -> Completion:
+        if self.turns:
+            assert request.seconds is not None
+            await asyncio.sleep(request.seconds)
+            return Completion(request.id, [], [], "timeout", ())
+        return await super().generate(request)
+
+
+def late(chat: Renderer, policy: Any, **info: Any) -> Trajectory:
+    environments = EnvironmentConfig(classes={"at_the_end": "tests.rollout.test_deadline:AtTheEnd"})
+    row = {"reward_spec": {"ground_truth": "1"}, "extra_info": info}
+    prompt = Prompt(0, [{"role": "user", "content": "hello"}], "at_the_end", row)
+    limits = Limits(100, 1000, 1000, turns=4, env_timeout_s=60.0, trajectory_timeout_s=TIME_S)
+
+    async def one() -> Trajectory:
+        agent = Agent(policy, chat, environments, limits, EnvPool(2))
+        return await agent.play(await agent.open(prompt, 0), "0/1")
+
+    return asyncio.run(one())
+
+
+def test_time_that_ends_in_a_tool_is_no_reward_of_0(characters_chat: Renderer) -> None:
+    """The environment has judged nothing yet: it is asked to."""
+    t = late(characters_chat, Scripted(characters_chat, ["a word"] * 4), seconds=2 * TIME_S)
+    assert (t.status, t.reward, t.turns, t.metadata["judged"]) == (Status.TRUNCATED_TIME, 0.5, 1, "late")
+    assert [step.reward for step in t.steps if step.reward] == [0.5]
+
+
+def test_time_that_ends_while_an_engine_is_waited_for_is_none_either(characters_chat: Renderer) -> None:
+    t = late(characters_chat, WaitsFirst(characters_chat, ["a word"] * 4), seconds=0.0)
+    assert (t.status, t.reward, t.turns) == (Status.TRUNCATED_TIME, 0.5, 1)
+
+
+def test_a_judge_that_fails_then_has_failed(characters_chat: Renderer) -> None:
+    t = late(characters_chat, Scripted(characters_chat, ["a word"] * 4), seconds=2 * TIME_S, breaks=True)
+    assert (t.status, t.reward, t.status.failed) == (Status.ERROR_INFRASTRUCTURE, 0.0, True)

@@ -67,7 +67,8 @@ class RolloutConfig:
     """Seconds for one trajectory, from its first request on, waiting for an engine included: below the seconds that the
     whole generation takes, it truncates the trajectories that come last. An answer that it cuts is kept and given to
     the environment, whose own time it does not bound. Where it ends between turns, or before a turn's first token, the
-    trajectory has the rewards that it was given until then. None has no end; another machine, another end."""
+    environment judges what there is if it can (`out_of_time`); else the trajectory has the rewards that it was given
+    until then. None has no end; another machine, another end."""
     step_wise: str = one_of("off", "turns", "merged")
     """What one training sample is. off: a trajectory. turns: a turn, with all that the policy saw before it; for
     environments that rewrite the conversation. merged: the same, with turns that only continue one another in one."""

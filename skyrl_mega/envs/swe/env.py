@@ -134,6 +134,10 @@ class SweEnv(BaseTextEnv):
             observations=[{"role": "user", "content": shown}], reward=0.0, done=False, metadata=metadata
         )
 
+    def out_of_time(self) -> BaseTextEnvStepOutput:
+        """Runs the tests on what was done."""
+        return self._judge({"command": None}, time.monotonic() + self.longest_step_s(self.options))
+
     def _judge(self, metadata: dict[str, Any], deadline: float) -> BaseTextEnvStepOutput:
         seconds = float(self.options["test_timeout_s"])
         test = str(self.ground_truth)

@@ -78,6 +78,15 @@ def test_a_repository_is_mended_over_several_turns(tasks: Path) -> None:
     assert "count + price" in (tasks / "cart" / "repo" / "shop" / "cart.py").read_text()
 
 
+def test_work_is_judged_where_its_time_is_over(tasks: Path) -> None:
+    for command, reward in (("sed -i 's/count + price/count * price/' shop/cart.py", 1.0), ("ls", 0.0)):
+        env = game(tasks)
+        ran(env, command)
+        output = env.out_of_time()
+        assert output is not None and output["reward"] == reward
+        env.close()
+
+
 def test_work_not_done_earns_nothing(tasks: Path) -> None:
     env = game(tasks)
     assert env.step("<submit />")["reward"] == 0.0
