@@ -22,15 +22,15 @@ HEAD = (
     "",
     "policy",
     "layout",
-    "micro tokens",
+    "micro",
     "recompute",
     "engines",
     "share",
     "keep",
     "peak GiB",
+    "room",
     "KV tokens",
     "s a step",
-    "room",
 )
 LETTERS = {"parameters": "p", "gradients": "g", "optimizer": "o", "engine_weights": "w", "kv_cache": "k"}
 """Parts of `residency.keep` in the table."""
@@ -46,7 +46,7 @@ def text(search: Search, d: Decoder) -> str:
                 "reference and critic leave it no GPU (reference.ranks, critic.ranks)"
             )
         return f"nothing fits {search.gpus} GPUs, of {search.tried:,} settings tried; {enough}"
-    rows = [HEAD, *((*_row(i + 1, s), room(s, d)) for i, s in enumerate(search.found[:SHOWN]))]
+    rows = [HEAD, *(_row(i + 1, s, room(s, d)) for i, s in enumerate(search.found[:SHOWN]))]
     cut = "" if search.complete else "; the search was cut short"
     lines = [
         f"{len(search.found):,} layouts fit {search.gpus} GPUs, of {search.tried:,} settings tried{cut}; the fastest "
@@ -95,7 +95,7 @@ def values(search: Search, d: Decoder) -> dict[str, Any]:
     }
 
 
-def _row(number: int, s: Suggestion) -> tuple[str, ...]:
+def _row(number: int, s: Suggestion, room: str) -> tuple[str, ...]:
     policy, rollout = s.config.policy, s.config.rollout
     return (
         str(number),
@@ -107,6 +107,7 @@ def _row(number: int, s: Suggestion) -> tuple[str, ...]:
         f"{rollout.memory_fraction:g}",
         _keep(s),
         f"{s.peak / GIB:.1f}",
+        room,
         f"{s.kv_tokens:,}",
         f"{s.seconds:.1f}",
     )

@@ -44,15 +44,24 @@ LAYOUTS: dict[str, tuple[int, dict[str, int], dict[str, Any]]] = {
     "EP2": (2, {"expert": 2}, {}),
     "PP2": (2, {"pipeline": 2}, {}),
     "CP2": (2, {"context": 2}, {}),
+    "DP2": (2, {}, {}),
+    "TP2 EP2": (2, {"tensor": 2, "expert": 2}, {}),
+    "TP2 PP2": (4, {"tensor": 2, "pipeline": 2}, {}),
+    "PP2 EP2": (4, {"pipeline": 2, "expert": 2}, {}),
 }
 CASES = [
-    *(("moe", "fp8_blockwise", name) for name in LAYOUTS),
-    ("moe", "fp8_current", "TP2"),
-    ("moe", "fp8_delayed", "EP2"),
-    ("moe", "mxfp8", "TP2"),
-    ("dense", "fp8_blockwise", "TP2"),
+    *(("moe", recipe, name) for recipe in RECIPES for name in LAYOUTS),
+    *(("dense", recipe, name) for recipe in RECIPES for name in LAYOUTS if "EP" not in name),
 ]
-SLOW = {("dense", "fp8_blockwise", "TP2"), ("moe", "fp8_blockwise", "PP2")}
+MARKS: dict[tuple[str, str, str], list[Any]] = {
+    **{("moe", "fp8_blockwise", name): [] for name in ("micro 40", "TP2", "EP2", "CP2")},
+    ("moe", "fp8_current", "TP2"): [],
+    ("moe", "fp8_delayed", "EP2"): [],
+    ("moe", "mxfp8", "TP2"): [],
+    ("dense", "fp8_blockwise", "TP2"): [pytest.mark.slow],
+    ("moe", "fp8_blockwise", "PP2"): [pytest.mark.slow],
+}
+"""Of those that are there in the check of every change."""
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +97,7 @@ def single(models: dict[str, Path]) -> Single:
 
 @pytest.mark.parametrize(
     ("model", "recipe", "cut"),
-    [pytest.param(*case, id=" ".join(case), marks=[pytest.mark.slow] * (case in SLOW)) for case in CASES],
+    [pytest.param(*case, id=" ".join(case), marks=MARKS.get(case, [pytest.mark.nightly])) for case in CASES],
 )
 def test_every_layout_gives_the_single_process(
     models: dict[str, Path], single: Single, model: str, recipe: str, cut: str
