@@ -9,45 +9,17 @@ from __future__ import annotations
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from datetime import timedelta
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from skyrl_mega.config.precision import row_multiple
 from skyrl_mega.config.schema import PolicyConfig
-from skyrl_mega.parallel.dims import ParallelDims
-from tests.cuda import programs, te
+from tests.cuda import programs
 from tests.cuda.linears import Linear, watched
-from tests.support.ranks import free_port
-
-
-@dataclass(frozen=True)
-class Case:
-    """What one rank is to do."""
-
-    rank: int
-    address: str
-    model: Path
-    parallel: ParallelDims
-    policies: tuple[PolicyConfig, ...]
-    capability: tuple[int, int] = te.HOPPER
-
-
-def run(
-    folder: Path,
-    model: Path,
-    parallel: ParallelDims,
-    policies: Mapping[str, PolicyConfig],
-    capability: tuple[int, int] = te.HOPPER,
-) -> dict[str, list[Answer]]:
-    """What each rank found with each policy, in processes of their own."""
-    address, every = f"127.0.0.1:{free_port()}", tuple(policies.values())
-    cases = [Case(rank, address, model, parallel, every, capability) for rank in range(parallel.ranks)]
-    found = programs.run("te_layers", folder, cases, every)
-    return {name: [of[i] for of in found] for i, name in enumerate(policies)}
+from tests.cuda.programs import Case
 
 
 @dataclass
@@ -85,82 +57,87 @@ class Kept:
 
 def go(case: Case, waits: Any) -> list[Answer]:
     """Forward and backward through all layers with each of the policies."""
+    programs.join(case)
+    return [answer(case, policy, waits) for policy in case.policies]
+
+
+def answer(case: Case, policy: PolicyConfig, waits: Any) -> Answer:
+    """Three passes: one makes what is made once, one is counted, one is watched."""
     import json
 
     import torch
-    import torch.distributed as dist
-    from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
 
-    from skyrl_mega.megatron import layer_spec, model
+    from skyrl_mega.megatron import model
     from skyrl_mega.megatron.fp8_parameters import memory
     from skyrl_mega.megatron.packing import pack
     from skyrl_mega.megatron.worker import ModelWorker
     from tests.cuda.syncs import AsCuda, Counted, CudaAsCpu, counting, mark_device
     from tests.megatron import layouts
 
-    layer_spec.varlen_attn = None  # a kernel of the local spec, which no stand-in computes
-    host, port = case.address.split(":")
-    parallel = case.parallel
-    store = dist.TCPStore(host, int(port), parallel.ranks, is_master=case.rank == 0, timeout=timedelta(seconds=120))
-    with CudaAsCpu():
-        model.join(case.rank, parallel, store, layouts.CPU, 120)
-    hf = json.loads((case.model / "config.json").read_text())
-    at = parallel.coordinates(case.rank)
+    waits.found.clear()
+    parallel, at = case.parallel, case.parallel.coordinates(case.rank)
+    rows = row_multiple(policy.precision, policy.spec or "te")
     batch = layouts.some_batch(90, count=6, seed=at.dp)
+    micro = pack(batch, context=1, context_rank=0, tensor=parallel.tensor, rows=rows)
+    hf = json.loads((case.model / "config.json").read_text())
+    with CudaAsCpu(), Counted(waits):  # it says of what is made which stays on the host
+        opened = ModelWorker(hf, policy, parallel, dtype=torch.bfloat16, device=layouts.CPU, trainable=False)
+        opened.load(case.model)
+        for_backward(opened)
+    chunk = model.bare(opened.chunks[0]).train()
+    chunk.requires_grad_()
+    mark_device([*chunk.parameters(), *memory(chunk.parameters()), *chunk.buffers()])
+    with waits.pause():
+        gradient = drawn(~micro.padding.view(-1), chunk.config.hidden_size).chunk(parallel.tensor)[at.tp]
+    once = partial(pass_through, opened, chunk, micro, gradient)
+    te_layers = policy.spec == "te"
+    with AsCuda():
+        with keeping(chunk) as kept:  # this pass also makes what is made once: work spaces, the choice of a kernel
+            once()
+        with counting(waits) if te_layers else nullcontext():
+            hidden = once()
+        with watched(linears(chunk) if te_layers else {}) as products:
+            once()
+    gradients = {name: p.grad.float().numpy() for name, p in chunk.named_parameters() if p.grad is not None}
+    fields = {k: v for k, v in vars(chunk.config).items() if isinstance(v, bool | int | str | list)}
+    real = ~micro.padding.view(parallel.tensor, -1)[at.tp]
+    flat = hidden.detach().float().view(-1, hidden.shape[-1])[real].numpy()
+    found = Counter(waits.found)
+    return Answer(found, flat, gradients, fields, kept.bytes, micro.tokens.numel(), kept.routed, products)
 
-    def real(micro: Any) -> Any:
-        """Which of this rank's rows are no padding."""
-        return ~micro.padding.view(parallel.tensor, -1)[at.tp]
 
-    def drawn(micro: Any, hidden: Any) -> Any:
-        """A gradient of the last hidden states that has nothing to do with padding."""
-        width = hidden.shape[-1]
-        there = ~micro.padding.view(-1)
-        with waits.pause():
-            whole = torch.zeros(len(there), width)
-            whole[there] = torch.linspace(-1, 1, int(there.sum()) * width).view(-1, width)
-        return whole.view(parallel.tensor, -1, width)[at.tp].view(hidden.shape).to(hidden.dtype)
+def for_backward(opened: Any) -> None:
+    """Makes what a backward pass reads of parameters in FP8: a worker that does not train has none."""
+    from megatron.core.fp8_utils import is_float8tensor, post_all_gather_processing
 
-    def pass_through(opened: ModelWorker, chunk: Any, micro: Any) -> Any:
-        for p in chunk.parameters():
-            p.grad = None
-        chunk.set_is_first_microbatch()  # as megatron-core's schedule does
-        if opened.fp8:  # of the local spec, whose weights are rounded on the CPU, not by a Triton kernel
-            with torch._C.DisableTorchFunction():
-                opened.fp8.begin()
-        hidden = chunk(micro.tokens, micro.positions, None, packed_seq_params=micro.row, padding_mask=micro.padding)
-        torch.autograd.backward([hidden], [drawn(micro, hidden)])  # its method would leave the modes
-        if opened.fp8:
-            opened.fp8.end(trained=True)
-        return hidden
+    if fp8 := [p for p in opened.params.values() if is_float8tensor(p)]:
+        post_all_gather_processing(fp8)
 
-    def answer(policy: PolicyConfig) -> Answer:
-        waits.found.clear()
-        rows = row_multiple(policy.precision, policy.spec or "te")
-        micro = pack(batch, context=1, context_rank=0, tensor=parallel.tensor, rows=rows)
-        with CudaAsCpu(), Counted(waits):  # it says of what is made which stays on the host
-            opened = ModelWorker(hf, policy, parallel, dtype=torch.bfloat16, device=layouts.CPU, trainable=False)
-            opened.load(case.model)
-            if fp8 := [p for p in opened.params.values() if is_float8tensor(p)]:
-                post_all_gather_processing(fp8)  # what a backward pass reads: this worker is not one that trains
-        chunk = model.bare(opened.chunks[0]).train()
-        chunk.requires_grad_()
-        mark_device([*chunk.parameters(), *memory(chunk.parameters()), *chunk.buffers()])
-        with AsCuda():
-            with keeping(chunk) as kept:  # this pass also makes what is made once: work spaces, the choice of a kernel
-                pass_through(opened, chunk, micro)
-            with counting(waits) if policy.spec == "te" else nullcontext():
-                hidden = pass_through(opened, chunk, micro)
-            with watched(linears(chunk) if policy.spec == "te" else {}) as products:
-                pass_through(opened, chunk, micro)
-        gradients = {name: p.grad.float().numpy() for name, p in chunk.named_parameters() if p.grad is not None}
-        fields = {k: v for k, v in vars(chunk.config).items() if isinstance(v, bool | int | str | list)}
-        flat = hidden.detach().float().view(-1, hidden.shape[-1])[real(micro)].numpy()
-        return Answer(
-            Counter(waits.found), flat, gradients, fields, kept.bytes, micro.tokens.numel(), kept.routed, products
-        )
 
-    return [answer(policy) for policy in case.policies]
+def drawn(there: Any, width: int) -> Any:
+    """A gradient of the last hidden states [T, H] that has nothing to do with padding."""
+    import torch
+
+    whole = torch.zeros(len(there), width)
+    whole[there] = torch.linspace(-1, 1, int(there.sum()) * width).view(-1, width)
+    return whole
+
+
+def pass_through(opened: Any, chunk: Any, micro: Any, gradient: Any) -> Any:
+    """Forward and backward; the last hidden states."""
+    import torch
+
+    for p in chunk.parameters():
+        p.grad = None
+    chunk.set_is_first_microbatch()  # as megatron-core's schedule does
+    if opened.fp8:  # of the local spec, whose weights are rounded on the CPU, not by a Triton kernel
+        with torch._C.DisableTorchFunction():
+            opened.fp8.begin()
+    hidden = chunk(micro.tokens, micro.positions, None, packed_seq_params=micro.row, padding_mask=micro.padding)
+    torch.autograd.backward([hidden], [gradient.view(hidden.shape).to(hidden.dtype)])  # its method leaves the modes
+    if opened.fp8:
+        opened.fp8.end(trained=True)
+    return hidden
 
 
 def linears(chunk: Any) -> dict[str, Any]:

@@ -10,26 +10,14 @@ from __future__ import annotations
 import pickle
 import sys
 from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.schema import PolicyConfig
-from skyrl_mega.parallel.dims import ParallelDims
+from tests.cuda import programs
+from tests.cuda.programs import Case
 
 STEPS = 3
-
-
-@dataclass(frozen=True)
-class Case:
-    """What one rank is to do."""
-
-    rank: int
-    address: str
-    model: Path
-    parallel: ParallelDims
-    policies: tuple[PolicyConfig, ...]
-    capability: tuple[int, int]
 
 
 @dataclass(frozen=True)
@@ -58,20 +46,14 @@ def go(case: Case, waits: Any) -> list[Answer]:
     import json
 
     import torch
-    import torch.distributed as dist
 
-    from skyrl_mega.megatron import layer_spec, model, objectives
+    from skyrl_mega.megatron import model, objectives
     from skyrl_mega.megatron.fp8_parameters import memory
     from skyrl_mega.megatron.worker import ModelWorker
     from tests.cuda.syncs import AsCuda, Counted, CudaAsCpu, mark_device
     from tests.megatron import layouts
 
-    layer_spec.varlen_attn = None  # a kernel of the local spec, which no stand-in computes
-    host, port = case.address.split(":")
-    ranks = case.parallel.ranks
-    store = dist.TCPStore(host, int(port), ranks, is_master=case.rank == 0, timeout=timedelta(seconds=120))
-    with CudaAsCpu():
-        model.join(case.rank, case.parallel, store, layouts.CPU, 120)
+    programs.join(case)
     hf = json.loads((case.model / "config.json").read_text())
 
     def plain(t: Any) -> Any:

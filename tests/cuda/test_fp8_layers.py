@@ -20,7 +20,8 @@ from skyrl_mega.models.tiny import build
 from skyrl_mega.parallel.dims import ParallelDims
 from tests.cuda import te
 from tests.cuda.linears import Linear, Products
-from tests.cuda.te_layers import Answer, run
+from tests.cuda.programs import run
+from tests.cuda.te_layers import Answer
 from tests.cuda.test_waits import DISPATCH, EMBEDDING, off, planned
 
 pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
@@ -71,7 +72,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
         policies |= {f"local {name}": policy("local", name) for name in names}
         if capability == te.HOPPER:
             policies |= BLOCKWISE | DELAYED | {"bfloat16": policy("te", "model")}
-        found |= run(folder, folder / "model", PARALLEL, policies, capability)
+        found |= run("te_layers", folder, PARALLEL, policies, capability)
     return found
 
 

@@ -19,9 +19,9 @@ from skyrl_mega.parallel.dims import ParallelDims
 from tests.cuda import programs, te
 from tests.cuda.linears import in_squares
 from tests.cuda.te_fp8_kernels import spread
-from tests.cuda.te_steps import STEPS, Answer, Case, batch
+from tests.cuda.te_steps import STEPS, Answer, batch
 from tests.megatron import layouts
-from tests.support.ranks import free_port, run_ranks
+from tests.support.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
 
@@ -74,11 +74,9 @@ def answers(tmp_path_factory: pytest.TempPathFactory, layout: str) -> Found:
     build(MODELS[layout], folder / "model", seed=1)
     found: Found = {}
     for capability, names in ((te.HOPPER, HOPPER[layout]), ((10, 0), BLACKWELL[layout])):
-        policies = tuple(policy(name, clip_of(layout), overlap=layout == "dp2") for name in names)
-        address = f"127.0.0.1:{free_port()}"
-        cases = [Case(r, address, folder / "model", parallel, policies, capability) for r in range(parallel.ranks)]
-        ranks = programs.run("te_steps", folder, cases, policies)
-        found |= {name: [of[i] for of in ranks] for i, name in enumerate(names)}
+        policies = {name: policy(name, clip_of(layout), overlap=layout == "dp2") for name in names}
+        if policies:
+            found |= programs.run("te_steps", folder, parallel, policies, capability)
     return found
 
 

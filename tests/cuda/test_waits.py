@@ -19,7 +19,8 @@ from skyrl_mega.models.tiny import build, hf_config
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import layer
 from tests.cuda import te
-from tests.cuda.te_layers import Answer, run
+from tests.cuda.programs import run
+from tests.cuda.te_layers import Answer
 
 pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
 
@@ -45,7 +46,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
     """What each of two ranks found with each policy."""
     folder = tmp_path_factory.mktemp("waits")
     build(MODEL, folder / "model", seed=1)
-    return run(folder, folder / "model", PARALLEL, POLICIES)
+    return run("te_layers", folder, PARALLEL, POLICIES)
 
 
 def test_what_the_settings_ask_for_is_in_the_model(answers: dict[str, list[Answer]]) -> None:
