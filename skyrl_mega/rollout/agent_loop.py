@@ -248,6 +248,8 @@ class Agent:
         _say(t, answer.messages or answer.observations)
         if answer.done or cut:
             t.status = cut or Status.COMPLETED
+            if not answer.done:
+                await self._out_of_time(opened)
         elif t.turns == self.limits.turns:
             t.status = Status.TRUNCATED_TURNS
         elif opened.left is not None and opened.left <= 0:

@@ -217,7 +217,7 @@ class RolloutService:
 
         async def play(sample: int) -> None:
             name = ticket.names[sample]
-            played[sample] = await agent.play(await opened[sample], name)
+            played[sample] = await agent.play(await asyncio.shield(opened[sample]), name)  # `closed` ends those
             router.forget(name)
 
         playing = [asyncio.create_task(play(sample)) for sample in opened]

@@ -74,7 +74,7 @@ class Asynchronous:
         """What the step trains on, in the order in which it was asked for.
 
         With dynamic sampling groups without a signal leave as they come, and others are asked for in their place, in
-        one step `max_rounds` times as many as it needs at most.
+        one step until `max_rounds` times as many as it needs have left.
         """
         self.steps = step.number - 1
         with step.phase("generate", total=self.wanted) as progress:
@@ -114,8 +114,12 @@ class Asynchronous:
         self.service.write_said(folder)  # before we look: what ends meanwhile is played then
         number, taken, left_out = self.taken
         left_out = [*(left_out if number > done else ()), *self.left_out]
+        failed = [one for one in left_out if _failed(one)]
+        left_out = [one for one in left_out if not _failed(one)]
         kept = [*(taken if number > done else ()), *self.done.values(), *left_out]
-        under_way = [*self.again, *self.service.so_far()]
+        # What failed is played again: a run that ended for its failures would else end for them for ever.
+        again = [replace(one.ticket, played={}, said=()) for one in failed]
+        under_way = [*self.again, *self.service.so_far(), *again]
         rows = [t for one in kept for t in one.group.trajectories]
         groups = kept_rollouts.places([one.group for one in kept], rows)
         begun = [_begun(ticket, rows) for ticket in under_way]
@@ -162,12 +166,11 @@ class Asynchronous:
 
     def _ask(self) -> None:
         """Asks for as many groups as there may be, the interrupted ones first."""
-        if self._given_up:
-            return
         steps, limit = self.versions.most + 1, self.config.run.steps
         ahead = steps if limit is None else min(steps, limit - self.steps)
         again, self.again = self.again, []  # all of them: they are as old as they were, and a step waits for the oldest
         room = max(0, ahead * self.wanted - len(self.done) - len(self.service.under_way) - len(again))
+        room = 0 if self._given_up else room
         self.asked = max(self.asked, self.steps * self.wanted)  # a run that was synchronous before has asked for these
         newest = self.versions.newest
         tickets = [ticket if ticket.played or ticket.said else replace(ticket, version=newest) for ticket in again]
@@ -240,6 +243,11 @@ def _begun(ticket: Ticket, rows: list[Trajectory]) -> tuple[int, int, int, list[
     places = [(sample, len(rows) + i) for i, sample in enumerate(ticket.played)]
     rows += ticket.played.values()
     return ticket.number, ticket.index, ticket.version, places
+
+
+def _failed(one: Done) -> bool:
+    """Whether an environment failed in any of its samples."""
+    return any(t.status.failed for t in one.group.trajectories)
 
 
 def _age(one: Done) -> tuple[int, int]:

@@ -133,6 +133,11 @@ def test_time_that_ends_while_an_engine_is_waited_for_is_none_either(characters_
     assert (t.status, t.reward, t.turns) == (Status.TRUNCATED_TIME, 0.5, 1)
 
 
+def test_an_answer_that_is_cut_in_an_environment_that_goes_on_is_judged_too(characters_chat: Renderer) -> None:
+    t = late(characters_chat, SlowSpeaker(characters_chat, ["a word"] * 4, finish="timeout"), seconds=0.0)
+    assert (t.status, t.reward, t.turns) == (Status.TRUNCATED_TIME, 0.5, 1)
+
+
 def test_a_judge_that_fails_then_has_failed(characters_chat: Renderer) -> None:
     t = late(characters_chat, Scripted(characters_chat, ["a word"] * 4), seconds=2 * TIME_S, breaks=True)
     assert (t.status, t.reward, t.status.failed) == (Status.ERROR_INFRASTRUCTURE, 0.0, True)

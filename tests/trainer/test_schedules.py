@@ -441,3 +441,28 @@ def test_groups_without_a_signal_are_in_a_checkpoint_until_a_step_has_told_of_th
         found = {t.prompt.uid for t in step.trajectories}
         assert left_out and left_out <= found and not found & told
         assert step.metrics["rollout/groups_left_out"] >= len(left_out)
+
+
+def test_groups_that_failed_are_played_again_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run that ended for its failures would end for the same ones each time."""
+
+    def sampled(config: Config) -> None:
+        config.algorithm.dynamic_sampling.enabled = True
+
+    monkeypatch.setattr(asynchronous, "with_signal", lambda groups, _: [g for g in groups if g.prompt.uid % 2])
+    rollouts, loop, _ = live(tmp_path, sampled)
+    with loop:
+        rollouts.next_groups(Step(1, Console()))
+        rollouts.synced(1)
+        while not rollouts.left_out:
+            rollouts.collect(1.0)
+        broken = rollouts.left_out[0]
+        broken.group.trajectories[0].status = Status.ERROR_ENV
+        rollouts.keep(tmp_path, 1)
+    again, loop, _ = live(tmp_path, sampled)
+    number = broken.ticket.number
+    assert number in {ticket.number for ticket in again.again}
+    assert number not in {one.ticket.number for one in again.left_out}
+    with loop:
+        again.next_groups(Step(2, Console()))
+        assert number not in {ticket.number for ticket in again.again}, "it was asked for"

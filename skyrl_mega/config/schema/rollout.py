@@ -66,9 +66,9 @@ class RolloutConfig:
     trajectory_timeout_s: Optional[float] = at_least(0.1, None)
     """Seconds for one trajectory, from its first request on, waiting for an engine included: below the seconds that the
     whole generation takes, it truncates the trajectories that come last. An answer that it cuts is kept and given to
-    the environment, whose own time it does not bound. Where it ends between turns, or before a turn's first token, the
-    environment judges what there is if it can (`out_of_time`); else the trajectory has the rewards that it was given
-    until then. None has no end; another machine, another end."""
+    the environment, whose own time it does not bound. An environment that is not done with it, or that was to speak or
+    to be spoken to when time was over, judges what there is if it can (`out_of_time`); else the trajectory has the
+    rewards that it was given until then. None has no end; another machine, another end."""
     step_wise: str = one_of("off", "turns", "merged")
     """What one training sample is. off: a trajectory. turns: a turn, with all that the policy saw before it; for
     environments that rewrite the conversation. merged: the same, with turns that only continue one another in one."""

@@ -17,7 +17,7 @@ from typing import Any
 
 from skyrl_mega.envs.sandbox import Outcome, Sandbox
 from skyrl_mega.envs.sandbox.run import python
-from skyrl_mega.envs.sandbox.scoring import scored
+from skyrl_mega.envs.sandbox.scoring import TRIES, scored
 
 CALLER = """import json, os, sys
 out = os.fdopen(os.dup(1), "w")
@@ -93,18 +93,19 @@ def passed(code: str, tests: Sequence[Case], box: Sandbox, *, seconds: float, st
     for test in tests:
         left = min(box.limits.wall_s, deadline - time.monotonic())
         bounded = replace(box, limits=replace(box.limits, wall_s=left))
-        verdicts.append(_verdict(code, test, bounded) if left > 0 else "timeout")
+        tries = 1 if "memory" in verdicts else TRIES  # a program that always takes too much is not run often
+        verdicts.append(_verdict(code, test, bounded, tries) if left > 0 else "timeout")
         if stop and verdicts[-1] != "ok":
             break
     return verdicts
 
 
-def _verdict(code: str, test: Case, box: Sandbox) -> str:
+def _verdict(code: str, test: Case, box: Sandbox, tries: int) -> str:
     def run(stdin: str, files: dict[str, str]) -> Outcome:
         def once(seconds: float) -> Outcome:
             return box.run(python(), stdin=stdin, files=files, limits=replace(box.limits, wall_s=seconds))
 
-        return scored(once, box.limits.wall_s)
+        return scored(once, box.limits.wall_s, tries)
 
     if test.function is None:
         outcome = run(test.input, {"main.py": code})

@@ -142,9 +142,13 @@ class SweEnv(BaseTextEnv):
         seconds = float(self.options["test_timeout_s"])
         test = str(self.ground_truth)
         patterns = [*self.options["protected"], *started(test, self.options["proof"])]
-        self.session.restore(patterns, seconds)
         proof = Proof.of(test, self.options["proof"], self.names)
-        ran = scored(lambda left: self.session.run(proof.command, left), seconds)
+
+        def run(left: float) -> Ran:
+            self.session.restore(patterns, left)  # each time: what ran before may have changed the tests
+            return self.session.run(proof.command, left)
+
+        ran = scored(run, seconds)
         verdict = proof.verdict(ran.output)
         if ran.status == "ok" and verdict.skipped:
             verdict = self._compared(proof, ran.output, patterns, min(seconds, deadline - time.monotonic()))

@@ -34,6 +34,7 @@ def no_pause(monkeypatch: pytest.MonkeyPatch) -> None:
         ([OK], OK, 1),
         ([KILLED, OK], OK, 2),
         ([MEMORY, KILLED, OK], OK, 3),
+        ([Ran("failed", 137), OK], OK, 2),
         ([MEMORY] * 5, MEMORY, TRIES),
         ([Ran("failed", 1), OK], Ran("failed", 1), 1),
         ([Ran("failed", -signal.SIGSEGV), OK], Ran("failed", -signal.SIGSEGV), 1),

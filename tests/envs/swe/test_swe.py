@@ -87,6 +87,27 @@ def test_work_is_judged_where_its_time_is_over(tasks: Path) -> None:
         env.close()
 
 
+CHEAT = """cat > shop/cart.py <<'END'
+import os, signal
+open("tests/test_cart.py", "w").write(
+    "import unittest\\nclass Test(unittest.TestCase):\\n    def test_total(self):\\n        pass\\n"
+)
+open("shop/cart.py", "w").write("def total(items):\\n    return 0\\n")
+os.kill(os.getpid(), signal.SIGKILL)
+END"""
+
+
+def test_tests_that_are_run_again_are_brought_back_first(tasks: Path) -> None:
+    """The first run of them forges them and ends by a signal, as if somebody else had ended it."""
+    env = game(tasks)
+    ran(env, CHEAT)
+    output = env.step("<submit/>")
+    folder = env.session.folder  # type: ignore[attr-defined]
+    assert "return 0" in (folder / "shop" / "cart.py").read_text(), "it has run twice"
+    assert output["reward"] == 0.0 and (folder / "tests" / "test_cart.py").read_text() == TEST
+    env.close()
+
+
 def test_work_not_done_earns_nothing(tasks: Path) -> None:
     env = game(tasks)
     assert env.step("<submit />")["reward"] == 0.0
