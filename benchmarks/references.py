@@ -1,6 +1,6 @@
 """What the driver's part of an RL step costs where trajectories go by reference: it grows with them, not with tokens.
 
-    python -m benchmarks.references [--sizes 4096x2000 4096x8000 4096x32000 16384x32000] [--output FILE.json]
+    python -m benchmarks.references [--sizes 4096x2000 … 16384x32000] [--output FILE.json]
 
 Two workers make trajectories up (as `benchmarks.driver` does, in groups of eight, every fourth group over four turns)
 and keep their arrays; the driver estimates advantages, deals mini-batches to four ranks that compute nothing but the
@@ -145,7 +145,7 @@ def in_process(size: str) -> dict[str, float]:
 def main() -> None:
     """Measures the sizes one after another and prints a table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    sizes = ["4096x2000", "4096x8000", "4096x32000", "16384x32000"]
+    sizes = ["4096x2000", "4096x8000", "4096x32000", "16384x8000", "16384x32000"]
     parser.add_argument("--sizes", nargs="+", default=sizes, metavar="TRAJECTORIESxTOKENS")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--here", help=argparse.SUPPRESS)

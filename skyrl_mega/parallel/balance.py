@@ -5,6 +5,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+import numpy as np
+
 
 def balance(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:
     """Deals sequences to ranks and micro-batches: `[rank][micro-batch][index of a sequence]`.
@@ -30,8 +32,12 @@ def balance(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) 
     fitting = sum(length for length in lengths if length <= budget)
     least = oversize + -(-fitting // budget)
     micros = max(1, -(-least // (ranks * multiple))) * multiple
+    packed = _first_fit(order, lengths, budget)
     while True:
-        bins = _even(order, lengths, ranks * micros, budget) or _tight(order, lengths, ranks * micros, budget)
+        count = ranks * micros
+        bins = _even(order, lengths, count, budget)
+        if bins is None and len(packed) <= count:
+            bins = _halved(packed, lengths, count)
         if bins is not None:
             return _deal(bins, lengths, ranks, micros)
         micros += multiple
@@ -51,31 +57,37 @@ def _even(order: list[int], lengths: Sequence[int], count: int, budget: int) -> 
     return bins
 
 
-def _tight(order: list[int], lengths: Sequence[int], count: int, budget: int) -> list[list[int]] | None:
-    """First-fit decreasing, then the fullest bins are halved until there are `count`; None when that does not fit."""
+def _first_fit(order: list[int], lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """First-fit decreasing: each into the first bin that has room, in as many bins as that takes."""
     bins: list[list[int]] = []
-    room: list[int] = []
+    room = np.zeros(len(order), np.int64)  # compared all at once: thousands of bins, thousands of sequences
     for i in order:
-        b = next((b for b, left in enumerate(room) if left >= lengths[i]), len(bins))
+        fits = room[: len(bins)] >= lengths[i]
+        b = int(fits.argmax()) if fits.any() else len(bins)
         if b == len(bins):
-            if b == count:
-                return None
             bins.append([])
-            room.append(budget)
+            room[b] = budget
         bins[b].append(i)
         room[b] -= lengths[i]
+    return bins
+
+
+def _halved(bins: list[list[int]], lengths: Sequence[int], count: int) -> list[list[int]]:
+    """The fullest bins in halves, until there are `count`; empty ones where no sequence is left to part."""
+    bins = list(bins)
+    heap = [(-sum(lengths[i] for i in whole), b) for b, whole in enumerate(bins) if len(whole) > 1]
+    heapq.heapify(heap)
     while len(bins) < count:
-        widest = max(
-            (b for b in range(len(bins)) if len(bins[b]) > 1),
-            key=lambda b: sum(lengths[i] for i in bins[b]),
-            default=None,
-        )
-        if widest is None:
+        if not heap:
             bins.append([])
-        else:
-            whole = bins[widest]
-            bins[widest], other = whole[::2], whole[1::2]
-            bins.append(other)
+            continue
+        b = heapq.heappop(heap)[1]
+        whole = bins[b]
+        bins[b] = whole[::2]
+        bins.append(whole[1::2])
+        for half in (b, len(bins) - 1):
+            if len(bins[half]) > 1:
+                heapq.heappush(heap, (-sum(lengths[i] for i in bins[half]), half))
     return bins
 
 

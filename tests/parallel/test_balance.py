@@ -1,6 +1,7 @@
 """Balance: properties for any lengths, quality against brute force and on lengths like a rollout's."""
 
 import itertools
+import time
 
 import numpy as np
 import pytest
@@ -72,3 +73,12 @@ def test_ranks_are_even_on_rollout_lengths(ranks: int, multiple: int) -> None:
 
 def test_nothing_to_deal() -> None:
     assert balance([], 2, 10, 3) == [[[], [], []], [[], [], []]]
+
+
+def test_long_sequences_are_dealt_in_little_time() -> None:
+    """Four of them fill a micro-batch but for a little, so that many numbers of micro-batches are tried in vain."""
+    lengths = [32_000] * 8192
+    begun = time.process_time()
+    dealt = balance(lengths, 2, 131_072)
+    assert time.process_time() - begun < 2  # 0.1 s; 4 s where bins are looked through one by one, for each number
+    assert {len(micro) for rank in dealt for micro in rank} == {4}
