@@ -35,6 +35,8 @@ HEAD = (
 LETTERS = {"parameters": "p", "gradients": "g", "optimizer": "o", "engine_weights": "w", "kv_cache": "k"}
 """Parts of `residency.keep` in the table."""
 
+HOST = "host: what layers keep for the backward pass lies in host memory (policy.offload_layers)"
+
 
 def text(search: Search, d: Decoder) -> str:
     """What a person reads, of a model's layouts."""
@@ -52,6 +54,7 @@ def text(search: Search, d: Decoder) -> str:
         f"{len(search.found):,} layouts fit {search.gpus} GPUs, of {search.tried:,} settings tried{cut}; the fastest "
         f"first, within {TIE:.0%} the least cut:",
         *aligned(rows, left=3),
+        *(["", HOST] if any(s.config.policy.offload_layers for s in search.found[:SHOWN]) else []),
         "",
         "settings for the file, in place of those that it has in the same groups (--json has them as arguments):",
     ]
@@ -102,7 +105,7 @@ def _row(number: int, s: Suggestion, room: str) -> tuple[str, ...]:
         str(policy.ranks),
         _layout(s),
         str(policy.micro_tokens),
-        policy.recompute,
+        policy.recompute + " host" * (policy.offload_layers > 0),
         f"{rollout.engines} × TP{rollout.tensor}{' EP' * expert_parallel(rollout)}",
         f"{rollout.memory_fraction:g}",
         _keep(s),

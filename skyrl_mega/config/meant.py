@@ -12,7 +12,7 @@ _AGAIN = "policy.recompute=selective, moe or full computes activations once more
 _AHEAD = "asynchrony.mode is one_step or full where engines generate while the policy trains (docs/asynchrony.md)"
 _AGE = "asynchrony.max_staleness, with asynchrony.mode=full, counts syncs (docs/asynchrony.md)"
 
-_OFFLOAD = "policy.recompute computes activations once more; none goes to host memory (docs/speed.md)"
+_OFFLOAD = "policy.offload_layers has what so many layers keep in host memory (docs/speed.md)"
 
 _HOST = "policy.optimizer.streamed=true has the optimizer's state in host memory (docs/residency.md)"
 
@@ -63,6 +63,9 @@ MEANT: Mapping[str, str] = {
     "policy.activation_offload": _OFFLOAD,
     "policy.offload_activations": _OFFLOAD,
     "policy.fine_grained_activation_offloading": _OFFLOAD,
+    "policy.cpu_offloading": _OFFLOAD,
+    "policy.cpu_offloading_num_layers": _OFFLOAD,
+    "residency.activations": _OFFLOAD,
     "residency.enabled": "residency.keep lists what stays: [] has all take turns, null none",
     "residency.offload": "residency.keep lists what stays: [] has all take turns, null none",
 }

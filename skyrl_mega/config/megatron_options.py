@@ -15,7 +15,7 @@ from skyrl_mega.config.values import shown
 
 MODEL = "another model.path: config.json decides it"
 FLOAT32 = "float32, which master weights and their gradients always are (docs/speed.md)"
-OFFLOAD = "policy.recompute=moe or full: megatron-core's own offload takes every step for the first (docs/speed.md)"
+OFFLOAD = "policy.offload_layers"
 OPTIMIZER = "policy.optimizer"
 CRITIC = "critic.optimizer"
 

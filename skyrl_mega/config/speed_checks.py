@@ -1,4 +1,5 @@
-"""What is refused of the policy's settings of speed: `fusions`, `recompute`, `moe.dispatcher`, `head`."""
+"""What is refused of the policy's settings of speed: `fusions`, `recompute`, `offload_layers`, `moe.dispatcher`,
+`head`."""
 
 from __future__ import annotations
 
@@ -35,6 +36,11 @@ def _recompute(c: Config) -> None:
         raise UserError(
             f"policy.recompute = selective: megatron-core recomputes such parts of Transformer Engine's layers alone, "
             f"and {without}; allowed there is none, moe or full"
+        )
+    if c.policy.recompute == "full" and c.policy.offload_layers:
+        raise UserError(
+            f"policy.offload_layers = {c.policy.offload_layers}: with policy.recompute=full a layer keeps its input "
+            "alone; give policy.recompute=none, selective or moe, or policy.offload_layers=0"
         )
 
 

@@ -28,6 +28,7 @@ from skyrl_mega.config.residency import POLICY
 from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
 from skyrl_mega.hf_checkpoint import load as files
 from skyrl_mega.megatron import checkpoint, fp8_parameters
+from skyrl_mega.megatron.activation_offload import Pages, offload
 from skyrl_mega.megatron.emulated_fp8 import EmulatedFp8
 from skyrl_mega.megatron.expert_balance import ExpertBalance
 from skyrl_mega.megatron.fp8_parameters import Masters
@@ -105,6 +106,9 @@ class ModelWorker:
         if not trainable:
             self.chunks: list[Any] = list(chunks)
             return
+        self.activations: Pages | None = None
+        if policy.offload_layers:
+            self.activations = offload([chunk.decoder.layers for chunk in chunks], policy.offload_layers, device)
         if policy.moe.aux_loss and chunks[0].config.num_moe_experts:
             self.balance = ExpertBalance(chunks, policy.moe.aux_loss)
         shape = RouteShape.of(self.architecture.describe(hf))

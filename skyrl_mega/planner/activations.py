@@ -21,6 +21,8 @@ IMBALANCE = 1.25
 """Tokens of the busiest rank's experts over the mean, on average over layers: an assumption about the router."""
 HOTTEST = 2.0
 """The same of the one layer and micro-batch where it is worst, of some thousands in a step: an assumption too."""
+HOST_PAGE = 32 * 2**20
+"""Bytes of host memory that a layer takes at a time (`megatron.activation_offload`)."""
 BATCH_BYTES = 64
 """Bytes of one token of a packed micro-batch: inputs, positions, targets, places and the fields of the loss."""
 
@@ -46,6 +48,8 @@ class Activations:
     train_logits: int
     """The head's, in the backward pass; 0 but on the last stage."""
     forward_logits: int
+    host: int = 0
+    """What layers keep in host memory (`policy.offload_layers`)."""
 
 
 def activations(
@@ -57,6 +61,7 @@ def activations(
     *,
     recompute: str,
     logit_chunk: int | None,
+    offload_layers: int = 0,
     token_bytes: float = BATCH_BYTES,
     spec: Spec = "local",
     fused: frozenset[str] = frozenset(),
@@ -65,13 +70,13 @@ def activations(
 
     Args:
         recompute: `policy.recompute`, of Transformer Engine's layers.
+        offload_layers: `policy.offload_layers`.
         logit_chunk: Tokens whose logits exist at once; None with the fused head.
         token_bytes: Of one token of a packed micro-batch.
         spec: Whose layers they are.
         fused: Which of `policy.fusions` run in them.
     """
-    layers = parallel.stage_sizes(d.layers)[pp]
-    kinds = d.counted(layer for chunk in _chunks(d, parallel, pp) for layer in chunk)
+    kinds = _kinds(d, parallel, pp)
     usual = Work(parallel, row.tokens, itemsize, IMBALANCE, spec, fused)
     worst = Work(parallel, row.tokens, itemsize, HOTTEST, spec, fused)
     largest = max(_saved(kind, worst) for kind, _ in kinds)
@@ -79,11 +84,15 @@ def activations(
     if recompute == "full":
         kept, again = float(boundary), float(largest)
     else:
-        kept = sum(_saved(kind, usual, recompute) * count for kind, count in kinds) / layers
+        kept = _mean(kinds, usual, recompute)
         again = max(_saved(kind, worst) - _saved(kind, worst, recompute) for kind, _ in kinds)
     flight = in_flight(parallel, pp, row.count)
+    layers = parallel.stage_sizes(d.layers)[pp] / parallel.virtual_pipeline
+    away = min(layers, offload_layers / parallel.virtual_pipeline)
+    # Of the micro-batch that is computed two layers that go are there, or those that stay.
+    there = (flight - 1) * (layers - away) + max(layers - away, min(layers, 2))
     # Every micro-batch under way also keeps the hidden states that it was sent, and those that it sent on.
-    saved = flight * (layers / parallel.virtual_pipeline * kept + (2 * boundary if parallel.pipeline > 1 else 0))
+    saved = there * kept + flight * (2 * boundary if parallel.pipeline > 1 else 0)
     working = max(sum(block.gradient_bytes(worst) for block in kind) for kind, _ in kinds)
     batch = row.tokens * row.count * token_bytes
     last = parallel.holds_head(pp, parallel.virtual_pipeline - 1)
@@ -96,6 +105,7 @@ def activations(
         forward=int(largest + 2 * boundary + top + batch),
         train_logits=train_logits,
         forward_logits=forward_logits,
+        host=int(flight * away * (kept + HOST_PAGE)),
     )
 
 
@@ -123,6 +133,31 @@ def layer(
     `policy.recompute` all kinds but full."""
     kind = next(d.layer(i) for i in range(d.layers) if d.is_moe(i) == moe)
     return _saved(kind, Work(parallel, tokens, itemsize, imbalance, spec, fused), recompute)
+
+
+def kept_layer(
+    d: Decoder,
+    parallel: ParallelDims,
+    pp: int,
+    tokens: float,
+    itemsize: int,
+    *,
+    recompute: str,
+    spec: Spec,
+    fused: frozenset[str],
+) -> float:
+    """Bytes that a layer of stage `pp` saves for its backward pass, on average; of `policy.recompute` all kinds but
+    full."""
+    return _mean(_kinds(d, parallel, pp), Work(parallel, int(tokens), itemsize, IMBALANCE, spec, fused), recompute)
+
+
+def _kinds(d: Decoder, parallel: ParallelDims, pp: int) -> list[tuple[Layer, int]]:
+    """The kinds of layers of a stage, and how many of each."""
+    return d.counted(layer for chunk in _chunks(d, parallel, pp) for layer in chunk)
+
+
+def _mean(kinds: list[tuple[Layer, int]], work: Work, recompute: str) -> float:
+    return sum(_saved(kind, work, recompute) * count for kind, count in kinds) / sum(count for _, count in kinds)
 
 
 def _saved(kind: Layer, work: Work, recompute: str = "none") -> int:

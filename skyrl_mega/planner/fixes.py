@@ -113,6 +113,7 @@ ONLY_NAMED = (
 
 NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     "policy.recompute": lambda value: [] if value == "full" else ["full"],
+    "policy.offload_layers": lambda value: [0] if value else [],
     "policy.micro_tokens": _lower,
     "policy.optimizer.streamed": lambda value: [] if value else [True],
     "critic.optimizer.streamed": lambda value: [] if value else [True],

@@ -64,7 +64,7 @@ class HostMemory:
     """Frozen weights in pinned host memory, or the policy's own while these are on the GPU. Counted."""
     parked: int
     """What policy and critic lay there between phases (`residency.keep`), and optimizers that are streamed, pinned.
-    Counted."""
+    Counted; and what their layers keep there (`policy.offload_layers`), estimated."""
     checkpoint: int
     """Buffers and index of policy and critic ranks while a checkpoint is written or read."""
     batch: int
@@ -87,7 +87,7 @@ def host_memory(
     """What a node needs; `first`: the driver runs there."""
     cpu = on_cpu(config)
     streamed = config.policy.optimizer.streamed or config.critic.optimizer.streamed
-    parks = streamed or config.residency.keep is not None
+    parks = streamed or config.residency.keep is not None or config.policy.offload_layers > 0
     ranks = _ranks(config, d, parallel, reference, node) if cpu or parks else []
     workers = [engine_memory(config, d, w) for of_engine in node.engines.values() for w in of_engine] if cpu else []
     tokens = batch(config, parallel)

@@ -119,7 +119,7 @@ def _at_once(counted: Held, work: Activations, master: int, moments: int) -> int
 def reference_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
     """What rank `rank` of a reference with a layout of its own needs: weights, and log-probs."""
     at = parallel.coordinates(rank)
-    forward = replace(_activations(config, d, parallel, at.pp), train=0, train_logits=0)
+    forward = replace(_activations(config, d, parallel, at.pp), train=0, train_logits=0, host=0)
     weights = _plain(stage(d, parallel, at.pp)) * itemsize(config)
     return PolicyMemory(Held(weights, 0, 0), forward, 0, 0, _reserve(config), _gaps(config), role="reference")
 
@@ -190,6 +190,7 @@ def _activations(config: Config, d: Decoder, parallel: ParallelDims, pp: int) ->
         batch(config, parallel).row,
         itemsize(config),
         recompute=config.policy.recompute,
+        offload_layers=config.policy.offload_layers,
         logit_chunk=logit_chunk(config.policy, planned_device(config)),
         token_bytes=BATCH_BYTES + rank_bytes(config, d, parallel),
         spec=spec,

@@ -133,8 +133,8 @@ class PolicyMemory:
 
     @property
     def parked(self) -> int:
-        """Bytes of pinned host memory, for these and for what is always there."""
-        return self.moving + self.streamed
+        """Bytes of pinned host memory: for these, for what is always there, and for what layers keep there."""
+        return self.moving + self.streamed + self.at.host
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def relief(config: Config, d: Decoder, parallel: ParallelDims, phase: str) -> li
     def left(other: Config) -> int:
         return min(gpu.left(phase) for gpu in shared_gpus(other, d, parallel))
 
-    return _helping(config, d, (*_of_policy(config), *_of_sharing(config, phase)), left)
+    return _helping(config, d, (*_of_policy(config, d, parallel), *_of_sharing(config, phase)), left)
 
 
 def policy_relief(config: Config, d: Decoder, parallel: ParallelDims) -> list[Relief]:
@@ -68,7 +68,7 @@ def policy_relief(config: Config, d: Decoder, parallel: ParallelDims) -> list[Re
     def left(other: Config) -> int:
         return -max(policy_memory(other, d, parallel, rank).peak for rank in stages(parallel).values())
 
-    return _helping(config, d, _of_policy(config), left)
+    return _helping(config, d, _of_policy(config, d, parallel), left)
 
 
 def _helping(config: Config, d: Decoder, tried: Iterable[Tried], left: Callable[[Config], int]) -> list[Relief]:
@@ -90,10 +90,13 @@ def _works(config: Config, d: Decoder) -> bool:
     return fit.problem(config, d) is None and engine_memory(config, d).tokens >= length_limit(config.rollout)
 
 
-def _of_policy(config: Config) -> Iterator[Tried]:
+def _of_policy(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[Tried]:
     policy = config.policy
     for kind in ("selective", "moe", "full"):
-        yield f"policy.recompute={kind}", replace(config, policy=replace(policy, recompute=kind))
+        away = 0 if kind == "full" else policy.offload_layers
+        yield f"policy.recompute={kind}", replace(config, policy=replace(policy, recompute=kind, offload_layers=away))
+    layers = max(parallel.stage_sizes(d.layers))
+    yield f"policy.offload_layers={layers}", replace(config, policy=replace(policy, offload_layers=layers))
     fewer = max(1, micro_tokens(policy) // 2)
     yield f"policy.micro_tokens={fewer}", replace(config, policy=replace(policy, micro_tokens=fewer))
     optimizer = replace(policy.optimizer, streamed=True)

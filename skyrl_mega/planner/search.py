@@ -79,6 +79,7 @@ class Suggestion:
             **{f"policy.layout.{name}": getattr(layout, name) for name in vars(LayoutConfig())},
             "policy.micro_tokens": c.policy.micro_tokens,
             "policy.recompute": c.policy.recompute,
+            "policy.offload_layers": c.policy.offload_layers,
             "policy.optimizer.streamed": c.policy.optimizer.streamed,
             "rollout.engines": c.rollout.engines,
             "rollout.tensor": c.rollout.tensor,
@@ -96,7 +97,7 @@ class Suggestion:
     def cuts(self) -> tuple[int, ...]:
         """How the model is cut: stages first, then matrices, then experts."""
         p = self.parallel
-        recomputes = self.config.policy.recompute != "none"
+        recomputes = self.config.policy.recompute != "none" or self.config.policy.offload_layers > 0
         return p.pipeline * p.virtual_pipeline, p.tensor * p.context, p.expert, recomputes
 
 
@@ -180,9 +181,9 @@ def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[list[S
         if not chosen:
             continue
         for parallel, layout in _layouts(config, d, ranks):
-            for recompute in _kinds(config):
+            for recompute, away in _ways(config, max(parallel.stage_sizes(d.layers))):
                 optimizer = replace(policy.optimizer, streamed=False)
-                given = replace(policy, layout=layout, recompute=recompute, optimizer=optimizer)
+                given = replace(policy, layout=layout, recompute=recompute, offload_layers=away, optimizer=optimizer)
                 for tokens in sorted({*MICRO_TOKENS, micro_tokens(config.policy)}):
                     if time.process_time() > end:
                         return
@@ -196,6 +197,15 @@ def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[list[S
                     yield found
                     if not found:
                         break  # a larger micro-batch takes more memory
+
+
+def _ways(config: Config, layers: int) -> Iterator[tuple[str, int]]:
+    """What `policy.recompute` may be, and `policy.offload_layers` of so many: of long sequences a copy may take less
+    time than computing once more."""
+    kinds = _kinds(config)
+    yield from ((kind, 0) for kind in kinds)
+    if length_limit(config.rollout) >= LONG:
+        yield from ((kind, layers) for kind in kinds if kind in ("none", "selective"))
 
 
 def _kinds(config: Config) -> list[str]:

@@ -11,13 +11,16 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from math import prod
+from typing import Any
 
 from skyrl_mega.algorithms.old_logprobs import pass_needed
-from skyrl_mega.config.derived import FILL, eager, engine_ranks, generates_ahead
+from skyrl_mega.config.derived import FILL, eager, engine_ranks, fused, generates_ahead, planned_device
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.activations import kept_layer
 from skyrl_mega.planner.batch import Batch, batch
 from skyrl_mega.planner.buffers import MASTER
 from skyrl_mega.planner.decode import reads
@@ -211,10 +214,34 @@ def _passes(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> 
     forward = (compute + messages + launches) * bubble
     passes = PASSES[config.policy.recompute]
     train = bubble * (passes[0] * compute + passes[1] * messages + passes[2] * launches)
+    each = count * layers / (compute + messages + launches)  # layers' forward passes in a second
+    train += bubble * count * _moving(config, d, parallel, per_rank / count, (1 / each, (train / forward - 1) / each))
     train += made.mini_batches * _update(config, d, parallel)
     if config.policy.moe.aux_loss and d.experts:
         train += forward  # the experts' choices are counted first (`megatron.expert_balance`)
     return train, forward
+
+
+def _moving(config: Config, d: Decoder, parallel: ParallelDims, tokens: float, layer: tuple[float, float]) -> float:
+    """Seconds of a micro-batch in which a stage waits for what its layers keep in host memory: each copy goes on beside
+    one other layer.
+
+    Args:
+        config: The settings.
+        d: The model.
+        parallel: The grid.
+        tokens: Of the micro-batch, on one rank.
+        layer: Seconds of a layer, forward and backward.
+    """
+    policy = config.policy
+    if not policy.offload_layers:
+        return 0.0
+    spec = layer_spec(policy.spec, planned_device(config))
+    experts = any(d.is_moe(i) for i in range(d.layers))
+    how: dict[str, Any] = dict(recompute=policy.recompute, spec=spec, fused=fused(policy, spec, experts))
+    kept = kept_layer(d, parallel, 0, tokens, itemsize(config), **how)
+    copy, moved = kept / host_rate(config), min(policy.offload_layers, max(parallel.stage_sizes(d.layers)))
+    return moved * sum(max(0.0, copy - seconds) for seconds in layer)
 
 
 def _exchange(d: Decoder, parallel: ParallelDims, links: Links, size: int) -> float:

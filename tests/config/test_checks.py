@@ -292,7 +292,13 @@ WRONG = [
     ("policy.optimizer.options.exp_avg_dtype=bf16", "the run decides it; use policy.optimizer.moments"),
     (
         "policy.options.fine_grained_activation_offloading=true",
-        "policy.options.fine_grained_activation_offloading: the run decides it; use policy.recompute=moe or full:",
+        "policy.options.fine_grained_activation_offloading: the run decides it; use policy.offload_layers",
+    ),
+    ("policy.options.cpu_offloading_num_layers=4", "the run decides it; use policy.offload_layers"),
+    (
+        "policy.recompute=full policy.offload_layers=4",
+        "policy.offload_layers = 4: with policy.recompute=full a layer keeps its input alone; give "
+        "policy.recompute=none, selective or moe, or policy.offload_layers=0",
     ),
     ("policy.optimizer.options.main_params_dtype=fp16", "use float32, which master weights and their gradients always"),
     (

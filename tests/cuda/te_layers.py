@@ -9,10 +9,9 @@ from __future__ import annotations
 import pickle
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from skyrl_mega.config.precision import row_multiple
@@ -61,8 +60,54 @@ def go(case: Case, waits: Any) -> list[Answer]:
     return [answer(case, policy, waits) for policy in case.policies]
 
 
-def answer(case: Case, policy: PolicyConfig, waits: Any) -> Answer:
-    """Three passes: one makes what is made once, one is counted, one is watched."""
+@dataclass
+class Ready:
+    """A rank's layers and what they are given."""
+
+    opened: Any
+    """The `ModelWorker`."""
+    chunk: Any
+    """Its model, whose parameters want gradients."""
+    micro: Any
+    gradient: Any
+    """Of this rank's last hidden states."""
+
+    def forward(self) -> Any:
+        """The last hidden states."""
+        for p in self.chunk.parameters():
+            p.grad = None
+        self.chunk.set_is_first_microbatch()  # as megatron-core's schedule does
+        micro = self.micro
+        return self.chunk(micro.tokens, micro.positions, None, packed_seq_params=micro.row, padding_mask=micro.padding)
+
+    def backward(self, hidden: Any) -> None:
+        """Fills the parameters' gradients."""
+        import torch
+
+        gradient = self.gradient.view(hidden.shape).to(hidden.dtype)
+        torch.autograd.backward([hidden], [gradient])  # its method leaves the modes
+
+    def once(self) -> Any:
+        """Forward and backward; the last hidden states."""
+        import torch
+
+        fp8 = self.opened.fp8
+        if fp8:  # of the local spec, whose weights are rounded on the CPU, not by a Triton kernel
+            with torch._C.DisableTorchFunction():
+                fp8.begin()
+        hidden = self.forward()
+        self.backward(hidden)
+        if fp8:
+            fp8.end(trained=True)
+        return hidden
+
+    def gradients(self) -> dict[str, Any]:
+        """numpy float32, by the parameter's name."""
+        return {name: p.grad.float().numpy() for name, p in self.chunk.named_parameters() if p.grad is not None}
+
+
+def ready(case: Case, policy: PolicyConfig, waits: Any, batch: Any) -> Ready:
+    """Opens the model that the case names, for one row of the batch."""
     import json
 
     import torch
@@ -71,13 +116,12 @@ def answer(case: Case, policy: PolicyConfig, waits: Any) -> Answer:
     from skyrl_mega.megatron.fp8_parameters import memory
     from skyrl_mega.megatron.packing import pack
     from skyrl_mega.megatron.worker import ModelWorker
-    from tests.cuda.syncs import AsCuda, Counted, CudaAsCpu, counting, mark_device
+    from tests.cuda.syncs import Counted, CudaAsCpu, mark_device
     from tests.megatron import layouts
 
     waits.found.clear()
     parallel, at = case.parallel, case.parallel.coordinates(case.rank)
     rows = row_multiple(policy.precision, policy.spec or "te")
-    batch = layouts.some_batch(90, count=6, seed=at.dp)
     micro = pack(batch, context=1, context_rank=0, tensor=parallel.tensor, rows=rows)
     hf = json.loads((case.model / "config.json").read_text())
     with CudaAsCpu(), Counted(waits):  # it says of what is made which stays on the host
@@ -89,21 +133,33 @@ def answer(case: Case, policy: PolicyConfig, waits: Any) -> Answer:
     mark_device([*chunk.parameters(), *memory(chunk.parameters()), *chunk.buffers()])
     with waits.pause():
         gradient = drawn(~micro.padding.view(-1), chunk.config.hidden_size).chunk(parallel.tensor)[at.tp]
-    once = partial(pass_through, opened, chunk, micro, gradient)
-    te_layers = policy.spec == "te"
+    return Ready(opened, chunk, micro, gradient)
+
+
+def answer(case: Case, policy: PolicyConfig, waits: Any) -> Answer:
+    """Three passes: one makes what is made once, one is counted, one is watched."""
+    from tests.cuda.syncs import AsCuda, counting
+    from tests.megatron import layouts
+
+    at = case.parallel.coordinates(case.rank)
+    layers = ready(case, policy, waits, layouts.some_batch(90, count=6, seed=at.dp))
+    chunk, te_layers = layers.chunk, policy.spec == "te"
     with AsCuda():
         with keeping(chunk) as kept:  # this pass also makes what is made once: work spaces, the choice of a kernel
-            once()
+            layers.once()
         with counting(waits) if te_layers else nullcontext():
-            hidden = once()
+            hidden = layers.once()
         with watched(linears(chunk) if te_layers else {}) as products:
-            once()
-    gradients = {name: p.grad.float().numpy() for name, p in chunk.named_parameters() if p.grad is not None}
+            layers.once()
     fields = {k: v for k, v in vars(chunk.config).items() if isinstance(v, bool | int | str | list)}
-    real = ~micro.padding.view(parallel.tensor, -1)[at.tp]
-    flat = hidden.detach().float().view(-1, hidden.shape[-1])[real].numpy()
-    found = Counter(waits.found)
-    return Answer(found, flat, gradients, fields, kept.bytes, micro.tokens.numel(), kept.routed, products)
+    tokens, flat = layers.micro.tokens.numel(), real(layers, hidden, case)
+    return Answer(Counter(waits.found), flat, layers.gradients(), fields, kept.bytes, tokens, kept.routed, products)
+
+
+def real(layers: Ready, hidden: Any, case: Case) -> Any:
+    """numpy float32 [L, H]: the hidden states of this rank's tokens, without padding."""
+    there = ~layers.micro.padding.view(case.parallel.tensor, -1)[case.parallel.coordinates(case.rank).tp]
+    return hidden.detach().float().view(-1, hidden.shape[-1])[there].numpy()
 
 
 def for_backward(opened: Any) -> None:
@@ -121,23 +177,6 @@ def drawn(there: Any, width: int) -> Any:
     whole = torch.zeros(len(there), width)
     whole[there] = torch.linspace(-1, 1, int(there.sum()) * width).view(-1, width)
     return whole
-
-
-def pass_through(opened: Any, chunk: Any, micro: Any, gradient: Any) -> Any:
-    """Forward and backward; the last hidden states."""
-    import torch
-
-    for p in chunk.parameters():
-        p.grad = None
-    chunk.set_is_first_microbatch()  # as megatron-core's schedule does
-    if opened.fp8:  # of the local spec, whose weights are rounded on the CPU, not by a Triton kernel
-        with torch._C.DisableTorchFunction():
-            opened.fp8.begin()
-    hidden = chunk(micro.tokens, micro.positions, None, packed_seq_params=micro.row, padding_mask=micro.padding)
-    torch.autograd.backward([hidden], [gradient.view(hidden.shape).to(hidden.dtype)])  # its method leaves the modes
-    if opened.fp8:
-        opened.fp8.end(trained=True)
-    return hidden
 
 
 def linears(chunk: Any) -> dict[str, Any]:
@@ -188,6 +227,11 @@ def keeping(chunk: Any) -> Iterator[Kept]:
 
 def main() -> None:
     """Answers for the case on standard input."""
+    rehearsed(go)
+
+
+def rehearsed(go: Callable[[Case, Any], list[Any]]) -> None:
+    """Reads the case, has this process believe in CUDA, and writes what `go` answers."""
     case: Case = pickle.load(sys.stdin.buffer)
     from tests.cuda import deepep, te_kernels
     from tests.cuda.syncs import Waits

@@ -1,10 +1,12 @@
-"""Megatron's own fields of recomputation, fused kernels and the dispatcher, as SkyRL, verl and slime hand them on."""
+"""Megatron's own fields of recomputation, activations in host memory, fused kernels and the dispatcher, as SkyRL, verl
+and slime hand them on."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from skyrl_mega.config.other_programs.entry import Entry, to
+from skyrl_mega.config.other_programs.offload import ACTIVATIONS
 
 FINER = "{recompute_granularity:selective,recompute_modules:[core_attn]}"
 SELECTIVE = (
@@ -14,7 +16,8 @@ SELECTIVE = (
 
 
 def recomputed(prefix: str) -> dict[str, Entry]:
-    """Megatron's fields of recomputation; `prefix` stands before each, dashes in it mean dashes in the names."""
+    """Megatron's fields of recomputation and of activations in host memory; `prefix` stands before each, dashes in it
+    mean dashes in the names."""
     kinds = {"full": "full", "null": "none"}
     finer = to(
         "policy.recompute",
@@ -33,6 +36,9 @@ def recomputed(prefix: str) -> dict[str, Entry]:
         "recompute_method": finer,
         "recompute_num_layers": finer,
         "recompute_modules": finer,
+        "cpu_offloading": ACTIVATIONS,
+        "cpu_offloading_num_layers": to("policy.offload_layers"),
+        "fine_grained_activation_offloading": ACTIVATIONS,
     }
     return _named(prefix, entries)
 

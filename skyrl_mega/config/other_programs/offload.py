@@ -50,7 +50,12 @@ def optimizer(group: str) -> Table:
     }
 
 
-NO_ACTIVATION_OFFLOAD = none("activations stay on their GPU; policy.recompute computes them once more (docs/speed.md)")
+ACTIVATIONS = to(
+    "policy.offload_layers",
+    note="of how many layers; recomputing takes less time unless single sequences are long (docs/speed.md)",
+    values={"false": to("policy.offload_layers=0")},
+)
+"""What layers keep for the backward pass."""
 
 
 def staying(*parts: str, note: str = "") -> Entry:

@@ -145,7 +145,7 @@ _MODEL = under(
         "tokenizer_path": none("the tokenizer is the model's"),
         "custom_chat_template": none("the template of the model's tokenizer is used; change it there"),
         "enable_gradient_checkpointing": RECOMPUTED,
-        "enable_activation_offload": offload.NO_ACTIVATION_OFFLOAD,
+        "enable_activation_offload": offload.ACTIVATIONS,
         "override_config.max_position_embeddings": to("model.max_length"),
         "override_config.model_config.max_position_embeddings": to("model.max_length"),
         "override_config.moe_config.freeze_moe_router": to("policy.moe.freeze_router"),
