@@ -1,8 +1,9 @@
 """What layers keep for their backward pass lies in host memory in between (`policy.offload_layers`).
 
-A layer's tensors begin to leave when its forward pass has been issued, on a stream of their own, and the device lets go
-of them once the next layer has been; they begin to come back when the backward pass of the layer after it begins. So
-the device has those of two such layers at a time. The host waits for nothing.
+Such layers lie evenly among the others. What one has saved begins to leave when its forward pass has been issued, on a
+stream of its own, and the device lets go of it at the end of the next such layer; it begins to come back when the
+backward pass of that next one begins. So a copy has the time of all layers between them, and the device has two such
+layers at a time. The host waits for nothing.
 
 What moves are storages, each once however many tensors look at it: slices by expert, views of one product. Nothing is
 assumed of the order of passes, as each knows the one before it: pipelines may have several under way, rows may differ
@@ -37,21 +38,26 @@ SMALLEST = {"cuda": 2**20, "cpu": 1}
 
 
 def offload(stages: Sequence[Sequence[torch.nn.Module]], count: int, device: torch.device) -> Pages:
-    """Has the first layers of a rank keep what they keep in host memory.
+    """Has layers of a rank keep what they keep in host memory.
 
     Args:
         stages: The layers of each of the rank's model chunks, in order.
-        count: How many: the first ones of all chunks, by turns; all where there are no more.
+        count: How many, all where there are no more.
         device: Theirs.
 
     Returns:
         The host memory that they share.
     """
-    order = sorted((i, chunk) for chunk, layers in enumerate(stages) for i in range(len(layers)))
     pages = Pages(device)
     for chunk, layers in enumerate(stages):
-        Chunk(layers, {i for i, of in order[:count] if of == chunk}, pages)
+        Chunk(layers, spread(len(layers), (count + len(stages) - 1 - chunk) // len(stages)), pages)
     return pages
+
+
+def spread(layers: int, count: int) -> set[int]:
+    """Which of so many layers move, where `count` do: evenly, with as many after the last as between two."""
+    count = min(count, layers)
+    return {i * layers // count for i in range(count)}
 
 
 class Pages:
@@ -67,8 +73,8 @@ class Pages:
         self.free: list[HostMemory] = []
         self.count = 0
         """Of all pages."""
-        self.leaving: list[Pass] = []
-        """Layers whose storages the device has, though they are copied or will be soon."""
+        self.leaving: Pass | None = None
+        """Whose storages the device has still, though they are copied or will be soon."""
         self._stream: torch.cuda.Stream | None = None
 
     def take(self, size: int) -> Held:
@@ -162,7 +168,7 @@ class Pass:
 
     Args:
         pages: Where its storages go.
-        before: The layer before it in this forward pass.
+        before: The layer before it that moves, in this forward pass.
     """
 
     def __init__(self, pages: Pages, before: Pass | None) -> None:
@@ -242,8 +248,12 @@ class Pass:
         self.pages.wait(self._done)
         self._done = None
 
+    def come_soon(self, *_: Any) -> None:
+        """The backward pass of a layer after it begins."""
+        self.come()
+
     def begin_backward(self, *_: Any) -> None:
-        """Brings back what is missing, and what the next layer of the backward pass needs."""
+        """Its own begins: the next one to need something is the one before it."""
         self.come()
         if self.before is not None:
             self.before.come()
@@ -258,32 +268,34 @@ class Chunk:
         pages: Where they go.
     """
 
-    def __init__(self, layers: Iterable[torch.nn.Module], moving: set[int], pages: Pages) -> None:
+    def __init__(self, layers: Sequence[torch.nn.Module], moving: set[int], pages: Pages) -> None:
         self.pages = pages
         self.last: Pass | None = None
-        """Of the forward pass under way."""
+        """The last one that moves, of the forward pass under way."""
         for i, layer in enumerate(layers):
             module: Any = layer
-            module.forward = self._forward(layer, module.forward, first=i == 0, moves=i in moving)
+            module.forward = self._forward(layer, module.forward, moves=i in moving, ends=i == len(layers) - 1)
 
     def _forward(
-        self, layer: torch.nn.Module, own: Callable[..., Any], *, first: bool, moves: bool
+        self, layer: torch.nn.Module, own: Callable[..., Any], *, moves: bool, ends: bool
     ) -> Callable[..., Any]:
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return own(hidden_states, *args, **kwargs)
-            here = self.last = Pass(self.pages, None if first else self.last)
             if moves:
+                here = self.last = Pass(self.pages, self.last)
                 with saved_tensors_hooks(here.save, _restored):
                     result = own(hidden_states, *args, **kwargs)
                 here.leave(_addresses(_weights(layer)) | _addresses(tree_leaves((args, kwargs))))
+                if self.pages.leaving is not None:
+                    self.pages.leaving.be_gone()
+                self.pages.leaving = here
             else:
                 result = own(hidden_states, *args, **kwargs)
-            for before in self.pages.leaving:
-                before.be_gone()
-            self.pages.leaving = [here] if moves else []
-            output = result[0] if isinstance(result, tuple) else result
-            output.grad_fn.register_prehook(here.begin_backward)
+            if self.last is not None:
+                output = result[0] if isinstance(result, tuple) else result
+                output.grad_fn.register_prehook(self.last.begin_backward if moves else self.last.come_soon)
+            self.last = None if ends else self.last
             return result
 
         return forward

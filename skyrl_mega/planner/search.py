@@ -205,7 +205,7 @@ def _ways(config: Config, layers: int) -> Iterator[tuple[str, int]]:
     kinds = _kinds(config)
     yield from ((kind, 0) for kind in kinds)
     if length_limit(config.rollout) >= LONG:
-        yield from ((kind, layers) for kind in kinds if kind in ("none", "selective"))
+        yield from product([kind for kind in kinds if kind in ("none", "selective")], {layers // 2, layers} - {0})
 
 
 def _kinds(config: Config) -> list[str]:

@@ -224,7 +224,7 @@ def _passes(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> 
 
 def _moving(config: Config, d: Decoder, parallel: ParallelDims, tokens: float, layer: tuple[float, float]) -> float:
     """Seconds of a micro-batch in which a stage waits for what its layers keep in host memory: each copy goes on beside
-    one other layer.
+    the layers up to the next that moves.
 
     Args:
         config: The settings.
@@ -240,8 +240,9 @@ def _moving(config: Config, d: Decoder, parallel: ParallelDims, tokens: float, l
     experts = any(d.is_moe(i) for i in range(d.layers))
     how: dict[str, Any] = dict(recompute=policy.recompute, spec=spec, fused=fused(policy, spec, experts))
     kept = kept_layer(d, parallel, 0, tokens, itemsize(config), **how)
-    copy, moved = kept / host_rate(config), min(policy.offload_layers, max(parallel.stage_sizes(d.layers)))
-    return moved * sum(max(0.0, copy - seconds) for seconds in layer)
+    copy, layers = kept / host_rate(config), max(parallel.stage_sizes(d.layers))
+    moved = min(policy.offload_layers, layers)
+    return sum(max(0.0, moved * copy - layers * seconds) for seconds in layer)
 
 
 def _exchange(d: Decoder, parallel: ParallelDims, links: Links, size: int) -> float:

@@ -37,6 +37,9 @@ CUTS: list[tuple[str, int, dict[str, int], dict[str, Any]]] = [
     ("TP2 EP2", 2, {"tensor": 2, "expert": 2}, {}),
     ("TP2 PP2 EP2", 4, {"tensor": 2, "pipeline": 2, "expert": 2}, {}),
     ("TP2 CP2", 4, {"tensor": 2, "context": 2}, {}),
+    ("offload", 1, {}, {"offload_layers": 2}),
+    ("TP2 EP2, offload, recompute MoE", 2, {"tensor": 2, "expert": 2}, {"offload_layers": 9, "recompute": "moe"}),
+    ("PP2 VPP2, offload", 2, {"pipeline": 2, "virtual_pipeline": 2}, {"offload_layers": 1, "micro_tokens": 40}),
     ("TP2 PP2 VPP2 DP2", 8, {"tensor": 2, "pipeline": 2, "virtual_pipeline": 2}, {}),
 ]
 
@@ -92,6 +95,15 @@ def test_experts_are_balanced_the_same_in_every_layout(
     compare(found, balanced)
     for a, b in zip(found, balanced, strict=True):
         assert a["expert_balance"] == pytest.approx(b["expert_balance"], rel=1e-5)
+
+
+@pytest.mark.parametrize(("model", "sizes"), [("qwen3_moe", {"pipeline": 2}), ("qwen2", {"tensor": 2})], ids=str)
+def test_layers_that_lie_in_host_memory_change_no_bit(
+    models: dict[str, Path], model: str, sizes: dict[str, int]
+) -> None:
+    """Of rows that differ in length, several of which are under way."""
+    plain, moved = (steps(models[model], 2, sizes, {"micro_tokens": 40, "offload_layers": layers}) for layers in (0, 2))
+    assert moved == plain
 
 
 def test_what_balances_experts_is_in_the_gradient_and_not_in_the_loss(

@@ -6,6 +6,7 @@ scale), and everything else is megatron-core's own; so this proves the sum, not 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from skyrl_mega.megatron.packing import pack
 from skyrl_mega.megatron.sequences import Sequences
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import build, hf_config
-from skyrl_mega.planner.activations import Row, activations, layer
+from skyrl_mega.planner.activations import HOST_PAGE, Row, activations, layer
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
 
@@ -117,3 +118,31 @@ def test_what_is_recomputed_needs_less_the_more_it_is(model: str) -> None:
     )
     assert none >= selective > moe > 0 and none > full > 0
     assert (none > selective) == (model == "experts")
+
+
+@pytest.mark.parametrize(("away", "there"), [(0, 6), (2, 5), (3, 4), (6, 2), (9, 2)])
+def test_what_layers_keep_in_host_memory_is_not_on_the_device(away: int, there: int) -> None:
+    """As many as `tests/megatron/test_activation_offload.py` counts."""
+    model = replace(MODELS["experts"], layers=6)
+    hf = hf_config(model)
+    d = architecture(hf).describe(hf)
+    plain, moved = (
+        activations(d, layouts.layout(1), 0, Row(TOKENS, 1), 2, recompute="none", offload_layers=n, logit_chunk=64)
+        for n in (0, away)
+    )
+    kept = layer(d, layouts.layout(1), TOKENS, 2, moe=True)
+    assert plain.train - moved.train == (6 - there) * kept
+    assert moved.host == min(away, 6) * (kept + HOST_PAGE) and moved.forward == plain.forward
+
+
+def test_each_micro_batch_of_a_pipeline_leaves_its_layers_that_stay_on_the_device() -> None:
+    model = replace(MODELS["experts"], layers=8)
+    hf = hf_config(model)
+    d, parallel = architecture(hf).describe(hf), layouts.layout(2, pipeline=2)
+    plain, moved = (
+        activations(d, parallel, 0, Row(TOKENS, 4), 2, recompute="none", offload_layers=n, logit_chunk=64)
+        for n in (0, 3)
+    )
+    kept = layer(d, layouts.layout(1), TOKENS, 2, moe=True)
+    assert plain.train - moved.train == (2 * 4 - (2 * 1 + 1)) * kept  # two micro-batches are under way
+    assert moved.host == 2 * 3 * (kept + HOST_PAGE)

@@ -7,13 +7,17 @@ from typing import Any
 
 import pytest
 
+from skyrl_mega.config.derived import FUSIONS
 from skyrl_mega.config.schema import AlgorithmConfig, Config
 from skyrl_mega.config.schema.algorithm import KlConfig
 from skyrl_mega.config.schema.entropy import EntropyConfig
+from skyrl_mega.megatron.activation_offload import spread
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner.activations import kept_layer
 from skyrl_mega.planner.batch import batch
-from skyrl_mega.planner.times import _exchange, generate_time, policy_times, step_time
+from skyrl_mega.planner.moves import host_rate
+from skyrl_mega.planner.times import _exchange, _moving, generate_time, policy_times, step_time
 from skyrl_mega.weights.plan.topology import Links
 from tests.weights.grids import MODELS
 
@@ -117,3 +121,34 @@ def test_a_step_that_generates_ahead_takes_as_long_as_the_slower_side() -> None:
     assert found.step == pytest.approx(max(found.generate, found.logprobs + found.train) + found.sync)
     config.asynchrony.max_staleness = 0
     assert step_time(config, d, parallel).step == plain.step
+
+
+@pytest.mark.parametrize("moved", [1, 2, 4, 6, 12])
+@pytest.mark.parametrize("slow", [0.3, 0.9, 1.5, 4.0])
+def test_copies_are_waited_for_where_the_layers_between_take_less_time(moved: int, slow: float) -> None:
+    """Against a simulation of both streams; `slow`: a copy's time in forward passes of a layer."""
+    hf, parallel, config = MODELS["qwen3_moe"], ParallelDims(), Config()
+    one = architecture(hf).describe(hf)
+    d = replace(one.of_one_layer(one.layer(0)), order=(0,) * 12)
+    config.policy.offload_layers = moved
+    copy = kept_layer(d, parallel, 0, 4096, 2, recompute="none", spec="te", fused=frozenset(FUSIONS)) / host_rate(
+        config
+    )
+    forward = copy / slow
+    found = _moving(config, d, parallel, 4096, (forward, 2 * forward))
+    waited = sum(stalls(12, spread(12, moved), copy, seconds) for seconds in (forward, 2 * forward))
+    assert waited - 2.5 * copy <= found <= waited + 2.5 * copy
+
+
+def stalls(layers: int, moving: set[int], copy: float, seconds: float) -> float:
+    """Seconds that the computing stream waits in a forward pass: at the end of each layer that moves, for the copy of
+    the one before. A backward pass is the same from behind."""
+    now = free = waited = 0.0
+    before: float | None = None
+    for i in range(layers):
+        now += seconds
+        if i in moving:
+            if before is not None and before > now:
+                waited, now = waited + before - now, before
+            free = before = max(free, now) + copy
+    return waited

@@ -127,8 +127,8 @@ class PolicyConfig:
     every layer, of a dense layer its MLP. full: whole layers (true and false mean full and none). docs/speed.md has the
     bytes and the time of each."""
     offload_layers: int = at_least(0, 0)
-    """So many layers of a rank, the first ones, have what they keep for the backward pass in pinned host memory in
-    between, copied there and back beside what the others compute; all of them where a rank has no more. With any
+    """So many layers of a rank, evenly among the others, have what they keep for the backward pass in pinned host
+    memory in between, copied there and back while the others compute; all of them where a rank has no more. With any
     `recompute` but full. docs/speed.md says when that is faster than recomputing."""
     fusions: Optional[list[str]] = field(
         default=None, metadata={"allowed": ("rope", "permute", "router", "swiglu"), "examples": FUSE}

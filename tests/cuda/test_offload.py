@@ -1,0 +1,76 @@
+"""Layers of Transformer Engine's whose activations lie in host memory between the passes (`policy.offload_layers`).
+
+Its Python and megatron-core's are real, kernels and streams stand-ins: what is saved, by whom, as what, and who else
+holds it, is what it is on a GPU.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from skyrl_mega.config.schema import BuildConfig, MoeConfig, PolicyConfig, PrecisionConfig
+from skyrl_mega.models.tiny import build
+from skyrl_mega.parallel.dims import ParallelDims
+from tests.cuda import te
+from tests.cuda.programs import run
+from tests.cuda.te_offload import Answer
+
+pytestmark = pytest.mark.skipif(bool(te.absent()), reason=te.absent())
+
+LAYERS, MOVING = 4, [0, 2]
+MODEL = BuildConfig(
+    layers=LAYERS, hidden=256, heads=4, kv_heads=2, head_dim=128, experts=8, expert_ffn=128, tokenizer="none"
+)
+PARALLEL = ParallelDims(2, tensor=2, expert=2)
+PLAIN = {
+    "fused": PolicyConfig(spec="te"),
+    "nothing fused": PolicyConfig(spec="te", fusions=[]),
+    "selective": PolicyConfig(spec="te", recompute="selective"),
+    "moe": PolicyConfig(spec="te", recompute="moe"),
+    "deepep": PolicyConfig(spec="te", moe=MoeConfig(dispatcher="deepep")),
+    "fp8_blockwise": PolicyConfig(spec="te", precision=PrecisionConfig("fp8_blockwise")),
+    "fp8_current": PolicyConfig(spec="te", precision=PrecisionConfig("fp8_current")),
+    "parameters in FP8": PolicyConfig(spec="te", precision=PrecisionConfig("fp8_blockwise", parameters="fp8")),
+}
+
+
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
+    """What each of two ranks found; `<name>, moved` with two of the four layers in host memory."""
+    from dataclasses import replace
+
+    folder = tmp_path_factory.mktemp("offload")
+    build(MODEL, folder / "model", seed=1)
+    moved = {f"{name}, moved": replace(policy, offload_layers=len(MOVING)) for name, policy in PLAIN.items()}
+    return run("te_offload", folder, PARALLEL, PLAIN | moved)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_no_bit_of_a_gradient_changes(answers: dict[str, list[Answer]], name: str) -> None:
+    for found, plain in zip(answers[f"{name}, moved"], answers[name], strict=True):
+        np.testing.assert_array_equal(found.hidden, plain.hidden)
+        assert set(found.gradients) == set(plain.gradients) and len(plain.gradients) > 10
+        for parameter, gradient in plain.gradients.items():
+            np.testing.assert_array_equal(found.gradients[parameter], gradient, err_msg=parameter)
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_the_host_does_not_wait(answers: dict[str, list[Answer]], name: str) -> None:
+    """But where it did without."""
+    for found, plain in zip(answers[f"{name}, moved"], answers[name], strict=True):
+        assert found.waits == plain.waits
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_what_layers_keep_is_in_host_memory(answers: dict[str, list[Answer]], name: str) -> None:
+    """But the table of rotations, which all layers read, and what is computed once more; of the last one that moves,
+    the device has all, as its backward pass is the next of them. No weight moves, in FP8 neither."""
+    for found, plain in zip(answers[f"{name}, moved"], answers[name], strict=True):
+        again = {"selective": 0.33}.get(name, 0.06)
+        assert found.kept == plain.kept == plain.between
+        assert found.between[0] <= again * found.kept[0]
+        assert found.between[1:] == plain.between[1:]
+        assert found.most < plain.most - 0.9 * (1 - again) * found.kept[0]
+        moving = sum(found.kept[layer] for layer in MOVING)
+        assert (1 - again) * moving * 0.9 < found.host < moving + len(MOVING) * 2**20
