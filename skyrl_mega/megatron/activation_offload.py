@@ -49,7 +49,7 @@ def offload(stages: Sequence[Sequence[torch.nn.Module]], count: int, device: tor
         The host memory that they share.
     """
     pages = Pages(device)
-    for chunk, layers in enumerate(stages):
+    for chunk, layers in enumerate(stages if count else ()):
         Chunk(layers, spread(len(layers), (count + len(stages) - 1 - chunk) // len(stages)), pages)
     return pages
 

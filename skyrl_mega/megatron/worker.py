@@ -27,8 +27,7 @@ from skyrl_mega.config.precision import row_multiple
 from skyrl_mega.config.residency import POLICY
 from skyrl_mega.config.schema import OptimizerConfig, PolicyConfig
 from skyrl_mega.hf_checkpoint import load as files
-from skyrl_mega.megatron import checkpoint, fp8_parameters
-from skyrl_mega.megatron.activation_offload import Pages, offload
+from skyrl_mega.megatron import activation_offload, checkpoint, fp8_parameters
 from skyrl_mega.megatron.emulated_fp8 import EmulatedFp8
 from skyrl_mega.megatron.expert_balance import ExpertBalance
 from skyrl_mega.megatron.fp8_parameters import Masters
@@ -106,9 +105,7 @@ class ModelWorker:
         if not trainable:
             self.chunks: list[Any] = list(chunks)
             return
-        self.activations: Pages | None = None
-        if policy.offload_layers:
-            self.activations = offload([chunk.decoder.layers for chunk in chunks], policy.offload_layers, device)
+        activation_offload.offload([chunk.decoder.layers for chunk in chunks], policy.offload_layers, device)
         if policy.moe.aux_loss and chunks[0].config.num_moe_experts:
             self.balance = ExpertBalance(chunks, policy.moe.aux_loss)
         shape = RouteShape.of(self.architecture.describe(hf))
@@ -290,7 +287,6 @@ class ModelWorker:
             chunk.train()
             chunk.zero_grad_buffer()
         self.optimizer.zero_grad()
-
         if self.balance:
             with torch.no_grad(), self.balance.counted(self.chunks[0].config.num_moe_experts, self.device):
                 self._run(micros, _nothing, forward_only=True)
