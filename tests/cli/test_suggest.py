@@ -137,6 +137,25 @@ def test_layouts_with_parameters_in_fp8_pass_every_check(
         assert refusal.wrong(config, hf, planned=True, strict=True) is None
 
 
+LONG = ["rollout.max_response_tokens=30720", "model.max_length=32768"]
+
+
+@pytest.mark.parametrize("given", [LONG, []], ids=["long", "short"])
+def test_layers_go_to_host_memory_where_sequences_are_long(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, given: list[str]
+) -> None:
+    monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 4)
+    file = Path("configs/dapo.yaml")
+    assert main(["--config", str(file), *given, "--suggest", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["found"]
+    moved = [s for s in found if "policy.offload_layers=0" not in s["overrides"]]
+    assert bool(moved) == bool(given)
+    for suggestion in moved[:: max(1, len(moved) // 5)]:
+        config = compose(file, [*given, *suggestion["overrides"]])
+        hf, _ = dry_run.checked(config)
+        assert refusal.wrong(config, hf, planned=True, strict=True) is None
+
+
 @pytest.mark.parametrize(
     ("given", "line"),
     [
