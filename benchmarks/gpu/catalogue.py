@@ -26,6 +26,8 @@ PROOFS = (
     _proof("slice", "one rank of Qwen3-30B-A3B at TP2 EP8: memory and speed", "slice:prove", 120, 300, needs=MEGATRON),
     _proof("reference", "the reference's weights in and out, at that size", "reference:prove", 60, 150, needs=MEGATRON),
     _proof("streamed", "an optimizer in host memory: bits, seconds, memory", "streamed:prove", 60, 150, needs=MEGATRON),
+    _proof("activations", "layers' activations in host memory: results, seconds, memory", "activations:prove", 60, 180,
+           needs=MEGATRON),
     _proof("head", "log-probs at a vocabulary of 152k, fused and chunked", "head:prove", 60, 150),
     _proof("attention", "packed attention: variable lengths, and a grid", "attention:prove", 40, 120, needs=MEGATRON),
     _proof("fragmentation", "rows of random lengths: what the allocator cannot give back", "fragmentation:prove",

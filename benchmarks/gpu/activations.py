@@ -1,0 +1,76 @@
+"""Proof: layers whose activations lie in host memory learn the same, in the memory that is planned, beside recomputing.
+
+One long sequence, where it is meant for: its copies have most to hide behind.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from benchmarks.gpu import limits, parts
+from benchmarks.gpu.proof import Bench
+from skyrl_mega.config.derived import logit_chunk
+from skyrl_mega.planner.activations import Row, activations, kept_layer
+
+if TYPE_CHECKING:
+    from skyrl_mega.megatron.worker import ModelWorker
+
+GIB = 2**30
+LAYERS, TOKENS = 8, 32_768
+WAYS: dict[str, dict[str, Any]] = {
+    "all kept": {},
+    "half in host memory": {"offload_layers": LAYERS // 2},
+    "all in host memory": {"offload_layers": LAYERS},
+    "recomputed": {"recompute": "full"},
+}
+ALIKE = 1e-3
+"""Sums over experts have no order on a GPU."""
+WITHIN = 0.2
+"""Of the planned memory."""
+
+
+def prove(bench: Bench) -> None:
+    """The same weights and the same sequence, each way."""
+    from skyrl_mega.megatron.objectives import supervised
+
+    hf, parallel = parts.slice_of_30b(tiny_size=bench.tiny, layers=LAYERS)
+    tokens = 512 if bench.tiny else TOKENS
+    d, batch = parts.described(hf), parts.rows([tokens], hf["vocab_size"])
+    first: dict[str, float] = {}
+    before: dict[str, Any] = {}
+    for name, settings in WAYS.items():
+        policy = parts.policy_config(micro_tokens=tokens, **settings)
+        rank = parts.open_rank(hf, parallel, device=bench.device, policy=policy)
+        before = before or {key: p.detach().cpu().clone() for key, p in rank.params.items()}
+        _take(rank, before)
+        found = rank.train([batch], supervised)  # and what is made once
+        first = first or found
+        for what in ("loss", "grad_norm"):
+            off = abs(found[what] - first[what]) / abs(first[what])
+            bench.figure(f"{name}: {what} off the first", off, "", at_most=ALIKE if bench.cuda else 0.0)
+        seconds = bench.seconds(lambda rank=rank: rank.train([batch], supervised), repeats=3, warm=1)
+        bench.figure(f"{name}: a step of {tokens} tokens, {LAYERS} layers", seconds, "s")
+        if bench.cuda:
+            how: dict[str, Any] = dict(recompute=policy.recompute, offload_layers=policy.offload_layers)
+            chunk = logit_chunk(policy, bench.device.type)
+            planned = activations(d, parallel, 0, Row(tokens, 1), 2, logit_chunk=chunk, **how).train
+            base = torch.cuda.memory_allocated()
+            peak = bench.peak(lambda rank=rank: rank.train([batch], supervised)) - base
+            bench.figure(f"{name}: activations at the peak", peak / GIB, "GiB", limit=planned / GIB,
+                         limit_of="sizing, estimated", at_most=(1 + WITHIN) * planned / GIB)  # fmt: skip
+        del rank
+    if not bench.cuda:
+        bench.left_out("memory at the peak")
+        return
+    kept = kept_layer(d, parallel, 0, tokens, 2, recompute="none", spec="local", fused=frozenset())
+    rate = limits.host_gb_s(bench, pinned=True, to_device=True)
+    bench.figure("a layer's copy, one way, by the link", kept / rate / 1e9, "s")
+
+
+def _take(rank: ModelWorker, weights: dict[str, torch.Tensor]) -> None:
+    with torch.no_grad():
+        for key, p in rank.params.items():
+            p.copy_(weights[key])
+    rank.optimizer.reload_model_params()
