@@ -135,10 +135,11 @@ class Asynchronous:
         }
         kept_rollouts.write(folder, self.config, about, rows)
 
-    def restore(self, folder: Path) -> None:
+    def restore(self, folder: Path) -> str:
         """Groups that the run had, or had asked for, before it ended."""
-        if (kept := kept_rollouts.read(folder, self.config, self.stream, self.prompts)) is None:
-            return
+        kept = kept_rollouts.read(folder, self.config, self.stream, self.prompts)
+        if not isinstance(kept, tuple):
+            return str(kept or "")
         about, rows = kept
         said = journal.read_all(folder)
         self.asked, self.versions.known = about["asked"], about["versions"]
@@ -155,6 +156,18 @@ class Asynchronous:
                 self.left_out.append(one)
             else:
                 self.done[number] = one
+        return self._taken_up(len(groups))
+
+    def _taken_up(self, done: int) -> str:
+        """For people: how much there is of groups that are done, and of those that were under way."""
+        again = self.again
+        if not done and not again:
+            return ""
+        played, turns = (sum(len(each) for each in of) for of in ([t.played for t in again], [t.said for t in again]))
+        return (
+            f"taken up again: {kept_rollouts.counted(done)} generated ahead, and {len(again):,} under way, of which "
+            f"{played:,} trajectories are done and {turns:,} turns of others"
+        )
 
     def close(self) -> None:
         """Whoever ends the generator's loop ends what is under way."""

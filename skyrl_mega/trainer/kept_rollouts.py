@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,29 @@ from skyrl_mega.rollout.trajectory import Group, Trajectory
 _ABOUT, _ROWS = "rollouts.json", "rollouts.parquet"
 
 
+@dataclass(frozen=True)
+class Discarded:
+    """What a run that resumes cannot use: its prompts are drawn again."""
+
+    groups: int
+    """That were generated, or asked for."""
+    why: str
+
+    def __str__(self) -> str:
+        """As a line for people; nothing of no groups."""
+        if not self.groups:
+            return ""
+        return (
+            f"discarded: {counted(self.groups)} generated ahead or under way, whose prompts are drawn again first; "
+            f"{self.why}"
+        )
+
+
+def counted(groups: int) -> str:
+    """So many groups, as a person says it."""
+    return "1 group" if groups == 1 else f"{groups:,} groups"
+
+
 def write(folder: Path, config: Config, about: Mapping[str, Any], trajectories: Sequence[Trajectory]) -> None:
     """Writes trajectories with their columns, and JSON about them.
 
@@ -34,17 +57,17 @@ def write(folder: Path, config: Config, about: Mapping[str, Any], trajectories: 
         trajectories: What is written.
     """
     with (folder / _ABOUT).open("w") as opened:
-        json.dump({**about, "settings": _settings(config)}, opened)
+        json.dump({**about, "form": FORM, "settings": _settings(config)}, opened)
     if trajectories:
         trajectory_io.write_apart(folder / _ROWS, list(trajectories), columns=True)
 
 
 def read(
     folder: Path, config: Config, stream: PromptStream, prompts: Sequence[Prompt]
-) -> tuple[dict[str, Any], list[Trajectory]] | None:
+) -> tuple[dict[str, Any], list[Trajectory]] | Discarded | None:
     """What `write` was given; trajectories have these prompts, by uid. The stream is where it was.
 
-    None where there is nothing, or it was made with other settings or prompts: what no step has learned from is then
+    None where there is nothing. Where it was made with other settings or prompts, what no step has learned from is
     drawn again.
     """
     if not (folder / _ABOUT).exists():
@@ -52,13 +75,15 @@ def read(
     about: dict[str, Any] = json_object(folder / _ABOUT, "take another checkpoint")
     stream.restore(about["stream"])
     own = {prompt.uid: prompt for prompt in prompts}
-    same = about["settings"] == _settings(config)
+    why = _differing(about, _settings(config))
     away = _away if config.environment.processes else lambda t: t
-    there = trajectory_io.read_some(folder / _ROWS) if same and (folder / _ROWS).exists() else ()
+    there = trajectory_io.read_some(folder / _ROWS) if not why and (folder / _ROWS).exists() else ()
     trajectories = [away(t) for some in there for t in some]
-    if not same or any(own[t.prompt.uid].messages != t.prompt.messages for t in trajectories if t.prompt.uid in own):
+    if any(own[t.prompt.uid].messages != t.prompt.messages for t in trajectories if t.prompt.uid in own):
+        why = "data.train has other prompts in their place"
+    if why:
         stream.put_back(about["prompts"])
-        return None
+        return Discarded(len(about["prompts"]), why)
     for t in trajectories:
         t.prompt = own.get(t.prompt.uid, t.prompt)
     return about, trajectories
@@ -72,7 +97,7 @@ def _away(t: Trajectory) -> Trajectory:
     return joined(small, ray.put(arrays))
 
 
-FORM = 3
+FORM = 4
 """Of what is written: another one's trajectories are drawn again."""
 ENGINES = (
     *("engines", "tensor", "memory_fraction", "kv_cache_gib", "concurrency", "threads", "eager"),
@@ -83,19 +108,30 @@ WHERE = ("workers", "slots", "processes", "retries", "max_failed")
 """Settings of `environment` that say where and how many at once trajectories are played, and not what they are."""
 
 
-def _settings(config: Config) -> str:
-    """A digest of what decides how many groups there may be, of what age, and what is in them."""
+def _settings(config: Config) -> dict[str, str]:
+    """Digests of what decides how many groups there may be, of what age, and what is in them."""
     data, algorithm = config.data, config.algorithm
-    rollout = {k: v for k, v in asdict(config.rollout).items() if k not in ENGINES}
-    environment = {k: v for k, v in asdict(config.environment).items() if k not in WHERE}
-    parts = [
-        FORM,
-        asdict(config.asynchrony),
-        [data.prompts_per_step, data.samples_per_prompt],
-        [rollout, environment],
-        [algorithm.advantage, algorithm.reward_weights, config.policy.moe.replay],
-    ]
-    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=str).encode()).hexdigest()
+    parts = {
+        **{f"asynchrony.{k}": v for k, v in asdict(config.asynchrony).items()},
+        "data.prompts_per_step": data.prompts_per_step,
+        "data.samples_per_prompt": data.samples_per_prompt,
+        **{f"rollout.{k}": v for k, v in asdict(config.rollout).items() if k not in ENGINES},
+        **{f"environment.{k}": v for k, v in asdict(config.environment).items() if k not in WHERE},
+        "algorithm.advantage": algorithm.advantage,
+        "algorithm.reward_weights": algorithm.reward_weights,
+        "policy.moe.replay": config.policy.moe.replay,
+    }
+    texts = {key: json.dumps(value, sort_keys=True, default=str) for key, value in parts.items()}
+    return {key: hashlib.sha256(text.encode()).hexdigest() for key, text in texts.items()}
+
+
+def _differing(about: Mapping[str, Any], now: Mapping[str, str]) -> str:
+    """Why what was written cannot be used with these settings; nothing where it can."""
+    if about.get("form") != FORM:
+        return "another version of the program has written it"
+    before = about["settings"]
+    keys = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
+    return f"not as in the checkpoint: {', '.join(keys)}" if keys else ""
 
 
 def places(groups: Sequence[Group], trajectories: Sequence[Trajectory]) -> list[dict[str, Any]]:

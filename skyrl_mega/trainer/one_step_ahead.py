@@ -128,10 +128,11 @@ class OneStepAhead:
         }
         kept_rollouts.write(folder, self.config, about, rows)
 
-    def restore(self, folder: Path) -> None:
+    def restore(self, folder: Path) -> str:
         """Batches that the run had before it ended."""
-        if (kept := kept_rollouts.read(folder, self.config, self.stream, self.source.prompts)) is None:
-            return
+        kept = kept_rollouts.read(folder, self.config, self.stream, self.source.prompts)
+        if not isinstance(kept, tuple):
+            return str(kept or "")
         about, rows = kept
         self.versions.known = about["versions"]
         for batch in about["batches"]:
@@ -143,6 +144,8 @@ class OneStepAhead:
             groups: Future[list[Group]] = Future()
             groups.set_result(kept_rollouts.grouped(batch["groups"], own))
             self.batches[step.number] = _Batch(step, batch["place"], groups)
+        steps = ", ".join(str(number) for number in sorted(self.batches))
+        return f"taken up again: what was generated ahead for step {steps}" if steps else ""
 
     def close(self) -> None:
         """What is generated is abandoned; its thread has ended when this returns."""

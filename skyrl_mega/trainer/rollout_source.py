@@ -62,9 +62,10 @@ class RolloutSource:
     def keep(self, folder: Path, done: int) -> None:
         """There is nothing that no step has learned from."""
 
-    def restore(self, folder: Path) -> None:
+    def restore(self, folder: Path) -> str:
         """What a run in another mode had generated ahead is generated again."""
-        kept_rollouts.read(folder, self.config, self.stream, self.prompts)
+        kept = kept_rollouts.read(folder, self.config, self.stream, self.prompts)
+        return str(kept) if isinstance(kept, kept_rollouts.Discarded) else ""
 
     def close(self) -> None:
         """Nothing is under way."""

@@ -33,8 +33,9 @@ class Rollouts(Protocol):
     def keep(self, folder: Path, done: int) -> None:
         """Writes what no step up to `done` has learned from, and the place in the data, into a checkpoint."""
 
-    def restore(self, folder: Path) -> None:
-        """Takes in what `keep` has written, if it has, also in another mode."""
+    def restore(self, folder: Path) -> str:
+        """Takes in what `keep` has written, if it has, also in another mode; says what it took, or discarded, and why.
+        Nothing where nothing was there."""
 
     def close(self) -> None:
         """Nothing is generated any more."""

@@ -267,13 +267,15 @@ class Run:
                 )
             model.restore(newest / name)
         self.stream.restore(state["stream"])
-        self.rollouts.restore(newest / ROLLOUTS)
+        taken_up = self.rollouts.restore(newest / ROLLOUTS)
         self.kl.restore(state)
         self.step, self.version = state["step"], state.get("version", state["step"])
         self.first_evaluation = state["first_evaluation"]
         if "entropy" in state:  # checkpoints of earlier versions have none
             self.entropy.restore(state["entropy"])
         self.console.say(f"resuming after step {self.step} from {newest}")
+        if taken_up:
+            self.console.say(taken_up)
         return True
 
 

@@ -164,7 +164,7 @@ def test_what_a_checkpoint_brings_back_is_away_too(engines: ActorGroup, tmp_path
         config.environment.processes = processes
         kept_rollouts.write(tmp_path, config, {"stream": stream.state(), "prompts": [0]}, [made])
         found = kept_rollouts.read(tmp_path, config, stream, [prompt])
-        assert found is not None
+        assert isinstance(found, tuple)
         (t,) = found[1]
         assert (t.away is not None) == bool(processes) and t.prompt is prompt
         assert (t.tokens, t.logprobs) == (made.tokens, made.logprobs)

@@ -285,14 +285,16 @@ def test_an_entropy_bonus_teaches_where_no_advantage_does() -> None:
     assert "policy/entropy_coefficient" not in after([group(1.0, 1.0)], None)[1]
 
 
-def test_the_adaptive_coefficient_comes_back_with_a_checkpoint(tmp_path: Path) -> None:
+def test_the_adaptive_coefficient_comes_back_with_a_checkpoint(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     def opened() -> Run:
         config = Config()
         config.algorithm.entropy.target = 0.5
         stream: Any = SimpleNamespace(state=lambda: {"at": 3}, restore=lambda state: None)
         policy: Any = SimpleNamespace(save=lambda folder: None, restore=lambda folder: None)
         nothing: Any = None
-        rollouts: Any = SimpleNamespace(restore=lambda folder: None)
+        rollouts: Any = SimpleNamespace(restore=lambda folder: "taken up again: 3 groups")
         checkpoints = Checkpoints(tmp_path / "checkpoints", 2)
         return Run(
             config, tmp_path, Console(), nothing, policy, None, None, nothing, rollouts, nothing, stream, checkpoints,
@@ -305,3 +307,4 @@ def test_the_adaptive_coefficient_comes_back_with_a_checkpoint(tmp_path: Path) -
     again = opened()
     assert again.entropy.applied == 0.0 and again.restore()
     assert again.entropy.applied == run.entropy.applied == 0.005 and again.entropy.entropy == 0.4
+    assert "taken up again: 3 groups" in capsys.readouterr().out, "and what its rollouts have taken is said"

@@ -126,7 +126,8 @@ def test_a_checkpoint_before_training_has_both_batches(config: Config, tmp_path:
             rollouts.before_sync(step(2))
         rollouts.keep(tmp_path, 1)
     with ahead(config) as (again, _):
-        again.restore(tmp_path)
+        told = "step 2, 3" if whole else "step 2"
+        assert again.restore(tmp_path) == f"taken up again: what was generated ahead for {told}"
         again.synced(1)
         assert again.prompts_left(1) == 18
         found = [uids(again.next_groups(step(number))) for number in (2, 3, 4)]
@@ -145,7 +146,9 @@ def test_what_is_kept_of_a_batch(config: Config, tmp_path: Path, changed: dict[s
         rollouts.keep(tmp_path, 1)
     config.rollout = replace(config.rollout, **changed)
     with ahead(config) as (again, source):
-        again.restore(tmp_path)
+        told = again.restore(tmp_path)
+        assert told.startswith("discarded: 2 groups" if version else "taken up again: ")
+        assert not version or told.endswith("not as in the checkpoint: rollout.sampling")
         source.version = 1
         again.synced(1)
         groups = again.next_groups(step(2))

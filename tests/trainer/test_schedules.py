@@ -257,7 +257,7 @@ def live(folder: Path, change: Any, prompts: int = PROMPTS) -> tuple[Asynchronou
     stream = PromptStream(prompts, batch=config.data.prompts_per_step)
     every = [Prompt(i, [], "mine", {}) for i in range(prompts)]
     rollouts = Asynchronous(config, every, stream, service, look=lambda: None, refill=lambda: None)
-    rollouts.restore(folder)
+    print(rollouts.restore(folder))
     engines.revive(0)
     rollouts.synced(0)
     return rollouts, loop, stream
@@ -275,8 +275,17 @@ def one_step(config: Config) -> None:
     config.asynchrony.mode = "one_step"
 
 
-@pytest.mark.parametrize("change", [smaller, fresher, one_step])
-def test_other_settings_draw_the_prompts_again(tmp_path: Path, change: Any) -> None:
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (smaller, "data.prompts_per_step"),
+        (fresher, "asynchrony.max_staleness"),
+        (one_step, "asynchrony.mode"),
+    ],
+)
+def test_other_settings_draw_the_prompts_again(
+    tmp_path: Path, change: Any, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A resumed run with fewer prompts a step, or less staleness, would else wait for ever for room."""
     rollouts, loop, _ = live(tmp_path, lambda config: None)
     with loop:
@@ -284,6 +293,8 @@ def test_other_settings_draw_the_prompts_again(tmp_path: Path, change: Any) -> N
         learned = {group.prompt.uid for group in rollouts.next_groups(step)}
         rollouts.keep(tmp_path, 1)
     again, loop, stream = live(tmp_path, change)
+    told = "discarded: 4 groups generated ahead or under way, whose prompts are drawn again first; "
+    assert capsys.readouterr().out.splitlines()[-1] == f"{told}not as in the checkpoint: {key}"
     with loop:
         assert stream.remaining == PROMPTS - len(learned)
         found = {group.prompt.uid for group in again.next_groups(Step(2, Console()))}
@@ -306,7 +317,7 @@ def test_a_step_without_a_signal_gives_up(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_what_was_played_of_groups_under_way_is_not_played_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Samples that had ended keep their tokens, turns of the others theirs, and groups are as old as they were."""
     first, loop, _ = live(tmp_path, lambda config: None)
@@ -327,7 +338,13 @@ def test_what_was_played_of_groups_under_way_is_not_played_again(
         return await generate(self, request)
 
     monkeypatch.setattr(Router, "generate", told)
+    capsys.readouterr()
     again, loop, _ = live(tmp_path, lambda config: None)
+    done, begun = len(again.done), len(again.again)
+    assert capsys.readouterr().out.strip() == (
+        f"taken up again: {done} groups generated ahead, and {begun} under way, of which {len(before)} trajectories "
+        f"are done and {len(said)} turns of others"
+    )
     with loop:
         known = {ticket.number: ticket.version for ticket in again.again if ticket.played or ticket.said}
         assert known.items() <= {ticket.number: ticket.version for ticket in under_way}.items() and len(known) > 1
@@ -369,7 +386,9 @@ def test_what_a_service_under_an_environment_has_ended_is_played_again(tmp_path:
         assert sample in now.left and sample not in ticket.left
 
 
-def test_a_checkpoint_of_another_form_has_its_prompts_drawn_again(tmp_path: Path) -> None:
+def test_a_checkpoint_of_another_form_has_its_prompts_drawn_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rollouts, loop, _ = live(tmp_path, lambda config: None)
     with loop:
         learned = {group.prompt.uid for group in rollouts.next_groups(Step(1, Console()))}
@@ -379,6 +398,7 @@ def test_a_checkpoint_of_another_form_has_its_prompts_drawn_again(tmp_path: Path
     again, loop, stream = live(tmp_path, lambda config: None)
     with loop:
         assert again.again == [] and again.done == {} and stream.remaining == PROMPTS - len(learned)
+    assert capsys.readouterr().out.strip().endswith("; another version of the program has written it")
 
 
 def test_other_prompts_in_the_place_of_those_that_were_played_are_drawn(tmp_path: Path) -> None:
