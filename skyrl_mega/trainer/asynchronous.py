@@ -127,6 +127,7 @@ class Asynchronous:
             "stream": self.stream.state(),
             "prompts": [*(one.ticket.index for one in kept), *(ticket.index for ticket in under_way)],
             "asked": self.asked,
+            "named": -(-self.asked // self.wanted),
             "versions": self.versions.known,
             "done": [[one.ticket.number, one.ticket.index, one.ticket.version] for one in kept],
             "groups": groups,
@@ -139,6 +140,8 @@ class Asynchronous:
         """Groups that the run had, or had asked for, before it ended."""
         kept = kept_rollouts.read(folder, self.config, self.stream, self.prompts)
         if not isinstance(kept, tuple):
+            if kept is not None:  # groups that were trained on have names and random streams that none is to have again
+                self.asked = kept.named * self.wanted
             return str(kept or "")
         about, rows = kept
         said = journal.read_all(folder)

@@ -30,6 +30,8 @@ class Discarded:
     groups: int
     """That were generated, or asked for."""
     why: str
+    named: int
+    """Steps whose names were given to groups, some of which may have been trained on."""
 
     def __str__(self) -> str:
         """As a line for people; nothing of no groups."""
@@ -53,7 +55,7 @@ def write(folder: Path, config: Config, about: Mapping[str, Any], trajectories: 
         folder: The checkpoint's.
         config: The run's settings.
         about: With `stream`, the place in the data, and `prompts`, those that were drawn before it and no step has
-            learned from.
+            learned from. Also `named`, where groups have names of steps that are not done (`Discarded`).
         trajectories: What is written.
     """
     with (folder / _ABOUT).open("w") as opened:
@@ -83,7 +85,7 @@ def read(
         why = "data.train has other prompts in their place"
     if why:
         stream.put_back(about["prompts"])
-        return Discarded(len(about["prompts"]), why)
+        return Discarded(len(about["prompts"]), why, about.get("named", 0))
     for t in trajectories:
         t.prompt = own.get(t.prompt.uid, t.prompt)
     return about, trajectories

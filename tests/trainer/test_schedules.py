@@ -275,6 +275,11 @@ def one_step(config: Config) -> None:
     config.asynchrony.mode = "one_step"
 
 
+def names(groups: list[Any]) -> set[str]:
+    """Of their trajectories."""
+    return {t.metadata["name"] for group in groups for t in group.trajectories}
+
+
 @pytest.mark.parametrize(
     ("change", "key"),
     [
@@ -290,15 +295,19 @@ def test_other_settings_draw_the_prompts_again(
     rollouts, loop, _ = live(tmp_path, lambda config: None)
     with loop:
         step = Step(1, Console())
-        learned = {group.prompt.uid for group in rollouts.next_groups(step)}
+        groups = rollouts.next_groups(step)
+        learned = {group.prompt.uid for group in groups}
         rollouts.keep(tmp_path, 1)
+        before = names([*groups, *(one.group for one in rollouts.done.values())])
     again, loop, stream = live(tmp_path, change)
     told = "discarded: 4 groups generated ahead or under way, whose prompts are drawn again first; "
     assert capsys.readouterr().out.splitlines()[-1] == f"{told}not as in the checkpoint: {key}"
     with loop:
         assert stream.remaining == PROMPTS - len(learned)
-        found = {group.prompt.uid for group in again.next_groups(Step(2, Console()))}
+        groups = again.next_groups(Step(2, Console()))
+        found = {group.prompt.uid for group in groups}
         assert found and not found & learned
+        assert before and not before & names(groups), "each has a random stream of its own"
 
 
 def test_a_step_without_a_signal_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
