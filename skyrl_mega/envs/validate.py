@@ -73,7 +73,7 @@ def step(env: BaseTextEnv, action: str, weights: Mapping[str, float] | None = No
     Raises:
         BadOutput: Its output is none.
     """
-    return _output(env.step(action.encode(errors="replace").decode()), len(action), weights)
+    return _output("step", env.step(action.encode(errors="replace").decode()), len(action), weights)
 
 
 def out_of_time(env: BaseTextEnv, weights: Mapping[str, float] | None = None) -> StepOutput | None:
@@ -84,42 +84,44 @@ def out_of_time(env: BaseTextEnv, weights: Mapping[str, float] | None = None) ->
     """
     judge = getattr(env, "out_of_time", None)  # a class that does not inherit may have none
     output = judge() if callable(judge) else None
-    return None if output is None else _output(output, 0, weights)
+    return None if output is None else _output("out_of_time", output, 0, weights)
 
 
-def _output(output: Any, characters: int, weights: Mapping[str, float] | None) -> StepOutput:
-    """A step's, on an answer of so many characters."""
+def _output(method: str, output: Any, characters: int, weights: Mapping[str, float] | None) -> StepOutput:
+    """What a method has given for an answer of so many characters."""
     if not isinstance(output, Mapping):
-        raise BadOutput(f"step gave {_shown(output)}; allowed: a dict with {', '.join(KEYS)}")
+        raise BadOutput(f"{method} gave {_shown(output)}; allowed: a dict with {', '.join(KEYS)}")
     for key in ("observations", "reward", "done"):
         if key not in output:
-            raise BadOutput(f"step: {key} is missing; there are {_shown(sorted(map(str, output)))}")
+            raise BadOutput(f"{method}: {key} is missing; there are {_shown(sorted(map(str, output)))}")
     for key, value in output.items():
         if key not in KEYS and value is not None:
-            raise BadOutput(f"step: {key} = {_shown(value)}: there is no such key; allowed: {', '.join(KEYS)}")
+            raise BadOutput(f"{method}: {key} = {_shown(value)}: there is no such key; allowed: {', '.join(KEYS)}")
     reward: Any = output["reward"]
     done, metadata = output["done"], output.get("metadata")
-    rewards = _named(reward, weights or {}) if isinstance(reward, Mapping) else {}
+    rewards = _named(method, reward, weights or {}) if isinstance(reward, Mapping) else {}
     if rewards:
         reward = math.fsum((weights or {}).get(name, 1.0) * value for name, value in rewards.items())
     if not _finite(reward):
-        raise BadOutput(f"step: reward = {_shown(reward)}; allowed: a finite number, or a dict of names and numbers")
-    rewards_at = _of_parts(output.get("rewards_at"), characters)
+        allowed = "a finite number, or a dict of names and numbers"
+        raise BadOutput(f"{method}: reward = {_shown(reward)}; allowed: {allowed}")
+    rewards_at = _of_parts(method, output.get("rewards_at"), characters)
     reward = sum((part for _, part in rewards_at), reward)
     if not _finite(reward):
-        raise BadOutput(f"step: reward and rewards_at sum to {_shown(reward)}; allowed: a finite number")
+        raise BadOutput(f"{method}: reward and rewards_at sum to {_shown(reward)}; allowed: a finite number")
     if not isinstance(done, bool | np.bool_):
-        raise BadOutput(f"step: done = {_shown(done)}; allowed: True or False")
-    observations = _messages("step: observations", output["observations"])
+        raise BadOutput(f"{method}: done = {_shown(done)}; allowed: True or False")
+    observations = _messages(f"{method}: observations", output["observations"])
     messages = output.get("messages")
     if messages is not None:
-        messages = _messages("step: messages", messages)
+        messages = _messages(f"{method}: messages", messages)
         if observations or not messages:
             raise BadOutput(
-                "step: messages is the whole conversation, rewritten: allowed is at least one, and observations = []"
+                f"{method}: messages is the whole conversation, rewritten: allowed is at least one, and observations = "
+                "[]"
             )
     return StepOutput(
-        observations, messages, float(reward), bool(done), _metadata(metadata), rewards, rewards_at=rewards_at
+        observations, messages, float(reward), bool(done), _metadata(method, metadata), rewards, rewards_at=rewards_at
     )
 
 
@@ -127,31 +129,32 @@ def _finite(value: Any) -> bool:
     return isinstance(value, Real) and math.isfinite(value)
 
 
-def _named(rewards: Mapping[Any, Any], weights: Mapping[str, float]) -> dict[str, float]:
+def _named(method: str, rewards: Mapping[Any, Any], weights: Mapping[str, float]) -> dict[str, float]:
     """Several rewards by name."""
     for name, value in rewards.items():
         if not isinstance(name, str) or not name or not _finite(value):
-            raise BadOutput(f"step: reward[{name!r}] = {_shown(value)}; allowed: a finite number under a text")
+            raise BadOutput(f"{method}: reward[{name!r}] = {_shown(value)}; allowed: a finite number under a text")
         if weights and name not in weights:
             raise BadOutput(
-                f"step: reward[{name!r}] has no weight; algorithm.reward_weights has {', '.join(map(repr, weights))}"
+                f"{method}: reward[{name!r}] has no weight; algorithm.reward_weights has "
+                f"{', '.join(map(repr, weights))}"
             )
     return {name: float(value) for name, value in rewards.items()}
 
 
-def _of_parts(rewards_at: Any, characters: int) -> list[tuple[int, float]]:
+def _of_parts(method: str, rewards_at: Any, characters: int) -> list[tuple[int, float]]:
     """Rewards of parts of an answer that has so many characters."""
     if rewards_at is None:
         return []
     if not isinstance(rewards_at, list | tuple):
-        raise BadOutput(f"step: rewards_at = {_shown(rewards_at)}; allowed: a list of (end, reward)")
+        raise BadOutput(f"{method}: rewards_at = {_shown(rewards_at)}; allowed: a list of (end, reward)")
     for i, part in enumerate(rewards_at):
         pair = isinstance(part, list | tuple) and len(part) == 2 and not any(isinstance(of, bool) for of in part)
         whole = pair and isinstance(part[0], int | np.integer) and 1 <= part[0] <= characters
         if not whole or not _finite(part[1]):
             raise BadOutput(
-                f"step: rewards_at[{i}] = {_shown(part)}; allowed: (end, reward), a number of characters from 1 to the "
-                f"action's {characters}, and a finite number"
+                f"{method}: rewards_at[{i}] = {_shown(part)}; allowed: (end, reward), a number of characters from 1 to "
+                f"the action's {characters}, and a finite number"
             )
     return [(int(end), float(reward)) for end, reward in rewards_at]
 
@@ -208,18 +211,18 @@ def _json(key: str, value: Any) -> Any:
     return json.loads(text)
 
 
-def _metadata(metadata: Any) -> dict[str, Any]:
+def _metadata(method: str, metadata: Any) -> dict[str, Any]:
     if metadata is None:
         return {}
     if not isinstance(metadata, Mapping):
-        raise BadOutput(f"step: metadata = {_shown(metadata)}; allowed: a dict")
+        raise BadOutput(f"{method}: metadata = {_shown(metadata)}; allowed: a dict")
     if not isinstance(metadata.get("tool_calls") or [], list):
-        raise BadOutput(f"step: metadata.tool_calls = {_shown(metadata['tool_calls'])}; allowed: a list")
+        raise BadOutput(f"{method}: metadata.tool_calls = {_shown(metadata['tool_calls'])}; allowed: a list")
     try:
         text = json.dumps(dict(metadata), default=str, ensure_ascii=False)
         text.encode()
     except Exception as error:  # keys that are no text, cycles, a __str__ that raises
-        raise BadOutput(f"step: metadata cannot be written as JSON: {error!r}") from error
+        raise BadOutput(f"{method}: metadata cannot be written as JSON: {error!r}") from error
     plain: dict[str, Any] = json.loads(text)
     return plain
 

@@ -94,7 +94,8 @@ class AtTheEnd(BaseTextEnv):
     def out_of_time(self) -> Any:
         if self.extras["extra_info"].get("breaks"):
             raise InfrastructureFault("the checker was killed")
-        return {"observations": [], "reward": 0.5, "done": True, "metadata": {"judged": "late"}}
+        reward = self.extras["extra_info"].get("reward", 0.5)
+        return {"observations": [], "reward": reward, "done": True, "metadata": {"judged": "late"}}
 
 
 class WaitsFirst(Scripted):
@@ -141,3 +142,8 @@ def test_an_answer_that_is_cut_in_an_environment_that_goes_on_is_judged_too(char
 def test_a_judge_that_fails_then_has_failed(characters_chat: Renderer) -> None:
     t = late(characters_chat, Scripted(characters_chat, ["a word"] * 4), seconds=2 * TIME_S, breaks=True)
     assert (t.status, t.reward, t.status.failed) == (Status.ERROR_INFRASTRUCTURE, 0.0, True)
+
+
+def test_what_it_gives_then_is_told_of_by_its_name(characters_chat: Renderer) -> None:
+    t = late(characters_chat, Scripted(characters_chat, ["a word"] * 4), seconds=2 * TIME_S, reward="much")
+    assert t.status.failed and "out_of_time: reward = str 'much'; allowed: a finite number" in t.metadata["error"]
