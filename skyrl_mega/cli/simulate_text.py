@@ -21,8 +21,9 @@ STEPS = 4
 and may be done together, are trained on twice over."""
 CHANCE = 1.02
 """Steps that take up to so many times as long as others do not differ."""
-NEARLY = 0.8
-"""Share of a step from which on what alone takes so long decides it."""
+NEARLY, ENTIRELY = 0.8, 0.9
+"""Shares of a step from which on what alone takes so long decides it, and from which on nothing else is worth a change:
+without it a step would be a ninth shorter at most."""
 HEAD = (
     "",
     "mode",
@@ -96,6 +97,11 @@ class Comparison:
         return min(near, key=lambda row: (row.choice.most, len(row.choice.change), row.outcome.seconds))
 
     @property
+    def environments_bound(self) -> bool:
+        """Whether calls of environments take all of a step, nearly, whichever GPUs do what."""
+        return all(row.outcome.calls_filled >= ENTIRELY for row in self.every)
+
+    @property
     def every(self) -> list[Row]:
         """All that was simulated."""
         return [*self.rows, *self.recut, *self.tried, *self.sized]
@@ -130,7 +136,7 @@ def what(choice: Choice) -> str:
 def text(c: Comparison) -> str:
     """What a person reads."""
     cluster, explored = c.config.cluster, c.tried[0].choice
-    table = partial(_table, c.best)
+    table = partial(_table, None if c.environments_bound else c.best.choice)
     lines = [
         f"a trajectory has {c.length.answers:,.1f} turns, {c.length.written:,.0f} tokens that are written, "
         f"{c.length.read:,.0f} that are read, and {c.environment_s:,.1f} s of its environment, on average",
@@ -160,15 +166,23 @@ def _named(mode: str, most: int) -> str:
 
 def _advice(c: Comparison) -> str:
     off = f"asynchrony.mode=off {_as_it_is(c)}"
+    if c.environments_bound:
+        return "no layout is advised: the environments decide how long a step takes, in every row"
     if not c.best.choice.change and c.given is None:
         return f"nothing here is faster than {off}"
     if not c.best.choice.change:
         return f"nothing here is faster than the settings: a step is {_gain(c.rows[0], c.best)} as with {off}"
     than, words = (c.rows[0], off) if c.given is None else (c.given, "the settings as they are")
+    seconds = _seconds(c.best.outcome.seconds)
     return (
-        f"advised: {what(c.best.choice)}: {c.best.outcome.seconds:,.0f} s, a step is {_gain(than, c.best)} as with "
-        f"{words}; add\n  {fixes.text(c.best.choice.change)}"
+        f"advised: {what(c.best.choice)}: {seconds} s, a step is {_gain(than, c.best)} as with {words}; add\n"
+        f"  {fixes.text(c.best.choice.change)}"
     )
+
+
+def _seconds(seconds: float) -> str:
+    """As a person reads it: of short ones a digit more, of which a hundredth is still seen."""
+    return f"{seconds:,.{0 if seconds >= 99.95 else 1}f}"
 
 
 def _gain(than: Row, row: Row) -> str:
@@ -177,8 +191,8 @@ def _gain(than: Row, row: Row) -> str:
 
 def _bound(c: Comparison) -> list[str]:
     """What to say where environments may decide how long a step takes."""
-    workers, size = c.config.environment.workers, c.config.data.prompts_per_step * c.config.data.samples_per_prompt
-    calls_s, slots, held = size * c.environment_s / workers, c.config.environment.slots, []
+    workers, slots, held = c.config.environment.workers, c.config.environment.slots, []
+    calls_s = min(row.outcome.seconds * row.outcome.calls_filled for row in c.every)
     most = open_at_once(fixes.changed(c.best.choice.config, (("environment.slots", None),)))
     if slots is not None and slots < most:
         held = [
@@ -187,10 +201,14 @@ def _bound(c: Comparison) -> list[str]:
         ]
     if calls_s < NEARLY * min(row.outcome.seconds for row in c.every):
         return held
+    if slots is not None and slots <= workers:
+        key, more = f"environment.slots = {slots}", "give more, if there is room for so many that are open"
+    else:
+        key, more = f"environment.workers = {workers}", "give more, if what they call can take it"
     return [
         *held,
-        f"environment.workers = {workers}: calls of environments alone take {calls_s:,.0f} s of a step, so many at "
-        "once; give more, if what they call can take it",
+        f"{key}: calls of environments alone take {_seconds(calls_s)} s of a step, so many at once, of "
+        f"{c.environment_s:,.1f} s a trajectory; {more}, or make them shorter",
     ]
 
 
@@ -208,8 +226,8 @@ def _limits(c: Comparison) -> list[str]:
     ]
 
 
-def _table(best: Row, rows: Sequence[Row]) -> list[str]:
-    return aligned([HEAD, *(_cells(row, row.choice == best.choice) for row in rows)], left=2)
+def _table(best: Choice | None, rows: Sequence[Row]) -> list[str]:
+    return aligned([HEAD, *(_cells(row, row.choice == best) for row in rows)], left=2)
 
 
 def _whose(config: Config) -> str:
@@ -226,7 +244,7 @@ def _cells(row: Row, best: bool) -> tuple[str, ...]:
         _whose(config),
         f"{config.rollout.engines} × TP{config.rollout.tensor}",
         f"{config.rollout.memory_fraction:g}",
-        f"{o.seconds:,.0f}",
+        _seconds(o.seconds),
         *("–" if config.cluster.shared else f"{getattr(o, name):.0%}" for name in TAKE_TURNS),
         f"{o.engines_filled:.0%}",
         f"{o.staleness:.2f}",
@@ -241,7 +259,7 @@ def values(c: Comparison) -> dict[str, Any]:
         "splits": [_values(row) for row in c.tried],
         "engines": [_values(row) for row in c.sized],
         "refused": [{"mode": r.mode, "max_staleness": r.most, "reason": r.reason} for r in c.refused],
-        "advice": fixes.text(c.best.choice.change) or None,
+        "advice": None if c.environments_bound else fixes.text(c.best.choice.change) or None,
         "notes": _bound(c),
         "trajectories": c.trajectories,
         "workload": {**c.length._asdict(), "environment_s": c.environment_s},

@@ -6,7 +6,6 @@ long, is found by the code that runs.
 
 from __future__ import annotations
 
-import asyncio
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from io import StringIO
 from random import Random
 from typing import Any
 
-from skyrl_mega.config.schema import AsynchronyConfig, Config, DataConfig, EnvironmentConfig, RolloutConfig
+from skyrl_mega.config.schema import AsynchronyConfig, Config, DataConfig, RolloutConfig
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.envs.prompt import Prompt
@@ -22,6 +21,7 @@ from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.service import RolloutService
 from skyrl_mega.rollout.slots import PlayerHere, SlotAgent, Slots
 from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.simulation.calls import Bounds, Calls
 from skyrl_mega.simulation.engines import SimulatedFleet, Speed
 from skyrl_mega.simulation.rates import MOST, Rates, smaller
 from skyrl_mega.simulation.virtual_time import VirtualLoop
@@ -54,6 +54,9 @@ class Outcome:
     staleness: float
     """Syncs, mean over tokens."""
     staleness_max: float
+    calls_filled: float
+    """Calls of environments that run, as a share of those that may (`environment.workers`, and no more than
+    `environment.slots`), on average. A step takes at least this share of its seconds for them, whatever the GPUs do."""
 
 
 def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, seed: int = 0) -> Outcome:
@@ -74,17 +77,18 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
     first = max(FIRST, before + 1)
     with VirtualLoop(tick_s=_tick(config, rates, workload)) as loop:
         fleet = SimulatedFleet(loop.loop, rates.engines, _counted_by(grain, rates.speed))
-        players = _Players(fleet, workload, config.data, seed, grain, bounds)
+        calls = Calls(bounds, loop.loop)
+        players = _Players(fleet, workload, config.data, seed, grain, calls)
         service = RolloutService(players, config.rollout.sampling, loop)
         size = config.data.prompts_per_step
         prompts = [Prompt(i, [], "simulated", {}) for i in range(size)]
         stream = PromptStream(size, batch=size, epochs=10**6, shuffle=False)
         rollouts = Asynchronous(config, prompts, stream, service, look=lambda: None, refill=lambda: None)
-        begun, waited, stale = (0.0, 0.0, 0.0), 0.0, list[Mapping[str, float]]()
+        begun, waited, stale = (0.0, 0.0, 0.0, 0.0), 0.0, list[Mapping[str, float]]()
         _synced(fleet, rollouts, first - before - 1)
         for number in range(first - before, first + steps):
             if number == first:
-                begun, waited = (loop.now, *fleet.measured()), 0.0
+                begun, waited = (loop.now, *fleet.measured(), calls.measured()), 0.0
             step, start = Step(number, Console(StringIO())), loop.now
             groups = rollouts.next_groups(step)
             waited += loop.now - start
@@ -99,7 +103,7 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
             loop.sleep(rates.sync_s)
             _synced(fleet, rollouts, number)
             stale += [step.metrics] * (number >= first)
-        span, ended = loop.now - begun[0], fleet.measured()
+        span, ended = loop.now - begun[0], (*fleet.measured(), calls.measured())
     of_engines = span * rates.engines
     return Outcome(
         seconds=span / steps,
@@ -108,23 +112,8 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
         engines_filled=(ended[1] - begun[2]) / of_engines / rates.speed.places,
         staleness=sum(m["asynchrony/staleness_mean"] for m in stale) / steps,
         staleness_max=max(m["asynchrony/staleness_max"] for m in stale),
+        calls_filled=(ended[2] - begun[3]) / span / bounds.at_once,
     )
-
-
-@dataclass(frozen=True)
-class Bounds:
-    """Of environments."""
-
-    calls: int
-    """At once."""
-    slots: int | None
-    """Open at once."""
-
-    @classmethod
-    def of(cls, environment: EnvironmentConfig, factor: float) -> Bounds:
-        """Where each trajectory stands for so many."""
-        slots = environment.slots
-        return cls(max(1, round(environment.workers / factor)), slots and max(1, round(slots / factor)))
 
 
 def grain_of(workload: Workload) -> int:
@@ -169,9 +158,9 @@ def _alone(config: Config) -> Config:
 class _Players:
     """In the place of a generator."""
 
-    def __init__(self, fleet: Any, workload: Workload, data: DataConfig, seed: int, grain: int, bounds: Bounds) -> None:
+    def __init__(self, fleet: Any, workload: Workload, data: DataConfig, seed: int, grain: int, calls: Calls) -> None:
         self.fleet, self.workload, self.data, self.seed = fleet, workload, data, seed
-        self.grain, self.bounds = grain, bounds
+        self.grain, self.calls = grain, calls
         self.rollout = RolloutConfig()
 
     def agent(self, sampling: Any, router: type[Router] | None = None) -> Any:
@@ -179,8 +168,8 @@ class _Players:
         engine = self.fleet.engines[0]
         made = (router or Router)(self.fleet, Sampling(), engine.speed.places, 1e9)
         player: Any = _Player(made, self.workload, self.data, self.seed, self.grain, engine.loop.tick_s)
-        player.calls = asyncio.Semaphore(self.bounds.calls)
-        return player if self.bounds.slots is None else SlotAgent(PlayerHere(player), Slots(self.bounds.slots))
+        player.calls, slots = self.calls, self.calls.bounds.slots
+        return player if slots is None else SlotAgent(PlayerHere(player), Slots(slots))
 
 
 @dataclass(frozen=True)
@@ -213,8 +202,8 @@ class Whole:
 class _Player:
     """An agent that knows how long everything takes."""
 
-    calls: asyncio.Semaphore
-    """Of environments, at once."""
+    calls: Calls
+    """Of environments."""
 
     def __init__(
         self, router: Router, workload: Workload, data: DataConfig, seed: int, grain: int, tick: float
@@ -258,9 +247,8 @@ class _Player:
                 t.versions += [(version, len(t.tokens) + at) for version, at in completion.versions]
                 _grow(t, count, 1)
             t.turns += 1
-            if ticks := waited.units(turn.env_s):
-                async with self.calls:
-                    await asyncio.sleep(ticks * tick)
+            if ticks := waited.units(turn.env_s * self.calls.bounds.longer):
+                await self.calls.take(ticks * tick)
         return t
 
 

@@ -166,7 +166,7 @@ def compared(*seconds: float, refused: tuple[Refused, ...] = ()) -> Comparison:
     """The settings as they are, and others, with steps of so many seconds."""
     config = compose(FILE)
     apart = (("cluster.shared", False), ("residency.keep", None), ("policy.ranks", 16), ("rollout.engines", 2))
-    outcome = Outcome(0.0, 0.5, 0.5, 0.5, 0.0, 0.0)
+    outcome = Outcome(0.0, 0.5, 0.5, 0.5, 0.0, 0.0, calls_filled=0.5)
     rows = [Row(simulate_choices.off(config), replace(outcome, seconds=seconds[0]))]
     rows += [Row(Choice("off", 0, changed(config, apart), apart), replace(outcome, seconds=s)) for s in seconds[1:]]
     length = Length(100, 800, 3)
@@ -180,7 +180,7 @@ def test_where_nothing_is_faster_that_is_said() -> None:
     told = simulate_text.text(compared(100, 120, 80))
     assert "nothing here" not in told
     assert "1.25 times as fast as with asynchrony.mode=off on shared GPUs; add\n  cluster.shared=false" in told
-    assert "advised: mode=off, 16 ranks, 2 × TP8 with 0.6 of the memory: 80 s, a step is" in told
+    assert "advised: mode=off, 16 ranks, 2 × TP8 with 0.6 of the memory: 80.0 s, a step is" in told
     marked = [line.split()[1:5] for line in simulate_text.text(compared(100, 80)).splitlines() if line[:4] == "  * "]
     assert marked == [["off", "0", "16", "ranks"]]
 
@@ -202,7 +202,7 @@ def test_other_engines_are_among_what_is_advised() -> None:
         found = replace(c, sized=[sized])
         assert found.best is not None and found.best.choice == advised.choice
         table = simulate_text.text(found).partition("engines, on the GPUs that the best split leaves them:")[2]
-        assert f"0.9        {seconds} " in table
+        assert f"0.9      {seconds}.0 " in table
 
 
 def asynchronous(c: Comparison, number: int) -> Comparison:
@@ -220,13 +220,13 @@ def test_other_engines_on_shared_gpus_may_be_what_is_advised() -> None:
     recut = replace(c.rows[0], choice=Choice("off", 0, changed(c.config, other), other))
     recut = replace(recut, outcome=replace(recut.outcome, seconds=70.0))
     told = simulate_text.text(replace(c, recut=[recut]))
-    assert "advised: mode=off, 32 ranks, shared, 8 × TP4 with 0.6 of the memory: 70 s" in told
+    assert "advised: mode=off, 32 ranks, shared, 8 × TP4 with 0.6 of the memory: 70.0 s" in told
     assert "add\n  rollout.tensor=4 rollout.engines=8\n" in told
 
 
 def test_asynchronous_settings_are_what_a_gain_is_told_of() -> None:
     c = asynchronous(compared(100, 80, 60), 1)
-    assert "60 s, a step is 1.33 times as fast as with the settings as they are; add" in simulate_text.text(c)
+    assert "60.0 s, a step is 1.33 times as fast as with the settings as they are; add" in simulate_text.text(c)
 
 
 def test_asynchronous_settings_that_are_slower_than_none_are_given_up() -> None:
@@ -244,6 +244,28 @@ def test_what_was_played_and_what_holds_it_up_is_said() -> None:
     assert "environment.slots" not in told
     told = simulate_text.text(replace(c, config=changed(c.config, (("environment.slots", 64),))))
     assert "environment.slots = 64: of up to 2,560 trajectories so many are played at once" in told
+
+
+def bound(c: Comparison, *filled: float, **environment: int) -> Comparison:
+    """Rows whose calls of environments take these shares of a step."""
+    given = tuple((f"environment.{key}", value) for key, value in environment.items())
+    pairs = zip(c.rows, filled, strict=True)
+    rows = [replace(row, outcome=replace(row.outcome, calls_filled=share)) for row, share in pairs]
+    return replace(c, rows=rows, tried=rows[1:], environment_s=9.5, config=changed(c.config, given))
+
+
+def test_where_environments_decide_every_row_no_layout_is_advised() -> None:
+    told = simulate_text.text(bound(compared(100, 96), 0.93, 0.95, workers=16))
+    assert "no layout is advised: the environments decide how long a step takes, in every row" in told
+    assert "\nadvised: " not in told and "  * " not in told
+    assert "environment.workers = 16: calls of environments alone take 91.2 s of a step, so many at once" in told
+    assert "of 9.5 s a trajectory; give more, if what they call can take it, or make them shorter" in told
+    assert simulate_text.values(bound(compared(100, 96), 0.93, 0.95))["advice"] is None
+    told = simulate_text.text(bound(compared(100, 96), 0.93, 0.95, workers=16, slots=8))
+    assert "environment.slots = 8: calls of environments alone take 91.2 s" in told
+    told = simulate_text.text(bound(compared(100, 80), 0.7, 0.95, workers=16))
+    assert "advised: mode=off" in told and "environment.workers = 16: calls of environments alone take 70.0 s" in told
+    assert "alone take" not in simulate_text.text(bound(compared(100, 80), 0.5, 0.6))
 
 
 @pytest.mark.parametrize("seconds", [(100, 80, 90), (100, 80, 79), (80, 80, 90), (100, 80, 80)])

@@ -110,9 +110,21 @@ def test_one_call_of_an_environment_at_a_time() -> None:
             "off", 1, train=4, workload=TOOL, speed=BOTH, prompts=2, environment=EnvironmentConfig(workers=workers)
         )
         assert found.seconds == pytest.approx(seconds, rel=1e-3)
+        assert found.calls_filled == pytest.approx(200 / seconds / workers, rel=1e-3)
 
 
 def test_one_environment_open_at_a_time() -> None:
     """write 10, call 100; write 10, call 100 | train 4 | sync 2"""
     found = played("off", 1, train=4, workload=TOOL, speed=BOTH, prompts=2, environment=EnvironmentConfig(slots=1))
     assert found.seconds == pytest.approx(226, rel=1e-3)
+    assert found.calls_filled == pytest.approx(200 / 226, rel=1e-3), "a second call has no environment that is open"
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4])
+def test_fewer_trajectories_have_as_many_calls_done(workers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 8 trajectories 3 are played, and their calls take as long as all of the 8 would: 8 · 100 / workers."""
+    monkeypatch.setattr("skyrl_mega.simulation.rates.MOST", 3)
+    environment = EnvironmentConfig(workers=workers)
+    found = played("full", 4, train=4, workload=TOOL, speed=BOTH, prompts=8, environment=environment)
+    assert found.seconds * found.calls_filled == pytest.approx(800 / workers, rel=0.05)
+    assert found.calls_filled > 0.9
