@@ -13,7 +13,7 @@ class Column:
 
     title: str
     metric: str
-    """A name, or `eval/*/mean` for the mean over evaluation sets."""
+    """A name, or `eval/*/mean` for the mean over evaluation sets, all of which have to have one."""
     width: int = 8
 
 
@@ -67,5 +67,6 @@ def _value(metric: str, metrics: Mapping[str, float]) -> float | None:
     before, star, after = metric.partition("*")
     if not star:
         return metrics.get(metric)
-    found = [value for name, value in metrics.items() if name.startswith(before) and name.endswith(after)]
-    return sum(found) / len(found) if found else None
+    sets = {name.removeprefix(before).partition("/")[0] for name in metrics if name.startswith(before)}
+    found = [metrics[name] for one in sets if (name := f"{before}{one}{after}") in metrics]
+    return sum(found) / len(found) if found and len(found) == len(sets) else None

@@ -46,7 +46,10 @@ class Evaluator:
         refuse_broken(trajectories)
         if told := failures(trajectories):
             self.say(f"health: evaluation after step {step}: environment_fails: {told}")
-        return scores(trajectories)
+        found = scores(trajectories)
+        if lost := [name.split("/")[1] for name, share in found.items() if name.endswith("/failed") and share == 1]:
+            self.say(f"evaluation after step {step}: all samples of {', '.join(lost)} failed, so no mean over all sets")
+        return found
 
 
 def scores(trajectories: list[Trajectory]) -> dict[str, float]:

@@ -37,6 +37,13 @@ def test_columns_are_aligned_and_say_what_was_not_measured() -> None:
     assert (cells["tokens/s"], cells["seconds"], cells["sync"]) == ("23457", "61.500", "·")
 
 
+def test_there_is_no_mean_over_sets_where_all_of_one_failed() -> None:
+    """It would be that of other sets than in the steps before."""
+    assert table._value("eval/*/mean", METRICS) == pytest.approx(0.6)
+    assert table._value("eval/*/mean", {**METRICS, "eval/c/failed": 1.0}) is None
+    assert table._value("eval/*/mean", {**METRICS, "eval/b/failed": 0.5}) == pytest.approx(0.6)
+
+
 @pytest.mark.parametrize(
     "value", [0.0, 1e-12, -1e-12, 0.999, 99.9996, -123.4, 99999.0, -1e30, float("nan"), float("-inf")]
 )

@@ -12,6 +12,7 @@ from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
 from skyrl_mega.telemetry.console import Console
+from skyrl_mega.trainer.evaluation import Evaluator
 from skyrl_mega.trainer.health.failures import refuse_broken
 from skyrl_mega.trainer.rollout_source import RolloutSource
 from skyrl_mega.trainer.run import Step, rollout_metrics
@@ -98,6 +99,29 @@ def test_rewards_are_those_of_environments_that_did_not_fail() -> None:
     assert (metrics["reward/mean"], metrics["reward/std"]) == (0.5, 0.5)
     assert metrics["rollout/failed_fraction"] == 0.5
     assert "reward/mean" not in rollout_metrics([failed])
+
+
+def test_an_evaluation_says_where_a_set_has_no_figures() -> None:
+    def of(source: str) -> Prompt:
+        return Prompt(len(source), [], "mine", {"data_source": source})
+
+    class Sets(Plays):
+        def generate(self, prompts: list[Prompt], samples: int, **_: object) -> list[Group]:
+            groups = [super(Sets, self).generate([prompt], samples)[0] for prompt in prompts]
+            for group in groups:
+                for t in group.trajectories:
+                    t.prompt = group.prompt
+            return groups
+
+    said: list[str] = []
+    generator: Any = Sets(Status.COMPLETED, Status.ERROR_ENV)
+    progress: Any = None
+    found = Evaluator(Config(), [of("a"), of("hard")], generator, said.append).evaluate(3, progress)
+    assert found["eval/a/mean"] == 0.0 and found["eval/hard/failed"] == 1.0 and "eval/hard/mean" not in found
+    assert said[1:] == ["evaluation after step 3: all samples of hard failed, so no mean over all sets"]
+    said.clear()
+    generator = Sets(Status.COMPLETED)
+    assert Evaluator(Config(), [of("a"), of("hard")], generator, said.append).evaluate(3, progress) and not said
 
 
 def test_a_share_that_may_fail_ends_the_run_when_it_is_passed() -> None:
