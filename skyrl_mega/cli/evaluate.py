@@ -258,6 +258,11 @@ def _score(
     console.say(f"samples  {command}")
     if as_json:
         print(json.dumps(figures), flush=True)
+    if not any(s.scores for s in scores):
+        raise UserError(
+            f"--output {results.folder}: the environments of all samples failed, so there are no scores; fix them or "
+            "what they ask, as the samples' metadata says, and give another --output"
+        )
 
 
 def _write(file: Path, text: str) -> None:

@@ -46,7 +46,7 @@ def draw_missing(
         results: Takes them.
         metrics: Those that an environment declares, by its name.
         progress: Called with the number of samples done.
-        say: Told of the first sample whose environment failed; the scores count all of them.
+        say: Told of the first sample whose environment failed; none has a score.
 
     Raises:
         ActorFailed, EndpointFailed: No response; the root cause. What has ended is kept.

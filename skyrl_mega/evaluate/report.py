@@ -54,13 +54,24 @@ def own_table(sets: Sequence[SetScores]) -> str:
         f"{both}±: standard error over examples. pass@{n}: an example with at least one right sample of {n}. tokens: "
         "that the policy wrote, mean of a sample."
     ]
-    if any(s.failed for s in sets):
-        lines.append("failed: samples whose environment failed; they count with a reward of 0.")
+    for s in sets:
+        if s.failed:
+            lines.append(_failed(s))
     for s in sets:
         if s.left_out:
             what = "1 prompt longer" if s.left_out == 1 else f"{s.left_out} prompts longer"
             lines.append(f"{s.name}: left out {what} than rollout.max_prompt_tokens.")
     return "\n\n".join(lines)
+
+
+def _failed(s: SetScores) -> str:
+    """How many of a set's samples have no score."""
+    every = s.prompts * s.samples
+    count = round(s.failed * every)
+    if count == every:
+        return f"{s.name}: the environments of all {every} samples failed: it has no scores, and there is no mean."
+    left = f", of {s.unjudged} examples all" if s.unjudged else ""
+    return f"{s.name}: {count} of {every} samples have no score, as their environments failed{left}; none counts."
 
 
 def beside(table: Table, sets: Sequence[SetScores]) -> str:
@@ -74,7 +85,7 @@ def beside(table: Table, sets: Sequence[SetScores]) -> str:
     n = max((s.samples for s in run.values()), default=1)
     rows = []
     for i, row in enumerate(table.rows):
-        ours = _score(run[row].scores[table.score]) if row in run else ABSENT
+        ours = _score(run[row].scores.get(table.score)) if row in run else ABSENT
         rows.append([row.title, ours, *(_figure(c.values[i]) for c in table.columns)])
     some = f" (the {len(run)} run)" if 0 < len(run) < len(table.rows) else ""
     mine = list(run.values())
@@ -135,7 +146,7 @@ def _published(table: Table, sets: Sequence[SetScores]) -> dict[str, Any]:
         "score": table.score,
         "rows": {
             row.title: {
-                "this run": _values(run[row].scores[table.score]) if row in run else None,
+                "this run": _values(run[row].scores.get(table.score)) if row in run else None,
                 **{f"{j}: {c.title}": c.values[i] for j, c in enumerate(table.columns, start=1)},
             }
             for i, row in enumerate(table.rows)

@@ -3,6 +3,9 @@
 The n samples of a prompt are not independent, so a prompt is the unit: a score is the mean over prompts of the mean
 over a prompt's samples, and its standard error is that of P independent prompts, s / √P. That is what a bootstrap over
 prompts tends to, and with one sample and 0/1 scores the binomial one.
+
+A sample whose environment failed has no score, as in training: a prompt's are those of its other samples, and a prompt
+without others counts nowhere.
 """
 
 from __future__ import annotations
@@ -34,19 +37,22 @@ class SetScores:
     samples: int
     """Of each prompt."""
     scores: dict[str, Score]
-    """`reward`, `accuracy` and `pass` (a prompt with a right sample), then what the environment reports further."""
+    """`reward`, `accuracy` and `pass` (a prompt with a right sample), then what the environment reports further. None
+    at all where every sample failed."""
     truncated: float
     """Share of samples that a budget ended."""
     failed: float
-    """Share of samples whose environment failed; they count with a reward of 0."""
+    """Share of samples whose environment failed; they are in none of the scores."""
     tokens: float
     """Mean number of tokens that the policy wrote."""
     left_out: int = 0
     """Prompts that were too long to be asked."""
+    unjudged: int = 0
+    """Prompts of which every sample failed."""
 
 
 def set_scores(name: str, samples: Mapping[Key, Sample], left_out: int = 0) -> SetScores:
-    """Scores of one set; every prompt has equally many samples.
+    """Scores of one set; every prompt has equally many samples, some of which may have failed.
 
     Args:
         name: The set's.
@@ -56,8 +62,9 @@ def set_scores(name: str, samples: Mapping[Key, Sample], left_out: int = 0) -> S
     by_prompt: dict[int, list[Sample]] = {}
     for (uid, _), sample in sorted(samples.items(), key=lambda item: item[0]):
         by_prompt.setdefault(uid, []).append(sample)
-    groups = list(by_prompt.values())
-    every = [sample for group in groups for sample in group]
+    every = [sample for group in by_prompt.values() for sample in group]
+    judged = [[sample for sample in group if not sample.status.failed] for group in by_prompt.values()]
+    groups = [group for group in judged if group]
     further = sorted({metric for sample in every for metric in list(sample.metrics)[1:]})
     per_prompt: dict[str, list[float]] = {
         "reward": [_mean([s.reward for s in group]) for group in groups],
@@ -67,29 +74,31 @@ def set_scores(name: str, samples: Mapping[Key, Sample], left_out: int = 0) -> S
     }
     return SetScores(
         name,
-        prompts=len(groups),
-        samples=max(map(len, groups)),
-        scores={metric: _score(values) for metric, values in per_prompt.items()},
+        prompts=len(by_prompt),
+        samples=max(map(len, by_prompt.values())),
+        scores={metric: _score(values) for metric, values in per_prompt.items() if values},
         truncated=_mean([s.status.truncated for s in every]),
         failed=_mean([s.status.failed for s in every]),
         tokens=_mean([s.tokens for s in every]),
         left_out=left_out,
+        unjudged=len(by_prompt) - len(groups),
     )
 
 
 def mean_over_sets(sets: Sequence[SetScores], metric: str) -> Score | None:
-    """Every set counts the same; of the sets that have this score, None without any."""
-    return _combined([(1.0, s.scores[metric]) for s in sets if metric in s.scores])
+    """Every set counts the same; of the sets that have this score. None without any, and where a set has no score at
+    all: the mean would be that of other sets than the table's."""
+    return _combined(sets, [(1.0, s.scores[metric]) for s in sets if metric in s.scores])
 
 
 def mean_over_examples(sets: Sequence[SetScores], metric: str) -> Score | None:
-    """Every prompt counts the same: sets are weighted by their size."""
-    return _combined([(float(s.prompts), s.scores[metric]) for s in sets if metric in s.scores])
+    """Every prompt that has a score counts the same: sets are weighted by how many they have. None as above."""
+    return _combined(sets, [(float(s.prompts - s.unjudged), s.scores[metric]) for s in sets if metric in s.scores])
 
 
-def _combined(parts: Sequence[tuple[float, Score]]) -> Score | None:
+def _combined(sets: Sequence[SetScores], parts: Sequence[tuple[float, Score]]) -> Score | None:
     total = sum(weight for weight, _ in parts)
-    if not parts:
+    if not parts or not all(s.scores for s in sets):
         return None
     value = sum(weight * score.value for weight, score in parts) / total
     errors = [(weight, score.error) for weight, score in parts]

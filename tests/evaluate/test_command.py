@@ -21,6 +21,7 @@ import pytest
 
 from skyrl_mega.cli.evaluate import main
 from skyrl_mega.data.write import write_rows
+from skyrl_mega.envs import BaseTextEnv
 from skyrl_mega.envs.row import row
 from skyrl_mega.rollout.agent_loop import stream_seed
 from tests.evaluate.fake import Fake, serving
@@ -141,6 +142,22 @@ def test_tables_scores_and_examples(fake: Fake, data: Path, tmp_path: Path) -> N
     assert rows["NQ†"][2].strip().startswith(f"{accuracies[1]:.3f} ±")
     assert rows["PopQA†"][2].strip() == "–"
     assert rows["PopQA†"][3].strip() == "0.391"
+
+
+class Breaks(BaseTextEnv):
+    """Each of its trajectories fails."""
+
+    def step(self, action: str) -> Any:
+        raise ValueError("no judge")
+
+
+def test_where_all_samples_failed_the_code_is_2_and_they_are_kept(fake: Fake, data: Path, tmp_path: Path) -> None:
+    broken = f"environment.classes.gsm8k={__file__}:Breaks"
+    code, _, errors = run(command(fake, data, tmp_path / "out", broken))
+    assert code == 2 and "the environments of all samples failed, so there are no scores" in errors.splitlines()[-1]
+    figures = json.loads((tmp_path / "out" / "scores.json").read_text())
+    assert [(s["failed"], s["scores"]) for s in figures["sets"]] == [(1.0, {})] * 3
+    assert (tmp_path / "out" / "gsm8k.parquet").exists()
 
 
 def test_killed_and_resumed_equals_never_killed(fake: Fake, data: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -137,6 +138,17 @@ def test_names_of_rows_are_plain_and_none_is_there_twice() -> None:
     for tables in PUBLISHED.values():
         for table in tables:
             assert all(len(column.values) == len(table.rows) for column in table.columns)
+
+
+def test_what_failed_is_counted_and_a_set_without_scores_leaves_no_mean() -> None:
+    some, none = of("NQ", 10, 0.4), of("tq", 4, 0.0)
+    some, none = replace(some, failed=0.15, unjudged=1), replace(none, scores={}, failed=1.0, unjudged=4)
+    text = report([some, none], ["searchr1"], "a model")
+    assert "NQ: 3 of 20 samples have no score, as their environments failed, of 1 examples all; none counts." in text
+    assert "tq: the environments of all 8 samples failed: it has no scores, and there is no mean." in text
+    assert cells(text)[SETS][1:4] == cells(text)[EXAMPLES][1:4] == ["–"] * 3
+    assert cells(beside(SEARCHR1, [some, none]))["TriviaQA†"][0] == "–"
+    assert values([some, none], ["searchr1"])[SETS]["accuracy"] is None
 
 
 def test_one_set_has_no_means_over_sets() -> None:
