@@ -27,7 +27,7 @@ from skyrl_mega.rollout.renderer import Refused, Renderer
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.routes import TurnRoutes
 from skyrl_mega.rollout.token_rewards import TokenRewards
-from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory
+from skyrl_mega.rollout.trajectory import Kind, Status, Step, Trajectory, begun
 from skyrl_mega.telemetry.trace import Span, day
 
 LONGEST_ERROR = 2000
@@ -143,22 +143,8 @@ class Agent:
 
     async def open(self, prompt: Prompt, sample: int) -> Opened:
         """Makes the environment and the first tokens; a fault of the environment is kept as the trajectory's end."""
-        begun = Trajectory(
-            prompt,
-            sample,
-            tokens=array("i"),
-            mask=array("b"),
-            logprobs=array("f"),
-            prompt_length=0,
-            reward=0.0,
-            status=Status.TRUNCATED_TURNS,
-            turns=0,
-        )
-        opened = Opened(begun, None, 0.0)
-        opened.clock = time.perf_counter()
+        opened = Opened(begun(prompt, sample), None, time.perf_counter())
         t = opened.trajectory
-        t.seconds = {"generate": 0.0, "env": 0.0}
-        t.steps = [Step(Kind.PROMPT, 0, 0)]
         made: list[Any] = []
         call = Call(self._make, prompt, made, late=lambda: [env.close() for env in made])
         try:
@@ -181,10 +167,15 @@ class Agent:
             raise
         else:
             opened.env = made[0]
-        append(t, tokens, 0)
-        _say(t, messages)
-        t.prompt_length = len(t.tokens)
+        _ask(t, messages, tokens)
         return opened
+
+    def not_played(self, prompt: Prompt, sample: int, fault: str) -> Trajectory:
+        """One that a fault of the infrastructure has ended before its environment was opened."""
+        t = begun(prompt, sample)
+        judged.fail(t, EnvironmentFault(Status.ERROR_INFRASTRUCTURE, fault))
+        _ask(t, prompt.messages, self.first(prompt.messages))
+        return t
 
     def _make(self, prompt: Prompt, made: list[Any]) -> list[Message]:
         """The first messages; `made` gets the environment, also where its `init` fails: it is closed all the same."""
@@ -426,6 +417,13 @@ def _say(t: Trajectory, messages: list[Message]) -> None:
     """Messages of the last step."""
     t.messages += messages
     t.steps[-1].messages += len(messages)
+
+
+def _ask(t: Trajectory, messages: list[Message], tokens: Sequence[int]) -> None:
+    """The first prompt."""
+    append(t, tokens, 0)
+    _say(t, messages)
+    t.prompt_length = len(t.tokens)
 
 
 def _shown(error: BaseException) -> str:

@@ -45,6 +45,8 @@ class Order:
     """Whether calls of its environment are recorded."""
     said: Sequence[Said] = ()
     """Its turns that were played before."""
+    fault: str = ""
+    """Why it has failed, and is not played."""
 
 
 # ---- from a worker ---------------------------------------------------------------------------------------------------

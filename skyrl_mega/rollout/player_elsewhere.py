@@ -18,7 +18,7 @@ from skyrl_mega.config.schema import SamplingConfig
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
-from skyrl_mega.rollout import journal
+from skyrl_mega.rollout import journal, suspects
 from skyrl_mega.rollout.by_reference import joined
 from skyrl_mega.rollout.journal import Said
 from skyrl_mega.rollout.orders import (
@@ -41,7 +41,7 @@ from skyrl_mega.telemetry.trace import Span
 SILENCE_S = 120.0
 """A worker tells every second that it has no news. One that says nothing for so long is taken for dead."""
 LOOK_EVERY_S = 0.5
-"""While no worker is up."""
+"""While no worker is up, or none that may have a trajectory."""
 WRITE_S = 30.0
 """For a worker to write what the policy has said: a checkpoint waits for it, and can do without."""
 END_S = 60.0
@@ -49,7 +49,26 @@ END_S = 60.0
 
 
 class _Lost(Exception):
-    """A worker died: its orders are for another."""
+    """A worker died: its orders are for another.
+
+    Args:
+        cause: Of its death.
+        suspect: Whether the order may have been what it died of.
+    """
+
+    def __init__(self, cause: str = "", suspect: bool = False) -> None:
+        super().__init__(cause)
+        self.cause, self.suspect = cause, suspect
+
+
+@dataclass
+class Waiting:
+    """For the outcome of an order."""
+
+    answer: asyncio.Future[Trajectory | None]
+    """None of one that was abandoned."""
+    deaths: int
+    """Of workers that had it open before."""
 
 
 @dataclass(eq=False)
@@ -58,8 +77,8 @@ class Line:
 
     rank: int
     actor: Any
-    waiting: dict[int, asyncio.Future[Trajectory | None]] = field(default_factory=dict)
-    """Orders under way, by key; None is the answer of one that was abandoned."""
+    waiting: dict[int, Waiting] = field(default_factory=dict)
+    """Orders under way, by key."""
     orders: list[Order] = field(default_factory=list)
     """Not sent yet."""
     abandoned: list[int] = field(default_factory=list)
@@ -70,10 +89,17 @@ class Line:
 
     def fail(self, error: BaseException) -> None:
         """Tells all who wait."""
-        for answer in self.waiting.values():
-            if not answer.done():
-                answer.set_exception(error)
-                answer.exception()  # perhaps nobody waits any more, which is no fault
+        for one in self.waiting.values():
+            _raise(one.answer, error)
+        self.waiting.clear()
+
+    def lose(self, cause: str) -> None:
+        """The worker has died. Those that it had open under which the most had died before may be what it died of."""
+        unsent = {order.key for order in self.orders}
+        there = {key: one.deaths for key, one in self.waiting.items() if self.begun and key not in unsent}
+        most = max(there.values(), default=0)
+        for key, one in self.waiting.items():
+            _raise(one.answer, _Lost(cause, there.get(key) == most))
         self.waiting.clear()
 
 
@@ -81,7 +107,7 @@ class PlayerElsewhere:
     """Plays trajectories in the run's workers. Lives in one event loop; also the desk of its trajectories' requests.
 
     A trajectory goes to the worker with the fewest. Those of a worker that dies are played again by others, from their
-    prompts, with the same names.
+    prompts, with the same names, but for one that workers die of time and again: it has failed (`suspects`).
 
     Args:
         workers: Who plays.
@@ -127,14 +153,24 @@ class PlayerElsewhere:
             NobodyServes: No engine is left.
             ActorFailed: An engine refused a request, or no worker is left and none comes back.
         """
+        deaths, fault = 0, ""
         while True:
-            line = await self._line()
+            line = await self._line(deaths)
             said = self._said.get(name, ())
-            order = Order(next(self._keys), prompt, sample, name, self.spans() is not None, said)
-            with suppress(_Lost):
-                trajectory = await self._carried_out(line, order)
-                trajectory.prompt = prompt
-                return trajectory
+            order = Order(next(self._keys), prompt, sample, name, self.spans() is not None, said, fault=fault)
+            try:
+                trajectory = await self._carried_out(line, order, deaths)
+            except _Lost as lost:
+                deaths += lost.suspect
+                if deaths == len(suspects.SHARE):
+                    fault = (
+                        f"environment {prompt.env_class}: {deaths} processes died with it, the last one: {lost.cause}"
+                    )
+                    self.workers.say(f"trajectory {name} has failed: {fault}")
+                    deaths = 0
+                continue
+            trajectory.prompt = prompt
+            return trajectory
 
     def expect(self, players: int) -> None:
         """Nobody waits for the others."""
@@ -193,26 +229,28 @@ class PlayerElsewhere:
         """It has ended."""
         self._said.pop(trajectory, None)
 
-    async def _line(self) -> Line:
-        """To the worker that has least to do."""
-        while self._error is None and not (up := self.workers.up()):
+    async def _line(self, deaths: int) -> Line:
+        """To the worker that has least to do, of those that a trajectory may go to under which so many have died."""
+        while self._error is None:
+            up = self.workers.up()
+            for rank, actor in up.items():
+                if rank not in self.lines or self.lines[rank].actor != actor:
+                    line = self.lines[rank] = Line(rank, actor)
+                    line.listening = asyncio.create_task(self._listen(line))
+            lines = [self.lines[rank] for rank in up]
+            if free := [line for line in lines if suspects.admitted(deaths, (w.deaths for w in line.waiting.values()))]:
+                return min(free, key=lambda line: len(line.waiting))
             await asyncio.sleep(LOOK_EVERY_S)
-        if self._error is not None:
-            raise self._error
-        for rank, actor in up.items():
-            if rank not in self.lines or self.lines[rank].actor != actor:
-                line = self.lines[rank] = Line(rank, actor)
-                line.listening = asyncio.create_task(self._listen(line))
-        return min((self.lines[rank] for rank in up), key=lambda line: len(line.waiting))
+        raise self._error
 
     def _engines(self) -> EnginesNow:
         fleet = self.engines
         facts = [_share(facts, len(self.workers.group)) for facts in fleet.facts]
         return EnginesNow(fleet.group.name, [*fleet.group.actors], facts, [*fleet.serving], self.syncs)
 
-    async def _carried_out(self, line: Line, order: Order) -> Trajectory:
+    async def _carried_out(self, line: Line, order: Order, deaths: int) -> Trajectory:
         answer: asyncio.Future[Trajectory | None] = asyncio.get_running_loop().create_future()
-        line.waiting[order.key] = answer
+        line.waiting[order.key] = Waiting(answer, deaths)
         line.orders.append(order)
         self._send()
         try:
@@ -318,7 +356,7 @@ class PlayerElsewhere:
 
     def _lose(self, line: Line, cause: str) -> None:
         self.workers.lost(line.rank, line.actor, cause)
-        line.fail(_Lost())  # before its session's end, which may take long
+        line.lose(cause)  # before its session's end, which may take long
 
     def _hear(self, line: Line, news: News) -> None:
         match news:
@@ -329,8 +367,8 @@ class PlayerElsewhere:
             case Stopped(key):
                 self._answer(line, key, None)
             case Failed(key):
-                if (answer := line.waiting.pop(key, None)) is not None and not answer.done():
-                    answer.set_exception(self._cause(news))
+                if (one := line.waiting.pop(key, None)) is not None and not one.answer.done():
+                    one.answer.set_exception(self._cause(news))
             case EngineDead(rank, actor, cause):
                 self._retire(rank, actor, cause)
             case EngineRests(rank, syncs):
@@ -342,9 +380,9 @@ class PlayerElsewhere:
                 pass  # counted already
 
     def _answer(self, line: Line, key: int, trajectory: Trajectory | None) -> None:
-        answer = line.waiting.pop(key, None)
-        if answer is not None and not answer.done():
-            answer.set_result(trajectory)
+        one = line.waiting.pop(key, None)
+        if one is not None and not one.answer.done():
+            one.answer.set_result(trajectory)
 
     def _cause(self, failed: Failed) -> ActorFailed:
         if not failed.nobody:
@@ -368,6 +406,13 @@ class PlayerElsewhere:
         self._error = error
         for line in self.lines.values():
             line.fail(error)
+
+
+def _raise(answer: asyncio.Future[Trajectory | None], error: BaseException) -> None:
+    """To whoever waits for it."""
+    if not answer.done():
+        answer.set_exception(error)
+        answer.exception()  # perhaps nobody waits any more, which is no fault
 
 
 def _share(facts: Facts | None, workers: int) -> Facts | None:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # torch is not for those who only read trajectories
     from skyrl_mega.megatron.sequences import Column
     from skyrl_mega.rollout.away import Away
 
-__all__ = ["ARRAYS", "GREEDY", "Group", "Kind", "Prompt", "Status", "Step", "Trajectory", "words"]
+__all__ = ["ARRAYS", "GREEDY", "Group", "Kind", "Prompt", "Status", "Step", "Trajectory", "begun", "words"]
 
 ARRAYS = ("tokens", "mask", "logprobs", "columns", "messages")
 """Fields of a trajectory that grow with its tokens."""
@@ -195,6 +195,23 @@ class Group:
     def rewards(self) -> list[float]:
         """One for each trajectory."""
         return [t.reward for t in self.trajectories]
+
+
+def begun(prompt: Prompt, sample: int) -> Trajectory:
+    """One of which nothing has been played."""
+    return Trajectory(
+        prompt,
+        sample,
+        tokens=array("i"),
+        mask=array("b"),
+        logprobs=array("f"),
+        prompt_length=0,
+        reward=0.0,
+        status=Status.TRUNCATED_TURNS,
+        turns=0,
+        seconds={"generate": 0.0, "env": 0.0},
+        steps=[Step(Kind.PROMPT, 0, 0)],
+    )
 
 
 def words(t: Trajectory) -> list[str]:

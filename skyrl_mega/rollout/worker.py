@@ -217,7 +217,10 @@ class Session:
         agent = copy(self.agent)
         agent.spans = lambda: spans
         self.journal.add(order.said)
-        trajectory = await agent.play(await agent.open(order.prompt, order.sample), order.name)
+        if order.fault:
+            trajectory = agent.not_played(order.prompt, order.sample, order.fault)
+        else:
+            trajectory = await agent.play(await agent.open(order.prompt, order.sample), order.name)
         small, arrays = put_away(trajectory)
         small.prompt = ELSEWHERE
         self.arrays[order.key] = order.name, arrays

@@ -22,8 +22,9 @@ from skyrl_mega.engines.base import Facts
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.by_reference import put_away
 from skyrl_mega.rollout.orders import EngineDead, EngineRests, EnginesNow, Failed, News, Order, Played, Stopped
-from skyrl_mega.rollout.player_elsewhere import PlayerElsewhere
+from skyrl_mega.rollout.player_elsewhere import Line, PlayerElsewhere, Waiting
 from skyrl_mega.rollout.slots import SlotAgent, Slots
+from skyrl_mega.rollout.suspects import admitted
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.simulation.virtual_time import VirtualLoop
@@ -45,6 +46,8 @@ class Worker:
 
     def __init__(self, random: Random) -> None:
         self.random, self.alive = random, True
+        self.dies_of: int | None = None
+        """A sample."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.said: asyncio.Queue[News] = asyncio.Queue()
         self.engines: list[EnginesNow] = []
@@ -93,11 +96,16 @@ class Worker:
     async def _one(self, order: Order) -> None:
         try:
             await asyncio.sleep(self.random.uniform(1, 3))
+            if order.sample == self.dies_of and not order.fault:
+                self.die()
+                return
         except asyncio.CancelledError:
             self.said.put_nowait(Stopped(order.key))
             return
         nothing: Any = array("i")
-        t = Trajectory(PROMPT, order.sample, nothing, nothing, nothing, 0, 1.0, Status.COMPLETED, 1)
+        status = Status.ERROR_INFRASTRUCTURE if order.fault else Status.COMPLETED
+        t = Trajectory(PROMPT, order.sample, nothing, nothing, nothing, 0, 1.0, status, 1)
+        t.metadata["error"] = order.fault
         self.said.put_nowait(Played(order.key, put_away(t)[0], ()))
 
     def _handed_over(self, session: str, keys: list[int]) -> list[Any]:
@@ -142,6 +150,7 @@ class Group:
 
     def __init__(self, count: int, random: Random) -> None:
         self.name, self.random = "rollout", random
+        self.dies_of: int | None = None
         self.actors = [Worker(random) for _ in range(count)]
         self.every = [*self.actors]
         self.logs = [f"rollout-{i}.log" for i in range(count)]
@@ -155,6 +164,7 @@ class Group:
     def replace(self, rank: int, timeout: float) -> None:
         time.sleep(0.002)
         self.actors[rank] = Worker(self.random)
+        self.actors[rank].dies_of = self.dies_of
         self.every.append(self.actors[rank])
 
 
@@ -213,6 +223,46 @@ def test_nothing_is_lost_and_nothing_is_doubled(seed: int) -> None:
     with VirtualLoop() as loop:
         loop.run(phase())
     assert slots.use.most == 8
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_one_that_ends_its_process_every_time_fails_and_no_other_does(count: int) -> None:
+    """However many it takes along: in the end it is the only one that is suspected at its worker."""
+
+    async def phase() -> None:
+        player, group, workers, _, said = player_of(count, 10, seed=count)
+        group.dies_of = 13
+        for worker in group.actors:
+            worker.dies_of = 13
+        played = await asyncio.gather(*(player.play(PROMPT, i, f"name {i}") for i in range(60)))
+        assert [t.sample for t in played if t.status is Status.ERROR_INFRASTRUCTURE] == [13]
+        assert all(t.status is Status.COMPLETED for t in played if t.sample != 13)
+        fault = "4 processes died with it, the last one: its process died (killed, out of memory, or crashed)"
+        assert played[13].metadata["error"] == f"environment : {fault}" and played[13].away.ref.good
+        assert workers.restarts == 10 - 4, "the others go on"
+        assert sum(line.startswith("trajectory name 13 has failed: ") for line in said) == 1
+        player.close()
+        workers.close()
+
+    with VirtualLoop() as loop:
+        loop.run(phase())
+
+
+def test_what_had_just_come_to_a_worker_is_not_what_it_died_of() -> None:
+    line = Line(0, None)
+    line.begun = True
+
+    async def suspects(*deaths: int) -> list[bool]:
+        answers: list[asyncio.Future[Trajectory | None]] = [asyncio.Future() for _ in deaths]
+        line.waiting = {key: Waiting(*each) for key, each in enumerate(zip(answers, deaths, strict=True))}
+        line.orders = [Order(0, PROMPT, 0, "", False)]  # which the worker has not heard of
+        line.lose("it died")
+        lost: list[Any] = [answer.exception() for answer in answers]
+        return [one.suspect for one in lost]
+
+    assert asyncio.run(suspects(2, 0, 2, 1, 2)) == [False, False, True, False, True]
+    assert asyncio.run(suspects(0, 0, 0)) == [False, True, True]
+    assert not admitted(3, [0, 3, 2]) and admitted(3, [0, 2, 2]) and admitted(2, [2] * 7) and admitted(1, [3] * 99)
 
 
 def test_others_go_on_without_one_that_stays_away_and_the_last_one_ends_the_run() -> None:

@@ -6,10 +6,15 @@ import asyncio
 from types import SimpleNamespace
 from typing import Any
 
+from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.engines.base import Sampling
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.agent_loop import Agent, Limits
+from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.orders import EnginesNow, Order, Stopped
+from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.service import ServiceRouter
+from skyrl_mega.rollout.trajectory import Status
 from skyrl_mega.rollout.worker import KnownEngines, Session
 
 
@@ -73,3 +78,26 @@ def test_what_is_said_of_engines_before_the_newest_sync_is_old() -> None:
         return known
 
     assert asyncio.run(everything()) == [([0, 1], 3), ([0], 3), ([1], 4), ([1], 4)]
+
+
+def test_an_order_that_has_failed_is_not_played_and_has_its_prompt(characters_chat: Renderer) -> None:
+    """Its environment is not opened, which may be what ends processes."""
+    limits = Limits(100, 1000, 1000, turns=4, env_timeout_s=60.0)
+    prompt = Prompt(0, [{"role": "user", "content": "hello"}], "no such class", {"reward_spec": {}})
+    router: Any = SimpleNamespace(close=lambda: None)
+    agent = Agent(router, characters_chat, EnvironmentConfig(), limits, EnvPool(1))
+    equipment: Any = SimpleNamespace(agent=lambda *_: agent)
+    sampling: Any = None
+
+    async def everything() -> tuple[list[Any], Any]:
+        session = Session(equipment, sampling, False, EnginesNow("engine", [], [], [], 0))
+        session.play(Order(3, prompt, 1, "0/1", False, fault="4 processes died with it"))
+        news = await session.news()
+        return news, session.hand_over(3)
+
+    [played], arrays = asyncio.run(everything())
+    t = played.trajectory
+    assert (t.status, t.reward, t.turns, t.sample) == (Status.ERROR_INFRASTRUCTURE, 0.0, 0, 1)
+    assert t.metadata == {"error": "4 processes died with it"}
+    tokens = arrays.tokens.tokens.tolist()
+    assert tokens == list(agent.first(prompt.messages)) and t.prompt_length == t.length == len(tokens) > 0
