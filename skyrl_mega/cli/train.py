@@ -20,7 +20,7 @@ from skyrl_mega.config.derived import cut_sampling, generates_ahead, idle_gpus
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.unread import unread_notes
-from skyrl_mega.trainer.shutdown import ShutdownRequest, Stopped
+from skyrl_mega.trainer.shutdown import ShutdownRequest, Stopped, ended_by
 
 if TYPE_CHECKING:
     from skyrl_mega.telemetry.console import Console
@@ -115,7 +115,7 @@ def _run(args: argparse.Namespace) -> int:
     from skyrl_mega.telemetry.trackers import registry
 
     changed = resuming.changes(config)
-    with Console(as_json=args.json) as console, run_folder(config) as folder:
+    with Console(as_json=args.json, ended_by=ended_by) as console, run_folder(config) as folder:
         console.log_to(folder / "logs" / "run.log")
         if changed:
             console.say(resuming.told(changed))

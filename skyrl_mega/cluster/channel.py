@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import mmap
 import os
+import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
-_ASKED, _HEEDED = 0, 1
+_ASKED, _HEEDED, _SIGNAL = 0, 1, 2
 """Places in the shared memory."""
 
 
@@ -40,9 +41,16 @@ class Channel:
         """What the driver is asked by now."""
         return Asked(self._flags[_ASKED])
 
-    def ask(self, what: Asked) -> None:
-        """Asks the driver."""
+    def ask(self, what: Asked, number: signal.Signals) -> None:
+        """Asks the driver, for a signal that has come."""
+        self._flags[_SIGNAL] = number
         self._flags[_ASKED] = what
+
+    @property
+    def signal(self) -> str:
+        """The newest one's name; nothing before the first."""
+        number = self._flags[_SIGNAL]
+        return signal.Signals(number).name if number else ""
 
     @property
     def heeded(self) -> bool:
@@ -82,6 +90,11 @@ def join(channel: Channel) -> None:
 def asked() -> Asked:
     """What this process is asked by now."""
     return Asked.NOTHING if _own is None else _own.asked
+
+
+def signalled() -> str:
+    """The signal for which this process is `asked`; nothing where it is not."""
+    return "" if _own is None else _own.signal
 
 
 @contextmanager

@@ -95,7 +95,7 @@ class Supervisor:
             return
         if number == signal.SIGUSR1 and self.by is None and self.channel.heeded:
             self.by, self.asked_s = number.name, monotonic()
-            self.channel.ask(Asked.SOON)
+            self.channel.ask(Asked.SOON, number)
             return
         if self.deadline is not None and number != signal.SIGINT:
             return  # a scheduler tells every process of a job, and our own parent tells this one once more
@@ -103,7 +103,7 @@ class Supervisor:
         if self.deadline is None:
             self.by = number.name
         self.deadline = monotonic() + grace
-        self.channel.ask(Asked.NOW)
+        self.channel.ask(Asked.NOW, number)
 
     def _reap(self) -> None:
         """Takes note of what became of the driver, and of those that it left to this process."""

@@ -10,7 +10,7 @@ import json
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,9 +80,15 @@ class Console:
     Args:
         out: Where it writes; standard output by default.
         as_json: One JSON object a line on `out` for steps and summary, and everything for people on standard error.
+        ended_by: Names the signal that a phase has ended for by an error; nothing where it has failed.
     """
 
-    def __init__(self, out: TextIO | None = None, as_json: bool = False) -> None:
+    def __init__(
+        self,
+        out: TextIO | None = None,
+        as_json: bool = False,
+        ended_by: Callable[[BaseException], str] = lambda error: "",
+    ) -> None:
         self._json = out or sys.stdout if as_json else None
         self._out = rich.console.Console(
             file=sys.stderr if as_json else out or sys.stdout, highlight=False, markup=False
@@ -96,6 +102,7 @@ class Console:
         self._started = time.monotonic()
         self._lock = threading.RLock()
         self._stack = ExitStack()
+        self._ended_by = ended_by
 
     def log_to(self, path: Path) -> None:
         """From now on plain lines go to the file `path` too (appended)."""
@@ -109,10 +116,11 @@ class Console:
         self._enter(phase)
         try:
             yield phase
-        except BaseException:
-            self._leave(phase, completed=False)
+        except BaseException as error:
+            signal = self._ended_by(error)
+            self._leave(phase, f"ended by {signal} after" if signal else "failed after")
             raise
-        self._leave(phase, completed=True)
+        self._leave(phase, "done in")
 
     def say(self, text: str) -> None:
         """One line; what steers a terminal is written out."""
@@ -191,7 +199,7 @@ class Console:
                 of = f"/{phase.total}" if phase.total else ""
                 self._plain(f"{phase.name} {phase.done}{of}, {table.duration(phase.seconds)}")
 
-    def _leave(self, phase: Phase, completed: bool) -> None:
+    def _leave(self, phase: Phase, how: str) -> None:
         with self._lock:
             self._open.remove(phase)
             if self._progress and phase.task is not None:
@@ -199,9 +207,7 @@ class Console:
             if not self._open:
                 self._stop_live()
             if phase.seconds >= WORTH_A_LINE_S:
-                self._plain(
-                    f"{phase.name} {'done in' if completed else 'failed after'} {table.duration(phase.seconds)}"
-                )
+                self._plain(f"{phase.name} {how} {table.duration(phase.seconds)}")
 
     def _stop_live(self) -> None:
         if self._progress:

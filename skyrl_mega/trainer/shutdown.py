@@ -27,6 +27,12 @@ class GracefulStop(Stopped):
     """There is time for a checkpoint, and nothing is under way that a checkpoint would have to wait for."""
 
 
+def ended_by(error: BaseException) -> str:
+    """The signal that something has ended for, such as SIGTERM; nothing where it has failed."""
+    at_once = channel.asked() is Asked.NOW  # whatever fails from then on follows from that
+    return channel.signalled() if at_once or isinstance(error, Stopped) else ""
+
+
 class ShutdownRequest:
     """Whether the run has been asked to end.
 

@@ -136,7 +136,7 @@ def test_without_a_signal_the_exit_code_is_the_drivers(tmp_path: Path, code: int
 
 def test_a_driver_that_looks_may_finish_in_order_and_is_not_interrupted(tmp_path: Path) -> None:
     for number, asked, ends in ((signal.SIGUSR1, "SOON", 75), (signal.SIGTERM, "NOW", 0), (signal.SIGUSR1, "SOON", 0)):
-        process = start(tmp_path, f"{HEEDS}\nsys.exit({ends})")
+        process = start(tmp_path, f"{HEEDS}\nassert channel.signalled() == '{number.name}'\nsys.exit({ends})")
         process.send_signal(number)
         line = f"stopped by {number.name}; the same command goes on\n"
         finished = number == signal.SIGUSR1 and ends == 0

@@ -78,6 +78,17 @@ def test_plain_lines_where_there_is_no_terminal(tmp_path: Path, monkeypatch: pyt
     assert [line[21:] for line in log] == lines
 
 
+def test_a_phase_that_a_signal_has_ended_has_not_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "WORTH_A_LINE_S", 0.0)
+    out = io.StringIO()
+    with Console(out, ended_by=lambda error: "SIGTERM" if isinstance(error, EOFError) else "") as console:
+        for error in (EOFError, ValueError):
+            with pytest.raises(error), console.phase("generate"):
+                raise error
+    first, second = out.getvalue().splitlines()[1:]
+    assert first.startswith("generate ended by SIGTERM after ") and second.startswith("generate failed after ")
+
+
 def test_one_live_line_on_a_terminal_and_none_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:

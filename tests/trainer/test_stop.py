@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from signal import SIGTERM, SIGUSR1
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from skyrl_mega.cluster.channel import Asked
+from skyrl_mega.cluster import channel
+from skyrl_mega.cluster.channel import Asked, Channel
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.telemetry.console import Console
@@ -19,7 +21,7 @@ from skyrl_mega.telemetry.trackers.trackers import Trackers
 from skyrl_mega.trainer.checkpoints import Checkpoints
 from skyrl_mega.trainer.loop import train
 from skyrl_mega.trainer.run import Run, Step
-from skyrl_mega.trainer.shutdown import GracefulStop, ShutdownRequest, Stopped
+from skyrl_mega.trainer.shutdown import GracefulStop, ShutdownRequest, Stopped, ended_by
 from tests.trainer.unmeasured import unmeasured
 
 
@@ -121,3 +123,15 @@ def test_no_handler_of_errors_takes_a_stop_for_one() -> None:
 def test_without_a_signal_all_steps_are_done(run: FakeRun) -> None:
     train(run)
     assert steps(run) == [1, 2, 3, 4, 5, 6] and state(run)["step"] == 6
+
+
+def test_what_fails_after_a_signal_ended_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scheduler's signal may reach actors first; after one that asks to end soon, a fault is still one."""
+    own = Channel()
+    assert ended_by(ValueError()) == "", "nobody asks"
+    monkeypatch.setattr(channel, "_own", own)
+    assert ended_by(ValueError()) == ended_by(Stopped()) == "", "nobody has asked"
+    own.ask(Asked.SOON, SIGUSR1)
+    assert (ended_by(GracefulStop()), ended_by(ValueError())) == ("SIGUSR1", "")
+    own.ask(Asked.NOW, SIGTERM)
+    assert ended_by(Stopped()) == ended_by(ValueError()) == "SIGTERM"
