@@ -10,23 +10,19 @@ from pathlib import Path
 from skyrl_mega.config import allocator
 from skyrl_mega.config.derived import (
     cut_sampling,
-    engine_data,
     expert_parallel,
-    fp8_parameters,
-    fp8_weights,
     idle_gpus,
     open_at_once,
 )
 from skyrl_mega.config.environment_places import beside_driver
 from skyrl_mega.config.fp8_notes import fp8_notes
-from skyrl_mega.config.schema import Config, PolicyConfig, RolloutConfig
+from skyrl_mega.config.schema import Config, PolicyConfig
 from skyrl_mega.config.unread import unread_notes
 from skyrl_mega.models import engine
-from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.published import hub_name
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner import fit
+from skyrl_mega.planner import engine_blocks, fit
 from skyrl_mega.planner.batch import Batch, batch
 from skyrl_mega.planner.host_memory import crowded
 from skyrl_mega.planner.memory import GIB, gpu_bytes, on_cpu, policy_memory
@@ -181,24 +177,10 @@ def _helps(reliefs: list[Relief]) -> str:
     )
 
 
-def other_blocks(config: Config, d: Decoder) -> str | None:
-    """What of a worker's part is no multiple of a block, where engines that quantise what arrives then have other
-    blocks than the policy, or than the wire."""
-    rollout = config.rollout
-    same = config.weights.wire == "fp8" or config.policy.precision.recipe == "fp8_blockwise"
-    if not same or not fp8_weights(rollout) or fp8_parameters(rollout):
-        return None
-    return engine.cut_blocks(d, _cut(rollout), online=True)
-
-
-def _cut(rollout: RolloutConfig) -> EngineCut:
-    return EngineCut(rollout.tensor, expert_parallel(rollout), engine_data(rollout))
-
-
 def _of_blocks(config: Config, d: Decoder) -> Iterator[str]:
-    if (lacking := other_blocks(config, d)) is None:
+    if (lacking := engine_blocks.other(config, d)) is None:
         return
-    rollout, cut = config.rollout, _cut(config.rollout)
+    rollout, cut = config.rollout, engine_blocks.cut(config.rollout)
     better = {"rollout.tensor=": engine.whole_sizes(d, cut, online=True)}
     if not expert_parallel(rollout) and engine.cut_blocks(d, replace(cut, expert_parallel=True), online=True) is None:
         better["rollout.options.enable_expert_parallel=true with rollout.tensor="] = [rollout.tensor]

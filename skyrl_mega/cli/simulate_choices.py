@@ -12,14 +12,13 @@ from functools import reduce
 from itertools import islice
 from typing import Any
 
-from skyrl_mega.cli.dry_run_notes import other_blocks
 from skyrl_mega.cli.refusal import wrong
 from skyrl_mega.config.asynchrony_checks import corrected
 from skyrl_mega.config.derived import engine_ranks, gpus_needed
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AsynchronyConfig, Config
 from skyrl_mega.models.registry import architecture
-from skyrl_mega.planner import fit, fixes
+from skyrl_mega.planner import engine_blocks, fit, fixes
 from skyrl_mega.planner.fixes import Change
 from skyrl_mega.planner.memory import critic_dims
 
@@ -162,7 +161,7 @@ def plainer(config: Config, split: Change, tried: Sequence[Change]) -> list[Chan
 def _keeps_blocks(config: Config, change: Change, hf: Mapping[str, Any]) -> bool:
     """Whether engines have the policy's blocks of FP8, where those of the settings have."""
     d = architecture(hf).describe(hf)
-    return other_blocks(fixes.changed(config, change), d) is None or other_blocks(config, d) is not None
+    return engine_blocks.other(fixes.changed(config, change), d) is None or engine_blocks.other(config, d) is not None
 
 
 def _ranks(config: Config, engines: int, total: int, own: Change, hf: Mapping[str, Any]) -> Iterator[Change]:

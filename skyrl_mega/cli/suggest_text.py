@@ -9,8 +9,11 @@ import yaml
 
 from skyrl_mega.cli.dry_run_text import aligned
 from skyrl_mega.config.derived import expert_parallel
+from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
-from skyrl_mega.planner.memory import GIB
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner import engine_blocks
+from skyrl_mega.planner.memory import GIB, gpu_bytes
 from skyrl_mega.planner.relief import shortest
 from skyrl_mega.planner.search import TIE, Search, Suggestion
 
@@ -38,23 +41,18 @@ LETTERS = {"parameters": "p", "gradients": "g", "optimizer": "o", "engine_weight
 HOST = "host: what layers keep for the backward pass lies in host memory (policy.offload_layers)"
 
 
-def text(search: Search, d: Decoder) -> str:
-    """What a person reads, of a model's layouts."""
+def text(search: Search, given: Config, d: Decoder) -> str:
+    """What a person reads, of a model's layouts for the given settings."""
     if not search.found:
-        enough = f"{search.enough} GPUs are enough" if search.enough else "give more GPUs or shorter sequences"
-        if not search.tried and not search.enough:
-            enough = (
-                "no engine has room for the model and a sequence (rollout.concurrency, rollout.max_length), or "
-                "reference and critic leave it no GPU (reference.ranks, critic.ranks)"
-            )
-        return f"nothing fits {search.gpus} GPUs, of {search.tried:,} settings tried; {enough}"
+        return "\n".join([_nothing(search), *(f"note: {note}" for note in notes(search, given, d))])
     rows = [HEAD, *(_row(i + 1, s, room(s, d)) for i, s in enumerate(search.found[:SHOWN]))]
     cut = "" if search.complete else "; the search was cut short"
     lines = [
         f"{len(search.found):,} layouts fit {search.gpus} GPUs, of {search.tried:,} settings tried{cut}; the fastest "
         f"first, within {TIE:.0%} the least cut:",
         *aligned(rows, left=3),
-        *(["", HOST] if any(s.config.policy.offload_layers for s in search.found[:SHOWN]) else []),
+*([HOST] if any(s.config.policy.offload_layers for s in search.found[:SHOWN]) else []),
+        *(f"note: {note}" for note in notes(search, given, d)),
         "",
         "settings for the file, in place of those that it has in the same groups (--json has them as arguments):",
     ]
@@ -63,6 +61,48 @@ def text(search: Search, d: Decoder) -> str:
         lines += ["", f"# {number}", *(written if number == 1 else (f"# {line}" for line in written))]
     lines += ["", f"# 1 as arguments: {shlex.join(search.found[0].overrides)}"]
     return "\n".join(lines)
+
+
+def _nothing(search: Search) -> str:
+    """That nothing fits, what was nearest, and what is enough."""
+    instead = "more of cluster.host_memory_gib" if search.hosts else "more GPUs or shorter sequences"
+    enough = f"{search.enough} GPUs are enough" if search.enough else f"give {instead}"
+    said, near = f"nothing fits {search.gpus} GPUs, of {search.tried:,} settings tried", search.nearest
+    if search.hosts:
+        return f"{said}: some fit its GPUs and none its hosts; {search.hosts}; {enough}"
+    if near and near.lacking <= 0:
+        return f"{said}: policy and engines would, but not the critic (critic.ranks, critic.layout); {enough}"
+    if near:
+        policy, size = near.config.policy, gpu_bytes(near.config) / GIB
+        return (
+            f"{said}; the nearest ({_layout(near.parallel)}, policy.recompute={policy.recompute}, "
+            f"policy.micro_tokens={policy.micro_tokens}) lacks {near.lacking / GIB:.1f} GiB of a GPU's {size:.1f}; "
+            f"{enough}"
+        )
+    if not search.enough:
+        enough = (
+            "no engine has room for the model and a sequence (rollout.concurrency, rollout.max_length), or "
+            "reference and critic leave it no GPU (reference.ranks, critic.ranks)"
+        )
+    return f"{said}; {enough}"
+
+
+def notes(search: Search, given: Config, d: Decoder) -> list[str]:
+    """What of the given settings no layout has, and what the dry run notes of engines of layouts in the table."""
+    found = []
+    policy = given.policy
+    if policy.optimizer.streamed and policy.precision.parameters == "fp8":
+        found.append(
+            "policy.optimizer.streamed=true was left out: it does not go with policy.precision.parameters=fp8; "
+            "policy.precision.parameters=model allows it"
+        )
+    shown = search.found[:SHOWN]
+    if other := [i + 1 for i, s in enumerate(shown) if engine_blocks.other(s.config, d) is not None]:
+        found.append(
+            f"engines of {', '.join(map(str, other))} have other blocks of FP8 than policy and wire, and round "
+            "otherwise (mismatch/*): no engine on so many GPUs has the same; the dry run of such a layout says more"
+        )
+    return found
 
 
 def _tree(settings: dict[str, Any]) -> dict[str, Any]:
@@ -83,13 +123,16 @@ def room(s: Suggestion, d: Decoder) -> str:
     return "" if short is None else "tight" if short.left < 0 else "close"
 
 
-def values(search: Search, d: Decoder) -> dict[str, Any]:
-    """Everything found, as plain values. Bytes and seconds; room, of those that the table shows."""
+def values(search: Search, given: Config, d: Decoder) -> dict[str, Any]:
+    """Everything found for the given settings, as plain values. Bytes and seconds; room, of those that the table
+    shows; `why`, where nothing fits."""
     return {
         "gpus": search.gpus,
         "tried": search.tried,
         "complete": search.complete,
         "enough": search.enough,
+        "why": None if search.found else _nothing(search),
+        "notes": notes(search, given, d),
         "found": [
             {"overrides": s.overrides, "peak": s.peak, "kv_tokens": s.kv_tokens, "seconds": s.seconds}
             | ({"room": room(s, d)} if i < SHOWN else {})
@@ -103,7 +146,7 @@ def _row(number: int, s: Suggestion, room: str) -> tuple[str, ...]:
     return (
         str(number),
         str(policy.ranks),
-        _layout(s),
+        _layout(s.parallel),
         str(policy.micro_tokens),
         policy.recompute + " host" * (policy.offload_layers > 0),
         f"{rollout.engines} × TP{rollout.tensor}{' EP' * expert_parallel(rollout)}",
@@ -124,8 +167,7 @@ def _keep(s: Suggestion) -> str:
     return ("".join(LETTERS[part] for part in keep if part in LETTERS) or "none") + streamed
 
 
-def _layout(s: Suggestion) -> str:
-    p = s.parallel
+def _layout(p: ParallelDims) -> str:
     sizes = {"TP": p.tensor, "PP": p.pipeline, "VPP": p.virtual_pipeline, "CP": p.context, "EP": p.expert}
     sizes |= {"ETP": p.expert_tensor, "DP": p.data}
     return " ".join(f"{name}{size}" for name, size in sizes.items() if size > 1) or "alone"

@@ -226,7 +226,7 @@ def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
     hf, _ = inputs.planned_inputs(config)
     found = refusal.unrefused(search.search(config, hf, int(gpus) if gpus else None), hf)
     d = architecture(hf).describe(hf)
-    print(json.dumps(suggest_text.values(found, d)) if as_json else suggest_text.text(found, d))
+    print(json.dumps(suggest_text.values(found, config, d)) if as_json else suggest_text.text(found, config, d))
     return DONE if found.found else WRONG_INPUT
 
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from skyrl_mega.cluster.place import place
-from skyrl_mega.config.derived import expert_parallel, length_limit
+from skyrl_mega.config.derived import expert_parallel, fp8_parameters, length_limit
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.residency import CRITIC, POLICY, resident
 from skyrl_mega.config.schema import Config, RolloutConfig
 from skyrl_mega.models import engine
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner import engine_blocks
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.memory import engine_memory, gpu_bytes, policy_memory
 from skyrl_mega.planner.processes import EngineMemory
@@ -90,7 +91,8 @@ class Ranks:
 
 
 def engines(config: Config, d: Decoder, workers: int) -> list[Engine]:
-    """Every cut of engines over so many GPUs that can hold the model and a sequence."""
+    """Every cut of engines over so many GPUs that can hold the model and a sequence; where some have the policy's
+    blocks of FP8, only these."""
     rollout = config.rollout
     dealt = [{}, {"enable_expert_parallel": True}] if d.experts and not expert_parallel(rollout) else [{}]
     found = []
@@ -100,13 +102,16 @@ def engines(config: Config, d: Decoder, workers: int) -> list[Engine]:
             made = _engine(replace(config, rollout=cut), d)
             if made and place(made.config).nodes <= config.cluster.nodes:
                 found.append(made)
-    return found
+    return [made for made in found if engine_blocks.other(made.config, d) is None] or found
 
 
 def _engine(config: Config, d: Decoder) -> Engine | None:
     """With every share that holds the model and a sequence; None where there is none."""
+    cut = config.rollout.tensor, expert_parallel(config.rollout)
     try:
-        engine.check(d, config.rollout.tensor)
+        engine.check(d, *cut)
+        if fp8_parameters(config.rollout):
+            engine.check_blocks(d, *cut)
     except UserError:
         return None
     made, shared = batch(config, ParallelDims()), config.cluster.shared
@@ -148,14 +153,35 @@ def _keeps(config: Config) -> list[list[str] | None]:
 def _largest(e: Engine, keep: list[str] | None, policy: dict[str, int], size: int) -> Pair | None:
     """With the largest share that fits beside the policy in every phase."""
     room = size
-    for phase, taken in policy.items():
-        here = resident(phase, keep)
-        taken += e.memory.staged * (phase == "sync")
-        if "kv_cache" in here:
-            room = min(room, size - taken - e.memory.beside)
-        elif taken + e.memory.beside + e.memory.reserve + e.memory.weights * ("engine_weights" in here) > size:
+    for in_cache, taken in _beside(e, keep, policy):
+        if in_cache:
+            room = min(room, size - taken)
+        elif taken > size:
             return None
     for fraction, tokens, seconds in e.choices:
         if int(fraction * size) <= room:
             return Pair(e, keep, fraction, tokens, seconds)
     return None
+
+
+def _beside(e: Engine, keep: list[str] | None, policy: dict[str, int]) -> Iterator[tuple[bool, int]]:
+    """Phase by phase, whether an engine has its cache, and the bytes of both; with it, without the engine's share."""
+    for phase, taken in policy.items():
+        here = resident(phase, keep)
+        taken += e.memory.staged * (phase == "sync") + e.memory.beside
+        in_cache = "kv_cache" in here
+        asleep = e.memory.reserve + e.memory.weights * ("engine_weights" in here)
+        yield in_cache, taken + asleep * (not in_cache)
+
+
+def lacking(config: Config, ranks: Ranks, chosen: list[Engine]) -> int:
+    """Bytes that a GPU lacks with the engines and the choice of what stays that need least; 0 or less where all fit."""
+    if not config.cluster.shared:
+        return ranks.peak(config.residency.keep) - ranks.size
+    found = []
+    for keep in _keeps(config):
+        policy = {phase: ranks.most(phase, keep) for phase in SHARED_PHASES}
+        for e in chosen:
+            share = int(e.choices[-1][0] * ranks.size)
+            found.append(max(taken + share * in_cache for in_cache, taken in _beside(e, keep, policy)))
+    return min(found) - ranks.size

@@ -36,7 +36,7 @@ from skyrl_mega.planner.fit import host_problem, parallel_of
 from skyrl_mega.planner.memory import critic_dims, critic_memory, on_cpu
 from skyrl_mega.planner.micro_tokens import MICRO_TOKENS
 from skyrl_mega.planner.moves import residency_time
-from skyrl_mega.planner.pairs import Engine, Ranks, engines, pairs
+from skyrl_mega.planner.pairs import Engine, Ranks, engines, lacking, pairs
 from skyrl_mega.planner.shared import stages
 from skyrl_mega.planner.times import elsewhere
 
@@ -85,7 +85,7 @@ class Suggestion:
             "rollout.tensor": c.rollout.tensor,
             "rollout.memory_fraction": c.rollout.memory_fraction,
             **({"rollout.options.enable_expert_parallel": True} if expert_parallel(c.rollout) else {}),
-            **({"residency.keep": c.residency.keep} if c.cluster.shared else {}),
+            "residency.keep": c.residency.keep,
         }
 
     @property
@@ -102,6 +102,18 @@ class Suggestion:
 
 
 @dataclass(frozen=True)
+class Tried:
+    """A policy's settings beside all engines."""
+
+    parallel: ParallelDims
+    config: Config
+    found: list[Suggestion]
+    """Those that fit."""
+    lacking: int
+    """Bytes of a GPU that are lacking where none fits: of the critic's alone where this is 0 or less."""
+
+
+@dataclass(frozen=True)
 class Search:
     """What came of it."""
 
@@ -114,6 +126,10 @@ class Search:
     """Whether the time was enough for all of them."""
     enough: int | None = None
     """Where nothing was found, more GPUs that something fits."""
+    nearest: Tried | None = None
+    """Where nothing fits the GPUs, what lacks least."""
+    hosts: str | None = None
+    """Where all that fits the GPUs lacks memory of hosts, what is said of the fastest."""
 
 
 def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Search:
@@ -137,18 +153,24 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
         config = replace(config, policy=replace(config.policy, micro_tokens=MICRO_TOKENS[0]))
     if config.critic.layout and config.critic.ranks:
         _critic(config, d)  # nothing of it is searched
+    if not config.cluster.shared:  # nothing takes turns on GPUs of its own
+        config = replace(config, residency=replace(config.residency, keep=None))
     end = time.process_time() + SECONDS
-    tried, made = 0, dict[ParallelDims, list[Suggestion]]()
-    for suggestions in _tries(config, d, gpus, end):
-        tried += 1
-        for suggestion in suggestions:
-            made.setdefault(suggestion.parallel, []).append(suggestion)
+    every = list(_tries(config, d, gpus, end))
     complete = time.process_time() < end
+    made = dict[ParallelDims, list[Suggestion]]()
+    for suggestion in (s for tried in every for s in tried.found):
+        made.setdefault(suggestion.parallel, []).append(suggestion)
     found = [best for of_layout in made.values() if (best := _first_with_room(of_layout, d))]
-    larger = [-(-gpus * quarters // (4 * node)) * node for quarters in MORE] if not found else []
+    if found:
+        return Search(gpus, len(every), tuple(ordered(found)), complete)
+    larger = [-(-gpus * quarters // (4 * node)) * node for quarters in MORE]
     end = time.process_time() + SECONDS / 4
-    enough = next((n for n in larger if any(_tries(config, d, n, end))), None)
-    return Search(gpus, tried, tuple(ordered(found)), complete, enough)
+    enough = next((n for n in larger if any(_first_with_room(t.found, d) for t in _tries(config, d, n, end))), None)
+    fits = [s for of_layout in made.values() for s in of_layout]
+    hosts = _host_problem(min(fits, key=lambda s: s.seconds), d) if fits else None
+    nearest = None if fits else min(every, key=lambda tried: tried.lacking, default=None)
+    return Search(gpus, len(every), (), complete, enough=enough, nearest=nearest, hosts=hosts)
 
 
 def ordered(found: Iterable[Suggestion]) -> Iterator[Suggestion]:
@@ -164,13 +186,18 @@ def ordered(found: Iterable[Suggestion]) -> Iterator[Suggestion]:
 def _first_with_room(made: list[Suggestion], d: Decoder) -> Suggestion | None:
     """The fastest for which hosts have memory; of those that take the same time, the one that moves least."""
     for suggestion in sorted(made, key=lambda s: (round(s.seconds, 1), s.cuts, -len(kept(s.config.residency.keep)))):
-        _, reference = parallel_of(suggestion.config)
-        if host_problem(suggestion.config, d, suggestion.parallel, reference) is None:
+        if _host_problem(suggestion, d) is None:
             return suggestion
     return None
 
 
-def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[list[Suggestion]]:
+def _host_problem(suggestion: Suggestion, d: Decoder) -> str | None:
+    """What is said of hosts that have no memory for it."""
+    _, reference = parallel_of(suggestion.config)
+    return host_problem(suggestion.config, d, suggestion.parallel, reference)
+
+
+def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[Tried]:
     """Everything that is tried, until the time is up, with what fits of it: for each choice of what stays in memory,
     the engines that generate fastest."""
     config = replace(config, cluster=replace(config.cluster, nodes=-(-gpus // config.cluster.gpus_per_node)))
@@ -188,14 +215,14 @@ def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[list[S
                     if time.process_time() > end:
                         return
                     given = replace(given, micro_tokens=tokens)
-                    found = _measure(replace(config, policy=given), d, parallel, chosen)
-                    if not found and not given.optimizer.streamed and policy.precision.parameters == "model":
+                    tried = _measure(replace(config, policy=given), d, parallel, chosen)
+                    if not tried.found and not given.optimizer.streamed and policy.precision.parameters == "model":
                         # Slower, so only where nothing fits without; nor does then a larger micro-batch. Parameters in
                         # FP8 are rounded from master weights that are all there.
                         given = replace(given, optimizer=replace(given.optimizer, streamed=True))
-                        found = _measure(replace(config, policy=given), d, parallel, chosen)
-                    yield found
-                    if not found:
+                        tried = _measure(replace(config, policy=given), d, parallel, chosen)
+                    yield tried
+                    if not tried.found:
                         break  # a larger micro-batch takes more memory
 
 
@@ -219,12 +246,12 @@ def _kinds(config: Config) -> list[str]:
     return [kind for kind in RECOMPUTE if kind not in without]
 
 
-def _measure(config: Config, d: Decoder, parallel: ParallelDims, chosen: list[Engine]) -> list[Suggestion]:
+def _measure(config: Config, d: Decoder, parallel: ParallelDims, chosen: list[Engine]) -> Tried:
     """A policy's settings with the engines that fit beside it."""
     ranks = Ranks(config, d, parallel)
     found = list(pairs(config, ranks, chosen))
     if not found or not _critic_fits(config, d, ranks.size):
-        return []
+        return Tried(parallel, config, [], lacking(config, ranks, chosen))
     seconds = elsewhere(config, d, parallel)
     made = []
     for pair in found:
@@ -233,7 +260,7 @@ def _measure(config: Config, d: Decoder, parallel: ParallelDims, chosen: list[En
         moving = residency_time(settings, d, parallel) if pair.keep is not None else 0.0
         total = seconds + pair.seconds + moving
         made.append(Suggestion(parallel, settings, ranks.peak(pair.keep), pair.tokens, total))
-    return made
+    return Tried(parallel, config, made, 0)
 
 
 def _critic_fits(config: Config, d: Decoder, room: int) -> bool:

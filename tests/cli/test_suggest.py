@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from random import Random
@@ -170,3 +171,78 @@ def test_settings_that_no_layout_mends_are_refused(
     monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 2)
     assert main(["--config", "configs/searchr1_30b.yaml", *given, "--suggest"]) == 2
     assert line in capsys.readouterr().err
+
+
+SERVED = ["policy.precision.recipe=fp8_blockwise", "weights.wire=fp8", "rollout.options.quantization=fp8_per_block"]
+
+
+def test_engines_have_the_blocks_of_the_policy_where_some_have(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of Qwen3-4B an engine over eight GPUs, the fastest, has parts that are no multiple of a block."""
+    monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 4)
+    for given, sizes in (([], {8}), (SERVED, {4})):
+        assert main(["--config", "configs/dapo_4b.yaml", *given, "--suggest", "--json"]) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert {f"rollout.tensor={size}" for size in sizes} == {
+            text for s in found["found"] for text in s["overrides"] if text.startswith("rollout.tensor=")
+        }
+        assert found["notes"] == []
+
+
+def test_engines_with_other_blocks_are_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 2)
+    monkeypatch.setattr("skyrl_mega.planner.engine_blocks.other", lambda config, d: "96 columns")
+    assert main(["--config", "configs/dapo_4b.yaml", *SERVED, "--suggest"]) == 0
+    assert "\nnote: engines of 1, 2, " in capsys.readouterr().out
+
+
+def test_a_streamed_optimizer_that_parameters_in_fp8_do_not_take_is_told_of(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 2)
+    given = ["policy.optimizer.streamed=true", "weights.wire=fp8", "policy.precision.recipe=fp8_blockwise"]
+    for parameters, told in (("model", 0), ("fp8", 1)):
+        each = [*given, f"policy.precision.parameters={parameters}"]
+        assert main(["--config", "configs/searchr1_30b.yaml", *each, "--suggest"]) == 0
+        assert capsys.readouterr().out.count("\nnote: policy.optimizer.streamed=true was left out: ") == told
+
+
+def test_nothing_takes_turns_on_gpus_of_its_own(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 4)
+    file, apart = "configs/searchr1_30b.yaml", ["cluster.shared=false", "residency.keep=[]"]
+    assert main(["--config", file, *apart, "--suggest", "--json"]) == 0
+    (first, *_) = json.loads(capsys.readouterr().out)["found"]
+    assert "residency.keep=null" in first["overrides"]
+    assert not any("takes turns" in note for note in noted(compose(Path(file), [*apart, *first["overrides"]])))
+
+
+@pytest.mark.parametrize(
+    ("given", "gpus", "why"),
+    [
+        (
+            [],
+            "2",
+            r"the nearest \(PP2, .*, policy.micro_tokens=4096\) lacks 71.1 GiB of a GPU's 79.1; 8 GPUs are enough",
+        ),
+        (["cluster.shared=false"], "2", r"the nearest \(.*\) lacks [\d.]+ GiB of a GPU's 79.1; 8 GPUs"),
+        (
+            ["cluster.host_memory_gib=50"],
+            "32",
+            r"none its hosts; cluster.host_memory_gib = 50: node 0 needs about .*; give more of cluster.host",
+        ),
+    ],
+    ids=["shared", "apart", "hosts"],
+)
+def test_where_nothing_fits_it_says_why(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, given: list[str], gpus: str, why: str
+) -> None:
+    monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 8)
+    assert main(["--config", "configs/searchr1_30b.yaml", *given, "--suggest", gpus]) == 2
+    out = capsys.readouterr().out
+    assert re.search(why, out), out
+    assert out.count("\n") == 1
