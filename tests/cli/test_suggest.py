@@ -181,8 +181,8 @@ def test_engines_have_the_blocks_of_the_policy_where_some_have(
 ) -> None:
     """Of Qwen3-4B an engine over eight GPUs, the fastest, has parts that are no multiple of a block."""
     monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 4)
-    for given, sizes in (([], {8}), (SERVED, {4})):
-        assert main(["--config", "configs/dapo_4b.yaml", *given, "--suggest", "--json"]) == 0
+    for settings, sizes in (([], {8}), (SERVED, {4})):
+        assert main(["--config", "configs/dapo_4b.yaml", *settings, "--suggest", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert {f"rollout.tensor={size}" for size in sizes} == {
             text for s in found["found"] for text in s["overrides"] if text.startswith("rollout.tensor=")
