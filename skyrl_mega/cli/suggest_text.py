@@ -51,7 +51,7 @@ def text(search: Search, given: Config, d: Decoder) -> str:
         f"{len(search.found):,} layouts fit {search.gpus} GPUs, of {search.tried:,} settings tried{cut}; the fastest "
         f"first, within {TIE:.0%} the least cut:",
         *aligned(rows, left=3),
-*([HOST] if any(s.config.policy.offload_layers for s in search.found[:SHOWN]) else []),
+        *([HOST] if any(s.config.policy.offload_layers for s in search.found[:SHOWN]) else []),
         *(f"note: {note}" for note in notes(search, given, d)),
         "",
         "settings for the file, in place of those that it has in the same groups (--json has them as arguments):",

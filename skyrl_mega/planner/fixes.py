@@ -17,6 +17,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys as schema
 from skyrl_mega.config.residency import PARTS
 from skyrl_mega.config.schema import Config
+from skyrl_mega.planner.micro_tokens import MICRO_TOKENS
 
 Verdict = Callable[[Config], UserError | None]
 """What is wrong with settings, or None."""
@@ -75,6 +76,13 @@ def _lower(value: Any) -> Iterable[Any]:
     return [] if value is None else [type(value)(value / 2**k) for k in range(1, 9) if value / 2**k >= 1]
 
 
+def _micro_tokens(value: Any) -> Iterable[Any]:
+    """Halves; of what is above all that a search tries, those that it tries, the most first."""
+    if value is None or value <= MICRO_TOKENS[-1]:
+        return _lower(value)
+    return [*reversed(MICRO_TOKENS), *_lower(MICRO_TOKENS[0])]
+
+
 def _higher(value: Any) -> Iterable[Any]:
     return [value * 2**k for k in range(1, 9)]
 
@@ -114,7 +122,7 @@ ONLY_NAMED = (
 NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     "policy.recompute": lambda value: [] if value == "full" else ["full"],
     "policy.offload_layers": lambda value: [0] if value else [],
-    "policy.micro_tokens": _lower,
+    "policy.micro_tokens": _micro_tokens,
     "policy.optimizer.streamed": lambda value: [] if value else [True],
     "critic.optimizer.streamed": lambda value: [] if value else [True],
     "policy.precision.parameters": lambda value: [] if value == "fp8" else ["fp8"],
@@ -228,7 +236,7 @@ def _changes(config: Config, keys: tuple[str, ...]) -> Iterator[Change]:
             first = [value]
         values = [*first, *NEAR[key](value)]
         if len(keys) > 1:
-            values = [v for v in values if _doubled(v, value)]
+            values = [v for v in values if key == "policy.micro_tokens" or _doubled(v, value)]
         options.append([(key, value) for value in values])
     if len(keys) == 1:
         yield from ((one,) for one in options[0])

@@ -20,6 +20,7 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
     # ---- memory of a GPU
     ("experts on every rank", "policy.layout.expert=1", ["rank 0 needs about", "at least", "policy.layout.expert=4"]),
     ("long rows without recomputation", "policy.recompute=none policy.micro_tokens=65536", ["activations"]),
+    ("rows that nobody has", "policy.micro_tokens=1000000000", ["activations", "work: policy.micro_tokens=65536"]),
     (
         "logits of a whole row",
         "policy.head=chunked policy.logit_chunk=65536 policy.micro_tokens=65536",
