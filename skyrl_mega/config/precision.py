@@ -67,7 +67,7 @@ def check_precision(c: Config) -> None:
             if getattr(p, name):
                 raise UserError(
                     f"policy.precision.{name} = {getattr(p, name)}: with policy.precision.recipe=model all layers "
-                    "compute in model.dtype; give 0, or an FP8 recipe"
+                    f"compute in model.dtype; give 0, or one of policy.precision.recipe={', '.join(RECIPES)}"
                 )
     if p.recipe == "fp8_delayed" and (p.first_layers or p.last_layers):
         name = "first_layers" if p.first_layers else "last_layers"
@@ -176,7 +176,7 @@ def check_layers(precision: PrecisionConfig, layers: int, pipeline: int) -> None
     """Some layer computes in FP8, and megatron-core takes so many others.
 
     Args:
-        precision: `policy.precision`.
+        precision: `policy.precision`, with an FP8 recipe.
         layers: Of the model.
         pipeline: Stages.
 
@@ -191,9 +191,9 @@ def check_layers(precision: PrecisionConfig, layers: int, pipeline: int) -> None
                 f"pipeline stage, {layers} // {pipeline} = {most}, and one layer is to be left; give at most "
                 f"{min(most, layers - 1)}"
             )
-    if precision.recipe != "model" and precision.first_layers + precision.last_layers >= layers:
+    if precision.first_layers + precision.last_layers >= layers:
         raise UserError(
-            f"policy.precision.first_layers = {precision.first_layers} and last_layers = {precision.last_layers}: no "
-            f"layer of the model's {layers} is left for {precision.recipe}; give fewer, or "
-            "policy.precision.recipe=model"
+            f"policy.precision.first_layers = {precision.first_layers} and last_layers = {precision.last_layers}: all "
+            f"of the model's {layers} layers would compute in model.dtype, and none in {precision.recipe}; give "
+            f"{layers - 1} together at most, or policy.precision.recipe=model with neither of them"
         )

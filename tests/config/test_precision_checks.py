@@ -157,5 +157,7 @@ def test_more_layers_than_a_stage_has_are_refused() -> None:
         match=r"^policy\.precision\.first_layers = 3: .* 4 // 2 = 2, and one layer is to be left; give at most 2",
     ):
         widths("mxfp8", {}, first=3, pipeline=2)
-    with pytest.raises(UserError, match=r"^policy\.precision\.first_layers = 4 and last_layers = 0: no layer"):
+    with pytest.raises(
+        UserError, match=r"^policy\.precision\.first_layers = 4 and last_layers = 0: all .*; give 3 together"
+    ):
         widths("mxfp8", {}, first=4)
