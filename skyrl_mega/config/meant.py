@@ -16,6 +16,11 @@ _OFFLOAD = "policy.offload_layers has what so many layers keep in host memory (d
 
 _HOST = "policy.optimizer.streamed=true has the optimizer's state in host memory (docs/residency.md)"
 
+_TIMES = (
+    "rollout.env_timeout_s bounds one step of an environment, and rollout.trajectory_timeout_s a whole trajectory "
+    "(docs/environments.md)"
+)
+
 
 def _optimizer(group: str) -> dict[str, str]:
     """megatron-core's own names where its settings here are looked for."""
@@ -66,6 +71,12 @@ MEANT: Mapping[str, str] = {
     "policy.cpu_offloading": _OFFLOAD,
     "policy.cpu_offloading_num_layers": _OFFLOAD,
     "residency.activations": _OFFLOAD,
+    **{
+        f"{group}.{name}": _TIMES
+        for group in ("environment", "rollout")
+        for name in ("deadline", "deadline_s", "time_limit", "time_limit_s", "timeout", "timeout_s")
+    },
+    **{f"environment.{name}": _TIMES for name in ("env_timeout_s", "step_timeout_s", "trajectory_timeout_s")},
     "residency.enabled": "residency.keep lists what stays: [] has all take turns, null none",
     "residency.offload": "residency.keep lists what stays: [] has all take turns, null none",
 }

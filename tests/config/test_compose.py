@@ -91,6 +91,8 @@ def test_values_of_every_kind(folder: Path) -> None:
     [
         ("policy.layout.tensr=2", "policy.layout.tensr = 2 is not known here; did you mean policy.layout.tensor?"),
         ("policy.tensor=2", "policy.tensor = 2 is not known here; did you mean policy.layout.tensor?"),
+        ("environment.deadline=30", "environment.deadline = 30 is not known here; rollout.env_timeout_s bounds one"),
+        ("rollout.timeout_s=30", "and rollout.trajectory_timeout_s a whole trajectory (docs/environments.md)"),
         ("polcy.ranks=2", "did you mean policy.ranks? allowed in a configuration: run, cluster, model"),
         ("policy.layout.tensor=two", "policy.layout.tensor = two: allowed is a whole number of at least 1"),
         ("policy.layout.tensor=2.5", "policy.layout.tensor = 2.5: allowed is a whole number of at least 1"),
