@@ -95,8 +95,8 @@ def _of_policy(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[T
     for kind in ("selective", "moe", "full"):
         away = 0 if kind == "full" else policy.offload_layers
         yield f"policy.recompute={kind}", replace(config, policy=replace(policy, recompute=kind, offload_layers=away))
-    layers = max(parallel.stage_sizes(d.layers))
-    yield f"policy.offload_layers={layers}", replace(config, policy=replace(policy, offload_layers=layers))
+    half = max(1, max(parallel.stage_sizes(d.layers)) // 2)  # whose copies have the time of two layers each
+    yield f"policy.offload_layers={half}", replace(config, policy=replace(policy, offload_layers=half))
     fewer = max(1, micro_tokens(policy) // 2)
     yield f"policy.micro_tokens={fewer}", replace(config, policy=replace(policy, micro_tokens=fewer))
     optimizer = replace(policy.optimizer, streamed=True)

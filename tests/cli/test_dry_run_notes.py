@@ -77,8 +77,8 @@ def test_what_is_said_to_give_room_gives_so_much(
 
 
 FULL, MOE, SELECTIVE = (f"policy.recompute={kind}" for kind in ("full", "moe", "selective"))
-STREAMED = "policy.optimizer.streamed=true"
-LONG = [FULL, MOE, STREAMED, SELECTIVE]
+HALF, STREAMED = "policy.offload_layers=24", "policy.optimizer.streamed=true"
+LONG = [FULL, MOE, HALF, STREAMED, SELECTIVE]
 
 
 def test_an_optimizer_that_need_not_be_streamed_is_told_of(file: Path) -> None:
@@ -101,7 +101,7 @@ def test_what_hosts_have_no_memory_for_is_not_offered(file: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "offered"),
     [
-        ([], [FULL, MOE, "policy.micro_tokens=7000", STREAMED, SELECTIVE]),
+        ([], [FULL, MOE, HALF, "policy.micro_tokens=7000", STREAMED, SELECTIVE]),
         # The longest sequence has a micro-batch of its own, however few tokens one is to have.
         (["rollout.max_response_tokens=12000", "policy.micro_tokens=8192"], LONG),
     ],
