@@ -116,9 +116,10 @@ def _compare(config: Config, as_it_is: Choice, stage: _Stage) -> Comparison:
     """
     splits = simulate_choices.splits(config, stage.hf)
     if not splits:
+        why = simulate_choices.refused(config, stage.hf)
         raise UserError(
             f"cluster.nodes = {config.cluster.nodes}: no split of its GPUs into policy and engines fits; give more "
-            "nodes, or see what --suggest finds"
+            "nodes, or see what --suggest finds" + (f"; {why}" if why else "")
         )
     first = stage.row(as_it_is)
     shared = simulate_choices.on_shared(config, stage.hf) if config.cluster.shared else []

@@ -97,6 +97,20 @@ def splits(config: Config, hf: Mapping[str, Any]) -> list[Change]:
     return []
 
 
+def refused(config: Config, hf: Mapping[str, Any]) -> str:
+    """Why one of the splits does not fit, of engines on half of the GPUs; nothing where that one does."""
+    total = config.cluster.nodes * config.cluster.gpus_per_node
+    engines = max(1, total // 2 // engine_ranks(config.rollout))
+    for ranks in range(total, 0, -1):
+        split = _split(ranks, engines)
+        changed = fixes.changed(config, split)
+        if gpus_needed(changed) <= total and _divides(changed):
+            found = choice(config, split, "off", 0, hf)
+            said = f"with policy.ranks={ranks} and rollout.engines={engines} {found}"
+            return said if isinstance(found, UserError) else ""
+    return "an engine leaves policy, reference and critic no GPUs over which their layouts can be"
+
+
 def _fewer_experts(config: Config) -> list[Change]:
     """Expert parallelism by halves, which fewer ranks can have."""
     found: list[Change] = []

@@ -359,3 +359,22 @@ def test_a_node_of_eight_is_split_with_fewer_ranks_for_experts_and_a_streamed_op
     found = [dict(split) for split in simulate_choices.splits(config, hf)]
     assert found and all(split["policy.layout.expert"] < 8 and split["policy.optimizer.streamed"] for split in found)
     assert all(gpus_needed(changed(config, tuple(split.items()))) <= 8 for split in found)
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (["cluster.gpus_per_node=1", "policy.ranks=1", "rollout.engines=1"], "an engine leaves policy, reference and"),
+        (
+            ["cluster.gpu_memory_gib=48.2", "rollout.memory_fraction=0.5", "residency.keep=[]"],
+            "with policy.ranks=4 and rollout.engines=4 policy: rank 0 needs about",
+        ),
+    ],
+)
+def test_where_no_split_fits_one_is_named_with_the_reason(
+    capsys: pytest.CaptureFixture[str], given: list[str], why: str
+) -> None:
+    common = ["rollout.tensor=1", "policy.layout.tensor=1", "cluster.host_memory_gib=null"]
+    assert main(["--config", "configs/searchr1_3b.yaml", "--simulate", *common, *given]) == 2
+    error = capsys.readouterr().err
+    assert f"fits; give more nodes, or see what --suggest finds; {why}" in error, error
