@@ -33,6 +33,7 @@ from skyrl_mega.rollout.orders import (
     Played,
     Stopped,
 )
+from skyrl_mega.rollout.suspects import Death, Record
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.timeline import Taken
@@ -49,16 +50,11 @@ END_S = 60.0
 
 
 class _Lost(Exception):
-    """A worker died: its orders are for another.
+    """A worker died: its orders are for another."""
 
-    Args:
-        cause: Of its death.
-        suspect: Whether the order may have been what it died of.
-    """
-
-    def __init__(self, cause: str = "", suspect: bool = False) -> None:
-        super().__init__(cause)
-        self.cause, self.suspect = cause, suspect
+    def __init__(self, death: Death) -> None:
+        super().__init__(death.cause)
+        self.death = death
 
 
 @dataclass
@@ -93,13 +89,15 @@ class Line:
             _raise(one.answer, error)
         self.waiting.clear()
 
-    def lose(self, cause: str) -> None:
-        """The worker has died. Those that it had open under which the most had died before may be what it died of."""
-        unsent = {order.key for order in self.orders}
-        there = {key: one.deaths for key, one in self.waiting.items() if self.begun and key not in unsent}
-        most = max(there.values(), default=0)
+    def heard(self) -> set[int]:
+        """Keys of orders that the worker knows of."""
+        return self.waiting.keys() - {order.key for order in self.orders} if self.begun else set()
+
+    def lose(self, cause: str, *, alone: bool) -> None:
+        """The worker has died, with one trajectory `alone` or with those that it had heard of."""
+        heard = self.heard()
         for key, one in self.waiting.items():
-            _raise(one.answer, _Lost(cause, there.get(key) == most))
+            _raise(one.answer, _Lost(Death(cause, key in heard, alone and key in heard)))
         self.waiting.clear()
 
 
@@ -145,6 +143,8 @@ class PlayerElsewhere:
         self._sending = False
         self._error: ActorFailed | None = None
         """Why nothing can be played any more."""
+        self._suspected: set[str] = set()
+        """Names of trajectories that are played apart."""
 
     async def play(self, prompt: Prompt, sample: int, name: str) -> Trajectory:
         """Has a trajectory opened, played to its end and closed.
@@ -153,24 +153,36 @@ class PlayerElsewhere:
             NobodyServes: No engine is left.
             ActorFailed: An engine refused a request, or no worker is left and none comes back.
         """
-        deaths, fault = 0, ""
-        while True:
-            line = await self._line(deaths)
-            said = self._said.get(name, ())
-            order = Order(next(self._keys), prompt, sample, name, self.spans() is not None, said, fault=fault)
-            try:
-                trajectory = await self._carried_out(line, order, deaths)
-            except _Lost as lost:
-                deaths += lost.suspect
-                if deaths == len(suspects.SHARE):
-                    fault = (
-                        f"environment {prompt.env_class}: {deaths} processes died with it, the last one: {lost.cause}"
-                    )
-                    self.workers.say(f"trajectory {name} has failed: {fault}")
-                    deaths = 0
-                continue
-            trajectory.prompt = prompt
-            return trajectory
+        record, fault = Record(), ""
+        try:
+            while True:
+                if prompt.uid in self.workers.guilty and not fault:
+                    record.suspect()
+                line = await self._line(name, record)
+                said = self._said.get(name, ())
+                order = Order(next(self._keys), prompt, sample, name, self.spans() is not None, said, fault=fault)
+                try:
+                    trajectory = await self._carried_out(line, order, record.deaths)
+                except _Lost as lost:
+                    record.add(lost.death)
+                    if record.failed:
+                        fault = self._fault(prompt, name, record, lost.death.cause)
+                        record = Record()
+                    continue
+                trajectory.prompt = prompt
+                return trajectory
+        finally:
+            self._suspected.discard(name)
+
+    def _fault(self, prompt: Prompt, name: str, record: Record, cause: str) -> str:
+        """Why a trajectory has failed that workers died of."""
+        self.workers.guilty.add(prompt.uid)
+        fault = (
+            f"environment {prompt.env_class}: {record.deaths} processes died with it, the last {record.alone} with "
+            f"nothing else, the last one: {cause}"
+        )
+        self.workers.say(f"trajectory {name} has failed: {fault}")
+        return fault
 
     def expect(self, players: int) -> None:
         """Nobody waits for the others."""
@@ -229,17 +241,20 @@ class PlayerElsewhere:
         """It has ended."""
         self._said.pop(trajectory, None)
 
-    async def _line(self, deaths: int) -> Line:
-        """To the worker that has least to do, of those that a trajectory may go to under which so many have died."""
+    async def _line(self, name: str, record: Record) -> Line:
+        """To the worker that has least to do, of those that may have a trajectory of this record."""
+        (self._suspected.add if record.suspected else self._suspected.discard)(name)
         while self._error is None:
             up = self.workers.up()
             for rank, actor in up.items():
                 if rank not in self.lines or self.lines[rank].actor != actor:
                     line = self.lines[rank] = Line(rank, actor)
                     line.listening = asyncio.create_task(self._listen(line))
-            lines = [self.lines[rank] for rank in up]
-            if free := [line for line in lines if suspects.admitted(deaths, (w.deaths for w in line.waiting.values()))]:
-                return min(free, key=lambda line: len(line.waiting))
+            lines = sorted((self.lines[rank] for rank in up), key=lambda line: len(line.waiting))
+            for i, line in enumerate(lines):
+                there = [one.deaths for one in line.waiting.values()]
+                if suspects.admitted(record.deaths, there, reserved=i == 0 and bool(self._suspected)):
+                    return line
             await asyncio.sleep(LOOK_EVERY_S)
         raise self._error
 
@@ -253,6 +268,7 @@ class PlayerElsewhere:
         line.waiting[order.key] = Waiting(answer, deaths)
         line.orders.append(order)
         self._send()
+        self.workers.opened(line.actor, 1)
         try:
             trajectory = await asyncio.shield(answer)
         except asyncio.CancelledError:
@@ -262,6 +278,8 @@ class PlayerElsewhere:
             if answer.done() and not answer.cancelled():
                 answer.exception()
             raise
+        finally:
+            self.workers.opened(line.actor, -1)
         assert trajectory is not None
         return trajectory
 
@@ -333,7 +351,7 @@ class PlayerElsewhere:
                 await self._end(line)
             finally:
                 line.begun = False  # its worker knows of the session no longer
-                line.fail(_Lost())
+                line.fail(_Lost(Death("", counts=False, alone=False)))
 
     async def _receive(self, line: Line, played: Sequence[Played]) -> None:
         """Takes over the arrays of what was played, unseen: they stay in the memory of the worker's node.
@@ -355,8 +373,10 @@ class PlayerElsewhere:
             self.counted(await asyncio.wait_for(line.actor.end.remote(self.name), END_S), (line.rank, id(line.actor)))
 
     def _lose(self, line: Line, cause: str) -> None:
-        self.workers.lost(line.rank, line.actor, cause)
-        line.lose(cause)  # before its session's end, which may take long
+        alone = len(line.heard()) == 1 and self.workers.opened(line.actor) == 1
+        trial = bool(line.waiting) and all(one.deaths >= suspects.SUSPECTED for one in line.waiting.values())
+        self.workers.lost(line.rank, line.actor, cause, trial=trial)
+        line.lose(cause, alone=alone)  # before its session's end, which may take long
 
     def _hear(self, line: Line, news: News) -> None:
         match news:

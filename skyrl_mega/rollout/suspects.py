@@ -1,34 +1,88 @@
-"""Which trajectory a worker may have died of.
+"""Which trajectory a worker has died of.
 
-A worker has many open, and cannot say which of them ended it. What there is to go by is how many workers have died with
-a trajectory open: one that ends its process every time is open at each of them, while the others are dealt out to
-another worker each time.
+A worker has many open, and cannot say which of them ended it. So what may have is set apart, and less and less of it
+together, until one is alone:
 
-- Of those that were open at a worker that died, the ones are counted under which the most have died before. One that
-  ends its process is always among them; what had just come there is not.
-- The more have died under a trajectory, the fewer of such may share a worker (`SHARE`), in the end none. They wait for
-  one another; others do not wait for them.
-- One under which as many have died as `SHARE` is long has failed: the last one died while no other there was suspected
-  as much.
+- Every trajectory that a worker had heard of when it died counts that death. One alone is chance: it is played again as
+  any other.
+- One that has counted two is suspected. Workers that play suspected ones play nothing else, and the more deaths these
+  have counted, the fewer of them share a worker (`GROUPS`). While there are any, the worker with the least to do takes
+  nothing else, so that their turn comes; with a single worker all others wait.
+- One that has ended `ALONE` workers by itself has failed. Nothing fails that was never alone.
+- Others of its prompt have the same environment and are suspected from then on: each is alone.
+- A worker that dies of suspected ones alone was there to find out: `TRIALS` such deaths are one restart.
 
-So one that is not to blame fails only where it was beside the one that is time and again, and its worker then dies of
-something else, just when it is the most suspected one there.
+What a worker died of beside one that was alone there is not known (it may play for an evaluation at the same time), so
+such a death counts as any other.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable
+from collections.abc import Collection
+from dataclasses import dataclass
 
-SHARE = (math.inf, math.inf, 8, 1)
-"""How many trajectories under which as many workers have died as the place says, or more, a worker may have open."""
+GROUPS = {2: 32, 3: 6}
+"""Deaths → how many suspected trajectories under which so many workers have died may share one; under which more have,
+1."""
+SUSPECTED, SURE = min(GROUPS), max(GROUPS) + 1
+"""Deaths from which on a trajectory is suspected, and from which on it is alone."""
+ALONE = 2
+"""Workers that one has ended by itself when it has failed. One death may be somebody else's doing even then."""
+
+TRIALS = 8
+"""Deaths of workers that had nothing but suspected trajectories, for one of `rollout.restarts`: so many that a group of
+samples can be found out, and not so many that a run goes on whose workers die of everything."""
 
 
-def admitted(deaths: int, there: Iterable[int]) -> bool:
+@dataclass(frozen=True)
+class Death:
+    """A worker's, as one of its trajectories sees it."""
+
+    cause: str
+    counts: bool
+    """Whether the worker had heard of the trajectory."""
+    alone: bool
+    """And of no other."""
+
+
+@dataclass
+class Record:
+    """Of a trajectory."""
+
+    deaths: int = 0
+    """Of workers that had it open."""
+    alone: int = 0
+    """Of workers that had nothing else open."""
+
+    @property
+    def suspected(self) -> bool:
+        """Whether it is played apart."""
+        return self.deaths >= SUSPECTED
+
+    @property
+    def failed(self) -> bool:
+        """Whether it is not played any more."""
+        return self.alone >= ALONE
+
+    def add(self, death: Death) -> None:
+        """One more."""
+        self.deaths += death.counts
+        self.alone += death.alone
+
+    def suspect(self) -> None:
+        """As much as can be."""
+        self.deaths = max(self.deaths, SURE)
+
+
+def admitted(deaths: int, there: Collection[int], *, reserved: bool) -> bool:
     """Whether a trajectory may go to a worker.
 
     Args:
         deaths: Workers that have died under it.
         there: Under each of those that are open there.
+        reserved: Whether the worker is kept for suspected ones.
     """
-    return math.isinf(SHARE[deaths]) or sum(other >= deaths for other in there) < SHARE[deaths]
+    if deaths < SUSPECTED:
+        return not reserved and all(other < SUSPECTED for other in there)
+    together = min(GROUPS.get(each, 1) for each in (*there, deaths) if each >= SUSPECTED)
+    return all(other >= SUSPECTED for other in there) and len(there) < together

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.last_words import with_cause
+from skyrl_mega.rollout.suspects import TRIALS
 
 
 class Workers:
@@ -26,6 +28,9 @@ class Workers:
         self, group: ActorGroup, *, restarts: int, start_timeout_s: float, say: Callable[[str], None] = print
     ) -> None:
         self.group, self.restarts, self.start_timeout_s, self.say = group, restarts, start_timeout_s, say
+        self.guilty: set[int] = set()
+        """Prompts of trajectories that ended their workers (`suspects`)."""
+        self._open, self._trials = Counter[int](), 0
         self._starting: dict[int, Future[None]] = {}
         self._gone: set[int] = set()
         """Those that are not started again."""
@@ -53,10 +58,20 @@ class Workers:
             missing = self._gone | self._starting.keys()
             return {rank: actor for rank, actor in enumerate(self.group.actors) if rank not in missing}
 
-    def lost(self, rank: int, actor: Any, cause: str) -> None:
-        """One does not answer any more. It is ended and started again, unless another is in its place already."""
+    def opened(self, actor: Any, more: int = 0) -> int:
+        """How many trajectories a worker has, those of all sessions, now that there are more."""
+        with self._lock:
+            self._open[id(actor)] += more
+            return self._open[id(actor)]
+
+    def lost(self, rank: int, actor: Any, cause: str, *, trial: bool = False) -> None:
+        """One does not answer any more. It is ended and started again, unless another is in its place already; a
+        `trial` had nothing but suspected trajectories."""
         with self._lock:
             if rank not in self._gone | self._starting.keys() and self.group.actors[rank] == actor:
+                self._trials += trial
+                if trial and self._trials % TRIALS:
+                    self.restarts += 1  # which takes none
                 self._replace(rank, cause)
 
     def close(self) -> None:
