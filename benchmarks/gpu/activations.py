@@ -55,7 +55,8 @@ def prove(bench: Bench) -> None:
         if bench.cuda:
             how: dict[str, Any] = dict(recompute=policy.recompute, offload_layers=policy.offload_layers)
             chunk = logit_chunk(policy, bench.device.type)
-            planned = activations(d, parallel, 0, Row(tokens, 1), 2, logit_chunk=chunk, **how).train
+            sizes = activations(d, parallel, 0, Row(tokens, 1), 2, logit_chunk=chunk, **how)
+            planned = sizes.train + sizes.train_logits
             base = torch.cuda.memory_allocated()
             peak = bench.peak(lambda rank=rank: rank.train([batch], supervised)) - base
             bench.figure(f"{name}: activations at the peak", peak / GIB, "GiB", limit=planned / GIB,

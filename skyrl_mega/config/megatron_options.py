@@ -38,7 +38,7 @@ _TRANSFORMER: dict[str | None, str] = {
     "num_layers_at_start_in_bf16 num_layers_at_end_in_bf16",
     "policy.precision.parameters": "fp8_param",
     OFFLOAD: "fine_grained_activation_offloading offload_modules min_offloaded_tensor_size cpu_offloading "
-    "cpu_offloading_num_layers",
+    "cpu_offloading_num_layers cpu_offloading_activations cpu_offloading_weights cpu_offloading_double_buffering",
     MODEL: "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels normalization "
     "layernorm_epsilon layernorm_zero_centered_gamma qk_layernorm qk_l2_norm gated_linear_unit activation_func "
     "activation_func_clamp_value glu_linear_offset add_bias_linear add_qkv_bias attention_output_gate softmax_scale "

@@ -37,6 +37,11 @@ def _recompute(c: Config) -> None:
             f"policy.recompute = selective: megatron-core recomputes such parts of Transformer Engine's layers alone, "
             f"and {without}; allowed there is none, moe or full"
         )
+    if c.policy.offload_layers and c.policy.options.get("recompute_granularity") == "full":
+        raise UserError(
+            f"policy.offload_layers = {c.policy.offload_layers}: policy.options.recompute_granularity=full has layers "
+            "computed once more, which then keep nothing; give selective there, or policy.offload_layers=0"
+        )
     if c.policy.recompute == "full" and c.policy.offload_layers:
         raise UserError(
             f"policy.offload_layers = {c.policy.offload_layers}: with policy.recompute=full a layer keeps its input "

@@ -3,7 +3,7 @@
 Such layers lie evenly among the others. What one has saved begins to leave when its forward pass has been issued, on a
 stream of its own, and the device lets go of it at the end of the next such layer; it begins to come back when the
 backward pass of that next one begins. So a copy has the time of all layers between them, and the device has two such
-layers at a time. The host waits for nothing.
+layers at a time. The host waits for nothing but new pages.
 
 What moves are storages, each once however many tensors look at it: slices by expert, views of one product. Nothing is
 assumed of the order of passes, as each knows the one before it: pipelines may have several under way, rows may differ
@@ -188,6 +188,8 @@ class Pass:
         elsewhere = self.pages.device.type == "cuda" and not tensor.is_cuda
         if type(tensor) is not Tensor or tensor.layout != torch.strided or elsewhere:
             return tensor
+        if tensor.is_conj() or tensor.is_neg():  # numbers that are not what lies in memory
+            return tensor
         storage = tensor.untyped_storage()
         saved = self._saved.setdefault(storage._cdata, Saved(storage, 0, self))
         return View(saved, tensor.dtype, int(tensor.storage_offset()), tensor.size(), tensor.stride())
@@ -250,13 +252,22 @@ class Pass:
 
     def come_soon(self, *_: Any) -> None:
         """The backward pass of a layer after it begins."""
+        self._newest_gone()
         self.come()
 
     def begin_backward(self, *_: Any) -> None:
         """Its own begins: the next one to need something is the one before it."""
+        self._newest_gone()
         self.come()
         if self.before is not None:
             self.before.come()
+
+    def _newest_gone(self) -> None:
+        """In a pipeline the newest forward pass is another's."""
+        newest = self.pages.leaving
+        if newest is not None and newest is not self:
+            newest.be_gone()
+            self.pages.leaving = None
 
 
 class Chunk:
@@ -294,7 +305,8 @@ class Chunk:
                 result = own(hidden_states, *args, **kwargs)
             if self.last is not None:
                 output = result[0] if isinstance(result, tuple) else result
-                output.grad_fn.register_prehook(self.last.begin_backward if moves else self.last.come_soon)
+                if output.grad_fn is not None:
+                    output.grad_fn.register_prehook(self.last.begin_backward if moves else self.last.come_soon)
             self.last = None if ends else self.last
             return result
 

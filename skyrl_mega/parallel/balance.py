@@ -32,12 +32,13 @@ def balance(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) 
     fitting = sum(length for length in lengths if length <= budget)
     least = oversize + -(-fitting // budget)
     micros = max(1, -(-least // (ranks * multiple))) * multiple
-    packed = _first_fit(order, lengths, budget)
+    packed: list[list[int]] = []
     while True:
         count = ranks * micros
         bins = _even(order, lengths, count, budget)
-        if bins is None and len(packed) <= count:
-            bins = _halved(packed, lengths, count)
+        if bins is None:
+            packed = packed or _first_fit(order, lengths, budget)
+            bins = _halved(packed, lengths, count) if len(packed) <= count else None
         if bins is not None:
             return _deal(bins, lengths, ranks, micros)
         micros += multiple

@@ -91,7 +91,7 @@ def activations(
     away = min(layers, offload_layers / parallel.virtual_pipeline)
     there = flight * (layers - away)
     if away:  # of the micro-batch that is computed the last layer that moves is there, too, and always two of them
-        there += max(1, min(layers, 2) - (layers - away))
+        there += max(1, min(flight * layers, 2) - (layers - away))
     # Every micro-batch under way also keeps the hidden states that it was sent, and those that it sent on.
     saved = there * kept + flight * (2 * boundary if parallel.pipeline > 1 else 0)
     working = max(sum(block.gradient_bytes(worst) for block in kind) for kind, _ in kinds)

@@ -32,6 +32,7 @@ SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64,
 MORE_NODES = "cluster.nodes"
 PAIRED = (
     "policy.recompute",
+    "policy.offload_layers",
     "rollout.memory_fraction",
     "residency.keep",
     "policy.optimizer.streamed",
@@ -69,6 +70,11 @@ def _counts(value: Any) -> Iterable[Any]:
     )
     near |= {-(-value // unit) * unit + unit * k for unit in (8, 12, 16) for k in range(-2, 3)}
     return sorted((n for n in near if n > 0 and n != value), key=lambda n: (abs(n - value), n))
+
+
+def _offloaded(value: Any) -> Iterable[Any]:
+    """Numbers of layers near the value, the nearest first; more than a rank has are all of them."""
+    return sorted((n for n in (0, 8, 12, 16, 24, 32, 48, 64, 96) if n != value), key=lambda n: abs(n - value))
 
 
 def _lower(value: Any) -> Iterable[Any]:
@@ -121,7 +127,7 @@ ONLY_NAMED = (
 
 NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     "policy.recompute": lambda value: [] if value == "full" else ["full"],
-    "policy.offload_layers": lambda value: [0] if value else [],
+    "policy.offload_layers": _offloaded,
     "policy.micro_tokens": _micro_tokens,
     "policy.optimizer.streamed": lambda value: [] if value else [True],
     "critic.optimizer.streamed": lambda value: [] if value else [True],

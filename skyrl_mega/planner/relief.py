@@ -94,7 +94,11 @@ def _of_policy(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[T
     policy = config.policy
     for kind in ("selective", "moe", "full"):
         away = 0 if kind == "full" else policy.offload_layers
-        yield f"policy.recompute={kind}", replace(config, policy=replace(policy, recompute=kind, offload_layers=away))
+        beside = " policy.offload_layers=0" * (away != policy.offload_layers)
+        yield (
+            f"policy.recompute={kind}{beside}",
+            replace(config, policy=replace(policy, recompute=kind, offload_layers=away)),
+        )
     half = max(1, max(parallel.stage_sizes(d.layers)) // 2)  # whose copies have the time of two layers each
     yield f"policy.offload_layers={half}", replace(config, policy=replace(policy, offload_layers=half))
     fewer = max(1, micro_tokens(policy) // 2)
