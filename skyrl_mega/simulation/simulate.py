@@ -19,9 +19,9 @@ from skyrl_mega.engines.base import Request, Sampling
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.service import RolloutService
-from skyrl_mega.rollout.slots import PlayerHere, SlotAgent, Slots
+from skyrl_mega.rollout.slots import PlayerHere
 from skyrl_mega.rollout.trajectory import Status, Trajectory
-from skyrl_mega.simulation.calls import Bounds, Calls
+from skyrl_mega.simulation.calls import OWN, Bounds, Calls, HeldSlots, Places
 from skyrl_mega.simulation.engines import SimulatedFleet, Speed
 from skyrl_mega.simulation.rates import MOST, Rates, smaller
 from skyrl_mega.simulation.virtual_time import VirtualLoop
@@ -77,8 +77,9 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
     first = max(FIRST, before + 1)
     with VirtualLoop(tick_s=_tick(config, rates, workload)) as loop:
         fleet = SimulatedFleet(loop.loop, rates.engines, _counted_by(grain, rates.speed))
-        calls = Calls(bounds, loop.loop)
+        calls = Calls(bounds.calls, loop.loop)
         players = _Players(fleet, workload, config.data, seed, grain, calls)
+        players.slots = bounds.slots
         service = RolloutService(players, config.rollout.sampling, loop)
         size = config.data.prompts_per_step
         prompts = [Prompt(i, [], "simulated", {}) for i in range(size)]
@@ -112,7 +113,7 @@ def simulate(config: Config, rates: Rates, workload: Workload, *, steps: int, se
         engines_filled=(ended[1] - begun[2]) / of_engines / rates.speed.places,
         staleness=sum(m["asynchrony/staleness_mean"] for m in stale) / steps,
         staleness_max=max(m["asynchrony/staleness_max"] for m in stale),
-        calls_filled=(ended[2] - begun[3]) / span / bounds.at_once,
+        calls_filled=min(1.0, (ended[2] - begun[3]) / span / bounds.at_once),  # a place may be taken into the next step
     )
 
 
@@ -158,6 +159,9 @@ def _alone(config: Config) -> Config:
 class _Players:
     """In the place of a generator."""
 
+    slots: Places | None = None
+    """For trajectories; None has no bound."""
+
     def __init__(self, fleet: Any, workload: Workload, data: DataConfig, seed: int, grain: int, calls: Calls) -> None:
         self.fleet, self.workload, self.data, self.seed = fleet, workload, data, seed
         self.grain, self.calls = grain, calls
@@ -168,8 +172,8 @@ class _Players:
         engine = self.fleet.engines[0]
         made = (router or Router)(self.fleet, Sampling(), engine.speed.places, 1e9)
         player: Any = _Player(made, self.workload, self.data, self.seed, self.grain, engine.loop.tick_s)
-        player.calls, slots = self.calls, self.calls.bounds.slots
-        return player if slots is None else SlotAgent(PlayerHere(player), Slots(slots))
+        player.calls = self.calls
+        return player if self.slots is None else HeldSlots(PlayerHere(player), self.slots)
 
 
 @dataclass(frozen=True)
@@ -236,7 +240,7 @@ class _Player:
             status=Status.COMPLETED,
             turns=0,
         )
-        random, tick = Random(f"{self.seed}/{name}"), self.tick
+        random, tick, start, asleep = Random(f"{self.seed}/{name}"), self.tick, self.calls.loop.time(), 0.0
         turns = self.workload.draw(random, self.group(name), opened.sample)
         read, written, waited = Whole(self.grain, random), Whole(self.grain, random), Whole(tick, random)
         for turn in turns:
@@ -247,8 +251,9 @@ class _Player:
                 t.versions += [(version, len(t.tokens) + at) for version, at in completion.versions]
                 _grow(t, count, 1)
             t.turns += 1
-            if ticks := waited.units(turn.env_s * self.calls.bounds.longer):
-                await self.calls.take(ticks * tick)
+            if ticks := waited.units(turn.env_s):
+                asleep += await self.calls.take(ticks * tick)
+        t.seconds[OWN] = self.calls.loop.time() - start - asleep
         return t
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from functools import cache
 
@@ -9,16 +10,18 @@ import pytest
 
 from skyrl_mega.cli.dry_run import checked
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.schema import AsynchronyConfig, Config
+from skyrl_mega.config.schema import AsynchronyConfig, Config, EnvironmentConfig
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.fit import parallel_of
 from skyrl_mega.planner.times import decoding, step_time
 from skyrl_mega.simulation import rates as module
+from skyrl_mega.simulation.calls import Calls, Places
 from skyrl_mega.simulation.engines import Speed
 from skyrl_mega.simulation.rates import Rates, prompts_played, smaller
 from skyrl_mega.simulation.simulate import simulate
+from skyrl_mega.simulation.virtual_time import VirtualLoop
 from skyrl_mega.simulation.workload import Drawn, Length, LogNormal
 
 SMALL = ["data.prompts_per_step=16", "data.samples_per_prompt=4", "data.mini_batch_prompts=null"]
@@ -93,3 +96,40 @@ def test_fewer_trajectories_take_as_long(monkeypatch: pytest.MonkeyPatch) -> Non
     for most in (512, 4):
         monkeypatch.setattr(module, "MOST", most)
         assert simulate(config, rates, workload, steps=2).seconds == pytest.approx(seconds, rel=1e-2)
+
+
+def waiting(most: int, workload: Drawn, environment: EnvironmentConfig, monkeypatch: pytest.MonkeyPatch) -> float:
+    """Seconds of a step of 256 trajectories, of which so many are simulated, that do little but wait for tools."""
+    monkeypatch.setattr(module, "MOST", most)
+    config = Config()
+    config.data.prompts_per_step, config.data.samples_per_prompt = 256, 1
+    config.asynchrony, config.environment = AsynchronyConfig("off"), environment
+    rates = Rates(1, Speed((0.0, *[1e-3] * 256), 0.0, 1e9), train_s=1e-7, sync_s=0.1)
+    return simulate(config, rates, workload, steps=2).seconds
+
+
+@pytest.mark.parametrize("bound", ["slots", "workers"])
+@pytest.mark.parametrize("places", [1, 2, 3, 5, 7, 8, 9, 12, 15, 16, 24, 40])
+def test_any_number_of_slots_and_of_calls_is_that_of_all(
+    bound: str, places: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beside the run in which all 256 play for themselves: of 32 each stands for 8."""
+    workload = Drawn(20, LogNormal(100, 0), LogNormal(5, 0), 2, 10**6)
+    environment = EnvironmentConfig(**{"workers": 256, bound: places})
+    all_of_them, few = (waiting(most, workload, environment, monkeypatch) for most in (256, 32))
+    assert few == pytest.approx(all_of_them, rel=0.1)
+
+
+def test_a_call_is_as_long_as_it_is_and_its_place_is_taken_for_longer() -> None:
+    """12 calls of 8 are two places, each taken for 4/3 of the time."""
+    with VirtualLoop() as loop:
+        calls = Calls(Places.of(12, 8), loop.loop)
+
+        async def ends(count: int) -> list[float]:
+            async def one() -> float:
+                await calls.take(90)
+                return loop.now
+
+            return await asyncio.gather(*(one() for _ in range(count)))
+
+        assert loop.run(ends(5)) == pytest.approx([90, 90, 210, 210, 330])
