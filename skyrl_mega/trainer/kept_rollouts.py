@@ -85,10 +85,17 @@ def read(
         why = "data.train has other prompts in their place"
     if why:
         stream.put_back(about["prompts"])
-        return Discarded(len(about["prompts"]), why, about.get("named", 0))
+        return Discarded(len(about["prompts"]), why, _named(about))
     for t in trajectories:
         t.prompt = own.get(t.prompt.uid, t.prompt)
     return about, trajectories
+
+
+def _named(about: Mapping[str, Any]) -> int:
+    """Steps whose names were given to groups. Earlier versions tell how many groups there were and not how many a step
+    had: it had one at least."""
+    steps: int = about["named"] if "named" in about else about.get("asked", 0)
+    return steps
 
 
 def _away(t: Trajectory) -> Trajectory:
@@ -129,9 +136,9 @@ def _settings(config: Config) -> dict[str, str]:
 
 def _differing(about: Mapping[str, Any], now: Mapping[str, str]) -> str:
     """Why what was written cannot be used with these settings; nothing where it can."""
-    if about.get("form") != FORM:
+    before = about.get("settings")
+    if about.get("form") != FORM or not isinstance(before, dict):
         return "another version of the program has written it"
-    before = about["settings"]
     keys = sorted(key for key in {*before, *now} if before.get(key) != now.get(key))
     return f"not as in the checkpoint: {', '.join(keys)}" if keys else ""
 

@@ -1,0 +1,54 @@
+"""Checkpoints whose `rollouts.json` other versions have written."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_mega.config.schema import Config
+from skyrl_mega.telemetry.console import Console
+from skyrl_mega.trainer.step import Step
+from tests.trainer.test_schedules import live, names, smaller
+
+
+def larger(config: Config) -> None:
+    config.data.prompts_per_step = 8
+
+
+@pytest.mark.parametrize("change", [lambda config: None, smaller, larger], ids=["same", "smaller", "larger"])
+def test_of_a_form_that_tells_no_named_steps_no_name_recurs(tmp_path: Path, change: Any) -> None:
+    """A step of 8 prompts has other places in its names than two of 4."""
+    rollouts, loop, _ = live(tmp_path, lambda config: None)
+    with loop:
+        before = names([group for number in (1, 2) for group in rollouts.next_groups(Step(number, Console()))])
+        rollouts.keep(tmp_path, 2)
+        before |= {name for ticket in rollouts.service.so_far() for name in ticket.names}
+    _change(tmp_path, lambda about: about.pop("named"), form=3)
+    again, loop, _ = live(tmp_path, change)
+    with loop:
+        assert before and not before & names(again.next_groups(Step(3, Console())))
+
+
+@pytest.mark.parametrize("settings", [None, "absent"])
+def test_a_checkpoint_without_settings_has_its_prompts_drawn_again(
+    tmp_path: Path, settings: str | None, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollouts, loop, _ = live(tmp_path, lambda config: None)
+    with loop:
+        rollouts.next_groups(Step(1, Console()))
+        rollouts.keep(tmp_path, 1)
+    _change(tmp_path, lambda about: about.pop("settings") if settings else about.update(settings=None))
+    again, _, _ = live(tmp_path, lambda config: None)
+    assert again.again == [] and again.done == {}
+    assert capsys.readouterr().out.strip().endswith("; another version of the program has written it")
+
+
+def _change(folder: Path, change: Callable[[dict[str, Any]], Any], **more: Any) -> None:
+    file = folder / "rollouts.json"
+    about = json.loads(file.read_text())
+    change(about)
+    file.write_text(json.dumps({**about, **more}))
