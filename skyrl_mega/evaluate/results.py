@@ -106,7 +106,8 @@ def row_of(t: Trajectory, metrics: Sequence[str]) -> dict[str, Any]:
 
 
 class Results:
-    """The samples of all sets that are there. Made by `opened`."""
+    """The samples of all sets that are there, but for those that an earlier start lost to the infrastructure. Made by
+    `opened`."""
 
     def __init__(self, folder: Path, sets: Sequence[PromptSet], samples: int) -> None:
         self.folder = folder
@@ -116,11 +117,13 @@ class Results:
         for s in sets:
             file = self._file(s.name)
             prompts = {prompt.uid: prompt for prompt in s.prompts}
-            self.samples[s.name] = {
+            there = {
                 (row["uid"], row["sample"]): _sample(row, place)
                 for place, row in _rows(file)
                 if self._asked(s.name, row, prompts, samples)
             }
+            again = Status.ERROR_INFRASTRUCTURE  # its service may be well now; a later line stands over an earlier one
+            self.samples[s.name] = {key: one for key, one in there.items() if one.status is not again}
 
     def missing(self, draws: Iterator[Draw]) -> list[Draw]:
         """Those of which there is no sample."""

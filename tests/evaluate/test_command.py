@@ -160,6 +160,25 @@ def test_where_all_samples_failed_the_code_is_2_and_they_are_kept(fake: Fake, da
     assert (tmp_path / "out" / "gsm8k.parquet").exists()
 
 
+def test_what_failed_for_the_infrastructure_is_drawn_again(fake: Fake, data: Path, tmp_path: Path) -> None:
+    """What failed by the environment's own fault is not."""
+    output = tmp_path / "out"
+    assert run(command(fake, data, output))[0] == 0
+    whole, fake.bodies[:] = said(output), []
+    file = output / "samples" / "gsm8k.jsonl"
+    rows = [json.loads(line) for line in file.read_text().splitlines()]
+    rows[0]["status"], rows[1]["status"] = "error_infrastructure", "error_env"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for asked in (1, 0):
+        fake.bodies.clear()
+        assert run(command(fake, data, output))[0] == 0
+        assert len(fake.bodies) == asked
+    assert said(output).keys() == whole.keys()
+    table = pq.read_table(output / "gsm8k.parquet").to_pylist()
+    assert [row["status"] for row in table].count("error_infrastructure") == 0
+    assert [row["status"] for row in table].count("error_env") == 1
+
+
 def test_killed_and_resumed_equals_never_killed(fake: Fake, data: Path, tmp_path: Path) -> None:
     assert run(command(fake, data, tmp_path / "whole"))[0] == 0
     every = [seed for _, seed in fake.asked]
