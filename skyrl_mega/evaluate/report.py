@@ -56,7 +56,7 @@ def own_table(sets: Sequence[SetScores]) -> str:
     ]
     for s in sets:
         if s.failed:
-            lines.append(_failed(s))
+            lines.append(_failed(s, bool(means)))
     for s in sets:
         if s.left_out:
             what = "1 prompt longer" if s.left_out == 1 else f"{s.left_out} prompts longer"
@@ -64,12 +64,13 @@ def own_table(sets: Sequence[SetScores]) -> str:
     return "\n\n".join(lines)
 
 
-def _failed(s: SetScores) -> str:
-    """How many of a set's samples have no score."""
+def _failed(s: SetScores, means: bool) -> str:
+    """How many of a set's samples have no score; with the means over sets, where the table has them."""
     every = s.prompts * s.samples
     count = round(s.failed * every)
     if count == every:
-        return f"{s.name}: the environments of all {every} samples failed: it has no scores, and there is no mean."
+        so = ", and there is no mean over sets or examples" if means else ""
+        return f"{s.name}: the environments of all {every} samples failed: it has no scores{so}."
     left = f", of {s.unjudged} examples all" if s.unjudged else ""
     return f"{s.name}: {count} of {every} samples have no score, as their environments failed{left}; none counts."
 

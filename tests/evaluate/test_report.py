@@ -145,7 +145,12 @@ def test_what_failed_is_counted_and_a_set_without_scores_leaves_no_mean() -> Non
     some, none = replace(some, failed=0.15, unjudged=1), replace(none, scores={}, failed=1.0, unjudged=4)
     text = report([some, none], ["searchr1"], "a model")
     assert "NQ: 3 of 20 samples have no score, as their environments failed, of 1 examples all; none counts." in text
-    assert "tq: the environments of all 8 samples failed: it has no scores, and there is no mean." in text
+    assert (
+        "tq: the environments of all 8 samples failed: it has no scores, and there is no mean over sets or examples."
+        in text
+    )
+    alone = report([none], [], "a model")
+    assert "failed: it has no scores." in alone and "no mean" not in alone
     assert cells(text)[SETS][1:4] == cells(text)[EXAMPLES][1:4] == ["–"] * 3
     assert cells(beside(SEARCHR1, [some, none]))["TriviaQA†"][0] == "–"
     assert values([some, none], ["searchr1"])[SETS]["accuracy"] is None
