@@ -157,7 +157,7 @@ class Agent:
                 raise self._fault(t, Status.ERROR_ENV, f"{text}: {limit}")
         except EnvironmentFault as fault:
             judged.fail(t, fault)
-            messages, tokens = prompt.messages, self.first(prompt.messages)
+            messages, tokens = prompt.messages, self._unplayed(prompt)
             opened.env = made[0] if made else None
             await self.close(opened)
         except asyncio.CancelledError:
@@ -174,8 +174,15 @@ class Agent:
         """One that a fault of the infrastructure has ended before its environment was opened."""
         t = begun(prompt, sample)
         judged.fail(t, EnvironmentFault(Status.ERROR_INFRASTRUCTURE, fault))
-        _ask(t, prompt.messages, self.first(prompt.messages))
+        _ask(t, prompt.messages, self._unplayed(prompt))
         return t
+
+    def _unplayed(self, prompt: Prompt) -> Sequence[int]:
+        """Tokens of a prompt that is not played: one alone where the template refuses the messages in the data."""
+        try:
+            return self.first(prompt.messages)
+        except Refused:
+            return [self.chat.tokenizer.eos_token_id]
 
     def _make(self, prompt: Prompt, made: list[Any]) -> list[Message]:
         """The first messages; `made` gets the environment, also where its `init` fails: it is closed all the same."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,6 +17,7 @@ from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.service import ServiceRouter
 from skyrl_mega.rollout.trajectory import Status
 from skyrl_mega.rollout.worker import KnownEngines, Session
+from tests.support.chats import characters
 
 
 class Waits:
@@ -101,3 +103,15 @@ def test_an_order_that_has_failed_is_not_played_and_has_its_prompt(characters_ch
     assert t.metadata == {"error": "4 processes died with it"}
     tokens = arrays.tokens.tokens.tolist()
     assert tokens == list(agent.first(prompt.messages)) and t.prompt_length == t.length == len(tokens) > 0
+
+
+def test_a_prompt_that_the_template_refuses_has_failed_and_ends_no_run(tmp_path: Path) -> None:
+    """Neither where it is not played nor where its environment fails."""
+    chat = characters(tmp_path / "refuses", "{{ raise_exception('no') }}")
+    limits = Limits(100, 1000, 1000, turns=4, env_timeout_s=60.0)
+    router: Any = SimpleNamespace()
+    agent = Agent(router, chat, EnvironmentConfig(), limits, EnvPool(1))
+    prompt = Prompt(0, [{"role": "user", "content": "hello"}], "no such class", {})
+    for t in (agent.not_played(prompt, 1, "died"), asyncio.run(agent.open(prompt, 1)).trajectory):
+        assert t.status.failed and t.messages == prompt.messages
+        assert t.prompt_length == len(t.tokens) == 1
