@@ -55,8 +55,8 @@ class Bounds:
     def of(cls, environment: EnvironmentConfig, factor: float) -> Bounds:
         """Where each trajectory stands for so many.
 
-        What does not come out the same: where few trajectories of nearly one length have one or two slots each in turn,
-        a round more or less.
+        What may differ: trajectories of one length take their slots in rounds, and where slots are just fewer than a
+        half, a third or a quarter of them, all that there are need a round more than those that are simulated.
         """
         workers, slots = environment.workers, environment.slots
         calls, opened = Places.of(workers, factor), slots and Places.of(slots, factor)
