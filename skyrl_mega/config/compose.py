@@ -218,7 +218,8 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
             if not isinstance(entry, str | int | float) or isinstance(entry, bool):
                 raise UserError(f"{key} = {shown(value)}: {shown(entry)} is no text; allowed is {known[key].allowed}")
         value = [str(entry) for entry in value]  # a stop string of digits, a file that is named by a year
-    if key in known and known[key].rule.choices and isinstance(value, int | float):  # no text, and no list
+    number = isinstance(value, int | float)  # neither text nor a list; OmegaConf would take any for true
+    if key in known and number and (known[key].rule.choices or (known[key].type is bool and value not in (0, 1))):
         raise UserError(f"{key} = {shown(value)}: {known[key].refusal(value)}")
     try:
         OmegaConf.update(config, key, value, merge=False, force_add=mapping is not None)

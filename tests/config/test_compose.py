@@ -98,6 +98,8 @@ def test_values_of_every_kind(folder: Path) -> None:
         ("policy.layout.tensor=2.5", "policy.layout.tensor = 2.5: allowed is a whole number of at least 1"),
         ("policy.layout.tensor=true", "policy.layout.tensor = true: allowed is a whole number of at least 1"),
         ("policy.layout.tensor.x=2", "policy.layout.tensor is a whole number of at least 1 and holds no other keys"),
+        ("policy.optimizer.streamed=2", "policy.optimizer.streamed = 2: allowed is true or false"),
+        ("policy.overlap=-1", "policy.overlap = -1: allowed is true or false or null"),
         ("policy.moe.freeze_router=maybe", "policy.moe.freeze_router = maybe: allowed is true or false"),
         ("policy.layout=3", "policy.layout = 3: allowed is a group of tensor, pipeline"),
         ("policy.layout=null", "policy.layout = null: allowed is a group of tensor"),
