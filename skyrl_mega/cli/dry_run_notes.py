@@ -13,6 +13,7 @@ from skyrl_mega.config.derived import (
     expert_parallel,
     idle_gpus,
     open_at_once,
+    response_limit,
 )
 from skyrl_mega.config.environment_places import beside_driver
 from skyrl_mega.config.fp8_notes import fp8_notes
@@ -37,7 +38,8 @@ def notes(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
     """All of them, one line each."""
     made = batch(config, parallel)
     found = [cut_sampling(config), *unread_notes(config), *registry.unread_notes(config.telemetry)]
-    found += [*_of_model(config), *crowded(config, d, parallel), *_of_batch(made), *_of_environments(config)]
+    found += [*_of_model(config), *crowded(config, d, parallel), *_of_batch(made), *_of_lengths(config)]
+    found += [*_of_environments(config)]
     if not on_cpu(config):
         found += [*_of_turns(config, d, parallel), *_of_policy(config, d, parallel), *_of_shared(config, d, parallel)]
         found += _of_streaming(config, d, parallel)
@@ -89,6 +91,23 @@ def _of_batch(made: Batch) -> Iterator[str]:
         yield (
             f"an optimizer step has {made.trajectories} trajectories for {made.data} data-parallel ranks × {made.most} "
             "micro-batches: some have nothing to do"
+        )
+
+
+def _of_lengths(config: Config) -> Iterator[str]:
+    """Limits of which one is never reached."""
+    rollout = config.rollout
+    said, turns = rollout.sampling.max_tokens, rollout.max_turns
+    if turns == 1 and said < response_limit(rollout):
+        yield (
+            f"rollout.sampling.max_tokens={said:,} ends an answer before rollout.max_response_tokens="
+            f"{response_limit(rollout):,}, as there is one turn (rollout.max_turns): memory is planned for the longer, "
+            "seconds for the shorter; give both the length that you want"
+        )
+    if rollout.max_length is not None and rollout.max_length < response_limit(rollout):
+        yield (
+            f"rollout.max_length={rollout.max_length:,} ends a sequence, prompt and answers, before "
+            f"rollout.max_response_tokens={response_limit(rollout):,}"
         )
 
 

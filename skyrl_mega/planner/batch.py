@@ -69,8 +69,10 @@ def batch(config: Config, parallel: ParallelDims) -> Batch:
     prompts, samples = data.prompts_per_step, data.samples_per_prompt
     mini = data.mini_batch_prompts or prompts
     longest, answer = length_limit(config.rollout), response_limit(config.rollout)
+    written = min(answer, config.rollout.max_turns * config.rollout.sampling.max_tokens, longest)
+    if config.rollout.max_turns == 1:  # nothing of an environment's is in a sequence
+        answer = written
     mean = share * min(longest, config.rollout.max_prompt_tokens + answer)
-    written = min(answer, config.rollout.max_turns * config.rollout.sampling.max_tokens)
     budget = micro_tokens(config.policy) * parallel.context
     trajectories = mini * samples
     multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1

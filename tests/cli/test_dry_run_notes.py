@@ -11,7 +11,9 @@ from skyrl_mega.cli import dry_run, dry_run_notes
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.registry import architecture
+from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import fit
+from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.memory import GIB, policy_memory
 from skyrl_mega.planner.moves import residency_time
 from skyrl_mega.planner.relief import CLOSE, shortest
@@ -240,3 +242,28 @@ def test_blocks_that_begin_elsewhere_in_an_engine_are_told_of(given: list[str], 
     assert [f"leaves {told} of an expert" in note for note in found] == ([True] if told else [])
     better = "with rollout.tensor=1, 2 or rollout.options.enable_expert_parallel=true with rollout.tensor="
     assert all(better in note for note in found), "3 and 6 do not divide the heads"
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "said"),
+    [
+        ("dapo", [], ""),
+        ("searchr1_30b", [], ""),
+        (
+            "dapo",
+            ["rollout.max_response_tokens=30720", "model.max_length=32768"],
+            "rollout.sampling.max_tokens=8,192 ends an answer before rollout.max_response_tokens=30,720",
+        ),
+        (
+            "searchr1_30b",
+            ["rollout.max_response_tokens=30720"],
+            "rollout.max_length=4,596 ends a sequence, prompt and answers, before rollout.max_response_tokens=30,720",
+        ),
+    ],
+)
+def test_a_limit_that_another_comes_before_is_told_of(config: str, given: list[str], said: str) -> None:
+    made = compose(Path(f"configs/{config}.yaml"), given)
+    found = [note for note in noted(made) if " ends a" in note]
+    assert [note.startswith(said) for note in found] == [True] * bool(said)
+    planned, usual = (batch(c, ParallelDims(16)) for c in (made, compose(Path(f"configs/{config}.yaml"), [])))
+    assert (planned.mean, planned.generated) == (usual.mean, usual.generated), "what ends first sets the seconds"
