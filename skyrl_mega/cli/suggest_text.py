@@ -38,7 +38,7 @@ HEAD = (
 LETTERS = {"parameters": "p", "gradients": "g", "optimizer": "o", "engine_weights": "w", "kv_cache": "k"}
 """Parts of `residency.keep` in the table."""
 
-HOST = "host: what layers keep for the backward pass lies in host memory (policy.offload_layers)"
+HOST = "behind / in recompute: layers of a rank whose activations lie in host memory (policy.offload_layers)"
 
 
 def text(search: Search, given: Config, d: Decoder) -> str:
@@ -148,14 +148,14 @@ def _row(number: int, s: Suggestion, room: str) -> tuple[str, ...]:
         str(policy.ranks),
         _layout(s.parallel),
         str(policy.micro_tokens),
-        policy.recompute + " host" * (policy.offload_layers > 0),
+        policy.recompute + (f"/{policy.offload_layers}" if policy.offload_layers else ""),
         f"{rollout.engines} × TP{rollout.tensor}{' EP' * expert_parallel(rollout)}",
         f"{rollout.memory_fraction:g}",
         _keep(s),
         f"{s.peak / GIB:.1f}",
         room,
         f"{s.kv_tokens:,}",
-        f"{s.seconds:.1f}",
+        f"{s.seconds:.{0 if s.seconds >= 1000 else 1}f}",
     )
 
 

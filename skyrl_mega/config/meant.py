@@ -12,6 +12,8 @@ _AGAIN = "policy.recompute=selective, moe or full computes activations once more
 _AHEAD = "asynchrony.mode is one_step or full where engines generate while the policy trains (docs/asynchrony.md)"
 _AGE = "asynchrony.max_staleness, with asynchrony.mode=full, counts syncs (docs/asynchrony.md)"
 
+_CONTEXT = "policy.layout.context cuts sequences over ranks, and policy.layout.tensor what lies between matrices too"
+
 _OFFLOAD = "policy.offload_layers has what so many layers keep in host memory (docs/speed.md)"
 
 _HOST = "policy.optimizer.streamed=true has the optimizer's state in host memory (docs/residency.md)"
@@ -41,6 +43,7 @@ MEANT: Mapping[str, str] = {
     "policy.precision.param_gather": _GATHERED,
     "policy.precision.fp8_param_gather": _GATHERED,
     "policy.precision.fp8_param": _GATHERED,
+    "policy.fp8": _FP8,
     "policy.fp8_param": _GATHERED,
     "policy.fp8_param_gather": _GATHERED,
     "fp8_param_gather": _GATHERED,
@@ -71,6 +74,9 @@ MEANT: Mapping[str, str] = {
     "policy.cpu_offloading": _OFFLOAD,
     "policy.cpu_offloading_num_layers": _OFFLOAD,
     "residency.activations": _OFFLOAD,
+    "policy.enable_activation_offload": _OFFLOAD,
+    **{f"policy.layout.{name}": _CONTEXT for name in ("cp", "ulysses", "sequence", "sequence_parallel")},
+    **{f"policy.{name}": _CONTEXT for name in ("context_parallel_size", "sequence_parallel_size", "ulysses")},
     **{
         f"{group}.{name}": _TIMES
         for group in ("environment", "rollout")
