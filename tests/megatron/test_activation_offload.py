@@ -91,7 +91,8 @@ class Gpu:
         ends = [(StorageWeakRef(t.untyped_storage()), t.storage_offset(), len(t)) for t in (to, source)]
 
         def happen() -> None:
-            storages: list[Any] = [torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for ref, _, _ in ends]  # type: ignore[attr-defined]
+            of_torch: Any = torch.UntypedStorage
+            storages = [of_torch._new_with_weak_ptr(ref.cdata) for ref, _, _ in ends]
             assert storages[1] is not None, "it was let go of before it was copied"
             if storages[0] is not None:  # else nobody wants it any more
                 views = [
@@ -140,7 +141,7 @@ class Model:
         torch.manual_seed(layers)
         self.chunks = [nn.ModuleList(Layer(again=again) for _ in range(layers)) for _ in range(chunks)]
         self.plain = copy.deepcopy(self.chunks)
-        self.pages: Pages = offload(self.chunks, count, device)  # type: ignore[arg-type]
+        self.pages: Pages = offload([[*layers] for layers in self.chunks], count, device)
 
     def both(self, chunk: int, rows: int) -> tuple[Tensor, Tensor]:
         """The sum of squares of a pass's result, and the same of the others."""

@@ -12,7 +12,7 @@ import pytest
 from skyrl_mega.config.schema import Config
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.step import Step
-from tests.trainer.test_schedules import live, names, smaller
+from tests.support.rollouts_ahead import live, names, smaller
 
 
 def larger(config: Config) -> None:

@@ -71,7 +71,8 @@ def test_a_repository_is_mended_over_several_turns(tasks: Path) -> None:
     assert "OK" in ran(env, COMMAND)
     output = env.step("It works. <submit/>")
     assert (output["reward"], output["done"]) == (1.0, True) and output["metadata"]["tests"] == "ok"
-    folder = env.session.folder  # type: ignore[attr-defined]
+    session: Any = env.session
+    folder = session.folder
     assert folder.is_dir()
     env.close()
     assert not folder.exists()
@@ -102,7 +103,8 @@ def test_tests_that_are_run_again_are_brought_back_first(tasks: Path) -> None:
     env = game(tasks)
     ran(env, CHEAT)
     output = env.step("<submit/>")
-    folder = env.session.folder  # type: ignore[attr-defined]
+    session: Any = env.session
+    folder = session.folder
     assert "return 0" in (folder / "shop" / "cart.py").read_text(), "it has run twice"
     assert output["reward"] == 0.0 and (folder / "tests" / "test_cart.py").read_text() == TEST
     env.close()

@@ -1,0 +1,192 @@
+"""Workers that die at any moment, with whom trajectories are played in virtual time."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import ray.exceptions
+
+from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.cluster.fleet import NobodyServes
+from skyrl_mega.config.schema import SamplingConfig
+from skyrl_mega.engines.base import Facts
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.by_reference import put_away
+from skyrl_mega.rollout.orders import EnginesNow, News, Order, Played, Stopped
+from skyrl_mega.rollout.player_elsewhere import PlayerElsewhere
+from skyrl_mega.rollout.trajectory import Status, Trajectory
+from skyrl_mega.rollout.workers import Workers
+from skyrl_mega.telemetry.timeline import Taken, Timeline
+
+PROMPT = Prompt(0, [], "", {})
+
+
+@dataclass
+class Arrays:
+    """Stands for a reference."""
+
+    key: int
+    good: bool = False
+
+
+class Worker:
+    """A worker of one session. Each of its methods has a `remote`, as an actor's."""
+
+    def __init__(self, random: Random) -> None:
+        self.random, self.alive = random, True
+        self.dies_of: set[int] = set()
+        """Samples."""
+        self.tasks: dict[int, asyncio.Task[None]] = {}
+        self.said: asyncio.Queue[News] = asyncio.Queue()
+        self.engines: list[EnginesNow] = []
+        self.names: list[str] = []
+        self.begun: set[str] = set()
+        self.early: set[int] = set()
+        """Abandoned before they came."""
+        self.ended = 0
+        for name in ("begin", "play", "abandon", "news", "rejoin", "end"):
+            setattr(self, name, SimpleNamespace(remote=self._called(getattr(self, f"_{name}"))))
+        self.hand_over = SimpleNamespace(options=lambda num_returns: SimpleNamespace(remote=self._handed_over))
+
+    def _called(self, method: Callable[..., Awaitable[Any]]) -> Callable[..., asyncio.Task[Any]]:
+        async def call(*args: Any) -> Any:
+            await asyncio.sleep(self.random.uniform(0, 0.02))  # calls overtake one another
+            if not self.alive:
+                raise ray.exceptions.RayActorError
+            return await method(*args)
+
+        def remote(*args: Any) -> asyncio.Task[Any]:
+            task = asyncio.ensure_future(call(*args))
+            task.add_done_callback(lambda done: done.cancelled() or done.exception())
+            return task
+
+        return remote
+
+    def die(self) -> None:
+        self.alive = False
+        for task in self.tasks.values():
+            task.cancel()
+        self.said.put_nowait(Stopped(-1))  # wakes whoever waits for news
+
+    async def _begin(self, session: str, sampling: object, service: bool, engines: EnginesNow) -> None:
+        self.engines.append(engines)
+        self.begun.add(session)
+
+    async def _play(self, session: str, orders: list[Order]) -> None:
+        assert session in self.begun
+        for order in orders:
+            self.names.append(order.name)
+            if order.key in self.early:
+                self.said.put_nowait(Stopped(order.key))
+                continue
+            self.tasks[order.key] = asyncio.create_task(self._one(order))
+
+    async def _one(self, order: Order) -> None:
+        try:
+            await asyncio.sleep(self.random.uniform(1, 3))
+            if order.sample in self.dies_of and not order.fault:
+                self.die()
+                return
+        except asyncio.CancelledError:
+            self.said.put_nowait(Stopped(order.key))
+            return
+        nothing: Any = array("i")
+        status = Status.ERROR_INFRASTRUCTURE if order.fault else Status.COMPLETED
+        t = Trajectory(PROMPT, order.sample, nothing, nothing, nothing, 0, 1.0, status, 1)
+        t.metadata["error"] = order.fault
+        self.said.put_nowait(Played(order.key, put_away(t)[0], ()))
+
+    def _handed_over(self, session: str, keys: list[int]) -> list[Any]:
+        """References to arrays, which are good once the last one of the answer is there and no error."""
+        refs = [Arrays(key) for key in keys]
+
+        async def kept() -> None:
+            await asyncio.sleep(self.random.uniform(0, 0.3))  # storing takes a while
+            if not self.alive:
+                raise ray.exceptions.RayActorError
+            for ref in refs:
+                ref.good = True
+
+        return [*refs, self._called(kept)()]
+
+    async def _abandon(self, session: str, keys: list[int]) -> None:
+        for key in keys:
+            if key in self.tasks:
+                self.tasks[key].cancel()
+            else:
+                self.early.add(key)
+
+    async def _news(self, session: str) -> list[News]:
+        assert session in self.begun
+        found = [await self.said.get()]
+        if not self.alive:
+            raise ray.exceptions.RayActorError
+        while not self.said.empty():
+            found.append(self.said.get_nowait())
+        return found
+
+    async def _rejoin(self, session: str, engines: EnginesNow) -> None:
+        self.engines.append(engines)
+
+    async def _end(self, session: str) -> Taken:
+        self.ended += 1
+        return Timeline().take()
+
+
+class Group:
+    """As much of an `ActorGroup` as workers need."""
+
+    def __init__(self, count: int, random: Random) -> None:
+        self.name, self.random = "rollout", random
+        self.dies_of: set[int] = set()
+        self.actors = [Worker(random) for _ in range(count)]
+        self.every = [*self.actors]
+        self.logs = [f"rollout-{i}.log" for i in range(count)]
+
+    def __len__(self) -> int:
+        return len(self.actors)
+
+    def end(self, rank: int) -> None:
+        self.actors[rank].alive = False
+
+    def replace(self, rank: int, timeout: float) -> None:
+        time.sleep(0.002)
+        self.actors[rank] = Worker(self.random)
+        self.actors[rank].dies_of = self.dies_of
+        self.every.append(self.actors[rank])
+
+
+class Engines:
+    """As much of a `Fleet` as a player needs."""
+
+    def __init__(self) -> None:
+        self.group = SimpleNamespace(name="engine", actors=["e0", "e1"])
+        self.facts = [Facts(cache_tokens=1000, cache_bytes=1), None]
+        self.serving = [0, 1]
+        self.restarts = 1
+
+    def retire(self, rank: int, cause: str) -> None:
+        if not self.restarts:
+            raise ActorFailed("engine-1", 1, "service", cause)
+        self.restarts -= 1
+        self.serving.remove(rank)
+
+    def check(self) -> None:
+        if not self.serving:
+            raise NobodyServes("engine", 0, "service", "all are dead")
+
+
+def player_of(count: int, restarts: int, seed: int = 0) -> tuple[PlayerElsewhere, Group, Workers, Engines, list[str]]:
+    group, engines, said = Group(count, Random(seed)), Engines(), []
+    any_group: Any = group
+    any_engines: Any = engines
+    workers = Workers(any_group, restarts=restarts, start_timeout_s=1.0, say=said.append)
+    player = PlayerElsewhere(workers, any_engines, SamplingConfig(), service=True, spans=lambda: None)
+    return player, group, workers, engines, said

@@ -1,0 +1,45 @@
+"""Asynchronous rollouts in virtual time, as a resumed run has them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from skyrl_mega.config.schema import Config
+from skyrl_mega.data.order import PromptStream
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.service import RolloutService
+from skyrl_mega.simulation.virtual_time import VirtualLoop
+from skyrl_mega.trainer.asynchronous import Asynchronous
+from tests.support.simulated_time import LONGEST_S
+from tests.support.virtual_rollouts import Engines, Players
+
+PROMPTS = 60
+
+
+def live(folder: Path, change: Any, prompts: int = PROMPTS) -> tuple[Asynchronous, VirtualLoop, PromptStream]:
+    """Rollouts of 4 prompts a step in virtual time, restored from the folder if there is anything."""
+    config = Config()
+    config.asynchrony.mode, config.asynchrony.max_staleness = "full", 1
+    config.data.prompts_per_step, config.data.samples_per_prompt = 4, 2
+    change(config)
+    random, loop = Random(0), VirtualLoop(LONGEST_S)
+    engines = Engines(2, random)
+    service = RolloutService(Players(engines, random), config.rollout.sampling, loop)
+    stream = PromptStream(prompts, batch=config.data.prompts_per_step)
+    every = [Prompt(i, [], "mine", {}) for i in range(prompts)]
+    rollouts = Asynchronous(config, every, stream, service, look=lambda: None, refill=lambda: None)
+    print(rollouts.restore(folder))
+    engines.revive(0)
+    rollouts.synced(0)
+    return rollouts, loop, stream
+
+
+def names(groups: list[Any]) -> set[str]:
+    """Of their trajectories."""
+    return {t.metadata["name"] for group in groups for t in group.trajectories}
+
+
+def smaller(config: Config) -> None:
+    config.data.prompts_per_step = 1

@@ -1,0 +1,246 @@
+"""What an asynchronous run has generated ahead, or has under way, when it ends and is resumed."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from skyrl_mega.config.schema import Config
+from skyrl_mega.engines.base import Request
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout import journal
+from skyrl_mega.rollout.router import Router
+from skyrl_mega.rollout.trajectory import Status
+from skyrl_mega.telemetry.console import Console
+from skyrl_mega.trainer import asynchronous
+from skyrl_mega.trainer.step import Step
+from tests.support.rollouts_ahead import PROMPTS, live, names, smaller
+from tests.support.virtual_rollouts import Player
+
+
+def fresher(config: Config) -> None:
+    config.asynchrony.max_staleness = 0
+
+
+def one_step(config: Config) -> None:
+    config.asynchrony.mode = "one_step"
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        (smaller, "data.prompts_per_step"),
+        (fresher, "asynchrony.max_staleness"),
+        (one_step, "asynchrony.mode"),
+    ],
+)
+def test_other_settings_draw_the_prompts_again(
+    tmp_path: Path, change: Any, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A resumed run with fewer prompts a step, or less staleness, would else wait for ever for room."""
+    rollouts, loop, _ = live(tmp_path, lambda config: None)
+    with loop:
+        step = Step(1, Console())
+        groups = rollouts.next_groups(step)
+        learned = {group.prompt.uid for group in groups}
+        rollouts.keep(tmp_path, 1)
+        before = names([*groups, *(one.group for one in rollouts.done.values())])
+    again, loop, stream = live(tmp_path, change)
+    told = "discarded: 4 groups generated ahead or under way, whose prompts are drawn again first; "
+    assert capsys.readouterr().out.splitlines()[-1] == f"{told}not as in the checkpoint: {key}"
+    with loop:
+        assert stream.remaining == PROMPTS - len(learned)
+        groups = again.next_groups(Step(2, Console()))
+        found = {group.prompt.uid for group in groups}
+        assert found and not found & learned
+        assert before and not before & names(groups), "each has a random stream of its own"
+
+
+def test_a_step_without_a_signal_gives_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After `max_rounds` times what it needs, and not when all of the data has been drawn."""
+
+    def sampled(config: Config) -> None:
+        config.algorithm.dynamic_sampling.enabled, config.algorithm.dynamic_sampling.max_rounds = True, 2
+
+    monkeypatch.setattr(asynchronous, "with_signal", lambda groups, algorithm: [])
+    rollouts, loop, stream = live(tmp_path, sampled, prompts=400)
+    with loop:
+        step = Step(1, Console())
+        assert rollouts.next_groups(step) == []
+        assert 8 <= step.metrics["rollout/groups_left_out"] <= 16 and stream.remaining >= 384
+        assert step.metrics["rollout/rounds"] == 2 and step.metrics["rollout/groups_missing"] == 4
+
+
+def test_what_was_played_of_groups_under_way_is_not_played_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Samples that had ended keep their tokens, turns of the others theirs, and groups are as old as they were."""
+    first, loop, _ = live(tmp_path, lambda config: None)
+    with loop:
+        first.next_groups(Step(1, Console()))
+        first.synced(1)
+        first.keep(tmp_path, 1)
+        under_way = first.service.so_far()
+    before = {t.metadata["name"]: t.tokens.tolist() for ticket in under_way for t in ticket.played.values()}
+    written = {one.request: one for said in journal.read_all(tmp_path).values() for one in said}
+    said = {request: [v for v, _ in one.completion.versions] for request, one in written.items()}
+    assert before and said and any(ticket.left for ticket in under_way)
+    asked: list[str] = []
+    generate = Router.generate
+
+    async def told(self: Router, request: Request) -> Any:
+        asked.append(request.id)
+        return await generate(self, request)
+
+    monkeypatch.setattr(Router, "generate", told)
+    capsys.readouterr()
+    again, loop, _ = live(tmp_path, lambda config: None)
+    done, begun = len(again.done), len(again.again)
+    assert capsys.readouterr().out.strip() == (
+        f"taken up again: {done} groups generated ahead, and {begun} under way, of which {len(before)} trajectories "
+        f"are done and {len(said)} turns of others"
+    )
+    with loop:
+        known = {ticket.number: ticket.version for ticket in again.again if ticket.played or ticket.said}
+        assert known.items() <= {ticket.number: ticket.version for ticket in under_way}.items() and len(known) > 1
+        again._ask()
+        assert known == {n: t.version for n, t in again.service.under_way.items() if n in known}, "as old as they were"
+        drawn = [t for step in (2, 3) for group in again.next_groups(Step(step, Console())) for t in group.trajectories]
+    assert not said.keys() & set(asked) and not before.keys() & {name.rpartition("/")[0] for name in asked}
+    found = {t.metadata["name"]: t for t in drawn}
+    assert {name: found[name].tokens.tolist() for name in before if name in found} == before
+    for name in {request.rpartition("/")[0] for request in said} & found.keys():
+        versions = [v for request, of in said.items() if request.rpartition("/")[0] == name for v in of]
+        assert [version for version, _ in found[name].versions][: len(versions)] == versions
+
+
+def test_all_groups_that_were_under_way_are_asked_for_however_few_steps_are_left(tmp_path: Path) -> None:
+    """They are older than others that may be done, and the next step has to take the oldest."""
+
+    def fewer(config: Config) -> None:
+        config.run.steps = 1
+
+    first, loop, _ = live(tmp_path, lambda config: None)
+    with loop:
+        first.next_groups(Step(1, Console()))
+        first.keep(tmp_path, 1)
+        numbers = {*first.service.under_way}
+    again, loop, _ = live(tmp_path, fewer)
+    with loop:
+        again._ask()
+        assert numbers and numbers <= again.service.under_way.keys()
+
+
+def test_what_a_service_under_an_environment_has_ended_is_played_again(tmp_path: Path) -> None:
+    first, loop, _ = live(tmp_path, lambda config: None)
+    with loop:
+        first.next_groups(Step(1, Console()))
+        (ticket, sample), *_ = [(t, s) for t in first.service.so_far() for s in t.played]
+        first.service._played[ticket.number][sample].status = Status.ERROR_INFRASTRUCTURE
+        (now,) = [t for t in first.service.so_far() if t.number == ticket.number]
+        assert sample in now.left and sample not in ticket.left
+
+
+def test_a_checkpoint_of_another_form_has_its_prompts_drawn_again(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rollouts, loop, _ = live(tmp_path, lambda config: None)
+    with loop:
+        learned = {group.prompt.uid for group in rollouts.next_groups(Step(1, Console()))}
+        with pytest.MonkeyPatch.context() as older:
+            older.setattr(asynchronous.kept_rollouts, "FORM", 1)
+            rollouts.keep(tmp_path, 1)
+    again, loop, stream = live(tmp_path, lambda config: None)
+    with loop:
+        assert again.again == [] and again.done == {} and stream.remaining == PROMPTS - len(learned)
+    assert capsys.readouterr().out.strip().endswith("; another version of the program has written it")
+
+
+def test_other_prompts_in_the_place_of_those_that_were_played_are_drawn(tmp_path: Path) -> None:
+    """A group's samples would else be of two questions."""
+    rollouts, loop, _ = live(tmp_path, lambda config: None)
+    with loop:
+        learned = {group.prompt.uid for group in rollouts.next_groups(Step(1, Console()))}
+        rollouts.keep(tmp_path, 1)
+    for question, groups in (("hello", 0), (None, None)):
+        again, loop, stream = live(tmp_path, lambda config: None)
+        with loop:
+            again.again, again.done = [], {}
+            if question is not None:
+                for prompt in again.prompts:
+                    prompt.messages.append({"role": "user", "content": question})
+            again.restore(tmp_path)
+            kept = len(again.again) + len(again.done)
+            assert kept == groups if groups is not None else kept > 0
+            assert groups is None or stream.remaining == PROMPTS - len(learned)
+
+
+def test_an_environment_that_opens_slowly_holds_up_its_own_group_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_once = Player.open
+
+    async def opens(self: Player, prompt: Prompt, sample: int) -> Any:
+        if prompt.uid == 0:
+            await asyncio.sleep(10_000)
+        return await at_once(self, prompt, sample)
+
+    monkeypatch.setattr(Player, "open", opens)
+    rollouts, loop, _ = live(tmp_path, lambda config: None)
+    with loop:
+        groups = rollouts.next_groups(Step(1, Console()))
+        assert loop.now < 1000 and len(groups) == 4 and 0 not in {group.prompt.uid for group in groups}
+
+
+def test_groups_without_a_signal_are_in_a_checkpoint_until_a_step_has_told_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def sampled(config: Config) -> None:
+        config.algorithm.dynamic_sampling.enabled = True
+
+    monkeypatch.setattr(asynchronous, "with_signal", lambda groups, _: [g for g in groups if g.prompt.uid % 2])
+    rollouts, loop, _ = live(tmp_path, sampled)
+    with loop:
+        step = Step(1, Console())
+        rollouts.next_groups(step)
+        told = {t.prompt.uid for t in step.trajectories}
+        rollouts.synced(1)
+        while not rollouts.left_out:  # of the next step
+            rollouts.collect(1.0)
+        rollouts.keep(tmp_path, 1)
+        left_out = {one.group.prompt.uid for one in rollouts.left_out}
+    again, loop, _ = live(tmp_path, sampled)
+    with loop:
+        step = Step(2, Console())
+        again.next_groups(step)
+        found = {t.prompt.uid for t in step.trajectories}
+        assert left_out and left_out <= found and not found & told
+        assert step.metrics["rollout/groups_left_out"] >= len(left_out)
+
+
+def test_groups_that_failed_are_played_again_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run that ended for its failures would end for the same ones each time."""
+
+    def sampled(config: Config) -> None:
+        config.algorithm.dynamic_sampling.enabled = True
+
+    monkeypatch.setattr(asynchronous, "with_signal", lambda groups, _: [g for g in groups if g.prompt.uid % 2])
+    rollouts, loop, _ = live(tmp_path, sampled)
+    with loop:
+        rollouts.next_groups(Step(1, Console()))
+        rollouts.synced(1)
+        while not rollouts.left_out:
+            rollouts.collect(1.0)
+        broken = rollouts.left_out[0]
+        broken.group.trajectories[0].status = Status.ERROR_ENV
+        rollouts.keep(tmp_path, 1)
+    again, loop, _ = live(tmp_path, sampled)
+    number = broken.ticket.number
+    assert number in {ticket.number for ticket in again.again}
+    assert number not in {one.ticket.number for one in again.left_out}
+    with loop:
+        again.next_groups(Step(2, Console()))
+        assert number not in {ticket.number for ticket in again.again}, "it was asked for"
