@@ -6,3 +6,6 @@ import os
 # told, before its import, that this machine is no part of a cluster.
 if not os.environ.get("RAY_ADDRESS"):
     os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+
+# Ray would start a cluster of its own, on all interfaces, for whoever calls it outside `session`.
+os.environ.setdefault("RAY_ENABLE_AUTO_CONNECT", "0")

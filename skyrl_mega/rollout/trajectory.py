@@ -99,16 +99,18 @@ class Trajectory:
 
     Where an environment rewrites the conversation (`rollout.step_wise`), the new one stands after the old one as a
     further `prompt` step: the context of a response is what lies between the last prompt's start and its own.
+
+    Its repr has none of `ARRAYS`: asyncio.run writes that of what it returns, and must not fetch what is away.
     """
 
     prompt: Prompt
     sample: int
     """Which of the prompt's samples; `GREEDY` is none of them."""
-    tokens: array[int]
+    tokens: array[int] = field(repr=False)
     """int32. Prompt, responses and observations, exactly as the engine was given and produced them."""
-    mask: array[int]
+    mask: array[int] = field(repr=False)
     """int8. 1 where the policy produced the token, else 0 (prompt, observations)."""
-    logprobs: array[float]
+    logprobs: array[float] = field(repr=False)
     """float32, as engines compute them. The engine's log-prob of each token of the policy, 0.0 elsewhere. Natural log,
     under the sampling temperature.
     NaN for an end token that no engine drew (`rollout.conversation: one_message`)."""
@@ -123,7 +125,7 @@ class Trajectory:
     """Where the environment gives several, each one's sum over the steps, before weights."""
     versions: list[tuple[int, int]] = field(default_factory=list)
     """(weight version, position in `tokens` from where on the policy's tokens are drawn with it), in order."""
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list, repr=False)
     """The conversation as text, for people; a rewritten one is added to what was before."""
     metadata: dict[str, Any] = field(default_factory=dict)
     """The last step's metadata."""
@@ -134,7 +136,7 @@ class Trajectory:
     """How often it was played again, from its prompt, for faults of the infrastructure."""
     steps: list[Step] = field(default_factory=list)
     """What happened when."""
-    columns: dict[str, Column] = field(default_factory=dict)
+    columns: dict[str, Column] = field(default_factory=dict, repr=False)
     """Further values of its tokens, [T, …] each, which the batch carries along."""
     away: Away | None = None
     """Where `ARRAYS` are, if they are not here (`rollout/by_reference.py`): reading one fetches it."""

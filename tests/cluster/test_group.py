@@ -319,3 +319,20 @@ def test_the_programs_own_signal_handlers_hold_while_ray_runs() -> None:
     )
     assert ended.returncode == 75
     assert "SIGTERM" not in ended.stderr
+
+
+OUTSIDE = """
+    import skyrl_mega.cluster, ray
+
+    ray.put(1)
+"""
+
+
+def test_ray_starts_nothing_for_who_has_no_session() -> None:
+    """By itself it would start a cluster that listens on all interfaces."""
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(OUTSIDE)], capture_output=True, text=True, cwd=root, timeout=240
+    )
+    assert ended.returncode == 1
+    assert "ray.init" in ended.stderr.splitlines()[-1]

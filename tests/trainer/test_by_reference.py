@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import copy
 import itertools
 import math
@@ -57,6 +58,18 @@ def away(groups: list[Group]) -> list[Group]:
 def from_store(monkeypatch: pytest.MonkeyPatch) -> None:
     """References lead to `STORE`."""
     monkeypatch.setattr("ray.get", lambda ref: STORE[ref])
+
+
+def test_a_repr_fetches_nothing(characters_chat: Renderer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """asyncio.run writes that of what it returns: all trajectories of a step."""
+    elsewhere = away(played(characters_chat, "talk").groups)
+    monkeypatch.setattr("ray.get", lambda ref: pytest.fail("it was fetched"))
+
+    async def all_of_them() -> list[Group]:
+        return elsewhere
+
+    assert asyncio.run(all_of_them()) is elsewhere
+    assert "ref-" in repr(elsewhere)
 
 
 def settings(step_wise: str, conversation: str = "messages", **algorithm: object) -> Config:
