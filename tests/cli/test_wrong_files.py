@@ -17,6 +17,7 @@ from skyrl_mega.cli.inputs import check_inputs, planned_inputs
 from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.engines.vllm import arguments
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.setup import prompts_of
@@ -213,6 +214,19 @@ def test_an_engine_argument_that_vllm_does_not_have(inputs: Path) -> None:
     line = "rollout.options.max_num_seqz: vLLM has no such engine argument; did you mean max_num_seqs"
     assert line in refused(inputs, "rollout.options.max_num_seqz=1")
     assert "rollout.options.nope_nope" in refused(inputs, "rollout.options.nope_nope=1")
+
+
+def test_an_engine_argument_that_vllm_takes_no_such_value_for(inputs: Path) -> None:
+    for given, takes in (
+        ("max_num_batched_tokens=many", "max_num_batched_tokens = many: allowed is a whole number"),
+        ("max_num_batched_tokens=1.5", "max_num_batched_tokens = 1.5: allowed is a whole number"),
+        ("max_num_batched_tokens=true", "max_num_batched_tokens = true: allowed is a whole number"),
+        ("cpu_offload_gb=[4]", "cpu_offload_gb = [4]: allowed is a number"),
+        ("enable_prefix_caching=1", "enable_prefix_caching = 1: allowed is true or false"),
+        ("hf_token=7", "hf_token = 7: allowed is true or false or a text"),
+    ):
+        assert f"rollout.options.{takes}, as vLLM has it" in refused(inputs, f"rollout.options.{given}")
+    arguments.check({"cpu_offload_gb": 4, "block_size": None, "hf_token": "own", "attention_backend": "FLASH_ATTN"})
 
 
 @pytest.mark.parametrize(
