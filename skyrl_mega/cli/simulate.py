@@ -13,6 +13,7 @@ from typing import Any
 from skyrl_mega.cli import dry_run, simulate_choices, simulate_text
 from skyrl_mega.cli.simulate_choices import EXPLORED, MODES, Choice, engines, plainer
 from skyrl_mega.cli.simulate_text import CHANCE, Comparison, Refused, Row
+from skyrl_mega.config.checks import check_values
 from skyrl_mega.config.command import DONE
 from skyrl_mega.config.derived import draws_greedy, engine_data, response_limit
 from skyrl_mega.config.errors import UserError
@@ -36,6 +37,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
     Raises:
         UserError: The settings cannot be planned or simulated, or an option is wrong.
     """
+    check_values(config)  # of all that was given: below, what it starts from is without asynchrony
     if on_cpu(config):
         raise UserError(
             "cluster.device = cpu: rates are known of GPUs alone (cluster.rates); give cluster.device=cuda with the "
