@@ -54,13 +54,15 @@ def test_what_others_may_have_ended_is_run_again(outcomes: list[Ran], expected: 
 
 
 def test_there_is_no_other_try_without_time_for_it() -> None:
+    runs = []
+
     def run(seconds: float) -> Ran:
+        runs.append(seconds)
         time.sleep(0.06)
         return KILLED
 
-    start = time.monotonic()
     assert scored(run, 0.1) == KILLED
-    assert time.monotonic() - start < 0.15
+    assert len(runs) == 1
 
 
 DIES = "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)"
