@@ -143,8 +143,11 @@ def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, rows
 
 
 def _moved(record: MicroBatch | PackedRow | RowRoutes, device: torch.device) -> dict[str, Any]:
-    """Its fields that are tensors, on a device."""
-    return {name: value.to(device) for name, value in vars(record).items() if isinstance(value, Tensor)}
+    """Its fields that are tensors, on a device. One that several fields have stays one: where a row's padded bounds are
+    its bounds, Transformer Engine knows that nothing lies between its sequences."""
+    tensors = {name: value for name, value in vars(record).items() if isinstance(value, Tensor)}
+    there = {key: value.to(device) for key, value in {id(value): value for value in tensors.values()}.items()}
+    return {name: there[id(value)] for name, value in tensors.items()}
 
 
 def padded_lengths(lengths: Tensor, context: int, tensor: int, rows: int = 1) -> Tensor:

@@ -6,7 +6,7 @@ import os
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -80,7 +80,42 @@ def join(case: Case) -> None:
     from tests.megatron.layouts import CPU
 
     layer_spec.varlen_attn = None  # a kernel of the local spec, which no stand-in computes
+    exchanges()
     (host, port), ranks = case.address.split(":"), case.parallel.ranks
     store = dist.TCPStore(host, int(port), ranks, is_master=case.rank == 0, timeout=timedelta(seconds=120))
     with CudaAsCpu():
         model.join(case.rank, case.parallel, store, CPU, 120)
+
+
+class Request:
+    """One of gloo's, which may be waited for again, as NCCL's may: gloo itself would wait for another message."""
+
+    def __init__(self, own: Any) -> None:
+        self.own = own
+
+    def wait(self) -> None:
+        """Until it is over."""
+        if self.own is not None:
+            self.own.wait()
+        self.own = None
+
+
+def exchanges() -> None:
+    """Has gloo send and receive as NCCL does, in this process, for good."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed import distributed_c10d as own
+
+    batch = dist.batch_isend_irecv
+
+    def again(function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: Request(function(*args, **kwargs))
+
+    def unmapped(operations: Any) -> Any:  # it asks the group for CUDA's part, which gloo has none of
+        with torch._C.DisableTorchFunction():
+            return batch(operations)
+
+    send, receive = again(own.isend), again(own.irecv)
+    for module in (dist, own):
+        both: Any = module
+        both.isend, both.irecv, both.batch_isend_irecv = send, receive, unmapped

@@ -1,7 +1,7 @@
 """What Transformer Engine's kernels compute, in plain torch, for its own Python to call on a CPU (`te.install`).
 
-Only what a layer of this project enters; FP8 is in `te_fp8_kernels`. Everything around the kernels is Transformer
-Engine's.
+Only what a layer of this project enters; attention is in `te_attention`, FP8 in `te_fp8_kernels`. Everything around
+the kernels is Transformer Engine's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from tests.cuda import syncs, te, te_fp8_kernels
+from tests.cuda import syncs, te, te_attention, te_fp8_kernels
 from tests.cuda.syncs import AsCuda, Counted, Waits
 from tests.cuda.te_fp8_kernels import product, quantize, shape
 from tests.cuda.together import one_by_one
@@ -41,7 +41,7 @@ def install(
     What a kernel does is the device's: nothing of it counts as a wait of the host.
     """
     nothing = {name: unittest.mock.MagicMock(name=name) for name in UNUSED}
-    kernels = KERNELS | te_fp8_kernels.KERNELS | others
+    kernels = KERNELS | te_attention.KERNELS | te_fp8_kernels.KERNELS | others
     te.install(nothing | {name: _on_the_device(each, waits) for name, each in kernels.items()}, capability)
     from transformer_engine.pytorch import permutation
 
@@ -328,41 +328,3 @@ def sort_chunks_by_map(
         return torch.empty_like(t).index_copy(0, to, t) if is_forward else t[to]
 
     return move(x), None if probs is None else move(probs)
-
-
-def _attention(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
-    """Causal within each sequence; [T, H, D] and [T, G, D] → [T, H, D]."""
-    lengths = (cu_seqlens[1:] - cu_seqlens[:-1]).long()
-    sequence = torch.arange(len(lengths)).repeat_interleave(lengths)
-    at = torch.arange(len(q))
-    seen = (sequence[:, None] == sequence) & (at[:, None] >= at)
-    k, v = (t.float().repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scores = torch.einsum("thd,shd->hts", q.float(), k) * scale
-    return torch.einsum("hts,shd->thd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v).contiguous()
-
-
-@kernel
-def get_fused_attn_backend(*_: Any, **__: Any) -> tuple[Any, str]:
-    """cuDNN's for sequences of any length."""
-    import transformer_engine_torch as tex
-
-    return tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
-
-
-@kernel
-def fused_attn_fwd(*args: Any) -> list[Tensor]:
-    """Output, normaliser and state of the random numbers."""
-    scale, cu_seqlens, q, k, v = args[3], args[14], args[16], args[17], args[18]
-    out = _attention(q, k, v, cu_seqlens, scale)
-    return [out.to(q.dtype), torch.zeros(len(q), q.shape[1], 1), torch.zeros(2, dtype=torch.int64)]
-
-
-@kernel
-def fused_attn_bwd(*args: Any) -> list[Tensor]:
-    """Gradients of queries, keys and values."""
-    scale, cu_seqlens, grad = args[2], args[17], args[23]
-    with torch.enable_grad():
-        leaves = [t.detach().float().requires_grad_() for t in args[19:22]]
-        out = _attention(*leaves, cu_seqlens, scale)
-        grads = torch.autograd.grad(out, leaves, grad.view(out.shape).float())
-    return [g.to(t.dtype) for g, t in zip(grads, args[19:22], strict=True)]

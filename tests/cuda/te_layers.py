@@ -122,7 +122,7 @@ def ready(case: Case, policy: PolicyConfig, waits: Any, batch: Any) -> Ready:
     waits.found.clear()
     parallel, at = case.parallel, case.parallel.coordinates(case.rank)
     rows = row_multiple(policy.precision, policy.spec or "te")
-    micro = pack(batch, context=1, context_rank=0, tensor=parallel.tensor, rows=rows)
+    micro = pack(batch, context=parallel.context, context_rank=at.cp, tensor=parallel.tensor, rows=rows)
     hf = json.loads((case.model / "config.json").read_text())
     with CudaAsCpu(), Counted(waits):  # it says of what is made which stays on the host
         opened = ModelWorker(hf, policy, parallel, dtype=torch.bfloat16, device=layouts.CPU, trainable=False)

@@ -39,6 +39,7 @@ DISPATCH = ("synchronize", "megatron/core/transformer/moe/token_dispatcher.py:_m
 LAYERS = 2
 MODEL = BuildConfig(layers=LAYERS, hidden=128, heads=8, head_dim=32, experts=16, experts_per_token=4, expert_ffn=64)
 PARALLEL = ParallelDims(2, tensor=2, expert=2)
+CONTEXT = ParallelDims(2, context=2, expert=2)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,15 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
     folder = tmp_path_factory.mktemp("waits")
     build(MODEL, folder / "model", seed=1)
     return run("te_layers", folder, PARALLEL, POLICIES)
+
+
+@pytest.fixture(scope="module")
+def in_context(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
+    """What each of two ranks found that have parts of the same sequences."""
+    folder = tmp_path_factory.mktemp("context")
+    build(MODEL, folder / "model", seed=1)
+    policies = {name: POLICIES[name] for name in ("fused", "moe", "local")}
+    return run("te_layers", folder, CONTEXT, policies)
 
 
 def test_what_the_settings_ask_for_is_in_the_model(answers: dict[str, list[Answer]]) -> None:
@@ -92,6 +102,17 @@ def test_fused_layers_compute_what_local_ones_do(answers: dict[str, list[Answer]
         assert off(found.hidden, local.hidden) < 0.02
         assert set(found.gradients) and all(np.isfinite(g).all() for g in found.gradients.values())
         assert off(found.gradients[EMBEDDING], local.gradients[EMBEDDING]) < 0.05
+
+
+@pytest.mark.parametrize("name", ["fused", "moe"])
+def test_parts_of_sequences_are_attended_to_without_a_wait(in_context: dict[str, list[Answer]], name: str) -> None:
+    """Keys and values go round; what comes of it is what the local spec computes, which goes another way."""
+    passes = 2 if name == "moe" else 1
+    for found, local in zip(in_context[name], in_context["local"], strict=True):
+        assert dict(found.waits) == {DISPATCH: passes * LAYERS}
+        assert off(found.hidden, local.hidden) < 0.02
+        assert off(found.gradients[EMBEDDING], local.gradients[EMBEDDING]) < 0.05
+        assert planned(found, POLICIES[name], parallel=CONTEXT) == pytest.approx(found.kept, rel=0.06)
 
 
 @pytest.mark.parametrize("name", [name for name in POLICIES if name not in ("local", "deepep")])

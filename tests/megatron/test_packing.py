@@ -114,6 +114,17 @@ def test_zigzag_chunks(lengths: list[int], context: int) -> None:
             np.testing.assert_array_equal(row.position_L[row.sequence_L == i].numpy(), expected)
 
 
+def test_a_row_on_a_device_has_one_tensor_of_bounds() -> None:
+    """By which Transformer Engine knows that nothing lies between sequences: else it computes bounds anew in each
+    layer, and leaves out kernels that could not tell."""
+    packed = pack(batch_of([3, 5]), context=2, context_rank=0, tensor=1).to(torch.device("meta"))
+    row = packed.row
+    assert row.cu_seqlens_q is not None and row.cu_seqlens_q.is_meta
+    bounds = row.cu_seqlens_q, row.cu_seqlens_q_padded, row.cu_seqlens_kv, row.cu_seqlens_kv_padded
+    assert all(one is bounds[0] for one in bounds)
+    assert packed.source is not packed.read
+
+
 def test_gathered_order_restores_the_row() -> None:
     """`global_L` finds each token of the row after the context ranks' parts are put one after another."""
     batch = batch_of([5, 9, 16])

@@ -1,0 +1,144 @@
+"""What Transformer Engine's kernels for attention compute, in plain torch: cuDNN's of packed sequences, and what puts
+together the parts that context parallelism attends to one after another (its `context_parallel.py`, P2P).
+
+Legend: T queries, S keys, H heads, G heads of keys and values, D of a head, N sequences. A rank of context parallelism
+has of each sequence one part of the first half and one of the second, so of each of its sequences a half is either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+KERNELS: dict[str, Callable[..., Any]] = {}
+
+
+def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
+    """One of the compiled extension's, by its name there."""
+    KERNELS[function.__name__] = function
+    return function
+
+
+@kernel
+def get_fused_attn_backend(*_: Any, **__: Any) -> tuple[Any, str]:
+    """cuDNN's for sequences of any length."""
+    import transformer_engine_torch as tex
+
+    return tex.NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen, ""
+
+
+@kernel
+def fused_attn_fwd(*args: Any) -> list[Tensor]:
+    """Output [T, H, D], logarithm of the normaliser [T, H, 1] in float32, and state of the random numbers."""
+    q, v = args[16], args[18]
+    scores, values = _scores(args[10], args[3], args[14:16], args[20:22], q, args[17]), _heads(v, q)
+    lse = scores.logsumexp(-1)
+    out = torch.einsum("hts,shd->thd", (scores - lse[..., None]).exp(), values)
+    return [out.to(q.dtype).contiguous(), lse.T[..., None].contiguous(), torch.zeros(2, dtype=torch.int64)]
+
+
+@kernel
+def fused_attn_bwd(*args: Any) -> list[Tensor | None]:
+    """Gradients of queries, keys, values, and of two that are not there. Output and normaliser are of all keys, which
+    may be more than these (FlashAttention-2, algorithm 2)."""
+    scale, (q, k, v, out, of_out), lse = args[2], args[19:24], args[25][0]
+    assert lse.shape == (len(q), q.shape[1], 1)
+    scores, keys, values = _scores(args[12], scale, args[17:19], args[26:28], q, k), _heads(k, q), _heads(v, q)
+    shares = (scores - lse[..., 0].T[..., None]).exp()
+    out, of_out = out.view(q.shape).float(), of_out.view(q.shape).float()
+    of_shares = torch.einsum("thd,shd->hts", of_out, values)
+    of_scores = scale * shares * (of_shares - (of_out * out).sum(-1).T[..., None])
+    found = torch.einsum("hts,shd->thd", of_scores, keys), torch.einsum("hts,thd->shd", of_scores, q.float())
+    of_values = torch.einsum("hts,thd->shd", shares, of_out)
+    grads = found[0], *(t.view(*k.shape[:2], -1, k.shape[2]).sum(2) for t in (found[1], of_values))
+    return [*(grad.to(t.dtype).contiguous() for grad, t in zip(grads, (q, k, v), strict=True)), None, None]
+
+
+def _heads(keys: Tensor, q: Tensor) -> Tensor:
+    """Those of each query's head."""
+    return keys.float().repeat_interleave(q.shape[1] // keys.shape[1], 1)
+
+
+def _scores(
+    mask: Any, scale: float, bounds: tuple[Tensor, Tensor], padded: tuple[Any, Any], q: Tensor, k: Tensor
+) -> Tensor:
+    """float32 [H, T, S]; -inf where a query does not see a key: of another sequence, or later where it is causal."""
+    import transformer_engine_torch as tex
+
+    kinds = tex.NVTE_Mask_Type
+    assert mask is kinds.NVTE_PADDING_CAUSAL_MASK or mask is kinds.NVTE_PADDING_MASK, mask
+    sequences = []
+    for cu, cu_padded, t in zip(bounds, padded, (q, k), strict=True):
+        assert cu_padded is None or torch.equal(cu, cu_padded), "there is padding between sequences"
+        assert int(cu[-1]) == len(t)
+        sequences.append(torch.arange(len(cu) - 1).repeat_interleave((cu[1:] - cu[:-1]).long()))
+    seen = sequences[0][:, None] == sequences[1]
+    if mask is kinds.NVTE_PADDING_CAUSAL_MASK:
+        assert torch.equal(*bounds), "causal from the top left: queries and keys begin together"
+        seen &= torch.arange(len(q))[:, None] >= torch.arange(len(k))
+    return (torch.einsum("thd,shd->hts", q.float(), _heads(k, q)) * scale).masked_fill(~seen, float("-inf"))
+
+
+def _half(cu: Tensor, half: int) -> Tensor:
+    """int64 [T / 2]: where the tokens of each sequence's first half (0) or second (1) are."""
+    starts, lengths = cu[:-1].long(), (cu[1:] - cu[:-1]).long()
+    assert not (lengths % 2).any()
+    parts = [torch.arange(n // 2) + s + half * n // 2 for s, n in zip(starts.tolist(), lengths.tolist(), strict=True)]
+    return torch.cat(parts)
+
+
+@kernel
+def thd_read_half_tensor(tensor: Tensor, cu: Tensor, half: int) -> Tensor:
+    """[T / 2, …] of [T, …]."""
+    return tensor[_half(cu, half)]
+
+
+@kernel
+def thd_read_second_half_lse(lse: Tensor, cu: Tensor, packed: bool, tokens: int) -> Tensor:
+    """[H, T / 2] of [H, T]."""
+    assert packed
+    found = lse[:, _half(cu, 1)]
+    assert found.shape[1] == tokens
+    return found
+
+
+@kernel
+def thd_second_half_lse_correction(lse: Tensor, more: Tensor, cu: Tensor, packed: bool) -> None:
+    """Adds keys to the normaliser of the second halves."""
+    assert packed
+    at = _half(cu, 1)
+    lse[:, at] = torch.logaddexp(lse[:, at], more)
+
+
+@kernel
+def thd_out_correction(
+    out: Tensor, more: Tensor, old: Tensor, new: Tensor, of_more: Tensor, cu: Tensor, second: bool, packed: bool
+) -> None:
+    """Adds what other keys give to the output, of the second halves or of all; normalisers are [H, T]."""
+    assert packed and out.dtype == more.dtype
+    at = _half(cu, 1) if second else torch.arange(len(out))
+    before, share = (old - new).exp().T[at, :, None], (of_more - new[:, at]).exp().T[..., None]
+    out[at] = (out[at].float() * before + more.view(len(at), *out.shape[1:]).float() * share).to(out.dtype)
+
+
+@kernel
+def thd_grad_correction(grad: Tensor, more: Tensor, cu: Tensor, first: str, second: str) -> None:
+    """What becomes of each half of a gradient [T, …]; `more` has the halves that it is for."""
+    given = {half: _half(cu, half) for half, how in enumerate((first, second)) if how in ("copy", "add")}
+    rows = torch.cat(list(given.values())).sort().values
+    assert len(more) == len(rows)
+    whole = torch.zeros_like(grad)
+    whole[rows] = more.view(len(rows), *grad.shape[1:])
+    for half, how in enumerate((first, second)):
+        at = _half(cu, half)
+        if how == "zero":
+            grad[at] = 0
+        elif how == "copy":
+            grad[at] = whole[at]
+        elif how == "add":
+            grad[at] += whole[at]
+        else:
+            assert how == "none"
