@@ -29,12 +29,20 @@ MODEL = BuildConfig(
     layers=2, hidden=256, heads=4, kv_heads=2, head_dim=128, experts=8, expert_ffn=128, tokenizer="none"
 )
 BIASES = BuildConfig("qwen2", layers=2, hidden=512, heads=4, kv_heads=2, head_dim=128, ffn=256, tokenizer="none")
-MODELS = {"tp2 ep2": MODEL, "dp2": MODEL, "tp2, dense with biases": BIASES, "pp2": MODEL, "cp2": MODEL}
+MODELS = {
+    "tp2 ep2": MODEL,
+    "dp2": MODEL,
+    "tp2, dense with biases": BIASES,
+    "pp2": MODEL,
+    "pp2 in chunks": dataclasses.replace(MODEL, layers=4),
+    "cp2": MODEL,
+}
 LAYOUTS = {
     "tp2 ep2": ParallelDims(2, tensor=2, expert=2),
     "dp2": ParallelDims(2),
     "tp2, dense with biases": ParallelDims(2, tensor=2),
     "pp2": ParallelDims(2, pipeline=2),
+    "pp2 in chunks": ParallelDims(2, pipeline=2, virtual_pipeline=2),
     "cp2": ParallelDims(2, context=2),
 }
 PLAIN, BLOCKWISE, KEPT = "model", "fp8_blockwise", "fp8_blockwise parameters"
@@ -44,6 +52,7 @@ HOPPER = {
     "dp2": (PLAIN, BLOCKWISE, KEPT),
     "tp2, dense with biases": (PLAIN, BLOCKWISE, KEPT, *PER_TENSOR),
     "pp2": (PLAIN, BLOCKWISE, KEPT, *PER_TENSOR),
+    "pp2 in chunks": (PLAIN, BLOCKWISE, KEPT),
     "cp2": (PLAIN, BLOCKWISE, KEPT, *PER_TENSOR),
 }
 BLACKWELL = {
@@ -83,7 +92,7 @@ def answers(tmp_path_factory: pytest.TempPathFactory, layout: str) -> Found:
     folder, parallel = tmp_path_factory.mktemp("steps"), LAYOUTS[layout]
     build(MODELS[layout], folder / "model", seed=1)
     found: Found = {}
-    for capability, names in ((te.HOPPER, HOPPER[layout]), ((10, 0), BLACKWELL[layout])):
+    for capability, names in ((te.HOPPER, HOPPER[layout]), ((10, 0), BLACKWELL.get(layout, ()))):
         policies = {name: policy(name, clip_of(layout), overlap=layout == "dp2") for name in names}
         if policies:
             found |= programs.run("te_steps", folder, parallel, policies, capability)
@@ -108,14 +117,17 @@ def column(ranks: list[Answer], metric: str) -> list[float]:
     return [step[metric] for step in last]
 
 
-def test_losses_fall_as_in_float32(answers: Found, float32: list[dict[str, float]]) -> None:
-    """A recipe's rounding changes a loss by less than a hundredth, and a gradient's norm by less than a twentieth."""
+def test_losses_fall_as_in_float32(answers: Found, float32: list[dict[str, float]], layout: str) -> None:
+    """A recipe's rounding changes a loss by less than a hundredth, and a gradient's norm by less than a twentieth in two
+    layers, a tenth in four."""
+    depth = MODELS[layout].layers / 2
     for name, ranks in answers.items():
         losses = column(ranks, "loss")
         assert losses == pytest.approx([row["loss"] for row in float32], rel=0.005 if name == PLAIN else 0.01)
         assert losses == sorted(losses, reverse=True) and losses[-1] < 0.75 * losses[0]
         norms = [row["grad_norm"] for row in float32]
-        assert column(ranks, "grad_norm") == pytest.approx(norms, rel=0.02 if name == PLAIN else 0.05), name
+        near = 0.02 if name == PLAIN else 0.05
+        assert column(ranks, "grad_norm") == pytest.approx(norms, rel=near * depth), name
         assert name == PLAIN or losses != column(answers[PLAIN], "loss"), "nothing was rounded"
 
 
