@@ -33,7 +33,7 @@ from skyrl_mega.rollout.orders import (
     Played,
     Stopped,
 )
-from skyrl_mega.rollout.suspects import Death, Record
+from skyrl_mega.rollout.suspects import Death, Loss, Record
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.rollout.workers import Workers
 from skyrl_mega.telemetry.timeline import Taken
@@ -93,11 +93,11 @@ class Line:
         """Keys of orders that the worker knows of."""
         return self.waiting.keys() - {order.key for order in self.orders} if self.begun else set()
 
-    def lose(self, cause: str, *, alone: bool) -> None:
+    def lose(self, cause: str, *, alone: bool, loss: Loss | None = None) -> None:
         """The worker has died, with one trajectory `alone` or with those that it had heard of."""
         heard = self.heard()
         for key, one in self.waiting.items():
-            _raise(one.answer, _Lost(Death(cause, key in heard, alone and key in heard)))
+            _raise(one.answer, _Lost(Death(cause, key in heard, alone and key in heard, loss)))
         self.waiting.clear()
 
 
@@ -143,8 +143,6 @@ class PlayerElsewhere:
         self._sending = False
         self._error: ActorFailed | None = None
         """Why nothing can be played any more."""
-        self._suspected: set[str] = set()
-        """Names of trajectories that are played apart."""
 
     async def play(self, prompt: Prompt, sample: int, name: str) -> Trajectory:
         """Has a trajectory opened, played to its end and closed.
@@ -156,13 +154,13 @@ class PlayerElsewhere:
         record, fault = Record(), ""
         try:
             while True:
-                if prompt.uid in self.workers.guilty and not fault:
-                    record.suspect()
+                if suspects.of_prompt(prompt) in self.workers.guilty and not fault:
+                    record.kin = True
                 line = await self._line(name, record)
                 said = self._said.get(name, ())
                 order = Order(next(self._keys), prompt, sample, name, self.spans() is not None, said, fault=fault)
                 try:
-                    trajectory = await self._carried_out(line, order, record.deaths)
+                    trajectory = await self._carried_out(line, order, record.suspicion)
                 except _Lost as lost:
                     record.add(lost.death)
                     if record.failed:
@@ -172,11 +170,12 @@ class PlayerElsewhere:
                 trajectory.prompt = prompt
                 return trajectory
         finally:
-            self._suspected.discard(name)
+            self.workers.placed(f"{self.name}/{name}")
 
     def _fault(self, prompt: Prompt, name: str, record: Record, cause: str) -> str:
         """Why a trajectory has failed that workers died of."""
-        self.workers.guilty.add(prompt.uid)
+        self.workers.guilty.add(suspects.of_prompt(prompt))
+        self.workers.explained(record.losses)
         fault = (
             f"environment {prompt.env_class}: {record.deaths} processes died with it, the last {record.alone} with "
             f"nothing else, the last one: {cause}"
@@ -242,19 +241,15 @@ class PlayerElsewhere:
         self._said.pop(trajectory, None)
 
     async def _line(self, name: str, record: Record) -> Line:
-        """To the worker that has least to do, of those that may have a trajectory of this record."""
-        (self._suspected.add if record.suspected else self._suspected.discard)(name)
+        """To the worker that is given a trajectory of this record."""
         while self._error is None:
             up = self.workers.up()
             for rank, actor in up.items():
                 if rank not in self.lines or self.lines[rank].actor != actor:
                     line = self.lines[rank] = Line(rank, actor)
                     line.listening = asyncio.create_task(self._listen(line))
-            lines = sorted((self.lines[rank] for rank in up), key=lambda line: len(line.waiting))
-            for i, line in enumerate(lines):
-                there = [one.deaths for one in line.waiting.values()]
-                if suspects.admitted(record.deaths, there, reserved=i == 0 and bool(self._suspected)):
-                    return line
+            if (given := self.workers.place(up, f"{self.name}/{name}", record.suspicion)) is not None:
+                return self.lines[given]
             await asyncio.sleep(LOOK_EVERY_S)
         raise self._error
 
@@ -268,7 +263,6 @@ class PlayerElsewhere:
         line.waiting[order.key] = Waiting(answer, deaths)
         line.orders.append(order)
         self._send()
-        self.workers.opened(line.actor, 1)
         try:
             trajectory = await asyncio.shield(answer)
         except asyncio.CancelledError:
@@ -279,7 +273,7 @@ class PlayerElsewhere:
                 answer.exception()
             raise
         finally:
-            self.workers.opened(line.actor, -1)
+            self.workers.closed(line.actor, deaths)
         assert trajectory is not None
         return trajectory
 
@@ -373,10 +367,9 @@ class PlayerElsewhere:
             self.counted(await asyncio.wait_for(line.actor.end.remote(self.name), END_S), (line.rank, id(line.actor)))
 
     def _lose(self, line: Line, cause: str) -> None:
-        alone = len(line.heard()) == 1 and self.workers.opened(line.actor) == 1
-        trial = bool(line.waiting) and all(one.deaths >= suspects.SUSPECTED for one in line.waiting.values())
-        self.workers.lost(line.rank, line.actor, cause, trial=trial)
-        line.lose(cause, alone=alone)  # before its session's end, which may take long
+        loss = self.workers.lost(line.rank, line.actor, cause, heard=bool(line.heard()))
+        alone = loss is not None and len(line.heard()) == 1 and len(loss.had) == 1 and loss.had[0] >= suspects.SUSPECTED
+        line.lose(cause, alone=alone, loss=loss)  # before its session's end, which may take long
 
     def _hear(self, line: Line, news: News) -> None:
         match news:

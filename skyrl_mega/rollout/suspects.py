@@ -6,32 +6,47 @@ together, until one is alone:
 - Every trajectory that a worker had heard of when it died counts that death. One alone is chance: it is played again as
   any other.
 - One that has counted two is suspected. Workers that play suspected ones play nothing else, and the more deaths these
-  have counted, the fewer of them share a worker (`GROUPS`). While there are any, the worker with the least to do takes
-  nothing else, so that their turn comes; with a single worker all others wait.
+  have counted, the fewer of them share a worker (`GROUPS`). While any wait, the worker with the least to do takes
+  nothing else until their turn has come; with a single worker all others wait.
 - One that has ended `ALONE` workers by itself has failed. Nothing fails that was never alone.
-- Others of its prompt have the same environment and are suspected from then on: each is alone.
-- A worker that dies of suspected ones alone was there to find out: `TRIALS` such deaths are one restart.
+- Others of its prompt have the same environment and are suspected from then on: each is alone, and `ALONE_AS_KIN` are
+  enough.
+- A worker that dies of suspected ones alone was there to find out: `TRIALS` such deaths are one restart. So are those
+  of which one that has failed is the cause, once it has; until then as many restarts as there are workers are lent.
 
-What a worker died of beside one that was alone there is not known (it may play for an evaluation at the same time), so
-such a death counts as any other.
+Who plays for an evaluation at the same time has the same workers: all this is about the trajectories of both. One is
+alone only where it is suspected: chance has to end five workers with the same one until it fails one that is well.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from skyrl_mega.envs.prompt import Prompt
 
 GROUPS = {2: 32, 3: 6}
 """Deaths → how many suspected trajectories under which so many workers have died may share one; under which more have,
 1."""
 SUSPECTED, SURE = min(GROUPS), max(GROUPS) + 1
 """Deaths from which on a trajectory is suspected, and from which on it is alone."""
-ALONE = 2
-"""Workers that one has ended by itself when it has failed. One death may be somebody else's doing even then."""
+ALONE, ALONE_AS_KIN = 3, 2
+"""Workers that one has ended by itself when it has failed, and where another of its prompt has. One death may be
+somebody else's doing even then."""
 
 TRIALS = 8
 """Deaths of workers that had nothing but suspected trajectories, for one of `rollout.restarts`: so many that a group of
 samples can be found out, and not so many that a run goes on whose workers die of everything."""
+
+
+@dataclass(eq=False)
+class Loss:
+    """Of a worker."""
+
+    had: list[int]
+    """The deaths under each trajectory that it had, those of all sessions."""
+    trial: bool
+    """Whether it is one of `TRIALS`."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +58,7 @@ class Death:
     """Whether the worker had heard of the trajectory."""
     alone: bool
     """And of no other."""
+    loss: Loss | None = None
 
 
 @dataclass
@@ -53,25 +69,32 @@ class Record:
     """Of workers that had it open."""
     alone: int = 0
     """Of workers that had nothing else open."""
+    kin: bool = False
+    """Whether another of its prompt has failed."""
+    losses: list[Loss] = field(default_factory=list)
+    """Of workers that had it open."""
 
     @property
-    def suspected(self) -> bool:
-        """Whether it is played apart."""
-        return self.deaths >= SUSPECTED
+    def suspicion(self) -> int:
+        """The deaths for which it is played apart."""
+        return max(self.deaths, SURE) if self.kin else self.deaths
 
     @property
     def failed(self) -> bool:
         """Whether it is not played any more."""
-        return self.alone >= ALONE
+        return self.alone >= (ALONE_AS_KIN if self.kin else ALONE)
 
     def add(self, death: Death) -> None:
         """One more."""
         self.deaths += death.counts
         self.alone += death.alone
+        if death.counts and death.loss is not None:
+            self.losses.append(death.loss)
 
-    def suspect(self) -> None:
-        """As much as can be."""
-        self.deaths = max(self.deaths, SURE)
+
+def of_prompt(prompt: Prompt) -> tuple[int, int]:
+    """What samples of one prompt have in common, and others, of another data set too, do not."""
+    return prompt.uid, hash(str(prompt.messages))
 
 
 def admitted(deaths: int, there: Collection[int], *, reserved: bool) -> bool:

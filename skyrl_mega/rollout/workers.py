@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.last_words import with_cause
-from skyrl_mega.rollout.suspects import TRIALS
+from skyrl_mega.rollout.suspects import SUSPECTED, TRIALS, Loss, admitted
 
 
 class Workers:
@@ -28,13 +27,22 @@ class Workers:
         self, group: ActorGroup, *, restarts: int, start_timeout_s: float, say: Callable[[str], None] = print
     ) -> None:
         self.group, self.restarts, self.start_timeout_s, self.say = group, restarts, start_timeout_s, say
-        self.guilty: set[int] = set()
-        """Prompts of trajectories that ended their workers (`suspects`)."""
-        self._open, self._trials = Counter[int](), 0
+        self.guilty: set[tuple[int, int]] = set()
+        """Prompts of trajectories that ended their workers (`suspects.of_prompt`)."""
+        self._open: dict[int, list[int]] = {}
+        """By actor the deaths under each trajectory that it has, of all sessions."""
+        self._losses: dict[int, tuple[Any, Loss]] = {}
+        """By rank the last one that was lost there."""
+        self._apart: set[str] = set()
+        """Suspected trajectories that wait for a worker."""
+        self._trials = 0
+        self._owed, self._credit = 0, len(group) if restarts else 0
+        """Restarts taken while none was left, and how many may be: what is suspected may yet explain them."""
         self._starting: dict[int, Future[None]] = {}
         self._gone: set[int] = set()
         """Those that are not started again."""
         self._last: ActorFailed | None = None
+        self._closed = False
         self._threads = ThreadPoolExecutor(len(group), thread_name_prefix="restart-rollout")
         self._lock = threading.RLock()
         """A phase and a service may find at the same time that one is dead, in loops of their own."""
@@ -58,26 +66,87 @@ class Workers:
             missing = self._gone | self._starting.keys()
             return {rank: actor for rank, actor in enumerate(self.group.actors) if rank not in missing}
 
-    def opened(self, actor: Any, more: int = 0) -> int:
-        """How many trajectories a worker has, those of all sessions, now that there are more."""
+    def place(self, up: Mapping[int, Any], name: str, deaths: int) -> int | None:
+        """Gives a trajectory to one of these, by rank: to the one with the least to do of those that may have it
+        (`suspects`). Returns its rank; None if none may now. It has the trajectory until `closed`."""
         with self._lock:
-            self._open[id(actor)] += more
-            return self._open[id(actor)]
+            (self._apart.add if deaths >= SUSPECTED else self._apart.discard)(name)
+            for i, rank in enumerate(sorted(up, key=lambda rank: len(self._open.get(id(up[rank]), ())))):
+                there = self._open.get(id(up[rank]), [])
+                if admitted(deaths, there, reserved=i == 0 and bool(self._apart)):
+                    self._open.setdefault(id(up[rank]), there).append(deaths)
+                    self._apart.discard(name)
+                    return rank
+            return None
 
-    def lost(self, rank: int, actor: Any, cause: str, *, trial: bool = False) -> None:
-        """One does not answer any more. It is ended and started again, unless another is in its place already; a
-        `trial` had nothing but suspected trajectories."""
+    def placed(self, name: str) -> None:
+        """It waits for no worker any more."""
         with self._lock:
-            if rank not in self._gone | self._starting.keys() and self.group.actors[rank] == actor:
-                self._trials += trial
-                if trial and self._trials % TRIALS:
-                    self.restarts += 1  # which takes none
+            self._apart.discard(name)
+
+    def closed(self, actor: Any, deaths: int) -> None:
+        """A worker has one less, under which so many had died."""
+        with self._lock:
+            there = self._open[id(actor)]
+            there.remove(deaths)
+            if not there:
+                del self._open[id(actor)]
+
+    def lost(self, rank: int, actor: Any, cause: str, *, heard: bool = False) -> Loss | None:
+        """One does not answer any more. It is ended and started again, unless another is in its place already; one that
+        had `heard` of trajectories and had nothing but suspected ones was a trial.
+
+        Returns what it had when the first of all sessions told that it is lost: they take theirs away at once. None of
+        one that was lost long ago.
+        """
+        with self._lock:
+            if not self._closed and rank not in self._gone | self._starting.keys() and self.group.actors[rank] == actor:
+                there = [*self._open.get(id(actor), ())]
+                loss = Loss(there, heard and min(there, default=0) >= SUSPECTED)
+                self._losses[rank] = actor, loss
+                if loss.trial:
+                    self._trial()
                 self._replace(rank, cause)
+            of, loss = self._losses.get(rank, (None, Loss([], False)))
+            return loss if of is actor else None
+
+    def explained(self, losses: Sequence[Loss]) -> None:
+        """One that has failed has ended these. Where there are restarts again, who is gone comes back."""
+        with self._lock:
+            for loss in losses:
+                if not loss.trial:
+                    loss.trial = True
+                    self._trial()
+            if self._closed or len(self._gone) == len(self.group):  # the run ends
+                return
+            while self.restarts > 0 and self._gone:
+                rank = self._gone.pop()
+                self.restarts -= 1
+                name = f"{self.group.name}-{rank}"
+                self._start(rank, f"{name} is started again after all ({self.restarts} restarts are left)")
+
+    def _trial(self) -> None:
+        """One more: it takes no restart, unless so many have not."""
+        self._trials += 1
+        if self._trials % TRIALS:
+            if self._owed:
+                self._owed -= 1
+            else:
+                self.restarts += 1
+
+    def _suspects(self) -> bool:
+        """Whether any are played, or are to be."""
+        return bool(self._apart) or any(deaths >= SUSPECTED for there in self._open.values() for deaths in there)
+
+    def _start(self, rank: int, told: str) -> None:
+        self.say(told)
+        self._starting[rank] = self._threads.submit(self.group.replace, rank, self.start_timeout_s)
 
     def close(self) -> None:
         """Starts nothing more. The actors are the group's to end."""
-        self.restarts = 0
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        with self._lock:
+            self._closed = True
+            self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _replace(self, rank: int, cause: str) -> None:
         log = self.group.logs[rank]
@@ -86,8 +155,10 @@ class Workers:
         told = f"{name} is lost: {cause}; what it had is played again"
         if self.restarts > 0:
             self.restarts -= 1
-            self.say(f"{told}, and it is started again ({self.restarts} restarts are left)")
-            self._starting[rank] = self._threads.submit(self.group.replace, rank, self.start_timeout_s)
+            self._start(rank, f"{told}, and it is started again ({self.restarts} restarts are left)")
+        elif self._owed < self._credit and self._suspects():
+            self._owed += 1
+            self._start(rank, f"{told}, and it is started again though no restart is left: a cause is being looked for")
         else:
             self._gone.add(rank)
             self._threads.submit(self.group.end, rank)

@@ -118,8 +118,8 @@ def column(ranks: list[Answer], metric: str) -> list[float]:
 
 
 def test_losses_fall_as_in_float32(answers: Found, float32: list[dict[str, float]], layout: str) -> None:
-    """A recipe's rounding changes a loss by less than a hundredth, and a gradient's norm by less than a twentieth in two
-    layers, a tenth in four."""
+    """A recipe's rounding changes a loss by less than a hundredth, and a gradient's norm by less than a twentieth where
+    there are two layers, a tenth where there are four."""
     depth = MODELS[layout].layers / 2
     for name, ranks in answers.items():
         losses = column(ranks, "loss")

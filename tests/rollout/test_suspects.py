@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
+from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.rollout.orders import Order
 from skyrl_mega.rollout.player_elsewhere import Line, Waiting
-from skyrl_mega.rollout.suspects import admitted
+from skyrl_mega.rollout.suspects import TRIALS, admitted
 from skyrl_mega.rollout.trajectory import Status, Trajectory
 from skyrl_mega.simulation.virtual_time import VirtualLoop
 from tests.support.mortal_workers import PROMPT, player_of
@@ -31,8 +32,11 @@ def test_those_that_end_their_process_every_time_fail_and_no_other_does(count: i
         played = await asyncio.gather(*(player.play(PROMPT, i, f"name {i}") for i in range(60)))
         assert [t.sample for t in played if t.status is Status.ERROR_INFRASTRUCTURE] == guilty
         assert all(t.status is Status.COMPLETED for t in played if t.sample not in guilty)
-        assert "the last 2 with nothing else, the last one: its process died" in played[13].metadata["error"]
-        assert played[13].away.ref.good and workers.restarts > 0, "the others go on"
+        told = [played[i].metadata["error"] for i in guilty]
+        assert all("with nothing else, the last one: its process died" in error for error in told)
+        assert sum("the last 3 with nothing" in error for error in told) >= 1, "the first one; then two are enough"
+        assert played[13].away.ref.good, "the others go on"
+        assert workers.restarts == 10 - sum(" is lost: " in line for line in said) // TRIALS, "all is explained"
         assert sum(" has failed: environment : " in line for line in said) == len(guilty)
         player.close()
         workers.close()
@@ -41,24 +45,37 @@ def test_those_that_end_their_process_every_time_fail_and_no_other_does(count: i
         loop.run(phase())
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_where_workers_die_of_nothing_that_they_play_nothing_fails(seed: int) -> None:
-    chance = Random(seed)
+@pytest.mark.parametrize("processes", [3, 4, 16])
+@pytest.mark.parametrize("seed", range(4))
+def test_where_workers_die_of_nothing_that_they_play_nothing_fails(seed: int, processes: int) -> None:
+    """A trajectory lasts 20 s, a worker two minutes."""
+    chance, deaths = Random(seed), 0
 
     async def phase() -> None:
-        player, _, workers, _, _ = player_of(3, 60, seed)
-        playing = [asyncio.create_task(player.play(PROMPT, i, str(i))) for i in range(120)]
+        nonlocal deaths
+        player, group, workers, _, _ = player_of(processes, 1000, seed)
+        group.lasts_s = 10.0, 30.0
+        for worker in group.actors:
+            worker.lasts_s = group.lasts_s
+        slots = asyncio.Semaphore(4 * processes)
+
+        async def play(sample: int) -> Trajectory:
+            async with slots:
+                return await player.play(PROMPT, sample, str(sample))
+
+        playing = [asyncio.create_task(play(i)) for i in range(100 * processes)]
         while not all(task.done() for task in playing):
-            await asyncio.sleep(chance.uniform(0.5, 6))
-            if (up := workers.up()) and chance.random() < 0.8:
+            await asyncio.sleep(chance.expovariate(processes / 120))
+            if up := workers.up():
                 chance.choice([*up.values()]).die()
-        failed = [t.sample for t in await asyncio.gather(*playing) if t.status is not Status.COMPLETED]
-        assert not failed
+                deaths += 1
+        assert all(t.status is Status.COMPLETED for t in await asyncio.gather(*playing))
         player.close()
         workers.close()
 
     with VirtualLoop() as loop:
         loop.run(phase())
+    assert deaths > 2 * processes
 
 
 def test_another_of_a_prompt_that_ends_its_process_is_alone_from_the_start() -> None:
@@ -81,20 +98,65 @@ def test_another_of_a_prompt_that_ends_its_process_is_alone_from_the_start() -> 
         loop.run(phase())
 
 
-def test_a_worker_that_plays_for_somebody_else_too_proves_nothing() -> None:
+def test_what_a_worker_plays_for_somebody_else_counts_too() -> None:
     """As for an evaluation, whose trajectories another session has."""
 
     async def phase() -> None:
+        _, group, workers, _, _ = player_of(2, 10)
+        (first, second), up = group.actors, workers.up()
+        assert [workers.place(up, name, 2) for name in ("mine", "another's")] == [0, 1]
+        assert workers.place(up, "no suspect", 0) is None
+        workers.closed(second, 2)
+        assert workers.place(up, "no suspect", 0) == 1
+        assert workers.place({0: first}, "another's", 2) == 0
+        loss = workers.lost(0, first, "it died", heard=True)
+        workers.closed(first, 2)  # whoever hears of it first takes its own away
+        assert loss is not None and loss.had == [2, 2], "none was alone"
+        assert workers.lost(0, first, "it died", heard=True) is loss
+        assert workers.place({1: second}, "apart", 2) is None
+        assert workers.place({1: second}, "no other", 0) is None, "it is kept for the one that waits"
+        workers.placed("apart")
+        assert workers.place({1: second}, "no other", 0) == 1
+        workers.close()
+
+    with VirtualLoop() as loop:
+        loop.run(phase())
+
+
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_while_any_is_suspected_restarts_are_lent(restarts: int) -> None:
+    """But to nobody who wants none."""
+
+    async def phase() -> None:
+        player, group, workers, _, said = player_of(4, restarts)
+        group.dies_of = {*range(4)}
+        for worker in group.actors:
+            worker.dies_of = group.dies_of
+        asked = (player.play(replace(PROMPT, uid=i), i, str(i)) for i in range(40))
+        ended = await asyncio.gather(*asked, return_exceptions=True)
+        lent = [line for line in said if "though no restart is left" in line]
+        if restarts:
+            found = [t.sample for t in ended if isinstance(t, Trajectory) and t.status.failed]
+            assert lent and found == [*range(4)] and not [t for t in ended if isinstance(t, BaseException)]
+        else:
+            assert not lent and any(isinstance(t, ActorFailed) for t in ended)
+        player.close()
+        workers.close()
+
+    with VirtualLoop() as loop:
+        loop.run(phase())
+
+
+def test_alone_by_chance_is_no_suspect() -> None:
+    """The last one of a phase, say, or one of few."""
+
+    async def phase() -> None:
         player, group, workers, _, _ = player_of(1, 10)
-        (worker,) = group.actors
-        workers.opened(worker, 1)
         playing = asyncio.create_task(player.play(PROMPT, 0, "0"))
-        await asyncio.sleep(0.5)
-        for _ in range(4):
-            (actor,) = group.actors
-            workers.opened(actor, 1)
-            actor.die()
-            await asyncio.sleep(4)
+        for life in range(3):
+            while len(group.every) == life or not group.every[life].tasks:
+                await asyncio.sleep(0.05)
+            group.every[life].die()
         assert (await playing).status is Status.COMPLETED
         player.close()
         workers.close()

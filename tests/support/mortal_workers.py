@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from array import array
 from collections.abc import Awaitable, Callable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass
 from random import Random
 from types import SimpleNamespace
@@ -43,6 +43,8 @@ class Worker:
         self.random, self.alive = random, True
         self.dies_of: set[int] = set()
         """Samples."""
+        self.lasts_s = 1.0, 3.0
+        """A trajectory, at least and at most."""
         self.tasks: dict[int, asyncio.Task[None]] = {}
         self.said: asyncio.Queue[News] = asyncio.Queue()
         self.engines: list[EnginesNow] = []
@@ -90,7 +92,7 @@ class Worker:
 
     async def _one(self, order: Order) -> None:
         try:
-            await asyncio.sleep(self.random.uniform(1, 3))
+            await asyncio.sleep(self.random.uniform(*self.lasts_s))
             if order.sample in self.dies_of and not order.fault:
                 self.die()
                 return
@@ -146,6 +148,7 @@ class Group:
     def __init__(self, count: int, random: Random) -> None:
         self.name, self.random = "rollout", random
         self.dies_of: set[int] = set()
+        self.lasts_s = 1.0, 3.0
         self.actors = [Worker(random) for _ in range(count)]
         self.every = [*self.actors]
         self.logs = [f"rollout-{i}.log" for i in range(count)]
@@ -157,10 +160,23 @@ class Group:
         self.actors[rank].alive = False
 
     def replace(self, rank: int, timeout: float) -> None:
-        time.sleep(0.002)
         self.actors[rank] = Worker(self.random)
-        self.actors[rank].dies_of = self.dies_of
+        self.actors[rank].dies_of, self.actors[rank].lasts_s = self.dies_of, self.lasts_s
         self.every.append(self.actors[rank])
+
+
+class InVirtualTime(Executor):
+    """What is submitted takes seconds of the loop's, and no thread."""
+
+    def __init__(self, random: Random) -> None:
+        self.random = random
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """As of any executor."""
+        future: Future[Any] = Future()
+        seconds = self.random.uniform(0.5, 2.0)
+        asyncio.get_running_loop().call_later(seconds, lambda: future.set_result(fn(*args, **kwargs)))
+        return future
 
 
 class Engines:
@@ -188,5 +204,8 @@ def player_of(count: int, restarts: int, seed: int = 0) -> tuple[PlayerElsewhere
     any_group: Any = group
     any_engines: Any = engines
     workers = Workers(any_group, restarts=restarts, start_timeout_s=1.0, say=said.append)
+    workers._threads.shutdown()
+    there: Any = workers
+    there._threads = InVirtualTime(group.random)
     player = PlayerElsewhere(workers, any_engines, SamplingConfig(), service=True, spans=lambda: None)
     return player, group, workers, engines, said
