@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from skyrl_mega.config import allocator
+from skyrl_mega.config.asynchrony_checks import MOST_SIMULATED
 from skyrl_mega.config.derived import (
     cut_sampling,
+    engine_data,
     expert_parallel,
     idle_gpus,
     open_at_once,
@@ -68,6 +70,11 @@ def _of_environments(config: Config) -> Iterator[str]:
         yield (
             f"environment.retriever.index = {retriever.index} is not here and was not checked; a run needs it, or "
             "environment.retriever.build, which makes it"
+        )
+    if config.asynchrony.mode == "full" and config.asynchrony.max_staleness > MOST_SIMULATED:
+        yield (
+            f"asynchrony.max_staleness={config.asynchrony.max_staleness}: up to {open_at_once(config):,} trajectories "
+            f"may be open, and tokens so many steps old; --simulate finds what up to {MOST_SIMULATED} are worth"
         )
     without = replace(environment, slots=None)
     places, most = (
@@ -161,6 +168,10 @@ def _of_policy(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[s
             f"policy.logit_chunk={config.policy.logit_chunk} is read on a CPU alone: policy.head=auto has no logits in "
             f"a GPU's memory, and so no chunks of them; policy.head=chunked has, or give policy.logit_chunk={usual}"
         )
+    chunks = range(parallel.virtual_pipeline)
+    layers = max(sum(len(parallel.stage_layers(d.layers, pp, c)) for c in chunks) for pp in range(parallel.pipeline))
+    if config.policy.offload_layers > layers:
+        yield f"policy.offload_layers={config.policy.offload_layers} is all of a rank's layers, {layers} at most"
     peaks = {pp: policy_memory(config, d, parallel, rank).peak for pp, rank in stages(parallel).items()}
     if tight := [pp for pp, peak in peaks.items() if peak > gpu]:
         yield (
@@ -215,6 +226,11 @@ def _of_engines(config: Config, d: Decoder, made: Batch) -> Iterator[str]:
     rollout = config.rollout
     if idle := idle_gpus(config):
         yield idle
+    if (data := engine_data(rollout)) > 1:
+        yield (
+            f"rollout.options.data_parallel_size={data} is planned alone: a run has none yet and refuses it; give as "
+            "many more rollout.engines"
+        )
     if 0 < d.kv_heads < rollout.tensor:
         yield (
             f"rollout.tensor={rollout.tensor} is above the model's {d.kv_heads} key/value heads: "

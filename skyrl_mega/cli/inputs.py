@@ -324,9 +324,11 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
     longest = config.model.max_length or decoder.max_length
     if length_limit(config.rollout) > longest:
         of = "model.max_length" if config.model.max_length else "max_position_embeddings"
+        own = config.rollout.max_length is not None
+        lower = "it, or give null" if own else "rollout.max_prompt_tokens or rollout.sampling.max_tokens"
         raise UserError(
             f"rollout.max_length: sequences of up to {length_limit(config.rollout)} tokens; the model is made for "
-            f"{longest} ({of}); lower rollout.max_prompt_tokens or rollout.sampling.max_tokens"
+            f"{longest} ({of}); lower {lower}"
         )
 
 

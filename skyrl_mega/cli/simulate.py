@@ -13,6 +13,7 @@ from typing import Any
 from skyrl_mega.cli import dry_run, simulate_choices, simulate_text
 from skyrl_mega.cli.simulate_choices import EXPLORED, MODES, Choice, engines, plainer
 from skyrl_mega.cli.simulate_text import CHANCE, Comparison, Refused, Row
+from skyrl_mega.config.asynchrony_checks import MOST_SIMULATED
 from skyrl_mega.config.checks import check_values
 from skyrl_mega.config.command import DONE
 from skyrl_mega.config.derived import draws_greedy, engine_data, response_limit
@@ -27,9 +28,6 @@ from skyrl_mega.simulation.rates import Rates
 from skyrl_mega.simulation.simulate import simulate
 from skyrl_mega.simulation.workload import Drawn, LogNormal, Recorded, Workload
 
-MOST_STALE = 16
-"""Greatest staleness that is played: more than the best of the modes have, and each step of it takes as many more."""
-
 
 def run(config: Config, args: argparse.Namespace) -> int:
     """Simulates, and prints the tables.
@@ -37,7 +35,6 @@ def run(config: Config, args: argparse.Namespace) -> int:
     Raises:
         UserError: The settings cannot be planned or simulated, or an option is wrong.
     """
-    check_values(config)  # of all that was given: below, what it starts from is without asynchrony
     if on_cpu(config):
         raise UserError(
             "cluster.device = cpu: rates are known of GPUs alone (cluster.rates); give cluster.device=cuda with the "
@@ -53,6 +50,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
             f"rollout.options.data_parallel_size = {data}: not yet available in a run, so --simulate advises none; "
             "leave it out"
         )
+    check_values(Config(asynchrony=config.asynchrony))  # what follows sees other modes in its place
     hf, _ = dry_run.checked(simulate_choices.off(config).config)
     as_it_is = simulate_choices.off(config)
     compared = _compare(config, as_it_is, _Stage(hf, workload_of(config, args)))
@@ -159,9 +157,9 @@ def _modes(config: Config, split: Change, hf: Mapping[str, Any]) -> Iterator[Cho
     """The settings as they are, with their asynchrony; then all modes in a split."""
     if config.asynchrony.mode != "off":
         most, as_given = config.asynchrony.max_staleness, simulate_choices.given(config, hf)
-        if most > MOST_STALE:
+        if most > MOST_SIMULATED:
             yield Refused(
-                config.asynchrony.mode, most, f"it would take too long: --simulate plays {MOST_STALE} at most"
+                config.asynchrony.mode, most, f"it would take too long: --simulate plays {MOST_SIMULATED} at most"
             )
         elif isinstance(as_given, UserError):
             yield Refused(config.asynchrony.mode, most, f"(the settings as they are) {as_given}")

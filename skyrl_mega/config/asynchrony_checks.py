@@ -10,6 +10,8 @@ CORRECTION = "algorithm.importance_cap=2"
 """The usual one, which a step of older weights needs."""
 USUAL = 1
 """`asynchrony.max_staleness`, where nobody has changed it."""
+MOST_SIMULATED = 16
+"""The greatest that `--simulate` plays: more than the best modes have, and each step of it takes as many more."""
 
 
 def check_asynchrony(c: Config) -> None:

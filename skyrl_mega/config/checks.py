@@ -51,6 +51,7 @@ ENGINE_ARGUMENTS = {
     "dtype": "model.dtype",
     "seed": "run.seed",
     "tensor_parallel_size": "rollout.tensor",
+    "pipeline_parallel_size": "rollout.tensor",
     "max_model_len": "rollout.max_length",
     "max_num_seqs": "rollout.concurrency",
     "gpu_memory_utilization": "rollout.memory_fraction",

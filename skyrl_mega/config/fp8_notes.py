@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from skyrl_mega.config.derived import fp8_weights, small_cache
+from skyrl_mega.config.derived import fp8_weights
 from skyrl_mega.config.schema import Config
 
 BLACKWELL_GIB = 150.0
@@ -38,7 +38,7 @@ def fp8_notes(config: Config) -> Iterator[str]:
             f"weights.wire=fp8: engines compute in {config.model.dtype}, and hold what FP8 has left of the policy's "
             f"weights; {serving}, or give weights.wire=auto"
         )
-    if trains or serves or small_cache(config.rollout):
+    if trains or serves:
         yield (
             "FP8 counts in the memory, in the sync and in what rows are padded with; the seconds of its products are "
             "those of bfloat16, so it looks slower than it is"

@@ -14,6 +14,18 @@ _AGE = "asynchrony.max_staleness, with asynchrony.mode=full, counts syncs (docs/
 
 _CONTEXT = "policy.layout.context cuts sequences over ranks, and policy.layout.tensor what lies between matrices too"
 
+_NODES = "cluster.nodes is the number of nodes, and cluster.gpus_per_node that of one node's GPUs"
+
+_CUTS = {
+    "tensor": ("tp", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"),
+    "pipeline": ("pp", "pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size"),
+    "virtual_pipeline": ("vpp", "vp", "virtual_pipeline_model_parallel_size"),
+    "expert": ("ep", "expert_parallel", "expert_parallel_size", "expert_model_parallel_size"),
+    "expert_tensor": ("etp", "expert_tensor_parallel_size"),
+}
+"""Sizes of `policy.layout`, and what else they are called."""
+_DATA = "data parallelism is what remains of policy.ranks / (tensor · pipeline · context) of policy.layout"
+
 _OFFLOAD = "policy.offload_layers has what so many layers keep in host memory (docs/speed.md)"
 
 _HOST = "policy.optimizer.streamed=true has the optimizer's state in host memory (docs/residency.md)"
@@ -78,11 +90,27 @@ MEANT: Mapping[str, str] = {
     **{f"policy.layout.{name}": _CONTEXT for name in ("cp", "ulysses", "sequence", "sequence_parallel")},
     **{f"policy.{name}": _CONTEXT for name in ("context_parallel_size", "sequence_parallel_size", "ulysses")},
     **{
+        f"{group}.{name}": f"policy.layout.{size} is that size"
+        for group in ("policy", "policy.layout")
+        for size, names in _CUTS.items()
+        for name in names
+    },
+    **{
+        f"{group}.{name}": _DATA
+        for group in ("policy", "policy.layout")
+        for name in ("dp", "data", "data_parallel", "data_parallel_size")
+    },
+    "policy.cp": _CONTEXT,
+    "rollout.tp": "rollout.tensor is the tensor parallel size of an engine",
+    **{f"cluster.{name}": _NODES for name in ("gpus", "num_gpus", "num_nodes", "nnodes", "n_nodes")},
+    **{
         f"{group}.{name}": _TIMES
         for group in ("environment", "rollout")
         for name in ("deadline", "deadline_s", "time_limit", "time_limit_s", "timeout", "timeout_s")
     },
     **{f"environment.{name}": _TIMES for name in ("env_timeout_s", "step_timeout_s", "trajectory_timeout_s")},
+    "policy.offload_optimizer": _HOST,
+    "residency.offload_optimizer": _HOST,
     "residency.enabled": "residency.keep lists what stays: [] has all take turns, null none",
     "residency.offload": "residency.keep lists what stays: [] has all take turns, null none",
 }

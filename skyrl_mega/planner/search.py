@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
@@ -37,6 +37,7 @@ from skyrl_mega.planner.memory import critic_dims, critic_memory, on_cpu
 from skyrl_mega.planner.micro_tokens import MICRO_TOKENS
 from skyrl_mega.planner.moves import residency_time
 from skyrl_mega.planner.pairs import Engine, Ranks, engines, lacking, pairs
+from skyrl_mega.planner.relief import shortest
 from skyrl_mega.planner.shared import stages
 from skyrl_mega.planner.times import elsewhere
 
@@ -163,7 +164,7 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
         made.setdefault(suggestion.parallel, []).append(suggestion)
     found = [best for of_layout in made.values() if (best := _first_with_room(of_layout, d))]
     if found:
-        return Search(gpus, len(every), tuple(ordered(found)), complete)
+        return Search(gpus, len(every), tuple(ordered(found, lambda s: _crowded(s, d))), complete)
     larger = [-(-gpus * quarters // (4 * node)) * node for quarters in MORE]
     end = time.process_time() + SECONDS / 4
     enough = next((n for n in larger if any(_first_with_room(t.found, d) for t in _tries(config, d, n, end))), None)
@@ -173,14 +174,20 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
     return Search(gpus, len(every), (), complete, enough=enough, nearest=nearest, hosts=hosts)
 
 
-def ordered(found: Iterable[Suggestion]) -> Iterator[Suggestion]:
-    """The fastest first, in ties: what takes at most `TIE` longer than a tie's fastest belongs to it, and of a tie the
-    one that cuts the model least comes first."""
+def ordered(found: Iterable[Suggestion], crowded: Callable[[Suggestion], bool]) -> Iterator[Suggestion]:
+    """The fastest first, in ties: what takes at most `TIE` longer than the fastest of a tie belongs to it. Those of a
+    tie that are not crowded come first, of these the one that cuts the model least."""
     rest = sorted(found, key=lambda s: s.seconds)
     while rest:
         tie = [s for s in rest if s.seconds <= (1 + TIE) * rest[0].seconds]
-        yield from sorted(tie, key=lambda s: (s.cuts, s.seconds))
+        yield from sorted(tie, key=lambda s: (crowded(s), s.cuts, s.seconds))
         rest = rest[len(tie) :]
+
+
+def _crowded(suggestion: Suggestion, d: Decoder) -> bool:
+    """Whether a shared GPU has less left than its estimates may be too low."""
+    config = suggestion.config
+    return config.cluster.shared and shortest(config, d, suggestion.parallel) is not None
 
 
 def _first_with_room(made: list[Suggestion], d: Decoder) -> Suggestion | None:

@@ -161,13 +161,14 @@ def decoding(config: Config, d: Decoder, mean: float) -> Callable[[float], float
 
 
 def at_once(config: Config, tokens: int, made: Batch) -> int:
-    """Sequences that an engine runs at once on average, of those that it has in a step.
+    """Sequences that an engine runs at once on average, of those that it has in a step and, by `environment.slots`, may
+    have.
 
     Args:
         tokens: What its cache holds.
     """
-    rollout = config.rollout
-    each = -(-made.sequences // rollout.engines)
+    rollout, slots = config.rollout, config.environment.slots
+    each = -(-(made.sequences if slots is None else min(made.sequences, slots)) // rollout.engines)
     longest = made.mean - made.generated / rollout.max_turns + rollout.sampling.max_tokens  # of a request
     return max(1, min(rollout.concurrency, each, int(tokens / made.mean), int(FILL * tokens / longest)))
 

@@ -200,7 +200,7 @@ LEFT, SECONDS = "what FP8 has left of the policy's weights", "the seconds of its
         (["policy.precision.recipe=fp8_blockwise", "weights.wire=fp8", SERVED], {SECONDS}),
         (["weights.wire=fp8"], {LEFT}),
         (["policy.precision.recipe=fp8_current", "weights.wire=fp8"], {OTHERWISE, LEFT, SECONDS}),
-        (["rollout.options.kv_cache_dtype=fp8"], {SECONDS}),
+        (["rollout.options.kv_cache_dtype=fp8"], set()),
     ],
 )
 def test_what_one_should_know_of_fp8_is_told(file: Path, given: list[str], told: set[str]) -> None:
@@ -208,6 +208,31 @@ def test_what_one_should_know_of_fp8_is_told(file: Path, given: list[str], told:
     assert {
         text for text in (BLACKWELL, HOPPER, OTHERWISE, LEFT, SECONDS) if any(text in note for note in notes)
     } == told
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (
+            ["policy.recompute=selective", "policy.offload_layers=1000"],
+            "policy.offload_layers=1000 is all of a rank's layers, 48 at most",
+        ),
+        (["policy.recompute=selective", "policy.offload_layers=48"], None),
+        (["rollout.options.data_parallel_size=2", "rollout.engines=2"], "data_parallel_size=2 is planned alone: a run"),
+    ],
+)
+def test_what_does_less_than_it_says(file: Path, given: list[str], said: str | None) -> None:
+    notes = noted(compose(file, [*SHARED, "residency.keep=[]", *given]))
+    about = [note for note in notes if "offload_layers" in note or "data_parallel_size" in note]
+    assert (said is None and not about) or (len(about) == 1 and said is not None and said in about[0])
+
+
+def test_more_staleness_than_can_be_simulated(file: Path) -> None:
+    ahead = ["cluster.shared=false", "policy.ranks=16", "cluster.nodes=4", "rollout.engines=2", "asynchrony.mode=full"]
+    ahead += ["algorithm.importance_cap=2", "residency.keep=null"]
+    for most in (16, 17):
+        notes = noted(compose(file, [*ahead, f"asynchrony.max_staleness={most}"]))
+        assert any("--simulate finds what up to 16 are worth" in note for note in notes) is (most == 17)
 
 
 def test_processes_that_a_loopback_service_keeps_on_one_node(file: Path) -> None:

@@ -111,6 +111,22 @@ def test_greedy_answers_are_a_round_of_their_own() -> None:
     assert generate_time(config, d, made) == pytest.approx(sampled + alone)
 
 
+def test_slots_of_environments_bound_what_engines_run_at_once() -> None:
+    """As that many places of the engines do."""
+    hf, parallel = MODELS["qwen3_moe_mixed"], ParallelDims(8, expert=4)
+    d, config = architecture(hf).describe(hf), Config()
+    config.data.prompts_per_step, config.data.samples_per_prompt = 64, 4
+    config.rollout.engines, config.rollout.concurrency = 2, 1024
+    made = batch(config, parallel)
+    unbounded = generate_time(config, d, made)
+    config.environment.slots = 256
+    assert generate_time(config, d, made) == unbounded, "all of a step"
+    config.environment.slots = 20
+    bounded = generate_time(config, d, made)
+    config.environment.slots, config.rollout.concurrency = None, 10
+    assert bounded == generate_time(config, d, made) > 1.5 * unbounded
+
+
 def test_a_step_that_generates_ahead_takes_as_long_as_the_slower_side() -> None:
     hf, parallel = MODELS["qwen3_moe_mixed"], ParallelDims(8, expert=4)
     d, config = architecture(hf).describe(hf), Config()
