@@ -236,7 +236,8 @@ def _of_engines(config: Config, d: Decoder, made: Batch) -> Iterator[str]:
             f"rollout.tensor={rollout.tensor} is above the model's {d.kv_heads} key/value heads: "
             f"{rollout.tensor // d.kv_heads} workers keep each (docs/recipes.md, Engines)"
         )
-    limit, seconds = rollout.trajectory_timeout_s, generate_time(config, d, made)
+    unbounded = replace(config, environment=replace(config.environment, slots=None))  # nobody's time begins before
+    limit, seconds = rollout.trajectory_timeout_s, generate_time(unbounded, d, made)
     if limit is not None and limit < seconds:
         yield (
             f"rollout.trajectory_timeout_s={limit:g} counts the time that a trajectory waits for an engine, and all of "

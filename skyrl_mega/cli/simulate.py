@@ -14,7 +14,7 @@ from skyrl_mega.cli import dry_run, simulate_choices, simulate_text
 from skyrl_mega.cli.simulate_choices import EXPLORED, MODES, Choice, engines, plainer
 from skyrl_mega.cli.simulate_text import CHANCE, Comparison, Refused, Row
 from skyrl_mega.config.asynchrony_checks import MOST_SIMULATED
-from skyrl_mega.config.checks import check_values
+from skyrl_mega.config.checks import check_topology, check_values
 from skyrl_mega.config.command import DONE
 from skyrl_mega.config.derived import draws_greedy, engine_data, response_limit
 from skyrl_mega.config.errors import UserError
@@ -35,6 +35,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
     Raises:
         UserError: The settings cannot be planned or simulated, or an option is wrong.
     """
+    check_topology(config)
     if on_cpu(config):
         raise UserError(
             "cluster.device = cpu: rates are known of GPUs alone (cluster.rates); give cluster.device=cuda with the "

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from skyrl_mega.cluster.supervisor import STOPPED
-from skyrl_mega.config.checks import check_values
+from skyrl_mega.config.checks import check_topology, check_values
 from skyrl_mega.config.command import DONE, FAULT, WRONG_INPUT, Parser, guarded, integer
 from skyrl_mega.config.derived import cut_sampling, generates_ahead, idle_gpus
 from skyrl_mega.config.errors import UserError
@@ -219,6 +219,7 @@ def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
     from skyrl_mega.planner import search
 
     check_values(Config(asynchrony=config.asynchrony))
+    check_topology(config)
     if generates_ahead(config.asynchrony):
         raise UserError(
             f"asynchrony.mode = {config.asynchrony.mode}: --suggest counts the phases of a step one after the other; "

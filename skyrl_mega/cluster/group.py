@@ -47,6 +47,8 @@ class ActorGroup:
         self._start: Callable[[int], Any] | None = None
         self._places: list[tuple[ActorPlace, dict[str, Any]]] = []
         self._ended = False
+        self._down: set[int] = set()
+        """Whose processes have been ended: another program may have their numbers by now."""
         self._lock = threading.Lock()
 
     @classmethod
@@ -153,7 +155,9 @@ class ActorGroup:
         import ray
 
         ray.kill(self.actors[rank], no_restart=True)
-        end_processes(self.where[rank])
+        if rank not in self._down:
+            end_processes(self.where[rank])
+            self._down.add(rank)
 
     def replace(self, rank: int, timeout: float) -> None:
         """Ends one actor with its child processes and starts another in its place, with the same arguments.
@@ -171,6 +175,7 @@ class ActorGroup:
             self.actors[rank] = self._start(rank)
         until = time.monotonic() + timeout
         self.where[rank] = gather([self.submit(rank, "location")], timeout)[0]
+        self._down.discard(rank)
         gather([self.submit(rank, "construct", *self._places[rank])], max(0.0, until - time.monotonic()))
 
     def shutdown(self) -> None:
@@ -183,7 +188,7 @@ class ActorGroup:
             self._ended = True
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
-        here = [w.pid for w in self.where if w.machine == machine()]
+        here = [w.pid for i, w in enumerate(self.where) if i not in self._down and w.machine == machine()]
         _wait_gone(here, END_S)
         if self.placement is not None:
             self.placement.release()

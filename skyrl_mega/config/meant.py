@@ -90,8 +90,8 @@ MEANT: Mapping[str, str] = {
     **{f"policy.layout.{name}": _CONTEXT for name in ("cp", "ulysses", "sequence", "sequence_parallel")},
     **{f"policy.{name}": _CONTEXT for name in ("context_parallel_size", "sequence_parallel_size", "ulysses")},
     **{
-        f"{group}.{name}": f"policy.layout.{size} is that size"
-        for group in ("policy", "policy.layout")
+        f"{group}.{name}": f"{group if '.' in group else 'policy.layout'}.{size} is that size"
+        for group in ("policy", "policy.layout", "critic.layout", "reference.layout")
         for size, names in _CUTS.items()
         for name in names
     },
@@ -110,7 +110,7 @@ MEANT: Mapping[str, str] = {
     },
     **{f"environment.{name}": _TIMES for name in ("env_timeout_s", "step_timeout_s", "trajectory_timeout_s")},
     "policy.offload_optimizer": _HOST,
-    "residency.offload_optimizer": _HOST,
+    "residency.offload_optimizer": "residency.keep without optimizer has its state in host memory while engines work",
     "residency.enabled": "residency.keep lists what stays: [] has all take turns, null none",
     "residency.offload": "residency.keep lists what stays: [] has all take turns, null none",
 }

@@ -64,7 +64,7 @@ def _check_engine(c: Config) -> None:
             f"rollout.options.data_parallel_size = {data}: its replicas' routes are not gathered "
             f"(policy.moe.replay=rollout); give rollout.engines instead, {OFF}"
         )
-    for name, without in (("speculative_config", None), ("pipeline_parallel_size", 1), ("enable_prefix_caching", True)):
+    for name, without in (("speculative_config", None), ("enable_prefix_caching", True)):
         value = c.rollout.options.get(name, without)
         if value != without:
             raise UserError(

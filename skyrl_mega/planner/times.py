@@ -126,14 +126,19 @@ def _round_time(config: Config, d: Decoder, made: Batch, sequences: int) -> floa
     """Until the last response has ended: one full batch after the other, in which all others wait for a place in the
     cache, then a tail of the longest ones."""
     each = -(-sequences // config.rollout.engines)
-    full = min(at_once(config, engine_memory(config, d).tokens, made), each)
+    full: float = min(at_once(config, engine_memory(config, d).tokens, made), each)
+    if config.environment.slots is not None:
+        full = min(full, config.environment.slots / config.rollout.engines)
     prompt = max(0.0, made.mean - made.generated)
     prefill = each * prompt * prefill_time(config, d, prompt)
     longest = made.generated / config.cluster.rates.length_share
     if generates_ahead(config.asynchrony) and config.asynchrony.mode == "full":
         longest = made.generated
     decode = decoding(config, d, made.mean)
-    return prefill + each * made.generated / full * decode(full) + (longest - made.generated) * decode(full / TAIL)
+    running = max(1.0, full)  # with fewer slots than engines some have nothing to do
+    return (
+        prefill + each * made.generated / full * decode(running) + (longest - made.generated) * decode(running / TAIL)
+    )
 
 
 def prefill_time(config: Config, d: Decoder, tokens: float) -> float:
@@ -161,14 +166,13 @@ def decoding(config: Config, d: Decoder, mean: float) -> Callable[[float], float
 
 
 def at_once(config: Config, tokens: int, made: Batch) -> int:
-    """Sequences that an engine runs at once on average, of those that it has in a step and, by `environment.slots`, may
-    have.
+    """Sequences that an engine runs at once on average, of those that it has in a step.
 
     Args:
         tokens: What its cache holds.
     """
-    rollout, slots = config.rollout, config.environment.slots
-    each = -(-(made.sequences if slots is None else min(made.sequences, slots)) // rollout.engines)
+    rollout = config.rollout
+    each = -(-made.sequences // rollout.engines)
     longest = made.mean - made.generated / rollout.max_turns + rollout.sampling.max_tokens  # of a request
     return max(1, min(rollout.concurrency, each, int(tokens / made.mean), int(FILL * tokens / longest)))
 

@@ -154,9 +154,7 @@ class PlayerElsewhere:
         record, fault = Record(), ""
         try:
             while True:
-                if suspects.of_prompt(prompt) in self.workers.guilty and not fault:
-                    record.kin = True
-                line = await self._line(name, record)
+                line = await self._line(name, record, None if fault else prompt)
                 said = self._said.get(name, ())
                 order = Order(next(self._keys), prompt, sample, name, self.spans() is not None, said, fault=fault)
                 try:
@@ -177,7 +175,7 @@ class PlayerElsewhere:
         self.workers.guilty.add(suspects.of_prompt(prompt))
         self.workers.explained(record.losses)
         fault = (
-            f"environment {prompt.env_class}: {record.deaths} processes died with it, the last {record.alone} with "
+            f"environment {prompt.env_class}: {record.deaths} processes died with it, {record.alone} of them with "
             f"nothing else, the last one: {cause}"
         )
         self.workers.say(f"trajectory {name} has failed: {fault}")
@@ -240,9 +238,14 @@ class PlayerElsewhere:
         """It has ended."""
         self._said.pop(trajectory, None)
 
-    async def _line(self, name: str, record: Record) -> Line:
-        """To the worker that is given a trajectory of this record."""
+    async def _line(self, name: str, record: Record, prompt: Prompt | None) -> Line:
+        """To the worker that is given a trajectory of this record, and of this prompt unless it has failed.
+
+        Raises:
+            NobodyServes: No engine is left while it waits, in a phase.
+        """
         while self._error is None:
+            record.kin = prompt is not None and self.workers.is_guilty(prompt)
             up = self.workers.up()
             for rank, actor in up.items():
                 if rank not in self.lines or self.lines[rank].actor != actor:
@@ -250,6 +253,8 @@ class PlayerElsewhere:
                     line.listening = asyncio.create_task(self._listen(line))
             if (given := self.workers.place(up, f"{self.name}/{name}", record.suspicion)) is not None:
                 return self.lines[given]
+            if not self.service:
+                self.engines.check()
             await asyncio.sleep(LOOK_EVERY_S)
         raise self._error
 

@@ -15,7 +15,8 @@ together, until one is alone:
   of which one that has failed is the cause, once it has; until then as many restarts as there are workers are lent.
 
 Who plays for an evaluation at the same time has the same workers: all this is about the trajectories of both. One is
-alone only where it is suspected: chance has to end five workers with the same one until it fails one that is well.
+alone only where it is suspected: chance has to end five workers with the same one until it fails one that is well (two
+where another of its prompt has failed).
 """
 
 from __future__ import annotations
@@ -94,7 +95,7 @@ class Record:
 
 def of_prompt(prompt: Prompt) -> tuple[int, int]:
     """What samples of one prompt have in common, and others, of another data set too, do not."""
-    return prompt.uid, hash(str(prompt.messages))
+    return prompt.uid, hash(str((prompt.env_class, prompt.messages, prompt.extras)))
 
 
 def admitted(deaths: int, there: Collection[int], *, reserved: bool) -> bool:

@@ -10,7 +10,8 @@ from typing import Any
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.last_words import with_cause
-from skyrl_mega.rollout.suspects import SUSPECTED, TRIALS, Loss, admitted
+from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout.suspects import SUSPECTED, TRIALS, Loss, admitted, of_prompt
 
 
 class Workers:
@@ -36,8 +37,10 @@ class Workers:
         self._apart: set[str] = set()
         """Suspected trajectories that wait for a worker."""
         self._trials = 0
-        self._owed, self._credit = 0, len(group) if restarts else 0
-        """Restarts taken while none was left, and how many may be: what is suspected may yet explain them."""
+        self._none = restarts == 0
+        """Whether nobody is started again, whatever comes to light."""
+        self._owed = 0
+        """Restarts taken while none was left, one a worker at most: what is suspected may yet explain them."""
         self._starting: dict[int, Future[None]] = {}
         self._gone: set[int] = set()
         """Those that are not started again."""
@@ -65,6 +68,10 @@ class Workers:
                 raise self._last
             missing = self._gone | self._starting.keys()
             return {rank: actor for rank, actor in enumerate(self.group.actors) if rank not in missing}
+
+    def is_guilty(self, prompt: Prompt) -> bool:
+        """Whether a trajectory of this prompt has ended its workers."""
+        return bool(self.guilty) and of_prompt(prompt) in self.guilty
 
     def place(self, up: Mapping[int, Any], name: str, deaths: int) -> int | None:
         """Gives a trajectory to one of these, by rank: to the one with the least to do of those that may have it
@@ -106,7 +113,7 @@ class Workers:
                 self._losses[rank] = actor, loss
                 if loss.trial:
                     self._trial()
-                self._replace(rank, cause)
+                self._replace(rank, cause, suspects=heard and max(there, default=0) + 1 >= SUSPECTED)
             of, loss = self._losses.get(rank, (None, Loss([], False)))
             return loss if of is actor else None
 
@@ -128,7 +135,7 @@ class Workers:
     def _trial(self) -> None:
         """One more: it takes no restart, unless so many have not."""
         self._trials += 1
-        if self._trials % TRIALS:
+        if self._trials % TRIALS and not self._none:
             if self._owed:
                 self._owed -= 1
             else:
@@ -148,7 +155,7 @@ class Workers:
             self._closed = True
             self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _replace(self, rank: int, cause: str) -> None:
+    def _replace(self, rank: int, cause: str, *, suspects: bool = False) -> None:
         log = self.group.logs[rank]
         name, cause = f"{self.group.name}-{rank}", with_cause(cause, log)
         self._last = ActorFailed(name, rank, "play", f"{cause}; its log: {log}")
@@ -156,7 +163,7 @@ class Workers:
         if self.restarts > 0:
             self.restarts -= 1
             self._start(rank, f"{told}, and it is started again ({self.restarts} restarts are left)")
-        elif self._owed < self._credit and self._suspects():
+        elif not self._none and self._owed < len(self.group) and (suspects or self._suspects()):
             self._owed += 1
             self._start(rank, f"{told}, and it is started again though no restart is left: a cause is being looked for")
         else:

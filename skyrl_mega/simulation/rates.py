@@ -35,8 +35,7 @@ class Rates:
         at = _of_length(config, parallel, length)
         made, memory = replace(batch(at, parallel), generated=length.written), engine_memory(at, d)
         found, decode = step_time(at, d, parallel), decoding(at, d, made.mean)
-        unbounded = replace(at, environment=replace(at.environment, slots=None))  # it plays slots itself
-        places = at_once(unbounded, memory.tokens, replace(made, prompts=made.prompts * steps_under_way(config)))
+        places = at_once(at, memory.tokens, replace(made, prompts=made.prompts * steps_under_way(config)))
         return cls(
             engines=config.rollout.engines,
             speed=Speed(

@@ -12,6 +12,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -300,6 +301,26 @@ def test_no_other_user_may_enter_rays_folder(ray: None) -> None:
         assert Path(temporary).parent == opened.parent
     finally:
         group.shutdown()
+
+
+def test_one_that_has_been_ended_is_not_ended_again(ray: None) -> None:
+    """Its process's number may be another program's by now."""
+    group = spawn(1)
+    with subprocess.Popen(["sleep", "600"], start_new_session=True) as other:
+        try:
+            group.end(0)
+            group.where[0] = replace(group.where[0], pid=other.pid)
+            group.end(0)
+            assert other.poll() is None
+            group.replace(0, 120)
+            assert group.call_one(0, "answer", 7, timeout=120) == 7 and group.where[0].pid != other.pid
+            assert other.poll() is None
+            group.end(0)
+            assert not reaper.members(group.where[0].pid)
+        finally:
+            group.shutdown()
+            assert other.poll() is None
+            other.kill()
 
 
 SIGNALLED = """

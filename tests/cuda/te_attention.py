@@ -34,6 +34,8 @@ def get_fused_attn_backend(*_: Any, **__: Any) -> tuple[Any, str]:
 def fused_attn_fwd(*args: Any) -> list[Tensor]:
     """Output [T, H, D], logarithm of the normaliser [T, H, 1] in float32, and state of the random numbers."""
     q, v = args[16], args[18]
+    assert args[4] == 0.0, "dropout"
+    _plain(args[9], args[11:14], args[:2], args[14:16])
     scores, values = _scores(args[10], args[3], args[14:16], args[20:22], q, args[17]), _heads(v, q)
     lse = scores.logsumexp(-1)
     out = torch.einsum("hts,shd->thd", (scores - lse[..., None]).exp(), values)
@@ -45,7 +47,8 @@ def fused_attn_bwd(*args: Any) -> list[Tensor | None]:
     """Gradients of queries, keys, values, and of two that are not there. Output and normaliser are of all keys, which
     may be more than these (FlashAttention-2, algorithm 2)."""
     scale, (q, k, v, out, of_out), lse = args[2], args[19:24], args[25][0]
-    assert lse.shape == (len(q), q.shape[1], 1)
+    assert lse.shape == (len(q), q.shape[1], 1) and args[3] == 0.0, "dropout"
+    _plain(args[11], args[13:16], args[:2], args[17:19])
     scores, keys, values = _scores(args[12], scale, args[17:19], args[26:28], q, k), _heads(k, q), _heads(v, q)
     shares = (scores - lse[..., 0].T[..., None]).exp()
     out, of_out = out.view(q.shape).float(), of_out.view(q.shape).float()
@@ -55,6 +58,16 @@ def fused_attn_bwd(*args: Any) -> list[Tensor | None]:
     of_values = torch.einsum("hts,thd->shd", shares, of_out)
     grads = found[0], *(t.view(*k.shape[:2], -1, k.shape[2]).sum(2) for t in (found[1], of_values))
     return [*(grad.to(t.dtype).contiguous() for grad, t in zip(grads, (q, k, v), strict=True)), None, None]
+
+
+def _plain(bias: Any, others: tuple[Any, ...], longest: tuple[int, int], bounds: tuple[Tensor, Tensor]) -> None:
+    """Asserts that nothing is asked for that is not computed here, and that no sequence is longer than is said."""
+    import transformer_engine_torch as tex
+
+    assert bias is tex.NVTE_Bias_Type.NVTE_NO_BIAS and others[0] is tex.NVTE_Softmax_Type.NVTE_VANILLA_SOFTMAX
+    assert others[1] in ((-1, -1), (-1, 0)), "a window"
+    for most, cu in zip(longest, bounds, strict=True):
+        assert int((cu[1:] - cu[:-1]).max()) <= most
 
 
 def _heads(keys: Tensor, q: Tensor) -> Tensor:

@@ -125,6 +125,12 @@ def test_slots_of_environments_bound_what_engines_run_at_once() -> None:
     bounded = generate_time(config, d, made)
     config.environment.slots, config.rollout.concurrency = None, 10
     assert bounded == generate_time(config, d, made) > 1.5 * unbounded
+    config.rollout.engines, config.rollout.concurrency = 8, 1024
+    seconds = []
+    for config.environment.slots in (1, 2, 4, 8, 9, 17, 33):
+        seconds.append(generate_time(config, d, made))
+    assert seconds == sorted(seconds, reverse=True) and len({*seconds}) == len(seconds)
+    assert seconds[0] > 3 * seconds[2], "more engines than slots help nobody"
 
 
 def test_a_step_that_generates_ahead_takes_as_long_as_the_slower_side() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from skyrl_mega.cluster.errors import ActorFailed
+from skyrl_mega.rollout import suspects
 from skyrl_mega.rollout.orders import Order
 from skyrl_mega.rollout.player_elsewhere import Line, Waiting
 from skyrl_mega.rollout.suspects import TRIALS, admitted
@@ -34,7 +35,7 @@ def test_those_that_end_their_process_every_time_fail_and_no_other_does(count: i
         assert all(t.status is Status.COMPLETED for t in played if t.sample not in guilty)
         told = [played[i].metadata["error"] for i in guilty]
         assert all("with nothing else, the last one: its process died" in error for error in told)
-        assert sum("the last 3 with nothing" in error for error in told) >= 1, "the first one; then two are enough"
+        assert sum(" 3 of them with nothing" in error for error in told) >= 1, "the first one; then two are enough"
         assert played[13].away.ref.good, "the others go on"
         assert workers.restarts == 10 - sum(" is lost: " in line for line in said) // TRIALS, "all is explained"
         assert sum(" has failed: environment : " in line for line in said) == len(guilty)
@@ -139,7 +140,49 @@ def test_while_any_is_suspected_restarts_are_lent(restarts: int) -> None:
             found = [t.sample for t in ended if isinstance(t, Trajectory) and t.status.failed]
             assert lent and found == [*range(4)] and not [t for t in ended if isinstance(t, BaseException)]
         else:
-            assert not lent and any(isinstance(t, ActorFailed) for t in ended)
+            assert any(isinstance(t, ActorFailed) for t in ended) and len(group.every) == 4, "nobody is started again"
+            assert not lent
+        player.close()
+        workers.close()
+
+    with VirtualLoop() as loop:
+        loop.run(phase())
+
+
+def test_starts_that_fail_are_tried_again() -> None:
+    """As often as there are restarts."""
+
+    async def phase() -> None:
+        player, group, workers, _, said = player_of(2, 10)
+        group.dies_of, group.starts_fail = {3}, 2
+        for worker in group.actors:
+            worker.dies_of = group.dies_of
+        played = await asyncio.gather(*(player.play(replace(PROMPT, uid=i), i, str(i)) for i in range(20)))
+        assert [t.sample for t in played if t.status.failed] == [3]
+        assert sum("it did not start" in line for line in said) == 2
+        player.close()
+        workers.close()
+
+    with VirtualLoop() as loop:
+        loop.run(phase())
+
+
+def test_others_of_its_prompt_that_wait_already_are_alone_too() -> None:
+    """And nobody of another data set that has the same number."""
+
+    async def phase() -> None:
+        player, group, workers, _, _ = player_of(1, 10)
+        (worker,) = group.actors
+        asked = [asyncio.create_task(player.play(PROMPT, i, f"waits {i}")) for i in range(2)]
+        assert workers.place({0: worker}, "suspect", 2) == 0
+        await asyncio.sleep(1)
+        assert not worker.tasks, "there is no place beside a suspect"
+        workers.guilty.add(suspects.of_prompt(PROMPT))
+        workers.closed(worker, 2)
+        await asyncio.sleep(0.8)
+        assert len(worker.tasks) == 1
+        assert not workers.is_guilty(replace(PROMPT, messages=[{"role": "user", "content": "another"}]))
+        assert [t.status for t in await asyncio.gather(*asked)] == [Status.COMPLETED] * 2
         player.close()
         workers.close()
 

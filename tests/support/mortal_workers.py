@@ -151,6 +151,8 @@ class Group:
         self.lasts_s = 1.0, 3.0
         self.actors = [Worker(random) for _ in range(count)]
         self.every = [*self.actors]
+        self.starts_fail = 0
+        """So many of the next ones."""
         self.logs = [f"rollout-{i}.log" for i in range(count)]
 
     def __len__(self) -> int:
@@ -160,6 +162,9 @@ class Group:
         self.actors[rank].alive = False
 
     def replace(self, rank: int, timeout: float) -> None:
+        if self.starts_fail:
+            self.starts_fail -= 1
+            raise ActorFailed("rollout", rank, "construct", "it did not start")
         self.actors[rank] = Worker(self.random)
         self.actors[rank].dies_of, self.actors[rank].lasts_s = self.dies_of, self.lasts_s
         self.every.append(self.actors[rank])
@@ -174,8 +179,14 @@ class InVirtualTime(Executor):
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         """As of any executor."""
         future: Future[Any] = Future()
-        seconds = self.random.uniform(0.5, 2.0)
-        asyncio.get_running_loop().call_later(seconds, lambda: future.set_result(fn(*args, **kwargs)))
+
+        def run() -> None:
+            try:
+                future.set_result(fn(*args, **kwargs))
+            except ActorFailed as error:
+                future.set_exception(error)
+
+        asyncio.get_running_loop().call_later(self.random.uniform(0.5, 2.0), run)
         return future
 
 

@@ -39,7 +39,9 @@ def check(options: Mapping[str, Any]) -> None:
             )
         if not _taken(value, known[name]):
             allowed = " or ".join(text for kind, text in TAKES.items() if kind in known[name])
-            raise UserError(f"rollout.options.{name} = {shown(value)}: allowed is {allowed}, as vLLM has it")
+            raise UserError(
+                f"rollout.options.{name} = {shown(value)}: allowed is {allowed}; vLLM's own is there without it"
+            )
 
 
 def names() -> frozenset[str]:
@@ -59,11 +61,9 @@ def types() -> Mapping[str, frozenset[str]]:
 
 
 def _taken(value: Any, kinds: frozenset[str]) -> bool:
-    """Whether an argument of these types may have a value. None is no value: vLLM's default."""
-    if not kinds or value is None:
-        return True
-    kind = type(value).__name__
-    return kind in kinds or (kind == "int" and "float" in kinds)
+    """Whether an argument of these types, if they are all that it takes, may have a value."""
+    kind = "None" if value is None else type(value).__name__
+    return not kinds or kind in kinds or (kind == "int" and "float" in kinds)
 
 
 def _fields(module: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:
@@ -71,5 +71,5 @@ def _fields(module: ast.Module) -> Iterator[tuple[str, frozenset[str]]]:
         if isinstance(node, ast.ClassDef) and node.name in CLASSES:
             for line in node.body:
                 if isinstance(line, ast.AnnAssign) and isinstance(line.target, ast.Name):
-                    kinds = frozenset(kind.strip() for kind in ast.unparse(line.annotation).split("|")) - {"None"}
-                    yield line.target.id, kinds if kinds <= TAKES.keys() else frozenset()
+                    kinds = frozenset(kind.strip() for kind in ast.unparse(line.annotation).split("|"))
+                    yield line.target.id, kinds if kinds <= {*TAKES, "None"} else frozenset()
