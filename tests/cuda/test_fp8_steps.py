@@ -36,6 +36,7 @@ MODELS = {
     "pp2": MODEL,
     "pp2 in chunks": dataclasses.replace(MODEL, layers=4),
     "cp2": MODEL,
+    "cp4": MODEL,
 }
 LAYOUTS = {
     "tp2 ep2": ParallelDims(2, tensor=2, expert=2),
@@ -44,6 +45,7 @@ LAYOUTS = {
     "pp2": ParallelDims(2, pipeline=2),
     "pp2 in chunks": ParallelDims(2, pipeline=2, virtual_pipeline=2),
     "cp2": ParallelDims(2, context=2),
+    "cp4": ParallelDims(4, context=4),
 }
 PLAIN, BLOCKWISE, KEPT = "model", "fp8_blockwise", "fp8_blockwise parameters"
 PER_TENSOR = "fp8_current", "fp8_delayed"
@@ -54,6 +56,7 @@ HOPPER = {
     "pp2": (PLAIN, BLOCKWISE, KEPT, *PER_TENSOR),
     "pp2 in chunks": (PLAIN, BLOCKWISE, KEPT),
     "cp2": (PLAIN, BLOCKWISE, KEPT, *PER_TENSOR),
+    "cp4": (PLAIN, BLOCKWISE, KEPT),
 }
 BLACKWELL = {
     "tp2 ep2": ("mxfp8",),
