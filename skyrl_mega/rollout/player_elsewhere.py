@@ -172,7 +172,7 @@ class PlayerElsewhere:
 
     def _fault(self, prompt: Prompt, name: str, record: Record, cause: str) -> str:
         """Why a trajectory has failed that workers died of."""
-        self.workers.guilty.add(suspects.of_prompt(prompt))
+        self.workers.guilty.setdefault(prompt.uid, set()).add(suspects.digest(prompt))
         self.workers.explained(record.losses)
         fault = (
             f"environment {prompt.env_class}: {record.deaths} processes died with it, {record.alone} of them with "

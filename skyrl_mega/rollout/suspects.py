@@ -93,9 +93,9 @@ class Record:
             self.losses.append(death.loss)
 
 
-def of_prompt(prompt: Prompt) -> tuple[int, int]:
-    """What samples of one prompt have in common, and others, of another data set too, do not."""
-    return prompt.uid, hash(str((prompt.env_class, prompt.messages, prompt.extras)))
+def digest(prompt: Prompt) -> int:
+    """Of what is in it: a row of another data set may have the same number."""
+    return hash(str((prompt.env_class, prompt.messages, prompt.extras)))
 
 
 def admitted(deaths: int, there: Collection[int], *, reserved: bool) -> bool:

@@ -11,7 +11,7 @@ from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.last_words import with_cause
 from skyrl_mega.envs.prompt import Prompt
-from skyrl_mega.rollout.suspects import SUSPECTED, TRIALS, Loss, admitted, of_prompt
+from skyrl_mega.rollout.suspects import SUSPECTED, TRIALS, Loss, admitted, digest
 
 
 class Workers:
@@ -28,8 +28,8 @@ class Workers:
         self, group: ActorGroup, *, restarts: int, start_timeout_s: float, say: Callable[[str], None] = print
     ) -> None:
         self.group, self.restarts, self.start_timeout_s, self.say = group, restarts, start_timeout_s, say
-        self.guilty: set[tuple[int, int]] = set()
-        """Prompts of trajectories that ended their workers (`suspects.of_prompt`)."""
+        self.guilty: dict[int, set[int]] = {}
+        """Prompts of trajectories that ended their workers: by `uid`, which is a row of a data set, what is in them."""
         self._open: dict[int, list[int]] = {}
         """By actor the deaths under each trajectory that it has, of all sessions."""
         self._losses: dict[int, tuple[Any, Loss]] = {}
@@ -37,7 +37,7 @@ class Workers:
         self._apart: set[str] = set()
         """Suspected trajectories that wait for a worker."""
         self._trials = 0
-        self._none = restarts == 0
+        self._no_restarts = restarts == 0
         """Whether nobody is started again, whatever comes to light."""
         self._owed = 0
         """Restarts taken while none was left, one a worker at most: what is suspected may yet explain them."""
@@ -71,7 +71,7 @@ class Workers:
 
     def is_guilty(self, prompt: Prompt) -> bool:
         """Whether a trajectory of this prompt has ended its workers."""
-        return bool(self.guilty) and of_prompt(prompt) in self.guilty
+        return prompt.uid in self.guilty and digest(prompt) in self.guilty[prompt.uid]  # many ask, again and again
 
     def place(self, up: Mapping[int, Any], name: str, deaths: int) -> int | None:
         """Gives a trajectory to one of these, by rank: to the one with the least to do of those that may have it
@@ -135,7 +135,7 @@ class Workers:
     def _trial(self) -> None:
         """One more: it takes no restart, unless so many have not."""
         self._trials += 1
-        if self._trials % TRIALS and not self._none:
+        if self._trials % TRIALS and not self._no_restarts:
             if self._owed:
                 self._owed -= 1
             else:
@@ -163,7 +163,7 @@ class Workers:
         if self.restarts > 0:
             self.restarts -= 1
             self._start(rank, f"{told}, and it is started again ({self.restarts} restarts are left)")
-        elif not self._none and self._owed < len(self.group) and (suspects or self._suspects()):
+        elif not self._no_restarts and self._owed < len(self.group) and (suspects or self._suspects()):
             self._owed += 1
             self._start(rank, f"{told}, and it is started again though no restart is left: a cause is being looked for")
         else:

@@ -177,7 +177,7 @@ def test_others_of_its_prompt_that_wait_already_are_alone_too() -> None:
         assert workers.place({0: worker}, "suspect", 2) == 0
         await asyncio.sleep(1)
         assert not worker.tasks, "there is no place beside a suspect"
-        workers.guilty.add(suspects.of_prompt(PROMPT))
+        workers.guilty[PROMPT.uid] = {suspects.digest(PROMPT)}
         workers.closed(worker, 2)
         await asyncio.sleep(0.8)
         assert len(worker.tasks) == 1
