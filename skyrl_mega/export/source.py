@@ -16,7 +16,7 @@ from skyrl_mega.config import outside
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.hf_checkpoint.box_header import refuse_old
 from skyrl_mega.hf_checkpoint.index import read_config
-from skyrl_mega.trainer.checkpoints import Checkpoints
+from skyrl_mega.telemetry.run_dir import checkpoints_in
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def find(path: Path, step: int | None, model: Path | None) -> Source:
         run, folder = path, _of_run(path, step)
     elif step is not None:
         raise UserError(f"--step {step}: {path} is no run's folder; leave --step out, or give the run's folder")
-    elif re.fullmatch(r"step_\d+(\.partial)?", path.resolve().name):
+    elif re.fullmatch(r"step_\d+(\.partial)?", path.resolve().name) or (path / "policy").is_dir():
         run, folder = path.resolve().parents[1], _whole(path)
     else:
         folder = path
@@ -74,8 +74,7 @@ def _is_run(path: Path) -> bool:
 
 
 def _of_run(run: Path, step: int | None) -> Path:
-    completed = Checkpoints(run / "checkpoints", keep=1).completed()
-    whole = {int(p.name.removeprefix("step_")): p for p in completed}
+    whole = checkpoints_in(run / "checkpoints")
     if not whole:
         raise UserError(f"{run}: has no whole checkpoint; a run saves one every checkpoint.every steps")
     if step is not None and step not in whole:

@@ -19,6 +19,7 @@ import numpy as np
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.report import rows
 from skyrl_mega.rollout.trajectory import Status
+from skyrl_mega.telemetry.run_dir import by_step
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,7 @@ def files_of(paths: Sequence[Path]) -> list[tuple[str, Path]]:
             allowed = "a run's folder, such as runs/<name>, or a file of its trajectories/"
             raise UserError(f"{path}: no such file or folder; allowed: {allowed}")
         folder = path / "trajectories" if (path / "trajectories").is_dir() else path
-        files = sorted(folder.glob("*.parquet"))
+        files = list(by_step(folder, ".parquet").values()) or sorted(folder.glob("*.parquet"))
         if not files:
             hint = "the run has written none yet, or has telemetry.trajectories_every=0"
             raise UserError(f"{path}: no trajectories/*.parquet there; {hint}")

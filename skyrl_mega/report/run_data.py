@@ -17,6 +17,7 @@ from skyrl_mega.config.keys import keys
 from skyrl_mega.config.secrets import masked
 from skyrl_mega.telemetry import metrics
 from skyrl_mega.telemetry.console import PLACES
+from skyrl_mega.telemetry.run_dir import checkpoints_in
 
 STAMP = re.compile(r"^(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)  ")
 """How an entry of `logs/run.log` begins; lines without it belong to the entry before."""
@@ -103,11 +104,10 @@ class RunData:
     @property
     def checkpoints(self) -> list[tuple[Path, int]]:
         """Whole checkpoints and their bytes."""
-        whole = sorted(state.parent for state in self.folder.glob("checkpoints/step_*/state.json"))
         return [
             (folder, sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()))
-            for folder in whole
-            if not folder.name.endswith(".partial")
+            for folder in checkpoints_in(self.folder / "checkpoints").values()
+            if (folder / "state.json").is_file()
         ]
 
     @cached_property

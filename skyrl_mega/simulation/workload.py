@@ -14,6 +14,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.terminal import one_line, printable
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Kind, Step
+from skyrl_mega.telemetry.run_dir import by_step
 
 LONGEST = 40
 """Characters of an option that an error shows."""
@@ -174,7 +175,7 @@ class Recorded:
             UserError: There are none, or a file is of something else.
         """
         found = []
-        for file in sorted((folder / "trajectories").glob("step_*.parquet")):
+        for file in by_step(folder / "trajectories", ".parquet").values():
             try:
                 played = trajectory_io.read_steps(file)
             except (OSError, ValueError) as error:

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import hashlib
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,20 @@ from skyrl_mega.config.schema import Config
 SIGNED = "# Written by a run; sha256 of what follows: "
 GROUPS = frozenset({"run", "cluster", "model", "policy", "rollout", "algorithm", "data", "environment", "checkpoint"})
 """What every run's settings have had."""
+_STEP = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,})")
+"""The name of what a run writes for a step, without its ending."""
+
+
+def by_step(folder: Path, ending: str = "") -> dict[int, Path]:
+    """Returns what a run wrote for each step (`step_000010` and `ending`), the newest last. Copies under other names,
+    such as `step_000010_best`, belong to the user and are left out."""
+    names = ((path, _STEP.fullmatch(path.name.removesuffix(ending))) for path in folder.glob(f"step_*{ending}"))
+    return dict(sorted((int(match[1]), path) for path, match in names if match))
+
+
+def checkpoints_in(folder: Path) -> dict[int, Path]:
+    """Returns the checkpoint of each step in a run's `checkpoints/`, the newest last. Links are left out."""
+    return {step: path for step, path in by_step(folder).items() if path.is_dir() and not path.is_symlink()}
 
 
 @contextmanager
@@ -41,10 +56,10 @@ def run_folder(config: Config) -> Iterator[Path]:
             "allowed is a folder that you may write to"
         ) from error
     with locked(folder, f"run.name = {config.run.name}", "give another run.name, or end that one"):
-        newest = max((folder / "checkpoints").glob("step_*"), default=None)
-        if newest and not config.checkpoint.resume:
+        saved = list(checkpoints_in(folder / "checkpoints").values())
+        if saved and not config.checkpoint.resume:
             raise UserError(
-                f"checkpoint.resume = false: {folder} holds checkpoints up to {newest.name}; "
+                f"checkpoint.resume = false: {folder} holds checkpoints up to {saved[-1].name}; "
                 "give another run.name, or checkpoint.resume=true to go on from them"
             )
         _describe(folder, config)

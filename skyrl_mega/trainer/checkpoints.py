@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -13,10 +14,13 @@ from skyrl_mega.cluster.channel import removed_at_the_end
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import json_object, parsed
 from skyrl_mega.hf_checkpoint.box_header import refuse_old, sync_folder
+from skyrl_mega.telemetry.run_dir import by_step, checkpoints_in
 
 _STATE = "state.json"
 _FILES = "files"
 """Key in the state: every other file's size in bytes, by its path within the checkpoint."""
+PARTIAL = ".partial"
+"""The ending of a checkpoint that is being written."""
 
 
 class NoRoom(OSError):
@@ -27,6 +31,7 @@ class Checkpoints:
     """The folder `checkpoints/` of a run: `step_000010/{policy/, critic/, state.json}`, the critic where there is one.
 
     A checkpoint is written under a temporary name and renamed when it is complete, and tells how long its files are.
+    Entries under other names and links belong to the user: they are never resumed from, counted or removed.
 
     Args:
         folder: Where they lie.
@@ -36,10 +41,11 @@ class Checkpoints:
 
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None] = print) -> None:
         self.folder, self.keep, self.say = folder, keep, say
+        self._said: set[str] = set()
 
     def completed(self) -> list[Path]:
         """Checkpoints that were written to their end once, the newest last. A disk may have damaged them since."""
-        return sorted(p for p in self.folder.glob("step_*") if p.suffix != ".partial")
+        return list(checkpoints_in(self.folder).values())
 
     def newest(self) -> Path | None:
         """The newest whole checkpoint; says which newer ones are damaged, and how.
@@ -78,11 +84,13 @@ class Checkpoints:
 
         Raises:
             NoRoom: The disk has less room than the last checkpoint takes.
+            FileExistsError: Something that no run wrote has the checkpoint's name.
         """
         final = self.folder / f"step_{step:06d}"
-        partial = final.with_name(final.name + ".partial")
-        for old in self.folder.glob("step_*.partial"):
-            shutil.rmtree(old)
+        partial = final.with_name(final.name + PARTIAL)
+        for old in by_step(self.folder, PARTIAL).values():
+            if old.is_dir() and not old.is_symlink():
+                shutil.rmtree(old)
         self.folder.mkdir(exist_ok=True)  # and not the run's folder: where that is gone, its disk is
         with removed_at_the_end(partial):
             partial.mkdir()
@@ -95,13 +103,23 @@ class Checkpoints:
                 opened.flush()
                 os.fsync(opened.fileno())
             sync_folder(partial)
-            if final.exists():
+            if os.path.lexists(final):
+                if foreign := _foreign(final):
+                    raise FileExistsError(errno.EEXIST, "no save wrote it, and it is not replaced", str(foreign))
                 shutil.rmtree(final)
             partial.rename(final)
         sync_folder(self.folder)
         for old in self.completed()[: -self.keep]:
-            shutil.rmtree(old)
+            if foreign := _foreign(old):
+                self._say_once(f"{old} is kept: no save wrote {foreign}; move it elsewhere")
+            else:
+                shutil.rmtree(old)
         return final
+
+    def _say_once(self, text: str) -> None:
+        if text not in self._said:
+            self._said.add(text)
+            self.say(text)
 
     def _check_room(self) -> None:
         last = self.completed()[-1:]
@@ -126,25 +144,40 @@ def resumes_from(folder: Path) -> str:
 
 def newest_whole(folder: Path) -> Path | None:
     """The newest checkpoint in the folder that is not damaged; None without one."""
-    found = (p for p in sorted(folder.glob("step_*"), reverse=True) if p.suffix != ".partial" and _damage(p) is None)
-    return next(found, None)
+    return next((path for path in reversed(checkpoints_in(folder).values()) if _damage(path) is None), None)
 
 
-def refuse_old_ones(folder: Path) -> None:
-    """Refuses to resume from a checkpoint of an earlier version, before anything is started.
+def refuse_unusable(folder: Path) -> None:
+    """Refuses checkpoints that a run can neither resume from nor replace, before anything is started.
 
     Raises:
-        UserError: the newest one in `folder` is one.
+        UserError: The newest one in `folder` was saved by an earlier version; or a link or a file has the name of one.
     """
-    newest = max((p for p in folder.glob("step_*") if p.suffix != ".partial"), default=None)
-    if newest is not None:
-        refuse_old(newest / "policy")
+    saved = checkpoints_in(folder)
+    for path in (*by_step(folder).values(), *by_step(folder, PARTIAL).values()):
+        if path.is_symlink() or not path.is_dir():
+            kind = "a link" if path.is_symlink() else "no folder"
+            raise UserError(f"{path}: is {kind}, where a run saves a checkpoint as a folder; move it elsewhere")
+    if saved:
+        refuse_old(saved[max(saved)] / "policy")
 
 
 def _sizes(checkpoint: Path) -> dict[str, int]:
     # Turns that a process has not written in time are given up, and it may still be at its file (`rollout.journal`).
     files = sorted(p for p in checkpoint.rglob("*") if p.is_file() and p.name != _STATE and p.name[:7] != ".turns-")
     return {str(p.relative_to(checkpoint)): p.stat().st_size for p in files}
+
+
+def _foreign(checkpoint: Path) -> Path | None:
+    """Something in a checkpoint's place that no save wrote; None without it."""
+    if checkpoint.is_symlink() or not checkpoint.is_dir():
+        return checkpoint
+    try:
+        saved = {_STATE, *parsed((checkpoint / _STATE).read_bytes())[_FILES]}
+    except (OSError, ValueError, KeyError, TypeError):
+        return checkpoint
+    files = (path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir())
+    return next((p for p in files if str(p.relative_to(checkpoint)) not in saved and p.name[:7] != ".turns-"), None)
 
 
 def _damage(checkpoint: Path) -> str | None:

@@ -26,11 +26,11 @@ def train(config: Config, folder: Path, console: Console) -> None:
         Stopped: A signal came.
     """
     from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
-    from skyrl_mega.trainer.checkpoints import refuse_old_ones
+    from skyrl_mega.trainer.checkpoints import refuse_unusable
     from skyrl_mega.trainer.setup import open_run
     from skyrl_mega.trainer.shutdown import ShutdownRequest
 
-    refuse_old_ones(folder / "checkpoints")
+    refuse_unusable(folder / "checkpoints")
     left = config.run.restarts
     worked = False
     while True:

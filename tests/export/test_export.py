@@ -61,6 +61,17 @@ def policy(run: Path) -> Path:
     return run / "checkpoints" / "step_000004" / "policy"
 
 
+def test_a_copy_beside_checkpoints_is_left_out_and_exported_by_its_path(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy = own / "checkpoints" / "step_000004_best"
+    (own / "checkpoints" / "step_000004").rename(copy)
+    code, out, _ = command(capsys, own, "--output", tmp_path / "newest")
+    assert code == 0 and "step_000000" in out
+    code, out, _ = command(capsys, copy, "--output", tmp_path / "best")
+    assert code == 0 and "step_000004_best" in out
+
+
 @pytest.mark.parametrize("place", [".", "checkpoints/step_000004", "checkpoints/step_000000/policy"])
 def test_a_run_or_one_of_its_checkpoints(
     run: Path, place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

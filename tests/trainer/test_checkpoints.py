@@ -14,7 +14,7 @@ import skyrl_mega
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.hf_checkpoint.box_files import read_entries
 from skyrl_mega.hf_checkpoint.box_header import Header, read_header, write_header
-from skyrl_mega.trainer.checkpoints import Checkpoints, NoRoom
+from skyrl_mega.trainer.checkpoints import Checkpoints, NoRoom, newest_whole, refuse_unusable
 
 
 class Usage(NamedTuple):
@@ -89,6 +89,53 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
     checkpoints.save(1, {"step": 1, "try": 1}, {"policy": write})
     again = checkpoints.save(1, {"step": 1, "try": 2}, {"policy": write})
     assert checkpoints.state(again)["try"] == 2
+
+
+def test_copies_of_a_user_are_neither_resumed_from_nor_counted_nor_removed(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path, keep=2)
+    checkpoints.save(50, {"step": 50}, {"policy": write})
+    copies = ["step_000050_best", "step_best", "step_50", "step_0000050", "step_000050.bak", "step_٠٠٠٠٥٠", "step_999"]
+    for name in copies:
+        shutil.copytree(tmp_path / "step_000050", tmp_path / name)
+    for step in (75, 100, 1_000_000):
+        checkpoints.save(step, {"step": step}, {"policy": write})
+    assert [path.name for path in checkpoints.completed()] == ["step_000100", "step_1000000"]
+    for newest in (checkpoints.newest(), newest_whole(tmp_path)):
+        assert newest is not None and newest.name == "step_1000000"
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(["step_000100", "step_1000000", *copies])
+
+
+def test_files_of_a_user_in_a_checkpoint_keep_it(tmp_path: Path) -> None:
+    said: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=1, say=said.append)
+    checkpoints.save(1, {"step": 1}, {"policy": write})
+    export = tmp_path / "step_000001" / "hf" / "model.safetensors"
+    export.parent.mkdir()
+    export.write_text("mine")
+    for step in (2, 3):
+        checkpoints.save(step, {"step": step}, {"policy": write})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["step_000001", "step_000003"] and export.read_text() == "mine"
+    assert said == [f"{tmp_path}/step_000001 is kept: no save wrote {export}; move it elsewhere"]
+    with pytest.raises(FileExistsError, match=r"model\.safetensors"):
+        checkpoints.save(1, {"step": 1}, {"policy": write})
+    assert export.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["step_000002", "step_000002.partial"])
+def test_a_link_in_a_checkpoints_place_is_refused_before_a_start(tmp_path: Path, name: str) -> None:
+    elsewhere = tmp_path / "other disk"
+    (elsewhere / "policy").mkdir(parents=True)
+    folder = tmp_path / "checkpoints"
+    checkpoints = Checkpoints(folder, keep=1)
+    checkpoints.save(1, {"step": 1}, {"policy": write})
+    (folder / name).symlink_to(elsewhere)
+    with pytest.raises(UserError, match=rf"{name}: is a link.*move it elsewhere"):
+        refuse_unusable(folder)
+    with pytest.raises(FileExistsError, match=name):
+        checkpoints.save(2, {"step": 2}, {"policy": write})
+    checkpoints.save(3, {"step": 3}, {"policy": write})
+    assert [path.name for path in checkpoints.completed()] == ["step_000003"]
+    assert (elsewhere / "policy").is_dir() and (folder / name).is_symlink()
 
 
 def test_a_runs_folder_that_is_gone_is_not_made_anew(tmp_path: Path) -> None:

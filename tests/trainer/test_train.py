@@ -112,6 +112,6 @@ def test_a_folder_of_another_format_is_refused_before_anything_starts(
         assert folder.name == "checkpoints"
         raise UserError("an old checkpoint")
 
-    monkeypatch.setattr(checkpoints, "refuse_old_ones", refuse)
+    monkeypatch.setattr(checkpoints, "refuse_unusable", refuse)
     with pytest.raises(UserError):
         trains()
