@@ -21,6 +21,7 @@ from skyrl_mega.config.derived import evaluated_at_once, evaluation_sampling
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import Malformed
 from skyrl_mega.config.outside import parsed as parsed_json
+from skyrl_mega.config.replies import ask
 from skyrl_mega.config.schema import Config, RolloutConfig, SamplingConfig
 from skyrl_mega.config.terminal import one_line
 from skyrl_mega.config.values import shown
@@ -29,8 +30,6 @@ from skyrl_mega.rollout.agent_loop import Agent, Limits, Opened, Said, Tools, ap
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.trajectory import Kind, Step, Trajectory
 
-MOST_BYTES = 64 * 2**20
-"""Of one answer, unpacked."""
 MOST_TOKENS = 2**22
 """That an answer may say it had: each is counted in memory."""
 UNKNOWN = -1
@@ -168,8 +167,9 @@ class Client:
         for attempt in range(1, ATTEMPTS + 1):
             wanted = 0.0
             try:
-                async with asyncio.timeout(self.timeout_s):
-                    response, data = await self._post(url, body)
+                response, data = await ask(self.http, "POST", url, body, self.timeout_s)
+            except Malformed as error:
+                raise EndpointFailed(f"{self.endpoint.url} answered in another form: {error}") from error
             except TimeoutError:
                 cause = f"no answer within rollout.request_timeout_s = {self.timeout_s:g}"
             except httpx.TransportError as error:
@@ -189,16 +189,6 @@ class Client:
                 await asyncio.sleep(max(min(wanted, LONGEST_PAUSE_S), pause * random.uniform(0.5, 1.0)))
                 pause = min(2 * pause, LONGEST_PAUSE_S)
         raise EndpointFailed(f"{url} gave no answer in {ATTEMPTS} attempts; the last: {cause}")
-
-    async def _post(self, url: str, body: dict[str, Any]) -> tuple[httpx.Response, bytes]:
-        """An answer and its bytes, of which there are not too many."""
-        data = bytearray()
-        async with self.http.stream("POST", url, json=body) as response:
-            async for piece in response.aiter_bytes():
-                data += piece
-                if len(data) > MOST_BYTES:
-                    raise EndpointFailed(f"{self.endpoint.url} answered with more than {MOST_BYTES} bytes")
-        return response, bytes(data)
 
     def _json(self, data: bytes) -> Any:
         try:

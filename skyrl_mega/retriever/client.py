@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import math
 import random
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import httpx
 
-from skyrl_mega.config.outside import parsed
+from skyrl_mega.config.outside import Malformed, parsed
+from skyrl_mega.config.replies import ask
 from skyrl_mega.config.terminal import one_line
+from skyrl_mega.config.values import shown
 
 TOKEN_VARIABLE = "SKYRL_MEGA_RETRIEVER_TOKEN"
 """The environment variable that holds a service's token, for the service itself and for the command line."""
@@ -39,7 +44,8 @@ class RetrievalError(Exception):
 class Client:
     """Asks one service. Threads may share it; connections are kept and used again.
 
-    The machine's proxies are not asked: the service is a neighbour.
+    The machine's proxies are not asked: the service is a neighbour. Requests are made by an event loop in a thread of
+    its own: only there can the time of a whole reply be limited, and not just the time of each read.
 
     Args:
         url: `http://host:port`, with or without `/retrieve` at its end.
@@ -52,7 +58,9 @@ class Client:
         self.timeout_s = timeout_s
         headers = {"Authorization": f"Bearer {token}"} if token else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-        self._http = httpx.Client(headers=headers, limits=limits, trust_env=False)
+        self._http = httpx.AsyncClient(headers=headers, limits=limits, trust_env=False)
+        self._loop = asyncio.new_event_loop()
+        threading.Thread(target=self._loop.run_forever, name="retriever-client", daemon=True).start()
 
     def search(self, queries: Sequence[str], topk: int | None = None, method: str | None = None) -> list[list[Hit]]:
         """The best passages for each query, best first.
@@ -68,13 +76,17 @@ class Client:
         body: dict[str, Any] = {"queries": list(queries), "topk": topk, "return_scores": True}
         if method is not None:
             body["method"] = method
-        reply = self._ask("POST", "/retrieve", body)
+        reply = self._wait(self._ask("POST", "/retrieve", body))
         try:
             found = [[_hit(hit) for hit in hits] for hits in reply["result"]]
-        except (KeyError, TypeError, ValueError) as error:
+        except Malformed as error:
+            raise RetrievalError(f"{self.url}/retrieve answered in another form: {error}") from error
+        except (KeyError, TypeError) as error:
             raise RetrievalError(f"{self.url}/retrieve answered in another form: {error!r}") from error
         if len(found) != len(queries):
             raise RetrievalError(f"{self.url}/retrieve answered {len(found)} queries of {len(queries)}")
+        if topk is not None and (most := max(map(len, found), default=0)) > topk:
+            raise RetrievalError(f"{self.url}/retrieve answered {most} passages where topk = {topk}")
         return found
 
     def health(self) -> dict[str, Any]:
@@ -83,13 +95,20 @@ class Client:
         Raises:
             RetrievalError: As `search`; also while it is not ready for all of `timeout_s`.
         """
-        return self._ask("GET", "/health", None)
+        said = self._wait(self._ask("GET", "/health", None))
+        if not isinstance(said, dict):
+            raise RetrievalError(f"{self.url}/health answered in another form: {shown(said)}; allowed is an object")
+        return said
 
     def close(self) -> None:
         """Closes the connections."""
-        self._http.close()
+        self._wait(self._http.aclose())
+        self._loop.call_soon_threadsafe(self._loop.stop)
 
-    def _ask(self, verb: str, path: str, body: dict[str, Any] | None) -> Any:
+    def _wait(self, doing: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(doing, self._loop).result()
+
+    async def _ask(self, verb: str, path: str, body: dict[str, Any] | None) -> Any:
         start, attempts, pause = time.monotonic(), 0, FIRST_PAUSE_S
         while True:
             attempts += 1
@@ -98,13 +117,15 @@ class Client:
             limit = max(min(left, self.timeout_s / 2), 0.01)
             wanted = 0.0
             try:
-                response = self._http.request(verb, self.url + path, json=body, timeout=limit)
+                response, data = await ask(self._http, verb, self.url + path, body, limit)
                 if response.is_success:
-                    return parsed(response.content)
-                cause = f"HTTP {response.status_code}: {_first_line(response)}"
+                    return parsed(data)
+                cause = f"HTTP {response.status_code}: {_first_line(response, data)}"
                 if response.status_code not in WORTH_A_RETRY:
                     raise RetrievalError(f"{self.url}{path} refused: {cause}")
                 wanted = _retry_after(response)
+            except TimeoutError:
+                cause = f"no complete answer in {limit:.3g} s"
             except httpx.TransportError as error:
                 cause = f"{type(error).__name__}: {error}"
             except (httpx.InvalidURL, httpx.DecodingError, ValueError) as error:  # no URL, or an answer that is no JSON
@@ -115,7 +136,7 @@ class Client:
                 raise RetrievalError(
                     f"{self.url}{path} gave no answer in {self.timeout_s:g} s ({attempts} attempts); the last: {cause}"
                 )
-            time.sleep(rest)
+            await asyncio.sleep(rest)
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
@@ -126,17 +147,32 @@ def shared_client(url: str, token: str | None, timeout_s: float) -> Client:
 
 
 def _hit(given: Any) -> Hit:
-    contents = given["document"]["contents"]
+    """A hit as it was answered.
+
+    Raises:
+        Malformed: A part of it is of another type, or its score is no finite number.
+        KeyError, TypeError: It has other parts.
+    """
+    name, contents, score = given["document"]["id"], given["document"]["contents"], given["score"]
+    if isinstance(name, bool) or not isinstance(name, str | int):
+        raise Malformed(f"id {shown(name)}; allowed: text or a whole number")
     if not isinstance(contents, str):
-        raise TypeError(f"contents is {type(contents).__name__}; allowed is text")
-    return Hit(str(given["document"]["id"]), contents, float(given["score"]))
+        raise Malformed(f"contents is {type(contents).__name__}; allowed is text")
+    try:
+        number = float(score) if isinstance(score, int | float) and not isinstance(score, bool) else math.nan
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise Malformed(f"score {shown(score)}; allowed are finite numbers")
+    return Hit(str(name), contents, number)
 
 
-def _first_line(response: httpx.Response) -> str:
-    return one_line((response.text.strip().splitlines() or [response.reason_phrase])[0], 300)
+def _first_line(response: httpx.Response, data: bytes) -> str:
+    text = data[:2000].decode(errors="replace").strip()
+    return one_line((text.splitlines() or [response.reason_phrase])[0], 300)
 
 
 def _retry_after(response: httpx.Response) -> float:
     """Seconds that the service asks for; 0 when it does not say (or says a date)."""
     value = response.headers.get("Retry-After", "")
-    return float(value) if value.isdigit() else 0.0
+    return float(value) if value.isascii() and value.isdigit() else 0.0

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from skyrl_mega.config import replies
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.envs.prompt import Prompt
@@ -125,7 +126,7 @@ def test_another_form_is_named(fake: Fake) -> None:
 
 
 def test_an_answer_without_end_is_not_read(fake: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_BYTES", 10_000)
+    monkeypatch.setattr(replies, "MOST_BYTES", 10_000)
     fake.script.append((200, {}, replied(content="a" * 20_000)))
     with pytest.raises(EndpointFailed, match="more than 10000 bytes"):
         talk(fake)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import socket
 import threading
 import time
+import zlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -65,7 +67,7 @@ def test_nobody_there() -> None:
 def test_one_that_never_answers() -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         start = time.monotonic()
-        with pytest.raises(RetrievalError, match="ReadTimeout"):
+        with pytest.raises(RetrievalError, match="no complete answer in"):
             Client(f"http://127.0.0.1:{silent.getsockname()[1]}", timeout_s=2.0).search(["x"])
     assert time.monotonic() - start < 15
 
@@ -98,6 +100,98 @@ def test_a_refusal_is_not_tried_again(reply: tuple[int, dict[str, str], bytes], 
         with pytest.raises(RetrievalError) as caught:
             Client(url).search(["x"])
         assert said in str(caught.value) and url in str(caught.value) and len(asked) == 1
+
+
+@contextmanager
+def trickling(start: bytes) -> Iterator[str]:
+    """A server that answers each connection with `start` and then one byte every tenth of a second, for ever."""
+    ended = threading.Event()
+
+    def serve(taken: socket.socket) -> None:
+        with taken, suppress(OSError):
+            taken.recv(65536)
+            taken.sendall(start)
+            while not ended.wait(0.1):
+                taken.sendall(b"a")
+
+    def accept() -> None:
+        with suppress(OSError):
+            while True:
+                threading.Thread(target=serve, args=(listening.accept()[0],), daemon=True).start()
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=accept, daemon=True).start()
+        yield f"http://127.0.0.1:{listening.getsockname()[1]}"
+        ended.set()
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n99999\r\n",
+        b"HTTP/1.1 200 OK\r\nX-Long: ",
+        b"HTTP/1.1 500 No\r\nContent-Length: 100000\r\n\r\n",
+    ],
+    ids=["body", "chunk", "header", "error"],
+)
+def test_a_reply_that_trickles_ends_with_the_time_of_the_search(start: bytes) -> None:
+    raised: list[RetrievalError] = []
+
+    def search(url: str) -> None:
+        with pytest.raises(RetrievalError) as caught:
+            Client(url, timeout_s=1.0).search(["x"])
+        raised.append(caught.value)
+
+    with trickling(start) as url:
+        asking = threading.Thread(target=search, args=(url,), daemon=True)
+        asking.start()
+        asking.join(20)  # the old reader waited for ever
+        assert not asking.is_alive() and "gave no answer in 1 s" in str(raised[0])
+
+
+def packed(text: bytes, times: int) -> bytes:
+    for _ in range(times):
+        text = gzip.compress(text)
+    return text
+
+
+@pytest.mark.parametrize(
+    "reply, said",
+    [
+        (({"Content-Encoding": "gzip"}, packed(b" " * 65 * 2**20, 1)), "it has more than 67108864 bytes"),
+        (({"Content-Encoding": "deflate"}, zlib.compress(b" " * 65 * 2**20)), "it has more than 67108864 bytes"),
+        (({"Content-Encoding": "gzip, gzip"}, packed(FOUND, 2)), "it is packed as gzip, gzip; allowed: identity, gzip"),
+        (({"Content-Encoding": "br"}, b"x"), "it is packed as br; allowed: identity, gzip, deflate"),
+    ],
+)
+def test_a_reply_is_bounded_after_unpacking(reply: tuple[dict[str, str], bytes], said: str) -> None:
+    with answering((200, *reply)) as (url, _), pytest.raises(RetrievalError, match=said):
+        Client(url).search(["x"])
+
+
+def test_a_packed_reply_is_read() -> None:
+    with answering((200, {"Content-Encoding": "gzip"}, packed(FOUND, 1))) as (url, _):
+        assert Client(url).search(["x"])[0][0].id == "7"
+
+
+@pytest.mark.parametrize(
+    "old, new, said",
+    [
+        (b"0.5", b"1" + b"0" * 400, "score 1000"),
+        (b"0.5", b"1e400", "inf is no number"),
+        (b"0.5", b"true", "score true; allowed are finite numbers"),
+        (b"0.5", b'"0.5"', "score '0.5'; allowed are finite numbers"),
+        (b"7", b"[7]", r"id \[7\]; allowed: text or a whole number"),
+        (b"7", b"null", "id null; allowed: text or a whole number"),
+        (b"[[{", b'[[{"document": {"id": 1, "contents": "b"}, "score": 1}, {', "answered 2 passages where topk = 1"),
+        (b"[[{", b'[5, [{', "answered in another form"),
+    ],
+)  # fmt: skip
+def test_a_hit_of_another_form_is_named(old: bytes, new: bytes, said: str) -> None:
+    with answering((200, {}, FOUND.replace(old, new))) as (url, _), pytest.raises(RetrievalError, match=said):
+        Client(url).search(["x"], topk=1)
 
 
 def connections_to(url: str) -> int:
