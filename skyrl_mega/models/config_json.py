@@ -12,29 +12,41 @@ from skyrl_mega.config.values import shown
 Hf = Mapping[str, Any]
 """The content of a Hugging Face config.json."""
 
+COMMON = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False}
+"""What the transformers classes of all families take where a key is absent."""
 LARGEST = 2**31 - 1
 MOST = {"num_hidden_layers": 1000, "num_experts": 4096, "num_local_experts": 4096}
 """Whole numbers of a configuration at most: far above any model, and what its tensors can still be listed for."""
 
 
-def integer(hf: Hf, key: str, default: int | None = None) -> int:
-    """A positive integer of the configuration."""
+def filled(hf: Hf, **defaults: Any) -> Hf:
+    """Returns the configuration with a family's `defaults`, which are those of its transformers class, in the place of
+    absent keys. A null stays: transformers refuses most of them."""
+    return {**COMMON, **defaults, **hf}
+
+
+def integer(hf: Hf, key: str) -> int:
+    """Returns a positive integer of the configuration."""
     value = hf.get(key)
-    if value is None:
-        if default is None:
-            raise UserError(f"config.json: {key} is missing; a {hf.get('model_type')} checkpoint has it")
-        return default
+    if key not in hf:
+        raise UserError(f"config.json: {key} is missing; a {hf.get('model_type')} checkpoint has it")
     most = MOST.get(key, LARGEST)
     if not isinstance(value, int) or isinstance(value, bool) or not 1 <= value <= most:
         raise unsupported(hf, key, f"a positive integer of at most {most}")
     return value
 
 
-def number(hf: Hf, key: str, default: float | None = None) -> float:
-    """A positive number of the configuration."""
+def flag(hf: Hf, key: str) -> bool:
+    """Returns a truth value of the configuration."""
     value = hf.get(key)
-    if value is None and default is not None:
-        return default
+    if not isinstance(value, bool):
+        raise unsupported(hf, key, "true or false")
+    return value
+
+
+def number(hf: Hf, key: str) -> float:
+    """Returns a positive number of the configuration."""
+    value = hf.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < inf:
         raise unsupported(hf, key, "a positive number")
     return float(value)

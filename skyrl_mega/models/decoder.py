@@ -134,6 +134,6 @@ def read_decoder(hf: Hf, layers: Sequence[Layer]) -> Decoder:
         kinds=kinds,
         order=tuple(kinds.index(layer) for layer in layers),
         head=Head.read(hf),
-        max_length=integer(hf, "max_position_embeddings", 2048),
-        norm_eps=number(hf, "rms_norm_eps", 1e-6),
+        max_length=integer(hf, "max_position_embeddings"),
+        norm_eps=number(hf, "rms_norm_eps"),
     )

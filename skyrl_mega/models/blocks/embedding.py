@@ -15,7 +15,7 @@ from skyrl_mega.models.blocks.base import (
     TokenFlops,
     Work,
 )
-from skyrl_mega.models.config_json import Hf, integer
+from skyrl_mega.models.config_json import Hf, flag, integer
 from skyrl_mega.models.shard_builder import ShardBuilder
 
 EMBEDDING = "model.embed_tokens.weight"
@@ -78,7 +78,7 @@ class Head(Block):
     @classmethod
     def read(cls, hf: Hf) -> Head:
         """From config.json."""
-        return cls(integer(hf, "vocab_size"), integer(hf, "hidden_size"), bool(hf.get("tie_word_embeddings", False)))
+        return cls(integer(hf, "vocab_size"), integer(hf, "hidden_size"), flag(hf, "tie_word_embeddings"))
 
     def hf_tensors(self, source: str) -> Tensors:
         """A tied head has no tensor of its own."""

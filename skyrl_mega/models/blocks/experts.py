@@ -19,7 +19,7 @@ from skyrl_mega.models.blocks.base import (
     share,
 )
 from skyrl_mega.models.blocks.gated_mlp import NORM, check_keys, gated_args, gated_pieces, gated_tensors
-from skyrl_mega.models.config_json import Hf, integer
+from skyrl_mega.models.config_json import Hf, flag, integer
 from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims
 
@@ -58,7 +58,7 @@ class Experts(Block):
             count=count,
             per_token=per_token,
             width=integer(hf, "moe_intermediate_size"),
-            renormalize=bool(hf.get("norm_topk_prob", False)),
+            renormalize=flag(hf, "norm_topk_prob"),
         )
 
     def facts(self) -> Mapping[str, int]:

@@ -24,6 +24,8 @@ from skyrl_mega.models.shard_builder import ShardBuilder
 from skyrl_mega.parallel.dims import ParallelDims
 
 NORM = "input_layernorm.weight"
+ROPE_THETA = 10_000.0
+"""The base of rotary positions where a configuration has none."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,8 @@ class Rope:
         values = hf.get(key) or {}
         if not isinstance(values, Mapping):
             raise unsupported(hf, key, "a mapping")
-        base = number(values if values.get("rope_theta") else hf, "rope_theta", 10000.0)
+        bases = [keys for keys in (values, hf) if keys.get("rope_theta") is not None]
+        base = number(bases[0], "rope_theta") if bases else ROPE_THETA
         kind = values.get("rope_type", values.get("type", "default"))
         if values.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:
             raise unsupported(hf, key, "a partial_rotary_factor of 1")
@@ -83,21 +86,20 @@ class GroupedQueryAttention(Block):
     """Bias of the q, k and v projections."""
 
     @classmethod
-    def read(cls, hf: Hf, *, qk_norm: bool, qkv_bias: bool, head_dim: int | None = None) -> GroupedQueryAttention:
-        """From config.json; `head_dim` is the family's own default (None: hidden / heads)."""
+    def read(cls, hf: Hf, *, qk_norm: bool, qkv_bias: bool) -> GroupedQueryAttention:
+        """Reads config.json. Without `head_dim` heads share the hidden size; without `num_key_value_heads` every query
+        head has its own."""
         heads, hidden = integer(hf, "num_attention_heads"), integer(hf, "hidden_size")
-        kv_heads = integer(hf, "num_key_value_heads", heads)
+        kv_heads = heads if hf.get("num_key_value_heads") is None else integer(hf, "num_key_value_heads")
         if heads % kv_heads:
             raise unsupported(hf, "num_key_value_heads", f"a divisor of num_attention_heads {heads}")
-        if hf.get("head_dim") is not None:
-            head_dim = integer(hf, "head_dim")
         only(hf, "use_sliding_window", False)
         only(hf, "attention_bias", False)
         return cls(
             hidden=hidden,
             heads=heads,
             kv_heads=kv_heads,
-            head_dim=head_dim or hidden // heads,
+            head_dim=hidden // heads if hf.get("head_dim") is None else integer(hf, "head_dim"),
             rope=Rope.read(hf),
             qk_norm=qk_norm,
             qkv_bias=qkv_bias,

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from skyrl_mega.models.blocks.gated_mlp import GatedMlp
 from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
-from skyrl_mega.models.config_json import Hf, integer
+from skyrl_mega.models.config_json import Hf, filled, integer
 from skyrl_mega.models.decoder import Decoder, read_decoder
 
 
 def describe(hf: Hf) -> Decoder:
     """The model that `hf` asks for."""
+    hf = filled(hf, max_position_embeddings=2048)
     attention = GroupedQueryAttention.read(hf, qk_norm=False, qkv_bias=False)
     return read_decoder(hf, [(attention, GatedMlp.read(hf))] * integer(hf, "num_hidden_layers"))

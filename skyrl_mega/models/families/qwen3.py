@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from skyrl_mega.models.blocks.gated_mlp import GatedMlp
 from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
-from skyrl_mega.models.config_json import Hf, integer
+from skyrl_mega.models.config_json import Hf, filled, integer
 from skyrl_mega.models.decoder import Decoder, read_decoder
 
 
 def describe(hf: Hf) -> Decoder:
     """The model that `hf` asks for."""
-    attention = GroupedQueryAttention.read(hf, qk_norm=True, qkv_bias=False, head_dim=128)
+    hf = filled(hf, max_position_embeddings=32768, num_key_value_heads=32, head_dim=128)
+    attention = GroupedQueryAttention.read(hf, qk_norm=True, qkv_bias=False)
     return read_decoder(hf, [(attention, GatedMlp.read(hf))] * integer(hf, "num_hidden_layers"))

@@ -7,12 +7,16 @@ from skyrl_mega.config.values import shown
 from skyrl_mega.models.blocks.experts import Experts
 from skyrl_mega.models.blocks.gated_mlp import GatedMlp
 from skyrl_mega.models.blocks.gqa import GroupedQueryAttention
-from skyrl_mega.models.config_json import Hf, integer
+from skyrl_mega.models.config_json import Hf, filled, integer
 from skyrl_mega.models.decoder import Decoder, read_decoder
 
 
 def describe(hf: Hf) -> Decoder:
     """The model that `hf` asks for."""
+    hf = filled(
+        hf, max_position_embeddings=32768, num_key_value_heads=4, decoder_sparse_step=1, norm_topk_prob=False
+    )
+    integer(hf, "num_key_value_heads")  # unlike its relatives, the class takes no null
     moe = _moe_layers(hf)
     attention = GroupedQueryAttention.read(hf, qk_norm=True, qkv_bias=False)
     experts, dense = Experts.read(hf), GatedMlp.read(hf)
@@ -21,7 +25,7 @@ def describe(hf: Hf) -> Decoder:
 
 def _moe_layers(hf: Hf) -> list[bool]:
     """Which layers have experts."""
-    layers, step = integer(hf, "num_hidden_layers"), integer(hf, "decoder_sparse_step", 1)
+    layers, step = integer(hf, "num_hidden_layers"), integer(hf, "decoder_sparse_step")
     listed = hf.get("mlp_only_layers") or []
     if not isinstance(listed, list) or not all(isinstance(layer, int) for layer in listed):
         raise UserError(f"config.json: mlp_only_layers is {shown(listed)}; allowed is a list of layers")
