@@ -13,9 +13,7 @@ from skyrl_mega.models.decoder import Decoder, read_decoder
 
 def describe(hf: Hf) -> Decoder:
     """The model that `hf` asks for."""
-    hf = filled(
-        hf, max_position_embeddings=32768, num_key_value_heads=4, decoder_sparse_step=1, norm_topk_prob=False
-    )
+    hf = filled(hf, max_position_embeddings=32768, num_key_value_heads=4, decoder_sparse_step=1, norm_topk_prob=False)
     integer(hf, "num_key_value_heads")  # unlike its relatives, the class takes no null
     moe = _moe_layers(hf)
     attention = GroupedQueryAttention.read(hf, qk_norm=True, qkv_bias=False)
