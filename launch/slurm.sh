@@ -53,7 +53,12 @@ run() {
         --mem=0 --mpi=none --export=ALL --wait=60 --kill-on-bad-exit=0 "${flags[@]}" ${SKYRL_MEGA_SRUN:-} \
         "${inside[@]}" "${python:-python3}" -m skyrl_mega.cluster.slurm_node "$folder" "$@" &
     while kill -0 $! 2>/dev/null; do wait $! && code=0 || code=$?; done
-    [[ -s $folder/code ]] && code=$(<"$folder/code")
+    if [[ -s $folder/code ]]; then
+        code=$(<"$folder/code")
+    elif ((code == 0)); then
+        say "the tasks ended, and none of them has written $folder/code"
+        code=1
+    fi
 
     if [[ $ended ]]; then
         say "ended from outside"
@@ -103,10 +108,12 @@ failed_nodes() {
 
 # Queues the job again, without the nodes $1. Slurm then ends this script, after a while: the rest of it still runs.
 requeue() {
-    local without
-    without=$(scontrol --oneliner show job "$SLURM_JOB_ID" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p')
+    local without job=$SLURM_JOB_ID
+    # A task of an array is queued again by this name: one task's number alone may be the whole array's.
+    [[ ${SLURM_ARRAY_JOB_ID:-} ]] && job=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
+    without=$(scontrol --oneliner show job "$job" | sed -n 's/.* ExcNodeList=\([^ ]*\).*/\1/p')
     [[ $without == '(null)' ]] && without=
     trap '' TERM
-    scontrol requeue "$SLURM_JOB_ID" || return
-    [[ ${1:-} ]] && scontrol update JobId="$SLURM_JOB_ID" ExcNodeList="${without:+$without,}$1"
+    scontrol requeue "$job" || return
+    [[ ${1:-} ]] && scontrol update JobId="$job" ExcNodeList="${without:+$without,}$1"
 }

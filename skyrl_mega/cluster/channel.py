@@ -1,7 +1,7 @@
 """What a supervisor and its driver tell each other, through memory that both have since the fork.
 
-The supervisor asks the driver to end; the driver says whether it looks for that, and which files and folders must not
-outlast it. Nothing here blocks, writes to a disk, or interrupts a call. In a process without a supervisor nobody asks,
+The supervisor asks the driver to end; the driver says whether it looks for that, which files and folders must not
+outlast it, what it is doing, and that it has finished. Nothing here blocks, writes to a disk, or interrupts a call. In a process without a supervisor nobody asks,
 and what is said goes nowhere.
 """
 
@@ -10,13 +10,17 @@ from __future__ import annotations
 import mmap
 import os
 import signal
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
-_ASKED, _HEEDED, _SIGNAL = 0, 1, 2
-"""Places in the shared memory."""
+_ASKED, _HEEDED, _SIGNAL, _FINISHED = 0, 1, 2, 3
+"""Bytes in the shared memory."""
+_STEP, _PLAYING = slice(8, 16), slice(16, 1040)
+"""Ranges in the shared memory: a number, and a text that is filled up with NUL."""
 
 
 class Asked(IntEnum):
@@ -61,6 +65,31 @@ class Channel:
         """The driver looks for it from now on, or no longer."""
         self._flags[_HEEDED] = heeded
 
+    @property
+    def finished(self) -> int | None:
+        """Exit code with which the driver has finished; None before that."""
+        return self._flags[_FINISHED] - 1 if self._flags[_FINISHED] else None
+
+    def finish(self, code: int) -> None:
+        """Says that the driver has finished with this exit code."""
+        self._flags[_FINISHED] = code + 1
+
+    def at_step(self, number: int) -> None:
+        """Says which step the driver is in."""
+        self._flags[_STEP] = number.to_bytes(8, "little")
+
+    def playing(self, environments: str) -> None:
+        """Says which environments the driver is running."""
+        size = _PLAYING.stop - _PLAYING.start
+        self._flags[_PLAYING] = environments.encode(errors="replace")[:size].ljust(size, b"\0")
+
+    def doing(self) -> str:
+        """Returns the step and the environments that the driver was running, in words; "" where there are none."""
+        step = int.from_bytes(self._flags[_STEP], "little")
+        environments = self._flags[_PLAYING].rstrip(b"\0").decode(errors="replace")
+        running = f", while it ran environment {environments}" if environments else ""
+        return (f", in step {step}" if step else "") + running
+
     def note(self, sign: str, path: Path) -> None:
         """`+`: the driver is about to make this; `-`: it is gone, or may stay."""
         os.write(self._paths, os.fsencode(f"{sign}{path.absolute()}\0"))
@@ -79,6 +108,9 @@ class Channel:
 
 _own: Channel | None = None
 """This process's, where it is a driver."""
+_running: Counter[str] = Counter()
+"""Calls of environments that are under way in this process, by environment."""
+_running_lock = threading.Lock()
 
 
 def join(channel: Channel) -> None:
@@ -95,6 +127,38 @@ def asked() -> Asked:
 def signalled() -> str:
     """The signal for which this process is `asked`; nothing where it is not."""
     return "" if _own is None else _own.signal
+
+
+def finish(code: int) -> None:
+    """Says that this process has finished, and with which exit code: that alone ends a command as done."""
+    if _own is not None:
+        _own.finish(code)
+
+
+def at_step(number: int) -> None:
+    """Says which step this process is in, for the line that tells of its end."""
+    if _own is not None:
+        _own.at_step(number)
+
+
+@contextmanager
+def playing(environment: str) -> Iterator[None]:
+    """Says that this process runs code of an environment, inside the block."""
+    _count(environment, 1)
+    try:
+        yield
+    finally:
+        _count(environment, -1)
+
+
+def _count(environment: str, change: int) -> None:
+    if _own is None:
+        return
+    with _running_lock:
+        before = _running[environment]
+        _running[environment] += change
+        if not (before and _running[environment]):
+            _own.playing(", ".join(sorted(+_running)))
 
 
 @contextmanager

@@ -5,9 +5,12 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import sys
 from collections.abc import Callable
+from typing import NoReturn
 
-_TAKEN = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGCHLD, signal.SIGTSTP}
+_ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1}
+_TAKEN = {*_ENDING, signal.SIGCHLD, signal.SIGTSTP}
 _SUBREAPER, _DEATH_SIGNAL = 36, 1
 """PR_SET_CHILD_SUBREAPER and PR_SET_PDEATHSIG."""
 OPEN_FILES = 65536
@@ -45,11 +48,26 @@ def start(goes_on: str, cleared: Callable[[], None] = lambda: None) -> None:
         os.kill(supervisor, number)
 
     signal.signal(signal.SIGINT, pass_on)
-    for number in (signal.SIGTERM, signal.SIGUSR1):  # some sites' Slurm sends them to every process of a job
+    for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1):  # some sites' Slurm sends them to every process of a job
         signal.signal(number, _nothing)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _raise_open_files()
     channel.join(shared)
+
+
+def run(command: Callable[[], int]) -> NoReturn:
+    """Runs a command, says to the supervisor with which exit code it has finished, and exits with it.
+
+    A process that ends in any other way has not finished, whatever its exit status is.
+    """
+    code = 1
+    try:
+        code = command()
+    finally:
+        from skyrl_mega.cluster import channel
+
+        channel.finish(code)
+    sys.exit(code)
 
 
 def _raise_open_files() -> None:

@@ -1,7 +1,7 @@
 """The process that a user starts: it forks the driver, watches it, and ends all of it on a signal.
 
-    SIGTERM, SIGINT, SIGHUP   at once: a driver that looks (`channel.heeding`) is asked and has 5 s, a second signal
-                              makes them 0; then all its descendants are killed. Exit code 75
+    SIGTERM, SIGINT, SIGHUP,  at once: a driver that looks (`channel.heeding`) is asked and has 5 s, a second signal
+    SIGQUIT                   makes them 0; then all its descendants are killed. Exit code 75
     SIGUSR1                   soon: a driver that looks is asked and takes its time; for one that does not, at once. One
                               more is the same one within 5 s, and at once after that
 
@@ -128,11 +128,18 @@ class Supervisor:
             _say(f"stopped by {self.by}; {self.goes_on}")
             return STOPPED
         assert code is not None
+        if code >= 0 and code == self.channel.finished:
+            return code
         if code < 0:
             why = ", perhaps by the kernel for want of memory" if code == -signal.SIGKILL else ""
-            _say(f"fault: the driver (process {self.driver}) was ended by {_name(-code)}{why}; {self.goes_on}")
-            return FAULT
-        return code
+            how = f"was ended by {_name(-code)}{self.channel.doing()}{why}"
+        elif self.channel.finished is None:
+            how = f"ended with exit status {code} before it had finished{self.channel.doing()}: an environment, or other "
+            how += "code in it, called os._exit or exit"
+        else:
+            how = f"had finished with exit code {self.channel.finished} and then ended with exit status {code}"
+        _say(f"fault: the driver (process {self.driver}) {how}; {self.goes_on}")
+        return FAULT
 
 
 def clear(patience_s: float, reap: Callable[[], None], others: set[int]) -> None:

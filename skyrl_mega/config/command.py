@@ -7,6 +7,7 @@ import io
 import json
 import os
 import sys
+import traceback
 from collections.abc import Callable
 from difflib import get_close_matches
 from functools import partial
@@ -56,6 +57,10 @@ class Parser(argparse.ArgumentParser):
                 raise UserErrors(lines) from None
             raise
 
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        """Ends the command after `--help`."""
+        raise _Helped(status)
+
     def error(self, message: str) -> NoReturn:
         named = message.removeprefix("argument ").replace(f": {SIGN}", " ", 1)
         unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
@@ -69,6 +74,10 @@ class Parser(argparse.ArgumentParser):
             return f"; a setting has no dashes: {name.removeprefix('--')}={value or '…'}"
         near = get_close_matches(name, self._option_string_actions, n=1)
         return f"; did you mean {near[0]}?" if near else ""
+
+
+class _Helped(SystemExit):
+    """The end of a command that only had to print its help."""
 
 
 def guarded(run: Callable[[], int], as_json: bool = False) -> int:
@@ -138,6 +147,12 @@ def _lines(run: Callable[[], int], as_json: bool) -> int:
         for line in error.lines:
             complain(f"error: {line}")
         return WRONG_INPUT
+    except _Helped:
+        return DONE
+    except SystemExit as error:  # of code that is not ours: it ends the command, and has not done its work
+        at = traceback.extract_tb(error.__traceback__)[-1]
+        complain(f"fault: {one_line(at.filename)}, line {at.lineno} called sys.exit({error.code!r}); take it out")
+        return FAULT
 
 
 def _open_streams() -> None:

@@ -1,6 +1,5 @@
 """`python -m skyrl_mega.evaluate --config FILE [group.key=value …] [--set NAME=FILE …] [--endpoint URL …]`."""
 
-import sys
 import tempfile
 
 from skyrl_mega.cluster import driver
@@ -18,4 +17,4 @@ if __name__ == "__main__":
     driver.start(GOES_ON, sandboxes_left)
     from skyrl_mega.cli.evaluate import main  # only the driver needs what it imports
 
-    sys.exit(main())
+    driver.run(main)

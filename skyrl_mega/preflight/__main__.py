@@ -1,8 +1,9 @@
 """`python -m skyrl_mega.preflight --config FILE [group.key=value …] [--json]`."""
 
-import sys
-
-from skyrl_mega.cli.preflight import main
+from skyrl_mega.cluster import driver
 
 if __name__ == "__main__":
-    sys.exit(main())
+    driver.start("the same command looks again")
+    from skyrl_mega.cli.preflight import main  # only the driver needs what it imports
+
+    driver.run(main)

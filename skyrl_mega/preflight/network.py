@@ -160,7 +160,7 @@ def exchange(
     finally:
         if listening is not None:
             listening.close()
-    if done.returncode:
+    if done.returncode or not done.stdout.strip():
         said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
         raise RuntimeError(said[-1][:300])
     return float(json.loads(done.stdout.splitlines()[-1])["gb_s"])

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from skyrl_mega.cluster import channel
 from skyrl_mega.config.derived import length_limit, response_limit
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig
 from skyrl_mega.engines.base import Request
@@ -368,7 +369,8 @@ class Agent:
         """
         limit = self.limits.env_timeout_s
         try:
-            return await self.threads.run(call, limit)
+            with channel.playing(t.prompt.env_class):
+                return await self.threads.run(call, limit)
         except Abandoned:
             text = f"{what} took longer than rollout.env_timeout_s={limit:g}"
             raise self._fault(t, Status.ERROR_ENV_TIMEOUT, text) from None

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from skyrl_mega.algorithms.entropy import EntropyCoefficient
+from skyrl_mega.cluster import channel
 from skyrl_mega.config.derived import gpus_needed
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
@@ -120,6 +121,7 @@ class Run:
 
     def next_step(self) -> Step:
         """The step after those done."""
+        channel.at_step(self.step + 1)
         self.place = self.stream.state()
         self.measurements.begin(self.step + 1, after_more=bool(self.saving) or not self.measured)
         self.measured = True

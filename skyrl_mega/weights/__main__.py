@@ -4,9 +4,10 @@
 `python -m skyrl_mega.weights logprobs`: whether engine, policy and transformers find the same log-probs with it.
 """
 
-import sys
-
-from skyrl_mega.cli.weights import main
+from skyrl_mega.cluster import driver
 
 if __name__ == "__main__":
-    sys.exit(main())
+    driver.start("nothing is left of it, and the same command begins again")
+    from skyrl_mega.cli.weights import main  # only the driver needs what it imports
+
+    driver.run(main)

@@ -97,7 +97,7 @@ def driver_of(process: subprocess.Popen[str]) -> int:
     return int(Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()[0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1])
 def test_a_signal_ends_all_with_75_and_one_line(tmp_path: Path, number: signal.Signals) -> None:
     process = start(tmp_path, LEAVES)
     process.send_signal(number)
@@ -131,12 +131,45 @@ def test_the_supervisors_death_is_the_drivers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("code", [0, 1, 2])
 def test_without_a_signal_the_exit_code_is_the_drivers(tmp_path: Path, code: int) -> None:
-    assert end(start(tmp_path, f'print("ready", flush=True)\nsys.exit({code})')) == (code, "", "")
+    assert end(start(tmp_path, f'print("ready", flush=True)\ndriver.run(lambda: {code})')) == (code, "", "")
+
+
+@pytest.mark.parametrize(
+    ("ends", "where"),
+    [
+        ("os._exit(0)", ""),
+        ("channel.at_step(7); os._exit(0)", ", in step 7"),
+        ("held = channel.playing('slow'); held.__enter__(); os._exit(3)", ", while it ran environment slow"),
+        ("channel.at_step(2); ctypes.CDLL(None).exit(0)", ", in step 2"),
+    ],
+)
+def test_a_driver_that_ends_before_it_has_said_so_is_a_fault_with_the_step(
+    tmp_path: Path, ends: str, where: str
+) -> None:
+    """Whatever its exit status is, and also where another thread ends it."""
+    program = f"""
+import ctypes, threading
+def command():
+    threading.Thread(target=lambda: exec({ends!r}, globals())).start()
+    time.sleep(600)
+print("ready", flush=True)
+driver.run(command)
+"""
+    code, _, errors = end(start(tmp_path, program))
+    (line,) = errors.splitlines()
+    assert code == 1 and re.match(rf"fault: the driver \(process \d+\) ended with exit status [03] before it had finished{where}: an env", line)
+    assert line.endswith("; the same command goes on")
+
+
+def test_a_driver_that_has_said_done_and_fails_then_is_a_fault(tmp_path: Path) -> None:
+    program = 'import atexit\natexit.register(os._exit, 3)\nprint("ready", flush=True)\ndriver.run(lambda: 0)'
+    code, _, errors = end(start(tmp_path, program))
+    assert code == 1 and "had finished with exit code 0 and then ended with exit status 3" in errors
 
 
 def test_a_driver_that_looks_may_finish_in_order_and_is_not_interrupted(tmp_path: Path) -> None:
     for number, asked, ends in ((signal.SIGUSR1, "SOON", 75), (signal.SIGTERM, "NOW", 0), (signal.SIGUSR1, "SOON", 0)):
-        process = start(tmp_path, f"{HEEDS}\nassert channel.signalled() == '{number.name}'\nsys.exit({ends})")
+        process = start(tmp_path, f"{HEEDS}\nassert channel.signalled() == '{number.name}'\ndriver.run(lambda: {ends})")
         process.send_signal(number)
         line = f"stopped by {number.name}; the same command goes on\n"
         finished = number == signal.SIGUSR1 and ends == 0
@@ -161,7 +194,7 @@ def test_a_second_signal_hastens(tmp_path: Path) -> None:
 
 def test_a_scheduler_that_tells_twice_does_not_hasten(tmp_path: Path) -> None:
     """It tells every process of a job, some of which pass it on; a driver that has been asked goes on."""
-    process = start(tmp_path, f"{HEEDS}\n    time.sleep(0.5)\n    print(channel.asked().name)\nsys.exit(75)")
+    process = start(tmp_path, f"{HEEDS}\n    time.sleep(0.5)\n    print(channel.asked().name)\ndriver.run(lambda: 75)")
     for _ in range(3):
         process.send_signal(signal.SIGUSR1)
         time.sleep(0.1)
@@ -174,6 +207,7 @@ listening = socket.create_server(("127.0.0.1", 0))
 (folder / "port").write_text(str(listening.getsockname()[1]))
 threading.Thread(target=time.sleep, args=(600,)).start()
 if os.fork():
+    channel.finish(0)
     os._exit(0)
 threading.Thread(target=lambda: (print("ready", flush=True), time.sleep(600))).start()
 ctypes.CDLL(None).pthread_exit(None)  # its first thread is a zombie, and it lives on

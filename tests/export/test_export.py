@@ -284,7 +284,7 @@ def pause(phase, amount):
 
 job.SLAB_BYTES = 3000
 progress.Phase.advance = pause
-sys.exit(cli.main(sys.argv[1:]))
+driver.run(lambda: cli.main(sys.argv[1:]))
 """
 """The command, which waits for ever once something is written."""
 

@@ -306,6 +306,13 @@ def test_an_exchange_and_one_that_nobody_answers() -> None:
     assert alone.fileno() == -1
 
 
+def test_an_exchange_that_ends_without_a_figure_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its exit status is: a library that ends the process chooses it."""
+    monkeypatch.setattr(network.sys, "executable", "true")
+    with pytest.raises(RuntimeError, match="exit code 0"):
+        network.exchange(("127.0.0.1", 1), "127.0.0.1", "cpu", 1, 1.0, None)
+
+
 def test_nodes_without_gpus_need_none_where_there_are_enough_others() -> None:
     nodes = [Node("a", "a", "a"), Node("b", "b", "b"), Node("c", "c", "c", gpus=False)]
     config = Config(cluster=ClusterConfig(nodes=2))

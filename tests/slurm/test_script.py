@@ -156,6 +156,20 @@ def test_75_queues_the_job_again(batch: Batch) -> None:
     assert batch.called("scontrol")[-1] == "requeue 7"
 
 
+def test_a_task_of_an_array_is_queued_again_and_no_other(batch: Batch) -> None:
+    """The number of an array's last task is that of the array: requeueing it would begin all tasks again."""
+    array = {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "3"}
+    assert batch.run("--config=x", code=75, **array)[0] == 75
+    assert batch.called("scontrol")[-2:] == ["--oneliner show job 7_3", "requeue 7_3"]
+    assert batch.run("--config=x", code=1, DEAD="node2", **array)[0] == 1
+    assert batch.called("scontrol")[-2:] == ["requeue 7_3", "update JobId=7_3 ExcNodeList=node2"]
+
+
+def test_tasks_that_end_without_the_launchers_code_are_a_fault(batch: Batch) -> None:
+    code, out = batch.run("--config=x", srun=0, CODE="")
+    assert code == 1 and "none of them has written" in out
+
+
 def test_the_launchers_code_counts_and_not_that_of_a_worker_that_had_to_be_killed(batch: Batch) -> None:
     assert batch.run("--config=x", code=0, srun=137)[0] == 0
 
