@@ -1,8 +1,8 @@
 """What a supervisor and its driver tell each other, through memory that both have since the fork.
 
 The supervisor asks the driver to end; the driver says whether it looks for that, which files and folders must not
-outlast it, what it is doing, and that it has finished. Nothing here blocks, writes to a disk, or interrupts a call. In a process without a supervisor nobody asks,
-and what is said goes nowhere.
+outlast it, what it is doing, and that it has finished. Nothing here blocks, writes to a disk, or interrupts a call. In
+a process without a supervisor nobody asks, and what is said goes nowhere.
 """
 
 from __future__ import annotations

@@ -48,7 +48,11 @@ def start(goes_on: str, cleared: Callable[[], None] = lambda: None) -> None:
         os.kill(supervisor, number)
 
     signal.signal(signal.SIGINT, pass_on)
-    for number in (signal.SIGTERM, signal.SIGQUIT, signal.SIGUSR1):  # some sites' Slurm sends them to every process of a job
+    for number in (
+        signal.SIGTERM,
+        signal.SIGQUIT,
+        signal.SIGUSR1,
+    ):  # some sites' Slurm sends them to every process of a job
         signal.signal(number, _nothing)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _raise_open_files()

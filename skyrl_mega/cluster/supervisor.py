@@ -134,7 +134,9 @@ class Supervisor:
             why = ", perhaps by the kernel for want of memory" if code == -signal.SIGKILL else ""
             how = f"was ended by {_name(-code)}{self.channel.doing()}{why}"
         elif self.channel.finished is None:
-            how = f"ended with exit status {code} before it had finished{self.channel.doing()}: an environment, or other "
+            how = (
+                f"ended with exit status {code} before it had finished{self.channel.doing()}: an environment, or other "
+            )
             how += "code in it, called os._exit or exit"
         else:
             how = f"had finished with exit code {self.channel.finished} and then ended with exit status {code}"

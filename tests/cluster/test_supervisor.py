@@ -157,7 +157,9 @@ driver.run(command)
 """
     code, _, errors = end(start(tmp_path, program))
     (line,) = errors.splitlines()
-    assert code == 1 and re.match(rf"fault: the driver \(process \d+\) ended with exit status [03] before it had finished{where}: an env", line)
+    assert code == 1 and re.match(
+        rf"fault: the driver \(process \d+\) ended with exit status [03] before it had finished{where}: an env", line
+    )
     assert line.endswith("; the same command goes on")
 
 
