@@ -7,6 +7,7 @@ import importlib
 import importlib.util
 import inspect
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
@@ -18,6 +19,9 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.values import shown
 
 KINDS = {"class": type, "function": FunctionType}
+_importing = threading.RLock()
+"""Held while a user's module is imported. Other threads wait until all of it is there: it has to be in `sys.modules`
+before that, as dataclasses and pickle look it up there. A module that asks for itself gets what it has so far."""
 
 
 def load(path: str, key: str, *, kind: str = "class", contract: Mapping[str, str] | None = None) -> Any:
@@ -35,10 +39,11 @@ def load(path: str, key: str, *, kind: str = "class", contract: Mapping[str, str
     source, _, attribute = path.rpartition(":")
     if not source or not attribute:
         raise UserError(f"{key}={path}: allowed: {forms(kind)}")
-    if source.endswith(".py"):
-        module = _module_of_file(source, key, contract or {})
-    else:
-        module = _module_of_name(source, f"{key}={path}", kind, contract or {})
+    with _importing:
+        if source.endswith(".py"):
+            module = _module_of_file(source, key, contract or {})
+        else:
+            module = _module_of_name(source, f"{key}={path}", kind, contract or {})
     value = getattr(module, attribute, None)
     if value is None:
         own = [n for n, v in vars(module).items() if isinstance(v, KINDS[kind]) and v.__module__ == module.__name__]

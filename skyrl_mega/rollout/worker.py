@@ -22,6 +22,7 @@ from skyrl_mega.cluster.fleet import NobodyServes
 from skyrl_mega.cluster.group import describe
 from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig, SamplingConfig
 from skyrl_mega.engines.base import Completion, Request
+from skyrl_mega.envs import registry
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.envs.sandbox import budget
 from skyrl_mega.megatron.parts import Stored
@@ -82,6 +83,8 @@ class RolloutWorker:
     ) -> None:
         os.environ |= secrets
         budget.divide(beside)
+        for name in environments.classes:  # here, as importing is not to count as a trajectory's time
+            registry.resolve(name, environments)
         self.timeline, self.counted = Timeline(), time.monotonic()
         chat, threads = Renderer(model, rollout), EnvPool(environments.workers, self.timeline.calls)
         self.equipment = Equipment(chat, rollout, environments, reward_weights, threads)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
@@ -116,6 +118,28 @@ def test_a_wrong_path_is_one_line_that_names_the_key(folder: Path, path: str, sa
     with pytest.raises(UserError, match=r"environment\.classes\.mine") as caught:
         check(EnvironmentConfig(classes={"mine": path}))
     assert said in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_a_file_that_takes_long_to_import_is_whole_for_every_thread(tmp_path: Path) -> None:
+    """It has to be in `sys.modules` meanwhile, for its dataclasses, and for where it asks for itself."""
+    file = tmp_path / "heavy.py"
+    file.write_text(
+        "from __future__ import annotations\nimport dataclasses, pathlib, time\n"
+        "from skyrl_mega.config.imports import load\nfrom skyrl_mega.envs import BaseTextEnv\n"
+        "@dataclasses.dataclass\nclass Note:\n    text: str\n"
+        "assert load(f'{__file__}:Note', 'itself') is Note\n"
+        "pathlib.Path(__file__).with_name('begun').open('a').write('once ')\ntime.sleep(0.5)\n"
+        "class Heavy(BaseTextEnv):\n    def step(self, action):\n        return Note(action)\n"
+    )
+    config = EnvironmentConfig(classes={"heavy": f"{file}:Heavy"})
+    with ThreadPoolExecutor(4) as pool:
+        first = pool.submit(make, "heavy", {}, config)
+        while not (tmp_path / "begun").exists():
+            assert first.running(), first.result()
+        made = [pool.submit(make, "heavy", {}, config) for _ in range(3)]
+        notes = [one.result().step("said") for one in (first, *made)]
+    assert pickle.loads(pickle.dumps(notes)) == notes
+    assert (tmp_path / "begun").read_text() == "once "
 
 
 def test_an_unknown_name_is_told_the_nearest_and_the_allowed() -> None:

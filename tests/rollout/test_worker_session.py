@@ -7,9 +7,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from skyrl_mega.config.schema import EnvironmentConfig
+import pytest
+
+from skyrl_mega.config.schema import EnvironmentConfig, RolloutConfig
 from skyrl_mega.engines.base import Sampling
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.rollout import worker
 from skyrl_mega.rollout.agent_loop import Agent, Limits
 from skyrl_mega.rollout.env_pool import EnvPool
 from skyrl_mega.rollout.orders import EnginesNow, Order, Stopped
@@ -115,3 +118,20 @@ def test_a_prompt_that_the_template_refuses_has_failed_and_ends_no_run(tmp_path:
     for t in (agent.not_played(prompt, 1, "died"), asyncio.run(agent.open(prompt, 1)).trajectory):
         assert t.status.failed and t.messages == prompt.messages
         assert t.prompt_length == len(t.tokens) == 1
+
+
+def test_a_worker_imports_environments_before_it_is_given_trajectories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the import would count as time of all trajectories that come first."""
+    monkeypatch.setattr(worker, "Renderer", lambda *_: None)
+    file = tmp_path / "own.py"
+    file.write_text(
+        "from pathlib import Path\nfrom skyrl_mega.envs import BaseTextEnv\nPath(__file__).with_name('is').touch()\n"
+        "class Own(BaseTextEnv):\n    def step(self, action):\n        pass\n"
+    )
+    environments = EnvironmentConfig(classes={"own": f"{file}:Own"})
+    worker.RolloutWorker(
+        model="", rollout=RolloutConfig(), environments=environments, reward_weights={}, secrets={}, beside=1
+    )
+    assert (tmp_path / "is").exists()

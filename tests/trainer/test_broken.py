@@ -138,6 +138,14 @@ def test_a_share_that_may_fail_ends_the_run_when_it_is_passed() -> None:
         refuse_broken(step, 0.25)
 
 
+def test_a_step_is_not_trained_on_where_most_have_failed_though_no_setting_says_so() -> None:
+    """Two trajectories of 256 that worked were a step once."""
+    most = Config().environment.max_failed
+    refuse_broken([ended(Status.ERROR_ENV), ended(Status.COMPLETED)], most)
+    with pytest.raises(UserError, match=r"environment\.max_failed = 0\.5: 254 of 256 .* 254 times"):
+        refuse_broken([ended(Status.ERROR_ENV)] * 254 + [ended(Status.COMPLETED)] * 2, most)
+
+
 def test_waiting_for_a_slot_and_playing_again_are_measured() -> None:
     first, second = ended(Status.COMPLETED), ended(Status.COMPLETED)
     assert "environment/slot_wait_s" not in rollout_metrics([first, second])

@@ -54,7 +54,7 @@ class EnvironmentConfig:
     retries: int = between(0, 100, 2)
     """How often a trajectory is played again, from its prompt, when a service under its environment failed
     (`InfrastructureFault`). Errors of the environment itself never are."""
-    max_failed: float = between(0, 1, 1.0)
+    max_failed: float = between(0, 1, 0.5)
     """Share of a step's trajectories that may fail. Where more have, or all, the run ends and says which environments
     failed and how."""
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
