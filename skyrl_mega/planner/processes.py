@@ -184,8 +184,11 @@ class EngineMemory:
         return resident(phase, self.keep).issuperset(ENGINE)
 
     def phase(self, name: str) -> dict[str, int]:
-        """What lies on the device in a phase, by kind. One that sleeps, if only in part, has given back its working
-        memory (vLLM empties torch's cache). Buckets are the policy's, where it has the same GPU."""
+        """Returns what lies on the device in a phase, by kind.
+
+        An engine of which any part sleeps has given back its working memory: the experts' workspace is dropped with
+        the KV cache, and torch's own cache is emptied. On a shared GPU the sync's buckets are the policy's.
+        """
         here = resident(name, self.keep)
         kinds = {"weights": self.weights} if "engine_weights" in here else {}
         kinds |= {"kv_cache": self.kv} if "kv_cache" in here else {}

@@ -10,6 +10,7 @@ import torch
 import vllm.device_allocator
 from torch import Tensor
 from torch.nn import Linear, Module
+from vllm.device_allocator.cumem import DEFERRABLE_TAGS
 
 from skyrl_mega.config.residency import ENGINE
 from skyrl_mega.config.schema import RolloutConfig
@@ -20,11 +21,13 @@ from skyrl_mega.engines.vllm.transfer import ShardTransferEngine, WorkerExtensio
 
 
 class Allocator:
-    """vLLM's, as far as it is asked: it tells of what it holds, and writes down the calls."""
+    """vLLM's allocator, as far as it is called: discards by tag, wakes what is asked for and every tag that it never
+    defers (`DEFERRABLE_TAGS`), and records the calls."""
 
     def __init__(self, tensors: dict[str, list[Tensor]]) -> None:
         self.calls: list[tuple[str, tuple[str, ...]]] = []
         self.tensors = tensors
+        self.asleep: set[str] = set()
         self.pointer_to_data = {
             t.data_ptr(): SimpleNamespace(handle=(0, t.untyped_storage().nbytes(), t.data_ptr(), 0), tag=tag)
             for tag, held in tensors.items()
@@ -33,11 +36,14 @@ class Allocator:
 
     def discard(self, tags: tuple[str, ...]) -> None:
         self.calls.append(("discard", tags))
-        for tensor in self.tensors[tags[0]]:
-            tensor.fill_(torch.nan)
+        for tag in set(tags) - self.asleep:
+            self.asleep.add(tag)
+            for tensor in self.tensors[tag]:
+                tensor.fill_(torch.nan)
 
     def wake_up(self, tags: list[str]) -> None:
         self.calls.append(("wake_up", tuple(tags)))
+        self.asleep &= set(DEFERRABLE_TAGS) - set(tags)
 
 
 class Rotary(Module):
@@ -55,7 +61,7 @@ def worker(monkeypatch: pytest.MonkeyPatch) -> Any:
     """A worker with a device of CUDA, and the allocator of its process."""
     model, cache = Rotary(), torch.ones(32)
     weights = [*[p.data for p in model.parameters()], model.table, model.kernel["order"][0]]
-    allocator = Allocator({"weights": weights, "kv_cache": [cache]})
+    allocator = Allocator({"weights": weights, "kv_cache": [cache], "workspace": [torch.ones(16)]})
     monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: allocator.calls.append(("empty_cache", ())))
     monkeypatch.setattr(vllm.device_allocator, "get_mem_allocator_instance", lambda: allocator)
     made: Any = WorkerExtension()
@@ -73,16 +79,21 @@ def test_a_worker_drops_by_tags_and_gets_back_what_no_update_brings(worker: Any)
     worker.drop([CACHE, WEIGHTS])
     assert worker.weight_transfer_engine.parameters.undefined
     cleared = ("empty_cache", ())
-    assert worker.allocator.calls == [("discard", ("kv_cache",)), cleared, ("discard", ("weights",)), cleared]
+    cache = ("discard", ("kv_cache", "workspace"))
+    assert worker.allocator.calls == [cache, cleared, ("discard", ("weights",)), cleared]
     assert model.table.isnan().all()
+    assert worker.allocator.asleep == {"weights", "kv_cache", "workspace"}
     worker.bring_back([WEIGHTS])
+    assert worker.allocator.asleep == {"kv_cache", "workspace"}, "scratch memory returns with the cache"
     assert torch.equal(model.table, torch.arange(8.0))
     assert torch.equal(model.kernel["order"][0], torch.arange(6.0))
     assert not any(p.any() for p in model.parameters())
     assert worker.model_runner.kv_caches[0].isnan().all(), "the cache still sleeps"
     worker.bring_back([WEIGHTS, CACHE])
     waited = ("synchronize", ())
-    assert worker.allocator.calls[4:] == [("wake_up", ("weights",)), waited, ("wake_up", ("kv_cache",)), waited]
+    awake = ("wake_up", ("kv_cache", "workspace"))
+    assert worker.allocator.calls[4:] == [("wake_up", ("weights",)), cache, waited, awake, waited]
+    assert worker.allocator.asleep == set()
     assert not worker.model_runner.kv_caches[0].any(), "an empty cache"
     assert worker.parts.saved == []
 

@@ -28,8 +28,9 @@ from torch.nn import Module, Parameter
 from skyrl_mega.engines.presence import CACHE, WEIGHTS
 from skyrl_mega.engines.vllm.params import LoadTimeParameters
 
-TAGS = {WEIGHTS: "weights", CACHE: "kv_cache"}
-"""What vLLM's allocator calls them."""
+TAGS = {WEIGHTS: ("weights",), CACHE: ("kv_cache", "workspace")}
+"""Tags under which vLLM's allocator holds each part. The workspace is scratch memory of mixture-of-experts layers (512
+MiB a worker of Qwen3-30B-A3B at TP8); like the cache, only generation needs it (`v1/worker/workspace.py`)."""
 
 
 class Memory(Protocol):
@@ -127,11 +128,13 @@ class CudaMemory:
 
     def __init__(self, allocator: Any) -> None:
         self.allocator = allocator
+        self.dropped: set[str] = set()
+        """Parts that are asleep."""
 
     def constants(self, filled: list[Tensor]) -> list[Tensor]:
         """As of `Memory`. Every tensor that Python knows is looked at, as kernels also keep some in caches of theirs
         that no module of the model holds."""
-        inside = _Ranges(self.allocator, TAGS[WEIGHTS])
+        inside = _Ranges(self.allocator, TAGS[WEIGHTS][0])
         seen = {storage._cdata for storage in storages(filled)}
         found = []
         for tensor in _alive():
@@ -143,13 +146,17 @@ class CudaMemory:
 
     def drop(self, part: str, tensors: list[Tensor]) -> None:
         """As of `Memory`; what torch has cached beside it goes too."""
-        self.allocator.discard((TAGS[part],))
+        self.dropped.add(part)
+        self.allocator.discard(TAGS[part])
         gc.collect()
         torch.accelerator.empty_cache()
 
     def bring_back(self, part: str) -> None:
         """As of `Memory`."""
-        self.allocator.wake_up([TAGS[part]])
+        self.dropped.discard(part)
+        self.allocator.wake_up(list(TAGS[part]))
+        for other in sorted(self.dropped):  # vLLM wakes every tag but weights and cache, whatever it is asked for
+            self.allocator.discard(TAGS[other])
 
 
 class _Ranges:
