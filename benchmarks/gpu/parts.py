@@ -216,7 +216,7 @@ def give_reference(rank: ModelWorker) -> None:
 
     own = {name: tensor.to("cpu", copy=True) for name, tensor in rank.weights().items()}
 
-    def copied(_: Path, __: Any, params: dict[str, Tensor]) -> None:
+    def copied(_: Path, __: Any, params: dict[str, Tensor], optional: Any = None) -> None:
         for name, tensor in params.items():
             tensor.copy_(own[name])
 

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from benchmarks.gpu.proof import Proof
 from benchmarks.gpu.results import (
@@ -142,18 +142,8 @@ def _prove(proof: Proof, results: Results, call: Call) -> None:
         folder = Path(scratch)
         events, log = folder / "events", folder / "log"
         with log.open("wb") as output:
-            child = subprocess.Popen(
-                [
-                    *(sys.executable, "-m", "benchmarks.gpu.child"),
-                    *(proof.entry, str(events), scratch, "tiny" if call.tiny else "full"),
-                ],
-                cwd=ROOT,
-                env=environment(call),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            size = "tiny" if call.tiny else "full"
+            child = start([proof.entry, str(events), scratch, size], environment(call), output)
         read, end = 0, None
         try:
             while True:
@@ -171,6 +161,19 @@ def _prove(proof: Proof, results: Results, call: Call) -> None:
             result["log"] = log.read_text(errors="replace")[-LOG_TAIL:]
     results.put(proof, result)
     call.say(f"{proof.name}: {result['status']}, {result['seconds']:.0f} s")
+
+
+def start(arguments: list[str], env: dict[str, str], output: BinaryIO) -> subprocess.Popen[bytes]:
+    """Starts the process of a proof, in a process group of its own."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.gpu.child", *arguments],
+        cwd=ROOT,
+        env=env,
+        stdin=subprocess.DEVNULL,
+        stdout=output,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
 
 
 def environment(call: Call) -> dict[str, str]:
