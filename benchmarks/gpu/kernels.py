@@ -24,6 +24,8 @@ from skyrl_mega.weights.transports.group import host_store, join
 
 BUCKET_BYTES = 64 << 20
 """One bucket for all parts, of which there are more than 600."""
+WORKERS, TESTS_S = 8, 220
+"""Processes of `tests/gpu`, which compile kernels for 205 CPU seconds the first time, and the limit of all of them."""
 WIRES = {
     "as it is": (torch.bfloat16, torch.bfloat16, False),
     "converted": (torch.float32, torch.bfloat16, False),
@@ -33,7 +35,9 @@ WIRES = {
 
 
 def prove(bench: Bench) -> None:
-    _kernels(bench)
+    """Proves this proof's own parts first: compiling all that `tests/gpu` needs takes minutes of CPU time."""
+    if bench.tiny:
+        os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is defined
     _checksums(bench)
     hf = parts.worker_of_30b(tiny_size=True) | {"num_experts": 100, "hidden_size": 320, "moe_intermediate_size": 64}
     cpu = torch.device("cpu")
@@ -44,6 +48,7 @@ def prove(bench: Bench) -> None:
         bench.figure(f"bytes of {count} parts, {name}, otherwise than by a CPU", wrong, "bytes", at_most=0)
         zeros = min(float((w != 0).float().mean()) for w in wanted.values())
         bench.holds(f"every parameter has arrived, {name}", zeros > 0.9, zeros)
+    _kernels(bench)
 
 
 def _kernels(bench: Bench) -> None:
@@ -51,13 +56,12 @@ def _kernels(bench: Bench) -> None:
         bench.left_out("the kernels: Triton cannot be imported")
         return
     if bench.cuda and there("pytest"):
-        command = [*(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"), "tests/gpu"]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+        workers = ["-n", str(min(WORKERS, os.cpu_count() or 1))] if there("xdist") else []
+        command = [*(sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"), *workers, "tests/gpu"]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TESTS_S)
         lines = (done.stdout + done.stderr).strip().splitlines() or [""]
         bench.holds("tests/gpu passes", done.returncode == 0 and " skipped" not in lines[-1], "\n".join(lines[-15:]))
         return
-    if bench.tiny:
-        os.environ["TRITON_INTERPRET"] = "1"  # before the first kernel is defined
     from tests.kernels import cases, head_cases
 
     device = bench.device.type
@@ -71,7 +75,9 @@ def _kernels(bench: Bench) -> None:
             for rows, columns, row0, col0 in (*cases.SHARDS, (768, 2048, 0, 0), (1536, 5000, 77, 300)):
                 weight = cases.hard(rows, columns, dtype=dtype, device=device)
                 cases.fp8_like_the_reference(weight, row0, col0, dtype)
-        head_cases.on_a_gpu()
+        for case, kind, near in head_cases.ON_A_GPU:
+            head_cases.like_autograd(case, kind, "cuda", by_kernel=True, near=near)
+        head_cases.extremes_are_exact("cuda", torch.float32, by_kernel=True)
     bench.holds("the kernels give their references' bits", True)
 
 

@@ -76,5 +76,10 @@ def test_checksums() -> None:
     cases.checksums_like_the_reference("cuda")
 
 
-def test_the_fused_head() -> None:
-    head_cases.on_a_gpu()
+@pytest.mark.parametrize("case, dtype, near", head_cases.ON_A_GPU)
+def test_the_fused_head(case: head_cases.Case, dtype: torch.dtype, near: float) -> None:
+    head_cases.like_autograd(case, dtype, "cuda", by_kernel=True, near=near)
+
+
+def test_the_fused_heads_extremes() -> None:
+    head_cases.extremes_are_exact("cuda", torch.float32, by_kernel=True)

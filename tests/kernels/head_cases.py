@@ -157,12 +157,11 @@ def extremes_are_exact(device: str, dtype: torch.dtype, *, by_kernel: bool) -> N
 
 
 LARGE = Case(tokens=300, width=2048, vocab=20_001, ranks=2, temperature=0.7, soft_cap=30.0, padding=9, floor=True)
-
-
-def on_a_gpu() -> None:
-    """All of it in the types that a GPU computes with, by its kernels."""
-    for dtype, near in ((torch.float32, 1e-4), (torch.float16, 5e-3), (torch.bfloat16, 3e-2)):
-        for case in (*RAGGED, LARGE):
-            if case.scale < 1e4:  # whose rounded gradients are another's
-                like_autograd(case, dtype, "cuda", by_kernel=True, near=near)
-    extremes_are_exact("cuda", torch.float32, by_kernel=True)
+NEAR = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+ON_A_GPU = [
+    (case, dtype, near)
+    for dtype, near in NEAR.items()
+    for case in (*RAGGED, LARGE)
+    if case.scale < 1e4  # whose rounded gradients are another's
+]
+"""Cases with the types that a GPU computes with, and how near the kernels' numbers must be."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import subprocess
 import sys
@@ -80,3 +81,39 @@ def test_the_heads_kernels_compile_for_a_gpu(architecture: int, half: bool) -> N
         assert made.metadata.shared <= most * 1024, "an A100 has 163 KiB, an H100 227"
         if half and architecture == 90:
             assert "wgmma.mma_async" in made.asm["ptx"]
+
+
+FP8 = ("rows", "columns", "row_in", "col_in", "stack_stride", "row_stride", "col_stride")
+HEAD = ("tokens", "columns", "width", "first", "valid", "split")
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "ones"),
+    [
+        *(
+            ("block_fp8_triton", name, ones)
+            for name in ("_amax", "_quantise", "_dequantise")
+            for ones in (FP8, FP8[6:])
+        ),
+        *(("linear_logprobs_triton", name, ones) for name in ("_sums", "_gradient") for ones in (HEAD, HEAD[:1])),
+    ],
+)
+def test_kernels_compile_for_numbers_that_are_one(module: str, name: str, ones: tuple[str, ...]) -> None:
+    """Triton makes such an argument a constant, which has no methods of a tensor."""
+    triton = pytest.importorskip("triton", reason="Triton is not installed")
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    kernel = getattr(importlib.import_module(f"skyrl_mega.kernels.{module}"), name)
+    pointers = {"amax": "*i32", "numbers": "*u8", "targets": "*i64"}
+    pointers |= dict.fromkeys(("weight", "hidden", "out"), "*bf16")
+    pointers |= dict.fromkeys(("inverse", "scales", "floor", "sums", "peak", "log_sum"), "*fp32")
+    pointers |= dict.fromkeys(("entropy", "of_logprobs", "of_entropy"), "*fp32")
+    constants = {"TEMPERATURE": 0.7, "CAP": 30.0, "FLOOR": True, "EVEN": False, "DOUBLE": False, "SQUARES": True}
+    constants |= {"ENTROPY": True, "BT": 32, "BV": 32, "BK": 32}
+    given = {key: value for key, value in constants.items() if key in kernel.arg_names}
+    given |= {key: 1 for key in ones if key in kernel.arg_names}
+    signature = {key: "constexpr" if key in given else pointers.get(key, "i32") for key in kernel.arg_names}
+    source = ASTSource(kernel, signature, given)
+    made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert len(made.asm["cubin"]) > 1000
