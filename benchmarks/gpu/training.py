@@ -1,7 +1,7 @@
 """Proof 5: megatron-core's local layer spec on CUDA against the same on the CPU, and a checkpoint between them.
 
 The CPU's figures come from a process that sees no GPU. In float32 both must agree to rounding; in bfloat16 CUDA may be
-as far from the CPU's float32 as the CPU's own bfloat16 is, and not twice that.
+as far from the CPU's float32 as the CPU's own bfloat16 is, and not twice that; single numbers have bounds of their own.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ STEPS = 3
 EXACT = 1e-5
 """Of float32: log-probs in nats, the rest relative."""
 NOISE = 2.0
-"""Times the CPU's own error of bfloat16."""
+"""Times the CPU's own error of bfloat16, for what is a mean over thousands of numbers."""
+SHARES = {f"losses of {STEPS} steps": 2e-2, f"gradient norms of {STEPS} steps": 8e-2}
+"""Bounds of bfloat16's scalars, relative: ten and seven times the error of the third step on a CPU, whose root mean
+square over seeds is 0.2 % and 1.1 %. A single error of the CPU's bounds nothing: it may be near 0."""
 AFTER = {"float32": 1e-5, "bfloat16": 2e-2}
 """That the loss of two more steps may differ, relative, where another device takes them."""
 HIDE_THE_GPU = {"CUDA_VISIBLE_DEVICES": ""}
@@ -77,7 +80,10 @@ def compare(bench: Bench, here: Told, by_cpu: Told) -> None:
             bench.figure(f"float32: {name}", difference, "", at_most=EXACT)
     noise = differences(by_cpu["bfloat16"], by_cpu["float32"])
     for name, difference in differences(here["bfloat16"], by_cpu["float32"]).items():
-        bench.figure(f"bfloat16: {name}, over the CPU's own error", difference / noise[name], "", at_most=NOISE)
+        if name in SHARES:
+            bench.figure(f"bfloat16: {name}", difference, "", at_most=SHARES[name])
+        else:
+            bench.figure(f"bfloat16: {name}, over the CPU's own error", difference / noise[name], "", at_most=NOISE)
 
 
 def read_again(bench: Bench, saved: Told, read: Told) -> None:
