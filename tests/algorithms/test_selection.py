@@ -185,6 +185,17 @@ def test_importance_weights_are_divided_by_their_mean(level: str, lengths: list[
     assert halved == pytest.approx(plain / 2, rel=1e-9)
 
 
+def test_a_token_that_no_engine_drew_has_the_importance_weight_1() -> None:
+    """The end of a message has NaN for the engine's log-prob (`rollout.conversation: one_message`)."""
+    mini = Sequences.of([[5, 6, 7, 8]])
+    mini["weights"] = torch.tensor([0.0, 0.25, 0.25, 0.5])
+    mini["old_logprobs"] = torch.tensor([torch.nan, -1.0, -1.0, -3.0])
+    mini["rollout_logprobs"] = torch.tensor([torch.nan, -1.5, -2.0, torch.nan])
+    mini["drawn"] = torch.tensor([True, True, True, False])
+    config = AlgorithmConfig(importance_cap=10.0, importance_normalize=True)
+    assert mean_weight(mini, config) == pytest.approx(0.25 * math.exp(0.5) + 0.25 * math.exp(1.0) + 0.5)
+
+
 def test_nothing_is_needed_that_nothing_is_chosen_by() -> None:
     assert not selection.columns_needed(AlgorithmConfig()) and not chosen([], AlgorithmConfig(), [0])
     assert selection.columns_needed(AlgorithmConfig(loss="kl_cov")) == {"old_logprobs"}

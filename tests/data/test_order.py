@@ -37,9 +37,9 @@ def test_every_epoch_holds_every_prompt_once(count: int, epochs: int, seed: int,
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
-    orders = [PromptStream(50, batch=50, seed=s, epochs=2) for s in (0, 1)]
-    drawn = [tuple(stream.take()) for stream in orders for _ in range(2)]
-    assert len(set(drawn)) == 4
+    orders = [PromptStream(50, batch=50, seed=s, epochs=4) for s in (0, 1)]
+    drawn = [tuple(stream.take()) for stream in orders for _ in range(4)]
+    assert len(set(drawn)) == 8
     assert tuple(PromptStream(50, batch=50, seed=0).take()) == drawn[0]
 
 
@@ -47,6 +47,18 @@ def test_without_shuffle_the_order_is_the_datas() -> None:
     stream = PromptStream(3, batch=2, shuffle=False, epochs=2)
     assert [stream.take() for _ in range(stream.steps)] == [[0, 1], [2, 0], [1, 2]]
     assert (stream.epoch, stream.take()) == (2, [])
+
+
+def test_what_was_put_back_comes_first_also_after_a_resume() -> None:
+    stream = PromptStream(6, batch=2, shuffle=False)
+    assert stream.take(4) == [0, 1, 2, 3]
+    stream.put_back([2, 3])
+    stream.put_back([1])
+    resumed = PromptStream(6, batch=2, shuffle=False)
+    resumed.restore(json.loads(json.dumps(stream.state())))
+    for each in (stream, resumed):
+        assert each.remaining == 5
+        assert [each.take(2), each.take(2), each.take(1), each.take(1)] == [[1, 2], [3, 4], [5], []]
 
 
 @pytest.mark.parametrize("other", [{"count": 11}, {"seed": 1}, {"shuffle": False}])

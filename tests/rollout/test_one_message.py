@@ -126,8 +126,8 @@ def test_an_end_token_is_taken_back_where_the_message_continues(chat: Renderer) 
         (letters("cd"), 1),
         ([END], 1),  # the policy's own
     )
-    assert not any(map(math.isnan, t.logprobs))
-    assert list(t.logprobs[-3:]) == [-1.0, -1.125, -1.25] and len(t.logprobs) == len(t.tokens)
+    observed = len(SAID.format(1, 2)) + len(SAID.format(2, 0))
+    assert list(t.logprobs) == [0.0] * 7 + [-1.0, -1.125] + [0.0] * observed + [-1.0, -1.125, -1.25]
     ends = [0, *(step.end for step in t.steps)]
     assert [step.start for step in t.steps] == ends[:-1] and ends[-1] == len(t.tokens)
     assert all(first < len(t.tokens) and t.mask[first] for _, first in t.versions)

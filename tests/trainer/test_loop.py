@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -205,6 +206,28 @@ def test_several_epochs_take_every_mini_batch_again_in_an_order_of_the_seed() ->
     orders = {tuple(training_order(5, 2, [0, step])) for step in range(9)}
     assert len(orders) > 5 and {order[:5] for order in orders} == {(0, 1, 2, 3, 4)}
     assert training_order(5, 2, [0, 4]) == training_order(5, 2, [0, 4]) != training_order(5, 2, [1, 4])
+
+
+def test_each_mini_batch_has_the_mean_of_its_own_importance_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    """π_old is e^-2 of every token, the engine's e^-1 in the first group and e^-2.5 in the second."""
+
+    def normalized(config: Config) -> None:
+        config.algorithm.importance_cap, config.algorithm.importance_normalize = 10.0, True
+        config.data.epochs_per_step = 3
+
+    def train(self: Notes, mini: int, **given: Any) -> dict[str, float]:
+        divided.append((mini, given["figures"].importance_mean))
+        return {**self.sums(mini), "grad_norm": 7.0}
+
+    divided: list[tuple[int, float]] = []
+    monkeypatch.setattr(Notes, "train", train)
+    groups = [group(1.0, 0.0), group(0.0, 1.0)]
+    for t in groups[1].trajectories:
+        t.logprobs = array("f", [0.0, -2.5, -2.5])
+    after(groups, 1, change=normalized)
+    expected = [math.exp(-1.0), math.exp(0.5)]
+    assert len(divided) == 6 and {mini for mini, _ in divided} == {0, 1}
+    assert [mean for _, mean in divided] == pytest.approx([expected[mini] for mini, _ in divided])
 
 
 def test_one_mini_batch_in_two_epochs_needs_the_log_probs_before_the_first() -> None:

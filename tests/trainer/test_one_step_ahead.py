@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from array import array
@@ -132,6 +133,19 @@ def test_a_checkpoint_before_training_has_both_batches(config: Config, tmp_path:
         assert again.prompts_left(1) == 18
         found = [uids(again.next_groups(step(number))) for number in (2, 3, 4)]
     assert found == [[2, 3], [4, 5], [6, 7]]
+
+
+def test_the_place_that_is_kept_is_before_the_batch_that_is_not_whole(config: Config, tmp_path: Path) -> None:
+    """Its two prompts have been drawn, and are drawn again."""
+    with ahead(config) as (rollouts, source):
+        rollouts.next_groups(step(1))
+        rollouts.before_sync(step(1))
+        source.go.clear()
+        rollouts.next_groups(step(2))
+        while source.stream.position < 6:
+            time.sleep(0.001)
+        rollouts.keep(tmp_path, 2)
+    assert json.loads((tmp_path / "rollouts.json").read_text())["stream"]["position"] == 4
 
 
 @pytest.mark.parametrize(

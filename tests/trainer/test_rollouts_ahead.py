@@ -4,21 +4,46 @@ from __future__ import annotations
 
 import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from skyrl_mega.config.schema import Config
+from skyrl_mega.data.order import PromptStream
 from skyrl_mega.engines.base import Request
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout import journal
 from skyrl_mega.rollout.router import Router
-from skyrl_mega.rollout.trajectory import Status
+from skyrl_mega.rollout.service import Done, Ticket
+from skyrl_mega.rollout.trajectory import Group, Status
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer import asynchronous
+from skyrl_mega.trainer.asynchronous import Asynchronous
 from skyrl_mega.trainer.step import Step
 from tests.support.rollouts_ahead import PROMPTS, live, names, smaller
 from tests.support.virtual_rollouts import Player
+
+
+@pytest.mark.parametrize(
+    ("versions", "taken"), [([1, 1, 1, 1, 0, 0, 0, 0], [4, 5, 6, 7]), ([1, 1, 1, 0, 0, 1, 0, 1], [0, 3, 4, 6])]
+)
+def test_a_step_takes_the_oldest_groups(versions: list[int], taken: list[int]) -> None:
+    """A group that a resumed run asks for again is of new weights and has a low number. Those of version 0 are too old
+    for the next step; the step has its groups in the order of their numbers."""
+    config = Config()
+    config.asynchrony.max_staleness, config.data.prompts_per_step = 1, 4
+    service: Any = SimpleNamespace(under_way={}, submit=lambda tickets, prompts: None)
+    stream = PromptStream(1, batch=1)
+    stream.take(1)
+    rollouts = Asynchronous(config, [], stream, service, look=lambda: None, refill=lambda: None)
+    rollouts.versions.known = [0, 1]
+    for number in reversed(range(8)):
+        group = Group(Prompt(number, [], "mine", {}), [])
+        rollouts.done[number] = Done(Ticket(number, number, versions[number], ()), group)
+    chosen = rollouts._choose()
+    assert chosen is not None and [one.ticket.number for one in chosen] == taken
+    assert sorted(rollouts.done) == [number for number in range(8) if number not in taken]
 
 
 def fresher(config: Config) -> None:

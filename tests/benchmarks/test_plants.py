@@ -1,0 +1,40 @@
+"""The planted faults are where they were, and each is caught by its test."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import plants
+from tests.support.plants import PLANTS, Plant
+
+
+@pytest.mark.parametrize("fault", PLANTS, ids=lambda fault: fault.fault)
+def test_a_fault_can_be_planted_and_has_a_test(fault: Plant) -> None:
+    assert (plants.ROOT / fault.path).read_text().count(fault.old) == 1 and fault.old != fault.new
+    file, _, name = fault.test.partition("::")
+    assert f"def {name}(" in (plants.ROOT / file).read_text()
+
+
+def test_a_fault_that_no_test_catches_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fault = PLANTS[0]
+    answers = {"": (plants.PASSED, "", 1.0), fault.path: (plants.PASSED, "1 passed", 2.0)}
+    monkeypatch.setattr(plants, "copy", lambda folder: folder)
+    monkeypatch.setattr(plants, "run", lambda root, tests: answers[""])
+    monkeypatch.setattr(plants, "caught", lambda fault: answers[fault.path])
+    monkeypatch.setattr(sys, "argv", ["plants", "--only", fault.fault])
+    assert plants.main() == 1
+    assert "0 of 1 faults are caught" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_every_planted_fault_is_caught(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "argv", ["plants"])
+    monkeypatch.setattr(plants, "RESULTS", tmp_path / "plants.json")
+    assert plants.main() == 0

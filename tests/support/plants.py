@@ -1,0 +1,135 @@
+"""Faults of one line, each with the test that fails when it is planted (`python -m benchmarks.plants`)."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Plant(NamedTuple):
+    """A fault and the test that catches it."""
+
+    area: str
+    fault: str
+    """What goes wrong in a run that has it."""
+    path: str
+    old: str
+    """Text that the file has exactly once."""
+    new: str
+    test: str
+    """pytest's name of the test that fails."""
+
+
+PLANTS = (
+    Plant(
+        "versions",
+        "a step takes groups by number, whatever their age",
+        "skyrl_mega/trainer/asynchronous.py",
+        "return one.ticket.version, one.ticket.number",
+        "return 0, one.ticket.number",
+        "tests/trainer/test_rollouts_ahead.py::test_a_step_takes_the_oldest_groups",
+    ),
+    Plant(
+        "masks",
+        "the response budget has one token more",
+        "skyrl_mega/rollout/agent_loop.py",
+        "if response >= self.limits.response or too_long:",
+        "if response > self.limits.response or too_long:",
+        "tests/rollout/test_by_hand.py::test_an_observation_that_fills_the_response_budget_is_left_out",
+    ),
+    Plant(
+        "masks",
+        "the room for a turn counts the tokens of all conversations",
+        "skyrl_mega/rollout/agent_loop.py",
+        "self.length - len(t.context))",
+        "self.length - len(t.tokens))",
+        "tests/rollout/test_by_hand.py::test_the_longest_sequence_bounds_what_the_policy_sees_and_not_all_that_it_has_said",
+    ),
+    Plant(
+        "masks",
+        "a text keeps an end token that is not the tokenizer's eos",
+        "skyrl_mega/rollout/renderer.py",
+        "if tokens and tokens[-1] in self.stop_tokens else tokens",
+        "if tokens and tokens[-1] == self.tokenizer.eos_token_id else tokens",
+        "tests/rollout/test_by_hand.py::test_a_text_ends_before_any_token_that_ends_a_turn",
+    ),
+    Plant(
+        "order",
+        "the second epoch's order repeats in all later ones",
+        "skyrl_mega/data/order.py",
+        "default_rng([self.seed, epoch])",
+        "default_rng([self.seed, min(epoch, 1)])",
+        "tests/data/test_order.py::test_epochs_and_seeds_have_orders_of_their_own",
+    ),
+    Plant(
+        "alignment",
+        "a reference of its own ranks gives the policy's log-probs",
+        "skyrl_mega/trainer/reference.py",
+        "self.policy.add(COLUMN, self.own.logprobs(",
+        "self.policy.add(COLUMN, self.policy.logprobs(",
+        "tests/trainer/test_reference_logprobs.py::test_a_reference_of_its_own_ranks_gives_its_own",
+    ),
+    Plant(
+        "alignment",
+        "a reference beside the policy gives the policy's log-probs",
+        "skyrl_mega/trainer/reference.py",
+        "temperature=temperature, reference=True)",
+        "temperature=temperature, reference=False)",
+        "tests/trainer/test_reference_logprobs.py::test_a_reference_beside_the_policy_is_asked_for_by_name",
+    ),
+    Plant(
+        "resume",
+        "a checkpoint of one_step has the stream's place behind a batch that is lost",
+        "skyrl_mega/trainer/one_step_ahead.py",
+        "                place = batch.place\n",
+        "                place = self.stream.state()\n",
+        "tests/trainer/test_one_step_ahead.py::test_the_place_that_is_kept_is_before_the_batch_that_is_not_whole",
+    ),
+    Plant(
+        "versions",
+        "after a sync under way a trajectory's version begins one token late",
+        "skyrl_mega/rollout/agent_loop.py",
+        "(version, end + first) for version",
+        "(version, end + first + (first > 0)) for version",
+        "tests/rollout/test_by_hand.py::test_tokens_after_a_sync_are_of_the_new_weights",
+    ),
+    Plant(
+        "versions",
+        "tokens are counted for a version from one token late on",
+        "skyrl_mega/rollout/trajectory.py",
+        "[*(start for _, start in self.versions[1:])",
+        "[*(start + 1 for _, start in self.versions[1:])",
+        "tests/rollout/test_by_hand.py::test_tokens_after_a_sync_are_of_the_new_weights",
+    ),
+    Plant(
+        "resume",
+        "prompts that were put back are forgotten by a resume",
+        "skyrl_mega/data/order.py",
+        '[*state.get("returned", [])]',
+        "[]",
+        "tests/data/test_order.py::test_what_was_put_back_comes_first_also_after_a_resume",
+    ),
+    Plant(
+        "alignment",
+        "importance weights are divided by the first mini-batch's mean",
+        "skyrl_mega/trainer/loop.py",
+        "importance_mean_of(minis[mini], algorithm)",
+        "importance_mean_of(minis[0], algorithm)",
+        "tests/trainer/test_loop.py::test_each_mini_batch_has_the_mean_of_its_own_importance_weights",
+    ),
+    Plant(
+        "masks",
+        "the mean importance weight includes tokens that no engine drew",
+        "skyrl_mega/trainer/whole_mini_batch.py",
+        'torch.where(mini["drawn"], engine, old) if "drawn" in mini else engine',
+        "engine",
+        "tests/algorithms/test_selection.py::test_a_token_that_no_engine_drew_has_the_importance_weight_1",
+    ),
+    Plant(
+        "alignment",
+        "another token's log-prob is taken back with an end token",
+        "skyrl_mega/rollout/agent_loop.py",
+        "        del values[-1]\n",
+        "        del values[-1 if values is not t.logprobs else -2]\n",
+        "tests/rollout/test_one_message.py::test_an_end_token_is_taken_back_where_the_message_continues",
+    ),
+)

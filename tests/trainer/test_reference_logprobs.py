@@ -1,0 +1,57 @@
+"""Whose log-probs the column of the reference has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.trainer.reference import ReferenceModel
+
+
+class Ranks:
+    """Ranks whose model gives every token the same log-prob."""
+
+    def __init__(self, logprob: float) -> None:
+        self.logprob = logprob
+        self.held: list[Sequences] = []
+        self.columns: dict[str, list[torch.Tensor]] = {}
+        self.kept: list[tuple[str, dict[str, Any]]] = []
+
+    def hold(self, minis: list[Sequences]) -> None:
+        self.held = minis
+
+    def logprobs(self, *, temperature: float) -> list[torch.Tensor]:
+        return [torch.full((len(mini.tokens),), self.logprob / temperature) for mini in self.held]
+
+    def add(self, name: str, values: list[torch.Tensor]) -> None:
+        self.columns[name] = values
+
+    def keep_logprobs(self, name: str, **how: Any) -> None:
+        self.kept.append((name, how))
+
+
+@pytest.fixture
+def minis() -> list[Sequences]:
+    found = [Sequences.of([[1, 2, 3], [4, 5]]), Sequences.of([[6, 7]])]
+    for mini in found:
+        mini["weights"] = torch.ones(len(mini.tokens))
+        mini["advantages"] = torch.ones(len(mini.tokens))
+    return found
+
+
+def test_a_reference_of_its_own_ranks_gives_its_own(minis: list[Sequences]) -> None:
+    policy, own = Ranks(-1.0), Ranks(-3.0)
+    policy.hold(minis)
+    ReferenceModel(policy, own).keep_logprobs(minis, temperature=0.5)  # type: ignore[arg-type]
+    assert [values.tolist() for values in policy.columns["reference_logprobs"]] == [[-6.0] * 5, [-6.0] * 2]
+    assert policy.kept == [] and [mini.tokens.tolist() for mini in own.held] == [[1, 2, 3, 4, 5], [6, 7]]
+    assert [mini.lengths.tolist() for mini in own.held] == [[3, 2], [2]]
+
+
+def test_a_reference_beside_the_policy_is_asked_for_by_name(minis: list[Sequences]) -> None:
+    policy = Ranks(-1.0)
+    ReferenceModel(policy).keep_logprobs(minis, temperature=0.5)  # type: ignore[arg-type]
+    assert policy.kept == [("reference_logprobs", {"temperature": 0.5, "reference": True})]
