@@ -9,24 +9,40 @@ test passes though its fault is there, or ends otherwise than by failing.
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
+import multiprocessing
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
+
+import pytest
 
 from tests.support.plants import PLANTS, Plant
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "plants.json"
 COPIED = ("skyrl_mega", "tests", "benchmarks", "configs", "docs", "pyproject.toml")
+OURS = ("skyrl_mega", "tests", "benchmarks")
+PRELOADED = ("torch", "transformers", "megatron.core", "pyarrow.dataset", "hypothesis")
+"""Libraries that take seconds to import: the processes of all tests are forked from one that has them."""
 PASSED, FAILED = 0, 1
 """Exit statuses of pytest."""
+LONGEST_S = 900
+
+
+class Ended(NamedTuple):
+    """How a run of pytest ended."""
+
+    status: int
+    said: str
+    """Its last lines."""
+    seconds: float
 
 
 def copy(folder: Path) -> Path:
@@ -39,30 +55,12 @@ def copy(folder: Path) -> Path:
     root.mkdir(parents=True)
     for name in COPIED:
         if (ROOT / name).is_dir():
-            shutil.copytree(ROOT / name, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+            shutil.copytree(ROOT / name, root / name)
         else:
             shutil.copy(ROOT / name, root / name)
     if (shared := ROOT.parent / "shared").is_dir():
         (folder / "shared").symlink_to(shared.resolve())
     return root
-
-
-def run(root: Path, tests: Sequence[str]) -> tuple[int, str, float]:
-    """Runs tests on the package of a copy.
-
-    Returns:
-        pytest's exit status, its last lines, and the seconds it took.
-    """
-    start = time.perf_counter()
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests],
-        cwd=root,
-        env={**os.environ, "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return ended.returncode, ended.stdout[-2000:], time.perf_counter() - start
 
 
 def plant(root: Path, fault: Plant) -> None:
@@ -78,12 +76,28 @@ def plant(root: Path, fault: Plant) -> None:
     file.write_text(text.replace(fault.old, fault.new))
 
 
-def caught(fault: Plant) -> tuple[int, str, float]:
-    """Runs a fault's test on a copy that has the fault; returns what `run` does."""
+def run(faults: Sequence[Plant], tests: Sequence[str]) -> Ended:
+    """Runs tests on a copy that has these faults. The calling process is of no use afterwards."""
+    start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         root = copy(Path(folder))
-        plant(root, fault)
-        return run(root, [fault.test])
+        for fault in faults:
+            plant(root, fault)
+        for name in [name for name in sys.modules if name.split(".")[0] in OURS]:
+            del sys.modules[name]
+        sys.path.insert(0, str(root))
+        os.environ["PYTHONPATH"] = str(root)
+        os.chdir(root)
+        output = Path(folder) / "output"
+        with output.open("w") as opened:
+            for stream in (1, 2):
+                os.dup2(opened.fileno(), stream)
+        status = int(pytest.main(["-q", "-x", "--tb=short", "-p", "no:cacheprovider", *tests]))
+        used = Path(str(importlib.import_module("skyrl_mega").__file__))
+        if not used.is_relative_to(root):
+            raise RuntimeError(f"the tests have used {used}")
+        sys.stdout.flush()
+        return Ended(status, output.read_text()[-2000:], time.perf_counter() - start)
 
 
 def main() -> int:
@@ -92,21 +106,27 @@ def main() -> int:
     parser.add_argument("--only", default="", help="a text in a fault's description, path or test")
     parser.add_argument("--jobs", type=int, default=2, help="faults at once")
     options = parser.parse_args()
-    chosen = [p for p in PLANTS if options.only in " ".join(p)]
-    with tempfile.TemporaryDirectory() as folder:
-        status, said, seconds = run(copy(Path(folder)), list(dict.fromkeys(p.test for p in chosen)))
-    print(f"without a fault: pytest exits with {status} after {seconds:.0f} s", flush=True)
-    if status != PASSED:
-        print(said)
-        return 1
+    chosen = [fault for fault in PLANTS if options.only in " ".join(fault)]
+    for library in PRELOADED:
+        importlib.import_module(library)
+    tasks = [((), list(dict.fromkeys(fault.test for fault in chosen))), *(((fault,), [fault.test]) for fault in chosen)]
     rows = []
-    with ThreadPoolExecutor(options.jobs) as threads:
-        for fault, (status, said, seconds) in zip(chosen, threads.map(caught, chosen), strict=True):
-            found = status == FAILED
-            rows.append({**fault._asdict(), "caught": found, "seconds": round(seconds, 1)})
-            print(f"{'caught' if found else 'MISSED'}  {seconds:5.1f} s  {fault.fault}  ({fault.test})", flush=True)
+    with multiprocessing.get_context("fork").Pool(options.jobs, maxtasksperchild=1) as processes:
+        whole, *answers = [processes.apply_async(run, task) for task in tasks]
+        ended = whole.get(LONGEST_S)
+        print(f"without a fault: pytest exits with {ended.status} after {ended.seconds:.0f} s", flush=True)
+        if ended.status != PASSED:
+            print(ended.said)
+            return 1
+        for fault, answer in zip(chosen, answers, strict=True):
+            ended = answer.get(LONGEST_S)
+            found = ended.status == FAILED
+            rows.append({**fault._asdict(), "caught": found, "seconds": round(ended.seconds, 1)})
+            print(
+                f"{'caught' if found else 'MISSED'} {ended.seconds:6.1f} s  {fault.fault}  ({fault.test})", flush=True
+            )
             if not found:
-                print(said)
+                print(ended.said, flush=True)
     missed = sum(not row["caught"] for row in rows)
     print(f"{len(rows) - missed} of {len(rows)} faults are caught")
     if not options.only:

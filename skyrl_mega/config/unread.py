@@ -93,8 +93,23 @@ def _told(a: AlgorithmConfig) -> Iterator[tuple[str, str, str]]:
     if a.loss_mean != "micro_batches":
         why = f"algorithm.loss_mean={a.loss_mean} has no groups of samples"
         yield "loss_mean_samples", why, "algorithm.loss_mean=micro_batches"
+    if not _of_sequences(a):
+        why = "neither algorithm.loss nor a correction has one ratio for all tokens of a sequence"
+        yield "sequence_unit", why, "algorithm.loss=gspo or gmpo, or algorithm.importance_level=sequence"
     if not a.kl.coefficient:
         yield "kl.mean", "algorithm.kl.coefficient=0 has no KL term", "a coefficient above 0"
+
+
+def _of_sequences(a: AlgorithmConfig) -> bool:
+    """Returns whether a loss or correction looks at whole sequences."""
+    rejection = a.rejection
+    whole = (rejection.outlier_low, rejection.outlier_high, rejection.off_policy)
+    return (
+        a.loss in ("gspo", "gmpo")
+        or (a.importance_cap is not None and a.importance_level == "sequence")
+        or rejection.level in ("sequence", "geometric")
+        or any(bound is not None for bound in whole)
+    )
 
 
 def _of_other_losses(loss: str) -> Iterator[tuple[str, str, str]]:

@@ -15,8 +15,8 @@ from skyrl_mega.cluster.group import ActorGroup, Call
 from skyrl_mega.config.derived import micro_tokens
 from skyrl_mega.config.schema import AlgorithmConfig, OptimizerConfig, PolicyConfig
 from skyrl_mega.megatron.parts import Referred
-from skyrl_mega.megatron.sequences import Sequences
-from skyrl_mega.parallel.balance import balance
+from skyrl_mega.megatron.sequences import TRAJECTORY, Sequences
+from skyrl_mega.parallel.balance import balance_together
 from skyrl_mega.parallel.dims import ParallelDims
 
 Rows = list[list[Tensor]]
@@ -192,13 +192,30 @@ class TrainGroup:
 
     def _deal(self, batch: Sequences | Referred) -> Rows:
         """The rows of each data-parallel rank's micro-batches."""
-        dealt = balance(
-            batch.lengths.tolist(),
-            self.parallel.data,
-            micro_tokens(self.config) * self.parallel.context,
-            multiple=self.parallel.pipeline if self.parallel.virtual_pipeline > 1 else 1,
-        )
-        return [[torch.tensor(m, dtype=torch.int64) for m in micros] for micros in dealt]
+        return dealt(batch, self.parallel, micro_tokens(self.config) * self.parallel.context)
+
+
+def dealt(batch: Sequences | Referred, parallel: ParallelDims, tokens: int) -> Rows:
+    """Deals a mini-batch to the data-parallel ranks, with all samples of a trajectory in one micro-batch where
+    `algorithm.sequence_unit` is trajectory.
+
+    Args:
+        batch: The mini-batch.
+        parallel: The layout.
+        tokens: Tokens of one micro-batch at most, over all context ranks; a trajectory may exceed them.
+    """
+    multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
+    rows = balance_together(batch.lengths.tolist(), _together(batch), parallel.data, tokens, multiple)
+    return [[torch.tensor(m, dtype=torch.int64) for m in micros] for micros in rows]
+
+
+def _together(batch: Sequences | Referred) -> list[int]:
+    """Returns a number for each sequence: those that have the same share a micro-batch."""
+    if TRAJECTORY not in batch.columns:
+        return list(range(len(batch.lengths)))
+    if isinstance(batch, Referred):
+        return batch.columns[TRAJECTORY].tolist()
+    return batch[TRAJECTORY][batch.starts].tolist()
 
 
 def tokens_of(mini: Sequences | Referred) -> Sequences:

@@ -19,7 +19,7 @@ import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
-from skyrl_mega.megatron.sequences import Sequences, ragged_arange
+from skyrl_mega.megatron.sequences import TRAJECTORY, Sequences, ragged_arange
 
 
 @dataclass
@@ -78,7 +78,8 @@ class MicroBatch:
     """[L, …] each, in the dtype that they came in; 0 where no token stands behind an entry."""
     row: PackedRow
     answer: Tensor
-    """int64 [L]: which of the micro-batch's answers a token that counts belongs to; 0 for the others."""
+    """int64 [L]: which of the micro-batch's answers a token that counts belongs to (`Sequences.answers`); 0 for the
+    others."""
     answers: int
     source: Tensor
     """int64 [L]: index of the predicted token in the flat `Sequences`, or -1 where nothing is predicted."""
@@ -133,7 +134,7 @@ def pack(batch: Sequences, *, context: int, context_rank: int, tensor: int, rows
         tokens=moved(tokens, "input")[None],
         positions=row.position_L[None],
         targets=moved(tokens),
-        columns={name: moved(column.values, column.aligned) for name, column in batch.columns.items()},
+        columns={name: moved(c.values, c.aligned) for name, c in batch.columns.items() if name != TRAJECTORY},
         row=row,
         answer=moved(answer),
         answers=answers,

@@ -51,7 +51,8 @@ class Referred:
     counts: Tensor
     """int64 [S]: tokens that count in the loss."""
     columns: dict[str, Tensor] = field(default_factory=dict)
-    """float32 [S] each: what every token of a sample has; of `WEIGHTS`, every one that the policy wrote."""
+    """[S] each, float32 but for `sequences.TRAJECTORY`: what every token of a sample has; of `WEIGHTS`, every one that
+    the policy wrote."""
 
     @property
     def lengths(self) -> Tensor:

@@ -11,6 +11,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+TRAJECTORY = "trajectory"
+"""The column of `algorithm.sequence_unit: trajectory`, int32: the number of a token's trajectory in the mini-batch."""
+
 
 @dataclass(frozen=True)
 class Column:
@@ -95,14 +98,19 @@ class Sequences:
         return Sequences(self.lengths[first:last], self.tokens[at], {k: c.take(at) for k, c in self.columns.items()})
 
     def answers(self) -> tuple[Tensor, int]:
-        """For each token that counts the number of its answer, int64 [T], and how many answers there are.
+        """Returns for each token that counts the number of its answer, int64 [T], and how many answers there are.
 
         An answer is a run of tokens with a weight within one sequence: between two turns lies what the environment
-        said. It does not depend on how a trajectory is cut into sequences.
+        said. It does not depend on how a trajectory is cut into sequences. With the column `TRAJECTORY` all answers of
+        a trajectory have one number.
         """
         if "weights" not in self:
             return torch.zeros(len(self.tokens), dtype=torch.int64), 0
         counts = self["weights"] != 0
+        if TRAJECTORY in self:
+            trajectories, number = torch.unique(self[TRAJECTORY][counts], return_inverse=True)
+            found = torch.zeros(len(self.tokens), dtype=torch.int64).masked_scatter(counts, number)
+            return found, len(trajectories)
         begins = counts.clone()
         begins[1:] &= ~counts[:-1]
         first = self.starts[self.lengths > 0]

@@ -8,6 +8,23 @@ from collections.abc import Sequence
 import numpy as np
 
 
+def balance_together(
+    lengths: Sequence[int], together: Sequence[int], ranks: int, budget: int, multiple: int = 1
+) -> list[list[list[int]]]:
+    """Deals sequences as `balance` does, with those of one number in one micro-batch even where they exceed its budget.
+
+    Args:
+        lengths, ranks, budget, multiple: As there.
+        together: A number for each sequence.
+    """
+    members: dict[int, list[int]] = {}
+    for sequence, number in enumerate(together):
+        members.setdefault(number, []).append(sequence)
+    units = list(members.values())
+    dealt = balance([sum(lengths[i] for i in unit) for unit in units], ranks, budget, multiple)
+    return [[sorted(i for unit in micro for i in units[unit]) for micro in micros] for micros in dealt]
+
+
 def balance(lengths: Sequence[int], ranks: int, budget: int, multiple: int = 1) -> list[list[list[int]]]:
     """Deals sequences to ranks and micro-batches: `[rank][micro-batch][index of a sequence]`.
 

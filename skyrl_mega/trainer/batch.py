@@ -21,7 +21,7 @@ from skyrl_mega.algorithms.shaping import soft_overlong, without_truncated
 from skyrl_mega.algorithms.token_weights import token_weights
 from skyrl_mega.config.derived import response_limit
 from skyrl_mega.config.schema import AlgorithmConfig, MoeConfig, RolloutConfig
-from skyrl_mega.megatron.sequences import Column, Sequences, flat, ragged_arange
+from skyrl_mega.megatron.sequences import TRAJECTORY, Column, Sequences, flat, ragged_arange
 from skyrl_mega.rollout.token_rewards import TOKEN_REWARDS
 from skyrl_mega.rollout.trajectory import Group, Kind, Trajectory
 from skyrl_mega.trainer.rewards import by_name
@@ -304,7 +304,8 @@ def mini_batches(batch: Batch, groups: int | None, algorithm: AlgorithmConfig) -
     """Cuts an RL step's batch into optimizer steps of `groups` whole groups each, with final token weights.
 
     Where `loss_mean` counts sequences or samples, a trajectory is one, however it was cut. Where the KL term has a mean
-    of its own, the column `kl_weights` has its weights. The mask is in the weights then, and is left out.
+    of its own, the column `kl_weights` has its weights; `algorithm.sequence_unit: trajectory` adds the column
+    `sequences.TRAJECTORY`. The mask is in the weights then, and is left out.
 
     Args:
         batch: From `make_batch`.
@@ -330,6 +331,8 @@ def mini_batches(batch: Batch, groups: int | None, algorithm: AlgorithmConfig) -
         )
         if algorithm.kl.in_loss and algorithm.kl.mean != "loss":
             part["kl_weights"] = token_weights(mask, tokens_N, algorithm.kl.mean)
+        if algorithm.sequence_unit == "trajectory":
+            part[TRAJECTORY] = torch.arange(len(samples), dtype=torch.int32).repeat_interleave(tokens_N)
         parts.append(part)
         first = last
     return parts

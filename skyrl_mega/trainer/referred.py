@@ -20,7 +20,7 @@ from skyrl_mega.algorithms.token_weights import sequence_weights
 from skyrl_mega.config.derived import has_critic, response_limit
 from skyrl_mega.config.schema import AlgorithmConfig, Config, MoeConfig
 from skyrl_mega.megatron.parts import Part, Referred
-from skyrl_mega.megatron.sequences import Sequences
+from skyrl_mega.megatron.sequences import TRAJECTORY, Sequences
 from skyrl_mega.planner.flops import Load
 from skyrl_mega.rollout.by_reference import all_away
 from skyrl_mega.rollout.trajectory import Group, Kind, Trajectory
@@ -129,6 +129,8 @@ def _mini_batch(found: Outcomes, rows: slice, groups: list[Group], algorithm: Al
     if algorithm.kl.in_loss and algorithm.kl.mean != "loss":
         mini.columns["kl_weights"] = of_samples(sequence_weights(tokens_N, algorithm.kl.mean) * kept_N)
     mini.columns["advantages"] = of_samples(found.advantages[rows])
+    if algorithm.sequence_unit == "trajectory":
+        mini.columns[TRAJECTORY] = torch.arange(len(cut), dtype=torch.int32).repeat_interleave(samples_N)
     return mini
 
 

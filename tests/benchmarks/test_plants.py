@@ -18,19 +18,6 @@ def test_a_fault_can_be_planted_and_has_a_test(fault: Plant) -> None:
     assert f"def {name}(" in (plants.ROOT / file).read_text()
 
 
-def test_a_fault_that_no_test_catches_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fault = PLANTS[0]
-    answers = {"": (plants.PASSED, "", 1.0), fault.path: (plants.PASSED, "1 passed", 2.0)}
-    monkeypatch.setattr(plants, "copy", lambda folder: folder)
-    monkeypatch.setattr(plants, "run", lambda root, tests: answers[""])
-    monkeypatch.setattr(plants, "caught", lambda fault: answers[fault.path])
-    monkeypatch.setattr(sys, "argv", ["plants", "--only", fault.fault])
-    assert plants.main() == 1
-    assert "0 of 1 faults are caught" in capsys.readouterr().out
-
-
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(3600)

@@ -116,6 +116,8 @@ def test_what_nothing_reads_is_refused(settings: str, line: str) -> None:
         "algorithm.dynamic_sampling.enabled=true algorithm.dynamic_sampling.mode=replace "
         "algorithm.dynamic_sampling.replace_from=0.5",
         "algorithm.overlong.penalty=1 algorithm.rejection.low=0.5",
+        "algorithm.sequence_unit=trajectory algorithm.loss=gspo",
+        "algorithm.sequence_unit=trajectory algorithm.rejection.outlier_low=0.001",
         "algorithm.kl.coefficient=0.1 algorithm.kl.mean=sequences algorithm.loss=cispo algorithm.cispo.clip_high=3",
     ],
 )
@@ -148,6 +150,10 @@ TOLD = [
         "algorithm.normalize = false: algorithm.advantage=rloo divides by no standard deviation",
     ),
     ("algorithm.kl.mean=sequences", "algorithm.kl.mean = sequences: algorithm.kl.coefficient=0 has no KL term"),
+    (
+        "algorithm.sequence_unit=trajectory",
+        "algorithm.sequence_unit = trajectory: neither algorithm.loss nor a correction has one ratio for all tokens",
+    ),
 ]
 
 

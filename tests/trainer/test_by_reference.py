@@ -102,6 +102,7 @@ OTHERS = [
     dict(advantage="rloo", whiten="batch"),
     dict(kl=KlConfig(coefficient=0.1, where="loss", mean="sequences")),
     dict(advantage="reinforce++_baseline"),
+    dict(loss="gspo", sequence_unit="trajectory"),
 ]
 
 

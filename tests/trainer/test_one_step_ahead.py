@@ -14,11 +14,13 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from skyrl_mega.cluster.fleet import NobodyServes
 from skyrl_mega.config.schema import Config, SamplingConfig
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.megatron.sequences import Column
 from skyrl_mega.rollout.trajectory import Group, Status, Trajectory
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.one_step_ahead import OneStepAhead
@@ -146,6 +148,29 @@ def test_the_place_that_is_kept_is_before_the_batch_that_is_not_whole(config: Co
             time.sleep(0.001)
         rollouts.keep(tmp_path, 2)
     assert json.loads((tmp_path / "rollouts.json").read_text())["stream"]["position"] == 4
+
+
+def test_columns_of_a_batch_come_back_with_a_checkpoint(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Routes, and what parts of an answer earned."""
+    played = Source.played
+
+    def with_columns(self: Source, prompt: int, sample: int) -> Trajectory:
+        t = played(self, prompt, sample)
+        t.columns["token_rewards"] = Column(torch.tensor([0.0, prompt + sample / 4], dtype=torch.float64))
+        return t
+
+    monkeypatch.setattr(Source, "played", with_columns)
+    with ahead(config) as (rollouts, _):
+        rollouts.next_groups(step(1))
+        rollouts.before_sync(step(1))
+        rollouts.keep(tmp_path, 1)
+    with ahead(config) as (again, _):
+        again.restore(tmp_path)
+        groups = again.next_groups(step(2))
+        found = [t.columns["token_rewards"].values.tolist() for group in groups for t in group.trajectories]
+    assert found == [[0.0, 2.0], [0.0, 2.25], [0.0, 3.0], [0.0, 3.25]]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,16 @@
 """What a loss does about the engine's log-probs, which are not the policy's: importance sampling, truncated (TIS) or
 masked (MIS, both fengyao.notion.site/off-policy-rl and yingru.notion.site), and rejection of tokens or of whole
-answers. IcePop is both, with the cap at the upper bound of what is kept.
+answers, or trajectories (`algorithm.sequence_unit`). IcePop is both, with the cap at the upper bound of what is kept.
 
 With d_t = log π_old(token) - log π_engine(token), a ratio is one of
 
     token      exp(d_t)
-    sequence   exp(Σ d over the answer)      unbiased, of high variance
+    sequence   exp(Σ d over the answer)
     geometric  exp(mean of d over the answer)
+
+Uncapped, the product over a whole trajectory makes the gradient unbiased, at a high variance. The product over one of
+several answers does not: it leaves out that the engine also drew the answers before it, whose text it depends on, and
+those after it, which earned the reward. The other two are biased wherever two log-probs differ.
 """
 
 from __future__ import annotations

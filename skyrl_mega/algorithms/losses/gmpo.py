@@ -11,7 +11,7 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def gmpo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Equation 4, for all tokens of an answer y with d_t = log π_t - log π_old,t:
+    """Equation 4, for all tokens of an answer y (or of a trajectory, `sequence_unit`) with d_t = log π_t - log π_old,t:
 
         L = -A exp(mean over y of the smaller of ±d_t and ±clip(d_t, -gmpo.clip_low, gmpo.clip_high), times ±1)
 

@@ -11,7 +11,8 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def gspo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """All tokens of an answer y to what the policy saw, x, have the ratio of equation 7:
+    """All tokens of an answer y to what the policy saw, x, or of all answers y of a trajectory (`sequence_unit`), have
+    the ratio of equation 7:
 
         s = (π(y | x) / π_old(y | x)) ^ (1 / |y|) = exp(mean over y of log π(token) - log π_old(token))
 

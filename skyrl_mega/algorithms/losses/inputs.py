@@ -57,7 +57,7 @@ class LossInputs:
     sequence_L: Tensor | None = None
     """int64: number of the token's sequence in the micro-batch, the same on all context ranks. A sequence is one answer
     of the policy: a run of tokens with a weight. A trajectory of several turns has several, however
-    `rollout.step_wise` cuts it into samples."""
+    `rollout.step_wise` cuts it into samples; with `algorithm.sequence_unit: trajectory` it has one."""
     sequences: int = 0
     """Sequences of the micro-batch, those included of which this rank has no token."""
     figures: Figures = Figures()

@@ -16,6 +16,7 @@ ALONE = {
     "critic.optimizer.warmup_from_zero", "critic.optimizer.eps",
     "rollout.kv_cache_gib", "rollout.env_timeout_s", "rollout.trajectory_timeout_s", "rollout.threads",
     "algorithm.gspo", "algorithm.gmpo", "algorithm.dro", "algorithm.kl.mean", "algorithm.loss_mean_samples",
+    "algorithm.sequence_unit",
     "weights.wire", "weights.timeout_s",
     "data.folder", "data.prepare",
     "environment.retriever.index", "environment.retriever.build", "environment.retriever.serve",

@@ -224,7 +224,9 @@ _ALGORITHM: Table = {
             values={
                 "regular": to("algorithm.loss=ppo", "algorithm.dual_clip=null"),
                 "dual_clip": to("algorithm.loss=ppo", "algorithm.dual_clip"),
-                "gspo": to("algorithm.loss=gspo", note="its clip range is algorithm.gspo"),
+                "gspo": to(
+                    "algorithm.loss=gspo", "algorithm.sequence_unit=trajectory", note="its clip range is algorithm.gspo"
+                ),
                 "cispo": to("algorithm.loss=cispo", note="its clip range is algorithm.cispo"),
                 "sapo": to("algorithm.loss=sapo", note="its gate is algorithm.sapo"),
                 "dppo": to("algorithm.loss", note="dppo_tv or dppo_kl; its trust region is algorithm.dppo"),
@@ -282,7 +284,11 @@ _ALGORITHM: Table = {
             values={
                 "null": to("algorithm.importance_cap=null"),
                 "token": to("algorithm.importance_cap"),
-                "sequence": to("algorithm.importance_cap", "algorithm.importance_level=sequence"),
+                "sequence": to(
+                    "algorithm.importance_cap",
+                    "algorithm.importance_level=sequence",
+                    "algorithm.sequence_unit=trajectory",
+                ),
             },
         ),
         "off_policy_correction.sequence_tis_ratio_clip_high": to("algorithm.importance_cap"),
@@ -297,8 +303,8 @@ _ALGORITHM: Table = {
         "off_policy_correction.sequence_mask_metric": to(
             "algorithm.rejection.level",
             values={
-                "product": to("algorithm.rejection.level=sequence"),
-                "geometric": to("algorithm.rejection.level=geometric"),
+                "product": to("algorithm.rejection.level=sequence", "algorithm.sequence_unit=trajectory"),
+                "geometric": to("algorithm.rejection.level=geometric", "algorithm.sequence_unit=trajectory"),
             },
         ),
         **{

@@ -198,7 +198,12 @@ _ALGORITHM: Table = {
         "algorithm.advantage",
         values={
             "grpo": to("algorithm.advantage=grpo"),
-            "gspo": to("algorithm.advantage=grpo", "algorithm.loss=gspo", note="its clip range is algorithm.gspo"),
+            "gspo": to(
+                "algorithm.advantage=grpo",
+                "algorithm.loss=gspo",
+                "algorithm.sequence_unit=trajectory",
+                note="its clip range is algorithm.gspo",
+            ),
             "cispo": to("algorithm.advantage=grpo", "algorithm.loss=cispo", note="its clip range is algorithm.cispo"),
             "ppo": to("algorithm.advantage=gae"),
             "reinforce_plus_plus": to("algorithm.advantage=reinforce++"),

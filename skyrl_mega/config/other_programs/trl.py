@@ -151,7 +151,9 @@ _GRPO: Table = {
         "algorithm.loss",
         values={
             "token": to("algorithm.loss=ppo"),
-            "sequence": to("algorithm.loss=gspo", note="clip range: algorithm.gspo"),
+            "sequence": to(
+                "algorithm.loss=gspo", "algorithm.sequence_unit=trajectory", note="clip range: algorithm.gspo"
+            ),
         },
     ),
     "scale_rewards": to(
@@ -176,7 +178,10 @@ _GRPO: Table = {
             ),
             "sapo": to("algorithm.loss=sapo", "algorithm.loss_mean=sequences", note="its gate is algorithm.sapo"),
             "luspo": to(
-                "algorithm.loss=gspo", "algorithm.loss_mean=constant", note="the sum over tokens: loss_mean_length=1"
+                "algorithm.loss=gspo",
+                "algorithm.sequence_unit=trajectory",
+                "algorithm.loss_mean=constant",
+                note="the sum over tokens: loss_mean_length=1",
             ),
             **several(OWN_LOSS, "vespo"),
         },
@@ -191,11 +196,14 @@ _GRPO: Table = {
         note=ONE_CAP,
         values={
             "token_truncate": to("algorithm.importance_cap"),
-            "sequence_truncate": to("algorithm.importance_cap", "algorithm.importance_level=sequence"),
+            "sequence_truncate": to(
+                "algorithm.importance_cap", "algorithm.importance_level=sequence", "algorithm.sequence_unit=trajectory"
+            ),
             "token_mask": to("algorithm.importance_cap", "algorithm.importance_outside=mask"),
             "sequence_mask": to(
                 "algorithm.rejection",
                 "algorithm.importance_level=sequence",
+                "algorithm.sequence_unit=trajectory",
                 note="level=sequence, low=0, high; importance_cap at high",
             ),
         },

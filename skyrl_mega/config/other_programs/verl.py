@@ -279,10 +279,20 @@ _ACTOR = under(
             "algorithm.loss",
             values={
                 "vanilla": to("algorithm.loss=ppo"),
-                "gspo": to("algorithm.loss=gspo", "algorithm.loss_mean=sequences", note="clip range: algorithm.gspo"),
+                "gspo": to(
+                    "algorithm.loss=gspo",
+                    "algorithm.sequence_unit=trajectory",
+                    "algorithm.loss_mean=sequences",
+                    note="clip range: algorithm.gspo",
+                ),
                 "cispo": to("algorithm.loss=cispo", note="its clip range is algorithm.cispo"),
                 "sapo": to("algorithm.loss=sapo", "algorithm.loss_mean=sequences", note="its gate: algorithm.sapo"),
-                "geo_mean": to("algorithm.loss=gmpo", "algorithm.loss_mean=sequences", note="see algorithm.gmpo"),
+                "geo_mean": to(
+                    "algorithm.loss=gmpo",
+                    "algorithm.sequence_unit=trajectory",
+                    "algorithm.loss_mean=sequences",
+                    note="see algorithm.gmpo",
+                ),
                 "dppo_tv": to("algorithm.loss=dppo_tv", note="its bounds: algorithm.dppo.tv_low, tv_high"),
                 "dppo_kl": to("algorithm.loss=dppo_kl", note="its bounds: algorithm.dppo.kl_low, kl_high"),
                 "dro": to("algorithm.loss=dro", note="its strength is algorithm.dro.strength"),

@@ -172,7 +172,9 @@ _REST: Table = {
         values={
             "null": to("algorithm.importance_cap=null"),
             "token": to("algorithm.importance_cap"),
-            "sequence": to("algorithm.importance_cap", "algorithm.importance_level=sequence"),
+            "sequence": to(
+                "algorithm.importance_cap", "algorithm.importance_level=sequence", "algorithm.sequence_unit=trajectory"
+            ),
         },
     ),
     "algorithm.rollout_correction.rollout_rs": to(
@@ -180,9 +182,15 @@ _REST: Table = {
         values={
             "null": to("algorithm.rejection.level=off"),
             "token_k1": to("algorithm.rejection.level=token", note=RS_BOUNDS),
-            "seq_sum_k1": to("algorithm.rejection.level=sequence", note=RS_BOUNDS),
-            "seq_mean_k1": to("algorithm.rejection.level=geometric", note=RS_BOUNDS),
-            "geometric": to("algorithm.rejection.level=geometric", note=RS_BOUNDS),
+            "seq_sum_k1": to(
+                "algorithm.rejection.level=sequence", "algorithm.sequence_unit=trajectory", note=RS_BOUNDS
+            ),
+            "seq_mean_k1": to(
+                "algorithm.rejection.level=geometric", "algorithm.sequence_unit=trajectory", note=RS_BOUNDS
+            ),
+            "geometric": to(
+                "algorithm.rejection.level=geometric", "algorithm.sequence_unit=trajectory", note=RS_BOUNDS
+            ),
             **several(
                 none("algorithm.rejection looks at ratios: level, low and high, or outlier_low and outlier_high"),
                 "token_k2 token_k3 seq_sum_k2 seq_sum_k3 seq_mean_k2 seq_mean_k3 seq_max_k2 seq_max_k3",

@@ -113,11 +113,12 @@ class AlgorithmConfig:
     """Name → weight in the sum, for environments whose step gives several rewards as a dict; without any all count
     once. Where there are weights, each reward that an environment names must have one."""
     loss: str = "ppo"
-    """What is minimised: ppo; gspo (one ratio for all tokens of an answer), gmpo (their geometric mean), cispo (every
-    token has a gradient), sapo (a smooth gate instead of the clip), dppo_tv and dppo_kl (a bound on how far a token's
-    distribution moves, instead of its ratio), dro (the distance is punished, nothing clipped), clip_cov and kl_cov
-    (tokens that make the entropy fall are left out, or held where they were); or your own function of (LossInputs,
-    AlgorithmConfig) by import path (`package.module:function` or `path/to/file.py:function`)."""
+    """What is minimised: ppo; gspo (one ratio for all tokens of an answer, or of a `sequence_unit`), gmpo (their
+    geometric mean), cispo (every token has a gradient), sapo (a smooth gate instead of the clip), dppo_tv and dppo_kl
+    (a bound on how far a token's distribution moves, instead of its ratio), dro (the distance is punished, nothing
+    clipped), clip_cov and kl_cov (tokens that make the entropy fall are left out, or held where they were); or your own
+    function of (LossInputs, AlgorithmConfig) by import path (`package.module:function` or
+    `path/to/file.py:function`)."""
     old_logprobs: str = one_of("policy", "engine")
     """What ratios are taken to. policy: its own log-probs with the weights that sampled; a step of several mini-batches
     computes them first. engine: those that the engine drew with, so that clips and ratios hold the engine's mismatch
@@ -153,6 +154,11 @@ class AlgorithmConfig:
     micro_batches: token mean over every `loss_mean_samples` samples, then over these groups. That is what programs
     compute that take the token mean of each micro-batch (SkyRL's `token_mean` of 2025, `token_mean_legacy` today). Here
     the groups are fixed: the loss does not depend on `policy.micro_tokens`."""
+    sequence_unit: str = one_of("answer", "trajectory")
+    """What one ratio of a whole sequence is of: that of gspo, gmpo, `importance_level=sequence`, `rejection`'s
+    sequence, geometric, outliers and off_policy. answer: the tokens of one turn. trajectory: all of the policy's
+    tokens, over all turns, as verl, SkyRL, TRL, slime and NeMo-RL have it. The samples of one trajectory
+    (`rollout.step_wise`) then share a micro-batch, even where they exceed `policy.micro_tokens`."""
     loss_mean_samples: Optional[int] = at_least(1, None)
     """Of `loss_mean=micro_batches`, which needs it: samples of one group, the micro-batch of the run that is
     reproduced. Samples that follow one another in the mini-batch make a group; a trajectory is one sample, also with
@@ -169,7 +175,8 @@ class AlgorithmConfig:
     """What a weight outside of `importance_floor` to `importance_cap` becomes. truncate: the bound (TIS); mask: 0
     (MIS)."""
     importance_level: str = one_of("token", "sequence")
-    """Whose weight it is: each token's ratio, or the product over an answer, which all of its tokens get."""
+    """Whose weight it is: each token's ratio, or the product over an answer (or `sequence_unit`), which all of its
+    tokens get."""
     importance_normalize: bool = False
     """Divides the weights by their mean over the mini-batch, as the loss weighs its tokens, so that a mismatch changes
     no step's size."""
