@@ -77,7 +77,7 @@ sql-cpu: $(CPU) $(if $(SPIDER),runs/data/spider/train.parquet)  ## RL on questio
 dapo-cpu: $(CPU) $(if $(MATH),runs/data/math/train.parquet)  ## RL on mathematics, with DAPO (MATH=FOLDER: MATH, evaluated on AIME 2024)
 	$(RUN) configs/dapo_cpu.yaml $(if $(MATH),data.folder=runs/data/math) $(ARGS)
 
-gpu:  ## what one GPU can prove, kept in benchmarks/results/gpu.json; needs Python 3.12, torch, and megatron-core in WHEELS=FOLDER
+gpu:  ## what one GPU can prove, kept in benchmarks/results/gpu; needs Python 3.12, torch, and megatron-core in WHEELS=FOLDER
 	$(PYTHON) -m benchmarks.gpu $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
 
 test: $(READY)  ## every test that takes less than 20 seconds, at most 25 minutes on 2 cores (ARGS="tests/config" picks)

@@ -10,16 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.catalogue import PROOFS
+from benchmarks.gpu.plan import described
+from benchmarks.gpu.prepare import prepare
 from benchmarks.gpu.proof import Proof
-from benchmarks.gpu.results import WAITING, Results, read, table
-from benchmarks.gpu.runner import ROOT, Call, run, there
+from benchmarks.gpu.results import WAITING, Results, files, read, table
+from benchmarks.gpu.runner import ROOT, Call, expected_s, run, there
 from benchmarks.gpu.wheels import install
 from skyrl_mega.config.command import Parser
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.preflight.gpus import gather
 
 PACKAGES = ("torch", "triton", "megatron-core", "transformer-engine", "vllm", "numpy", "transformers")
-REHEARSED = ROOT / "runs" / "gpu_rehearsal.json"
+KEPT = ROOT / "benchmarks" / "results" / "gpu"
+REHEARSED = ROOT / "runs" / "gpu_rehearsal"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,7 +37,20 @@ def main(arguments: list[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(prog="python -m benchmarks.gpu", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
-    add("--results", type=Path, help="where results are kept and gone on from (benchmarks/results/gpu.json)")
+    add(
+        "--results",
+        type=Path,
+        metavar="FOLDER",
+        help="where results are kept, a file a device (benchmarks/results/gpu)",
+    )
+    add(
+        "--earlier",
+        type=Path,
+        nargs="+",
+        default=[KEPT],
+        metavar="PATH",
+        help="files and folders of results to go on from, besides (benchmarks/results/gpu)",
+    )
     add("--budget", type=float, default=560, metavar="SECONDS", help="of this call (560)")
     add("--only", nargs="+", default=[], metavar="PROOF", help="these alone")
     add(
@@ -48,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--again", action="store_true", help="those too that have a verdict")
     add("--list", action="store_true", help="names the proofs and what is known of them, and runs none")
     add("--wheels", type=Path, metavar="FOLDER", help="packages to install first (.wheels)")
+    add("--prepare", type=Path, metavar="FOLDER", help="brings these packages, on a machine with a network; runs none")
+    add("--plan", action="store_true", help="says what the calls of a window will run, and runs none")
     add("--rehearse", action="store_true", help="on the CPU, with tiny sizes: proves the script, not the GPU")
     return parser
 
@@ -61,23 +79,34 @@ def _main(asked: argparse.Namespace) -> int:
         raise UserError(f"--budget {asked.budget:g}: allowed are seconds above 0")
     if asked.wheels is not None and not asked.wheels.is_dir():
         raise UserError(f"--wheels {asked.wheels}: no such folder; give the one that the packages were brought in")
-    wheels = asked.wheels or ROOT / ".wheels"
+    wheels = asked.prepare or asked.wheels or ROOT / ".wheels"
     chosen = [p for p in PROOFS if p.stage in asked.stage and (not asked.only or p.name in asked.only)]
+    folder = asked.results or (REHEARSED if asked.rehearse else KEPT)
+    if folder.is_file():
+        raise UserError(f"--results {folder}: a file; give a folder, which gets a file for each device")
+    for path in asked.earlier:
+        if path != KEPT and not path.exists():
+            raise UserError(f"--earlier {path}: no such file or folder; give results of an earlier call")
+    if asked.prepare:
+        prepare(asked.prepare, _say)
+    if asked.prepare or asked.plan:
+        print(described(chosen, wheels, asked.results or Path("OUT"), KEPT.relative_to(ROOT)))
+        return 0
     if not asked.list and not asked.rehearse:
         _refuse_without_a_gpu()
     site = None if asked.list else install(wheels)
     if site is not None:
         sys.path.insert(0, str(site))
         importlib.invalidate_caches()
-    path = asked.results or (REHEARSED if asked.rehearse else ROOT / "benchmarks" / "results" / "gpu.json")
     if asked.list:
-        print(_listed(chosen, path))
+        print(_listed(chosen, [folder, *asked.earlier], wheels))
         return 0
     device = {"name": "a rehearsal on the CPU"} if asked.rehearse else _device()
-    results = Results(path, device, {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}})
+    versions = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
+    results = Results(folder, device, versions, asked.earlier)
     call = Call(asked.budget, asked.rehearse, asked.again, _commit(), site, wheels, _say)
     whole = run(chosen, results, call)
-    print(f"\n{device['name']}; results in {path}\n\n{table(chosen, results)}")
+    print(f"\n{device['name']}; results in {results.path}\n\n{table(chosen, results)}")
     return 0 if whole else 1
 
 
@@ -121,14 +150,17 @@ def _commit() -> str | None:
     return done.stdout.strip() or None
 
 
-def _listed(proofs: list[Proof], path: Path) -> str:
-    kept = read(path)["proofs"] if path.exists() else {}
+def _listed(proofs: list[Proof], paths: list[Path], wheels: Path) -> str:
+    """Returns a line for each proof, with its status on each device of the results."""
+    known = [read(file) for file in dict.fromkeys(file for path in paths for file in files(path))]
     wide = max(len(p.name) for p in proofs)
-    return "\n".join(
-        f"{p.name.ljust(wide)}  stage {p.stage}  {p.seconds:4.0f} s, at most {p.limit_s:4.0f}  "
-        f"{kept.get(p.name, {}).get('status', WAITING):10}  {p.about}"
-        for p in proofs
-    )
+    lines = []
+    for p in proofs:
+        found = {k["device"]["name"]: k["proofs"][p.name]["status"] for k in known if p.name in k["proofs"]}
+        status = ", ".join(f"{status} ({device})" for device, status in found.items()) or WAITING
+        seconds = f"{expected_s(p, wheels):4.0f} s, at most {p.limit_s:4.0f}"
+        lines.append(f"{p.name.ljust(wide)}  stage {p.stage}  {seconds}  {status:10}  {p.about}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -1,14 +1,14 @@
-"""All proofs, in the order in which they run: what is cheap and decides much comes first."""
+"""All proofs in the order in which they run: the most valuable figures of a short window come first."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from benchmarks.gpu.proof import Proof
-from benchmarks.gpu.wheels import HELD
+from benchmarks.gpu.wheels import EXTENSION, HELD
 
 MEGATRON = ("megatron.core",)
-TE = (*MEGATRON, HELD, "transformer-engine-torch")
+TE = (*MEGATRON, HELD, EXTENSION)
 
 
 def _proof(name: str, about: str, entry: str, seconds: float, limit_s: float, **more: Any) -> Proof:
@@ -17,28 +17,28 @@ def _proof(name: str, about: str, entry: str, seconds: float, limit_s: float, **
 
 PROOFS = (
     _proof("device", "what the GPU is, what it can do, and who NVML sees on it", "device:prove", 15, 60),
-    _proof("kernels", "the Triton kernels, and packing a bucket, bit for bit", "kernels:prove", 60, 150),
+    _proof("te_build", "Transformer Engine, brought or compiled, can be imported", "te:build", 30, 540, stage=2,
+           makes=HELD, compiles=EXTENSION, compile_s=270),
     _proof("exchange", "a TP8 worker's weights to a process on the same GPU", "exchange:prove", 90, 240),
+    _proof("head", "log-probs at a vocabulary of 152k, fused and chunked", "head:prove", 60, 150),
+    _proof("vllm", "weights into a real engine, CUDA graphs on, asleep and awake", "engine:prove", 180, 400, stage=3,
+           needs=("vllm",)),
     _proof("exchange_killed", "… whose receiver is killed in the middle", "exchange:prove_killed", 30, 90),
     _proof("exchange_segments", "… with expandable segments", "exchange:prove_segments", 30, 90),
     _proof("nccl", "a group of one: options, messages to itself, abort, a second group", "nccl:prove", 40, 120),
-    _proof("training", "Megatron on CUDA beside Megatron on the CPU", "training:prove", 90, 240, needs=MEGATRON),
     _proof("slice", "one rank of Qwen3-30B-A3B at TP2 EP8: memory and speed", "slice:prove", 120, 300, needs=MEGATRON),
+    _proof("te_spec", "Transformer Engine's layer: the real names and shapes", "te:spec", 20, 90, stage=2, needs=TE),
+    _proof("te_attention", "its packed attention beside ours", "te:attention", 40, 120, stage=2, needs=TE),
+    _proof("te_adam", "its Adam: a step, and a checkpoint there and back", "te:adam", 40, 120, stage=2, needs=TE),
+    _proof("te_fp8", "its block FP8 matrix product", "te:fp8", 30, 90, stage=2, needs=TE),
+    _proof("te_slice", "the slice on it, fusion by fusion", "te:slice_fusions", 200, 420, stage=2, needs=TE),
+    _proof("training", "Megatron on CUDA beside Megatron on the CPU", "training:prove", 90, 240, needs=MEGATRON),
     _proof("reference", "the reference's weights in and out, at that size", "reference:prove", 60, 150, needs=MEGATRON),
     _proof("streamed", "an optimizer in host memory: bits, seconds, memory", "streamed:prove", 60, 150, needs=MEGATRON),
     _proof("activations", "layers' activations in host memory: results, seconds, memory", "activations:prove", 60, 180,
            needs=MEGATRON),
-    _proof("head", "log-probs at a vocabulary of 152k, fused and chunked", "head:prove", 60, 150),
+    _proof("kernels", "the Triton kernels, and packing a bucket, bit for bit", "kernels:prove", 90, 240),
     _proof("attention", "packed attention: variable lengths, and a grid", "attention:prove", 40, 120, needs=MEGATRON),
     _proof("fragmentation", "rows of random lengths: what the allocator cannot give back", "fragmentation:prove",
            120, 300, needs=MEGATRON),
-    _proof("te_build", "Transformer Engine's extension, compiled or brought", "te:build", 300, 540, stage=2,
-           makes=HELD),
-    _proof("te_spec", "Transformer Engine's layer: the real names and shapes", "te:spec", 20, 90, stage=2, needs=TE),
-    _proof("te_attention", "its packed attention beside ours", "te:attention", 40, 120, stage=2, needs=TE),
-    _proof("te_slice", "the slice on it, fusion by fusion", "te:slice_fusions", 200, 420, stage=2, needs=TE),
-    _proof("te_adam", "its Adam: a step, and a checkpoint there and back", "te:adam", 40, 120, stage=2, needs=TE),
-    _proof("te_fp8", "its block FP8 matrix product", "te:fp8", 30, 90, stage=2, needs=TE),
-    _proof("vllm", "weights into a real engine, CUDA graphs on, asleep and awake", "engine:prove", 180, 400, stage=3,
-           needs=("vllm",)),
 )  # fmt: skip

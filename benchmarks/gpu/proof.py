@@ -34,6 +34,9 @@ class Proof:
     """Modules that must be there."""
     makes: str = ""
     """A module that it installs where it is absent, of files that were brought; when that is gone it runs again."""
+    compiles: str = ""
+    """A package that it compiles first where that was brought as source, in `compile_s` more seconds."""
+    compile_s: float = 0.0
 
 
 class Bench:

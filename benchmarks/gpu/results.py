@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +19,34 @@ VERDICTS = (PASSED, FAILED, TIMEOUT, CUDA_ONLY)
 
 
 class Results:
-    """What is known so far, and the file that says it.
+    """The results known so far, and the file of this device that holds them in a folder.
 
     Raises:
-        UserError: the file is of another device, or is none of ours.
+        UserError: a file with earlier results is none of ours.
     """
 
-    def __init__(self, path: Path, device: dict[str, Any], versions: dict[str, str | None]) -> None:
-        self.path = path
+    def __init__(
+        self,
+        folder: Path,
+        device: dict[str, Any],
+        versions: dict[str, str | None],
+        earlier: Iterable[Path] = (),
+    ) -> None:
+        """Starts from the results of this device in the folder, and in earlier files and folders."""
+        self.path = folder / f"{re.sub('[^a-z0-9]+', '-', str(device['name']).lower()).strip('-')}.json"
         self.kept: dict[str, Any] = {"device": device, "versions": versions, "proofs": {}}
-        if path.exists():
-            before = read(path)
-            proofs, of = before["proofs"], before["device"]["name"]
-            if of != device["name"]:
-                raise UserError(f"--results {path}: holds figures of {of}, this is {device['name']}; give another path")
-            self.kept["proofs"] = proofs
+        for path in (folder, *earlier):
+            for file in files(path):
+                before = read(file)
+                if before["device"]["name"] == device["name"]:
+                    self._merge(before["proofs"])
+
+    def _merge(self, proofs: dict[str, Any]) -> None:
+        """Takes over results: one with a verdict rather than one without, then the later one."""
+        for name, result in proofs.items():
+            known = self.kept["proofs"].get(name)
+            if known is None or _rank(result) > _rank(known):
+                self.kept["proofs"][name] = result
 
     def of(self, proof: Proof) -> dict[str, Any]:
         """What is known of a proof; empty before it has begun."""
@@ -53,8 +67,17 @@ class Results:
             new.replace(self.path)
         except OSError as error:
             raise UserError(
-                f"--results {self.path}: cannot be written ({error.strerror}); give another path"
+                f"--results {self.path}: cannot be written ({error.strerror}); give another folder"
             ) from error
+
+
+def _rank(result: dict[str, Any]) -> tuple[bool, str]:
+    return result.get("status") in VERDICTS, str(result.get("at", ""))
+
+
+def files(path: Path) -> list[Path]:
+    """Returns the results files of a folder, or the file itself."""
+    return sorted(path.glob("*.json")) if path.is_dir() else [path] if path.exists() else []
 
 
 def read(path: Path) -> dict[str, Any]:

@@ -31,7 +31,7 @@ from benchmarks.gpu.results import (
     WAITING,
     Results,
 )
-from benchmarks.gpu.wheels import held, nvidia
+from benchmarks.gpu.wheels import brings, compiled, held, nvidia
 
 ROOT = Path(__file__).parents[2]
 WHEELS, SITE = "PROOF_WHEELS", "PROOF_SITE"
@@ -79,7 +79,7 @@ def run(proofs: Sequence[Proof], results: Results, call: Call) -> bool:
             why = f"{', '.join(absent)} cannot be imported here"
             results.put(proof, {"status": NOT_HERE if proof.stage > 1 else FAILED, "why": why})
             continue
-        expected = LEAST_S if call.tiny else max(LEAST_S, proof.seconds)
+        expected = LEAST_S if call.tiny else max(LEAST_S, expected_s(proof, call.wheels))
         if call.left_s < expected:
             call.say(f"{proof.name}: needs {expected:.0f} s, {max(0.0, call.left_s):.0f} s are left: not now")
             if results.status(proof) in VERDICTS:  # it has one, and is needed again
@@ -90,6 +90,12 @@ def run(proofs: Sequence[Proof], results: Results, call: Call) -> bool:
     return all(
         results.status(proof) in good or (proof.stage > 1 and results.status(proof) == NOT_HERE) for proof in proofs
     )
+
+
+def expected_s(proof: Proof, wheels: Path | None) -> float:
+    """Returns the seconds that a proof should take with the packages that were brought."""
+    as_source = proof.compiles and wheels and not compiled(brings(wheels, proof.compiles))
+    return proof.seconds + (proof.compile_s if as_source and not there(proof.compiles) else 0.0)
 
 
 def _absent(proof: Proof, call: Call) -> list[str]:

@@ -19,7 +19,7 @@ from benchmarks.gpu import limits, parts, slice, training
 from benchmarks.gpu.processes import Job, together
 from benchmarks.gpu.proof import Bench
 from benchmarks.gpu.runner import SITE, WHEELS, there
-from benchmarks.gpu.wheels import HELD, held, into, nvidia
+from benchmarks.gpu.wheels import EXTENSION, HELD, brings, compile_extension, compiled, held, into
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.flops import flops
@@ -33,8 +33,6 @@ FUSIONS: tuple[tuple[str, dict[str, Any]], ...] = (
 )
 """Fields of Megatron's configuration (docs/gpu.md, F11)."""
 NOT_ON_CPU = "all of it: Transformer Engine computes on CUDA alone"
-EXTENSION = f"{HELD}_torch"
-"""The one package that may come as source; to compile it takes minutes."""
 SHARE = 12
 """Layers of the slice that each fusion is measured on; all together on the whole."""
 
@@ -45,13 +43,13 @@ def build(bench: Bench) -> None:
     What was brought is put together aside, its extension compiled if it came as source, and goes where proofs import
     from when it has been imported: never in parts.
     """
-    if there(HELD) and there(EXTENSION.replace("_", "-")):
+    if there(HELD) and there(EXTENSION):
         _imports(bench, os.environ)
         return
     files, aside = held(Path(os.environ[WHEELS])), bench.folder / "aside"
     packages = [f for f in files if f.suffix == ".whl"]
-    if not any(f.name.startswith(EXTENSION) for f in packages):
-        packages += _compiled(bench, [f for f in files if f.name.startswith(EXTENSION)])
+    if not compiled(brings(Path(os.environ[WHEELS]), EXTENSION)):
+        packages += _compiled(bench, [f for f in files if f.suffix != ".whl"])
     refused = into(aside, packages)
     bench.holds("what was brought can be installed", not refused, refused[-1500:])
     path = os.pathsep.join([str(aside), os.environ.get("PYTHONPATH", "")])
@@ -67,16 +65,9 @@ def _compiled(bench: Bench, sources: list[Path]) -> list[Path]:
     """A wheel made of the last of the extension's source distributions."""
     if not sources:
         raise FileNotFoundError(f"neither a wheel nor the source of {EXTENSION} lies in {os.environ[WHEELS]}")
-    command = [*(sys.executable, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation")]
-    command.append("--no-cache-dir")  # a wheel there may be one for another torch
-    env = {**os.environ, "NVTE_FRAMEWORK": "pytorch", "NVTE_WITH_NCCL_EP": "0", "MAX_JOBS": str(os.cpu_count())}
-    env["NVTE_PYTORCH_FORCE_BUILD"] = "TRUE"  # it looks for a wheel in the network first
-    # Headers are those of the libraries that torch has loaded, never the machine's.
-    headers = [str(folder / "include") for folder in nvidia()]
-    env["CPATH"] = os.pathsep.join([*headers, *filter(None, [os.environ.get("CPATH")])])
     where = bench.folder / "compiled"
-    done = subprocess.run([*command, "-w", str(where), str(sources[-1])], env=env, capture_output=True, text=True)
-    bench.holds("the extension compiles", done.returncode == 0, done.stderr[-1500:])
+    complaint = compile_extension(sys.executable, sources[-1], where, os.cpu_count() or 1)
+    bench.holds("the extension compiles", not complaint, complaint[-1500:])
     return sorted(where.glob("*.whl"))
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import os
+import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +18,9 @@ from skyrl_mega.config.errors import UserError
 HELD = "transformer_engine"
 """Files of packages that begin so are left to proof `te_build` (benchmarks/gpu/te.py): as long as a part of Transformer
 Engine is absent, or was compiled for another torch, megatron-core cannot be imported beside it."""
+
+CORE, EXTENSION = "transformer-engine-cu13", "transformer-engine-torch"
+"""Its kernels, and the extension that torch loads, which may come as source; to compile that takes minutes."""
 
 
 def install(folder: Path) -> Path | None:
@@ -53,6 +59,53 @@ def into(site: Path, files: list[Path]) -> str:
     command += ["--no-build-isolation", "--no-cache-dir", "--upgrade", "--target", str(site), *map(str, files)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     return (done.stderr.strip() or f"pip ended with {done.returncode}") if done.returncode else ""
+
+
+def brings(folder: Path, module: str) -> list[Path]:
+    """Returns the files in a folder that bring a module or a package, wheels and source."""
+    begin = module.replace(".", "_").replace("-", "_")
+    return [f for f in _files(folder) if f.name.startswith(f"{begin}-")]
+
+
+def compiled(files: list[Path]) -> bool:
+    """Returns True if a wheel is among these files."""
+    return any(f.suffix == ".whl" for f in files)
+
+
+def compile_extension(python: str, source: Path, target: Path, jobs: int) -> str:
+    """Compiles Transformer Engine's extension for an interpreter's torch into a wheel in `target`.
+
+    Where the source is a folder, what was compiled there before is not compiled again.
+
+    Returns:
+        What pip complains of; empty when it is done.
+    """
+    ask = "import importlib.util as i; s = i.find_spec('nvidia'); print(*(s.submodule_search_locations if s else ()))"
+    told = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True).stdout.split()
+    libraries = [folder for root in told for folder in sorted(Path(root).iterdir()) if folder.is_dir()]
+    env = {**os.environ, "NVTE_FRAMEWORK": "pytorch", "NVTE_WITH_NCCL_EP": "0", "MAX_JOBS": str(jobs)}
+    env["NVTE_PYTORCH_FORCE_BUILD"] = "TRUE"  # it looks for a wheel in the network first
+    # Headers are those of the libraries that torch has loaded, never the machine's.
+    headers = [str(folder / "include") for folder in libraries]
+    env["CPATH"] = os.pathsep.join([*headers, *filter(None, [os.environ.get("CPATH")])])
+    if cudnn := next((str(folder) for folder in libraries if folder.name == "cudnn"), ""):
+        env.setdefault("CUDNN_PATH", cudnn)
+    if toolkit := _toolkit():
+        env.setdefault("CUDA_HOME", toolkit)
+    command = [python, "-m", "pip", "wheel", "--no-index", "--no-deps", "--no-build-isolation"]
+    command.append("--no-cache-dir")  # a wheel there may be one for another torch
+    done = subprocess.run([*command, "-w", str(target), str(source)], env=env, capture_output=True, text=True)
+    return (done.stderr.strip() or f"pip ended with {done.returncode}") if done.returncode else ""
+
+
+def _toolkit() -> str:
+    """Returns the folder of the CUDA toolkit as nvcc says it: what the path has may be a script that calls it."""
+    nvcc = shutil.which("nvcc")
+    if nvcc is None:
+        return ""
+    said = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
+    top = re.search(r"^#\$ TOP=(.+)$", said, re.MULTILINE)
+    return str(Path(top[1].strip()).resolve()) if top else ""
 
 
 def nvidia() -> list[Path]:

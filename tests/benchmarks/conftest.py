@@ -9,4 +9,5 @@ import pytest
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    return tmp_path / "kept" / "gpu.json"
+    """Where results of the tests' device are kept."""
+    return tmp_path / "kept" / "a-gpu.json"

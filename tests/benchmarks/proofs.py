@@ -81,12 +81,17 @@ def proof(name: str, **more: Any) -> Proof:
 
 
 def results(path: Path) -> Results:
-    return Results(path, DEVICE, {"python": "3"})
+    return Results(path.parent, DEVICE, {"python": "3"})
 
 
 def kept(path: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(path.read_text())["proofs"]
     return found
+
+
+def rehearsed(path: Path) -> dict[str, Any]:
+    """Returns what a rehearsal kept beside this file."""
+    return kept(path.with_name("a-rehearsal-on-the-cpu.json"))
 
 
 def quiet(budget_s: float = 120.0, **more: Any) -> Call:

@@ -1,4 +1,4 @@
-"""Rehearses proofs in forks of a process that imports torch and megatron-core once: `… FILE PROOF …`.
+"""Rehearses proofs in forks of a process that imports torch and megatron-core once: `… FOLDER PROOF …`.
 
 Imports are four fifths of a rehearsal's time. `python -m benchmarks.gpu --rehearse` starts real processes instead.
 """
@@ -51,8 +51,8 @@ class Fork:
         return self.returncode
 
 
-def main(path: str, *names: str) -> None:
-    """Rehearses the proofs of these names, and keeps their results in a file."""
+def main(folder: str, *names: str) -> None:
+    """Rehearses the proofs of these names, and keeps their results in a folder."""
     os.environ["OMP_NUM_THREADS"] = "1"  # a fork has none of the threads that its parent had
     import megatron.core  # noqa: F401
 
@@ -63,7 +63,7 @@ def main(path: str, *names: str) -> None:
     context: Any = multiprocessing.get_context("fork")
     processes._context = context
     proofs = [proof for proof in PROOFS if proof.name in names]
-    runner.run(proofs, Results(Path(path), {"name": "a rehearsal"}, {}), runner.Call(800.0, tiny=True))
+    runner.run(proofs, Results(Path(folder), {"name": "a rehearsal on the CPU"}, {}), runner.Call(800.0, tiny=True))
 
 
 if __name__ == "__main__":

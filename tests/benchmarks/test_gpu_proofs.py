@@ -15,9 +15,9 @@ import pytest
 
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.catalogue import PROOFS
-from benchmarks.gpu.results import CUDA_ONLY, CUT, FAILED, NOT_HERE, PASSED, RUNNING, TIMEOUT, WAITING, table
+from benchmarks.gpu.results import CUDA_ONLY, CUT, FAILED, NOT_HERE, PASSED, RUNNING, TIMEOUT, WAITING, Results, table
 from benchmarks.gpu.runner import run
-from tests.benchmarks.proofs import kept, proof, quiet, results
+from tests.benchmarks.proofs import DEVICE, kept, proof, quiet, rehearsed, results
 from tests.conftest import ROOT
 
 # ---- running and keeping ---------------------------------------------------------------------------------------------
@@ -112,6 +112,31 @@ def test_what_the_end_of_a_call_cuts_short_has_no_verdict(path: Path) -> None:
     assert kept(path)["hangs"]["status"] == TIMEOUT
 
 
+def test_results_of_another_device_are_kept_apart(path: Path, tmp_path: Path) -> None:
+    """A call on an H200 after one on an H100 neither fails nor mixes their figures."""
+    results(path).put(proof("good"), {"status": PASSED})
+    other = Results(path.parent, {"name": "NVIDIA H200"}, {})
+    assert other.status(proof("good")) == WAITING
+    other.put(proof("wrong"), {"status": FAILED})
+    assert (results(path).status(proof("good")), results(path).status(proof("wrong"))) == (PASSED, WAITING)
+    assert sorted(file.name for file in path.parent.iterdir()) == ["a-gpu.json", "nvidia-h200.json"]
+
+
+def test_a_call_goes_on_from_results_of_several_calls(path: Path, tmp_path: Path) -> None:
+    """Each call's results come back in a folder of its own; of two results the one with a verdict counts."""
+    first, second = (results(tmp_path / name / "gpu.json") for name in ("first", "second"))
+    names = good, wrong, cut = proof("good"), proof("wrong"), proof("cut")
+    first.put(good, {"status": PASSED, "at": "2026-01-01T00:00:00Z"})
+    first.put(cut, {"status": CUT, "at": "2026-01-01T00:01:00Z"})
+    second.put(good, {"status": RUNNING, "at": "2026-01-02T00:00:00Z"})
+    second.put(wrong, {"status": FAILED, "at": "2026-01-02T00:01:00Z"})
+    second.put(cut, {"status": PASSED, "at": "2026-01-02T00:02:00Z"})
+    third = Results(path.parent, DEVICE, {}, [tmp_path / "first", second.path])
+    assert [third.status(name) for name in names] == [PASSED, FAILED, PASSED]
+    third.put(proof("last"), {"status": PASSED})
+    assert set(kept(path)) == {"good", "wrong", "cut", "last"}  # the newest file has all
+
+
 def test_what_is_not_here(path: Path) -> None:
     """Is no failure of a later stage, and one of the first."""
     later = proof("good", stage=2, needs=("no_such_package.part",))
@@ -132,7 +157,7 @@ def test_what_only_cuda_can_do_is_enough_for_a_rehearsal_alone(path: Path) -> No
 
 def test_mistakes_are_one_line(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     def said(*arguments: str) -> str:
-        assert main(["--results", str(path), *arguments]) == 2
+        assert main(["--results", str(path.parent), *arguments]) == 2
         (line,) = capsys.readouterr().err.splitlines()
         return line.removeprefix("error: ")
 
@@ -142,8 +167,8 @@ def test_mistakes_are_one_line(path: Path, capsys: pytest.CaptureFixture[str], m
     assert said("--budget", "soon").startswith("--budget: invalid float value: 'soon'; see")
     assert said("--stage", "4").startswith("--stage: invalid choice: 4")
     assert said("--only", "nonsense").startswith("--only nonsense: no such proof; there are device,")
-    results(path).put(proof("good"), {"status": PASSED})
-    assert "holds figures of a GPU, this is a rehearsal on the CPU" in said("--rehearse")
+    assert said("--earlier", "no/file").startswith("--earlier no/file: no such file or folder")
+    path.parent.mkdir()
     path.write_text("{}")
     assert "not a file of these proofs" in said("--rehearse")
     assert "not a file of these proofs" in said("--list")
@@ -153,7 +178,7 @@ def test_mistakes_are_one_line(path: Path, capsys: pytest.CaptureFixture[str], m
 
 def test_the_list_tells_what_is_known(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results(path).put(next(p for p in PROOFS if p.name == "nccl"), {"status": PASSED})
-    assert main(["--list", "--results", str(path), "--stage", "1"]) == 0
+    assert main(["--list", "--results", str(path.parent), "--stage", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines] == [p.name for p in PROOFS if p.stage == 1]
     assert [line.split()[0] for line in lines if " passed " in line] == ["nccl"]
@@ -231,10 +256,10 @@ def test_a_pattern_shows_what_is_wrong() -> None:
 
 
 def rehearse(path: Path, *arguments: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--results", str(path), *arguments]
+    command = [sys.executable, "-m", "benchmarks.gpu", "--rehearse", "--results", str(path.parent), *arguments]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
-    return kept(path)
+    return rehearsed(path)
 
 
 def test_kernels_and_limits_are_rehearsed(path: Path) -> None:
@@ -246,9 +271,9 @@ def test_kernels_and_limits_are_rehearsed(path: Path) -> None:
 def test_every_proof_of_torch_alone_is_rehearsed(path: Path) -> None:
     """In one process that forks: each of them runs to its end, and what it says on a CPU holds."""
     names = [proof.name for proof in PROOFS if proof.stage == 1]
-    command = [sys.executable, "-m", "tests.benchmarks.rehearsal", str(path), *names]
+    command = [sys.executable, "-m", "tests.benchmarks.rehearsal", str(path.parent), *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850)
-    found = kept(path)
+    found = rehearsed(path)
     went_wrong = {name: found[name].get("why") or found[name].get("wrong") for name in found}
     assert {name: found[name]["status"] for name in names} == {
         name: CUDA_ONLY if name in ("exchange_segments", "fragmentation") else PASSED for name in names

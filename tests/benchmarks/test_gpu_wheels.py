@@ -14,7 +14,7 @@ from benchmarks.gpu.catalogue import PROOFS
 from benchmarks.gpu.proof import Proof
 from benchmarks.gpu.results import FAILED, NOT_HERE, PASSED, WAITING
 from benchmarks.gpu.runner import run
-from tests.benchmarks.proofs import kept, proof, quiet, results
+from tests.benchmarks.proofs import kept, proof, quiet, rehearsed, results
 
 
 def test_wheels_are_installed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,8 +125,8 @@ def test_transformer_engine_comes_whole_or_not_at_all(
     def call(*proofs: Proof) -> dict[str, Any]:
         monkeypatch.setattr(command, "PROOFS", proofs)
         monkeypatch.setattr(sys, "path", [*sys.path])
-        assert main(["--rehearse", "--results", str(path), "--wheels", str(brought), "--again"]) == 0
-        return kept(path)
+        assert main(["--rehearse", "--results", str(path.parent), "--wheels", str(brought), "--again"]) == 0
+        return rehearsed(path)
 
     found = call(before, build, after)
     assert [(name, p["status"], p.get("wrong")) for name, p in found.items()] == [
@@ -148,8 +148,8 @@ def test_transformer_engine_that_cannot_be_imported_stays_out(
     build = next(p for p in PROOFS if p.name == "te_build")
     monkeypatch.setattr(command, "PROOFS", (build, proof("imports")))
     monkeypatch.setattr(sys, "path", [*sys.path])
-    assert main(["--rehearse", "--results", str(path), "--wheels", str(brought)]) == 1
-    found = kept(path)
+    assert main(["--rehearse", "--results", str(path.parent), "--wheels", str(brought)]) == 1
+    found = rehearsed(path)
     assert found["te_build"]["status"] == FAILED and "shared object" in found["te_build"]["wrong"][0]
     assert (found["imports"]["status"], found["imports"]["notes"]) == (PASSED, {"Transformer Engine": "absent"})
 

@@ -1,0 +1,59 @@
+"""Device code in CUDA's shared objects: what is for other GPUs than Hopper's is taken out of a wheel.
+
+A fat binary is a header and entries, each for one architecture. The kept entries move to the front, the header says how
+long they are, and zeros fill the rest, which compress to nothing: no offset that the program's tables use changes.
+"""
+
+from __future__ import annotations
+
+import struct
+import zipfile
+from pathlib import Path
+
+ARCHITECTURES = frozenset({90})
+MAGIC = struct.pack("<I", 0xBA55ED50)
+HEADER = struct.Struct("<4sHHQ")
+"""Magic, version, bytes of the header, bytes of all entries."""
+ENTRY = struct.Struct("<HHIQ12xI")
+"""Kind, version, bytes of the entry's header, bytes of its code, and the architecture."""
+
+
+def shrink_wheel(source: Path, target: Path, keep: frozenset[int] = ARCHITECTURES) -> None:
+    """Writes a wheel whose shared objects have device code for some architectures alone."""
+    new = target.with_name(f".{target.name}")
+    with zipfile.ZipFile(source) as before, zipfile.ZipFile(new, "w", zipfile.ZIP_DEFLATED, compresslevel=6) as after:
+        for item in before.infolist():
+            data = before.read(item)
+            after.writestr(item, shrink(data, keep) if ".so" in item.filename else data, zipfile.ZIP_DEFLATED)
+    new.replace(target)
+
+
+def shrink(data: bytes, keep: frozenset[int]) -> bytes:
+    """Returns a shared object of the same length; a fat binary without any of these architectures stays as it is."""
+    image, start = bytearray(data), 0
+    while (start := image.find(MAGIC, start)) >= 0:
+        _, _, header, size = HEADER.unpack_from(image, start) if start + HEADER.size <= len(image) else (0, 0, 0, 0)
+        first, end = start + header, start + header + size
+        if header != HEADER.size or end > len(image):  # these four bytes mean something else
+            start += len(MAGIC)
+            continue
+        entries = _entries(image, first, end)
+        if kept := b"".join(bytes(image[a:b]) for a, b, architecture in entries if architecture in keep):
+            image[first:end] = kept + bytes(size - len(kept))
+            struct.pack_into("<Q", image, start + 8, len(kept))
+        start = end
+    return bytes(image)
+
+
+def _entries(image: bytearray, at: int, end: int) -> list[tuple[int, int, int]]:
+    """Returns where each entry begins and ends, and its architecture; none where they do not fill the space."""
+    found = []
+    while at < end:
+        if at + ENTRY.size > end:
+            return []
+        _, _, header, size, architecture = ENTRY.unpack_from(image, at)
+        if not 0 < header <= 4096 or at + header + size > end:
+            return []
+        found.append((at, at + header + size, architecture))
+        at += header + size
+    return found

@@ -1,0 +1,47 @@
+"""What the next calls will run, told before a GPU is there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from benchmarks.gpu.proof import Proof
+from benchmarks.gpu.runner import LEAST_S, expected_s
+from benchmarks.gpu.wheels import brings, held
+
+CALLS, CALL_S = 2, 400.0
+"""Calls of a window of 900 s, the machine's start included, and what each may take."""
+
+
+def plan(proofs: Sequence[Proof], wheels: Path, calls: int = CALLS, call_s: float = CALL_S) -> list[list[Proof]]:
+    """Returns the proofs of each call: in their order, each in the first call that has time for it.
+
+    A proof whose packages the folder does not bring, and one for which no call has time, are in none.
+    """
+    here = [proof for proof in proofs if all(brings(wheels, need) for need in proof.needs)]
+    left = [proof for proof in here if not proof.makes or held(wheels)]
+    makers = [proof for proof in left if proof.makes]
+    found: list[list[Proof]] = []
+    for _ in range(calls):
+        # A later call has a fresh machine, on which what was installed is absent.
+        again = [maker for maker in makers if maker not in left and any(maker.makes in p.needs for p in left)]
+        seconds, chosen = call_s, []
+        for proof in (*again, *left):
+            if (needed := max(LEAST_S, expected_s(proof, wheels))) <= seconds:
+                chosen.append(proof)
+                seconds -= needed
+        left = [proof for proof in left if proof not in chosen]
+        found.append(chosen)
+    return found
+
+
+def described(proofs: Sequence[Proof], wheels: Path, results: Path, earlier: Path) -> str:
+    """Returns the commands of the calls, and what each runs."""
+    lines = []
+    for number, chosen in enumerate(plan(proofs, wheels), 1):
+        seconds = sum(expected_s(proof, wheels) for proof in chosen)
+        lines.append(f"call {number}, {seconds:.0f} s expected, with {wheels}:")
+        lines.append(f"  python3 -m benchmarks.gpu --budget {CALL_S:.0f} --wheels {wheels} --results {results}")
+        lines.append("  " + ", ".join(f"{p.name} {expected_s(p, wheels):.0f}" for p in chosen))
+        lines.append(f"  then copy {results}/*.json to {earlier}, where the next call finds them")
+    return "\n".join(lines)

@@ -1,0 +1,136 @@
+"""`--prepare FOLDER`, on a machine with a network: the packages that a GPU host lacks, small enough to travel there."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarks.gpu.fatbin import shrink_wheel
+from benchmarks.gpu.runner import ROOT
+from benchmarks.gpu.wheels import CORE, EXTENSION, compile_extension, compiled
+from skyrl_mega.config.errors import UserError
+
+PACKAGES = (
+    *("megatron-core", "pydantic", "pydantic-core", "annotated-types", "typing-inspection"),
+    *("nvdlfw-inspect", "transformer-engine"),
+)
+LOCK = ROOT / "requirements" / "cuda.lock"
+TORCH, PYTHON = "2.11.0", "3.12"
+"""Of the host: what the extension is compiled for."""
+LIMIT_MIB = 64
+"""That a call can carry, the repository included."""
+WORK = ROOT / "build" / "gpu_wheels"
+"""Whole wheels, an environment with the host's torch, and the extension's objects: what a later call goes on from."""
+PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_24_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+MIB = 2**20
+
+
+def prepare(folder: Path, say: Callable[[str], None]) -> None:
+    """Brings what is not in the folder yet, and says how much each file takes.
+
+    Raises:
+        UserError: pip cannot bring a package.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    WORK.mkdir(parents=True, exist_ok=True)
+    versions = dict(line.split("==") for line in LOCK.read_text().splitlines() if re.match(r"[\w.-]+==[\w.]+$", line))
+    wanted = [name for name in PACKAGES if not _files(folder, name, versions[name])]
+    if wanted:
+        say(f"downloading {', '.join(wanted)}")
+        _download(folder, [f"{name}=={versions[name]}" for name in wanted])
+    if not _files(folder, CORE, versions[CORE]):
+        _bring_core(folder, versions[CORE], say)
+    if not compiled(_files(folder, EXTENSION, versions[EXTENSION])):
+        _bring_extension(folder, versions[EXTENSION], say)
+    _say_sizes(folder, say)
+
+
+def _files(folder: Path, name: str, version: str) -> list[Path]:
+    """Returns what a folder has of a package."""
+    return sorted(folder.glob(f"{name.replace('-', '_')}-{version}[-.]*"))
+
+
+def _pip(python: Path | str, *arguments: str, env: dict[str, str] | None = None) -> None:
+    done = subprocess.run([str(python), "-m", "pip", *arguments], env=env, capture_output=True, text=True)
+    if done.returncode:
+        last = (done.stderr.strip() or done.stdout.strip()).splitlines()[-1:]
+        raise UserError(f"--prepare: pip {arguments[0]} failed: {''.join(last)}; run it again to go on from here")
+
+
+def _download(folder: Path, packages: list[str]) -> None:
+    platforms = [word for platform in PLATFORMS for word in ("--platform", platform)]
+    target = ["--python-version", PYTHON, "--implementation", "cp", "--only-binary=:all:", "--no-deps", *platforms]
+    _pip(sys.executable, "download", "--quiet", *target, "-d", str(folder), *packages)
+
+
+def _bring_core(folder: Path, version: str, say: Callable[[str], None]) -> None:
+    """Brings Transformer Engine's core with Hopper's device code alone; a build tag in its name says so."""
+    if not _files(WORK, CORE, version):
+        say(f"downloading {CORE}")
+        _download(WORK, [f"{CORE}=={version}"])
+    (whole,) = _files(WORK, CORE, version)
+    head = f"{CORE.replace('-', '_')}-{version}-"
+    say(f"shrinking {whole.name} ({whole.stat().st_size / MIB:.0f} MiB) to sm_90")
+    shrink_wheel(whole, folder / f"{head}1sm90-{whole.name.removeprefix(head)}")
+    whole.unlink()
+
+
+def _bring_extension(folder: Path, version: str, say: Callable[[str], None]) -> None:
+    """Brings the extension compiled for the host's torch, or its source where this machine cannot compile it."""
+    python, missing = _host_python(), [tool for tool in ("g++", "nvcc") if not shutil.which(tool)]
+    if python is None:
+        missing.append(f"python{PYTHON}")
+    environment = WORK / "environment"
+    made = environment / "bin" / "python"
+    if not (environment / ".ready").exists():
+        say(f"an environment with torch {TORCH}, to compile {EXTENSION} in")
+        subprocess.run([python or sys.executable, "-m", "venv", "--clear", str(environment)], check=True)
+        _pip(made, "install", "--quiet", f"torch=={TORCH}", *("numpy", "setuptools<82", "wheel", "ninja", "pybind11"))
+        (environment / ".ready").touch()
+    if not _files(WORK, EXTENSION, version):
+        how = ["--no-deps", "--no-binary=:all:", "--no-build-isolation"]
+        env = {**os.environ, "NVTE_FRAMEWORK": "pytorch"}
+        _pip(made, "download", "--quiet", *how, "-d", str(WORK), f"{EXTENSION}=={version}", env=env)
+    (source,) = _files(WORK, EXTENSION, version)
+    if missing:
+        say(f"{EXTENSION} comes as source, which te_build compiles on the GPU host: no {', '.join(missing)} here")
+        shutil.copy(source, folder)
+        return
+    tree = WORK / source.name.removesuffix(".tar.gz")
+    if not tree.exists():
+        with tarfile.open(source) as archive:
+            archive.extractall(WORK, filter="data")
+    say(f"compiling {EXTENSION} for torch {TORCH} (20 to 40 minutes on two cores; MAX_JOBS bounds its processes)")
+    if complaint := compile_extension(str(made), tree, folder, int(os.environ.get("MAX_JOBS", "2"))):
+        raise UserError(f"--prepare: {EXTENSION} does not compile: {complaint.splitlines()[-1]}; run it again to go on")
+    for file in folder.glob(source.name):  # an earlier call had no compiler
+        file.unlink()
+
+
+def _host_python() -> str | None:
+    """Returns an interpreter of the host's Python version, on the path or of pyenv."""
+    candidates = [
+        f"python{PYTHON}",
+        *map(str, sorted(Path.home().glob(f".pyenv/versions/{PYTHON}*/bin/python{PYTHON}"))),
+    ]
+    for name in candidates:
+        if (found := shutil.which(name)) and not subprocess.run([found, "-c", ""], capture_output=True).returncode:
+            return found
+    return None
+
+
+def _say_sizes(folder: Path, say: Callable[[str], None]) -> None:
+    """Says what each file takes, and all with the repository beside what a call can carry."""
+    sizes = {f.name: f.stat().st_size for f in sorted(folder.iterdir()) if f.is_file()}
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True).stdout.split("\0")
+    sizes["the repository"] = sum((ROOT / name).lstat().st_size for name in listed if name and (ROOT / name).exists())
+    for name, size in sizes.items():
+        say(f"{size / MIB:7.1f} MiB  {name}")
+    total = sum(sizes.values()) / MIB
+    say(f"{total:7.1f} MiB  in all, of {LIMIT_MIB} that a call can carry" + (": TOO MUCH" if total > LIMIT_MIB else ""))
