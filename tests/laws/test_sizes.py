@@ -10,8 +10,6 @@ from tests.laws.source import modules
 FILE, FUNCTION, POSITIONAL = 450, 60, 6
 
 LISTED = {
-    "envs.swe.witness:_keeper": "keeps what it knows in closures, as an object could be found by the code under test",
-    "envs.swe.witness:_pytest": "as `_keeper`: closures of one program, whose source is shipped whole",
     "megatron.vocab_parallel:forward": "torch.autograd.Function gives all inputs by position",
     "megatron.vocab_parallel:call of _LogProbs.apply": "as `forward`",
     "megatron.fused_head:forward": "as `vocab_parallel`'s",

@@ -13,7 +13,7 @@ from skyrl_mega.config.command import path_of
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import json_object
 from skyrl_mega.envs.row import row
-from skyrl_mega.envs.swe.proof import NAMED, named
+from skyrl_mega.envs.swe.judge import NAMED, inside, named
 
 SYSTEM = (
     "You work on a repository through a shell. In each turn give one command inside <bash>…</bash>; its output comes "
@@ -77,6 +77,8 @@ def _task(file: Path) -> dict[str, Any]:
         raise UserError(f"{file}, key split: {task['split']!r}; allowed: train, test")
     if not (file.parent / "repo").is_dir():
         raise UserError(f"{file.parent}: it has no repo/")
+    for part in ("repo", "hidden"):
+        inside(file.parent / part, file.parent.parent)
     return task
 
 

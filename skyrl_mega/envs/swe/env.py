@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Mapping
-from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar
@@ -14,10 +13,8 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.options import Option, choice, mapping, number, text, texts, whole
 from skyrl_mega.envs.sandbox import Sandbox
-from skyrl_mega.envs.sandbox.scoring import scored
-from skyrl_mega.envs.swe.proof import Proof, Verdict, named, started
-from skyrl_mega.envs.swe.session import BOX, LocalSession, Ran, Session
-from skyrl_mega.envs.swe.untouched import skipped
+from skyrl_mega.envs.swe.judge import Judge, Verdict, inside, named
+from skyrl_mega.envs.swe.session import BOX, LocalSession, Ran, Session, UnfitError
 from skyrl_mega.envs.tags import first
 
 PROTECTED = [
@@ -38,7 +35,9 @@ PROTECTED = [
     "__pycache__/*",
     "*/__pycache__/*",
     "sitecustomize.py",
+    "*/sitecustomize.py",
     "usercustomize.py",
+    "*/usercustomize.py",
     "unittest.py",
     "unittest/*",
     "pytest.py",
@@ -48,7 +47,7 @@ PROTECTED = [
     "*.egg-info/*",
     "*.dist-info/*",
 ]
-"""Files that decide what a test command does; beside them, what it starts (`proof.started`)."""
+"""Files that decide what a test command does; beside them, what it starts (`judge.started`)."""
 SUBMIT = re.compile(r"<submit\s*/?>")
 LONGEST_COMMAND = 100_000
 """Bytes; the kernel refuses an argument of 128 KiB."""
@@ -57,15 +56,16 @@ INVALID = "Give one command inside <bash>…</bash>, or <submit/> when the work 
 
 class SweEnv(BaseTextEnv):
     """`<bash>…</bash>` runs in the trajectory's own session and answers with its output; `<submit/>`, or the last turn,
-    ends it. Then the protected files are restored and the row's ground truth, the test command, is run: 1 when its exit
-    code is 0 and its runner proves that the tests passed, else 0."""
+    ends it. Then the row's ground truth, the test command, is run on clean copies with the policy's changes: 1 if the
+    tests pass and notice canaries, else 0."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {
         "tasks": text(None, "folder of the tasks"),
         "session": text("local", "local or package.module:Class, see `Session`"),
         "session_options": mapping("what the session is made with; of local, limits of its sandbox"),
         "protected": texts(PROTECTED, "files that are as the task says when the tests run"),
-        "proof": choice("auto", "runner", "exit", doc="what shows that the tests passed: see docs/swe.md"),
+        "proof": choice("auto", "canaries", "exit", doc="what shows that the tests passed: see docs/swe.md"),
+        "checks": whole(2, "runs with the tests as they are, and as many with a wrong assertion", low=1, high=100),
         "command_timeout_s": number(20.0, "for a command of the policy's", above=0, high=86400),
         "test_timeout_s": number(
             30.0, "for the tests; with the command's below rollout.env_timeout_s", above=0, high=86400
@@ -86,6 +86,8 @@ class SweEnv(BaseTextEnv):
         except UserError as error:
             raise UserError(f"task {name}, extra_info, {error}") from error
         self.task = Path(self.options["tasks"]) / name
+        for part in ("repo", "hidden"):
+            inside(self.task / part, self.task.parent)
         self.session = self._new_session()
 
     def _new_session(self) -> Session:
@@ -139,38 +141,14 @@ class SweEnv(BaseTextEnv):
         return self._judge({"command": None}, time.monotonic() + self.longest_step_s(self.options))
 
     def _judge(self, metadata: dict[str, Any], deadline: float) -> BaseTextEnvStepOutput:
-        seconds = float(self.options["test_timeout_s"])
-        test = str(self.ground_truth)
-        patterns = [*self.options["protected"], *started(test, self.options["proof"])]
-        proof = Proof.of(test, self.options["proof"], self.names)
-
-        def run(left: float) -> Ran:
-            self.session.restore(patterns, left)  # each time: what ran before may have changed the tests
-            return self.session.run(proof.command, left)
-
-        ran = scored(run, seconds)
-        verdict = proof.verdict(ran.output)
-        if ran.status == "ok" and verdict.skipped:
-            verdict = self._compared(proof, ran.output, patterns, min(seconds, deadline - time.monotonic()))
-        metadata |= {"tests": ran.status, "tests_passed": verdict.passed, "tests_unproved": verdict.why}
-        metadata["tests_output"] = proof.shown(ran.output)[-2000:]
-        right = ran.status == "ok" and verdict.why is None
-        return BaseTextEnvStepOutput(observations=[], reward=float(right), done=True, metadata=metadata)
-
-    def _compared(self, proof: Proof, output: str, patterns: list[str], seconds: float) -> Verdict:
-        """The verdict, with what the untouched repository skips too."""
-        test, options = str(self.ground_truth), self.options
-        known = skipped(
-            (options["session"], repr(options["session_options"]), self.task, test, *patterns),
-            self._new_session,
-            patterns,
-            Proof.of(test, options["proof"], untouched=True),
-            (float(options["command_timeout_s"]), max(seconds, 0.1)),
-        )
-        if known is None:
-            why = "tests are skipped, and the untouched repository's own run did not end: raise test_timeout_s"
-            return replace(proof.verdict(output), why=why)
-        return proof.verdict(output, known)
+        judge = Judge(self.task, str(self.ground_truth), self.names, self.options, self._new_session)
+        try:
+            verdict = judge.verdict(self.session.changes(float(self.options["command_timeout_s"])), deadline)
+        except UnfitError as error:
+            verdict = Verdict(Ran("failed", None, ""), str(error))
+        metadata |= {"tests": verdict.ran.status, "tests_unproved": verdict.why, "canaries": verdict.canaries}
+        metadata["tests_output"] = verdict.ran.output[-2000:]
+        return BaseTextEnvStepOutput(observations=[], reward=float(verdict.right), done=True, metadata=metadata)
 
     def close(self) -> None:
         """Gives the session back."""
@@ -204,7 +182,9 @@ def _session(path: str) -> type[Session]:
         raise UserError(
             f"environment.options.swe.session={path}: {error}; allowed: local, package.module:Class"
         ) from error
-    missing = [method for method in ("open", "run", "restore", "close") if not callable(getattr(cls, method, None))]
+    missing = [
+        method for method in ("open", "run", "changes", "write", "close") if not callable(getattr(cls, method, None))
+    ]
     if missing:
         raise UserError(f"environment.options.swe.session={path}: it has no {missing[0]}; allowed: a class as Session")
     return cls

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import fnmatch
+import errno
 import os
 import shutil
-from collections.abc import Iterable, Mapping
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,14 +28,33 @@ class Ran:
     """stdout, then stderr."""
 
 
-class Session(Protocol):
-    """One trajectory's machine. Made as `cls(task, options)`; every call is bounded by its `timeout_s`.
+@dataclass(frozen=True)
+class File:
+    """A file of a repository, or a link."""
 
-    A command that takes too long ends as a `Ran` with status `timeout`, and the session goes on. Whatever else goes
-    wrong (the machine is gone, it cannot be had) raises, and ends this trajectory alone.
+    data: bytes
+    """Content; of a link, where it leads."""
+    mode: int = 0o644
+    link: bool = False
+
+
+Files = Mapping[str, File | None]
+"""Path in the repository → what is there; None: nothing."""
+
+
+class UnfitError(Exception):
+    """Files of the policy's that no other session can take: its work has failed, not the run."""
+
+
+class Session(Protocol):
+    """A machine with a copy of the task's repository. Made as `cls(task, options)`; every call is bounded by its
+    `timeout_s`. A trajectory works in one; its tests run in others, one for each run.
+
+    A command that takes too long ends as a `Ran` with status `timeout`, and the session goes on. Other failures
+    (the machine is gone, none is free) raise, and end this trajectory alone.
 
     Args:
-        task: The task's folder: `repo/` to work in, and what `restore` brings.
+        task: The task's folder, with `repo/`.
         options: `environment.options.swe.session_options`.
     """
 
@@ -46,8 +66,11 @@ class Session(Protocol):
     def run(self, command: str, timeout_s: float) -> Ran:
         """Runs a shell command there; nothing that it started lives on."""
 
-    def restore(self, patterns: Iterable[str], timeout_s: float) -> None:
-        """Brings files that match (`tests/*`, …) back to what the task says, hidden tests included."""
+    def changes(self, timeout_s: float) -> Files:
+        """Returns the files that differ from the task's repository; raises UnfitError if they cannot be read."""
+
+    def write(self, files: Files, timeout_s: float) -> None:
+        """Writes and removes files, following no links; raises UnfitError if there is no room for them."""
 
     def close(self, timeout_s: float) -> None:
         """Gives the machine back; called once, also after a failure, and whether or not it was opened."""
@@ -57,49 +80,52 @@ class LocalSession:
     """A copy of the repository in a workspace, commands in the project's own sandbox."""
 
     def __init__(self, task: Path, options: Mapping[str, Any]) -> None:
-        self.task = task
+        self.repo = task / "repo"
         self.workspace: Workspace | None = None
-        self.spoilt: str | None = None
-        """Why the tests cannot be put where they belong, once that is so: every command fails then."""
         self.box = Sandbox.of(options, BOX)
 
     def open(self, timeout_s: float) -> None:
         """Copies the repository."""
         self.workspace = self.box.workspace()
-        _copy(self.task / "repo", self.folder)
+        _copy(self.repo, self.folder)
 
     def run(self, command: str, timeout_s: float) -> Ran:
         """Runs `sh -c command` in the sandbox."""
-        if self.spoilt is not None:
-            return Ran("failed", None, self.spoilt)
         limits = replace(self.box.limits, wall_s=timeout_s, cpu_s=int(timeout_s) + 1)
         outcome = self.box.run(["/bin/sh", "-c", command], workspace=self._opened(), limits=limits)
         return Ran(outcome.status, outcome.exit, outcome.stdout + outcome.stderr)
 
-    def restore(self, patterns: Iterable[str], timeout_s: float) -> None:
-        """Removes what matches and copies it again, without following any link that was made there.
-
-        A policy may have left no room for it, or a name that nothing can take: then the work has failed, not the run.
-        """
-        folder, wanted = self.folder, list(patterns)
+    def changes(self, timeout_s: float) -> Files:
+        """Compares the folder with the repository; sockets, pipes and empty folders are left out."""
+        changed: dict[str, File | None] = {}
+        room, had = self._opened().disk, {name: info for name, _, info in entries(self.repo)}
         try:
-            for path in tree.folders(str(folder)):
-                for name in os.listdir(path):
-                    file = Path(path, name)
-                    if _matches(file.relative_to(folder), wanted):
-                        tree.remove(str(file))
-            self._bring(wanted)
+            for name, path, info in entries(self.folder, tree.folders(str(self.folder))):
+                before = had.pop(name, None)
+                if before is not None and _looks(before) == _looks(info):
+                    continue
+                room -= info.st_size
+                if room < 0:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+                link = stat.S_ISLNK(info.st_mode)
+                data = os.fsencode(os.readlink(path)) if link else Path(path).read_bytes()
+                changed[name] = File(data, stat.S_IMODE(info.st_mode), link)
         except OSError as error:
-            self.spoilt = f"the tests cannot be restored: {error.strerror}"
+            raise UnfitError(f"files cannot be read: {error.strerror}") from error
+        return {**dict.fromkeys(had), **changed}
 
-    def _bring(self, wanted: list[str]) -> None:
+    def write(self, files: Files, timeout_s: float) -> None:
+        """Removes first, so that a name which was a folder can become a file."""
         folder = self.folder
         owner = folder.stat().st_uid
-        for source in (self.task / "repo", self.task / "hidden"):
-            for file in sorted(source.rglob("*")) if source.is_dir() else []:
-                relative = file.relative_to(source)
-                if file.is_file() and (source.name == "hidden" or _matches(relative, wanted)):
-                    _put(file, folder, relative, owner)
+        try:
+            for name, file in sorted(files.items(), key=lambda item: item[1] is not None):
+                if file is not None:
+                    _put(file, folder, Path(name), owner)
+                elif not any((folder / parent).is_symlink() for parent in Path(name).parents[:-1]):
+                    tree.remove(str(folder / name))
+        except OSError as error:
+            raise UnfitError(f"files cannot be written: {error.strerror}") from error
 
     def close(self, timeout_s: float) -> None:
         """Removes the copy."""
@@ -122,9 +148,19 @@ class LocalSession:
         return self.workspace
 
 
-def _matches(relative: Path, patterns: Iterable[str]) -> bool:
-    """Also in capitals: `EVIL.DIST-INFO` holds plug-ins as `evil.dist-info` does."""
-    return any(fnmatch.fnmatch(str(relative).lower(), pattern.lower()) for pattern in patterns)
+def entries(top: Path, folders: Iterable[str] | None = None) -> Iterator[tuple[str, str, os.stat_result]]:
+    """Yields the path below `top`, the path and the status of every file and link in the folders (default: all)."""
+    for folder in folders or (path for path, _, _ in os.walk(top)):
+        with os.scandir(folder) as found:
+            for entry in found:
+                info = entry.stat(follow_symlinks=False)
+                if stat.S_ISREG(info.st_mode) or stat.S_ISLNK(info.st_mode):
+                    yield entry.path[len(str(top)) + 1 :], entry.path, info
+
+
+def _looks(info: os.stat_result) -> tuple[int, ...]:
+    """What stays the same in a file that was copied and then left alone; of a link its time too."""
+    return info.st_mode, info.st_size, info.st_mtime_ns
 
 
 def _copy(source: Path, folder: Path) -> None:
@@ -138,8 +174,8 @@ def _copy(source: Path, folder: Path) -> None:
         raise UserError(f"{BOX}.disk_mib: {source} does not fit; give more than the repository takes") from error
 
 
-def _put(file: Path, folder: Path, relative: Path, owner: int) -> None:
-    """Writes one file of the task; a link or a file where a folder belongs gives way."""
+def _put(file: File, folder: Path, relative: Path, owner: int) -> None:
+    """Writes one file; a link or a file where a folder belongs gives way."""
     place = folder
     for part in relative.parts[:-1]:
         place = place / part
@@ -149,10 +185,10 @@ def _put(file: Path, folder: Path, relative: Path, owner: int) -> None:
             place.mkdir()
             os.chown(place, owner, -1)
     target = folder / relative
-    if target.is_symlink() or target.is_file():
-        target.unlink()
-    elif target.is_dir():
-        tree.remove(str(target))
-    shutil.copyfile(file, target)
-    shutil.copymode(file, target)
-    os.chown(target, owner, -1)
+    tree.remove(str(target))
+    if file.link:
+        os.symlink(os.fsdecode(file.data), target)
+    else:
+        target.write_bytes(file.data)
+        target.chmod(file.mode & 0o777)
+    os.chown(target, owner, -1, follow_symlinks=False)

@@ -48,7 +48,7 @@ TREES = {
     "no room": "head -c 4000000 /dev/zero >a; cp a b; cp a c; i=0; while >e$i && [ $i -lt 3000 ]; do i=$((i+1)); done",
     "the folder itself": "rmdir . ; rm -rf \"$HOME\"; mv \"$HOME\" ../x; ls",
 }  # fmt: skip
-"""What a session's commands may leave; the next command, `restore` and `close` meet it."""
+"""What a session's commands may leave; `changes`, `write` and `close` meet it."""
 
 
 def main(source: str, work: str, *disabled: str) -> None:
@@ -192,31 +192,38 @@ def disk(work: Path, disabled: tuple[str, ...]) -> Results:
 
 
 def trees(work: Path, disabled: tuple[str, ...]) -> Results:
-    """What a session's commands leave for those after them, for `restore` and for `close`."""
-    from skyrl_mega.envs.swe.session import LocalSession
+    """What a session's commands leave for those after them, for `changes`, `write` and `close`."""
+    from skyrl_mega.envs.swe.session import File, LocalSession, UnfitError
 
     task = work / "task"
-    for file in ("repo/a.py", "repo/tests/test_a.py", "hidden/tests/test_b.py"):
-        (task / file).parent.mkdir(parents=True, exist_ok=True)
-        (task / file).write_text("pass\n")
+    (task / "repo" / "tests").mkdir(parents=True)
+    for file in ("a.py", "tests/test_a.py"):
+        (task / "repo" / file).write_text("pass\n")
 
     def play(name: str) -> str:
-        session = LocalSession(task, {"disk_mib": 8, "file_mib": 4})
-        session.box = replace(session.box, disabled=disabled)
+        session, clean = (LocalSession(task, {"disk_mib": 8, "file_mib": 4}) for _ in range(2))
+        homes = []
         try:
-            session.open(5)
-            assert session.workspace is not None
-            home = os.path.dirname(session.workspace.place)
+            for each in (session, clean):
+                each.box = replace(each.box, disabled=disabled)
+                each.open(5)
+                assert each.workspace is not None
+                homes.append(os.path.dirname(each.workspace.place))
             session.run(TREES[name], 10)
-            session.restore(["tests/*"], 5)
-            tested = session.run("cat tests/test_a.py tests/test_b.py", 5)
+            try:
+                clean.write(session.changes(5), 5)
+                clean.write({f"tests/test_{test}.py": File(b"pass\n") for test in "ab"}, 5)
+            except UnfitError:
+                whole = True
+            else:
+                ran = clean.run("cat tests/test_a.py tests/test_b.py", 5)
+                whole = ran.status != "ok" or ran.output == "pass\npass\n"
             session.close(5)
+            clean.close(5)
         except Exception as error:
             return f"raised {type(error).__name__}: {error}"
-        if os.path.lexists(home):
-            return f"left: {home}"
-        whole = tested.output == "pass\npass\n"
-        return "contained" if whole or tested.status != "ok" else f"tests: {tested}"
+        left = [home for home in homes if os.path.lexists(home)]
+        return f"left: {left}" if left else "contained" if whole else "other tests"
 
     with ThreadPoolExecutor(4) as pool:
         return {"folders": dict(zip(TREES, pool.map(play, TREES), strict=True))}

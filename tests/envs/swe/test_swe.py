@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,8 @@ from skyrl_mega.data.prepare import prepare
 from skyrl_mega.data.rows import load_prompts
 from skyrl_mega.envs import BaseTextEnv, make
 from skyrl_mega.envs.swe.env import PROTECTED
-from skyrl_mega.envs.swe.session import LocalSession, Ran
+from skyrl_mega.envs.swe.session import File, Files, LocalSession, Ran
+from tests.envs.swe.played import PYTEST
 
 TEST = """
 import unittest
@@ -49,7 +50,8 @@ COMMAND = "python -m unittest discover -s tests -t ."
 
 
 def game(tasks: Path, turns: int = 8, command: str = COMMAND, **options: Any) -> BaseTextEnv:
-    config = EnvironmentConfig(options={"swe": {"tasks": str(tasks), **options}})
+    patient = {"command_timeout_s": 600, "test_timeout_s": 300, "checks": 1}
+    config = EnvironmentConfig(options={"swe": {"tasks": str(tasks), **patient, **options}})
     row = {"reward_spec": {"ground_truth": command}, "extra_info": {"task": "cart"}}
     env = make("swe", row, config, turns)
     env.init([{"role": "user", "content": "Mend total."}])
@@ -88,28 +90,6 @@ def test_work_is_judged_where_its_time_is_over(tasks: Path) -> None:
         env.close()
 
 
-CHEAT = """cat > shop/cart.py <<'END'
-import os, signal
-open("tests/test_cart.py", "w").write(
-    "import unittest\\nclass Test(unittest.TestCase):\\n    def test_total(self):\\n        pass\\n"
-)
-open("shop/cart.py", "w").write("def total(items):\\n    return 0\\n")
-os.kill(os.getpid(), signal.SIGKILL)
-END"""
-
-
-def test_tests_that_are_run_again_are_brought_back_first(tasks: Path) -> None:
-    """The first run of them forges them and ends by a signal, as if somebody else had ended it."""
-    env = game(tasks)
-    ran(env, CHEAT)
-    output = env.step("<submit/>")
-    session: Any = env.session
-    folder = session.folder
-    assert "return 0" in (folder / "shop" / "cart.py").read_text(), "it has run twice"
-    assert output["reward"] == 0.0 and (folder / "tests" / "test_cart.py").read_text() == TEST
-    env.close()
-
-
 def test_work_not_done_earns_nothing(tasks: Path) -> None:
     env = game(tasks)
     assert env.step("<submit />")["reward"] == 0.0
@@ -121,10 +101,6 @@ def test_work_not_done_earns_nothing(tasks: Path) -> None:
 
 
 EXIT = "import os; os._exit(0)"
-TINY = (
-    "import unittest, os\n\nclass T(unittest.TestCase):\n    def test(self): pass\n\n"
-    "unittest.main(module=__name__, argv=['x'], exit=False)\nos._exit(0)"
-)
 
 
 @pytest.mark.parametrize(
@@ -137,19 +113,10 @@ TINY = (
         "rm -rf tests; echo > tests",
         f"printf '{EXIT}' > tests/__init__.py",
         f"printf '{EXIT}' > sitecustomize.py",
-        f"printf '{EXIT}' > shop/cart.py",
         f"printf '{EXIT}' > unittest.py",
         f"mkdir unittest; printf '{EXIT}' > unittest/__init__.py; printf '{EXIT}' > unittest/__main__.py",
         f"printf '{EXIT}' > usercustomize.py",
         f"p=$(python -m site --user-site); mkdir -p $p; printf '{EXIT}' > $p/usercustomize.py",
-        "printf 'raise SystemExit(0)' > shop/cart.py",
-        "printf 'import os\\nprint(\"Ran 1 test in 0.0s\\\\n\\\\nOK\", flush=True)\\nos._exit(0)' > shop/cart.py",
-        'printf \'import os\\nprint(chr(10)+"proof "+"0"*32+" 1", flush=True)\\nos._exit(0)\' > shop/cart.py',
-        "printf 'import unittest\\nunittest.TestCase.assertEqual = lambda *a: None\\ntotal = None' > shop/cart.py",
-        "printf 'import unittest\\nunittest.TestCase.run = lambda s, r: r.startTest(s)\\ntotal = 1' > shop/cart.py",
-        "printf 'import unittest\\ntotal = 1\\nraise unittest.SkipTest' > shop/cart.py",
-        "printf 'import unittest.case as c\\ndef total(items): raise c._ShouldStop' > shop/cart.py",
-        f"cat > shop/cart.py <<'E'\n{TINY}\nE",
     ],
 )
 def test_what_repairs_nothing_earns_nothing(tasks: Path, cheat: str) -> None:
@@ -167,45 +134,34 @@ def test_tests_are_protected_in_every_folder(name: str) -> None:
     assert any(fnmatch(name, pattern) for pattern in PROTECTED)
 
 
-PYTEST = "python -m pytest -q -p no:cacheprovider"
 REPAIR = "sed -i 's/count + price/count * price/' shop/cart.py"
 END = "printf 'Name: x\\nVersion: 1\\n' > X.DIST-INFO/METADATA; echo 'import os; os._exit(0)' > x.py"
-EARLY = (
-    "import os, pytest\nopen('test_x.py', 'w').write('def test(): pass')\npytest.main(['-q', 'test_x.py'])\nos._exit(0)"
-)
 
 
 @pytest.mark.parametrize(
     "command, done, reward",
     [
         (COMMAND, REPAIR, 1.0),
-        (f"{COMMAND} > log 2>&1", REPAIR, 1.0),  # wherever its output goes
         (PYTEST, REPAIR, 1.0),
-        (PYTEST, f"printf '{EXIT}' > shop/cart.py", 0.0),
         (PYTEST, f"printf '{EXIT}' > pytest.py", 0.0),
-        (PYTEST, f"cat > shop/cart.py <<'E'\n{EARLY}\nE", 0.0),
         (PYTEST, "printf '[pytest]\\naddopts=--co' > .pytest.ini", 0.0),
         (f"{PYTEST} --co", REPAIR, 0.0),  # no test was run
         (PYTEST, f"mkdir X.DIST-INFO; printf '[pytest11]\\nx = x' > X.DIST-INFO/entry_points.txt; {END}", 0.0),
         ("make test", REPAIR, 1.0),
         ("make test", "printf 'test:\\n\\ttrue\\n' > Makefile", 0.0),
-        ("make test", f"printf '{EXIT}' > shop/cart.py", 0.0),  # a runner began
-        ("true", "true", 1.0),  # names no runner: its exit code is all that there is
+        ("true", "true", 1.0),  # nothing fails and nothing ran in Python: its exit code is all that there is
     ],
 )
-def test_a_runner_proves_its_end(tasks: Path, command: str, done: str, reward: float) -> None:
+def test_what_decides_what_is_run_is_the_tasks_own(tasks: Path, command: str, done: str, reward: float) -> None:
     env = game(tasks, command=command, session_options={"memory_mib": 1024})
     ran(env, done)
     output = env.step("<submit/>")
     assert output["reward"] == reward, output["metadata"]
-    assert "proof " not in output["metadata"]["tests_output"]
-    if reward and "unittest" in command:
-        assert output["metadata"]["tests_passed"] == 1
     env.close()
 
 
 def test_the_tests_home_is_not_the_policys(tasks: Path) -> None:
-    env = game(tasks, command='test "$PWD" != "$HOME" && test -z "$(ls "$HOME" | grep -v sitecustomize)"')
+    env = game(tasks, command='test "$PWD" != "$HOME" && test -z "$(ls "$HOME")"')
     ran(env, "touch here ~/there")
     assert env.step("<submit/>")["reward"] == 1.0
     env.close()
@@ -264,19 +220,25 @@ class Remote:
         self.log.append(f"{command.splitlines()[-1]} {timeout_s:g}")
         return Ran("ok", 0, "done")
 
-    def restore(self, patterns: Iterable[str], timeout_s: float) -> None:
-        self.log.append("restore")
+    def changes(self, timeout_s: float) -> Files:
+        return {name: File(b"1") for name in ("a.py", "tests/x.py", "tests", "/etc/x", "b/../../x", ".git/config")}
+
+    def write(self, files: Files, timeout_s: float) -> None:
+        self.log.append(f"write {' '.join(files)}")
 
     def close(self, timeout_s: float) -> None:
         self.log.append("close")
 
 
 def test_a_session_of_ones_own(tasks: Path) -> None:
-    env = game(tasks, session=f"{__name__}:Remote", session_options={"image": "small"}, test_timeout_s=9, proof="exit")
+    options = {"session": f"{__name__}:Remote", "session_options": {"image": "small"}}
+    env = game(tasks, **options, command_timeout_s=20, test_timeout_s=9, proof="exit")
     ran(env, "make")
     assert env.step("<submit/>")["reward"] == 1.0
     env.close()
-    assert Remote.log == ["cart small", "open", "make 20", "restore", f"{COMMAND} 9", "close"]
+    own = "write tests/__init__.py tests/test_cart.py"
+    run = ["cart small", "open", "write a.py", own, f"{COMMAND} 9", "close"]
+    assert Remote.log == ["cart small", "open", "make 20", *run, "close"]
     for wrong in ("nowhere", "os:Absent", "os:path", "no_such_module:X"):
         with pytest.raises(UserError, match=r"environment\.options\.swe\.session="):
             game(tasks, session=wrong)

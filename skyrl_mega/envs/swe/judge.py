@@ -1,0 +1,269 @@
+"""The verdict on a policy's work: its tests are run from clean copies of the repository, and have to notice canaries.
+
+The code under test runs in the tests' own process, so nothing that this process says can be believed alone. Exit codes
+of several runs are: those with the tests as they are must be 0, those with a canary (`canaries.py`) must not.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import itertools
+import json
+import os
+import posixpath
+import re
+import secrets
+import stat
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from random import SystemRandom
+from typing import Any
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.envs.sandbox.scoring import scored
+from skyrl_mega.envs.swe.canaries import Assertion, Edit, Source, suspects, wrong
+from skyrl_mega.envs.swe.session import File, Files, Ran, Session, UnfitError, entries
+
+NAMED = ("FAIL_TO_PASS", "PASS_TO_PASS")
+"""Lists of tests in a row, as SWE-bench calls them."""
+STARTS = {
+    "g?make": ("Makefile", "GNUmakefile", "*.mk"),
+    "nox": ("noxfile.py",),
+    "npm|npx|yarn|pnpm|bun": ("package.json",),
+    "just": ("justfile",),
+}
+"""Tool → the files that tell it what to do. What tox and pytest read is always protected."""
+PRELUDE = """\
+export HOME="$(mktemp -d "${TMPDIR:-/tmp}/.home.XXXXXX")" PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
+"""
+"""Before a test command: the local sandbox's home is the repository."""
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of the tests."""
+
+    ran: Ran
+    """The run that decided."""
+    why: str | None = None
+    """Why an exit code of 0 is not believed."""
+    canaries: int = 0
+    """Runs with a canary that failed, as they should."""
+
+    @property
+    def right(self) -> bool:
+        """True if the work is paid."""
+        return self.ran.status == "ok" and self.why is None
+
+
+@dataclass(frozen=True)
+class Judge:
+    """How the work on one task is judged.
+
+    Args:
+        task: The task's folder.
+        test: The test command.
+        names: Tests that must pass, as their runner names them.
+        options: `environment.options.swe`.
+        session: Makes a session that nobody has worked in.
+    """
+
+    task: Path
+    test: str
+    names: list[str]
+    options: Mapping[str, Any]
+    session: Callable[[], Session]
+
+    def verdict(self, changes: Files, deadline: float) -> Verdict:
+        """Runs the tests on the policy's changes.
+
+        Args:
+            changes: Those to the repository; protected files among them do not take part.
+            deadline: When to have ended, by `time.monotonic()`.
+        """
+        tests = self._tests()
+        try:
+            edits = self._edits(tests, deadline)
+        except TimeoutError:
+            return Verdict(LATE, "the untouched repository's tests took too long: raise test_timeout_s")
+        if self.options["proof"] == "canaries" and not edits:
+            return Verdict(Ran("failed", None, ""), "no assertion of the tests can be made wrong")
+        work = {path: file for path, file in changes.items() if not self._protects(path)}
+        last, seen = LATE, 0
+        for canary in self._plan(tests, edits):
+            try:
+                ran = scored(partial(self._run, work, {**tests, **canary}), self._left(deadline))
+            except UnfitError as error:
+                return Verdict(Ran("failed", None, ""), str(error))
+            if canary and ran.status == "ok":
+                return Verdict(ran, f"the tests pass with a wrong {min(canary)} too", seen)
+            if ran.status not in (("failed", "output") if canary else ("ok",)):
+                return Verdict(ran, None, seen)
+            last, seen = (last, seen + 1) if canary else (ran, seen)
+        return Verdict(last, None, seen)
+
+    def _plan(self, tests: Mapping[str, File], edits: Sequence[tuple[str, Edit]]) -> list[Files]:
+        """The canary of each run, empty for the tests as they are; in no order, so that a clock tells nothing."""
+        if not edits:
+            return [{}]
+        random, checks = SystemRandom(), int(self.options["checks"])
+        drawn = itertools.islice(itertools.cycle(random.sample(edits, len(edits))), checks)
+        canaries: list[Files] = [{path: wrong(tests[path], edit, random)} for path, edit in drawn]
+        return random.sample([*canaries, *[{}] * checks], 2 * checks)
+
+    def _left(self, deadline: float) -> float:
+        return max(0.1, min(float(self.options["test_timeout_s"]), deadline - time.monotonic()))
+
+    def _run(self, work: Files, tests: Files, seconds: float) -> Ran:
+        """Runs the tests in a session of their own."""
+        session = self.session()
+        try:
+            session.open(seconds)
+            session.write(work, seconds)
+            session.write(tests, seconds)
+            return session.run(PRELUDE + self.test, seconds)
+        finally:
+            session.close(seconds)
+
+    def _protects(self, path: str) -> bool:
+        """True for files that are the task's own, what would take the place of their folders, and no paths of a
+        repository."""
+        strange = path.startswith("/") or ".." in path.split("/") or path.split("/")[0] == ".git"
+        return strange or _matches(path, self._protected) or _matches(f"{path}/x", self._protected)
+
+    @property
+    def _protected(self) -> list[str]:
+        return [*self.options["protected"], *(started(self.test) if self.options["proof"] != "exit" else ())]
+
+    def _tests(self) -> dict[str, File]:
+        """The protected files of the task, and the hidden ones."""
+        protected = _read(self.task / "repo", lambda path: _matches(path, self._protected))
+        return protected | _read(self.task / "hidden", lambda path: True)
+
+    def _edits(self, tests: Mapping[str, File], deadline: float) -> Sequence[tuple[str, Edit]]:
+        """Returns what can be made wrong, and where; one look at the untouched repository per task and process.
+
+        Raises:
+            TimeoutError: Its tests did not begin, or another trajectory's look at it did not end, in time.
+        """
+        key = (str(self.task), self.test, *self.names, repr(self.options))
+        lock = _locks.setdefault(key, threading.Lock())
+        if not lock.acquire(timeout=max(0.0, deadline - time.monotonic())):
+            raise TimeoutError
+        try:
+            if key not in _known:
+                found = [] if self.options["proof"] == "exit" else self._look(tests, deadline)
+                _known[key] = [(assertion.path, assertion.edit) for assertion in found]
+            return _known[key]
+        finally:
+            lock.release()
+
+    def _look(self, tests: Mapping[str, File], deadline: float) -> list[Assertion]:
+        functions = frozenset(map(_function, self.names))
+        sources = [*_parsed(tests, functions)]
+        if not sources:
+            return []
+        session, seconds = self.session(), max(0.1, (deadline - time.monotonic()) / 2)
+        try:
+            session.open(seconds)
+            place = f"{session.run('pwd', seconds).output.strip()}/.marks-{secrets.token_hex(8)}"
+            marked = {source.path: source.marked(place, number) for number, source in enumerate(sources)}
+            session.write(
+                {**tests, **{path: replace(tests[path], data=data) for path, data in marked.items()}}, seconds
+            )
+            ran = session.run(PRELUDE + self.test, min(seconds, float(self.options["test_timeout_s"])))
+            marks = session.run(f"cat {place}", seconds).output.splitlines()
+        finally:
+            session.close(seconds)
+        found = suspects(sources, marks, ran.status != "ok", functions)
+        if not found and ran.status not in ("ok", "failed"):
+            raise TimeoutError
+        return found
+
+
+def _read(top: Path, wanted: Callable[[str], bool]) -> dict[str, File]:
+    """The wanted files below a folder of the task; a link in `hidden` stands for what it leads to."""
+    found = {}
+    for name, path, info in entries(top) if top.is_dir() else ():
+        if not wanted(name) or name.startswith(".git/"):
+            continue
+        if stat.S_ISLNK(info.st_mode) and top.name == "repo":
+            found[name] = File(os.fsencode(os.readlink(path)), link=True)
+        elif Path(path).is_file():
+            inside(Path(path), top.parent.parent)
+            found[name] = File(Path(path).read_bytes(), stat.S_IMODE(Path(path).stat().st_mode))
+    return found
+
+
+def inside(path: Path, tasks: Path) -> None:
+    """Refuses a part of a task that is a link to somewhere else than the folder of tasks.
+
+    Raises:
+        UserError: It leads out of it.
+    """
+    if not path.resolve().is_relative_to(tasks.resolve()):
+        raise UserError(
+            f"{path}: a link to {path.resolve()}; allowed: files in {tasks}; copy what it leads to into the task"
+        )
+
+
+def _parsed(files: Mapping[str, File], functions: Collection[str]) -> Iterator[Source]:
+    """The test files in Python; with functions, those in which one of these is."""
+    for path, file in sorted(files.items()):
+        if path.endswith(".py") and not file.link:
+            named = [name for name in functions if re.search(rb"\bdef " + re.escape(name).encode() + rb"\b", file.data)]
+            if functions and not named:
+                continue
+            with contextlib.suppress(SyntaxError, ValueError, RecursionError):
+                yield Source(path, file.data)
+
+
+def _matches(path: str, patterns: Iterable[str]) -> bool:
+    """Also in capitals: `EVIL.DIST-INFO` holds plug-ins as `evil.dist-info` does."""
+    return any(fnmatch.fnmatch(path.lower(), pattern.lower()) for pattern in patterns)
+
+
+def _function(name: str) -> str:
+    """The function of a test: of `tests/test_a.py::Test::test_b[1]`, `tests.test_a.Test.test_b`, `test_b (…)`."""
+    return re.split(r"::|\.", re.split(r"\[| \(", name)[0])[-1]
+
+
+def started(test: str) -> list[str]:
+    """Patterns of the files in a repository that a test command starts: shell scripts, and those of `STARTS`."""
+    names = re.findall(r"(?:^|[\s;&|(])(?:\.|source|(?:ba|da|z|k)?sh)\s+(?:-\S+\s+)*([\w./-]+)", test)
+    names += re.findall(r"[\w./-]*\.(?:sh|bash)\b", test)
+    names += [file for tool, files in STARTS.items() if re.search(rf"\b(?:{tool})\b", test) for file in files]
+    plain = {re.sub(r"^(\.{0,2}/)+", "", posixpath.normpath(name)) for name in names} - {"", ".", ".."}
+    return sorted(pattern for name in plain for pattern in (name, f"*/{name}"))
+
+
+def named(known: Mapping[str, Any]) -> list[str]:
+    """The tests that a row says must pass.
+
+    Args:
+        known: Its lists by `NAMED`, which SWE-bench writes as JSON text.
+
+    Raises:
+        UserError: They are something else.
+    """
+    names = []
+    for key in NAMED:
+        given = known.get(key)
+        try:
+            given = json.loads(given) if isinstance(given, str) else list(given if given is not None else ())
+        except (ValueError, TypeError):
+            given = None
+        if not isinstance(given, list) or not all(isinstance(name, str) and name for name in given):
+            raise UserError(f"{key}: {known[key]!r}; allowed: a list of the names of tests")
+        names += given
+    return names
+
+
+LATE = Ran("timeout", None, "")
+_known: dict[tuple[str, ...], list[tuple[str, Edit]]] = {}
+_locks: dict[tuple[str, ...], threading.Lock] = {}
