@@ -20,6 +20,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -101,11 +102,13 @@ def make_model(name: str, folder: Path) -> Path:
 
 
 def ours(case: Case, folder: Path, more: list[str]) -> list[dict[str, float | None]]:
-    """A run of `skyrl_mega`; the metrics of its steps."""
+    """Returns the metrics of the steps of a run of `skyrl_mega`."""
+    model = Path(shutil.copytree(case.model, folder / "model"))
+    (model / "generation_config.json").write_text('{"eos_token_id": []}')  # turns end by their limit alone
     config = {
         "run": {"name": "run", "directory": str(folder), "steps": case.steps},
         "cluster": {"device": "cpu"},
-        "model": {"path": case.model, "dtype": "float32"},
+        "model": {"path": str(model), "dtype": "float32"},
         "policy": {"optimizer": {"lr": 1e-5}},
         "rollout": {
             "max_prompt_tokens": 64,

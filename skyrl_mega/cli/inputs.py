@@ -120,7 +120,8 @@ def planned_inputs(config: Config) -> tuple[Mapping[str, Any], list[str]]:
 
 
 def check_chat(config: Config, hf: Mapping[str, Any]) -> None:
-    """Tokenizer, chat template and the tokens that end a turn, where the model's are here.
+    """Checks tokenizer, chat template and the tokens that end a turn, where the model's are here, and that the template
+    writes the tool calls of demonstrations.
 
     Raises:
         UserError: One of them cannot be used.
@@ -130,7 +131,12 @@ def check_chat(config: Config, hf: Mapping[str, Any]) -> None:
         return
     from skyrl_mega.rollout.renderer import Renderer
 
-    Renderer(str(path), config.rollout).check_vocabulary(architecture(hf).describe(hf).vocab)
+    chat = Renderer(str(path), config.rollout)
+    chat.check_vocabulary(architecture(hf).describe(hf).vocab)
+    files = [file for file in config.warmup.files if Path(file).exists()] if config.warmup.steps else []
+    for message in (turn for demonstration in load_demonstrations(files) for turn in demonstration.turns):
+        if message.get("tool_calls"):
+            chat.turn(message)
 
 
 def check_tools(config: Config) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +14,9 @@ from skyrl_mega.config.errors import UserError
 MOST_BYTES = 256 * 2**20
 DEEPEST = 100
 """Mappings and lists within each other."""
+
+
+SPACES = re.compile(r"\s*")
 
 
 class Malformed(ValueError):
@@ -37,6 +41,25 @@ def parsed(data: str | bytes, *, most: int = MOST_BYTES, deepest: int = DEEPEST)
         raise Malformed(str(error)) from error
     check(value, deepest=deepest)
     return value
+
+
+def first_value(text: str, start: int, *, most: int = MOST_BYTES) -> tuple[Any, int]:
+    """Returns the JSON value that begins at `start` of a text, spaces aside, and where it ends.
+
+    Raises:
+        Malformed: None begins there, or one that `parsed` does not take.
+    """
+    start = SPACES.match(text, start).end()  # type: ignore[union-attr]  # it matches everywhere
+    try:
+        value, end = DECODER.raw_decode(text, start)
+    except RecursionError as error:
+        raise Malformed(f"it nests deeper than {DEEPEST} levels") from error
+    except ValueError as error:  # JSON's own errors, numbers of too many digits
+        raise Malformed(str(error)) from error
+    if end - start > most:
+        raise Malformed(f"it has {end - start} characters, allowed are {most}")
+    check(value)
+    return value, end
 
 
 def check(value: Any, *, deepest: int = DEEPEST, numbers: bool = True) -> None:
@@ -126,3 +149,6 @@ def is_unicode(text: str) -> bool:
 
 def _constant(text: str) -> NoReturn:
     raise Malformed(f"{text} is no number")
+
+
+DECODER = json.JSONDecoder(parse_constant=_constant)

@@ -16,16 +16,20 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import Malformed
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.config.values import shown
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.base import ROLES, BaseTextEnv, Message
 from skyrl_mega.envs.prompt import Prompt
+from skyrl_mega.envs.tool_calls import calls_of
 
 ROWS_AT_ONCE = 65_536
 
 SCHEMA = "allowed: list<struct<role: string, content: string>>"
 
+LEARNED = ("role", "content", "tool_calls")
+"""What a demonstration's turn of the assistant may have."""
 CONVERSATION = "an assistant's message, then those that follow, and an assistant's at the end"
 
 
@@ -97,18 +101,20 @@ def load_demonstrations(files: Sequence[str | Path], *, key: str = "warmup.files
     demonstrations = []
     for file in files:
         for batch, first in _batches(file, key):
-            where, shown = f"{key}: {file}", _field(batch, "extra_info", "demonstration")
+            where, given = f"{key}: {file}", _field(batch, "extra_info", "demonstration")
             _check_messages(batch["prompt"], first, where, "prompt")
             _check_words(batch["prompt"], first, where)
-            if _is_conversation(shown.type):
-                _check_messages(shown, first, where, column)
-                turns = [_messages(conversation) for conversation in shown.to_pylist()]
+            if _is_conversation(given.type):
+                _check_messages(given, first, where, column)
+                turns = [_messages(conversation) for conversation in given.to_pylist()]
+                _check_calls(turns, first, where, column, *LEARNED)
                 unanswered = [t[0]["role"] != "assistant" or t[-1]["role"] != "assistant" for t in turns]
                 _refuse(pa.array(unanswered), first, where, column, f"allowed: {CONVERSATION}")
             else:
-                _refuse(pc.invert(_filled(shown)), first, where, column, "it is missing; allowed: text, or messages")
-                turns = [[{"role": "assistant", "content": response}] for response in shown.to_pylist()]
-            prompts = map(_messages, batch["prompt"].to_pylist())
+                _refuse(pc.invert(_filled(given)), first, where, column, "it is missing; allowed: text, or messages")
+                turns = [[{"role": "assistant", "content": response}] for response in given.to_pylist()]
+            prompts = [_messages(prompt) for prompt in batch["prompt"].to_pylist()]
+            _check_calls(prompts, first, where, "prompt")
             named = batch["env_class"].to_pylist() if "env_class" in batch.schema.names else [None] * len(batch)
             names = [name or "" for name in named]
             demonstrations += [Demonstration(*parts) for parts in zip(prompts, turns, names, strict=True)]
@@ -118,6 +124,10 @@ def load_demonstrations(files: Sequence[str | Path], *, key: str = "warmup.files
 def _checked_batches(file: str | Path, config: EnvironmentConfig, key: str) -> Iterator[tuple[pa.RecordBatch, int]]:
     for batch, first in _batches(file, key):
         _check_messages(batch["prompt"], first, f"{key}: {file}", "prompt")
+        if batch["prompt"].type.value_type.get_field_index("tool_calls") >= 0:
+            _check_calls(
+                [_messages(prompt) for prompt in batch["prompt"].to_pylist()], first, f"{key}: {file}", "prompt"
+            )
         _check_environments(batch, first, file, key, config)
         yield batch, first
 
@@ -327,5 +337,30 @@ def _is_string(kind: pa.DataType | None) -> bool:
 
 
 def _messages(prompt: Iterable[dict[str, Any]]) -> list[Message]:
-    """Messages without the keys that are null only because another row has them."""
-    return [{k: v for k, v in message.items() if v is not None} for message in prompt]
+    """Returns messages without the keys that are null only because another row has them."""
+    return [{k: _without_nulls(v) for k, v in message.items() if v is not None} for message in prompt]
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _check_calls(conversations: Sequence[list[Message]], first: int, where: str, column: str, *more: str) -> None:
+    """Refuses tool calls that no chat template writes, and, of an assistant, what is not learned from (`more`)."""
+    for row, message in ((row, message) for row, messages in enumerate(conversations, first) for message in messages):
+        try:
+            calls_of(message)
+        except Malformed as error:
+            raise UserError(f"{where}, row {row}, column {column}: tool_calls: {error}") from error
+        unread = (
+            [key for key, value in message.items() if value and key not in more]
+            if more and message["role"] == "assistant"
+            else []
+        )
+        if unread:
+            raise UserError(
+                f"{where}, row {row}, column {column}: {shown(unread[0])} of an assistant's message is not learned; "
+                f"allowed are {', '.join(more)}; thoughts belong into content, as the model writes them"
+            )

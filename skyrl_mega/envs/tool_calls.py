@@ -7,15 +7,18 @@ policy is told.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_mega.config.outside import Malformed, parsed
-from skyrl_mega.envs.tags import every
+from skyrl_mega.config.outside import Malformed, first_value, parsed
+from skyrl_mega.config.values import shown
 
 MOST_BYTES = 2**20
 """Of one call."""
+CALL, CLOSED = "<tool_call>", "</tool_call>"
+TAG = re.compile("</?(?:think|tool_call)>")
 
 
 @dataclass(frozen=True)
@@ -43,34 +46,90 @@ Parser = Callable[[str, int], AssistantMessage]
 
 
 def hermes(text: str, turn: int = 1) -> AssistantMessage:
-    """`<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen2.5, Qwen3. What is thought is no call."""
-    spoken = text.rpartition("</think>")[2].partition("<think>")[0]
-    opening, closing = "<tool_call>", "</tool_call>"
-    calls, content, end = [], [], 0
-    for place, tag in enumerate(every(spoken, "tool_call")):
-        calls.append(_call(tag.text, f"call_{turn}_{place + 1}"))
-        content.append(spoken[end : tag.start])
-        end = tag.start + len(opening) + len(tag.text) + len(closing)
-    rest, opened, _ = spoken[end:].partition(opening)
-    if opened:
-        calls.append(ToolCall(f"call_{turn}_{len(calls) + 1}", error=f"the call has no {closing}"))
-    return AssistantMessage("".join([*content, rest]).strip(), tuple(calls))
+    """Reads `<tool_call>{"name": …, "arguments": {…}}</tool_call>`: Hermes, Qwen2.5, Qwen3.
+
+    The JSON behind an opening tag is read first: tags within it are text. What is thought is neither call nor answer.
+    """
+    calls: list[ToolCall] = []
+    content: list[str] = []
+    thinking, end = False, 0  # end: of what is read
+    while tag := TAG.search(text, end):
+        if not thinking:
+            content.append(text[end : tag.start()])
+        end = tag.end()
+        if tag[0] == CALL:
+            call, end = _call(text, end, f"call_{turn}_{len(calls) + 1}")
+            if not thinking:
+                calls.append(call)
+        elif tag[0] == "<think>":
+            thinking = True
+        elif tag[0] == "</think>":  # the chat template may have opened it
+            thinking, calls, content = False, [], []
+        elif not thinking:
+            content.append(tag[0])
+    if not thinking:
+        content.append(text[end:])
+    return AssistantMessage("".join(content).strip(), tuple(calls))
 
 
-def _call(text: str, id: str) -> ToolCall:
+def _call(text: str, start: int, id: str) -> tuple[ToolCall, int]:
+    """Returns the call behind an opening tag, and where it ends."""
     form = 'allowed is {"name": …, "arguments": {…}}'
     try:
-        value = parsed(text, most=MOST_BYTES)
+        value, end = first_value(text, start, most=MOST_BYTES)
+        wrong = None
     except Malformed as error:
-        return ToolCall(id, error=f"the call is not JSON: {error}; {form}")
+        value, end, wrong = None, start, f"the call is not JSON: {error}; {form}"
+    closing = TAG.search(text, end)
+    if closing is None or closing[0] != CLOSED:
+        return ToolCall(id, error=f"the call has no {CLOSED}"), end
+    if wrong is None and text[end : closing.start()].strip():
+        wrong = f"the call is not JSON: there is more behind it; {form}"
+    if wrong is not None:
+        return ToolCall(id, error=wrong), closing.end()
+    return _read(value, id, form), closing.end()
+
+
+def _read(value: Any, id: str, form: str) -> ToolCall:
     if not isinstance(value, dict):
         return ToolCall(id, error=f"the call is not a JSON object; {form}")
-    name, arguments = value.get("name"), value.get("arguments", {})
+    name = value.get("name")
     if not isinstance(name, str) or not name:
         return ToolCall(id, error=f"the call has no name; {form}")
+    if "arguments" not in value and len(value) > 1:
+        others = ", ".join(key for key in value if key != "name")
+        return ToolCall(id, name, error=f"the call has {shown(others)} and no arguments; {form}")
+    arguments = value.get("arguments", {})
     if not isinstance(arguments, dict):
         return ToolCall(id, name, error=f"the call's arguments are not a JSON object; {form}")
     return ToolCall(id, name, arguments)
+
+
+def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Returns a message's `tool_calls` as chat templates take them: arguments that are JSON in a text become a mapping.
+
+    Raises:
+        Malformed: They are something else.
+    """
+    calls = message.get("tool_calls") or []
+    if isinstance(calls, str):
+        calls = parsed(calls, most=MOST_BYTES)
+    if not isinstance(calls, list | tuple):
+        raise Malformed("they are no list")
+    read = []
+    for call in calls:
+        function = call.get("function", call) if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+            raise Malformed(f'{shown(call)}: allowed is {{"function": {{"name": …, "arguments": {{…}}}}}}')
+        arguments = function.get("arguments") or {}
+        if isinstance(arguments, str):
+            arguments = parsed(arguments, most=MOST_BYTES)
+        if not isinstance(arguments, Mapping):
+            raise Malformed(f"the arguments of {shown(function['name'])} are no JSON object")
+        id = {"id": call["id"]} if call.get("id") else {}
+        function = {"name": function["name"], "arguments": dict(arguments)}
+        read.append({**id, "type": "function", "function": function})
+    return read
 
 
 PARSERS: Mapping[str, Parser] = {"hermes": hermes}

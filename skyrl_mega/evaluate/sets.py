@@ -79,9 +79,7 @@ def that_fit(
         tools = {name: registry.tools(name, config) for name in {p.env_class for p in s.prompts}}
         place = f"the set {s.name}, row"
         prompts = [
-            p
-            for p in s.prompts
-            if len(chat.prompt(p.messages, f"{place} {p.uid}", tools[p.env_class], longest)) <= longest
+            p for p in s.prompts if chat.prompt(p.messages, f"{place} {p.uid}", tools[p.env_class], longest) is not None
         ]
         if not prompts:
             raise UserError(

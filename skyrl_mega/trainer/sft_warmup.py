@@ -31,8 +31,8 @@ def encode(
         chat: Tokenizer and template.
         environments: Which environments there are: a prompt shows its environment's tools.
 
-    Column `mask` is 1 on what is learned: the assistant's messages, each with its end token. Prompts and what an
-    environment says between turns are 0.
+    Column `mask` is 1 on what is learned: the assistant's messages, each with its tool calls and end token. Prompts and
+    what an environment says between turns are 0.
     """
     config = environments or EnvironmentConfig()
     names = {d.env_class or config.default or "" for d in demonstrations}
@@ -45,7 +45,6 @@ def encode(
 
 def _encode(demonstration: Demonstration, chat: Renderer, tools: list[dict[str, Any]]) -> tuple[list[int], np.ndarray]:
     """Tokens, and which of them are learned (float32)."""
-    end = chat.tokenizer.eos_token_id
     parts = [(chat.render(demonstration.messages, tools), 0)]
     observations: list[Message] = []
     last = len(demonstration.turns) - 1
@@ -54,10 +53,9 @@ def _encode(demonstration: Demonstration, chat: Renderer, tools: list[dict[str, 
             observations.append(message)
             continue
         if len(parts) > 1:
-            parts.append((chat.following(end, observations, tools), 0))
+            parts.append((chat.following(chat.end, observations, tools), 0))
             observations = []
-        ends = [] if chat.one_message and place < last else [end]
-        parts.append(([*chat.encode(message["content"]), *ends], 1))
+        parts.append((chat.turn(message, ends=place == last or not chat.one_message), 1))
     tokens = [token for part, _ in parts for token in part]
     return tokens, np.repeat(np.array([learned for _, learned in parts], np.float32), [len(part) for part, _ in parts])
 

@@ -8,13 +8,12 @@ from pathlib import Path
 from transformers import AutoConfig, AutoTokenizer
 
 from benchmarks import step
-from skyrl_mega.rollout.renderer import stop_tokens
 
 
 def test_the_model_has_a_million_parameters_and_no_end_token(tmp_path: Path) -> None:
     path = step.make_model("moe", tmp_path)
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    assert stop_tokens(str(path), tokenizer) == () and AutoConfig.from_pretrained(path).eos_token_id is None
+    assert AutoTokenizer.from_pretrained(path).eos_token_id is None
+    assert AutoConfig.from_pretrained(path).eos_token_id is None
     assert 0.8e6 < (path / "model.safetensors").stat().st_size / 4 < 1.2e6
 
 

@@ -21,6 +21,7 @@ from skyrl_mega.engines.vllm import arguments
 from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.trainer.setup import prompts_of
+from tests.support.tokenizers import directory, word_piece
 
 
 def said(run: Callable[[], Any]) -> str:
@@ -119,6 +120,16 @@ def test_a_run_and_its_dry_run_refuse_alike(inputs: Path, model: Path, name: str
     config = compose(inputs / "config.yaml", [f"model.path={model}"])
     for checked in (check_inputs, planned_inputs):
         with pytest.raises(UserError, match=line):
+            checked(config)
+
+
+def test_a_tokenizer_that_loses_text(inputs: Path, model: Path) -> None:
+    config_json = (model / "config.json").read_text()
+    directory(model, word_piece(), unk_token="[UNK]")
+    (model / "config.json").write_text(config_json)
+    config = compose(inputs / "config.yaml", [f"model.path={model}"])
+    for checked in (check_inputs, planned_inputs):
+        with pytest.raises(UserError, match=r"model.path=.*: tokenizer.json loses text: "):
             checked(config)
 
 

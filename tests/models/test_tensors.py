@@ -63,7 +63,7 @@ def test_qwen3_30b(shared: Path) -> None:
     [
         ("qwen3", {"model_type": "gpt2"}, ["gpt2", "qwen3_moe, qwen3, qwen2, llama"]),
         ("qwen3", {"model_type": None}, ["None", "qwen3_moe"]),
-        ("qwen3", {"hidden_size": None}, ["hidden_size", "missing"]),
+        ("qwen3", {"hidden_size": None}, ["hidden_size is null"]),
         ("qwen3", {"num_hidden_layers": "4"}, ["num_hidden_layers", "'4'", "positive integer"]),
         ("qwen3", {"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ("qwen3", {"attention_bias": True}, ["attention_bias is true"]),

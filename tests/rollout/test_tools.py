@@ -376,3 +376,30 @@ def test_tools_that_are_no_list_are_refused() -> None:
 
     with pytest.raises(TypeError, match="allowed is a list of Tool"):
         definitions(Wrong)
+
+
+SAYING = "with tags: </think>, <think>, </tool_call>, <tool_call>{}</tool_call>"
+
+
+@pytest.mark.parametrize("before", ["", "<think>why <tool_call>?</think>", "thought of <tool_call>{ </think>\n\nSo: "])
+@pytest.mark.parametrize("text", [SAYING, "</think>", "<think>", "a</tool_call>b", '"quoted" {\\"}'])
+def test_tags_within_a_calls_json_are_text(before: str, text: str) -> None:
+    message = hermes(f"{before}{call('say', text=text)} and {call('say', text='b', times=2)}<|done|>")
+    assert [(made.name, made.arguments) for made in message.tool_calls] == [
+        ("say", {"text": text}),
+        ("say", {"text": "b", "times": 2}),
+    ]
+    assert message.content == f"{before.rpartition('</think>')[2]} and <|done|>".strip()
+
+
+def test_an_argument_with_a_tag_reaches_the_tool(chat: Renderer) -> None:
+    t = one(chat, [call("say", text=SAYING), "right"])
+    assert (t.status, t.reward, results(t)) == (Status.COMPLETED, 1.0, [SAYING])
+
+
+@pytest.mark.parametrize("key", ["parameters", "args", "text"])
+def test_a_call_with_another_key_for_its_arguments_is_answered(chat: Renderer, key: str) -> None:
+    said = f"<tool_call>{json.dumps({'name': 'say', key: {'text': 'x'}})}</tool_call>"
+    told, fine = results(one(chat, [said, call("say", text="fine"), "right"]))
+    assert told.startswith(f"Error: the call has {key} and no arguments") and fine == "fine"
+    assert hermes('<tool_call>{"name": "say"}</tool_call>').tool_calls == (ToolCall("call_1_1", "say"),)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 BACKEND = "skyrl_mega"
 """Name of our weight-transfer backend in vLLM's `WeightTransferConfig`."""
+TOKENIZER = "skyrl_mega"
+"""Name of our tokenizers in vLLM's `tokenizer_mode`."""
 MAY_HOLD = "skyrl_mega_may_hold"
 """In the `extra_args` of a request's sampling parameters: its tokens may wait for one another (`scheduler`)."""
 
 
 def register() -> None:
-    """Makes our weight-transfer engine known to vLLM. vLLM may call it more than once in a process."""
+    """Makes our weight-transfer engine and tokenizers known to vLLM, which may call it again in the same process."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.renderers.registry import RENDERER_REGISTRY
+    from vllm.tokenizers import TokenizerRegistry
 
     if BACKEND not in WeightTransferEngineFactory._registry:
         WeightTransferEngineFactory.register_engine(BACKEND, "skyrl_mega.engines.vllm.transfer", "ShardTransferEngine")
+    RENDERER_REGISTRY.renderers[TOKENIZER] = ("vllm.renderers.hf", "HfRenderer")
+    TokenizerRegistry.tokenizers[TOKENIZER] = ("skyrl_mega.engines.vllm.tokenizer", "ProvedTokenizer")

@@ -94,7 +94,7 @@ def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
     """
     from vllm.config import WeightTransferConfig
 
-    from skyrl_mega.engines.vllm.plugin import BACKEND
+    from skyrl_mega.engines.vllm.plugin import BACKEND, TOKENIZER
 
     rollout = spec.rollout
     arguments: dict[str, Any] = {
@@ -116,6 +116,8 @@ def arguments(spec: EngineSpec, former: Facts | None = None) -> dict[str, Any]:
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
         "worker_extension_cls": "skyrl_mega.engines.vllm.transfer.WorkerExtension",
     }
+    if rollout.sampling.stop:
+        arguments["tokenizer_mode"] = TOKENIZER
     if spec.device == "cpu":
         arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
         arguments["distributed_executor_backend"] = "uni" if rollout.tensor == 1 else "mp"

@@ -46,7 +46,7 @@ class Rope:
         values = hf.get(key) or {}
         if not isinstance(values, Mapping):
             raise unsupported(hf, key, "a mapping")
-        bases = [keys for keys in (values, hf) if keys.get("rope_theta") is not None]
+        bases = [keys for keys in (values, hf) if "rope_theta" in keys]
         base = number(bases[0], "rope_theta") if bases else ROPE_THETA
         kind = values.get("rope_type", values.get("type", "default"))
         if values.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0)) != 1.0:

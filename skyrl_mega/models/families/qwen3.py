@@ -11,5 +11,6 @@ from skyrl_mega.models.decoder import Decoder, read_decoder
 def describe(hf: Hf) -> Decoder:
     """The model that `hf` asks for."""
     hf = filled(hf, max_position_embeddings=32768, num_key_value_heads=32, head_dim=128)
+    integer(hf, "head_dim")  # unlike its relatives, the class takes no null
     attention = GroupedQueryAttention.read(hf, qk_norm=True, qkv_bias=False)
     return read_decoder(hf, [(attention, GatedMlp.read(hf))] * integer(hf, "num_hidden_layers"))

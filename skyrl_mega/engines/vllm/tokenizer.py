@@ -1,0 +1,19 @@
+"""The tokenizer with which vLLM looks for stop strings: the renderer's, not the class that a directory names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from skyrl_mega.hf_checkpoint.tokenizer import load
+
+
+class ProvedTokenizer:
+    """vLLM's `tokenizer_mode` of this name (`plugin.TOKENIZER`)."""
+
+    @classmethod
+    def from_pretrained(cls, path: str, **options: Any) -> Any:
+        """Returns the directory's tokenizer, proved, with what vLLM keeps beside one."""
+        from vllm.tokenizers.hf import get_cached_tokenizer
+
+        return get_cached_tokenizer(load(Path(path), "model.path"))

@@ -1,0 +1,121 @@
+"""Loads a Hugging Face directory's tokenizer, proved by use.
+
+`tokenizer_config.json` names a class, and under transformers 5 a class brings a pipeline of its own: what it makes of a
+`tokenizer.json` of another kind loses spaces and newlines without a word. `tokenizer.json` itself is what the model was
+trained with. So both encode and decode the same texts, and where they differ the file counts.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.values import shown
+
+ALWAYS = ("two  words, and\n\nlines\n", "  if x:\n        y = 0\n", "0123456789 2026 3.14")
+"""Texts that come back from any tokenizer that a policy can have: spaces, newlines, digits, ASCII in lower case."""
+KNOWN = ("\ta\tb\r\n", "ü ñ ж", "語 中文、日本語 한국어", "🙂 👩‍👩‍👧")
+"""Texts that come back, or of which the tokenizer says that it does not know something."""
+FETCH = "fetch tokenizer.json and tokenizer_config.json again"
+
+
+def load(path: Path, key: str, *, lossless: bool = True) -> Any:
+    """Returns a directory's tokenizer as transformers has it, with special tokens and chat template.
+
+    Args:
+        path: Directory.
+        key: Setting or option that names it, for errors.
+        lossless: Texts come back as they were. False for an embedding model, whose tokenizer may write lower case.
+
+    Raises:
+        UserError: config.json cannot be used, nothing can be loaded, or texts get lost.
+    """
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    config, text = _config(path, key), _file(path, key)
+    try:
+        tokenizer: Any = AutoTokenizer.from_pretrained(
+            path, local_files_only=True, trust_remote_code=False, config=config
+        )
+        if text is not None and difference(tokenizer, text):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+        tokenizer.decode(tokenizer.encode(ALWAYS[0]))  # some faults show when it is first used
+    except Exception as error:  # two libraries and the directory's own files raise anything
+        if text is None:
+            raise _unusable(path, key, error) from error
+        try:  # a class that fails on a file of another kind
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+        except Exception as second:
+            raise _unusable(path, key, second) from second
+    if text is not None and (differs := difference(tokenizer, text)):
+        raise UserError(
+            f"{key}={path}: tokenizer_config.json makes another tokenizer of tokenizer.json than it is: {differs}; "
+            f"{FETCH}"
+        )
+    if lossless:
+        _prove(tokenizer, f"{key}={path}: {'tokenizer.json' if text else 'the tokenizer'}")
+    return tokenizer
+
+
+def difference(tokenizer: Any, text: Tokenizer) -> str | None:
+    """Returns a text of which a tokenizer makes something else than its tokenizer.json, in words; None without one."""
+    for probe in (*ALWAYS, *KNOWN):
+        ids, expected = tokenizer.encode(probe, add_special_tokens=False), text.encode(probe, add_special_tokens=False)
+        if ids != expected.ids:
+            return f"{probe!a} has the tokens {ids[:8]}… instead of {expected.ids[:8]}…"
+        decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if decoded != text.decode(ids, skip_special_tokens=False):
+            return f"the tokens of {probe!a} become {ascii(decoded)[:100]}"
+    for number, token in text.get_added_tokens_decoder().items():
+        if (found := tokenizer.convert_tokens_to_ids(token.content)) != number:
+            return f"the added token {shown(token.content)} is {found} instead of {number}"
+    return None
+
+
+def _prove(tokenizer: Any, where: str) -> None:
+    unknown = tokenizer.unk_token_id
+    for probe in (*ALWAYS, *KNOWN):
+        ids = tokenizer.encode(probe, add_special_tokens=False)
+        decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if decoded != probe and not (probe in KNOWN and unknown is not None and unknown in ids):
+            raise UserError(
+                f"{where} loses text: {probe!a} comes back as {ascii(decoded)[:100]}; {FETCH}, with tokenizer_class "
+                "PreTrainedTokenizerFast where the class is another kind's"
+            )
+
+
+def _config(path: Path, key: str) -> Any:
+    """Returns config.json as transformers reads it, which loads a tokenizer's class by it; None without the file."""
+    from transformers import AutoConfig
+
+    if not (path / "config.json").is_file():
+        return None
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # whatever its values make of the classes of a model
+        raise UserError(f"{key}={path}: config.json cannot be used: {_said(error)}; fetch it again") from error
+
+
+def _file(path: Path, key: str) -> Tokenizer | None:
+    file = path / "tokenizer.json"
+    if not file.is_file():
+        return None
+    try:
+        tokenizer = Tokenizer.from_file(str(file))
+    except Exception as error:  # tokenizers raises nothing narrower
+        raise _unusable(path, key, error) from error
+    tokenizer.no_padding()  # embedding models keep a training run's settings of both in their file
+    tokenizer.no_truncation()
+    return tokenizer
+
+
+def _unusable(path: Path, key: str, error: Exception) -> UserError:
+    return UserError(f"{key}={path}: no tokenizer can be loaded: {type(error).__name__}: {_said(error)}; {FETCH}")
+
+
+def _said(error: Exception) -> str:
+    text = " ".join(str(error).split())
+    return shown(text[:300]) if text else "?"

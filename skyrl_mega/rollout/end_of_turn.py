@@ -1,0 +1,75 @@
+"""The tokens that end a turn: what the files of a model's directory name, and what its chat template writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import json_object
+from skyrl_mega.config.values import shown
+
+
+class Ends(NamedTuple):
+    """The end of a turn."""
+
+    tokens: tuple[int, ...]
+    """Every token that ends one, in order."""
+    written: int
+    """The token that ends a turn which is written here: the chat template's own."""
+
+
+def ends_of(path: str, tokenizer: Any, closing: str) -> Ends:
+    """Returns the tokens that end a turn: the template's, the tokenizer's, and those of generation_config.json, or of
+    config.json where that names none (chat models often have several). An empty list in generation_config.json says
+    that turns end by their limits alone.
+
+    Args:
+        path: The model's directory.
+        tokenizer: Its tokenizer.
+        closing: What the chat template writes behind the assistant's words.
+
+    Raises:
+        UserError: Nothing names one, or a file names something else than tokens.
+    """
+    template = _first_added(tokenizer, closing)
+    listed = _listed(Path(path) / "generation_config.json")
+    by_limits = listed == []
+    if listed is None:
+        listed = _listed(Path(path) / "config.json") or []
+    found = [token for token in (template, tokenizer.eos_token_id, *listed) if token is not None]
+    if not found:
+        raise UserError(
+            f"model.path={path}: nothing says which token ends a turn: the chat template writes none behind the "
+            "assistant's words, and neither tokenizer_config.json (eos_token) nor generation_config.json or "
+            "config.json (eos_token_id) names one; give eos_token_id in generation_config.json"
+        )
+    return Ends(() if by_limits else tuple(sorted(set(found))), found[0])
+
+
+def control_tokens(tokenizer: Any, ends: tuple[int, ...]) -> dict[int, str]:
+    """Returns id → text of the tokens that only a template may write: those that are marked special, and those that
+    end a turn."""
+    added = {
+        token: added.content
+        for token, added in tokenizer.added_tokens_decoder.items()
+        if added.special or token in ends
+    }
+    return added | dict(zip(tokenizer.all_special_ids, tokenizer.all_special_tokens, strict=True))
+
+
+def _first_added(tokenizer: Any, closing: str) -> int | None:
+    """Returns the added token that a text begins with, spaces aside."""
+    tokens = tokenizer.encode(closing.lstrip(), add_special_tokens=False)
+    return tokens[0] if tokens and tokens[0] in tokenizer.added_tokens_decoder else None
+
+
+def _listed(file: Path) -> list[int] | None:
+    """Returns the tokens of a file's eos_token_id; None where there is nothing of the kind."""
+    ids = json_object(file, "fetch it again").get("eos_token_id") if file.is_file() else None
+    if ids is None:
+        return None
+    listed = ids if isinstance(ids, list) else [ids]
+    if not all(type(token) is int and 0 <= token < 2**31 for token in listed):
+        raise UserError(f"{file}: eos_token_id is {shown(ids)}; allowed is a token, or a list of tokens")
+    return listed
