@@ -70,7 +70,7 @@ def write_checkpoint(folder: Path, hf: dict[str, Any]) -> int:
             parts.append(Part(piece.tensor, piece.box, WEIGHT, values))
         files[file_name(rank)] = write_boxes(folder / file_name(rank), parts)
     write_header(folder, Header("bfloat16", 0, {}, {}, architecture(hf).tensors(hf), files))
-    return sum(files.values())
+    return sum(written.nbytes for written in files.values())
 
 
 def copy(source: Path, target: Path, workers: int) -> float:

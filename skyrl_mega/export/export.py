@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,8 +24,10 @@ from skyrl_mega.export.job import Job, Origin, plan_job
 from skyrl_mega.export.pool import run
 from skyrl_mega.export.progress import Progress
 from skyrl_mega.export.source import Source, check_output
-from skyrl_mega.hf_checkpoint.box_files import read_entries
+from skyrl_mega.export.work import Piece
+from skyrl_mega.hf_checkpoint.box_files import compare, read_entries
 from skyrl_mega.hf_checkpoint.box_header import read_header
+from skyrl_mega.hf_checkpoint.crc import joined
 from skyrl_mega.hf_checkpoint.load import write_beside
 
 _LOCK = ".lock"
@@ -64,6 +67,8 @@ def export(
 ) -> Exported:
     """Writes a checkpoint as a Hugging Face directory. It appears whole, or not at all.
 
+    All that is read of the checkpoint is compared with its check sums.
+
     Args:
         source: the checkpoint.
         output: a new or an empty directory.
@@ -71,13 +76,13 @@ def export(
         origin: what is exported.
         workers: processes; each needs two buffers of `job.SLAB_BYTES`, or of one row where that is more.
         file_bytes: size of one file at most (one tensor at least).
-        verify: read every tensor back and compare it with the checkpoint, bit by bit, and the checkpoint with its own
-            check sums.
+        verify: read every tensor back and compare it with the checkpoint, bit by bit.
         progress: who is told how far it is.
 
     Raises:
         UserError: the checkpoint is not whole, of another model or of another type; the output is there already or
             does not fit on the disk. Nothing has been written then.
+        Damaged: A file of the checkpoint is not as it was saved. Nothing is left of what was written.
         WorkerDied: a worker was killed.
         Different: what was written is not what the checkpoint holds.
         OSError: the file system failed.
@@ -124,14 +129,23 @@ def _check_room(output: Path, job: Job) -> None:
 
 
 def _write_tensors(job: Job, partial: Path, workers: int, progress: Progress) -> None:
-    """The safetensors files: every one with its header and its whole size first, then the workers fill them."""
+    """Writes the safetensors files: every one with its header and its whole size first, then the workers fill them.
+
+    Raises:
+        Damaged: What was read is not what was saved.
+    """
     for file in job.files:
         with (partial / file.name).open("wb") as opened:
             opened.write(file.header)
             _allocate(opened.fileno(), file.nbytes)
     with progress.phase("write", job.nbytes) as phase:
-        for _, size in run(job, partial, "write", range(len(job.batches)), workers):
+        pieces: dict[int, list[Piece]] = defaultdict(list)
+        for _, (size, read) in run(job, partial, "write", range(len(job.batches)), workers):
+            for piece in read:
+                pieces[piece.entry].append(piece)
             phase.advance(size)
+        for number, entry in enumerate(job.entries):
+            compare(entry, joined((piece.nbytes, piece.crc) for piece in sorted(pieces[number])))
         for _ in run(job, partial, "flush", range(len(job.files)), workers):
             pass
 

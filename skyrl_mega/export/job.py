@@ -139,14 +139,14 @@ def plan_job(
     )
 
 
-def within(job: Job, slab: Slab) -> Iterator[tuple[Entry, Box]]:
-    """The entries that have some of a slab's rows, and the box of each that is in those rows."""
+def within(job: Job, slab: Slab) -> Iterator[tuple[int, Box]]:
+    """The entries that have some of a slab's rows, by index, and the box of each that is in those rows."""
     for index in job.of[slab.tensor]:
         entry = job.entries[index]
         low = max(entry.box.start[0], slab.first)
         high = min(entry.box.start[0] + entry.box.shape[0], slab.first + slab.rows)
         if low < high:
-            yield entry, Box((low, *entry.box.start[1:]), (high - low, *entry.box.shape[1:]))
+            yield index, Box((low, *entry.box.start[1:]), (high - low, *entry.box.shape[1:]))
 
 
 def _check_shapes(shapes: Mapping[str, tuple[int, ...]], header: Header) -> None:

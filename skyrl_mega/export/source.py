@@ -17,6 +17,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.hf_checkpoint.box_header import refuse_old
 from skyrl_mega.hf_checkpoint.index import read_config
 from skyrl_mega.telemetry.run_dir import checkpoints_in
+from skyrl_mega.trainer.checkpoints import check_saved_together
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ def find(path: Path, step: int | None, model: Path | None) -> Source:
         if path.resolve().name == "policy":
             run = path.resolve().parents[2]
     refuse_old(folder)
+    check_saved_together(folder)
     found = model or _model_of(run, path)
     return Source(folder, found, read_config(found))
 

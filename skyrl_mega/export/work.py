@@ -8,19 +8,30 @@ import zlib
 from functools import lru_cache
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from skyrl_mega.config.errors import UserError
 from skyrl_mega.export.job import Job, within
-from skyrl_mega.hf_checkpoint.box_files import MASTER, Entry, damaged, read_into
+from skyrl_mega.hf_checkpoint.box_files import MASTER, Entry, compare, read_into
 from skyrl_mega.parallel.box import Box
 
 
 class Different(RuntimeError):
     """What was written is not what the checkpoint holds."""
+
+
+class Piece(NamedTuple):
+    """Rows of an entry that were read, which lie together in its file."""
+
+    entry: int
+    """Index of the entry in the job."""
+    row: int
+    nbytes: int
+    crc: int
+    """CRC-32 of the bytes."""
 
 
 class Worker:
@@ -36,26 +47,32 @@ class Worker:
         self._out = torch.empty(job.buffer_bytes, dtype=torch.uint8)
         self._scratch = torch.empty(job.buffer_bytes, dtype=torch.uint8)
 
-    def write(self, index: int) -> int:
-        """Writes a batch; returns its bytes."""
+    def write(self, index: int) -> tuple[int, list[Piece]]:
+        """Writes a batch; returns its bytes, and the check sums of what was read for it."""
         job, batch = self.job, self.job.batches[index]
+        pieces: list[Piece] = []
         file, at = job.files[batch.file], 0
         for slab in batch.slabs:
             shape = (slab.rows, *job.shapes[slab.tensor][1:])
             size = prod(shape) * job.dtype.itemsize
             rows = self._out[at : at + size].view(job.dtype).view(shape)
-            for entry, box in within(job, slab):
+            for number, box in within(job, slab):
+                entry = job.entries[number]
                 into = rows[Box((box.start[0] - slab.first, *box.start[1:]), box.shape).slices()]
                 if entry.dtype == job.dtype == job.through and into.is_contiguous():  # nothing to convert or to scatter
                     read_into(_opened(entry.file).fileno(), entry, box, _bytes(into))
+                    saved = into
                 else:
-                    into.copy_(self._weights(entry, self._source(entry, box)))
+                    saved = self._source(entry, box)
+                    into.copy_(self._weights(entry, saved))
+                data = _bytes(saved)
+                pieces.append(Piece(number, box.start[0], len(data), zlib.crc32(data)))
             at += size
         first = batch.slabs[0]
         width = prod(job.shapes[first.tensor][1:]) * job.dtype.itemsize
         with open(self.folder / file.name, "r+b", buffering=0) as opened:
             _write(opened.fileno(), self._out.numpy().data[:at], file.offsets[first.tensor] + first.first * width)
-        return at
+        return at, pieces
 
     def flush(self, index: int) -> int:
         """Brings a file to the disk."""
@@ -70,6 +87,7 @@ class Worker:
 
         Raises:
             Different: names the tensor and the entry.
+            Damaged: The entry is not as it was saved.
         """
         job, entry = self.job, self.job.entries[index]
         where, crc = self.folder / self._file(entry.tensor), 0
@@ -83,8 +101,7 @@ class Worker:
             crc = zlib.crc32(_bytes(saved), crc)
             if not _same(found, self._weights(entry, saved).to(job.dtype)):
                 raise Different(f"{where}: {entry.tensor} differs from {entry} in rows {box.start[0]} and on")
-        if crc != entry.crc:
-            raise UserError(damaged(entry, crc))
+        compare(entry, crc)
         return entry.box.numel
 
     def _source(self, entry: Entry, box: Box) -> Tensor:

@@ -6,7 +6,8 @@
 An entry of a safetensors file is one box of one tensor, and its name says which: `model.norm.weight[0:64].exp_avg`.
 What follows the box is the kind: `master` of a trained tensor in float32, `exp_avg` and `exp_avg_sq` of one in the type
 of its moments, `weight` of a frozen one in the model's type. The weights of a trained tensor are its master weights in
-the model's type. The file's metadata has a CRC-32 of every entry, in their order.
+the model's type. The file's metadata has a CRC-32 of every entry, in their order, and `checkpoint.json` one of the
+file's header: together they prove every byte.
 
 Nothing here needs a process group. A tensor in GPU memory comes and goes through pinned buffers of `CHUNK_BYTES`, one a
 thread; that is all the host memory that is needed besides the index.
@@ -34,8 +35,7 @@ from torch import Tensor
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import parsed
-from skyrl_mega.hf_checkpoint.box_header import Header
-from skyrl_mega.hf_checkpoint.index import LONGEST_HEADER
+from skyrl_mega.hf_checkpoint.box_header import Damaged, Header, Written, read_table
 from skyrl_mega.parallel.box import Box
 
 MASTER, EXP_AVG, EXP_AVG_SQ, WEIGHT = "master", "exp_avg", "exp_avg_sq", "weight"
@@ -106,8 +106,8 @@ def file_name(rank: int) -> str:
 # ---- writing -------------------------------------------------------------------------------------------------------
 
 
-def write_boxes(file: Path, parts: Sequence[Part]) -> int:
-    """Writes a new file and brings it to the disk; returns its bytes.
+def write_boxes(file: Path, parts: Sequence[Part]) -> Written:
+    """Writes a new file and brings it to the disk; returns its size and check sum.
 
     The file's header comes last: what was broken off is no safetensors file.
 
@@ -136,11 +136,12 @@ def write_boxes(file: Path, parts: Sequence[Part]) -> int:
             return crc
 
         crcs = _each(write, range(len(ordered)))
-        _pwrite(descriptor, memoryview(_header(ordered, begins, ends, crcs)), 0)
+        header = _header(ordered, begins, ends, crcs)
+        _pwrite(descriptor, memoryview(header), 0)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-    return len(header) + (ends[-1] if ends else 0)
+    return Written(len(header) + (ends[-1] if ends else 0), zlib.crc32(header))
 
 
 def _header(parts: Sequence[Part], begins: Sequence[int], ends: Sequence[int], crcs: Sequence[int]) -> bytes:
@@ -167,12 +168,9 @@ def read_entries(folder: Path, header: Header, tensors: Collection[str]) -> list
 
 
 def _entries(file: Path, header: Header, tensors: Collection[str]) -> Iterator[Entry]:
+    data = read_table(file, header)
     try:
-        with file.open("rb") as opened:
-            length = int.from_bytes(opened.read(8), "little")
-            if length > min(LONGEST_HEADER, header.files[file.name] - 8):
-                raise ValueError(f"its length is {length}")
-            table = parsed(opened.read(length))
+        table = parsed(data[8:])
         crcs = table.pop("__metadata__")["crc32"]
         for at, (name, value) in enumerate(table.items()):
             if name[: name.rindex("[")] not in tensors:
@@ -188,18 +186,22 @@ def _entries(file: Path, header: Header, tensors: Collection[str]) -> Iterator[E
             if list(box.shape) != value["shape"] or not inside or end - begin != box.numel * dtype.itemsize:
                 raise ValueError(f"{name} has shape {value['shape']} and {end - begin} bytes")
             crc = int(crcs[8 * at : 8 * at + 8], 16)
-            yield Entry(file, found["tensor"], box, found["kind"], dtype, offset=8 + length + begin, crc=crc)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file}: its header cannot be read ({error}); take another checkpoint") from error
+            yield Entry(file, found["tensor"], box, found["kind"], dtype, offset=len(data) + begin, crc=crc)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{file}: its header cannot be read ({error}); take another checkpoint") from error
 
 
-def read_boxes(entries: Sequence[Entry], parts: Sequence[Part]) -> None:
+def read_boxes(entries: Sequence[Entry], parts: Sequence[Part]) -> bool:
     """Fills parts from the entries that hold something of them; reads those elements and no others.
 
     Values are converted to the part's type. An entry that is read whole is compared with its check sum.
 
+    Returns:
+        True if all that was read is compared; False if some entries were read in part (`check_entries` reads them).
+
     Raises:
-        UserError: the entries have fewer or more elements of a part than it has; one is damaged. Names tensor, file.
+        UserError: the entries have fewer or more elements of a part than it has. Names the tensor.
+        Damaged: An entry is not as it was saved. Names tensor and file.
     """
     by_tensor: dict[tuple[str, str], list[Entry]] = defaultdict(list)
     for entry in entries:
@@ -230,6 +232,26 @@ def read_boxes(entries: Sequence[Entry], parts: Sequence[Part]) -> None:
             os.close(descriptor)
 
     _each(read, tasks)
+    return all(box == entry.box for task in tasks for entry, box, _ in task)
+
+
+def check_entries(entries: Sequence[Entry]) -> None:
+    """Reads entries and compares them with their check sums.
+
+    Raises:
+        Damaged: One is not as it was saved. Names tensor and file.
+    """
+    buffers = _buffers([Part("", entry.box, "", torch.empty(0)) for entry in entries])
+
+    def check(entry: Entry) -> None:
+        descriptor = os.open(entry.file, os.O_RDONLY)
+        try:
+            with buffers.one() as buffer:
+                _read(descriptor, entry, entry.box, None, buffer)
+        finally:
+            os.close(descriptor)
+
+    _each(check, entries)
 
 
 def _tasks(wanted: list[tuple[Entry, Box, Tensor]]) -> Iterator[list[tuple[Entry, Box, Tensor]]]:
@@ -246,7 +268,7 @@ def _tasks(wanted: list[tuple[Entry, Box, Tensor]]) -> Iterator[list[tuple[Entry
         yield task
 
 
-def _read(descriptor: int, entry: Entry, box: Box, into: Tensor, buffer: Buffer) -> None:
+def _read(descriptor: int, entry: Entry, box: Box, into: Tensor | None, buffer: Buffer) -> None:
     crc = 0
     for rows in _strips(box, entry.dtype.itemsize):
         shape = (rows.stop - rows.start, *box.shape[1:])
@@ -254,14 +276,23 @@ def _read(descriptor: int, entry: Entry, box: Box, into: Tensor, buffer: Buffer)
         read_into(descriptor, entry, Box((box.start[0] + rows.start, *box.start[1:]), shape), _bytes(staged))
         if box == entry.box:
             crc = zlib.crc32(_bytes(staged), crc)
-        into[rows].copy_(staged)
-    if box == entry.box and crc != entry.crc:
-        raise UserError(damaged(entry, crc))
+        if into is not None:
+            into[rows].copy_(staged)
+    if box == entry.box:
+        compare(entry, crc)
 
 
-def damaged(entry: Entry, crc: int) -> str:
-    """What is said of an entry whose check sum is another one."""
-    return f"{entry}: its CRC-32 is {crc:08x}, it was saved with {entry.crc:08x}; the file is damaged, take another one"
+def compare(entry: Entry, crc: int) -> None:
+    """Compares an entry's check sum with the one that it was saved with.
+
+    Raises:
+        Damaged: They differ.
+    """
+    if crc != entry.crc:
+        raise Damaged(
+            f"{entry}: its CRC-32 is {crc:08x}, it was saved with {entry.crc:08x}; the file is damaged, take another "
+            "checkpoint"
+        )
 
 
 def read_into(descriptor: int, entry: Entry, box: Box, data: memoryview) -> None:
@@ -287,7 +318,7 @@ def read_into(descriptor: int, entry: Entry, box: Box, data: memoryview) -> None
         while done < size:
             got = os.preadv(descriptor, [run[done:]], at + done)
             if not got:
-                raise UserError(f"{entry}: ends before its data; the checkpoint has changed while it was read")
+                raise Damaged(f"{entry}: ends before its data; the checkpoint has changed while it was read")
             done += got
 
 

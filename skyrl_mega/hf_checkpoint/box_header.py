@@ -1,24 +1,41 @@
 """What a checkpoint is of, and whether it is whole. Needs no torch.
 
 A checkpoint is a folder of files of boxes (`box_files`) and `checkpoint.json`, which is written last: a folder without
-it is none.
+it is none. It has a CRC-32 of each file's header, and that has a CRC-32 of each entry: a file that another save wrote,
+at another step or in another run, is found by its header alone.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import Malformed, parsed
+from skyrl_mega.hf_checkpoint.index import LONGEST_HEADER
 
 HEADER = "checkpoint.json"
-FORMAT = 1
+FORMAT = 2
+"""2 has check sums of the files' headers."""
 _OLD = ".metadata"
 """Of torch's distributed checkpoints, which earlier versions wrote."""
+
+
+class Damaged(UserError):
+    """A file of a checkpoint that is not as it was saved."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file of boxes as it was saved."""
+
+    nbytes: int
+    crc: int
+    """CRC-32 of its header."""
 
 
 @dataclass(frozen=True)
@@ -35,8 +52,7 @@ class Header:
     """The layout that wrote it, for people: any other reads it."""
     tensors: dict[str, tuple[int, ...]]
     """Global shapes by Hugging Face name."""
-    files: dict[str, int]
-    """File → bytes."""
+    files: dict[str, Written]
     format: int = FORMAT
 
 
@@ -62,21 +78,29 @@ def refuse_old(folder: Path) -> None:
     """Refuses a checkpoint of an earlier version by name.
 
     Raises:
-        UserError: says what to do with it.
+        UserError: Says what to do with it.
     """
+    fix = "go on with that version, or export it there (python -m skyrl_mega.export) and start a new run with "
+    fix += "model.path set to the export"
     if (folder / _OLD).exists() and not (folder / HEADER).exists():
         raise UserError(
             f"{folder}: is a distributed checkpoint of torch ({_OLD}), as versions before {HEADER} wrote them; this "
-            "one does not read it: go on with that version, or export it there (python -m skyrl_mega.export) and start "
-            "a new run with model.path set to the export"
+            f"one does not read it: {fix}"
         )
+    try:
+        content = parsed((folder / HEADER).read_bytes())
+    except (OSError, ValueError):  # it is damaged
+        return
+    if isinstance(content, dict) and (there := content.get("format")) in range(1, FORMAT):
+        raise UserError(f"{folder / HEADER}: format is {there}, of an earlier version; this one reads {FORMAT}: {fix}")
 
 
 def read_header(folder: Path) -> Header:
-    """What a checkpoint is of; all its files are there and whole, by their lengths.
+    """Reads what a checkpoint is of; all its files are there and whole, by their lengths.
 
     Raises:
-        UserError: it is not whole, damaged, or of another version; names the file.
+        Damaged: It is not whole; names the file.
+        UserError: It is of another version.
     """
     refuse_old(folder)
     file = folder / HEADER
@@ -85,18 +109,57 @@ def read_header(folder: Path) -> Header:
         if content["format"] != FORMAT:
             raise UserError(f"{file}: format is {content['format']}; this version reads {FORMAT}, use the other one")
         shapes = {str(name): tuple(int(n) for n in shape) for name, shape in content["tensors"].items()}
-        header = Header(**{**content, "tensors": shapes})
-        if not all(isinstance(name, str) and type(size) is int for name, size in header.files.items()):
-            raise Malformed("files are no names and sizes")
+        files = {name: Written(**written) for name, written in content["files"].items()}
+        header = Header(**{**content, "tensors": shapes, "files": files})
+        if not all(type(number) is int for written in files.values() for number in (written.nbytes, written.crc)):
+            raise Malformed("files are no names, sizes and check sums")
     except FileNotFoundError:
-        raise UserError(f"{folder}: has no {HEADER}; it is no checkpoint, or its save was interrupted") from None
+        raise Damaged(f"{folder}: has no {HEADER}; it is no checkpoint, or its save was interrupted") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file}: cannot be read ({error}); take another checkpoint") from error
-    for name, size in header.files.items():
+        raise Damaged(f"{file}: cannot be read ({error}); take another checkpoint") from error
+    for name, written in header.files.items():
         if Path(name).name != name:
-            raise UserError(f"{file}: {name!r} is no file name; take another checkpoint")
+            raise Damaged(f"{file}: {name!r} is no file name; take another checkpoint")
         if not (folder / name).is_file():
-            raise UserError(f"{folder / name}: is missing; the checkpoint is not whole, take another one")
-        if (there := (folder / name).stat().st_size) != size:
-            raise UserError(f"{folder / name}: has {there:,} bytes of {size:,}; the file is damaged, take another one")
+            raise Damaged(f"{folder / name}: is missing; the checkpoint is not whole, take another one")
+        if (there := (folder / name).stat().st_size) != written.nbytes:
+            raise Damaged(
+                f"{folder / name}: has {there:,} bytes of {written.nbytes:,}; the file is damaged, take another one"
+            )
     return header
+
+
+def read_table(file: Path, header: Header) -> bytes:
+    """Returns the header of a file of boxes, with the eight bytes of its length.
+
+    Raises:
+        Damaged: It is not the one that was saved.
+    """
+    written = header.files[file.name]
+    try:
+        with file.open("rb") as opened:
+            first = opened.read(8)
+            length = int.from_bytes(first, "little")
+            if length > min(LONGEST_HEADER, written.nbytes - 8):
+                raise Malformed(f"its length is {length}")
+            table = first + opened.read(length)
+    except (OSError, Malformed) as error:
+        raise Damaged(f"{file}: its header cannot be read ({error}); take another checkpoint") from error
+    if (crc := zlib.crc32(table)) != written.crc:
+        raise Damaged(
+            f"{file}: its header has CRC-32 {crc:08x}, at optimizer step {header.step} it was saved with "
+            f"{written.crc:08x}; the file is damaged or of another step, take another checkpoint"
+        )
+    return table
+
+
+def check_tables(folder: Path) -> None:
+    """Checks that every file of a checkpoint was written by the save that it is of, without reading its tensors.
+
+    Raises:
+        Damaged: One was not, or is not whole; names it.
+        UserError: The checkpoint is of another version.
+    """
+    header = read_header(folder)
+    for name in header.files:
+        read_table(folder / name, header)

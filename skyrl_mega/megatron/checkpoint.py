@@ -25,7 +25,9 @@ from skyrl_mega.hf_checkpoint.box_files import (
     EXP_AVG_SQ,
     MASTER,
     WEIGHT,
+    Entry,
     Part,
+    check_entries,
     file_name,
     read_boxes,
     read_entries,
@@ -86,14 +88,14 @@ def save(folder: Path, trained: Trained) -> None:
     runs = {param: part.run for param, part in owned.items()}
     mine = dist_checkpoint.written(trained.decoder, trained.parallel, trained.rank, trained.shard, runs, frozen)
     pieces = flat_pieces(trained.shard, mine)
-    sizes = _everywhere(lambda: write_boxes(folder / file_name(trained.rank), _parts(trained, pieces, owned)))
+    written = _everywhere(lambda: write_boxes(folder / file_name(trained.rank), _parts(trained, pieces, owned)))
     header = Header(
         dtype=str(trained.dtype).removeprefix("torch."),
         step=trained.schedule.num_steps,
         schedule=trained.schedule.state_dict(),
         layout=asdict(trained.parallel),
         tensors=huggingface.tensors(trained.decoder),
-        files={file_name(rank): size for rank, size in enumerate(sizes)},
+        files={file_name(rank): one for rank, one in enumerate(written)},
     )
     _everywhere(lambda: write_header(folder, header) if trained.rank == 0 else None)
 
@@ -101,15 +103,22 @@ def save(folder: Path, trained: Trained) -> None:
 def load(folder: Path, trained: Trained) -> None:
     """Reads this rank's part of `folder` into model, optimizer and schedule. A collective.
 
+    All that is read is compared with its check sums. Where ranks read entries in part, as in another layout, all of the
+    checkpoint is read once more for that, an equal share by each rank.
+
     Raises:
-        UserError: the checkpoint is not whole, or of another model; the first rank's that finds it, on every rank.
+        UserError: the checkpoint is of another model; the first rank's that finds it, on every rank.
+        Damaged: It is not whole, or not as it was saved; the same.
         RuntimeError: a rank could not read; says which, and why.
     """
     for chunk in trained.chunks:
         if chunk.ddp_config.overlap_param_gather:  # what an optimizer step has begun ends before we write there
             chunk.start_param_sync(force_sync=True)
     owned, frozen = _owned(trained), _frozen(trained)
-    step, schedule = _everywhere(lambda: _read(folder, trained, owned, frozen))[trained.rank]
+    answers = _everywhere(lambda: _read(folder, trained, owned, frozen))
+    if not all(compared for *_, compared in answers):
+        _everywhere(lambda: check_entries(_share(folder)))
+    step, schedule, _ = answers[trained.rank]
     for part in parts(trained.optimizer):
         part._copy_main_params_to_model_params()
     gather(trained.chunks)
@@ -121,8 +130,11 @@ def load(folder: Path, trained: Trained) -> None:
 @torch.no_grad()
 def _read(
     folder: Path, trained: Trained, owned: Mapping[str, _Owned], frozen: Mapping[str, Run]
-) -> tuple[int, dict[str, Any]]:
-    """Fills this rank's part; the steps taken, and the schedule's state."""
+) -> tuple[int, dict[str, Any], bool]:
+    """Fills this rank's part.
+
+    Returns the steps taken, the schedule's state, and whether all that was read is compared with its check sums.
+    """
     header = read_header(folder)
     _check_model(folder, header, huggingface.tensors(trained.decoder))
     runs = {**{param: part.run for param, part in owned.items()}, **frozen}
@@ -137,8 +149,14 @@ def _read(
     wanted = [
         Part(p.tensor, p.box, MASTER, p.values) if p.kind == WEIGHT and p.tensor in trained_then else p for p in wanted
     ]
-    read_boxes(entries, wanted)
-    return header.step, header.schedule
+    compared = read_boxes(entries, wanted)
+    return header.step, header.schedule, compared
+
+
+def _share(folder: Path) -> list[Entry]:
+    """Returns the entries that this rank compares where ranks have read some in part."""
+    header = read_header(folder)
+    return read_entries(folder, header, header.tensors)[dist.get_rank() :: dist.get_world_size()]
 
 
 def _check_model(folder: Path, header: Header, tensors: Mapping[str, tuple[int, ...]]) -> None:
@@ -189,16 +207,16 @@ def _everywhere(do: Callable[[], Answer]) -> list[Answer]:
     """What `do` answers on every rank. A collective: it fails on all of them or on none.
 
     Raises:
-        UserError: a rank's, on every rank.
+        UserError: a rank's, on every rank, as it is.
         RuntimeError: a rank had an OSError; says which, and why.
     """
     answer: Answer | None = None
     fault: str | None = None
-    wrong: str | None = None
+    wrong: UserError | None = None
     try:
         answer = do()
     except UserError as error:
-        wrong = str(error)
+        wrong = error
     except OSError as error:
         fault = f"rank {dist.get_rank()}: {type(error).__name__}: {error}"
     told: list[Any] = [None] * dist.get_world_size()
@@ -206,5 +224,5 @@ def _everywhere(do: Callable[[], Answer]) -> list[Answer]:
     if any(faults := [fault for _, fault, _ in told if fault]):
         raise RuntimeError("; ".join(faults))
     if first := next((wrong for _, _, wrong in told if wrong), None):
-        raise UserError(first)
+        raise first
     return [answer for answer, _, _ in told]

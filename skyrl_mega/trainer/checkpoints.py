@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,17 @@ from typing import Any
 from skyrl_mega.cluster.channel import removed_at_the_end
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import json_object, parsed
-from skyrl_mega.hf_checkpoint.box_header import refuse_old, sync_folder
+from skyrl_mega.hf_checkpoint.box_header import HEADER, Damaged, check_tables, refuse_old, sync_folder
 from skyrl_mega.telemetry.run_dir import by_step, checkpoints_in
 
 _STATE = "state.json"
 _FILES = "files"
 """Key in the state: every other file's size in bytes, by its path within the checkpoint."""
+_CRCS = "crc32"
+"""Key in the state: the CRC-32 of every other file, by its path within the checkpoint, but of the ranks' files, which
+`checkpoint.json` proves; and as `state.json` that of the rest of the state."""
+_BOXES = ".safetensors"
+"""The ending of a rank's file."""
 PARTIAL = ".partial"
 """The ending of a checkpoint that is being written."""
 
@@ -42,6 +48,8 @@ class Checkpoints:
     def __init__(self, folder: Path, keep: int, say: Callable[[str], None] = print) -> None:
         self.folder, self.keep, self.say = folder, keep, say
         self._said: set[str] = set()
+        self._damaged: dict[Path, str] = {}
+        """What ranks have found as they read checkpoints."""
 
     def completed(self) -> list[Path]:
         """Checkpoints that were written to their end once, the newest last. A disk may have damaged them since."""
@@ -56,10 +64,10 @@ class Checkpoints:
         damaged = []
         for checkpoint in reversed(self.completed()):
             refuse_old(checkpoint / "policy")
-            damage = _damage(checkpoint)
+            damage = self._damaged.get(checkpoint) or _damage(checkpoint)
             if damage is None:
                 return checkpoint
-            self.say(f"{checkpoint} is left out: {damage}")
+            self._say_once(f"{checkpoint} is left out: {damage}")
             damaged.append(damage)
         if damaged:
             raise UserError(
@@ -71,8 +79,12 @@ class Checkpoints:
     def state(self, checkpoint: Path) -> dict[str, Any]:
         """The driver's state in a checkpoint."""
         state: dict[str, Any] = json_object(checkpoint / _STATE, "take another checkpoint")
-        del state[_FILES]
+        del state[_FILES], state[_CRCS]
         return state
+
+    def leave_out(self, checkpoint: Path, damage: Damaged) -> None:
+        """Notes that a checkpoint is damaged: `newest` returns it no more."""
+        self._damaged[checkpoint] = str(damage)
 
     def save(self, step: int, state: dict[str, Any], parts: Mapping[str, Callable[[Path], object]]) -> Path:
         """Writes a checkpoint, then removes those beyond `keep` and what an interrupted save left.
@@ -99,7 +111,7 @@ class Checkpoints:
                 (partial / name).mkdir()
                 save(partial / name)
             with (partial / _STATE).open("w") as opened:
-                json.dump({**state, _FILES: _sizes(partial)}, opened)
+                json.dump(_proved({**state, _FILES: _sizes(partial), _CRCS: _crcs(partial)}), opened)
                 opened.flush()
                 os.fsync(opened.fileno())
             sync_folder(partial)
@@ -180,16 +192,60 @@ def _foreign(checkpoint: Path) -> Path | None:
     return next((p for p in files if str(p.relative_to(checkpoint)) not in saved and p.name[:7] != ".turns-"), None)
 
 
+def _crcs(checkpoint: Path) -> dict[str, int]:
+    return {name: _crc(checkpoint / name) for name in _sizes(checkpoint) if not name.endswith(_BOXES)}
+
+
+def _crc(file: Path) -> int:
+    crc = 0
+    with file.open("rb") as opened:
+        while block := opened.read(1 << 24):
+            crc = zlib.crc32(block, crc)
+    return crc
+
+
+def _proved(state: dict[str, Any]) -> dict[str, Any]:
+    """The state with the check sum of the rest of it."""
+    others = {name: crc for name, crc in state[_CRCS].items() if name != _STATE}
+    text = json.dumps({**state, _CRCS: others})
+    return {**state, _CRCS: {**others, _STATE: zlib.crc32(text.encode())}}
+
+
 def _damage(checkpoint: Path) -> str | None:
-    """What is wrong with a checkpoint; None where nothing is."""
+    """Returns what is wrong with a checkpoint; None where nothing is. Of the ranks' files only headers are read."""
     try:
-        told = parsed((checkpoint / _STATE).read_bytes())[_FILES].items()
+        state = parsed((checkpoint / _STATE).read_bytes())
+        sizes, crcs = state[_FILES].items(), state[_CRCS]
+        if _proved(state) != state:
+            return f"{_STATE} is not as it was saved (CRC-32)"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"its {_STATE} cannot be read ({type(error).__name__})"
     there = _sizes(checkpoint)
-    for name, size in told:
+    for name, size in sizes:
         if name not in there:
             return f"{name} is missing"
         if there[name] != size:
             return f"{name} has {there[name]:,} bytes of {size}"
+        if name in crcs and _crc(checkpoint / name) != crcs[name]:
+            return f"{name} is not as it was saved (CRC-32)"
+    try:
+        for header in checkpoint.glob(f"*/{HEADER}"):
+            check_tables(header.parent)
+    except Damaged as error:
+        return str(error)
     return None
+
+
+def check_saved_together(part: Path) -> None:
+    """Checks that a model's folder in a checkpoint is the one that was saved with the checkpoint's state.
+
+    Raises:
+        Damaged: It is of another step.
+    """
+    try:
+        saved = parsed((part.parent / _STATE).read_bytes())[_CRCS][f"{part.name}/{HEADER}"]
+        there = zlib.crc32((part / HEADER).read_bytes())
+    except (OSError, ValueError, KeyError, TypeError):  # a folder by itself
+        return
+    if there != saved:
+        raise Damaged(f"{part / HEADER}: was not saved with {part.parent / _STATE} (CRC-32); take another checkpoint")

@@ -18,6 +18,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.sandbox import budget
+from skyrl_mega.hf_checkpoint.box_header import Damaged
 from skyrl_mega.megatron.group import TrainGroup
 from skyrl_mega.megatron.role import CRITIC, POLICY
 from skyrl_mega.rollout import trajectory_io
@@ -257,9 +258,20 @@ class Run:
 
     def restore(self) -> bool:
         """Goes on from the newest whole checkpoint, if there is one."""
-        newest = self.checkpoints.newest() if self.config.checkpoint.resume else None
-        if newest is None:
-            return False
+        while (newest := self.checkpoints.newest() if self.config.checkpoint.resume else None) is not None:
+            try:
+                self._restore(newest)
+                return True
+            except Damaged as damage:
+                self.checkpoints.leave_out(newest, damage)
+        return False
+
+    def _restore(self, newest: Path) -> None:
+        """Goes on from a checkpoint.
+
+        Raises:
+            Damaged: Ranks have found that a file is not as it was saved; nothing but models has changed.
+        """
         state: dict[str, Any] = self.checkpoints.state(newest)
         for name, model in self.trained.items():
             if not (newest / name).is_dir():
@@ -278,7 +290,6 @@ class Run:
         self.console.say(f"resuming after step {self.step} from {newest}")
         if taken_up:
             self.console.say(taken_up)
-        return True
 
 
 def _text(trajectory: Trajectory) -> TrajectoryText:

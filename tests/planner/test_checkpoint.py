@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 import tracemalloc
+import zlib
 from collections.abc import Iterator
 from math import prod
 from pathlib import Path
@@ -16,7 +17,7 @@ import torch
 from skyrl_mega.config.schema import BuildConfig, MoeConfig, OptimizerConfig
 from skyrl_mega.hf_checkpoint import box_files
 from skyrl_mega.hf_checkpoint.box_files import Part, file_name, read_entries
-from skyrl_mega.hf_checkpoint.box_header import Header
+from skyrl_mega.hf_checkpoint.box_header import Header, Written
 from skyrl_mega.models import dist_checkpoint, huggingface, megatron
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.megatron import Spec
@@ -144,7 +145,7 @@ def test_the_index_of_thirty_billion_parameters_is_small_and_read_at_once(tmp_pa
         with (tmp_path / file_name(rank)).open("wb") as file:
             file.write(header)
             file.truncate(len(header) + ends[-1])
-        files[file_name(rank)] = len(header) + ends[-1]
+        files[file_name(rank)] = Written(len(header) + ends[-1], zlib.crc32(header))
     header_json = Header("bfloat16", 1, {}, {}, shapes, files)
     wanted = {piece.tensor for piece in megatron.shard(d, parallel, 0, "te", shapes).pieces}
     start = time.perf_counter()

@@ -5,16 +5,25 @@ from __future__ import annotations
 import ast
 import pickle
 import shutil
+import zlib
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
+import torch
 
 import skyrl_mega
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.hf_checkpoint.box_files import read_entries
-from skyrl_mega.hf_checkpoint.box_header import Header, read_header, write_header
-from skyrl_mega.trainer.checkpoints import Checkpoints, NoRoom, newest_whole, refuse_unusable
+from skyrl_mega.hf_checkpoint.box_files import MASTER, Part, file_name, read_entries, write_boxes
+from skyrl_mega.hf_checkpoint.box_header import Damaged, Header, Written, read_header, write_header
+from skyrl_mega.parallel.box import Box
+from skyrl_mega.trainer.checkpoints import (
+    Checkpoints,
+    NoRoom,
+    check_saved_together,
+    newest_whole,
+    refuse_unusable,
+)
 
 
 class Usage(NamedTuple):
@@ -72,6 +81,78 @@ def test_a_damaged_one_is_named_and_an_older_one_taken(tmp_path: Path) -> None:
     (tmp_path / "step_000001" / "state.json").write_text("{")
     with pytest.raises(UserError, match=r"none of its 3 checkpoints is whole .* remove the folder to begin again"):
         checkpoints.newest()
+
+
+def boxes(step: int) -> Any:
+    """Saves two ranks' files whose lengths are the same at every step."""
+
+    def save(folder: Path) -> None:
+        files = {}
+        for rank in range(2):
+            part = Part(f"w{rank}", Box((0,), (1000,)), MASTER, torch.full((1000,), float(10 * step + rank)))
+            files[file_name(rank)] = write_boxes(folder / file_name(rank), [part])
+        write_header(folder, Header("float32", step, {}, {}, {f"w{rank}": (1000,) for rank in range(2)}, files))
+
+    return save
+
+
+def exported(policy: Path) -> None:
+    """Reads what an export reads before it writes anything."""
+    check_saved_together(policy)
+    read_entries(policy, read_header(policy), {"w0", "w1"})
+
+
+@pytest.mark.parametrize(
+    ("damage", "named"),
+    [
+        ("a rank's file", "policy/rank_00001.safetensors"),
+        ("all ranks' files", "policy/rank_00000.safetensors"),
+        ("a model's folder", "policy/checkpoint.json"),
+        ("a bit of what was generated", "rollouts/groups"),
+        ("a digit of the state", "state.json"),
+    ],
+)
+def test_a_file_of_another_step_is_named_and_its_checkpoint_left_out(tmp_path: Path, damage: str, named: str) -> None:
+    """Lengths are all the same."""
+    said: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=3, say=said.append)
+    for step in (1, 2, 3):
+        groups = str(step).encode() * 100
+        parts = {"policy": boxes(step), "rollouts": lambda folder, g=groups: (folder / "groups").write_bytes(g)}
+        checkpoints.save(step, {"step": step, "place": 71 + step}, parts)
+    old, new = tmp_path / "step_000001", tmp_path / "step_000003"
+    match damage:
+        case "a rank's file":
+            shutil.copy(old / "policy" / file_name(1), new / "policy")
+        case "all ranks' files":
+            for rank in range(2):
+                shutil.copy(old / "policy" / file_name(rank), new / "policy")
+        case "a model's folder":
+            shutil.rmtree(new / "policy")
+            shutil.copytree(old / "policy", new / "policy")
+        case "a bit of what was generated":
+            (new / "rollouts" / "groups").write_bytes(b"3" * 99 + b"2")
+        case "a digit of the state":
+            (new / "state.json").write_text((new / "state.json").read_text().replace("74", "75"))
+    newest = checkpoints.newest()
+    assert newest is not None and newest.name == "step_000002"
+    assert len(said) == 1 and f"{new} is left out: " in said[0] and named in said[0]
+    assert newest_whole(tmp_path) == newest
+    if "state" not in damage and "generated" not in damage:
+        with pytest.raises(Damaged, match=named):
+            exported(new / "policy")
+
+
+def test_one_whose_tensors_are_damaged_is_left_out_once_the_ranks_say_so(tmp_path: Path) -> None:
+    said: list[str] = []
+    checkpoints = Checkpoints(tmp_path, keep=3, say=said.append)
+    for step in (1, 2):
+        checkpoints.save(step, {"step": step}, {"policy": write})
+    newest = checkpoints.newest()
+    assert newest is not None
+    checkpoints.leave_out(newest, Damaged("rank_00000.safetensors: w[0:9].master: its CRC-32 is 0"))
+    older = checkpoints.newest()
+    assert older is not None and older.name == "step_000001" and "w[0:9].master" in said[0]
 
 
 def test_without_room_nothing_is_written_and_the_old_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -170,20 +251,23 @@ def test_looking_for_the_newest_runs_no_code_from_it(tmp_path: Path) -> None:
     pickle.loads(evil)
     assert mark.exists()
     mark.unlink()
-    header = Header("float32", 3, {}, {}, {"w": (2,)}, {"rank_00000.safetensors": len(evil)})
+    file = "rank_00000.safetensors"
+    header = Header("float32", 3, {}, {}, {"w": (2,)}, {file: Written(len(evil), zlib.crc32(evil))})
 
     def save(folder: Path) -> None:
-        for name in (".metadata", "common.pt", "rank_00000.safetensors"):
+        for name in (".metadata", "common.pt", file):
             (folder / name).write_bytes(evil)
         write_header(folder, header)
 
     checkpoints = Checkpoints(tmp_path / "checkpoints", keep=2)
     checkpoints.save(3, {"step": 3}, {"policy": save})
-    newest = checkpoints.newest()
-    assert newest is not None and checkpoints.state(newest) == {"step": 3}
+    with pytest.raises(UserError, match=r"none of its 1 checkpoints is whole .*rank_00000\.safetensors"):
+        checkpoints.newest()
+    folder = tmp_path / "checkpoints" / "step_000003"
+    assert checkpoints.state(folder) == {"step": 3}
     with pytest.raises(UserError, match=r"rank_00000\.safetensors"):
-        read_entries(newest / "policy", read_header(newest / "policy"), {"w"})
-    (newest / "policy" / "checkpoint.json").unlink()
+        read_entries(folder / "policy", read_header(folder / "policy"), {"w"})
+    (folder / "policy" / "checkpoint.json").unlink()
     with pytest.raises(UserError, match=r"distributed checkpoint of torch"):
         checkpoints.newest()
     assert not mark.exists()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import zlib
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,17 @@ from torch import Tensor
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.hf_checkpoint import box_files
-from skyrl_mega.hf_checkpoint.box_files import MASTER, WEIGHT, Part, read_boxes, read_entries, write_boxes
-from skyrl_mega.hf_checkpoint.box_header import Header, read_header, write_header
+from skyrl_mega.hf_checkpoint.box_files import (
+    MASTER,
+    WEIGHT,
+    Part,
+    check_entries,
+    read_boxes,
+    read_entries,
+    write_boxes,
+)
+from skyrl_mega.hf_checkpoint.box_header import Damaged, Header, Written, read_header, write_header
+from skyrl_mega.hf_checkpoint.crc import joined
 from skyrl_mega.parallel.box import Box
 
 TENSORS = {"matrix": torch.randn(9, 7), "vector": torch.randn(11), "cube": torch.randn(3, 4, 5)}
@@ -89,6 +99,27 @@ def test_only_what_is_asked_for_is_read(tmp_path: Path, monkeypatch: pytest.Monk
         assert reads == runs and torch.equal(into, TENSORS["matrix"][box.slices()])
 
 
+def test_an_entry_that_was_read_in_part_is_not_compared_until_it_is_read(tmp_path: Path) -> None:
+    matrix = TENSORS["matrix"]
+    header = save(tmp_path, {"a": [Part("matrix", Box((0, 0), (9, 7)), MASTER, matrix)]})
+    entries = read_entries(tmp_path, header, {"matrix"})
+    assert read_boxes(entries, [Part("matrix", Box((0, 0), (9, 7)), MASTER, torch.zeros(9, 7))])
+    check_entries(entries)
+    data = bytearray((tmp_path / "a").read_bytes())
+    data[-400:] = bytes(400)
+    (tmp_path / "a").write_bytes(data)
+    assert not read_boxes(entries, [Part("matrix", Box((0, 0), (5, 7)), MASTER, torch.zeros(5, 7))])
+    with pytest.raises(Damaged, match=r"a: matrix\[0:9,0:7\]\.master: its CRC-32"):
+        check_entries(entries)
+
+
+@given(st.binary(max_size=200), st.lists(st.integers(0, 200), max_size=3))
+def test_check_sums_of_pieces_make_that_of_the_whole(data: bytes, cuts: list[int]) -> None:
+    edges = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
+    pieces = [data[a:b] for a, b in pairwise(edges)]
+    assert joined((len(piece), zlib.crc32(piece)) for piece in pieces) == zlib.crc32(data)
+
+
 def test_an_element_that_nobody_wrote_or_two_did_is_named(tmp_path: Path) -> None:
     matrix = TENSORS["matrix"]
     half = [Part("matrix", Box((0, 0), (5, 7)), MASTER, matrix[:5])]
@@ -120,11 +151,11 @@ def test_a_file_whose_writing_was_broken_off_is_none(tmp_path: Path, monkeypatch
         load_file(tmp_path / "a")
     size = (tmp_path / "a").stat().st_size
     shapes = {name: tuple(t.shape) for name, t in TENSORS.items()}
-    with pytest.raises(UserError, match="a: its header cannot be read"):
-        read_entries(tmp_path, Header("float32", 1, {}, {}, shapes, {"a": size}), TENSORS)
+    with pytest.raises(UserError, match="a: its header has CRC-32"):
+        read_entries(tmp_path, Header("float32", 1, {}, {}, shapes, {"a": Written(size, 0)}), TENSORS)
 
 
-@pytest.mark.parametrize("content", ["{", "[]", "null", '{"format": 1}', '{"format": 1, "tensors": {"a": 3}}'])
+@pytest.mark.parametrize("content", ["{", "[]", "null", '{"format": 2}', '{"format": 2, "tensors": {"a": 3}}'])
 def test_a_header_that_is_none_is_refused(tmp_path: Path, content: str) -> None:
     (tmp_path / "checkpoint.json").write_text(content)
     with pytest.raises(UserError, match=r"checkpoint\.json: cannot be read .*take another checkpoint"):

@@ -76,7 +76,8 @@ def _run_parquet(case: Any, folder: Path) -> None:
 
 
 def _checkpoint(random: Random) -> Any:
-    header = {"format": FORMAT, "model": _model(), "tensors": {"a": [2]}, "files": {"boxes": 3}, "ranks": 1, "step": 1}
+    header = {"format": FORMAT, "dtype": "float32", "step": 1, "schedule": {}, "layout": {}, "tensors": {"a": [2]}}
+    header["files"] = {"boxes": {"nbytes": 3, "crc": 7}}
     for _ in range(random.randrange(3)):
         header[random.choice(list(header))] = real(value(random))
     data = json.dumps(header).encode()

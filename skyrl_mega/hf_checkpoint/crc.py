@@ -1,0 +1,40 @@
+"""CRC-32 of bytes that are read in pieces, in any order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cache
+
+_POLYNOMIAL = 0xEDB88320
+"""That of CRC-32, its lowest power in the highest bit."""
+_ONE = 1 << 31
+"""The polynomial 1."""
+
+
+def joined(pieces: Iterable[tuple[int, int]]) -> int:
+    """Returns the CRC-32 of pieces of bytes that follow one another, from each one's length and its own CRC-32."""
+    crc = 0
+    for length, own in pieces:
+        crc = _times(_shift(length), crc) ^ own
+    return crc
+
+
+@cache
+def _shift(length: int) -> int:
+    """Returns what a CRC-32 is multiplied by when so many bytes follow: x to the power of their bits."""
+    power, found, left = 1 << 23, _ONE, length  # x^8: one byte
+    while left:
+        if left & 1:
+            found = _times(power, found)
+        power, left = _times(power, power), left >> 1
+    return found
+
+
+def _times(a: int, b: int) -> int:
+    """Returns the product of two polynomials over GF(2), modulo that of CRC-32."""
+    found = 0
+    for bit in range(31, -1, -1):
+        if a >> bit & 1:
+            found ^= b
+        b = b >> 1 ^ (_POLYNOMIAL if b & 1 else 0)
+    return found
