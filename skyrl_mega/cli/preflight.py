@@ -47,7 +47,8 @@ def _run(args: argparse.Namespace) -> int:
     model = Path(config.model.path)
     given.model_config(config)
     try:
-        with _folder(Path(config.run.directory) / config.run.name) as folder, session(actors=1):
+        limit = config.cluster.start_timeout_s
+        with _folder(Path(config.run.directory) / config.run.name) as folder, session(actors=1, timeout_s=limit):
             report = preflight(config, model, folder, _device(config.cluster.device))
     except ClusterError as error:
         print(f"fault: {error}", file=sys.stderr)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.cluster import numa, reaper
+from skyrl_mega.cluster.user import name_user
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,7 @@ def settle_in() -> None:
     under torch what they do not find out by themselves."""
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
+    name_user()
     # vLLM leaves sockets behind when it is ended from outside; what torch compiles is kept where it always is.
     os.environ.setdefault(CACHE, compiled())
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="skyrl-actor-")

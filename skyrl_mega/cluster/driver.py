@@ -28,8 +28,9 @@ def start(goes_on: str, cleared: Callable[[], None] = lambda: None) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may have left it ignored: then nobody would tell of an end
     # First of all: from here on no signal is lost. SIGTTOU would come where the supervisor changes the foreground.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_TAKEN, signal.SIGTTOU})
-    from skyrl_mega.cluster import channel, reaper
+    from skyrl_mega.cluster import channel, reaper, user
 
+    user.name_user()
     shared, others, supervisor = channel.Channel(), reaper.numbers(), os.getpid()
     _prctl(_SUBREAPER, 1)
     driver = os.fork()

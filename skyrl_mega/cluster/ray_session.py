@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.cluster import reaper
 from skyrl_mega.cluster.actor_process import CACHE, compiled, start_guard
 from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
 from skyrl_mega.cluster.leftovers import temporary_folder
@@ -29,6 +30,9 @@ OBJECT_STORE_BYTES = 256 * 2**20
 NOTICE_S = 75.0
 """How long Ray may take to notice that a node has died: it gives it up when five checks in a row, three seconds apart,
 have had no answer for ten seconds each."""
+TRY_S = 20.0
+"""A start of Ray that failed after that time has failed at one of Ray's own limits, 30 s, which no setting moves: a
+slow machine is given another try."""
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -70,7 +74,7 @@ def session(
         gpus: GPUs of the private cluster.
         nodes: A cluster that is joined is waited for until it has so many, with GPUs where there are any to be; and
             where there are actors, until all that it lists answer, for `NOTICE_S` after one fell silent at most.
-        timeout_s: Seconds until it does.
+        timeout_s: Seconds until it does; for the private cluster, after which no further try to start it is begun.
         say: Tells a person who is waited for.
         log_level: Of Ray's own messages on this terminal.
 
@@ -100,7 +104,7 @@ def session(
         else:
             folder = stack.enter_context(_guarded_folder())
             stack.callback(ray.shutdown)
-            _start(folder, common, actors=actors, gpus=gpus)
+            _start(folder, common, actors=actors, gpus=gpus, timeout_s=timeout_s, say=say)
         yield
 
 
@@ -121,24 +125,48 @@ def _join(address: str, common: Mapping[str, Any]) -> None:
         raise ClusterError(f"RAY_ADDRESS={address}: {_first_line(error)}") from error
 
 
-def _start(folder: Path, common: Mapping[str, Any], *, actors: int, gpus: int) -> None:
-    """Starts a private cluster in `folder` and connects to it."""
+def _start(
+    folder: Path,
+    common: Mapping[str, Any],
+    *,
+    actors: int,
+    gpus: int,
+    timeout_s: float,
+    say: Callable[[str], None] = _to_stderr,
+) -> None:
+    """Starts a private cluster in `folder` and connects to it.
+
+    Raises:
+        ClusterError: It did not start, and Ray said why at once; or not within `timeout_s`.
+    """
     import ray
 
-    try:
-        with _own_signals(), _temporary_files_in(folder):
-            ray.init(
-                address="local",
-                num_cpus=actors,
-                num_gpus=gpus,
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES if gpus == 0 else None,
-                _temp_dir=str(folder / "r"),  # Ray opens it to everybody
-                _node_ip_address="127.0.0.1",
-                **common,
-            )
-    except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
-        raise ClusterError(f"Ray did not start on this machine: {_first_line(error)}") from error
+    begun = time.monotonic()
+    while True:
+        tried = time.monotonic()
+        try:
+            with _own_signals(), _temporary_files_in(folder):
+                ray.init(
+                    address="local",
+                    num_cpus=actors,
+                    num_gpus=gpus,
+                    include_dashboard=False,
+                    object_store_memory=OBJECT_STORE_BYTES if gpus == 0 else None,
+                    _temp_dir=str(folder / "r"),  # Ray opens it to everybody
+                    _node_ip_address="127.0.0.1",
+                    **common,
+                )
+            break
+        except Exception as error:  # Ray raises it by this very name where its node is late
+            why, now = _first_line(error), time.monotonic()
+            if now - tried < TRY_S:
+                raise ClusterError(f"Ray did not start on this machine: {why}") from error
+            if now - begun > timeout_s:
+                raise ClusterError(
+                    f"Ray did not start on this machine within cluster.start_timeout_s = {timeout_s:g}: {why}"
+                ) from error
+            say(f"Ray did not start ({why}); trying again")
+            reaper.end_cluster(str(folder / "r"), os.getpid())
     if ray.util.get_node_ip_address() != "127.0.0.1":
         raise ClusterError("Ray would listen beyond this machine: import skyrl_mega.cluster before ray")
 

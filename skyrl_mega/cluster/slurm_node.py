@@ -32,6 +32,7 @@ from typing import Any
 
 from skyrl_mega.cluster.actor_process import address_of, start_guard
 from skyrl_mega.cluster.ray_session import ENVIRONMENT
+from skyrl_mega.cluster.user import name_user
 
 FAULT, CANCELLED = 1, 143
 LOOK_EVERY_S = 0.5
@@ -126,6 +127,7 @@ class Job:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plays this node's part and returns its exit code; on the first node that is the launcher's."""
     folder, *launcher = sys.argv[1:] if arguments is None else arguments
+    name_user()
     job = Job.of(Path(folder), os.environ)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _note)

@@ -163,6 +163,26 @@ driver.run(command)
     assert line.endswith("; the same command goes on")
 
 
+def test_a_user_without_an_entry_in_the_system_has_a_name_and_a_home(tmp_path: Path) -> None:
+    """As with `docker --user`: libraries ask for both."""
+    unknown = """
+import pwd
+def unknown(uid):
+    raise KeyError(uid)
+pwd.getpwuid = unknown
+for name in ("LOGNAME", "USER", "LNAME", "USERNAME", "HOME"):
+    os.environ.pop(name, None)
+driver.start("""
+    program = """
+import getpass
+from skyrl_mega.cluster.actor_process import compiled
+print("ready", flush=True)
+print(getpass.getuser() in compiled(), Path.home().is_dir(), flush=True)
+driver.run(lambda: 0)
+"""
+    assert end(start(tmp_path, program, START.replace("driver.start(", unknown.lstrip()))) == (0, "True True\n", "")
+
+
 def test_a_driver_that_has_said_done_and_fails_then_is_a_fault(tmp_path: Path) -> None:
     program = 'import atexit\natexit.register(os._exit, 3)\nprint("ready", flush=True)\ndriver.run(lambda: 0)'
     code, _, errors = end(start(tmp_path, program))

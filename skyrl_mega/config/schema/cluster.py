@@ -74,8 +74,8 @@ class ClusterConfig:
     rates: RatesConfig = field(default_factory=RatesConfig)
     """What a dry run's times are estimated from."""
     start_timeout_s: float = at_least(1, 600.0)
-    """Seconds for all actors to be up, and before that for the nodes of a Ray cluster to be there; past it the run
-    ends and names who did not answer, or did not come."""
+    """Seconds for all actors to be up, and before that for Ray to start on this machine, or for the nodes of a Ray
+    cluster to be there; past it the run ends and names who did not answer, or did not come."""
     call_timeout_s: float = at_least(1, 3600.0)
     """Seconds that one call of an actor may take."""
     preflight: str = one_of("auto", "always", "never")
