@@ -65,9 +65,7 @@ def export(
     verify: bool = False,
     progress: Progress | None = None,
 ) -> Exported:
-    """Writes a checkpoint as a Hugging Face directory. It appears whole, or not at all.
-
-    All that is read of the checkpoint is compared with its check sums.
+    """Writes a checkpoint, compared with its check sums, as a Hugging Face directory. It appears whole, or not at all.
 
     Args:
         source: the checkpoint.
