@@ -9,10 +9,10 @@ from typing import Any
 
 import yaml
 
+from skyrl_mega.config import outside
 from skyrl_mega.config.derived import has_critic
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
-from skyrl_mega.config.outside import json_object
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.secrets import masked
 from skyrl_mega.config.values import Rule
@@ -57,10 +57,10 @@ def changes(config: Config) -> list[str]:
             "another run.name and the policy's export (docs/export.md) as model.path"
         )
     try:
-        tree = yaml.safe_load(file.read_text()) or {}
+        tree = yaml.safe_load(outside.read(file, "bring back the one that the run wrote")) or {}
         if not isinstance(tree, dict):
             raise yaml.YAMLError("it is no mapping of settings")
-        before = _flat(tree)
+        before = _flat(masked(tree))  # an older run's file may hold what is masked today
     except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise UserError(
             f"{file} cannot be read as settings: {' '.join(str(error).split())}; "
@@ -113,7 +113,7 @@ def _place(checkpoint: Path) -> tuple[int, int, int]:
         UserError: Its state.json says something else.
     """
     fix = f"remove {checkpoint}, and the run resumes from the one before"
-    state = json_object(checkpoint / "state.json", fix, most=LARGEST)
+    state = outside.json_object(checkpoint / "state.json", fix, most=LARGEST)
     stream = state.get("stream")
     found = [state.get("step"), *((stream.get("count"), stream.get("position")) if isinstance(stream, dict) else ())]
     ordered = isinstance(stream, dict) and {"seed", "shuffle"} <= stream.keys()

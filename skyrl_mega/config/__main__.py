@@ -32,8 +32,11 @@ A run is one YAML file and, after it on the command line, settings over the file
   `config.yaml` in the run's folder has the same settings and can be given to `--config` again. A run replaces the one
   that a run wrote, and refuses to replace one that a person wrote or edited.
 - A secret stands in the environment: text that is taken from there, `${oc.env:WANDB_API_KEY}`, is written like this
-  wherever settings are written (`config.yaml`, the dry run, `report.html`) and in errors; what looks like a token or a
-  password is written as `***`, and refused when such a file is given again: give that setting again.
+  wherever settings are written (`config.yaml`, the dry run, `report.html`) and in errors. One that stands in the
+  settings themselves is written as `***`, and refused when such a file is given again: give that setting again. Secrets
+  are known by the words of their key (`apiKey`, `X-API-Key`, `tokens`, all below `auth:` or `headers:`), by the forms
+  of providers' tokens, and in addresses, connection strings, `--token X` and `api_key=X`; `max_tokens` and `eos_token`
+  are none.
 """
 
 

@@ -28,6 +28,7 @@ from skyrl_mega.config.keys import keys, names_in, nearest
 from skyrl_mega.config.meant import MEANT
 from skyrl_mega.config.other_programs import lookup
 from skyrl_mega.config.schema import Config
+from skyrl_mega.config.secret_names import MASK, is_secret
 from skyrl_mega.config.values import shown
 
 GROUP = re.compile(r"\w+(/\w+)*")
@@ -65,6 +66,7 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     for override in parsed:
         if override not in chosen:
             given += _leaves(override.value(), override.key_or_group)
+    secrets.note_literal(given)
     if unknown := [line for key, value in given for line in _unknown(key, value)]:
         raise UserErrors(unknown)
     config: DictConfig = OmegaConf.structured(Config)
@@ -115,6 +117,9 @@ def _parse(text: str) -> Override:
         override = OverridesParser.create().parse_override(text)
         override.value()
     except (HydraException, OmegaConfBaseException, RecursionError, ValueError) as error:
+        key, sign, value = text.partition("=")
+        if is_secret(key.lstrip("+~"), value):
+            text = f"{key}{sign}{MASK}"
         raise UserError(
             f"{text[:LONGEST]}: not of the form group.key=value, without spaces; quote what has signs: "
             "'run.directory=\"a=b\"'"
@@ -131,6 +136,10 @@ def _parse(text: str) -> Override:
 def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
     """The file and its groups as one tree, values as written."""
     listed = _listed(path)
+    for group in {*listed, *(o.key_or_group for o in chosen)}:
+        for folder in (path.parent, GROUPS):
+            for file in sorted((folder / group).glob("*.yaml")):  # Hydra reads them without a bound
+                outside.read(file, "give a .yaml file that you may read", most=LARGEST)
     groups = [f"{'' if o.key_or_group in listed else '+'}{o.key_or_group}={o.value()}" for o in chosen]
     try:
         with warnings.catch_warnings(), initialize_config_dir(str(path.parent.absolute()), version_base="1.3"):
@@ -216,17 +225,23 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
     if key in known and known[key].type is list and not known[key].rule.numbers and isinstance(value, list):
         for entry in value:
             if not isinstance(entry, str | int | float) or isinstance(entry, bool):
-                raise UserError(f"{key} = {shown(value)}: {shown(entry)} is no text; allowed is {known[key].allowed}")
+                raise UserError(
+                    f"{key} = {_shown(value, key)}: {_shown(entry, key)} is no text; allowed is {known[key].allowed}"
+                )
         value = [str(entry) for entry in value]  # a stop string of digits, a file that is named by a year
     number = isinstance(value, int | float)  # neither text nor a list; OmegaConf would take any for true
     if key in known and number and (known[key].rule.choices or (known[key].type is bool and value not in (0, 1))):
-        raise UserError(f"{key} = {shown(value)}: {known[key].refusal(value)}")
+        raise UserError(f"{key} = {_shown(value, key)}: {known[key].refusal(value)}")
     try:
         OmegaConf.update(config, key, value, merge=False, force_add=mapping is not None)
     except OmegaConfBaseException as error:
         of = known[mapping or key]
         allowed = f"allowed is {of.allowed}" if of.group else of.refusal(value)
-        raise UserError(f"{key} = {shown(value)}: {allowed}") from error
+        raise UserError(f"{key} = {_shown(value, key)}: {allowed}") from error
+
+
+def _shown(value: Any, key: str) -> str:
+    return shown(secrets.masked(value, key))
 
 
 def _mapping(key: str) -> str | None:
@@ -244,15 +259,17 @@ def _unknown(key: str, value: Any) -> Iterator[str]:
 
 def _unheard(key: str, value: Any) -> str:
     if key in MEANT:
-        return f"{key} = {shown(value)} is not known here; {MEANT[key]}"
+        return f"{key} = {_shown(value, key)} is not known here; {MEANT[key]}"
     near = nearest(key)
     group = next((name for name in reversed(_prefixes(key)) if name in keys()), "")
     if group and not keys()[group].group:
-        return f"{key} = {shown(value)}: {group} is {keys()[group].allowed} and holds no other keys"
+        return f"{key} = {_shown(value, key)}: {group} is {keys()[group].allowed} and holds no other keys"
     there = ", ".join(names_in(group))
     hint = f"did you mean {near}? " if near else ""
     other = f"; {lookup.PAGE} has keys of other programs" if lookup.foreign(key) and not group else ""
-    return f"{key} = {shown(value)} is not known here; {hint}allowed in {group or 'a configuration'}: {there}{other}"
+    return (
+        f"{key} = {_shown(value, key)} is not known here; {hint}allowed in {group or 'a configuration'}: {there}{other}"
+    )
 
 
 def _prefixes(key: str) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from skyrl_mega.config.secret_names import hide_in_text
 from skyrl_mega.config.secrets import hidden
 from skyrl_mega.config.terminal import one_line
 
@@ -15,8 +16,8 @@ class UserError(Exception):
     """
 
     def __str__(self) -> str:
-        """The line: nothing that it quotes breaks it, steers a terminal, or was taken from the environment."""
-        return one_line(hidden(super().__str__()))
+        """The line: nothing that it quotes breaks it, steers a terminal, or is a secret."""
+        return one_line(hide_in_text(hidden(super().__str__())))
 
     @property
     def lines(self) -> list[str]:

@@ -234,7 +234,7 @@ def test_an_engine_argument_that_vllm_takes_no_such_value_for(inputs: Path) -> N
         ("max_num_batched_tokens=true", "max_num_batched_tokens = true: allowed is a whole number"),
         ("cpu_offload_gb=[4]", "cpu_offload_gb = [4]: allowed is a number"),
         ("enable_prefix_caching=1", "enable_prefix_caching = 1: allowed is true or false"),
-        ("hf_token=7", "hf_token = 7: allowed is true or false or a text"),
+        ("hf_token=7", "hf_token = ***: allowed is true or false or a text"),
         ("max_logprobs=null", "max_logprobs = null: allowed is a whole number"),
     ):
         assert f"rollout.options.{takes}; vLLM's own is" in refused(inputs, f"rollout.options.{given}")

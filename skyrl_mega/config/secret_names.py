@@ -1,0 +1,180 @@
+"""Recognising secrets among settings: by the words of names, and by the form of texts. Knows no value before."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from itertools import pairwise
+from typing import Any
+
+
+def _set(words: str) -> frozenset[str]:
+    return frozenset(words.split())
+
+
+MASK = "***"
+WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
+"""A word of a name: api_key, X-API-Key, apiKey and APIKey all are `api`, `key`."""
+SECRETS = _set(
+    "secret password passwd passphrase passcode pwd credential cred auth oauth authorization authorisation "
+    "authentication bearer cookie jwt apikey"
+)
+"""Words that make a name a secret's wherever they stand in it."""
+ENDINGS = re.compile(
+    r".+(secret|password|passwd|passphrase|credential|apikey|accesskey|privatekey)|.*(auth|access)token"
+)
+"""The same, written without a break: `dbpassword`."""
+HIDE_NUMBERS = _set("secret password passwd passphrase passcode pwd credential")
+OF_KEYS = _set("api access secret private auth encryption signing")
+"""Words before `key` that make a name a secret's wherever they stand in it: `api_key_openai`."""
+ABOUT = _set(
+    "variable var env environment name file filename path dir directory folder url uri endpoint host port type kind "
+    "method mode scheme provider required enabled length size count limit timeout ttl rate manager store backend"
+)
+"""Last words of names that say something about a secret and hold none: `token_variable`, `password_file`."""
+TEXT_TOKENS = _set(
+    "eos bos pad unk sep cls mask special stop end start begin added additional reserved image video audio text turn "
+    "message think thinking tool micro prompt response completion input output new begin first last next decoder vocab "
+    "batched speculative spec suppress skip padding overflowing"
+)
+"""Words before `token` in the names of a tokenizer's tokens and of their numbers."""
+COUNTS = _set("max min num n total per budget")
+"""Words that make `token` a number wherever they stand before it: `max_num_batched_tokens`."""
+DATA_KEYS = _set(
+    "answer question primary foreign sort group public partition index cache input output prompt response image video "
+    "audio data dataset target label dict json yaml map column field row value attention query ground gold truth id "
+    "text message reward metric score problem solution tool template name hot monitor eval train reference source "
+    "content config setting object property join order unique search lookup hash shard split category class task "
+    "instruction example last first next start end max min num kv head "
+    "hashing ignore share att metadata multimodal fn"
+)
+"""Words before `key` in names of data."""
+WAYS = _set("two one first second third forward backward single multi num n max min per by all")
+"""Words before `pass` in what is no password: `two_pass`."""
+OWNERS = _set(
+    "api service account openai anthropic azure google gemini aws wandb hf huggingface mistral deepseek serper bing "
+    "tavily brave"
+)
+"""Mappings whose `key` is a secret."""
+PLAIN_HEADERS = re.compile(r"accept|accept-.*|content-.*|user-agent|host|connection|cache-control", re.IGNORECASE)
+IN_QUERY = frozenset(("key", "sig", "signature"))
+"""Secrets where they are parameters of an address, and nowhere else."""
+CLASSES = "environment.classes."
+NAMES = ("environment.options.", CLASSES)
+"""Settings in which the first key is a name that the user gives."""
+
+USER = re.compile(r"(?<=://)(?:[^\s/?#]+|[^\s/?#@:]+:(?!\d+(?:[/?#,]|$))\S+)(?=@)")
+"""What stands before a host; a password may have a slash or an @ that nobody has escaped."""
+SCHEME = re.compile(r"(Bearer|Basic|Token)\s+(?!\$\{)\S+", re.IGNORECASE)
+"""The whole value of an Authorization header."""
+TAKEN = re.compile(r"\$\{[^}]*\}")
+PAIR = re.compile(
+    r"(?P<before>[?&]|(?<![\w.-]))(?P<dashes>--?)?(?P<name>[A-Za-z][\w.-]*)"
+    r"(?P<sign>(?P<shown> = )|=|[\"']\s*[:=]\s*|:\s*|\s+)(?:(?:Bearer|Basic|Token)\s+)?"
+)
+"""A name and what separates it from its value."""
+VALUE = re.compile(r"\"(?P<double>[^\"]+)\"|'(?P<single>[^']+)'|(?P<plain>[^\s&;'\"]+)")
+SHOWN = re.compile(r"(?P<plain>(?:(?!: | is not known|;).)+)")
+"""A value that an error shows: `key = value: allowed is …`."""
+
+
+def is_secret(key: str, value: Any) -> bool:
+    """Returns True if a setting is a secret by the words of its key, or of a key above it."""
+    for prefix in NAMES:
+        if key.startswith(prefix):
+            name, _, below = key.removeprefix(prefix).partition(".")
+            key = below or ("" if prefix == CLASSES else name)
+    parts = [part for part in key.split(".") if part and not part.isdigit()]
+    if not parts or isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
+        return False
+    if not isinstance(value, str):
+        return any((_words(part) or [""])[-1] in HIDE_NUMBERS for part in parts)
+    if any(map(_named, parts[:-1])):
+        return True
+    if any((_words(part) or [""])[-1] == "header" for part in parts[:-1]) and not PLAIN_HEADERS.fullmatch(parts[-1]):
+        return True
+    if _words(parts[-1]) == ["key"]:
+        owner = (_words(parts[-2]) or [""])[-1] if len(parts) > 1 else ""
+        return owner in OWNERS or _is_random(value)
+    counts = parts[-1].lower().endswith("tokens") and value.strip().isdigit()
+    return _named(parts[-1]) and not counts
+
+
+def hide_in_text(text: str) -> str:
+    """Returns a text without its secrets: in addresses, connection strings, headers, JSON and options of commands."""
+    if SCHEME.fullmatch(text):
+        return MASK
+    for start, end in reversed(list(secret_spans(text))):
+        if not TAKEN.fullmatch(text[start:end]):
+            text = f"{text[:start]}{MASK}{text[end:]}"
+    return USER.sub(lambda found: _but_taken(found[0]), text)
+
+
+def secret_spans(text: str) -> Iterator[tuple[int, int]]:
+    """Yields where in a text the values of names are that name a secret."""
+    place = 0
+    while pair := PAIR.search(text, place):
+        place = pair.end("name")
+        pattern = SHOWN if pair["shown"] and "." in pair["name"] else VALUE
+        value = pattern.match(text, pair.end())
+        if value and value.lastgroup and _is_pair(pair, value[value.lastgroup]):
+            yield value.span(value.lastgroup)
+            place = value.end()
+
+
+def is_option(word: Any) -> bool:
+    """Returns True if a word of a command is an option whose value, the next word, is a secret."""
+    return isinstance(word, str) and bool(re.fullmatch(r"--?[A-Za-z][\w-]*", word)) and _named(word.lstrip("-"))
+
+
+def names_secret(name: str) -> bool:
+    """Returns True if a variable of the environment has the name of a secret."""
+    return _named(name) or _words(name) == ["key"]
+
+
+def _is_pair(pair: re.Match[str], value: str) -> bool:
+    name, sign = pair["name"], pair["sign"]
+    if sign.isspace() and not pair["dashes"]:
+        return False
+    if sign.startswith(":") and not (
+        "-" in name or "_" in name or _words(name)[-1] in ("authorization", "cookie", "key")
+    ):
+        return False  # prose: "Your password: …"
+    if pair["before"] and name.lower() in IN_QUERY:
+        return True
+    return is_secret(name, value) and not value.startswith("//")
+
+
+def _named(part: str) -> bool:
+    """True if one part of a key, or an option, has the name of a secret."""
+    words = _words(part)
+    while len(words) > 1 and words[-1] in ("value", "text", "string", "str"):
+        words.pop()
+    if not words or (len(words) > 1 and words[-1] in ABOUT):
+        return False
+    if any(word in SECRETS or ENDINGS.fullmatch(word) for word in words):
+        return True
+    if any(one in OF_KEYS and two == "key" for one, two in pairwise(words)):
+        return True
+    before = words[-2] if len(words) > 1 else ""
+    if words[-1] == "token":
+        return before not in TEXT_TOKENS and COUNTS.isdisjoint(words)
+    if words[-1] == "key":
+        return bool(before) and before not in DATA_KEYS
+    return words[-1] == "pass" and before not in WAYS
+
+
+def _words(part: str) -> list[str]:
+    words = [word.lower() for word in WORD.findall(part)]
+    return [word[:-1] if len(word) > 3 and word.endswith("s") and not word.endswith("ss") else word for word in words]
+
+
+def _is_random(value: str) -> bool:
+    """True if a text has the form of a generated key: long, of one piece, with letters and digits."""
+    mixed = bool(re.search(r"\d", value)) and bool(re.search(r"[A-Za-z]", value))
+    return bool(re.fullmatch(r"[\w+/=-]{8,}", value)) and mixed
+
+
+def _but_taken(text: str) -> str:
+    """What stands before a host, where it is not from the environment altogether."""
+    return text if re.fullmatch(r"(?:[\w.-]+:)?(?:\$\{[^}]*\}:?)+", text) else MASK
