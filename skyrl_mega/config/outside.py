@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
+import stat
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from skyrl_mega.config.errors import UserError
 
 MOST_BYTES = 256 * 2**20
 DEEPEST = 100
 """Mappings and lists within each other."""
-
-
 SPACES = re.compile(r"\s*")
+SMALL = (".json", ".jinja", ".model", ".txt")
+"""Suffixes of a model's files that libraries read whole."""
+KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 class Malformed(ValueError):
@@ -105,13 +109,68 @@ def read(file: Path, fix: str, *, most: int = MOST_BYTES) -> bytes:
         UserError: It cannot be read, or has more than `most` bytes.
     """
     try:
-        with file.open("rb") as opened:
+        with open_regular(file) as opened:
             data = opened.read(most + 1)
     except (OSError, ValueError) as error:  # ValueError: a name with a NUL
         raise UserError(f"{file}: {reason(error)}; {fix}") from error
     if len(data) > most:
         raise UserError(f"{file}: it has more than {most} bytes; {fix}")
     return data
+
+
+def open_regular(file: Path) -> BinaryIO:
+    """Opens a regular file for reading. Does not wait for a FIFO's other end, which may never come.
+
+    Raises:
+        OSError: It cannot be opened, or is something else.
+    """
+    descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_kind(file, os.fstat(descriptor))
+        return os.fdopen(descriptor, "rb")
+    except OSError:
+        os.close(descriptor)
+        raise
+
+
+def check_regular(file: Path) -> None:
+    """Checks a file before a library opens it by its path, which would wait for a FIFO for ever.
+
+    Raises:
+        OSError: It is missing, or no regular file.
+    """
+    _check_kind(file, os.stat(file))
+
+
+def check_folder(folder: Path, fix: str) -> None:
+    """Checks the files of a folder, not those of folders in it, before libraries open them by their paths.
+
+    Raises:
+        UserError: One is no regular file, or too large for one that is read whole: its path, why, and `fix`.
+    """
+    try:
+        files = sorted(folder.iterdir())
+    except OSError as error:
+        raise UserError(f"{folder}: {reason(error)}; {fix}") from error
+    for file in files:
+        try:
+            found = os.stat(file)
+            if stat.S_ISDIR(found.st_mode):
+                continue
+            _check_kind(file, found)
+        except FileNotFoundError:  # a broken link: the reader of the file names it
+            continue
+        except OSError as error:
+            raise UserError(f"{file}: {reason(error)}; {fix}") from error
+        if file.suffix in SMALL and found.st_size > MOST_BYTES:
+            raise UserError(f"{file}: it has more than {MOST_BYTES} bytes; {fix}")
+
+
+def _check_kind(file: Path, found: os.stat_result) -> None:
+    if stat.S_ISDIR(found.st_mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
+    if not stat.S_ISREG(found.st_mode):
+        raise OSError(errno.EINVAL, f"it is {KINDS[stat.S_IFMT(found.st_mode)]}, not a regular file", str(file))
 
 
 def lines(file: Path) -> Iterator[tuple[int, bytes]]:
@@ -122,7 +181,7 @@ def lines(file: Path) -> Iterator[tuple[int, bytes]]:
         UserError: A line has more than MOST_BYTES.
     """
     place = 0
-    with file.open("rb") as opened:
+    with open_regular(file) as opened:
         while line := opened.readline(MOST_BYTES + 1):
             if len(line) > MOST_BYTES:
                 raise UserError(f"{file}: the line at byte {place} has more than {MOST_BYTES} bytes; write it again")

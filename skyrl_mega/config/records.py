@@ -26,6 +26,7 @@ def records(file: Path) -> Iterator[Any]:
     """
     try:
         if file.suffix == ".parquet":
+            outside.check_regular(file)
             with pq.ParquetFile(file) as reader:
                 for batch in reader.iter_batches(ROWS_AT_ONCE):
                     yield from batch.to_pylist()

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from skyrl_mega.config.limits import ENVIRONMENT_WORKERS
+from skyrl_mega.config.outside import check_regular
 
 if TYPE_CHECKING:  # the sandbox imports this file where nothing but the standard library is
     from skyrl_mega.config.schema import Config
@@ -84,6 +85,7 @@ def _rows(file: str) -> int | None:
     import pyarrow.parquet as pq
 
     try:
+        check_regular(Path(file))
         return int(pq.read_metadata(file).num_rows)
     except (OSError, ValueError):
         return None

@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import Malformed
+from skyrl_mega.config.outside import Malformed, check_regular
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.config.values import shown
 from skyrl_mega.envs import registry
@@ -135,9 +135,10 @@ def _checked_batches(file: str | Path, config: EnvironmentConfig, key: str) -> I
 def _batches(file: str | Path, key: str) -> Iterator[tuple[pa.RecordBatch, int]]:
     """Pieces of a file with the number of their first row, after the file and its columns were checked."""
     path = Path(file)
-    if not path.is_file():
+    if not path.exists():
         raise UserError(f"{key}: {file} does not exist; allowed: parquet files; `python -m skyrl_mega.data` makes some")
     try:
+        check_regular(path)
         with pq.ParquetFile(path) as reader:
             _check_columns(reader.schema_arrow, file, key)
             if reader.metadata.num_rows == 0:
@@ -148,8 +149,8 @@ def _batches(file: str | Path, key: str) -> Iterator[tuple[pa.RecordBatch, int]]
                 yield batch, first
                 first += len(batch)
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
-        raise UserError(f"{key}: {file} cannot be read as parquet ({reason}); write it again") from error
+        why = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise UserError(f"{key}: {file} cannot be read as parquet ({why}); write it again") from error
 
 
 def _check_columns(schema: pa.Schema, file: str | Path, key: str) -> None:

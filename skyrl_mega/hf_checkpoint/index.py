@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import Malformed, json_object, parsed
+from skyrl_mega.config.outside import Malformed, check_folder, json_object, open_regular, parsed
 from skyrl_mega.models.registry import architecture
 
 INDEX = "model.safetensors.index.json"
@@ -52,7 +52,9 @@ def read_config(path: Path) -> dict[str, Any]:
             f"model.path: {path} {what}; give a Hugging Face directory with config.json, *.safetensors and "
             "tokenizer.json"
         )
-    return json_object(path / "config.json", FETCH)
+    hf = json_object(path / "config.json", FETCH)
+    check_folder(path, FETCH)
+    return hf
 
 
 def check_files(path: Path, hf: Mapping[str, Any] | None = None) -> dict[str, Entry]:
@@ -101,7 +103,7 @@ def read_header(file: Path) -> dict[str, Entry]:
     """The tensors of one file, from its header; UserError when the file is cut off or no safetensors file."""
     try:
         size = os.path.getsize(file)
-        with open(file, "rb") as f:
+        with open_regular(file) as f:
             length = int.from_bytes(f.read(8), "little")
             if size < 8 or length > min(LONGEST_HEADER, size - 8):
                 raise UserError(

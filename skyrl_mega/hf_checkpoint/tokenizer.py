@@ -13,6 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import check_folder
 from skyrl_mega.config.values import shown
 
 ALWAYS = ("two  words, and\n\nlines\n", "  if x:\n        y = 0\n", "0123456789 2026 3.14")
@@ -31,8 +32,10 @@ def load(path: Path, key: str, *, lossless: bool = True) -> Any:
         lossless: Texts come back as they were. False for an embedding model, whose tokenizer may write lower case.
 
     Raises:
-        UserError: config.json cannot be used, nothing can be loaded, or texts get lost.
+        UserError: A file is no regular one, config.json cannot be used, nothing can be loaded, or texts get lost.
     """
+    if path.is_dir():
+        check_folder(path, FETCH)
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     config, text = _config(path, key), _file(path, key)

@@ -65,6 +65,7 @@ def tokens(file: Path) -> pa.Table | None:
         UserError: The file is not one of trajectories.
     """
     try:
+        outside.check_regular(file)
         if "tokens" not in pq.read_schema(file).names:
             return None
         table = pq.read_table(file, columns=list(TOKENS))
@@ -79,6 +80,7 @@ def tokens(file: Path) -> pa.Table | None:
 
 def _table(file: Path) -> pa.Table:
     """All columns but the tokens, under the names and with the types that a run writes."""
+    outside.check_regular(file)
     with pq.ParquetFile(file) as opened:
         names, about = opened.schema_arrow.names, opened.metadata
         size = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from skyrl_mega.config.command import MOST, Parser, integer, path_of, real
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.terminal import printable
 from skyrl_mega.retriever.client import TOKEN_VARIABLE, Client, RetrievalError
 
 METHODS = ("dense", "bm25")
@@ -145,9 +146,9 @@ def _query(args: argparse.Namespace) -> None:
     client = Client(args.url, os.environ.get(TOKEN_VARIABLE), args.timeout)
     try:
         for query, hits in zip(args.queries, client.search(args.queries, args.topk, args.method), strict=True):
-            print(query)
+            print(printable(query))
             for hit in hits:
-                print(f"  {hit.score:7.3f}  {hit.id}  {' '.join(hit.contents.split())}")
+                print(printable(f"  {hit.score:7.3f}  {hit.id}  {' '.join(hit.contents.split())}"))
     except RetrievalError as error:
         raise UserError(str(error)) from error
     finally:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import check_folder, json_object
+from skyrl_mega.config.values import shown
 from skyrl_mega.hf_checkpoint.tokenizer import load
 
 MINILM = "minilm"
@@ -76,14 +77,22 @@ class Embedder:
             raise UserError("--device cuda: torch sees no CUDA device here; allowed is cpu or auto")
         self.device = torch.device("cuda" if device != "cpu" and torch.cuda.is_available() else "cpu")
         self.query_prefix, self.passage_prefix = query_prefix, passage_prefix
+        for part in (folder, folder / "1_Pooling"):
+            if part.is_dir():
+                check_folder(part, "fetch the model again")
         self.pooling = _pooling(folder)
         self.tokenizer: Any = load(folder, "--model", lossless=False)
         try:
             model: Any = AutoModel.from_pretrained(folder, local_files_only=True, dtype=getattr(torch, dtype))
-        except (OSError, ValueError) as error:
-            raise UserError(f"--model {folder}: it cannot be loaded: {str(error).splitlines()[0]}") from error
+        except Exception as error:  # transformers, tokenizers and safetensors raise all kinds about what files hold
+            said = (str(error).splitlines() or [""])[0] or "?"
+            raise UserError(f"--model {folder}: it cannot be loaded: {type(error).__name__}: {said}") from error
         self.model = model.to(self.device).eval()
         limit = _json(folder / "sentence_bert_config.json").get("max_seq_length") or MAX_TOKENS
+        if type(limit) is not int or limit < 1:
+            raise UserError(
+                f"--model {folder}: sentence_bert_config.json: max_seq_length = {shown(limit)}; allowed: ≥ 1"
+            )
         self.max_tokens = min(limit, getattr(model.config, "max_position_embeddings", limit))
 
     @property
@@ -133,4 +142,4 @@ def _pooling(folder: Path) -> str:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return json_object(file, "fetch the model again") if file.exists() else {}

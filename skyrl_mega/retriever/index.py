@@ -9,22 +9,26 @@ bm25/             for `bm25`
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import check_folder, json_object
+from skyrl_mega.config.values import shown
 from skyrl_mega.retriever.client import Hit
 from skyrl_mega.retriever.embedder import MINILM, Embedder, model_folder
 
 FORM = 1
 """Of the folder; an index of another form is built again."""
 METHODS = ("dense", "bm25")
+BUILD = "python -m skyrl_mega.retriever build makes one"
+AGAIN = "remove the folder and build the index again"
 
 
 @dataclass(frozen=True)
@@ -59,17 +63,17 @@ def read_recipe(folder: Path) -> tuple[Recipe, int]:
         UserError: There is no index, or one of another form.
     """
     file = folder / "index.json"
-    build = "python -m skyrl_mega.retriever build makes one"
-    if not file.is_file():
-        raise UserError(f"--index {folder}: it holds no index.json; {build}")
+    if not file.exists():
+        raise UserError(f"--index {folder}: it holds no index.json; {BUILD}")
+    record = json_object(file, BUILD)
     try:
-        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         passages = int(record.pop("passages"))
         recipe = Recipe(**{**record, "methods": tuple(record["methods"])})
+        known = bool(recipe.methods) and set(recipe.methods) <= set(METHODS)
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"--index {folder}: index.json is not of this form ({error!r}); {build}") from error
-    if recipe.form != FORM:
-        raise UserError(f"--index {folder}: it is of form {recipe.form}, this is {FORM}; {build}")
+        raise UserError(f"--index {folder}: index.json is not of this form ({error!r}); {BUILD}") from error
+    if recipe.form != FORM or not known:
+        raise UserError(f"--index {folder}: it is of form {shown(recipe.form)}, this is {FORM}; {BUILD}")
     return recipe, passages
 
 
@@ -89,22 +93,41 @@ class Index:
         faiss_search: FAISS's search parameters, such as `efSearch=128`.
 
     Raises:
-        UserError: No index there, or its embedding model is gone.
+        UserError: No index there, a file of it is damaged, or its embedding model is gone.
     """
 
     def __init__(self, folder: Path, device: str = "auto", threads: int | None = None, faiss_search: str = "") -> None:
         self.recipe, self.size = read_recipe(folder)
         self.methods = self.recipe.methods
-        self.passages = pa.ipc.open_file(pa.memory_map(str(folder / "passages.arrow"))).read_all()
+        check_folder(folder, AGAIN)
+        file = folder / "passages.arrow"
+        with _readable(file):
+            self.passages = pa.ipc.open_file(pa.memory_map(str(file))).read_all()
+        self._same(file, len(self.passages))
         if "dense" in self.methods:
             from skyrl_mega.retriever.dense import DenseIndex
 
-            self.dense = DenseIndex(folder / "dense.faiss", faiss_search, threads)
+            file = folder / "dense.faiss"
+            with _readable(file):
+                self.dense = DenseIndex(file, faiss_search, threads)
+            self._same(file, self.dense.index.ntotal)
             self.embedder = embedder(self.recipe, device, threads)
+            if self.dense.index.d != self.embedder.dimension:
+                raise UserError(
+                    f"{file}: its vectors have {self.dense.index.d} numbers, those of {self.recipe.model} have "
+                    f"{self.embedder.dimension}; {AGAIN}"
+                )
         if "bm25" in self.methods:
-            from skyrl_mega.retriever.lexical import Bm25Index
+            from skyrl_mega.retriever.lexical import Bm25Index, damaged
 
-            self.bm25 = Bm25Index(folder / "bm25")
+            check_folder(folder / "bm25", AGAIN)
+            try:
+                self.bm25 = Bm25Index(folder / "bm25")
+            except Exception as error:  # bm25s, numpy and JSON raise all kinds about what files hold
+                raise UserError(
+                    f"{damaged(folder / 'bm25')}: cannot be read ({_first_line(error)}); {AGAIN}"
+                ) from error
+            self._same(folder / "bm25", self.bm25.size)
 
     def search(self, queries: Sequence[str], topk: int, method: str | None = None) -> list[list[Hit]]:
         """The best passages of each query, best first: `topk` of them, fewer where there are no more.
@@ -123,6 +146,10 @@ class Index:
             scores, rows = self.bm25.search(queries, topk)
         return self._hits(scores, rows)
 
+    def _same(self, file: Path, count: int) -> None:
+        if count != self.size:
+            raise UserError(f"{file}: it holds {count} passages, index.json says {self.size}; {AGAIN}")
+
     def _hits(self, scores: npt.NDArray[np.float32], rows: npt.NDArray[np.int64]) -> list[list[Hit]]:
         found = rows >= 0
         wanted, where = np.unique(rows[found], return_inverse=True)
@@ -130,3 +157,15 @@ class Index:
         ids, contents = texts["id"].to_pylist(), texts["contents"].to_pylist()
         hits = iter([Hit(ids[w], contents[w], s) for w, s in zip(where, scores[found].tolist(), strict=True)])
         return [[next(hits) for _ in range(count)] for count in found.sum(axis=1).tolist()]
+
+
+@contextmanager
+def _readable(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, RuntimeError, MemoryError, ValueError) as error:  # ValueError: pyarrow's errors too
+        raise UserError(f"{file}: cannot be read ({_first_line(error)}); {AGAIN}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]

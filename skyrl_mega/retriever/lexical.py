@@ -9,15 +9,43 @@ import bm25s
 import numpy as np
 import numpy.typing as npt
 
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import json_object
+
 K1, B = 0.9, 0.4
 """Anserini's values, which the BM25 figures of open-domain question answering use."""
+ARRAYS = ("indptr", "indices", "data")
 
 
 def build_bm25(texts: Sequence[str], folder: Path) -> None:
-    """Writes the index of `texts`: lower case, words of two letters and more, English stop words left out."""
+    """Writes the index of `texts`: lower case, words of two letters and more, English stop words left out.
+
+    Raises:
+        UserError: No text has such a word.
+    """
     index = bm25s.BM25(method="lucene", k1=K1, b=B)
-    index.index(bm25s.tokenize(list(texts), stopwords="en", show_progress=False), show_progress=False)
+    tokens = bm25s.tokenize(list(texts), stopwords="en", show_progress=False)
+    if not any(map(len, tokens.ids)):
+        raise UserError(
+            "--corpus: no passage has a word that BM25 keeps, of two letters or more and no English stop word; give "
+            "another corpus, or --methods dense"
+        )
+    index.index(tokens, show_progress=False)
     index.save(folder, show_progress=False)
+
+
+def damaged(folder: Path) -> Path:
+    """Returns the first file of an index that is missing or cannot be read; the folder if each can."""
+    for name in ("params.index.json", "vocab.index.json", *(f"{part}.csc.index.npy" for part in ARRAYS)):
+        file = folder / name
+        try:
+            if file.suffix == ".npy":
+                np.load(file, mmap_mode="r", allow_pickle=False)
+            else:
+                json_object(file, "")
+        except (OSError, ValueError, EOFError, UserError):
+            return file
+    return folder
 
 
 class Bm25Index:
@@ -30,6 +58,10 @@ class Bm25Index:
     def __init__(self, folder: Path) -> None:
         self.index = bm25s.BM25.load(folder, mmap=True)
         self.size = int(self.index.scores["num_docs"])
+        indptr, indices, data = (self.index.scores[part] for part in ARRAYS)
+        words = len(self.index.vocab_dict.keys() - {""})
+        if len(indptr) <= words or not len(indices) == len(data) == indptr[-1]:
+            raise ValueError("its files are not of one index")
 
     def search(self, queries: Sequence[str], topk: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
         """Scores and rows [len(queries), topk], best first; a row of -1 is a place that no passage has earned."""

@@ -19,6 +19,7 @@ import pyarrow.parquet as pq
 from skyrl_mega.cluster.errors import ClusterError
 from skyrl_mega.cluster.group import cause_of
 from skyrl_mega.cluster.leftovers import partial_file
+from skyrl_mega.config.outside import check_regular
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.away import lost
 from skyrl_mega.rollout.by_reference import brought
@@ -168,6 +169,7 @@ def read_steps(path: Path) -> list[list[list[Step]]]:
         OSError: It cannot be read.
     """
     try:
+        check_regular(path)
         with pq.ParquetFile(path) as file:
             if missing := {"uid", "sample", "steps"} - {*file.schema_arrow.names}:
                 raise ValueError(f"it has no column {min(missing)}")
