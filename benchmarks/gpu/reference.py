@@ -32,16 +32,16 @@ def prove(bench: Bench) -> None:
     bench.figure("keeping the reference", time.perf_counter() - start, "s")
     batch = parts.rows([each] * (tokens // each), hf["vocab_size"])
     # Sums over experts are added in any order on a GPU, so that two calls differ a little by themselves.
-    own, again = _logprobs(rank, batch), _logprobs(rank, batch)
-    noise = 3 * _off(again, own) + 1e-6
-    bench.figure("the same weights as reference: log-probs off by", _off(_logprobs(rank, batch, True), own), "nats",
+    own, again = logprobs(rank, batch), logprobs(rank, batch)
+    noise = 3 * off(again, own) + 1e-6
+    bench.figure("the same weights as reference: log-probs off by", off(logprobs(rank, batch, True), own), "nats",
                  at_most=noise)  # fmt: skip
     with torch.no_grad():
         for p in rank.weights().values():
             p.mul_(1.5)
     before = [p.sum(dtype=torch.float64) for p in rank.weights().values()]
-    bench.figure("other weights: log-probs off by", _off(_logprobs(rank, batch), own), "nats", at_least=100 * noise)
-    bench.figure("the reference's, still", _off(_logprobs(rank, batch, True), own), "nats", at_most=noise)
+    bench.figure("other weights: log-probs off by", off(logprobs(rank, batch), own), "nats", at_least=100 * noise)
+    bench.figure("the reference's, still", off(logprobs(rank, batch, True), own), "nats", at_most=noise)
     after = [p.sum(dtype=torch.float64) for p in rank.weights().values()]
     bench.holds("the policy has its own again", all(bool(a == b) for a, b in zip(before, after, strict=True)))
 
@@ -57,14 +57,15 @@ def prove(bench: Bench) -> None:
                      limit=size / GIB, limit_of="the weights")  # fmt: skip
 
 
-def _logprobs(rank: ModelWorker, batch: Sequences, reference: bool = False) -> np.ndarray:
+def logprobs(rank: ModelWorker, batch: Sequences, reference: bool = False) -> np.ndarray:
+    """Returns the log-probs of a batch's tokens [T], with the policy's weights or the reference's."""
     found = rank.logprobs([batch], reference=reference)
     assert found is not None
     return found[0][0].numpy()
 
 
-def _off(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Root of the mean square."""
+def off(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Returns the root of the mean square of the differences."""
     return float(np.sqrt(np.mean((found.astype(np.float64) - wanted) ** 2)))
 
 
