@@ -18,12 +18,14 @@ from torch import Tensor
 
 from benchmarks.gpu import limits, parts
 from benchmarks.gpu.proof import Bench
+from skyrl_mega.config.residency import ENGINE
+from skyrl_mega.engines.presence import CACHE, WEIGHTS
 
 PROMPTS = [[5, 20 + i, 40 + 3 * i, 60, 7] for i in range(4)]
 EXACT = {"cpu": 1e-4, "cuda": 5e-3}
 """Of float32 log-probs, in nats: CUDA's kernels may multiply in TF32."""
-LEVEL = 2
-"""Of sleep: weights and cache are given up, not kept in host memory."""
+ORDER = (("model", False), ("other", False), ("model", True), ("other", True))
+"""Weights of each sync, and whether the engine sleeps before it."""
 
 
 def prove(bench: Bench) -> None:
@@ -44,8 +46,7 @@ def prove(bench: Bench) -> None:
     from skyrl_mega.engines.vllm.spec import EngineSpec, environment
 
     rollout = RolloutConfig(kv_cache_gib=0.1, memory_fraction=0.3, eager=not bench.cuda, concurrency=16)
-    extra = {"enable_sleep_mode": True} if bench.cuda else {}
-    spec = EngineSpec(str(bench.folder / "model"), "float32", bench.device.type, rollout, 128, extra=extra)
+    spec = EngineSpec(str(bench.folder / "model"), "float32", bench.device.type, rollout, 128, sleeps=ENGINE)
     os.environ.update(environment(spec))
     asyncio.run(_syncs(bench, hf, VllmEngine(spec)))
 
@@ -81,17 +82,10 @@ async def _syncs(bench: Bench, hf: dict[str, Any], engine: Any) -> None:
     exchange = await joining
     shard = architecture(hf).megatron_shard(hf, ParallelDims(), 0, "local")
     params = {name: torch.zeros(shape, device=bench.device) for name, shape in shard.params.items()}
-    for version, (name, asleep) in enumerate((("model", False), ("other", False), ("model", True)), 1):
+    for version, (name, asleep) in enumerate(ORDER, 1):
         path = bench.folder / name
-        if asleep and not bench.cuda:
-            bench.left_out("sleep and CUDA graphs: a CPU engine has neither")
-            break
         if asleep:
-            free = torch.cuda.mem_get_info()[0]
-            await engine.llm.sleep(level=LEVEL)
-            bench.figure("memory that sleep gives back", (torch.cuda.mem_get_info()[0] - free) / 2**30, "GiB",
-                         at_least=1.0)  # fmt: skip
-            await engine.llm.wake_up()
+            await _sleep(bench, engine)
         with torch.no_grad():
             load.load(path, shard, params)
         start = time.perf_counter()
@@ -100,13 +94,33 @@ async def _syncs(bench: Bench, hf: dict[str, Any], engine: Any) -> None:
         await engine.update_weights(True)
         await sending
         await engine.end_update(version)
+        if asleep:
+            await engine.wake([CACHE])
         bench.figure(f"sync {version}", time.perf_counter() - start, "s")
         off = max(await _off(engine, path))
         after = f"sync {version}{' and sleep' if asleep else ''}"
         bench.figure(f"log-probs after {after}: off transformers by", off, "nats",
                      at_most=EXACT[bench.device.type])  # fmt: skip
     await _speed(bench, engine)
+    if not bench.cuda:
+        bench.left_out("CUDA graphs, and memory that sleep gives back")
     engine.llm.shutdown()
+
+
+async def _sleep(bench: Bench, engine: Any) -> None:
+    """Drops weights, cache and workspace, as a run does on a shared GPU, and brings the weights' memory back for a sync."""
+    free = torch.cuda.mem_get_info()[0] if bench.cuda else 0
+    start = time.perf_counter()
+    await engine.sleep(ENGINE)
+    bench.figure("falling asleep", time.perf_counter() - start, "s")
+    if bench.cuda:
+        gained = (torch.cuda.mem_get_info()[0] - free) / 2**30
+        bench.figure("memory that sleep gives back", gained, "GiB", at_least=1.0)
+        torch.empty(int(gained * 0.9 * 2**30), dtype=torch.uint8, device=bench.device).fill_(0xA5)
+        torch.cuda.empty_cache()  # whatever the engine still reads there, it now reads wrong
+    start = time.perf_counter()
+    await engine.wake([WEIGHTS])
+    bench.figure("waking for a sync", time.perf_counter() - start, "s")
 
 
 async def _answers(engine: Any, requests: list[Any]) -> list[Any]:

@@ -1,7 +1,7 @@
 """Proof: Qwen3-30B-A3B's slice trains in FP8 with Transformer Engine: numbers, memory against the planner, and speed.
 
-First a few layers, to compare: bfloat16, FP8 products, and parameters in FP8 too, from the same seed on the same batch; a
-checkpoint of the last is read by another process. Then the whole slice, measured.
+First a few layers, to compare: bfloat16, FP8 products, and parameters in FP8 too, from the same seed on the same
+batch; a checkpoint of the last is read by another process. Then the whole slice, measured.
 """
 
 from __future__ import annotations
