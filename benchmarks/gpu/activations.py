@@ -11,7 +11,7 @@ import torch
 
 from benchmarks.gpu import limits, parts
 from benchmarks.gpu.proof import Bench
-from skyrl_mega.config.derived import logit_chunk
+from skyrl_mega.config.derived import fused, logit_chunk
 from skyrl_mega.planner.activations import Row, activations, kept_layer
 
 if TYPE_CHECKING:
@@ -32,7 +32,19 @@ WITHIN = 0.2
 
 
 def prove(bench: Bench) -> None:
-    """The same weights and the same sequence, each way."""
+    """Trains the same weights on the same sequence in each way, with the local layers."""
+    _prove(bench, "local")
+
+
+def prove_te(bench: Bench) -> None:
+    """Does so with Transformer Engine's layers."""
+    if not bench.cuda:
+        bench.left_out("all of it: Transformer Engine computes on CUDA alone")
+        return
+    _prove(bench, "te")
+
+
+def _prove(bench: Bench, spec: str) -> None:
     from skyrl_mega.megatron.objectives import supervised
 
     hf, parallel = parts.slice_of_30b(tiny_size=bench.tiny, layers=LAYERS)
@@ -41,7 +53,7 @@ def prove(bench: Bench) -> None:
     first: dict[str, float] = {}
     before: dict[str, Any] = {}
     for name, settings in WAYS.items():
-        policy = parts.policy_config(micro_tokens=tokens, **settings)
+        policy = parts.policy_config(spec, micro_tokens=tokens, **settings)
         rank = parts.open_rank(hf, parallel, device=bench.device, policy=policy)
         before = before or {key: p.detach().cpu().clone() for key, p in rank.params.items()}
         _take(rank, before)
@@ -54,6 +66,7 @@ def prove(bench: Bench) -> None:
         bench.figure(f"{name}: a step of {tokens} tokens, {LAYERS} layers", seconds, "s")
         if bench.cuda:
             how: dict[str, Any] = dict(recompute=policy.recompute, offload_layers=policy.offload_layers)
+            how |= dict(spec=spec, fused=fused(policy, spec, True))
             chunk = logit_chunk(policy, bench.device.type)
             sizes = activations(d, parallel, 0, Row(tokens, 1), 2, logit_chunk=chunk, **how)
             planned = sizes.train + sizes.train_logits
@@ -65,7 +78,7 @@ def prove(bench: Bench) -> None:
     if not bench.cuda:
         bench.left_out("memory at the peak")
         return
-    kept = kept_layer(d, parallel, 0, tokens, 2, recompute="none", spec="local", fused=frozenset())
+    kept = kept_layer(d, parallel, 0, tokens, 2, recompute="none", spec=spec, fused=fused(parts.policy_config(spec), spec, True))
     rate = limits.host_gb_s(bench, pinned=True, to_device=True)
     bench.figure("a layer's copy, one way, by the link", kept / rate / 1e9, "s")
 

@@ -108,7 +108,7 @@ async def _syncs(bench: Bench, hf: dict[str, Any], engine: Any) -> None:
 
 
 async def _sleep(bench: Bench, engine: Any) -> None:
-    """Drops weights, cache and workspace, as a run does on a shared GPU, and brings the weights' memory back for a sync."""
+    """Drops what a run drops on a shared GPU, and brings the weights' memory back for a sync."""
     free = torch.cuda.mem_get_info()[0] if bench.cuda else 0
     start = time.perf_counter()
     await engine.sleep(ENGINE)
