@@ -78,7 +78,9 @@ def _prove(bench: Bench, spec: str) -> None:
     if not bench.cuda:
         bench.left_out("memory at the peak")
         return
-    kept = kept_layer(d, parallel, 0, tokens, 2, recompute="none", spec=spec, fused=fused(parts.policy_config(spec), spec, True))
+    kept = kept_layer(
+        d, parallel, 0, tokens, 2, recompute="none", spec=spec, fused=fused(parts.policy_config(spec), spec, True)
+    )
     rate = limits.host_gb_s(bench, pinned=True, to_device=True)
     bench.figure("a layer's copy, one way, by the link", kept / rate / 1e9, "s")
 

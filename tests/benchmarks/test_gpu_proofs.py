@@ -268,15 +268,17 @@ def test_kernels_and_limits_are_rehearsed(path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_every_proof_of_torch_alone_is_rehearsed(path: Path) -> None:
+def test_every_proof_but_vllms_is_rehearsed(path: Path) -> None:
     """In one process that forks: each of them runs to its end, and what it says on a CPU holds."""
-    names = [proof.name for proof in PROOFS if proof.stage == 1]
+    names = [proof.name for proof in PROOFS if proof.stage < 3 and not proof.makes]
+    on_cuda = {proof.name for proof in PROOFS if proof.stage == 2} - {"te_train"}
+    on_cuda |= {"exchange_segments", "fragmentation"}
     command = [sys.executable, "-m", "tests.benchmarks.rehearsal", str(path.parent), *names]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=850)
     found = rehearsed(path)
     went_wrong = {name: found[name].get("why") or found[name].get("wrong") for name in found}
     assert {name: found[name]["status"] for name in names} == {
-        name: CUDA_ONLY if name in ("exchange_segments", "fragmentation") else PASSED for name in names
+        name: CUDA_ONLY if name in on_cuda else PASSED for name in names
     }, (went_wrong, done.stderr[-2000:])
 
 
