@@ -1,6 +1,6 @@
 """Plants each fault of `tests/support/plants.py` into a copy of the project and sees its test fail.
 
-    .venv/bin/python -m benchmarks.plants [--only TEXT] [--jobs 2]
+    .venv/bin/python -m benchmarks.plants [--only TEXT] [--jobs 2] [--results FILE]
 
 All tests must pass without a fault first. benchmarks/results/plants.json has each fault's seconds. Exits with 1 where a
 test passes though its fault is there, or ends otherwise than by failing.
@@ -19,7 +19,6 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 
@@ -34,15 +33,6 @@ PRELOADED = ("torch", "transformers", "megatron.core", "pyarrow.dataset", "hypot
 PASSED, FAILED = 0, 1
 """Exit statuses of pytest."""
 LONGEST_S = 900
-
-
-class Ended(NamedTuple):
-    """How a run of pytest ended."""
-
-    status: int
-    said: str
-    """Its last lines."""
-    seconds: float
 
 
 def copy(folder: Path) -> Path:
@@ -76,8 +66,12 @@ def plant(root: Path, fault: Plant) -> None:
     file.write_text(text.replace(fault.old, fault.new))
 
 
-def run(faults: Sequence[Plant], tests: Sequence[str]) -> Ended:
-    """Runs tests on a copy that has these faults. The calling process is of no use afterwards."""
+def run(faults: Sequence[Plant], tests: Sequence[str]) -> tuple[int, str, float]:
+    """Runs tests on a copy that has these faults. The calling process is of no use afterwards.
+
+    Returns:
+        pytest's exit status, its last lines, and seconds.
+    """
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         root = copy(Path(folder))
@@ -97,7 +91,7 @@ def run(faults: Sequence[Plant], tests: Sequence[str]) -> Ended:
         if not used.is_relative_to(root):
             raise RuntimeError(f"the tests have used {used}")
         sys.stdout.flush()
-        return Ended(status, output.read_text()[-2000:], time.perf_counter() - start)
+        return status, output.read_text()[-2000:], time.perf_counter() - start
 
 
 def main() -> int:
@@ -105,6 +99,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.plants")
     parser.add_argument("--only", default="", help="a text in a fault's description, path or test")
     parser.add_argument("--jobs", type=int, default=2, help="faults at once")
+    parser.add_argument("--results", type=Path, default=RESULTS, help="where a run of all faults is written")
     options = parser.parse_args()
     chosen = [fault for fault in PLANTS if options.only in " ".join(fault)]
     for library in PRELOADED:
@@ -113,24 +108,22 @@ def main() -> int:
     rows = []
     with multiprocessing.get_context("fork").Pool(options.jobs, maxtasksperchild=1) as processes:
         whole, *answers = [processes.apply_async(run, task) for task in tasks]
-        ended = whole.get(LONGEST_S)
-        print(f"without a fault: pytest exits with {ended.status} after {ended.seconds:.0f} s", flush=True)
-        if ended.status != PASSED:
-            print(ended.said)
+        status, said, seconds = whole.get(LONGEST_S)
+        print(f"without a fault: pytest exits with {status} after {seconds:.0f} s", flush=True)
+        if status != PASSED:
+            print(said)
             return 1
         for fault, answer in zip(chosen, answers, strict=True):
-            ended = answer.get(LONGEST_S)
-            found = ended.status == FAILED
-            rows.append({**fault._asdict(), "caught": found, "seconds": round(ended.seconds, 1)})
-            print(
-                f"{'caught' if found else 'MISSED'} {ended.seconds:6.1f} s  {fault.fault}  ({fault.test})", flush=True
-            )
+            status, said, seconds = answer.get(LONGEST_S)
+            found = status == FAILED
+            rows.append({**fault._asdict(), "caught": found, "seconds": round(seconds, 1)})
+            print(f"{'caught' if found else 'MISSED'} {seconds:6.1f} s  {fault.fault}  ({fault.test})", flush=True)
             if not found:
-                print(ended.said, flush=True)
+                print(said, flush=True)
     missed = sum(not row["caught"] for row in rows)
     print(f"{len(rows) - missed} of {len(rows)} faults are caught")
     if not options.only:
-        RESULTS.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
+        options.results.write_text(json.dumps(rows, indent=1, ensure_ascii=False) + "\n")
     return 1 if missed else 0
 
 
