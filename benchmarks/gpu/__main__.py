@@ -63,7 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--again", action="store_true", help="those too that have a verdict")
     add("--list", action="store_true", help="names the proofs and what is known of them, and runs none")
-    add("--wheels", type=Path, metavar="FOLDER", help="packages to install first (.wheels)")
+    add("--wheels", type=Path, metavar="FOLDER", help="packages to install first (.wheels; none for --rehearse)")
     add("--prepare", type=Path, metavar="FOLDER", help="brings these packages, on a machine with a network; runs none")
     add("--plan", action="store_true", help="says what the calls of a window will run, and runs none")
     add("--rehearse", action="store_true", help="on the CPU, with tiny sizes: proves the script, not the GPU")
@@ -94,7 +94,9 @@ def _main(asked: argparse.Namespace) -> int:
         return 0
     if not asked.list and not asked.rehearse:
         _refuse_without_a_gpu()
-    site = None if asked.list else install(wheels)
+    # What is prepared is for the host's Python and torch, which may be others than those of a rehearsal.
+    brought = wheels if asked.wheels or not asked.rehearse else None
+    site = install(brought) if brought and not asked.list else None
     if site is not None:
         sys.path.insert(0, str(site))
         importlib.invalidate_caches()
@@ -104,7 +106,7 @@ def _main(asked: argparse.Namespace) -> int:
     device = {"name": "a rehearsal on the CPU"} if asked.rehearse else _device()
     versions = {"python": sys.version.split()[0], **{name: _version(name) for name in PACKAGES}}
     results = Results(folder, device, versions, asked.earlier)
-    call = Call(asked.budget, asked.rehearse, asked.again, _commit(), site, wheels, _say)
+    call = Call(asked.budget, asked.rehearse, asked.again, _commit(), site, brought, _say)
     whole = run(chosen, results, call)
     print(f"\n{device['name']}; results in {results.path}\n\n{table(chosen, results)}")
     return 0 if whole else 1

@@ -44,6 +44,21 @@ def test_wheels_are_installed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         install(folder)
 
 
+def test_a_rehearsal_installs_nothing_that_it_is_not_given(
+    tmp_path: Path, path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder that `--prepare` fills has wheels of the GPU host's Python."""
+    from benchmarks.gpu import __main__ as command
+
+    monkeypatch.setattr(command, "ROOT", tmp_path)
+    monkeypatch.setattr(command, "PROOFS", (proof("good"),))
+    (tmp_path / ".wheels").mkdir()
+    (tmp_path / ".wheels" / "other-1.0-cp399-cp399-linux_x86_64.whl").write_text("")
+    asked = ["--rehearse", "--results", str(path.parent)]
+    assert main(asked) == 0
+    assert main([*asked, "--wheels", str(tmp_path / ".wheels")]) == 2
+
+
 # ---- Transformer Engine, brought in parts ----------------------------------------------------------------------------
 
 INIT = """
