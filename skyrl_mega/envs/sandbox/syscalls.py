@@ -74,7 +74,8 @@ _X86_64 = _Arch(
             240,
             241,
         }  # System V IPC, mq_open, mq_unlink
-        | {300, 301}  # fanotify
+        | {300, 301, 253, 294, 254}  # fanotify, inotify: they tell what other programs do with the system's files
+        | {154}  # modify_ldt
     ),
     shared=frozenset(
         _SHARED
@@ -90,7 +91,6 @@ _X86_64 = _Arch(
         | {90, 91, 268, 92, 93, 94, 260}  # chmod, fchmod, fchmodat, chown, fchown, lchown, fchownat
         | {132, 235, 261}  # utime, utimes, futimesat
         | {188, 189, 190, 197, 198, 199}  # setxattr, removexattr and kin
-        | {253, 294, 254}  # inotify: it tells what other programs do with files
     ),
     counted=frozenset({46, 307}),  # sendmsg, sendmmsg: a file in flight belongs to nobody
 )
@@ -108,11 +108,9 @@ _ARM64 = _Arch(
         | {105, 106, 273, 104, 294, 142, 224, 225}
         | {264, 265, 272, 92, 60, 89, 279}
         | {194, 196, 195, 190, 193, 191, 192, 186, 189, 188, 187, 180, 181}
-        | {262, 263}
+        | {262, 263, 26, 27}
     ),
-    shared=frozenset(
-        _SHARED | {140, 118, 119, 122, 274, 30} | {238, 239} | {52, 53, 54, 55} | {5, 6, 7, 14, 15, 16} | {26, 27}
-    ),
+    shared=frozenset(_SHARED | {140, 118, 119, 122, 274, 30} | {238, 239} | {52, 53, 54, 55} | {5, 6, 7, 14, 15, 16}),
     counted=frozenset({211, 269}),
 )
 _ARCHS = {"x86_64": _X86_64, "aarch64": _ARM64}

@@ -284,10 +284,12 @@ def kernel() -> Iterator[Attack]:
         "settimeofday": 164, "clock_settime": 227, "adjtimex": 159, "sethostname": 170, "setdomainname": 171,
         "iopl": 172, "ioperm": 173, "vhangup": 153, "pidfd_getfd": 438, "memfd_secret": 447, "io_uring_enter": 426,
         "lookup_dcookie": 212, "landlock off": 446, "a call of the future": 600,
+        "inotify_init": 253, "inotify_init1": 294,
     }  # fmt: skip
     for name, number in numbers.items():
         first = 3 if name in ("syslog", "iopl") else 0
         yield "kernel", name, lambda number=number, first=first: call(number, first, 0, 0, 0, 0, 0)
+    yield "kernel", "modify_ldt", lambda: call(154, 0, BUFFER, 16)
     yield "kernel", "personality", lambda: call(135, 0x0400000)
     for name, attack in {
         "become root": lambda: os.setresuid(0, 0, 0) if os.getuid() else call(9999),
