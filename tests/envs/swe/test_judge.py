@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.data.prepare import prepare
 from skyrl_mega.envs.swe.canaries import Source, wrong
 from skyrl_mega.envs.swe.judge import named, started
 from skyrl_mega.envs.swe.session import File, LocalSession, UnfitError
@@ -165,6 +166,8 @@ def test_honest_work_is_paid(tmp_path: Path, kind: str) -> None:
     output = played(task, FULL, command, names, checks=1)
     assert output["reward"] == 1.0, output["metadata"]
     assert output["metadata"]["canaries"] == (kind != "no test in Python")
+    if kind == "no test in Python":
+        assert played(task, FULL, command, names, proof="canaries")["reward"] == 0.0
     if kind != "nothing fails yet":
         assert played(task, {}, command, names, checks=1)["reward"] == 0.0
 
@@ -254,8 +257,13 @@ def test_a_link_out_of_the_folder_of_tasks_is_refused(tmp_path: Path, part: str)
         if place == "tasks":
             assert played(task, {}, "true")["reward"] == 1.0
         else:
-            with pytest.raises(UserError, match=f"{part}: a link to {target}; allowed: files in {task.parent}"):
+            refused = f"{part}: a link to {target}; allowed: files in {task.parent}"
+            with pytest.raises(UserError, match=refused):
                 played(task, {}, "true")
+            if not part.endswith(".py"):
+                written(task, {"task.json": '{"instruction": "Repair total.", "test": "true"}'})
+                with pytest.raises(UserError, match=refused):
+                    prepare(f"swe --output {tmp_path / 'data'} --source {task.parent}")
 
 
 @pytest.mark.parametrize(
