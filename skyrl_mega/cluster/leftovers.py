@@ -17,6 +17,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from skyrl_mega.cluster.channel import removed_at_the_end
+from skyrl_mega.config.outside import writing
 
 
 @contextmanager
@@ -28,8 +29,8 @@ def temporary_folder(where: Path, prefix: str, mode: int = 0o700) -> Iterator[Pa
 
 @contextmanager
 def partial_file(file: Path) -> Iterator[Path]:
-    """An empty, hidden neighbour of `file`, which may take its name."""
-    with _made(file.parent, f".{file.name}.", lambda path: path.touch(exist_ok=False)) as partial:
+    """An empty, hidden neighbour of `file`, which may take its name; an OSError inside the block names `file`."""
+    with _made(file.parent, f".{file.name}.", lambda path: path.touch(exist_ok=False)) as partial, writing(file):
         yield partial
 
 

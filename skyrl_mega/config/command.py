@@ -17,7 +17,7 @@ from typing import IO, Any, NoReturn
 from skyrl_mega.config.errors import UserError, UserErrors
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.other_programs import lookup
-from skyrl_mega.config.outside import is_unicode, reason
+from skyrl_mega.config.outside import NO_ROOM, is_unicode, reason
 from skyrl_mega.config.terminal import one_line, printable
 from skyrl_mega.config.values import LONGEST_TEXT, Rule, shown
 
@@ -97,10 +97,11 @@ def guarded(run: Callable[[], int], as_json: bool = False) -> int:
         nobody_reads(sys.stdout)
         return DONE
     except OSError as error:
-        if error.filename is not None:
+        if error.filename is not None and error.errno not in NO_ROOM:
             complain(f"error: {one_line(str(error.filename))}: {reason(error)}; name one that you may read or write")
             return WRONG_INPUT
-        nobody_reads(sys.stdout)  # it may be what failed, as where a disk is full
+        if error.filename is None:
+            nobody_reads(sys.stdout)  # it may be what failed, as where a disk is full
         complain(f"fault: {one_line(str(error))}")
         return FAULT
     return code

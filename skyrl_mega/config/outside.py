@@ -1,4 +1,5 @@
-"""Reading what others wrote: bounded in size and depth, and each fault one line that names the file."""
+"""Reading what others wrote: bounded in size and depth, and each fault one line that names the file; so is a fault of
+writing."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
@@ -195,6 +197,21 @@ def reason(error: Exception) -> str:
     if isinstance(error, FileNotFoundError):
         return "is missing"
     return f"cannot be read ({getattr(error, 'strerror', None) or error})"
+
+
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+"""Faults of a disk, and no mistake of the user's."""
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Names a path in an OSError that happens inside the block and names none, as where a disk is full."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is not None or error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def is_unicode(text: str) -> bool:

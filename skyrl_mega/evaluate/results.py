@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import Malformed, json_object, parsed
+from skyrl_mega.config.outside import Malformed, json_object, parsed, writing
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.evaluate.identity import alike
 from skyrl_mega.evaluate.sets import Draw, PromptSet
@@ -134,7 +134,8 @@ class Results:
         if name not in self._files:
             self._files[name] = self._file(name).open("ab", buffering=0)
         place = self._files[name].seek(0, os.SEEK_END)
-        self._files[name].write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
+        with writing(self._file(name)):
+            self._files[name].write(json.dumps(row, ensure_ascii=False).encode() + b"\n")
         self.samples[name][row["uid"], row["sample"]] = _sample(row, place)
 
     def write_parquet(self) -> None:

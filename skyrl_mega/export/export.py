@@ -20,6 +20,7 @@ import torch
 
 from skyrl_mega.cluster.channel import removed_at_the_end
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.outside import writing
 from skyrl_mega.export.job import Job, Origin, plan_job
 from skyrl_mega.export.pool import run
 from skyrl_mega.export.progress import Progress
@@ -133,7 +134,7 @@ def _write_tensors(job: Job, partial: Path, workers: int, progress: Progress) ->
         Damaged: What was read is not what was saved.
     """
     for file in job.files:
-        with (partial / file.name).open("wb") as opened:
+        with writing(partial / file.name), (partial / file.name).open("wb") as opened:
             opened.write(file.header)
             _allocate(opened.fileno(), file.nbytes)
     with progress.phase("write", job.nbytes) as phase:

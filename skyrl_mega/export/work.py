@@ -14,6 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from skyrl_mega.config.outside import writing
 from skyrl_mega.export.job import Job, within
 from skyrl_mega.hf_checkpoint.box_files import MASTER, Entry, compare, read_into
 from skyrl_mega.parallel.box import Box
@@ -70,13 +71,14 @@ class Worker:
             at += size
         first = batch.slabs[0]
         width = prod(job.shapes[first.tensor][1:]) * job.dtype.itemsize
-        with open(self.folder / file.name, "r+b", buffering=0) as opened:
+        with writing(self.folder / file.name), open(self.folder / file.name, "r+b", buffering=0) as opened:
             _write(opened.fileno(), self._out.numpy().data[:at], file.offsets[first.tensor] + first.first * width)
         return at, pieces
 
     def flush(self, index: int) -> int:
         """Brings a file to the disk."""
-        with open(self.folder / self.job.files[index].name, "rb") as opened:
+        path = self.folder / self.job.files[index].name
+        with writing(path), open(path, "rb") as opened:
             os.fsync(opened.fileno())
         return 0
 

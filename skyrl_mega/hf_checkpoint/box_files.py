@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import parsed
+from skyrl_mega.config.outside import parsed, writing
 from skyrl_mega.hf_checkpoint.box_header import Damaged, Header, Written, read_table
 from skyrl_mega.parallel.box import Box
 
@@ -131,14 +131,16 @@ def write_boxes(file: Path, parts: Sequence[Part]) -> Written:
                     staged.copy_(values)
                     data = _bytes(staged)
                     crc = zlib.crc32(data, crc)
-                    _pwrite(descriptor, data, place)
+                    with writing(file):
+                        _pwrite(descriptor, data, place)
                     place += len(data)
             return crc
 
         crcs = _each(write, range(len(ordered)))
         header = _header(ordered, begins, ends, crcs)
-        _pwrite(descriptor, memoryview(header), 0)
-        os.fsync(descriptor)
+        with writing(file):
+            _pwrite(descriptor, memoryview(header), 0)
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)
     return Written(len(header) + (ends[-1] if ends else 0), zlib.crc32(header))

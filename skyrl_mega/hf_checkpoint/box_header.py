@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import Malformed, parsed
+from skyrl_mega.config.outside import Malformed, parsed, writing
 from skyrl_mega.hf_checkpoint.index import LONGEST_HEADER
 
 HEADER = "checkpoint.json"
@@ -58,7 +58,7 @@ class Header:
 
 def write_header(folder: Path, header: Header) -> None:
     """Writes checkpoint.json and brings it and the folder to the disk: the checkpoint is whole from now on."""
-    with (folder / HEADER).open("x") as opened:
+    with writing(folder / HEADER), (folder / HEADER).open("x") as opened:
         json.dump(asdict(header), opened)
         opened.flush()
         os.fsync(opened.fileno())

@@ -21,6 +21,7 @@ import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from skyrl_mega.config.command import nobody_reads
+from skyrl_mega.config.outside import writing
 from skyrl_mega.config.secrets import hidden
 from skyrl_mega.config.terminal import printable
 from skyrl_mega.telemetry import table
@@ -107,7 +108,8 @@ class Console:
     def log_to(self, path: Path) -> None:
         """From now on plain lines go to the file `path` too (appended)."""
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._log = self._stack.enter_context(path.open("a", buffering=1))
+        self._log = path.open("a", buffering=1)
+        self._stack.callback(_close, self._log)
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
@@ -229,7 +231,8 @@ class Console:
 
     def _write_log(self, text: str) -> None:
         if self._log:
-            self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
+            with writing(Path(self._log.name)):
+                self._log.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}  {text}\n")
 
     def _emit(self, row: dict[str, object]) -> None:
         if self._json:
@@ -242,3 +245,8 @@ class Console:
         """Nobody reads any more, as where `| head` has ended: what runs goes on, and its log says so."""
         nobody_reads(stream)
         self._write_log("nobody reads what is printed; it goes to this log alone from here on")
+
+
+def _close(log: TextIO) -> None:
+    with writing(Path(log.name)):
+        log.close()

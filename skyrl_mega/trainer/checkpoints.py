@@ -13,7 +13,7 @@ from typing import Any
 
 from skyrl_mega.cluster.channel import removed_at_the_end
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import json_object, parsed
+from skyrl_mega.config.outside import json_object, parsed, writing
 from skyrl_mega.hf_checkpoint.box_header import HEADER, Damaged, check_tables, refuse_old, sync_folder
 from skyrl_mega.telemetry.run_dir import by_step, checkpoints_in
 
@@ -110,7 +110,7 @@ class Checkpoints:
             for name, save in parts.items():
                 (partial / name).mkdir()
                 save(partial / name)
-            with (partial / _STATE).open("w") as opened:
+            with writing(partial / _STATE), (partial / _STATE).open("w") as opened:
                 json.dump(_proved({**state, _FILES: _sizes(partial), _CRCS: _crcs(partial)}), opened)
                 opened.flush()
                 os.fsync(opened.fileno())

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.config.outside import json_object
+from skyrl_mega.config.outside import json_object, writing
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
@@ -58,7 +58,7 @@ def write(folder: Path, config: Config, about: Mapping[str, Any], trajectories: 
             learned from. Also `named`, where groups have names of steps that are not done (`Discarded`).
         trajectories: What is written.
     """
-    with (folder / _ABOUT).open("w") as opened:
+    with writing(folder / _ABOUT), (folder / _ABOUT).open("w") as opened:
         json.dump({**about, "form": FORM, "settings": _settings(config)}, opened)
     if trajectories:
         trajectory_io.write_apart(folder / _ROWS, list(trajectories), columns=True)

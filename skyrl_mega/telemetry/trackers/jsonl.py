@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.options import Option
+from skyrl_mega.config.outside import writing
 from skyrl_mega.telemetry.metrics import finite, step_of
 from skyrl_mega.telemetry.trackers.base import TrajectoryText
 
@@ -41,8 +42,9 @@ class JsonlTracker:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds the row of `step`. Values may be Python, numpy or torch scalars."""
-        self._file.write(json.dumps({"step": step, **finite(metrics)}, allow_nan=False) + "\n")
-        self._file.flush()
+        with writing(self.path):
+            self._file.write(json.dumps({"step": step, **finite(metrics)}, allow_nan=False) + "\n")
+            self._file.flush()
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
         """Nothing: they are not figures."""
