@@ -11,7 +11,7 @@ from skyrl_mega.algorithms import advantages, losses
 from skyrl_mega.algorithms.losses import LossInputs
 from skyrl_mega.algorithms.losses.ppo import ppo
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.schema import AlgorithmConfig
+from skyrl_mega.config.schema import AlgorithmConfig, AsynchronyConfig, RejectionConfig
 
 OWN = """import torch
 def reinforce(inputs, algorithm):
@@ -255,3 +255,38 @@ def test_an_estimator_takes_two_arguments_marked_or_not(own: Path) -> None:
         with pytest.raises(UserError) as error:
             advantages.check(AlgorithmConfig(advantage=name))
         assert f"algorithm.advantage = {name}: it takes (inputs); give it two parameters, (Adv" in str(error.value)
+
+
+READS = """
+from skyrl_mega.algorithms.losses.base import log_ratio, total
+
+def old_only(inputs, algorithm):
+    losses = -log_ratio(inputs).exp() * inputs.clean(inputs.advantages_L)
+    return (inputs.weights_L * losses).sum(), {"engine": inputs.mean(inputs.clean(inputs.rollout_L))}
+
+def corrected(inputs, algorithm):
+    return total(inputs, -log_ratio(inputs).exp() * inputs.clean(inputs.advantages_L), {}, algorithm)
+
+def weighed(inputs, algorithm):
+    weight = inputs.clean(inputs.old_L - inputs.rollout_L).clamp(max=0.7).exp()
+    return -(inputs.weights_L * weight * inputs.clean(inputs.advantages_L) * inputs.clean(inputs.logprobs_L)).sum(), {}
+"""
+
+
+def test_a_loss_on_older_tokens_reads_what_the_engine_said(own: Path) -> None:
+    own.write_text(READS)
+    older, capped = AsynchronyConfig(mode="full"), {"importance_cap": 2.0}
+    rejecting = {"rejection": RejectionConfig(level="token", low=0.1, high=10.0)}
+    for name, settings in (("old_only", capped), ("corrected", {})):
+        algorithm = AlgorithmConfig(loss=f"own.py:{name}", **settings)
+        with pytest.raises(UserError, match=r"asynchrony\.mode = full .* its gradient is the same whatever the engine"):
+            losses.check(algorithm, older)
+        for mode in (AsynchronyConfig(), AsynchronyConfig(mode="one_step", max_staleness=0)):
+            losses.check(algorithm, mode)
+    for name, settings in (
+        ("old_only", {"old_logprobs": "engine"}),
+        ("corrected", capped),
+        ("corrected", rejecting),
+        ("weighed", {}),
+    ):
+        losses.check(AlgorithmConfig(loss=f"own.py:{name}", **settings), older)

@@ -17,10 +17,10 @@ from skyrl_mega.algorithms.losses.inputs import Figures
 from skyrl_mega.algorithms.losses.ppo import ppo
 from skyrl_mega.algorithms.losses.sapo import sapo
 from skyrl_mega.algorithms.losses.supervised import supervised
-from skyrl_mega.algorithms.losses.trial import check_on_tokens
+from skyrl_mega.algorithms.losses.trial import check_on_tokens, check_reads_engine
 from skyrl_mega.config import imports
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.schema import AlgorithmConfig
+from skyrl_mega.config.schema import AlgorithmConfig, AsynchronyConfig
 from skyrl_mega.config.values import shown
 
 __all__ = ["LOSSES", "PULLING", "Figures", "Loss", "LossInputs", "Metrics", "check", "find", "with_absolute_path"]
@@ -56,8 +56,12 @@ def find(name: str) -> Loss:
     return found
 
 
-def check(algorithm: AlgorithmConfig) -> None:
+def check(algorithm: AlgorithmConfig, asynchrony: AsynchronyConfig | None = None) -> None:
     """Refuses a loss that cannot be found, or one of the user's own that is none, before any process starts.
+
+    Args:
+        algorithm: The settings of the loss.
+        asynchrony: Says whether tokens may be of older weights; None if none are.
 
     Raises:
         UserError: Says what is wrong.
@@ -66,7 +70,10 @@ def check(algorithm: AlgorithmConfig) -> None:
         raise UserError(f"algorithm.loss = supervised: the warm-up has it; allowed is one of {', '.join(LOSSES)}")
     loss = find(algorithm.loss)
     if algorithm.loss not in LOSSES:
-        check_on_tokens(loss, f"algorithm.loss = {shown(algorithm.loss)}", algorithm)
+        setting = f"algorithm.loss = {shown(algorithm.loss)}"
+        check_on_tokens(loss, setting, algorithm)
+        if asynchrony and asynchrony.mode != "off" and asynchrony.max_staleness:
+            check_reads_engine(loss, setting, algorithm, asynchrony.mode)
 
 
 def with_absolute_path(algorithm: AlgorithmConfig) -> AlgorithmConfig:

@@ -19,6 +19,8 @@ ANSWERS = [0, 0, 0, 0, 1, 1, 1, 2, 2]
 CLOSE = 0.02
 """What a gradient of all answers and of each one's may differ by, as a part of the largest: a loss may compute in
 bfloat16, and one that sees the other tokens of a micro-batch differs by much more."""
+FAR = 20.0
+"""Nats by which the engine's log-probs are moved to see whether a loss reads them: beyond every cap and bound."""
 ELSEWHERE = ("PROCESS GROUP", "IS NOT INITIALIZED", "CUDA", "TRITON")
 """What an error has in it, in capitals, that says no more than that this is no rank of a run: there it may be right."""
 
@@ -68,14 +70,42 @@ def check_on_tokens(loss: Loss, setting: str, algorithm: AlgorithmConfig) -> Non
         )
 
 
-def _called(loss: Loss, setting: str, algorithm: AlgorithmConfig, tokens: list[int]) -> _Found:
-    """What comes of these tokens.
+def check_reads_engine(loss: Loss, setting: str, algorithm: AlgorithmConfig, mode: str) -> None:
+    """Refuses a loss whose gradient does not depend on the engine's log-probs: tokens of older weights would be trained
+    on as the policy's own. A loss that needs ranks or a GPU cannot be tried, and passes.
+
+    Args:
+        loss: The function, as `check_on_tokens` has seen it.
+        setting: `algorithm.loss = …`, for errors.
+        algorithm: What it is called with.
+        mode: `asynchrony.mode`, for errors.
+
+    Raises:
+        UserError: It reads neither `rollout_L` nor, where these are the engine's, `old_L`.
+    """
+    every = [*range(len(ANSWERS))]
+    try:
+        here = _called(loss, setting, algorithm, every).gradients
+        moved = [_called(loss, setting, algorithm, every, moved=far).gradients for far in (-FAR, FAR)]
+    except (_Elsewhere, UserError):  # the latter only with log-probs that were moved: they are read
+        return
+    if all(torch.equal(here, gradients) for gradients in moved):
+        raise UserError(
+            f"{setting}: asynchrony.mode = {mode} trains on tokens of older weights, and its gradient is the same "
+            "whatever the engine's log-probs are; weigh each token by exp(old_L - rollout_L), or end with "
+            "`return total(inputs, losses_L, metrics, algorithm)` and set algorithm.importance_cap=2 "
+            "(docs/own-loss.md), or give asynchrony.max_staleness=0"
+        )
+
+
+def _called(loss: Loss, setting: str, algorithm: AlgorithmConfig, tokens: list[int], *, moved: float = 0.0) -> _Found:
+    """Returns what comes of these tokens, with the engine's log-probs `moved`.
 
     Raises:
         _Elsewhere: Nothing can.
         UserError: It is no loss.
     """
-    inputs, leaves = _inputs(algorithm, tokens)
+    inputs, leaves = _inputs(algorithm, tokens, moved)
     many = f"with {len(tokens)} tokens, of which {int(inputs.active_L.sum())} count,"
     try:
         found: Any = loss(inputs, algorithm)
@@ -119,7 +149,7 @@ def _check_form(found: Any, setting: str) -> None:
             )
 
 
-def _inputs(algorithm: AlgorithmConfig, tokens: list[int]) -> tuple[LossInputs, list[Tensor]]:
+def _inputs(algorithm: AlgorithmConfig, tokens: list[int], moved: float) -> tuple[LossInputs, list[Tensor]]:
     """What a rank would give for these tokens of three answers, and what has a gradient of it. Columns and figures are
     there as the settings bring them; what stands at a prompt is NaN. Half of the ratios are near 1."""
     counts = torch.tensor([i > 0 and ANSWERS[i] == ANSWERS[i - 1] for i in tokens])
@@ -135,6 +165,7 @@ def _inputs(algorithm: AlgorithmConfig, tokens: list[int]) -> tuple[LossInputs, 
     now = some(-2.0, -0.1)
     near = torch.tensor([i % 2 == 0 for i in tokens])
     rollout = now - torch.where(near, 0.001, some(-0.5, 0.5))
+    rollout = rollout + moved
     old = rollout if algorithm.old_logprobs == "engine" else now - torch.where(near, 0.002, some(-0.5, 0.5))
     logprobs, entropy = given(now).requires_grad_(), given(some(0.1, 2.0)).requires_grad_()
     weights, kl, bonus = torch.where(counts, 0.2, 0.0), algorithm.kl, algorithm.entropy
