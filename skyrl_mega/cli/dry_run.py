@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from math import prod
 from typing import Any
@@ -44,15 +44,19 @@ from skyrl_mega.weights.plan.plan import Plan
 from skyrl_mega.weights.plan.sync_plan import sync_plan, wire_text
 
 
-def checked(config: Config) -> tuple[Mapping[str, Any], list[str]]:
+def checked(config: Config, say: Callable[[str], None] = lambda line: None) -> tuple[Mapping[str, Any], list[str]]:
     """The model's config.json, and what could not be looked at.
+
+    Args:
+        config: The settings.
+        say: Tells of rows whose reward no answer can earn.
 
     Raises:
         UserError: one line, with the nearest settings that work where there are any.
     """
     if not config.model.path:
         check(config, planned=True)
-    hf, absent = inputs.planned_inputs(config)
+    hf, absent = inputs.planned_inputs(config, say)
     try:
         check(config, planned=True)
         inputs.check_layouts(config, hf)
@@ -62,8 +66,17 @@ def checked(config: Config) -> tuple[Mapping[str, Any], list[str]]:
     return hf, absent
 
 
-def values(config: Config, hf: Mapping[str, Any], absent: Sequence[str] = ()) -> dict[str, Any]:
-    """Everything that the tables are made from. Bytes and seconds."""
+def values(
+    config: Config, hf: Mapping[str, Any], absent: Sequence[str] = (), told: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Everything that the tables are made from. Bytes and seconds.
+
+    Args:
+        config: The settings.
+        hf: The model's config.json.
+        absent: What could not be looked at.
+        told: Notes of the data check.
+    """
     d, given = architecture(hf).describe(hf), config
     config = micro_tokens.decided(config, hf)
     parallel, reference = fit.parallel_of(config)
@@ -107,6 +120,7 @@ def values(config: Config, hf: Mapping[str, Any], absent: Sequence[str] = ()) ->
         "sync": sync,
         "seconds": None if on_cpu(config) else _seconds(config, d, parallel, sync),
         "notes": [
+            *told,
             *filter(None, [micro_tokens.note(given, config, d)]),
             *dry_run_notes.notes(config, d, parallel),
         ],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -50,8 +50,12 @@ CPU_EXPERT_COLUMNS = 32
 """vLLM's CPU kernels pad an expert's width per worker to this multiple, and a padded layer cannot be updated twice."""
 
 
-def check_inputs(config: Config) -> Mapping[str, Any]:
+def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None) -> Mapping[str, Any]:
     """Checks trackers, model, layouts, environments and the data files that exist already; builds nothing.
+
+    Args:
+        config: The settings.
+        say: Tells of rows whose reward no answer can earn.
 
     Returns:
         The model's config.json.
@@ -61,7 +65,7 @@ def check_inputs(config: Config) -> Mapping[str, Any]:
     """
     trackers.check_ready(config.telemetry)
     advantages.check(config.algorithm)
-    losses.check(config.algorithm)
+    losses.check(config.algorithm, config.asynchrony)
     registry.check(config.environment)
     given.check_present(config)
     check_rewriting(config)
@@ -73,14 +77,20 @@ def check_inputs(config: Config) -> Mapping[str, Any]:
         index.check_files(Path(other))
     _check_preparation(config)
     _check_waits(config)
-    _check_data(config, missing_ok=config.data.prepare is not None)
+    _check_data(config, say, missing_ok=config.data.prepare is not None)
     check_chat(config, hf)
     check_tools(config)
     return hf
 
 
-def planned_inputs(config: Config) -> tuple[Mapping[str, Any], list[str]]:
+def planned_inputs(
+    config: Config, say: Callable[[str], None] = lambda line: None
+) -> tuple[Mapping[str, Any], list[str]]:
     """What a dry run is given: the files that are here are checked, and those that are not are named.
+
+    Args:
+        config: The settings.
+        say: As `check_inputs`.
 
     Returns:
         The model's config.json, or a known model's where `model.path` is absent; and the paths that are not here.
@@ -90,7 +100,7 @@ def planned_inputs(config: Config) -> tuple[Mapping[str, Any], list[str]]:
     """
     trackers.check(config.telemetry)
     advantages.check(config.algorithm)
-    losses.check(config.algorithm)
+    losses.check(config.algorithm, config.asynchrony)
     registry.check(config.environment)
     absent: list[str] = []
     path = Path(config.model.path)
@@ -113,7 +123,7 @@ def planned_inputs(config: Config) -> tuple[Mapping[str, Any], list[str]]:
         absent += [file for file in _files(config) if not Path(file).exists()]
     _check_preparation(config)
     _check_waits(config)
-    _check_data(config, missing_ok=True)
+    _check_data(config, say, missing_ok=True)
     check_chat(config, hf)
     check_tools(config)
     return hf, absent
@@ -213,7 +223,7 @@ def prepare(config: Config, console: Console) -> Config:
         with console.phase("build model"):
             build(config.model.build, path, config.run.seed)
     if make_data(config, _files(config), console):
-        _check_data(config, missing_ok=False)
+        _check_data(config, lambda line: console.say(f"note: {line}"), missing_ok=False)
     return config
 
 
@@ -419,16 +429,16 @@ def _files(config: Config) -> list[str]:
     return [file for files in given.data_files(config).values() for file in files]
 
 
-def _check_data(config: Config, missing_ok: bool) -> None:
+def _check_data(config: Config, say: Callable[[str], None], missing_ok: bool) -> None:
     """Every row of the prompts' and demonstrations' files."""
 
     def present(files: list[str]) -> list[str]:
         return [file for file in files if not missing_ok or Path(file).exists()]
 
     train = present(config.data.train)
-    rows = check_files(train, config.environment, key="data.train")
+    rows = check_files(train, config.environment, key="data.train", say=say)
     if len(train) == len(config.data.train):
         check_enough(config, rows, "rows in data.train")
-    check_files(present(config.data.eval), config.environment, key="data.eval")
+    check_files(present(config.data.eval), config.environment, key="data.eval", say=say)
     if config.warmup.steps:
         load_demonstrations(present(config.warmup.files))

@@ -105,9 +105,10 @@ def _run(args: argparse.Namespace) -> int:
 
     from skyrl_mega.cli import estimate, inputs, refusal, resuming
 
+    told: list[str] = []
     try:
         check(config)
-        hf = inputs.check_inputs(config)
+        hf = inputs.check_inputs(config, told.append)
     except UserError as error:
         raise _with_fix(error, config) from error
 
@@ -128,7 +129,7 @@ def _run(args: argparse.Namespace) -> int:
             raise refusal.with_fix(misfit, config, hf, planned=False)
 
         idle = idle_gpus(config) if config.cluster.device == "cuda" else None
-        notes = idle, cut_sampling(config), *unread_notes(config), *registry.unread_notes(config.telemetry)
+        notes = idle, cut_sampling(config), *told, *unread_notes(config), *registry.unread_notes(config.telemetry)
         for note in filter(None, notes):
             console.say(f"note: {note}")
         estimate.keep(folder, config, hf, console.say)
@@ -206,7 +207,9 @@ def _dry_run(config: Config, *, as_json: bool, settings: bool) -> int:
     from skyrl_mega.config.compose import dump
     from skyrl_mega.config.secrets import all_hidden
 
-    found = all_hidden(dry_run.values(config, *dry_run.checked(config)))
+    told: list[str] = []
+    hf, absent = dry_run.checked(config, told.append)
+    found = all_hidden(dry_run.values(config, hf, absent, told))
     print(json.dumps(found) if as_json else dry_run_text.text(found))
     if settings and not as_json:
         print(f"\nsettings:\n\n{dump(config)}", end="")

@@ -6,7 +6,7 @@ The schema is SkyRL's: `prompt: list<struct<role, content>>` is needed; `env_cla
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import Malformed, check_regular
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.config.values import shown
+from skyrl_mega.data.truths import Wrong, judged_rows
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.base import ROLES, BaseTextEnv, Message
 from skyrl_mega.envs.prompt import Prompt
@@ -57,26 +58,43 @@ def load_prompts(
         limit: Rows of each file at most; later rows keep their uids.
 
     Raises:
-        UserError: A file, a column or a row that is wrong: which, what is allowed.
+        UserError: A file, a column or a row that is wrong: which, what is allowed; or too many rows whose reward no
+            answer can earn.
     """
-    prompts, offset = [], 0
+    prompts, offset, wrong = [], 0, Wrong(key)
     for file in files:
-        for batch, first in _checked_batches(file, config, key):
-            wanted = batch if limit is None else batch.slice(0, max(0, limit - first))
-            for index, row in enumerate(wanted.to_pylist(), start=first):
-                messages, name = _messages(row.pop("prompt")), row.pop("env_class", None) or config.default or ""
-                prompts.append(Prompt(uid=offset + index, messages=messages, env_class=name, extras=row))
+        for batch, first, rows in _checked_batches(file, config, wrong):
+            wanted = len(rows) if limit is None else max(0, limit - first)
+            asked = batch["prompt"][:wanted].to_pylist()
+            for index, (prompt, row) in enumerate(zip(asked, rows[:wanted], strict=True), start=first):
+                name = row.pop("env_class", None) or config.default or ""
+                prompts.append(Prompt(uid=offset + index, messages=_messages(prompt), env_class=name, extras=row))
         offset += pq.read_metadata(file).num_rows
+    wrong.refuse()
     return prompts
 
 
-def check_files(files: Sequence[str | Path], config: EnvironmentConfig, *, key: str = "data.train") -> int:
-    """Checks every row without building prompts; returns how many rows there are.
+def check_files(
+    files: Sequence[str | Path],
+    config: EnvironmentConfig,
+    *,
+    key: str = "data.train",
+    say: Callable[[str], None] = lambda line: None,
+) -> int:
+    """Checks every row without building prompts, and tells of those whose reward no answer can earn.
+
+    Returns:
+        How many rows there are.
 
     Raises:
         UserError: As `load_prompts`.
     """
-    return sum(len(batch) for file in files for batch, _ in _checked_batches(file, config, key))
+    wrong = Wrong(key)
+    count = sum(len(rows) for file in files for _, _, rows in _checked_batches(file, config, wrong))
+    wrong.refuse()
+    if line := wrong.line():
+        say(line)
+    return count
 
 
 def environments_of(files: Sequence[str | Path], config: EnvironmentConfig) -> list[str]:
@@ -121,15 +139,19 @@ def load_demonstrations(files: Sequence[str | Path], *, key: str = "warmup.files
     return demonstrations
 
 
-def _checked_batches(file: str | Path, config: EnvironmentConfig, key: str) -> Iterator[tuple[pa.RecordBatch, int]]:
-    for batch, first in _batches(file, key):
-        _check_messages(batch["prompt"], first, f"{key}: {file}", "prompt")
+def _checked_batches(
+    file: str | Path, config: EnvironmentConfig, wrong: Wrong
+) -> Iterator[tuple[pa.RecordBatch, int, list[dict[str, Any]]]]:
+    """Yields pieces of a file, the number of their first row, and their rows without the prompts."""
+    where = f"{wrong.key}: {file}"
+    for batch, first in _batches(file, wrong.key):
+        _check_messages(batch["prompt"], first, where, "prompt")
         if batch["prompt"].type.value_type.get_field_index("tool_calls") >= 0:
-            _check_calls(
-                [_messages(prompt) for prompt in batch["prompt"].to_pylist()], first, f"{key}: {file}", "prompt"
-            )
-        _check_environments(batch, first, file, key, config)
-        yield batch, first
+            _check_calls([_messages(prompt) for prompt in batch["prompt"].to_pylist()], first, where, "prompt")
+        names = _environments(batch, first, where, config)
+        rows = judged_rows(batch, names, first, where, config)
+        wrong.look(rows, names, file, first, config)
+        yield batch, first, rows
 
 
 def _batches(file: str | Path, key: str) -> Iterator[tuple[pa.RecordBatch, int]]:
@@ -219,10 +241,8 @@ def _writes_prompts(name: str, config: EnvironmentConfig) -> bool:
     return getattr(kind, "init", None) is not BaseTextEnv.init and not (built_in and kind.requires_ground_truth)
 
 
-def _check_environments(
-    batch: pa.RecordBatch, first: int, file: str | Path, key: str, config: EnvironmentConfig
-) -> None:
-    where = f"{key}: {file}"
+def _environments(batch: pa.RecordBatch, first: int, where: str, config: EnvironmentConfig) -> list[str]:
+    """Returns the environment of each row, after all were found and are ready."""
     if "env_class" in batch.schema.names:
         env_class = pc.if_else(_filled(batch["env_class"]), _plain(batch["env_class"]), config.default)
     else:
@@ -243,48 +263,8 @@ def _check_environments(
         registry.check_ready(name, config)
     given = [name for name in used if not _writes_prompts(name, config)]
     _check_words(batch["prompt"], first, where, pc.is_in(env_class, pa.array(given, pa.string())))
-    judged = [n for n in used if getattr(registry.resolve(n, config), "requires_ground_truth", True)]
-    if judged:
-        missing = _all(
-            pc.is_in(env_class, pa.array(judged)),
-            pc.is_null(_field(batch, "reward_spec", "ground_truth")),
-            pc.is_null(_field(batch, "reward_model", "ground_truth")),  # its name in DAPO's files
-        )
-        _refuse(
-            missing,
-            first,
-            where,
-            "reward_spec.ground_truth",
-            "it is missing; allowed: what the environment compares with; an environment that needs none sets "
-            "requires_ground_truth = False",
-        )
-    _check_truths(batch, env_class, first, where, config)
-
-
-def _check_truths(
-    batch: pa.RecordBatch, env_class: pa.Array, first: int, where: str, config: EnvironmentConfig
-) -> None:
-    """Lets each environment refuse what it could not compare an answer with."""
-    names = env_class.to_pylist()
-    checks = {name: getattr(registry.resolve(name, config), "wrong_ground_truth", None) for name in set(names)}
-    compared = {n for n in checks if n in registry.BUILT_IN and registry.resolve(n, config).requires_ground_truth}
-    compared -= config.classes.keys()  # what the user's own make of an empty text, they know
-    for field in ("reward_spec", "reward_model"):
-        for row, (name, truth) in enumerate(zip(names, _field(batch, field, "ground_truth").to_pylist(), strict=True)):
-            if name in compared and isinstance(truth, str) and not truth.strip():
-                raise UserError(
-                    f"{where}, row {first + row}, column {field}.ground_truth = {shown(truth)}: it is empty; "
-                    "allowed is what the environment compares with"
-                )
-            check = checks[name]
-            if check and truth is not None and (refused := check(truth)):
-                raise UserError(f"{where}, row {first + row}, column {field}.ground_truth = {shown(truth)}: {refused}")
-
-
-def _all(first: pa.Array, *others: pa.Array) -> pa.Array:
-    for other in others:
-        first = pc.and_(first, other)
-    return first
+    environments: list[str] = env_class.to_pylist()
+    return environments
 
 
 def _refuse(bad: pa.Array, first: int, where: str, column: str, what: str) -> None:

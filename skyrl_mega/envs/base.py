@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NotRequired, TypedDict
 
+from skyrl_mega.config.values import shown
 from skyrl_mega.envs.options import Option, filled
+from skyrl_mega.envs.truths import spec_of
 
 Message = dict[str, Any]
 """A chat message: `role` and `content`, both text. One of role `tool` may have `tool_call_id` and `name`, one of the
@@ -66,8 +68,7 @@ class BaseTextEnv:
         self.options: Mapping[str, Any] = filled(type(self).__name__, self.env_config, self.OPTIONS)
         """`env_config`, and what is usual of the `OPTIONS` that it leaves out."""
         self.extras: Mapping[str, Any] = extras or {}
-        spec = self.extras.get("reward_spec") or self.extras.get("reward_model") or {}  # the latter in DAPO's files
-        self.ground_truth: Any = spec.get("ground_truth")
+        self.ground_truth: Any = spec_of(self.extras)[1].get("ground_truth")
         """`reward_spec.ground_truth` of the row, of whatever type the row gives it."""
         self.max_turns: int = int(self.extras.get("max_turns", 1))
         """Turns of this trajectory at most."""
@@ -98,14 +99,27 @@ class BaseTextEnv:
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """What is wrong with a row's `reward_spec.ground_truth`, and what is allowed; None where nothing is.
-
-        Asked of every row before a run starts.
+        """Returns why no answer can equal a row's `reward_spec.ground_truth`, and what is allowed; None if one can.
 
         Args:
             truth: Not None.
         """
         return None
+
+    @classmethod
+    def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
+        """Returns why no answer to a row can earn the reward: the column, the reason, what is allowed; None if one can.
+
+        Asked of every row before a run starts.
+
+        Args:
+            row: Its columns but for the prompt.
+            options: As `check_options`, which has seen them.
+        """
+        column, spec = spec_of(row)
+        truth = spec.get("ground_truth")
+        wrong = None if truth is None else cls.wrong_ground_truth(truth)
+        return f"column {column}.ground_truth = {shown(truth)}: {wrong}" if wrong else None
 
     @classmethod
     def longest_step_s(cls, options: Mapping[str, Any]) -> float:

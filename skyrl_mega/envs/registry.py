@@ -6,7 +6,7 @@ finds the same class. A row of data can only name what is registered: data never
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
@@ -35,6 +35,9 @@ BUILT_IN: Mapping[str, str] = {
     "text2sql": "skyrl_mega.envs.text2sql.env:Text2SqlEnv",
 }
 """Name → import path of the environments that come with the project."""
+
+ROW_HOOKS = ("wrong_row", "wrong_ground_truth")
+"""Methods of an environment that refuse a row."""
 
 CONTRACT = ("BaseTextEnv", "BaseTextEnvStepOutput", "Tool", "ToolEnv", "ToolError")
 """What a pasted class takes from this package."""
@@ -121,6 +124,22 @@ def check_ready(name: str, config: EnvironmentConfig) -> None:
     cls = resolve(name, config)
     if issubclass(cls, BaseTextEnv):
         cls.check_ready(_settings(cls, check_options(name, config), config))
+
+
+def row_check(name: str, config: EnvironmentConfig) -> Callable[[Mapping[str, Any]], str | None] | None:
+    """Returns what says of a row that no answer can earn its reward; None if the environment never does.
+
+    Args:
+        name: Registered name.
+        config: Names, import paths and options.
+    """
+    cls = resolve(name, config)
+    if not issubclass(cls, BaseTextEnv):
+        return None
+    if all(getattr(cls, hook).__func__ is getattr(BaseTextEnv, hook).__func__ for hook in ROW_HOOKS):
+        return None
+    options = check_options(name, config)
+    return lambda row: cls.wrong_row(row, options)
 
 
 def _settings(cls: type[BaseTextEnv], options: Mapping[str, Any], config: EnvironmentConfig) -> Mapping[str, Any]:

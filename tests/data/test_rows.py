@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.schema import EnvironmentConfig
+from skyrl_mega.config.schema import EnvironmentConfig, RetrieverConfig
 from skyrl_mega.data import check_files, load_demonstrations, load_prompts
 
 CONFIG = EnvironmentConfig()
@@ -61,8 +61,10 @@ def test_uids_run_over_files_and_a_limit_does_not_move_them(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("ground_truth", ["6", 6, ["6", "six"], {"target": ["6"]}])
 def test_ground_truth_of_any_type(tmp_path: Path, ground_truth: Any) -> None:
-    file = write(tmp_path / "a.parquet", [{**GOOD, "reward_spec": {"method": "rule", "ground_truth": ground_truth}}])
-    assert load_prompts([file], CONFIG)[0].extras["reward_spec"]["ground_truth"] == ground_truth
+    config = EnvironmentConfig(retriever=RetrieverConfig(url="http://localhost:1"))
+    row = {**GOOD, "env_class": "search", "reward_spec": {"method": "rule", "ground_truth": ground_truth}}
+    (prompt,) = load_prompts([write(tmp_path / "a.parquet", [row])], config)
+    assert prompt.extras["reward_spec"]["ground_truth"] == ground_truth
 
 
 def test_files_as_skyrl_writes_them(tmp_path: Path) -> None:

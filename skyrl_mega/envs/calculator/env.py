@@ -61,8 +61,9 @@ class CalculatorEnv(ToolEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """Allowed is a whole number."""
-        return None if re.fullmatch(r"-?\d+", str(truth).strip()) else "allowed is a whole number"
+        """Allowed is a whole number that is not too long to be read in an answer."""
+        number = re.fullmatch(r"-?\d+", str(truth).strip()) and len(str(truth).strip()) <= LONGEST
+        return None if number else f"allowed is a whole number of at most {LONGEST} characters"
 
     def judge(self, answer: str) -> float:
         """Reads the answer's last number."""

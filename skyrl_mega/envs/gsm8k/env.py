@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.options import Option
+from skyrl_mega.envs.truths import wrong_spelling
 
 
 def strict_answer(text: str) -> str | None:
@@ -24,10 +25,23 @@ def is_right(answer: str | None, ground_truth: object) -> bool:
     return answer is not None and answer == re.sub(r"[,$]", "", str(ground_truth)).strip()
 
 
+def wrong_truth(truth: Any) -> str | None:
+    """Returns why no strict answer can be a ground truth; None if one can."""
+    if why := wrong_spelling(truth):
+        return why
+    given = is_right(strict_answer(f"#### {str(truth).replace('$', '').strip()}"), truth)
+    return None if given else "an answer is read as `#### number`; allowed is a number, such as 18, 1,234 or 2.5"
+
+
 class Gsm8kEnv(BaseTextEnv):
     """1 when the strict answer equals the ground truth, else 0; one turn."""
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
+
+    @classmethod
+    def wrong_ground_truth(cls, truth: Any) -> str | None:
+        """Allowed is a number as a strict answer has it."""
+        return wrong_truth(truth)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Judges the solution."""

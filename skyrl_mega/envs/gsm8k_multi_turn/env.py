@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
-from skyrl_mega.envs.gsm8k.env import is_right, strict_answer
+from skyrl_mega.envs.gsm8k.env import is_right, strict_answer, wrong_truth
 from skyrl_mega.envs.options import Option
 
 FORMAT_REWARD = 0.2
@@ -19,6 +19,11 @@ class Gsm8kMultiTurnEnv(BaseTextEnv):
 
     OPTIONS: ClassVar[Mapping[str, Option]] = {}
     metrics: ClassVar[tuple[str, ...]] = ("correct",)
+
+    @classmethod
+    def wrong_ground_truth(cls, truth: Any) -> str | None:
+        """Allowed is a number as a strict answer has it."""
+        return wrong_truth(truth)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Judges one attempt."""

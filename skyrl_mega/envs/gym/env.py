@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.values import shown
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.options import Option, mapping, number, switch, text
 from skyrl_mega.envs.tags import every
@@ -44,6 +45,15 @@ class GymEnv(BaseTextEnv):
             _text(observation)
         finally:
             made.close()
+
+    @classmethod
+    def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
+        """Allowed is a row without a seed, or with a whole number."""
+        info = row.get("extra_info")
+        seed = info.get("seed") if isinstance(info, Mapping) else info
+        if seed is None or (isinstance(info, Mapping) and isinstance(seed, int | float) and seed == int(seed)):
+            return None
+        return f"column extra_info.seed = {shown(seed)}: allowed is a whole number, or none"
 
     def init(self, prompt: list[Message]) -> tuple[list[Message], dict[str, Any]]:
         """Resets the environment; its first observation is the last message, or the end of it."""

@@ -36,6 +36,16 @@ class LcbEnv(BaseTextEnv):
         Sandbox.of(options["sandbox"], BOX).check(BOX)
 
     @classmethod
+    def wrong_ground_truth(cls, truth: Any) -> str | None:
+        """Allowed are tests, at least one."""
+        try:
+            cases(truth)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+            what = f"{error.args[0]} is missing" if isinstance(error, KeyError) else " ".join(str(error).split())
+            return f"{what}; allowed is a list of tests, or JSON of one, each with input, output and testtype"
+        return None
+
+    @classmethod
     def longest_step_s(cls, options: Mapping[str, Any]) -> float:
         """All tests'."""
         return float(options["timeout_s"])

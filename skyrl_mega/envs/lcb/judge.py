@@ -58,6 +58,8 @@ def cases(tests: Any) -> list[Case]:
         ValueError: They are none.
     """
     listed = json.loads(tests) if isinstance(tests, str) else list(tests)
+    if not isinstance(listed, list):
+        raise ValueError(f"it is JSON of a {type(listed).__name__}")
     found = []
     for test in listed:
         metadata = test.get("metadata") or {}

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
+from skyrl_mega.config.values import shown
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.math import check, minerva
 from skyrl_mega.envs.math.answer import TAIL, extract
 from skyrl_mega.envs.options import Option, choice, number, switch, whole
+from skyrl_mega.envs.truths import spec_of, wrong_spelling, wrong_text
 
 
 class MathEnv(BaseTextEnv):
@@ -45,10 +47,20 @@ class MathEnv(BaseTextEnv):
 
     @classmethod
     def wrong_ground_truth(cls, truth: Any) -> str | None:
-        """As the base class; and no NaN."""
+        """Allowed is one answer, as text or a number, and no NaN."""
         if str(truth).strip().lower().lstrip("+-") == "nan":
             return "it is no number; allowed is an answer that can be right"
-        return super().wrong_ground_truth(truth)
+        return wrong_text(truth)
+
+    @classmethod
+    def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
+        """As the base class; and the ground truth, given as an answer, must be found and right."""
+        if why := super().wrong_row(row, options):
+            return why
+        column, spec = spec_of(row)
+        truth = spec.get("ground_truth")
+        wrong = None if truth is None else _not_found(truth, options)
+        return f"column {column}.ground_truth = {shown(truth)}: {wrong}" if wrong else None
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Judges a solution."""
@@ -68,3 +80,15 @@ class MathEnv(BaseTextEnv):
             return minerva.same(str(self.ground_truth), answer)
         seconds = float(self.options["timeout_s"]) if self.options["algebra"] else None
         return check.same(str(self.ground_truth), answer, seconds, self.question)
+
+
+def _not_found(truth: Any, options: Mapping[str, Any]) -> str | None:
+    """Returns why a ground truth is not found where it is given as the answer; None if it is."""
+    dapo, gold = options["answer"] == "dapo", str(truth)
+    if dapo and (why := wrong_spelling(truth)):
+        return why
+    for solution in (f"\\boxed{{{gold}}}", f"Answer: {gold.strip()}"):
+        answer = extract(solution[-int(options["tail"]) :], options["answer"])
+        if answer is not None and (minerva.same(gold, answer) if dapo else check.same(gold, answer, None)):
+            return None
+    return "it is not found where it is given as the answer; allowed is the answer alone, short and on one line"

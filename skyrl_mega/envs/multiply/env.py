@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.options import Option, number
 from skyrl_mega.envs.tags import first_boxed
+from skyrl_mega.envs.truths import wrong_spelling
 
 
 class MultiplyEnv(BaseTextEnv):
@@ -24,6 +25,14 @@ class MultiplyEnv(BaseTextEnv):
             high=1,
         )
     }
+
+    @classmethod
+    def wrong_ground_truth(cls, truth: Any) -> str | None:
+        """Allowed is what can stand in a box."""
+        if why := wrong_spelling(truth):
+            return why
+        boxed = first_boxed(f"\\boxed{{{str(truth).strip()}}}") == str(truth).strip()
+        return None if boxed else "the box of an answer ends at its first brace; allowed is a number"
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Judges one answer."""

@@ -12,6 +12,7 @@ from skyrl_mega.envs.options import Option, group, whole
 from skyrl_mega.envs.sandbox import Limits, Outcome, Sandbox
 from skyrl_mega.envs.sandbox.run import python, settings
 from skyrl_mega.envs.tags import first
+from skyrl_mega.envs.truths import wrong_text
 
 BOX = "environment.options.python.sandbox"
 LIMITS = Limits(wall_s=10, cpu_s=10)
@@ -40,6 +41,12 @@ class PythonToolEnv(BaseTextEnv):
     def check_ready(cls, options: Mapping[str, Any]) -> None:
         """Refuses a machine that cannot confine."""
         Sandbox.of(options["sandbox"], BOX).check(BOX)
+
+    @classmethod
+    def wrong_ground_truth(cls, truth: Any) -> str | None:
+        """Allowed is what can stand between the tags of an answer."""
+        closes = "</answer>" in str(truth)
+        return wrong_text(truth) or ("it closes the answer's own tag; allowed is the answer alone" if closes else None)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Runs a program, or judges the answer; the first of the two tags counts."""

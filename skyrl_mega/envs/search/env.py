@@ -16,7 +16,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import RetrieverConfig
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.options import Option, choice, number
-from skyrl_mega.envs.search.score import exact_match, f1, targets_of
+from skyrl_mega.envs.search.score import exact_match, f1, targets_of, wrong_targets
 from skyrl_mega.envs.tags import first
 from skyrl_mega.retriever.client import Hit, RetrievalError, shared_client
 
@@ -67,6 +67,11 @@ class SearchEnv(BaseTextEnv):
                 "environment.retriever.url is not set: environment search asks a retrieval service; give its address, "
                 "or environment.retriever.index, the folder of an index that the run serves itself"
             )
+
+    @classmethod
+    def wrong_ground_truth(cls, truth: Any) -> str | None:
+        """Allowed are right answers, at least one, each of which says something."""
+        return wrong_targets(truth)
 
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Searches, or judges the answer."""

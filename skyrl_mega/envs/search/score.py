@@ -8,6 +8,8 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from skyrl_mega.envs.truths import wrong_spelling, wrong_text
+
 PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
@@ -39,9 +41,30 @@ def _f1(answer: Sequence[str], target: Sequence[str]) -> float:
 
 
 def targets_of(ground_truth: Any) -> list[str]:
-    """The right answers that a row gives: Search-R1's `{"target": [...]}`, a list, or one text."""
+    """Returns the right answers that a row gives; what is empty or neither text nor number is none.
+
+    Args:
+        ground_truth: Search-R1's `{"target": [...]}`, a list, or one text.
+    """
+    return [str(target) for target in _given(ground_truth) if not wrong_text(target)]
+
+
+def wrong_targets(ground_truth: Any) -> str | None:
+    """Returns why one of the right answers that a row gives is none; None if all are.
+
+    Args:
+        ground_truth: As `targets_of`.
+    """
+    given = _given(ground_truth)
+    wrong = next(filter(None, map(wrong_spelling, given)), None)
+    if wrong and isinstance(ground_truth, dict | list):
+        return f"of its targets one is wrong: {wrong}"
+    return wrong or (None if given else 'it has no target; allowed is a text, a list of texts, or {"target": a list}')
+
+
+def _given(ground_truth: Any) -> list[Any]:
     if isinstance(ground_truth, dict):
         ground_truth = ground_truth.get("target")
-    if isinstance(ground_truth, str | int | float):
-        return [str(ground_truth)]
-    return [str(target) for target in ([] if ground_truth is None else ground_truth)]
+    if ground_truth is None:
+        return []
+    return ground_truth if isinstance(ground_truth, list) else [ground_truth]

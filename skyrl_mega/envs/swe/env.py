@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.values import shown
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput, Message
 from skyrl_mega.envs.options import Option, choice, mapping, number, text, texts, whole
 from skyrl_mega.envs.sandbox import Sandbox
@@ -48,6 +49,8 @@ PROTECTED = [
     "*.dist-info/*",
 ]
 """Files that decide what a test command does; beside them, what it starts (`judge.started`)."""
+NAME = re.compile(r"[\w-][\w.-]*")
+"""A task's name: a folder's, and never a path."""
 SUBMIT = re.compile(r"<submit\s*/?>")
 LONGEST_COMMAND = 100_000
 """Bytes; the kernel refuses an argument of 128 KiB."""
@@ -77,7 +80,7 @@ class SweEnv(BaseTextEnv):
         super().__init__(env_config, extras)
         info = self.extras.get("extra_info") or {}
         name = str(info.get("task"))
-        if self.options["tasks"] is None or not re.fullmatch(r"[\w-][\w.-]*", name):
+        if self.options["tasks"] is None or not NAME.fullmatch(name):
             raise UserError(
                 f"environment.options.swe.tasks={self.options['tasks']}, task {name!r}: allowed: a folder, a name"
             )
@@ -106,6 +109,28 @@ class SweEnv(BaseTextEnv):
             raise UserError(f"environment.options.swe.tasks={options['tasks']}: allowed: the folder of the tasks")
         if _session(options["session"]) is LocalSession:
             Sandbox.of(options["session_options"], BOX).check(BOX)
+
+    @classmethod
+    def wrong_ground_truth(cls, truth: Any) -> str | None:
+        """Allowed is a command for the shell."""
+        return None if isinstance(truth, str) and truth.strip() else "allowed is the tests' command, a text"
+
+    @classmethod
+    def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
+        """As the base class; and the row names a task that is there, and tests."""
+        info = row.get("extra_info") or {}
+        name = info.get("task") if isinstance(info, Mapping) else None
+        folder = options["tasks"]
+        if not isinstance(name, str) or not NAME.fullmatch(name):
+            return f"column extra_info.task = {shown(name)}: allowed is the name of a task's folder"
+        local = _session(options["session"]) is LocalSession  # another may have its repositories elsewhere
+        if local and not Path(folder, name, "repo").is_dir():
+            return f"column extra_info.task = {name}: {folder} has no {name}/repo; make it, or leave the row out"
+        try:
+            named(info)
+        except UserError as error:
+            return f"column extra_info.{error}"
+        return super().wrong_row(row, options)
 
     @classmethod
     def longest_step_s(cls, options: Mapping[str, Any]) -> float:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
+import sqlite3
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.config.errors import UserError
 from skyrl_mega.envs.sandbox import Outcome, Sandbox
 from skyrl_mega.envs.sandbox.scoring import scored
+from skyrl_mega.envs.text2sql import query
 from skyrl_mega.envs.text2sql.ordering import orders_rows
 
 PROGRAM = Path(__file__).with_name("query.py")
@@ -20,6 +24,8 @@ ENDED = {
     "memory": "it was ended, as all queries at once had too much memory",
 }
 """What to say of a query whose process the sandbox ended."""
+COMPILE_S = 5.0
+"""For what a connection does before it compiles a query."""
 START_S = 10.0
 """For the process to start and to end, beside the query's own time."""
 
@@ -118,14 +124,46 @@ def _table(result: dict[str, Any]) -> Table:
     return Table(result["columns"], result["rows"], result["count"])
 
 
+def refuse_unmerged(file: Path) -> None:
+    """Refuses a database with a write-ahead log: read without its log it may be empty, or of another day.
+
+    Raises:
+        UserError: There is a log with something in it.
+    """
+    log = file.with_name(f"{file.name}-wal")
+    if log.is_file() and log.stat().st_size:
+        raise UserError(
+            f"{log}: it holds changes that are not in {file.name} yet, which is read without them; merge them: "
+            f"sqlite3 {shlex.quote(str(file))} 'PRAGMA journal_mode = DELETE'"
+        )
+
+
+def wrong_query(file: Path, sql: str) -> str | None:
+    """Returns why a database cannot compile a query; None if it can. The query is not run. For files that are trusted.
+
+    Args:
+        file: The database.
+        sql: The query.
+    """
+    try:
+        connection = query.connect(str(file.resolve()), COMPILE_S)
+        try:
+            connection.execute(query.EXPLAIN + query.NOTHING.sub("", sql, count=1))
+        finally:
+            connection.close()
+    except (sqlite3.Error, sqlite3.Warning, ValueError) as error:
+        return str(error)
+    return None
+
+
 def schema(file: Path, most: int) -> str:
     """The statements that made a database's tables, `most` characters at most. For files that are trusted.
 
     Raises:
         OSError: It cannot be opened as a database.
+        UserError: A part of it lies in another file.
     """
-    import sqlite3
-
+    refuse_unmerged(file)
     connection = sqlite3.connect(f"file:{file}?mode=ro&immutable=1", uri=True)
     try:
         made = connection.execute(

@@ -8,13 +8,15 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.values import shown
 from skyrl_mega.envs.base import BaseTextEnv, BaseTextEnvStepOutput
 from skyrl_mega.envs.options import Option, choice, group, number, text, whole
 from skyrl_mega.envs.sandbox import Limits, Sandbox
 from skyrl_mega.envs.sandbox.run import settings
 from skyrl_mega.envs.tags import first
-from skyrl_mega.envs.text2sql.database import Database
+from skyrl_mega.envs.text2sql.database import Database, refuse_unmerged, wrong_query
 from skyrl_mega.envs.text2sql.reward import solution
+from skyrl_mega.envs.truths import spec_of
 
 FOLDERS = {"synsql": "SynSQL-2.5M/databases", "spider": "spider/database", "bird": "bird/train/train_databases"}
 """Where a row's `data` has its databases below `db_path`, as SkyRL's users have laid them out."""
@@ -68,6 +70,24 @@ class Text2SqlEnv(BaseTextEnv):
             )
         Sandbox.of(options["sandbox"], BOX).check(BOX)
 
+    @classmethod
+    def wrong_ground_truth(cls, truth: Any) -> str | None:
+        """Allowed is a query."""
+        return None if isinstance(truth, str) and truth.strip() else "allowed is a query, a text"
+
+    @classmethod
+    def wrong_row(cls, row: Mapping[str, Any], options: Mapping[str, Any]) -> str | None:
+        """As the base class; and the row's database is there, and can compile the query."""
+        if why := super().wrong_row(row, options):
+            return why
+        try:
+            file = find(options["db_path"], row.get("db_id"), row.get("data"))
+        except UserError as error:
+            return str(error)
+        column, spec = spec_of(row)
+        why = wrong_query(file, spec["ground_truth"])
+        return f"column {column}.ground_truth = {shown(spec['ground_truth'])}: {file.name} says {why}" if why else None
+
     def step(self, action: str) -> BaseTextEnvStepOutput:
         """Runs a query, or judges the solution."""
         self.turns += 1
@@ -115,7 +135,7 @@ def find(folder: str | Path | None, db_id: Any, data: Any = None) -> Path:
         data: The row's data set, `synsql`, `spider` or `bird`, whose databases may lie in the folder of `FOLDERS`.
 
     Raises:
-        UserError: There is no such file.
+        UserError: There is no such file, or a part of it lies in another.
     """
     if folder is None:
         raise UserError("environment.options.text2sql.db_path is not set; allowed: the folder of the databases")
@@ -126,5 +146,6 @@ def find(folder: str | Path | None, db_id: Any, data: Any = None) -> Path:
     for place in (*places, root):
         file = place / db_id / f"{db_id}.sqlite"
         if file.is_file():
+            refuse_unmerged(file)
             return file
     raise UserError(f"environment.options.text2sql.db_path={folder}: it has no {db_id}/{db_id}.sqlite")

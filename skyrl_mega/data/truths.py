@@ -1,0 +1,114 @@
+"""Rows whose reward no answer can earn: counted, told with the first of them, and refused where they are too many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+
+from skyrl_mega.config import outside
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.schema import EnvironmentConfig
+from skyrl_mega.envs import registry
+from skyrl_mega.envs.truths import SPECS, spec_of
+
+MOST_WRONG = 0.05
+"""Share of the rows of a setting's files that may be wrong."""
+STRUCT = "allowed is a struct with ground_truth, or JSON text of one"
+
+
+@dataclass
+class Wrong:
+    """The rows of a setting's files whose reward no answer can earn."""
+
+    key: str
+    """The setting that names the files."""
+    rows: int = 0
+    """Rows that were looked at."""
+    count: int = 0
+    """Rows that are wrong."""
+    first: str = ""
+    """File, row, column and reason of the first one."""
+
+    def look(
+        self,
+        rows: Sequence[dict[str, Any]],
+        names: Sequence[str],
+        file: str | Path,
+        first: int,
+        config: EnvironmentConfig,
+    ) -> None:
+        """Asks each row's environment whether an answer could earn its reward.
+
+        Args:
+            rows: As `judged_rows` gives them.
+            names: The environment of each.
+            file: Where they are from.
+            first: Number of the first row.
+            config: Names and options of environments.
+        """
+        checks = {name: registry.row_check(name, config) for name in set(names)}
+        self.rows += len(rows)
+        for at, (row, name) in enumerate(zip(rows, names, strict=True)):
+            check = checks[name]
+            if check and (why := check(row)):
+                self.count += 1
+                self.first = self.first or f"{file}, row {first + at}, {why}"
+
+    def line(self) -> str | None:
+        """Returns what to tell of them; None if there are none."""
+        if not self.count:
+            return None
+        share = f"{self.count} of {self.rows} rows ({100 * self.count / self.rows:.2g} %)"
+        return f"{self.key}: no answer can earn the reward of {share}; the first: {self.first}"
+
+    def refuse(self) -> None:
+        """Raises UserError if there are more than may be."""
+        if self.count > MOST_WRONG * self.rows:
+            raise UserError(f"{self.line()}; mend the rows or leave them out: at most {MOST_WRONG:.0%} may be so")
+
+
+def judged_rows(
+    batch: pa.RecordBatch, names: Sequence[str], first: int, where: str, config: EnvironmentConfig
+) -> list[dict[str, Any]]:
+    """Returns the rows without their prompts, with a ground truth wherever the environment needs one.
+
+    Args:
+        batch: The rows.
+        names: The environment of each.
+        first: Number of the first row.
+        where: Setting and file, for errors.
+        config: Names of environments.
+
+    Raises:
+        UserError: A row has no ground truth, or has something else in its place.
+    """
+    kinds = {name: registry.resolve(name, config) for name in set(names)}
+    judged = {name for name, kind in kinds.items() if getattr(kind, "requires_ground_truth", True)}
+    rows: list[dict[str, Any]] = batch.drop_columns(["prompt"]).to_pylist()
+    for at, (row, name) in enumerate(zip(rows, names, strict=True)):
+        if name in judged:
+            row |= _read(row, f"{where}, row {first + at}, column")
+            if spec_of(row)[1].get("ground_truth") is None:
+                raise UserError(
+                    f"{where}, row {first + at}, column reward_spec.ground_truth: it is missing; allowed: what the "
+                    "environment compares with; an environment that needs none sets requires_ground_truth = False"
+                )
+    return rows
+
+
+def _read(row: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields the columns of `SPECS` that are text, as the JSON object that they hold."""
+    for column in SPECS:
+        spec = row.get(column)
+        if isinstance(spec, str) and spec:
+            try:
+                spec = outside.parsed(spec)
+            except outside.Malformed as error:
+                raise UserError(f"{where} {column}: it is text, and no JSON ({error}); {STRUCT}") from error
+            yield column, spec
+        if spec and not isinstance(spec, dict):
+            raise UserError(f"{where} {column}: it is a {type(spec).__name__}; {STRUCT}")
