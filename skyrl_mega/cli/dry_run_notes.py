@@ -19,13 +19,13 @@ from skyrl_mega.config.derived import (
 )
 from skyrl_mega.config.environment_places import beside_driver
 from skyrl_mega.config.fp8_notes import fp8_notes
-from skyrl_mega.config.schema import Config, PolicyConfig
+from skyrl_mega.config.schema import Config, DynamicSamplingConfig, PolicyConfig
 from skyrl_mega.config.unread import unread_notes
 from skyrl_mega.models import engine
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.published import hub_name
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner import engine_blocks, fit
+from skyrl_mega.planner import dynamic, engine_blocks, fit
 from skyrl_mega.planner.batch import Batch, batch
 from skyrl_mega.planner.host_memory import crowded
 from skyrl_mega.planner.memory import GIB, gpu_bytes, on_cpu, policy_memory
@@ -43,7 +43,7 @@ def notes(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
     found += [*_of_model(config), *crowded(config, d, parallel), *_of_batch(made), *_of_lengths(config)]
     found += [*_of_environments(config)]
     if not on_cpu(config):
-        found += [*_of_turns(config, d, parallel), *_of_policy(config, d, parallel), *_of_shared(config, d, parallel)]
+        found += [dynamic.note(config), *_of_turns(config, d, parallel), *_of_policy(config, d, parallel), *_of_shared(config, d, parallel)]
         found += _of_streaming(config, d, parallel)
         found += [*fp8_notes(config), *_of_blocks(config, d), *_of_engines(config, d, made)]
     return [note for note in found if note]
@@ -237,6 +237,7 @@ def _of_engines(config: Config, d: Decoder, made: Batch) -> Iterator[str]:
             f"{rollout.tensor // d.kv_heads} workers keep each (docs/recipes.md, Engines)"
         )
     unbounded = replace(config, environment=replace(config.environment, slots=None))  # nobody's time begins before
+    unbounded = replace(unbounded, algorithm=replace(config.algorithm, dynamic_sampling=DynamicSamplingConfig()))
     limit, seconds = rollout.trajectory_timeout_s, generate_time(unbounded, d, made)
     if limit is not None and limit < seconds:
         yield (

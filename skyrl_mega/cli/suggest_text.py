@@ -12,7 +12,7 @@ from skyrl_mega.config.derived import expert_parallel
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
-from skyrl_mega.planner import engine_blocks
+from skyrl_mega.planner import dynamic, engine_blocks
 from skyrl_mega.planner.memory import GIB, gpu_bytes
 from skyrl_mega.planner.relief import shortest
 from skyrl_mega.planner.search import TIE, Search, Suggestion
@@ -89,7 +89,7 @@ def _nothing(search: Search) -> str:
 
 def notes(search: Search, given: Config, d: Decoder) -> list[str]:
     """What of the given settings no layout has, and what the dry run notes of engines of layouts in the table."""
-    found = []
+    found = [*filter(None, [dynamic.note(given)])]
     policy = given.policy
     if policy.optimizer.streamed and policy.precision.parameters == "fp8":
         found.append(

@@ -8,7 +8,7 @@ limits. The environment's own time is not known. Good for comparing layouts, not
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -24,6 +24,7 @@ from skyrl_mega.planner.activations import kept_layer
 from skyrl_mega.planner.batch import Batch, batch
 from skyrl_mega.planner.buffers import MASTER
 from skyrl_mega.planner.decode import reads
+from skyrl_mega.planner.dynamic import rounds
 from skyrl_mega.planner.flops import BACKWARD, Load, causal_pairs, flops
 from skyrl_mega.planner.memory import critic_dims, critic_view, engine_memory, itemsize, kept_in_fp8, moments
 from skyrl_mega.planner.moves import host_rate, residency_time, streaming_rate
@@ -118,8 +119,15 @@ def critic_time(config: Config, d: Decoder) -> float:
 
 def generate_time(config: Config, d: Decoder, made: Batch) -> float:
     """Seconds until the step's samples are there, and then in a round of their own the greedy answers, where there are
-    any. Where groups are generated all the time, nobody waits for the longest."""
-    return sum(_round_time(config, d, made, count) for count in (made.sequences, made.greedy) if count)
+    any; with dynamic sampling in several rounds. Where groups are generated all the time, nobody waits for the longest.
+    """
+    drawn = (replace(made, prompts=prompts) for prompts in rounds(config))
+    return sum(
+        _round_time(config, d, each, count)
+        for each in drawn
+        for count in (each.sequences, each.prompts if made.greedy else 0)
+        if count
+    )
 
 
 def _round_time(config: Config, d: Decoder, made: Batch, sequences: int) -> float:
