@@ -43,7 +43,12 @@ def notes(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
     found += [*_of_model(config), *crowded(config, d, parallel), *_of_batch(made), *_of_lengths(config)]
     found += [*_of_environments(config)]
     if not on_cpu(config):
-        found += [dynamic.note(config), *_of_turns(config, d, parallel), *_of_policy(config, d, parallel), *_of_shared(config, d, parallel)]
+        found += [
+            dynamic.note(config),
+            *_of_turns(config, d, parallel),
+            *_of_policy(config, d, parallel),
+            *_of_shared(config, d, parallel),
+        ]
         found += _of_streaming(config, d, parallel)
         found += [*fp8_notes(config), *_of_blocks(config, d), *_of_engines(config, d, made)]
     return [note for note in found if note]

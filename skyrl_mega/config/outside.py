@@ -17,6 +17,8 @@ from typing import Any, BinaryIO, NoReturn
 from skyrl_mega.config.errors import UserError
 
 MOST_BYTES = 256 * 2**20
+LONGEST_INTEGER = 1023
+"""Bits: a longer one is beyond every float, as 1e400 is, and JSON has no bound."""
 DEEPEST = 100
 """Mappings and lists within each other."""
 SPACES = re.compile(r"\s*")
@@ -85,6 +87,8 @@ def check(value: Any, *, deepest: int = DEEPEST, numbers: bool = True) -> None:
             waiting += ((part, depth + 1) for part in value)
         elif numbers and isinstance(value, float) and not math.isfinite(value):
             raise Malformed(f"{value} is no number")
+        elif numbers and isinstance(value, int) and value.bit_length() > LONGEST_INTEGER:
+            raise Malformed(f"a whole number of {value.bit_length()} bits is beyond every float")
         elif isinstance(value, str) and not is_unicode(value):
             raise Malformed("it has half of a surrogate pair, which is no text")
 

@@ -13,6 +13,8 @@ from skyrl_mega.config import outside
 from skyrl_mega.config.errors import UserError
 
 ROWS_AT_ONCE = 10_000
+BYTES_AT_ONCE = 256 * 2**20
+"""Of a piece of a parquet file, at most."""
 LARGEST_JSON = 2**30
 """Bytes of a `.json` file, which is read as a whole."""
 ALLOWED = "allowed: an existing file, .jsonl, .json or .parquet"
@@ -28,7 +30,7 @@ def records(file: Path) -> Iterator[Any]:
         if file.suffix == ".parquet":
             outside.check_regular(file)
             with pq.ParquetFile(file) as reader:
-                for batch in reader.iter_batches(ROWS_AT_ONCE):
+                for batch in bounded_batches(reader, ROWS_AT_ONCE):
                     yield from batch.to_pylist()
         elif file.suffix == ".json":
             yield from _json(file)
@@ -40,6 +42,50 @@ def records(file: Path) -> Iterator[Any]:
     except (OSError, UnicodeDecodeError, pa.ArrowException) as error:
         why = getattr(error, "strerror", None) or " ".join(str(error).split())
         raise UserError(f"{file}: it cannot be read as {file.suffix or 'JSON lines'}: {why}; {ALLOWED}") from error
+
+
+def bounded_batches(reader: pq.ParquetFile, most: int) -> Iterator[pa.RecordBatch]:
+    """Yields a file's rows in pieces of at most `most` rows, and of bounded size.
+
+    Arrow has no nested column of more than 2 GiB of text in one piece, though a file may have more in few rows. The
+    size that a file states is that of its encoding, which holds a text that repeats only once: a piece that is too
+    large is read again in halves.
+
+    Raises:
+        ArrowNotImplementedError: One row alone is too large.
+    """
+    for groups, count, size in _groups(reader, most):
+        rows, done = max(1, min(most, BYTES_AT_ONCE * count // max(1, size))), 0
+        while done < count:
+            try:
+                for batch in _after(done, reader.iter_batches(rows, row_groups=groups)):
+                    yield batch
+                    done += len(batch)
+            except pa.ArrowNotImplementedError:
+                if rows == 1:
+                    raise
+                rows = max(1, rows // 2)
+
+
+def _groups(reader: pq.ParquetFile, most: int) -> Iterator[tuple[list[int], int, int]]:
+    """Yields neighbouring row groups that may be read at once, their rows and their bytes."""
+    taken, count, size = list[int](), 0, 0
+    for index in range(reader.num_row_groups):
+        group = reader.metadata.row_group(index)
+        if taken and (count + group.num_rows > most or size + group.total_byte_size > BYTES_AT_ONCE):
+            yield taken, count, size
+            taken, count, size = [], 0, 0
+        taken, count, size = [*taken, index], count + group.num_rows, size + group.total_byte_size
+    if taken:
+        yield taken, count, size
+
+
+def _after(count: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Yields the batches without their first `count` rows."""
+    for batch in batches:
+        if count < len(batch):
+            yield batch.slice(count)
+        count = max(0, count - len(batch))
 
 
 def _json(file: Path) -> Iterator[Any]:

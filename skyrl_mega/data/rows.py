@@ -17,6 +17,7 @@ import pyarrow.parquet as pq
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import Malformed, check_regular
+from skyrl_mega.config.records import bounded_batches
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.config.values import shown
 from skyrl_mega.data.truths import Wrong, judged_rows
@@ -166,7 +167,7 @@ def _batches(file: str | Path, key: str) -> Iterator[tuple[pa.RecordBatch, int]]
             if reader.metadata.num_rows == 0:
                 raise UserError(f"{key}: {file} has no rows")
             first = 0
-            for batch in reader.iter_batches(ROWS_AT_ONCE):
+            for batch in bounded_batches(reader, ROWS_AT_ONCE):
                 _check_text(batch, first, f"{key}: {file}")
                 yield batch, first
                 first += len(batch)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import sys
 import time
@@ -14,8 +13,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from skyrl_mega.cluster.leftovers import partial_file
+from skyrl_mega.config.errors import UserError
 
-ROWS_AT_ONCE = 20_000
+ROWS_AT_ONCE, BYTES_AT_ONCE = 20_000, 256 * 2**20
+"""Of a row group, at most; but for one row that alone is larger."""
 PROGRESS_AFTER_S = 3.0
 
 
@@ -23,22 +24,54 @@ def write_rows(rows: Iterable[dict[str, Any]], file: Path) -> int:
     """Writes rows to `file` through a neighbour that takes its name at the end; returns how many.
 
     The first rows decide the schema. On an error nothing is left behind and an older file stays as it was.
+
+    Raises:
+        UserError: A number is too large for a parquet file.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     count = 0
     with partial_file(file) as part, part.open("wb") as out:
-        rows = iter(rows)
-        first = pa.Table.from_pylist(list(itertools.islice(rows, ROWS_AT_ONCE)))
+        pieces = _pieces(rows)
+        first = _table(next(pieces, []), None, file)
         with pq.ParquetWriter(out, first.schema) as writer:
             writer.write_table(first)
             count += len(first)
-            while chunk := list(itertools.islice(rows, ROWS_AT_ONCE)):
-                writer.write_table(pa.Table.from_pylist(chunk, schema=first.schema))
-                count += len(chunk)
+            for piece in pieces:
+                writer.write_table(_table(piece, first.schema, file))
+                count += len(piece)
         out.flush()
         os.fsync(out.fileno())
         part.replace(file)
     return count
+
+
+def _pieces(rows: Iterable[dict[str, Any]]) -> Iterator[list[dict[str, Any]]]:
+    """Yields the rows in lists, each of which is a row group: readers take one as a whole."""
+    piece, size = [], 0
+    for row in rows:
+        piece.append(row)
+        size += _size(row)
+        if len(piece) == ROWS_AT_ONCE or size >= BYTES_AT_ONCE:
+            yield piece
+            piece, size = [], 0
+    if piece:
+        yield piece
+
+
+def _size(value: Any) -> int:
+    """Returns about how many bytes a value takes."""
+    if isinstance(value, dict):
+        return sum(map(_size, value.values()))
+    if isinstance(value, list | tuple):
+        return sum(map(_size, value))
+    return len(value) if isinstance(value, str | bytes) else 8
+
+
+def _table(rows: list[dict[str, Any]], schema: pa.Schema | None, file: Path) -> pa.Table:
+    try:
+        return pa.Table.from_pylist(rows, schema=schema)
+    except OverflowError as error:
+        raise UserError(f"{file}: a row has a whole number of more than 64 bits; write it as text") from error
 
 
 def with_progress(rows: Iterable[dict[str, Any]], label: str) -> Iterator[dict[str, Any]]:

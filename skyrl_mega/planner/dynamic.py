@@ -33,6 +33,6 @@ def note(config: Config) -> str | None:
     drawn = rounds(config)
     return (
         f"algorithm.dynamic_sampling.enabled=true: seconds assume that {SIGNAL_SHARE:.0%} of the groups have a signal, "
-        f"so that a step draws {sum(drawn):,} prompts in {len(drawn)} round{'s' * (len(drawn) > 1)} and trains on up to "
-        f"{config.data.prompts_per_step:,}"
+        f"so that a step draws {sum(drawn):,} prompts in {len(drawn)} round{'s' * (len(drawn) > 1)} and trains on "
+        f"{config.data.prompts_per_step:,} at most"
     )
