@@ -59,7 +59,7 @@ def test_seconds_of_a_step_have_the_prompts_that_the_filter_needs() -> None:
 def test_the_assumption_is_stated_by_the_dry_run_and_by_suggest() -> None:
     hf, parallel = MODELS["qwen3_moe_mixed"], ParallelDims(8, expert=4)
     d = architecture(hf).describe(hf)
-    line = "seconds assume that 50% of the groups have a signal, so that a step draws 1,536 prompts in 1 round and trains on"
+    line = "50% of the groups have a signal, so that a step draws 1,536 prompts in 1 round and trains on 512 at most"
     for config, count in ((settings(), 0), (settings(enabled=True, oversample=3.0), 1)):
         nothing = Search(gpus=8, found=(), tried=0, complete=True)
         for notes in (dry_run_notes.notes(config, d, parallel), suggest_text.notes(nothing, config, d)):

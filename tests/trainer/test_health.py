@@ -58,6 +58,15 @@ def failing(i: int, t: Trajectory) -> Trajectory | None:
     return said(t.prompt.uid, "x", 0.0, status=Status.ERROR_ENV, metadata=error) if i % 14 == 3 else None
 
 
+def failing_in_four_ways(i: int, t: Trajectory) -> Trajectory | None:
+    """20 of 128: 8, 6, 4 and 2 of a kind each."""
+    if i >= 20:
+        return None
+    ways = [f"step raised KeyError('key {i}')", "reward = nan", f"step took longer than {i}.5 s", "it is closed"]
+    error = ways[[way for way, count in enumerate((8, 6, 4, 2)) for _ in range(count)][i]]
+    return said(t.prompt.uid, "x", 0.0, status=Status.ERROR_ENV, metadata={"error": f"environment guess: {error}"})
+
+
 def cut(i: int, t: Trajectory) -> Trajectory:
     return said(t.prompt.uid, f"and so on {i}", 0.0, status=Status.TRUNCATED_TOKENS)
 
@@ -152,6 +161,21 @@ PLANTED: dict[str, tuple[str, Config, Play, bool, str]] = {
         False,
         "9 of 128 trajectories failed, the first one so: environment guess: step raised NameError('\\x1b[31mre') "
         "(at guess.py, line 9, in step: re.x)",
+    ),
+    "environments that fail in several ways": (
+        "environment_fails",
+        PLAIN,
+        every(PLAIN, failing_in_four_ways),
+        False,
+        "20 of 128 trajectories failed in 4 ways, 8 so: environment guess: step raised KeyError('key 0'); 6 so: "
+        "environment guess: reward = nan; 4 so: environment guess: step took longer than 14.5 s; 2 in other ways",
+    ),
+    "ground truths that fail": (
+        "truth_fails",
+        PLAIN,
+        every(PLAIN, lambda i, t: said(t.prompt.uid, f"a{i}", t.reward, metadata={"gold_error": "no such column: x"})),
+        False,
+        "none of 128 answers is right; the first, row 0 of data.train: no such column: x",
     ),
     "environments that cannot be closed": (
         "close_fails",

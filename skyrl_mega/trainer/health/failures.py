@@ -1,7 +1,8 @@
-"""Environments that fail: where all do, or too many, the run ends; else the first one is told, and all are counted."""
+"""Environments that fail: where all do, or too many, the run ends; else each way is told, and all are counted."""
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 
@@ -9,13 +10,27 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.rollout.trajectory import Trajectory
 from skyrl_mega.trainer.health.seen import plain
 
+WAYS = 3
+"""Kinds of failures of which an example is told."""
+DIFFERS = r"'[^']*'|\"[^\"]*\"|[\d.]+"
+"""What differs between errors of one kind: what is quoted, and numbers."""
+
 
 def failures(trajectories: Sequence[Trajectory]) -> str | None:
-    """How many failed and how the first one did, with the place in the environment's own file; None without any."""
+    """Returns how many failed and in which ways, the most frequent ones with an example; None if none failed."""
     failed = [t for t in trajectories if t.status.failed]
     if not failed:
         return None
-    return f"{len(failed)} of {len(trajectories)} trajectories failed, the first one so: {_first(failed[0])}"
+    count = f"{len(failed)} of {len(trajectories)} trajectories failed"
+    ways: dict[tuple[str, str], list[Trajectory]] = {}
+    for t in failed:
+        ways.setdefault(_way(t), []).append(t)
+    if len(ways) == 1:
+        return f"{count}, the first one so: {_first(failed[0])}"
+    often = sorted(ways.values(), key=len, reverse=True)
+    told = "; ".join(f"{len(alike)} so: {_first(alike[0])}" for alike in often[:WAYS])
+    more = sum(map(len, often[WAYS:]))
+    return f"{count} in {len(ways)} ways, {told}" + (f"; {more} in other ways" if more else "")
 
 
 def all_failed(trajectories: Sequence[Trajectory]) -> bool:
@@ -49,6 +64,11 @@ def refuse_broken(trajectories: Sequence[Trajectory], most: float = 1.0) -> None
             f"({', '.join(f'{name} {count}' for name, count in by_environment)}), most often so, {times} times: "
             f"{error}; fix it, or give a larger share"
         )
+
+
+def _way(t: Trajectory) -> tuple[str, str]:
+    """Returns what failures of one kind have in common: the error without what differs in it, and the place."""
+    return re.sub(DIFFERS, "…", str(t.metadata.get("error"))), str(t.metadata.get("at"))
 
 
 def _first(t: Trajectory) -> str:

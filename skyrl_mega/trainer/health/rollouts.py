@@ -39,6 +39,19 @@ def close_fails(seen: Seen) -> Finding | None:
     return Finding("close_fails", f"{len(errors)} environments could not be closed; the first: {plain(str(errors[0]))}")
 
 
+def truth_fails(seen: Seen) -> Finding | None:
+    """A row's own solution fails where it is run: no answer to the row can be right."""
+    wrong = [t for t in seen.judged if t.metadata.get("gold_error")]
+    if not wrong:
+        return None
+    rows = len({t.prompt.uid for t in wrong})
+    return Finding(
+        "truth_fails",
+        f"the ground truth of {rows} of the step's rows fails where it is run, so that none of {len(wrong)} answers is "
+        f"right; the first, row {wrong[0].prompt.uid} of data.train: {plain(str(wrong[0].metadata['gold_error']))}",
+    )
+
+
 def ended_for_memory(seen: Seen) -> Finding | None:
     """Sandboxed programs were ended, perhaps for what others took: their rewards say little."""
     count = seen.figure("environment/ended_for_memory")
@@ -230,6 +243,7 @@ def _nothing(key: str, note: dict[str, object]) -> bool:
 WATCHERS = (
     environment_fails,
     close_fails,
+    truth_fails,
     ended_for_memory,
     everything_cut,
     duplicated_samples,
