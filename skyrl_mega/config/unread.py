@@ -8,12 +8,13 @@ of the user's own may read any setting: beside one, none is looked at.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 from functools import reduce
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.megatron_options import unplanned
-from skyrl_mega.config.schema import AlgorithmConfig, Config
+from skyrl_mega.config.schema import AlgorithmConfig, Config, EvaluationConfig
 from skyrl_mega.config.values import shown
 
 CLIP = ("clip_low", "clip_high")
@@ -46,7 +47,17 @@ def check_unread(c: Config) -> None:
 
 def unread_notes(c: Config) -> list[str]:
     """What to say of settings that nothing reads and a recipe may have, or that the planner does not read."""
-    return [*([] if _own(c.algorithm) else _changed(c, _told(c.algorithm))), *unplanned(c.policy)]
+    algorithm = [] if _own(c.algorithm) else _changed(c, _told(c.algorithm))
+    return [*algorithm, *_without_prompts(c), *unplanned(c.policy)]
+
+
+def _without_prompts(c: Config) -> Iterator[str]:
+    """Yields what to say of settings of an evaluation that has no prompts."""
+    usual = asdict(EvaluationConfig())
+    changed = {name: value for name, value in asdict(c.evaluation).items() if value != usual[name]}
+    if not c.data.eval and changed and c.evaluation.every:
+        given = ", ".join(f"evaluation.{name}={shown(value)}" for name, value in changed.items())
+        yield f"{given}: data.eval=[] has no prompts to evaluate on; give files as data.eval, or leave it out"
 
 
 def _own(a: AlgorithmConfig) -> bool:

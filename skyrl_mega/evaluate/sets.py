@@ -11,6 +11,7 @@ from pathlib import Path
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, EnvironmentConfig
 from skyrl_mega.data.rows import load_prompts
+from skyrl_mega.data.sources import set_names, source_of
 from skyrl_mega.envs import registry
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.renderer import Renderer
@@ -110,8 +111,8 @@ def _parse(text: str) -> tuple[str, list[str], str]:
 
 
 def _by_source(prompts: Sequence[Prompt]) -> dict[str, list[Prompt]]:
+    names = set_names(map(source_of, prompts), r"\w.+-")
     parts: dict[str, list[Prompt]] = defaultdict(list)
     for prompt in prompts:
-        source = re.sub(r"[^\w.+-]+", "_", str(prompt.extras.get("data_source") or "data"))
-        parts[source.lstrip(".") or "data"].append(prompt)
+        parts[names[source_of(prompt)]].append(prompt)
     return dict(parts)

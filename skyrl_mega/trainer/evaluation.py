@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Callable
 
@@ -10,6 +9,7 @@ import numpy as np
 
 from skyrl_mega.config.derived import evaluation_sampling
 from skyrl_mega.config.schema import Config
+from skyrl_mega.data.sources import set_names, source_of
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.trajectory import Trajectory
@@ -59,9 +59,9 @@ def scores(trajectories: list[Trajectory]) -> dict[str, float]:
     which is there where any has.
     """
     samples: dict[str, dict[int, list[Trajectory]]] = defaultdict(lambda: defaultdict(list))
+    names = set_names(source_of(t.prompt) for t in trajectories)
     for t in trajectories:
-        source = re.sub(r"[^\w.-]+", "_", str(t.prompt.extras.get("data_source") or "data"))
-        samples[source][t.prompt.uid].append(t)
+        samples[names[source_of(t.prompt)]][t.prompt.uid].append(t)
     out = {}
     for source, by_prompt in samples.items():
         most = max(map(len, by_prompt.values()))

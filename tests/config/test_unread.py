@@ -189,3 +189,10 @@ def test_what_megatrons_own_names_recompute_is_told_as_not_planned() -> None:
     check_options(given(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=4))
     with pytest.raises(UserError, match=r"give policy\.recompute=full"):
         check_options(given(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=1))
+
+
+def test_an_evaluation_without_prompts() -> None:
+    (note,) = unread_notes(composed("data.eval=[]", "evaluation.every=5", "evaluation.samples=4"))
+    assert note.startswith("evaluation.every=5, evaluation.samples=4: data.eval=[] has no prompts")
+    for settings in (["data.eval=[]"], ["data.eval=[]", "evaluation.every=0"], ["data.eval=[a]", "evaluation.every=5"]):
+        assert unread_notes(composed(*settings)) == []

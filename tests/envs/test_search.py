@@ -16,9 +16,10 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig, RetrieverConfig
 from skyrl_mega.envs import make, registry
 from skyrl_mega.envs.search import facts
-from skyrl_mega.envs.search.env import FAILED, SearchEnv
+from skyrl_mega.envs.search.env import FAILED, SearchEnv, _shown
 from skyrl_mega.envs.search.score import exact_match, f1, normalise, targets_of
 from skyrl_mega.retriever.build import build
+from skyrl_mega.retriever.client import Hit
 from skyrl_mega.retriever.session import service_of
 from tests.retriever.services import write_corpus
 
@@ -201,7 +202,11 @@ def test_options(config: EnvironmentConfig) -> None:
     assert env_of("Danube", partial, turns=1).step("Seine")["reward"] == 0.0
     short = EnvironmentConfig(retriever=RetrieverConfig(url=config.retriever.url, topk=1, passage_chars=5))
     content = env_of("x", short).step("<search>capital Budapest</search>")["observations"][0]["content"]
-    assert content == '\n<information>Doc 1(Title: "Budapest") Budap</information>\n'
+    assert content == '\n<information>Doc 1(Title: "Buda) Budap</information>\n'
+
+
+def test_a_passage_without_a_line_break_is_cut_too() -> None:
+    assert _shown(1, Hit("1", "many words " * 10_000, 1.0), 20) == "Doc 1(Title: many words many word) "
 
 
 @pytest.mark.parametrize(

@@ -118,5 +118,6 @@ def _shown_as(text: str) -> str:
 
 
 def _shown(rank: int, hit: Hit, chars: int) -> str:
+    """Returns a passage as the policy reads it: the starts of its title (up to a line break) and text."""
     title, _, text = hit.contents.partition("\n")
-    return f"Doc {rank}(Title: {title}) {text[:chars]}"
+    return f"Doc {rank}(Title: {title[:chars]}) {text[:chars]}"

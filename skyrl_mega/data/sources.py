@@ -1,0 +1,36 @@
+"""Names of evaluation sets, from the `data_source` of rows."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from skyrl_mega.envs.prompt import Prompt
+
+UNNAMED = "data"
+"""The set of rows without a `data_source`."""
+
+
+def source_of(prompt: Prompt) -> str:
+    """Returns the data source of a row, as the row has it."""
+    return str(prompt.extras.get("data_source") or UNNAMED)
+
+
+def set_names(sources: Iterable[str], allowed: str = r"\w.-") -> dict[str, str]:
+    """Returns a name for each data source: without characters that names of figures and files cannot have.
+
+    Two sources never share a name: `nq/open` is `nq_open`, or `nq_open_2` beside a source that has that name already.
+
+    Args:
+        sources: As rows have them.
+        allowed: Characters of a name, as within the brackets of a regular expression.
+    """
+    plain = {source: re.sub(rf"[^{allowed}]+", "_", source).lstrip(".") or UNNAMED for source in sources}
+    names: dict[str, str] = {}
+    for source in sorted(plain, key=lambda source: (plain[source] != source, source)):  # who has the name keeps it
+        name, number = plain[source], 1
+        while name in names.values():
+            number += 1
+            name = f"{plain[source]}_{number}"
+        names[source] = name
+    return names
