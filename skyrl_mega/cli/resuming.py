@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from skyrl_mega.config.keys import keys
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.secrets import masked
 from skyrl_mega.config.values import Rule
+from skyrl_mega.data.fingerprint import fingerprint
 from skyrl_mega.trainer.checkpoints import newest_whole
 
 FIXED = {
@@ -81,7 +83,16 @@ def changes(config: Config) -> list[str]:
                 f"{bound}; set it back, or give another run.name"
             )
         found.append(f"{name} {_written(was)} → {_written(value)}")
-    return found
+    return [*found, *_other_rows(config, checkpoint)]
+
+
+def _other_rows(config: Config, checkpoint: Path) -> Iterator[str]:
+    """Yields that the files of `data.train` have other contents than those that the checkpoint was trained on."""
+    stream = json_object(checkpoint / "state.json", "take another checkpoint", most=LARGEST).get("stream")
+    before = stream.get("rows") if isinstance(stream, dict) else None
+    files = config.data.train
+    if before and all(Path(file).is_file() for file in files) and fingerprint(files) != before:
+        yield "the rows in data.train (the place in them is kept)"
 
 
 def told(found: list[str]) -> str:

@@ -18,7 +18,9 @@ class PromptStream:
     tell a batch's groups apart by their place in it, not by `Prompt.uid`.
     """
 
-    def __init__(self, count: int, *, batch: int, seed: int = 0, shuffle: bool = True, epochs: int = 1) -> None:
+    def __init__(
+        self, count: int, *, batch: int, seed: int = 0, shuffle: bool = True, epochs: int = 1, rows: str = ""
+    ) -> None:
         """Starts at the first epoch's first prompt.
 
         Args:
@@ -27,10 +29,12 @@ class PromptStream:
             seed: Decides every epoch's order.
             shuffle: Whether the order is random; else it is the data's.
             epochs: Passes over the data.
+            rows: Fingerprint of the data, which a checkpoint keeps.
         """
         if count < 1 or batch < 1 or epochs < 1:
             raise ValueError(f"count={count}, batch={batch}, epochs={epochs} must all be at least 1")
         self.count, self.batch, self.seed, self.shuffle, self.epochs = count, batch, seed, shuffle, epochs
+        self.rows = rows
         self.position = 0
         """Prompts drawn so far."""
         self.returned: list[int] = []
@@ -72,10 +76,11 @@ class PromptStream:
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: JSON values."""
         state = {"position": self.position, "count": self.count, "seed": self.seed, "shuffle": self.shuffle}
+        state |= {"rows": self.rows} if self.rows else {}
         return state | ({"returned": list(self.returned)} if self.returned else {})
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on where `state` was taken; batch size and epochs may have changed since.
+        """Goes on where `state` was taken; batch size, epochs and what is in the rows may have changed since.
 
         Raises:
             UserError: The data or its order is another one, so the place means nothing.

@@ -21,6 +21,7 @@ from skyrl_mega.config.checks import check_enough
 from skyrl_mega.config.derived import critic_ranks, gpus_needed, policy_ranks, reference_ranks
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
+from skyrl_mega.data.fingerprint import fingerprint
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.data.rows import load_demonstrations, load_prompts
 from skyrl_mega.envs import registry
@@ -197,6 +198,7 @@ def stream_of(config: Config, prompts: int) -> PromptStream:
         seed=config.run.seed,
         shuffle=config.data.shuffle,
         epochs=config.run.epochs,
+        rows=fingerprint(config.data.train),
     )
 
 

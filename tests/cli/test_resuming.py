@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 
 from skyrl_mega.cli import resuming
@@ -12,7 +14,9 @@ from skyrl_mega.config.compose import compose, dump
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.schema import Config
+from skyrl_mega.data.fingerprint import fingerprint
 from skyrl_mega.trainer.checkpoints import Checkpoints, resumes_from
+from skyrl_mega.trainer.setup import stream_of
 
 BUILT = "model.build={hidden: 64}"
 
@@ -128,3 +132,22 @@ def test_an_odd_state_is_one_line(folder: Path, state: object) -> None:
     file.write_text(json.dumps({**state, "files": kept} if isinstance(state, dict) else state))
     with pytest.raises(UserError, match=r"state\.json: .*step_000002"):
         resuming.nothing_left(config(folder))
+
+
+def test_other_rows_under_the_same_name_are_told(folder: Path) -> None:
+    file = folder / "train.parquet"
+    pq.write_table(pa.table({"prompt": ["1", "2"]}), file)
+    given = config(folder, f"data.train=[{file}]")
+    (folder / "runs" / "r" / "config.yaml").write_text(dump(given))
+    stream = stream_of(given, 20)
+    stream.take(8)
+    checkpoints = Checkpoints(folder / "runs" / "r" / "checkpoints", keep=2)
+    checkpoints.save(3, {"step": 3, "stream": stream.state()}, {"policy": lambda to: (to / "weights").touch()})
+    assert resuming.changes(given) == []
+    pq.write_table(pa.table({"prompt": ["1", "3"]}), file)
+    assert resuming.changes(given) == ["the rows in data.train (the place in them is kept)"]
+    again = stream_of(given, 20)
+    again.restore(stream.state())
+    assert (again.position, again.state()["rows"]) == (8, fingerprint([file])) != (8, stream.state()["rows"])
+    file.unlink()  # `data.prepare` makes it again
+    assert resuming.changes(given) == []
