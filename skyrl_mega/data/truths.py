@@ -68,7 +68,7 @@ class Wrong:
     def refuse(self) -> None:
         """Raises UserError if there are more than may be."""
         if self.count > MOST_WRONG * self.rows:
-            raise UserError(f"{self.line()}; mend the rows or leave them out: at most {MOST_WRONG:.0%} may be so")
+            raise UserError(f"{self.line()}; correct the rows or leave them out: at most {MOST_WRONG:.0%} may be so")
 
 
 def judged_rows(
