@@ -88,7 +88,7 @@ def changes(config: Config) -> list[str]:
 
 def _other_rows(config: Config, checkpoint: Path) -> Iterator[str]:
     """Yields that the files of `data.train` have other contents than those that the checkpoint was trained on."""
-    stream = json_object(checkpoint / "state.json", "take another checkpoint", most=LARGEST).get("stream")
+    stream = outside.json_object(checkpoint / "state.json", "take another checkpoint", most=LARGEST).get("stream")
     before = stream.get("rows") if isinstance(stream, dict) else None
     files = config.data.train
     if before and all(Path(file).is_file() for file in files) and fingerprint(files) != before:
