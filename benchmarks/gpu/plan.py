@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.gpu.proof import Proof
-from benchmarks.gpu.runner import LEAST_S, expected_s
+from benchmarks.gpu.runner import LEAST_S, ROOT, expected_s
 from benchmarks.gpu.wheels import brings, held
 
 CALLS, CALL_S = 2, 400.0
@@ -37,11 +37,15 @@ def plan(proofs: Sequence[Proof], wheels: Path, calls: int = CALLS, call_s: floa
 
 def described(proofs: Sequence[Proof], wheels: Path, results: Path, earlier: Path) -> str:
     """Returns the commands of the calls, and what each runs."""
-    lines = []
-    for number, chosen in enumerate(plan(proofs, wheels), 1):
+    lines: list[str] = []
+    where = "" if wheels == ROOT / ".wheels" else f" --wheels {wheels}"
+    calls = plan(proofs, wheels)
+    for number, chosen in enumerate(calls, 1):
         seconds = sum(expected_s(proof, wheels) for proof in chosen)
-        lines.append(f"call {number}, {seconds:.0f} s expected, with {wheels}:")
-        lines.append(f"  python3 -m benchmarks.gpu --budget {CALL_S:.0f} --wheels {wheels} --results {results}")
-        lines.append("  " + ", ".join(f"{p.name} {expected_s(p, wheels):.0f}" for p in chosen))
-        lines.append(f"  then copy {results}/*.json to {earlier}, where the next call finds them")
+        lines += [f"call {number}, {seconds:.0f} s expected, carries the repository and {wheels.name}:"]
+        lines += [f"  python3 -m benchmarks.gpu --budget {CALL_S:.0f}{where} --results {results}"]
+        lines += ["  " + ", ".join(f"{p.name} {expected_s(p, wheels):.0f}" for p in chosen)]
+        lines += [f"  then copy {results}/*.json to {earlier}, where the next call finds them"]
+    run = {proof.name for chosen in calls for proof in chosen}
+    lines += ["in neither: " + ", ".join(proof.name for proof in proofs if proof.name not in run)]
     return "\n".join(lines)
