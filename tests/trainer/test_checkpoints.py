@@ -7,6 +7,7 @@ import pickle
 import shutil
 import zlib
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import pytest
@@ -24,6 +25,7 @@ from skyrl_mega.trainer.checkpoints import (
     newest_whole,
     refuse_unusable,
 )
+from skyrl_mega.trainer.run import Run
 
 
 class Usage(NamedTuple):
@@ -153,6 +155,21 @@ def test_one_whose_tensors_are_damaged_is_left_out_once_the_ranks_say_so(tmp_pat
     checkpoints.leave_out(newest, Damaged("rank_00000.safetensors: w[0:9].master: its CRC-32 is 0"))
     older = checkpoints.newest()
     assert older is not None and older.name == "step_000001" and "w[0:9].master" in said[0]
+
+
+def test_a_run_goes_on_from_the_one_before_the_one_that_ranks_found_damaged(tmp_path: Path) -> None:
+    checkpoints, read = Checkpoints(tmp_path, keep=3), list[str]()
+    for step in (1, 2):
+        checkpoints.save(step, {"step": step}, {"policy": write})
+
+    def restore(checkpoint: Path) -> None:
+        read.append(checkpoint.name)
+        if checkpoint.name == "step_000002":
+            raise Damaged("rank_00000.safetensors: w[0:9].master: its CRC-32 is 0")
+
+    config = SimpleNamespace(checkpoint=SimpleNamespace(resume=True))
+    run: Any = SimpleNamespace(checkpoints=checkpoints, config=config, _restore=restore)
+    assert Run.restore(run) and read == ["step_000002", "step_000001"]
 
 
 def test_without_room_nothing_is_written_and_the_old_one_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
