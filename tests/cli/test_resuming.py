@@ -15,6 +15,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.fingerprint import fingerprint
+from skyrl_mega.trainer import checkpoints
 from skyrl_mega.trainer.checkpoints import Checkpoints, resumes_from
 from skyrl_mega.trainer.setup import stream_of
 
@@ -126,10 +127,10 @@ def test_a_fault_promises_what_is_saved(folder: Path) -> None:
      {"step": 2, "stream": {"count": -1, "position": 0, "seed": 0, "shuffle": True}},
      {"step": 2, "stream": {"count": 20, "position": 8}}],
 )  # fmt: skip
-def test_an_odd_state_is_one_line(folder: Path, state: object) -> None:
+def test_an_odd_state_is_one_line(folder: Path, state: dict[str, object]) -> None:
     file = folder / "runs" / "r" / "checkpoints" / "step_000002" / "state.json"
-    kept = json.loads(file.read_text())["files"]
-    file.write_text(json.dumps({**state, "files": kept} if isinstance(state, dict) else state))
+    saved = json.loads(file.read_text())
+    file.write_text(json.dumps(checkpoints._proved({**state, "files": saved["files"], "crc32": saved["crc32"]})))
     with pytest.raises(UserError, match=r"state\.json: .*step_000002"):
         resuming.nothing_left(config(folder))
 
