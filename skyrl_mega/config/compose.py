@@ -15,14 +15,12 @@ from typing import Any, cast
 
 import yaml
 from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from skyrl_mega.config import outside, secrets
+from skyrl_mega.config import outside, secrets, written
 from skyrl_mega.config.errors import UserError, UserErrors
 from skyrl_mega.config.keys import keys, names_in, nearest
 from skyrl_mega.config.meant import MEANT
@@ -72,13 +70,13 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     config: DictConfig = OmegaConf.structured(Config)
     for key, value in given:
         _assign(config, key, value)
-    written = OmegaConf.to_container(config, resolve=False)
-    if found := secrets.still_masked(written):
+    unresolved = OmegaConf.to_container(config, resolve=False)
+    if found := secrets.still_masked(unresolved):
         raise UserError(
             f"{found[0]} = {found[1]}: a secret that was masked when these settings were written; give it again, best "
             f"from the environment: '{found[0]}=${{oc.env:NAME}}'"
         )
-    secrets.note(written)
+    secrets.note(unresolved)
     try:
         made = cast(Config, OmegaConf.to_object(config))
     except RecursionError as error:
@@ -87,7 +85,7 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
         key = error.full_key or "?"
         allowed = f"allowed is {keys()[key].allowed}" if key in keys() else "name an existing key"
         raise UserError(f"{key}: {secrets.hidden(_first_line(error), short=True)}; {allowed}") from error
-    secrets.note_resolved(written, asdict(made))
+    secrets.note_resolved(unresolved, asdict(made))
     return made
 
 
@@ -114,7 +112,7 @@ def _file(path: Path) -> Path:
 def _parse(text: str) -> Override:
     """One `key=value` argument, in Hydra's grammar; `+key=value` is taken as `key=value`."""
     try:
-        override = OverridesParser.create().parse_override(text)
+        override = written.parsed(text)
         override.value()
     except (HydraException, OmegaConfBaseException, RecursionError, ValueError) as error:
         key, sign, value = text.partition("=")
@@ -126,10 +124,14 @@ def _parse(text: str) -> Override:
         ) from error
     if not override.key_or_group:
         raise UserError(f"{text}: no setting is named; allowed is group.key=value")
+    name = override.key_or_group
+    known = keys().get(name)
     if override.type == OverrideType.DEL:
-        raise UserError(f"{text}: a setting cannot be taken away; give it a value: {override.key_or_group}=null")
+        unset = f"give {name}=null" if known and known.nullable else "leave it out, and the default holds"
+        raise UserError(f"{text}: a setting cannot be taken away; {unset}")
     if override.is_sweep_override():
-        raise UserError(f"{text}: one value is allowed; a list is written {override.key_or_group}=[a,b]")
+        instead = f"; a list is written {text.replace('=', '=[', 1)}]" if known and known.type is list else ""
+        raise UserError(f"{text}: one value is allowed{instead}")
     return override
 
 
@@ -142,11 +144,8 @@ def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
                 outside.read(file, "give a .yaml file that you may read", most=LARGEST)
     groups = [f"{'' if o.key_or_group in listed else '+'}{o.key_or_group}={o.value()}" for o in chosen]
     try:
-        with warnings.catch_warnings(), initialize_config_dir(str(path.parent.absolute()), version_base="1.3"):
+        with warnings.catch_warnings(), written.hydra_over(path.parent, *([GROUPS] if GROUPS.is_dir() else [])):
             warnings.simplefilter("ignore", UserWarning)  # two lines about `_self_`, before what is really wrong
-            if GROUPS.is_dir():  # groups that are not beside the file
-                quoted = str(GROUPS).replace("\\", "\\\\").replace("'", "\\'")
-                groups = [*groups, f"hydra.searchpath=['file://{quoted}']"]
             tree = hydra_compose(path.stem, groups)
     except RecursionError as error:
         raise UserError(f"--config {path}: its `defaults` go in a circle, or it nests too deep") from error
@@ -208,7 +207,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))
     else:
-        yield key, value
+        yield key, written.settled(value, keys()[key].rule if key in keys() else None)
 
 
 def _assign(config: DictConfig, key: str, value: Any) -> None:
@@ -224,13 +223,12 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
         value = known[key].metadata.get("former", {}).get(value, value)
     if key in known and known[key].type is list and not known[key].rule.numbers and isinstance(value, list):
         for entry in value:
-            if not isinstance(entry, str | int | float) or isinstance(entry, bool):
+            if not isinstance(entry, str):
                 raise UserError(
                     f"{key} = {_shown(value, key)}: {_shown(entry, key)} is no text; allowed is {known[key].allowed}"
                 )
-        value = [str(entry) for entry in value]  # a stop string of digits, a file that is named by a year
     number = isinstance(value, int | float)  # neither text nor a list; OmegaConf would take any for true
-    if key in known and number and (known[key].rule.choices or (known[key].type is bool and value not in (0, 1))):
+    if key in known and number and (known[key].type is str or (known[key].type is bool and value not in (0, 1))):
         raise UserError(f"{key} = {_shown(value, key)}: {known[key].refusal(value)}")
     try:
         OmegaConf.update(config, key, value, merge=False, force_add=mapping is not None)

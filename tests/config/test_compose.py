@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -121,9 +122,9 @@ def test_values_of_every_kind(folder: Path) -> None:
         ("data.train=x.parquet", "data.train = x.parquet: allowed is a list of text"),
         ("rollout.options=3", "rollout.options = 3: allowed is a mapping"),
         ("model.build.hiden=32", "model.build.hiden = 32 is not known here; did you mean model.build.hidden?"),
-        ("run.seed=1,2", "run.seed=1,2: one value is allowed; a list is written run.seed=[a,b]"),
-        ("~run.seed", "a setting cannot be taken away; give it a value: run.seed=null"),
-        ("run.name=[", "run.name=[: not of the form group.key=value"),
+        ("data.train=a,b", "data.train=a,b: one value is allowed; a list is written data.train=[a,b]"),
+        ("~evaluation.top_p", "a setting cannot be taken away; give evaluation.top_p=null"),
+        ("data.train=[", "data.train=[: not of the form group.key=value"),
         ("run.seed", "run.seed: not of the form group.key=value"),
         ("algorithm=middle", "algorithm/middle is not in"),
         ("run.name=${nowhere.x}", "run.name: Interpolation key 'nowhere.x' not found"),
@@ -134,6 +135,44 @@ def test_a_wrong_argument_is_one_line(folder: Path, argument: str, line: str) ->
         compose(folder / "base.yaml", [argument])
     assert line in str(error.value)
     assert "\n" not in str(error.value)
+
+
+TYPED = ["12e345", "1234e56", "007", "1_000", "0x1f", "1:30", "on", "Yes", "off", "true", ".inf", "2024-01-02", "a=b"]
+
+
+@pytest.mark.parametrize("text", TYPED)
+def test_text_stays_as_it_is_typed(folder: Path, text: str) -> None:
+    file = write(folder, f"run:\n  name: {text}\ndata:\n  train: [{text}]\nrollout:\n  options: {{x: 007}}\n")
+    for config in (compose(file), compose(None, [f"run.name={text}", f"data.train=[{text}]"])):
+        assert (config.run.name, config.data.train) == (text, [text])
+        file.write_text(dump(config))
+        assert compose(file) == config, "and from what a run wrote of it"
+    assert compose(write(folder, "rollout:\n  options: {x: 007}\n")).rollout.options == {"x": 7}
+
+
+@pytest.mark.parametrize(
+    "quoted", [r'"\n\n"', r'"\u00fc\t"', r'"\\n"', r"'\n'", '"a, b"', '"${run.name}]"', '"{"', '"null"']
+)
+def test_quoted_text_means_the_same_in_a_file_and_an_argument(folder: Path, quoted: str) -> None:
+    text = f"run: {{directory: {quoted}}}\nrollout: {{sampling: {{stop: [{quoted}, x]}}, options: {{x: {quoted}}}}}\n"
+    arguments = (f"run.directory={quoted}", f"rollout.sampling.stop=[{quoted}, x]", f"+rollout.options.x={quoted}")
+    assert compose(None, arguments) == compose(write(folder, text))
+
+
+def test_numbers_that_a_mapping_gives_text_settings_are_refused(folder: Path) -> None:
+    with pytest.raises(UserError, match=r"run.name = inf: allowed is text"):
+        compose(None, ["run={name: 12e345}"])
+    assert compose(None, ["run={name: '12e345'}"]).run.name == "12e345"
+    assert compose(None, ["run.name='it''s'"]).run.name == "it's"
+    with pytest.raises(UserError, match=r"is no quoted text of YAML .* write a backslash twice"):
+        compose(None, [r'run.name="a\d"'])
+
+
+@pytest.mark.parametrize("argument", ["run.seed=1,2", "policy.ranks=glob(*)", "~run.seed", "~policy.layout"])
+def test_no_offer_that_is_refused_itself(argument: str) -> None:
+    with pytest.raises(UserError) as error:
+        compose(None, [argument])
+    assert not re.search(r"=(null|\[)", str(error.value)), "the setting takes neither null nor a list"
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def test_a_hostile_file_is_one_line(tmp_path: Path, content: bytes, line: str) -
     [
         ("=5", "=5: no setting is named"),
         ("..=x", "..=x"),
-        ("run.name=" + "[" * 3000 + "]" * 3000, "not of the form"),
+        ("data.train=" + "[" * 3000 + "]" * 3000, "not of the form"),
         ("run.seed=\x1b[31m", r"\x1b[31m"),
         ("run.name=${run.name}", "Recursive interpolation"),
     ],

@@ -1,0 +1,163 @@
+"""Text settings keep what the user wrote, in YAML files and in arguments, also where it looks like a number or a truth
+value: `run.name=12e345`, `name: on`, `name: 007`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import initialize_config_dir
+from hydra._internal.hydra import Hydra
+from hydra._internal.utils import create_config_search_path
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString, ValueType
+from hydra.core.plugins import Plugins
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import OmegaConf
+
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.keys import keys
+from skyrl_mega.config.values import Rule
+
+# FileConfigSource is the only reader of files that Hydra has; a source of its own scheme is how Hydra takes another.
+from hydra._internal.core_plugins.file_config_source import FileConfigSource  # isort: skip
+
+_PLAIN = "\0plain "
+"""Begins a number or a truth value of a file until its setting is known."""
+_ARGUMENT = re.compile(r"\+{0,2}([\w.]+)=(.*)", re.DOTALL)
+_QUOTED = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^']|'')*'""", re.DOTALL)
+_ENTRY = re.compile(rf"""\s*({_QUOTED.pattern}|(?:\$\{{[^}}]*\}}|[^,\[\]{{}}"'])+?)\s*(?:,|$)""", re.DOTALL)
+"""An entry of a list with the comma behind it."""
+
+
+class Files(FileConfigSource):  # type: ignore[misc]
+    """Hydra's YAML files, with plain numbers and truth values as they are written."""
+
+    @staticmethod
+    def scheme() -> str:
+        """Returns what the addresses of these files begin with."""
+        return "written"
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        """Reads a file as Hydra does, and marks what `settled` decides."""
+        read = super().load_config(config_path)
+        text = Path(self.path, self._normalize_file_name(config_path)).read_text(encoding="utf-8")
+        values = OmegaConf.to_container(read.config, resolve=False)
+        if isinstance(values, dict):
+            own = {name: values.pop(name) for name in ("defaults", "hydra") if name in values}
+            # BaseLoader leaves every scalar the text that it is.
+            marked = _marked(values, yaml.load(text, Loader=yaml.BaseLoader))
+            read.config = OmegaConf.create(own | marked)
+        return read
+
+
+def _marked(value: Any, text: Any) -> Any:
+    if isinstance(value, dict) and isinstance(text, dict):
+        return {name: _marked(inner, text.get(name)) for name, inner in value.items()}
+    if isinstance(value, list) and isinstance(text, list):
+        return [_marked(*pair) for pair in zip(value, text, strict=True)]
+    return _PLAIN + text if isinstance(value, int | float) and isinstance(text, str) else value
+
+
+def settled(value: Any, rule: Rule | None) -> Any:
+    """Returns a value of `Files` as text where the setting is text, and as YAML reads it elsewhere.
+
+    Args:
+        value: A value of a file, or of an argument, which has no marks.
+        rule: What the setting may be; None within mappings of free keys.
+    """
+    if isinstance(value, dict):
+        return {name: settled(inner, None) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [settled(inner, rule if rule and rule.type is list else None) for inner in value]
+    if not isinstance(value, str) or not value.startswith(_PLAIN):
+        return value
+    text = value.removeprefix(_PLAIN)
+    return text if rule and _takes(rule, text) else OmegaConf.create(f"- {text}")[0]
+
+
+def _takes(rule: Rule, text: str) -> bool:
+    """True if the setting is text or a list of text, and this may be its text or an entry."""
+    return rule.type in (str, list) and not rule.numbers and (not rule.choices or text in rule.choices)
+
+
+@contextmanager
+def hydra_over(*folders: Path) -> Iterator[None]:
+    """Has Hydra compose from the files of `folders` inside the block; those of the first go before."""
+    Plugins.instance().register(Files)
+    with initialize_config_dir(str(folders[0].absolute()), version_base="1.3"):
+        where = create_config_search_path(f"{Files.scheme()}://{folders[0].absolute()}")
+        for folder in folders[1:]:
+            where.append("skyrl_mega", f"{Files.scheme()}://{folder}", anchor="main")
+        GlobalHydra.instance().clear()
+        Hydra.create_main_hydra2("app", where)
+        yield
+
+
+def parsed(argument: str) -> Override:
+    """Returns a `key=value` argument in Hydra's grammar, with text settings as they are typed.
+
+    Raises:
+        UserError: Quoted text has an escape that YAML does not know.
+        HydraException, OmegaConfBaseException, RecursionError, ValueError: It is none.
+    """
+    try:
+        return _parsed(argument)
+    except yaml.YAMLError as error:
+        raise UserError(
+            f"{argument.partition('=')[0]}: is no quoted text of YAML "
+            f"({getattr(error, 'problem', None) or 'a control character'}); write a backslash twice between double "
+            "quotes, or use single quotes"
+        ) from error
+
+
+def _parsed(argument: str) -> Override:
+    typed = _ARGUMENT.fullmatch(argument)
+    rule = keys()[typed[1]].rule if typed and typed[1] in keys() else None
+    value = _text(typed[2].strip(), rule) if typed and rule else None
+    if typed and value is not None:
+        return Override(OverrideType.CHANGE, typed[1], ValueType.ELEMENT, value, input_line=argument)
+    override = OverridesParser.create().parse_override(argument)
+    return override if override.is_sweep_override() else replace(override, _value=_unquoted(override._value))
+
+
+def _text(typed: str, rule: Rule) -> str | list[str] | None:
+    """The text, or list of text, that an argument gives a setting; None where the grammar decides."""
+    if rule.type is str:
+        text = _entry(typed)
+        return text if typed.casefold() != "null" and _takes(rule, text) else None
+    if rule.type is not list or rule.numbers or typed[:1] != "[" or typed[-1:] != "]":
+        return None
+    inside, at, entries = typed[1:-1], 0, []
+    while at < len(inside):
+        entry = _ENTRY.match(inside, at)
+        if entry is None or entry[1].casefold() == "null":
+            return None
+        entries.append(_entry(entry[1]))
+        at = entry.end()
+    return entries if all(_takes(rule, entry) for entry in entries) else None
+
+
+def _entry(typed: str) -> str:
+    return _of_yaml(typed) if _QUOTED.fullmatch(typed) else typed
+
+
+def _unquoted(value: Any) -> Any:
+    """A value of Hydra's grammar, in which text between double quotes has YAML's escapes."""
+    if isinstance(value, dict):
+        return {_unquoted(name): _unquoted(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_unquoted(inner) for inner in value]
+    if isinstance(value, QuotedString):
+        return _of_yaml(value.with_quotes()) if value.quote is Quote.double else value.text
+    return value
+
+
+def _of_yaml(quoted: str) -> str:
+    return str(yaml.safe_load(quoted))
