@@ -117,7 +117,7 @@ def _run(args: argparse.Namespace) -> int:
     from skyrl_mega.telemetry.trackers import registry
 
     changed = resuming.changes(config)
-    with Console(as_json=args.json, ended_by=ended_by) as console, run_folder(config) as folder:
+    with Console(as_json=args.json, ended_by=ended_by) as console, run_folder(config, console.say) as folder:
         console.log_to(folder / "logs" / "run.log")
         if changed:
             console.say(resuming.told(changed))

@@ -51,7 +51,7 @@ def opened(file: str, overrides: Sequence[str], *, as_json: bool) -> Iterator[Ru
         config = compose(file, [*overrides, *mine])
         check(config)
         inputs.check_inputs(config)
-        with Console(as_json=as_json) as console, run_folder(config) as folder:
+        with Console(as_json=as_json) as console, run_folder(config, console.say) as folder:
             config = inputs.prepare(config, console)
             with open_run(config, folder, console) as run:
                 yield run

@@ -7,8 +7,9 @@ import fcntl
 import hashlib
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 
 import yaml
@@ -25,6 +26,15 @@ _STEP = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,})")
 """The name of what a run writes for a step, without its ending."""
 
 
+EARLIER = "earlier"
+"""The folder of results that a run found where it began."""
+RESULTS = (
+    *("metrics.jsonl", "trajectories", "timeline", "profile", "tensorboard", "trackers", "report.html"),
+    *("estimate.json", "preflight.json", "model", "logs", "config.yaml"),
+)
+"""What a run writes besides checkpoints, and would mix with what another has written."""
+
+
 def by_step(folder: Path, ending: str = "") -> dict[int, Path]:
     """Returns what a run wrote for each step (`step_000010` and `ending`), the newest last. Copies under other names,
     such as `step_000010_best`, belong to the user and are left out."""
@@ -38,8 +48,10 @@ def checkpoints_in(folder: Path) -> dict[int, Path]:
 
 
 @contextmanager
-def run_folder(config: Config) -> Iterator[Path]:
+def run_folder(config: Config, say: Callable[[str], None] = print) -> Iterator[Path]:
     """`<run.directory>/<run.name>` with `config.yaml` and `logs/`, ours until the context ends.
+
+    Results of a run that left no checkpoint to resume from are moved to `earlier/`, and `say` names the place.
 
     Raises:
         UserError: the folder cannot be made, another run is at work in it, or it holds a run that is not to be resumed.
@@ -62,24 +74,50 @@ def run_folder(config: Config) -> Iterator[Path]:
                 f"checkpoint.resume = false: {folder} holds checkpoints up to {saved[-1].name}; "
                 "give another run.name, or checkpoint.resume=true to go on from them"
             )
+        _refuse_own_settings(folder, config)
+        if not saved and (aside := _set_aside(folder)):
+            say(f"note: {folder} has results and no checkpoint to resume from; they are in {aside} now")
         _describe(folder, config)
         yield folder
 
 
-def _describe(folder: Path, config: Config) -> None:
-    """Writes `config.yaml`.
+def _set_aside(folder: Path) -> Path | None:
+    """Moves results to a new folder in `earlier/` and returns it; None where there are none."""
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file() or not metrics.stat().st_size:
+        return None
+    (folder / EARLIER).mkdir(exist_ok=True)
+    aside = next(path for n in count(1) if not os.path.lexists(path := folder / EARLIER / str(n)))
+    aside.mkdir()
+    for name in RESULTS:
+        if os.path.lexists(folder / name):
+            (folder / name).rename(aside / name)
+    (folder / "logs").mkdir()
+    return aside
 
-    Raises:
-        UserError: There is one that a person wrote, or it cannot be written.
-    """
-    file, partial = folder / "config.yaml", folder / "config.yaml.partial"
-    text = dump(config)
+
+def _refuse_own_settings(folder: Path, config: Config) -> None:
+    """Raises UserError if a person wrote or edited `config.yaml`."""
+    file = folder / "config.yaml"
     try:
         if file.is_symlink() or (file.exists() and not is_a_runs(file.read_bytes())):
             raise UserError(
                 f"run.name = {config.run.name}: {file} was written or edited by hand, or is a link, and a run "
                 "writes its settings there; move it to another folder, or give another run.name or run.directory"
             )
+    except OSError as error:
+        raise UserError(f"run.name = {config.run.name}: {file} cannot be read: {error.strerror}") from error
+
+
+def _describe(folder: Path, config: Config) -> None:
+    """Writes `config.yaml`.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    file, partial = folder / "config.yaml", folder / "config.yaml.partial"
+    text = dump(config)
+    try:
         if partial.is_symlink():
             partial.unlink()  # what it points to is not ours
         partial.write_text(f"{SIGNED}{_digest(text)}\n{text}", encoding="utf-8")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from skyrl_mega.config.compose import compose, dump
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import CheckpointConfig, Config, RunConfig
 from skyrl_mega.telemetry.run_dir import run_folder
+from skyrl_mega.telemetry.trackers.jsonl import JsonlTracker
 
 HOLDER = """
 import sys
@@ -64,6 +67,32 @@ def test_checkpoints_are_neither_overwritten_nor_taken_up_unasked(tmp_path: Path
         pass
     with run_folder(config(tmp_path)):
         pass
+
+
+def test_results_without_a_checkpoint_are_moved_and_not_mixed(tmp_path: Path) -> None:
+    said: list[str] = []
+    run = tmp_path / "r"
+    for attempt in (1, 2, 3):
+        with run_folder(config(tmp_path), said.append) as folder:
+            assert not list(folder.glob("trajectories/*")) and not (folder / "metrics.jsonl").exists()
+            with closing(JsonlTracker(folder)) as tracker:
+                tracker.start({}, None)
+                tracker.log(attempt, {"reward": 1.0})
+            (folder / "trajectories").mkdir(exist_ok=True)
+            (folder / "trajectories" / f"step_{attempt:06d}.parquet").touch()
+            (folder / "notes.md").write_text("mine")
+            (folder / "logs" / "run.log").write_text(f"attempt {attempt}")
+    for attempt in (1, 2):
+        earlier = run / "earlier" / str(attempt)
+        assert json.loads((earlier / "metrics.jsonl").read_text())["step"] == attempt
+        assert [p.name for p in (earlier / "trajectories").iterdir()] == [f"step_{attempt:06d}.parquet"]
+        assert (earlier / "logs" / "run.log").read_text() == f"attempt {attempt}" and (
+            earlier / "config.yaml"
+        ).is_file()
+    assert (run / "notes.md").read_text() == "mine" and len(said) == 2 and "earlier/2" in said[1]
+    (run / "checkpoints" / "step_000003").mkdir(parents=True)
+    with run_folder(config(tmp_path), said.append) as folder:
+        assert (folder / "metrics.jsonl").exists() and len(said) == 2, "a run that is resumed goes on in its files"
 
 
 def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
