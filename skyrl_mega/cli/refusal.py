@@ -67,7 +67,12 @@ def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned
     about_settings = any(key in str(error) or key.rpartition(".")[0] + ":" in str(error) for key in fixes.NEAR)
     if not about_settings or wrong(config, hf, planned=planned) is None:
         return error
-    found = fixes.nearest(config, lambda other: wrong(other, hf, planned=planned, strict=True), str(error))
+
+    def verdict(other: Config) -> UserError | None:
+        return wrong(other, hf, planned=planned, strict=True)
+
+    both = config.cluster.shared and config.asynchrony.mode != "off"
+    found = fixes.apart(config, verdict) if both else fixes.nearest(config, verdict, str(error))
     without = "" if config.asynchrony.mode == "off" else " without asynchrony.mode and asynchrony.max_staleness"
     more = "" if on_cpu(config) else f"; --suggest{without} searches further"
     if found:

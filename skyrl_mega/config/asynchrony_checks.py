@@ -34,8 +34,8 @@ def check_asynchrony(c: Config) -> None:
     if c.cluster.shared:
         raise UserError(
             f"asynchrony.mode = {mode}: engines and policy compute at the same time, and cluster.shared gives them the "
-            "same GPUs; give cluster.shared=false with residency.keep=null, and policy.ranks and rollout.engines that "
-            f"share the GPUs out (--simulate finds and prints them){needs}, or {off}"
+            f"same GPUs; they take turns with {off}, and have GPUs of their own with cluster.shared=false, "
+            f"residency.keep=null{needs} (--simulate compares both)"
         )
     if c.residency.keep is not None:
         raise UserError(

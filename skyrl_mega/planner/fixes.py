@@ -13,10 +13,12 @@ from itertools import combinations, islice
 from math import log
 from typing import Any
 
+from skyrl_mega.config.asynchrony_checks import CORRECTION, corrected
+from skyrl_mega.config.derived import critic_ranks, engine_ranks, reference_ranks
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys as schema
 from skyrl_mega.config.residency import PARTS
-from skyrl_mega.config.schema import Config
+from skyrl_mega.config.schema import AsynchronyConfig, Config
 from skyrl_mega.planner.micro_tokens import MICRO_TOKENS
 
 Verdict = Callable[[Config], UserError | None]
@@ -177,7 +179,7 @@ def nearest(config: Config, verdict: Verdict, message: str = "") -> list[Change]
     pairs = sorted(
         combinations(PAIRED, 2), key=lambda pair: (not given.issuperset(pair), -sum(k.startswith(about) for k in pair))
     )
-    bought = [] if MORE_NODES in named else [MORE_NODES]
+    bought = [] if about == MORE_NODES else [MORE_NODES]
     found: list[Change] = []
     for key in singles:
         wanted = 0 if key in bought else 2 if key in named[:1] else 1
@@ -195,6 +197,31 @@ def nearest(config: Config, verdict: Verdict, message: str = "") -> list[Change]
             if len(found) >= OFFERED:
                 return found
     return found
+
+
+def apart(config: Config, verdict: Verdict) -> list[Change]:
+    """Changes after which engines and policy, which share GPUs in these settings, have their own and generate ahead;
+    and those after which they take turns."""
+    end = time.process_time() + SECONDS
+    capped: Change = () if corrected(config.algorithm) else (tuple(CORRECTION.split("=")),)
+    base: Change = (("cluster.shared", False), ("residency.keep", None))
+    base += tuple((key, float(value)) for key, value in capped)
+    gpus, each = config.cluster.nodes * config.cluster.gpus_per_node, engine_ranks(config.rollout)
+    others = reference_ranks(config) + critic_ranks(config)
+    splits = [(gpus - others - engines * each, engines) for engines in range(1, gpus // each + 1)]
+    splits += [(policy // 8 * 8, engines) for policy, engines in splits if policy % 8]
+    halves = sorted((s for s in splits if s[0] > 0), key=lambda split: abs(split[0] - split[1] * each))
+    found: list[Change] = []
+    for policy, engines in halves:
+        change = (*base, ("policy.ranks", policy), ("rollout.engines", engines))
+        if time.process_time() > end:
+            break
+        if verdict(changed(config, change)) is None:
+            found.append(change)
+            break
+    usual = AsynchronyConfig().max_staleness
+    off: Change = (("asynchrony.mode", "off"), ("asynchrony.max_staleness", usual))
+    return [*found, *([off] if verdict(changed(config, off)) is None else [])]
 
 
 def _passing(config: Config, keys: tuple[str, ...], verdict: Verdict, end: float) -> Iterator[Change]:

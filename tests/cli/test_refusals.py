@@ -164,6 +164,16 @@ IMPOSSIBLE: list[tuple[str, str, list[str]]] = [
         ["reference.ranks = 4: it needs reference.layout; without one the policy's ranks are shared"],
     ),
     ("groups of one", "data.samples_per_prompt=1", ["at least 2", "or give algorithm.advantage=reinforce"]),
+    (
+        "generating ahead on GPUs that take turns",
+        "cluster.nodes=4 cluster.shared=true asynchrony.mode=full algorithm.importance_cap=null",
+        ["cluster.shared gives them the same GPUs", "cluster.shared=false residency.keep=null", "asynchrony.mode=off"],
+    ),
+    (
+        "fewer GPUs than policy and engines need, where fewer of both do",
+        "cluster.nodes=8 policy.ranks=64 rollout.engines=16",
+        ["policy.ranks=32 rollout.engines=4"],
+    ),
     # ---- settings that others drop in silence
     ("an unknown key", "policy.optimizer.betas=0.95", ["did you mean policy.optimizer.beta"]),
     ("an unknown model", "model.path=models/GPT-5", ["Qwen3-30B-A3B", "config.json"]),

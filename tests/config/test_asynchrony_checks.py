@@ -30,7 +30,7 @@ BARE, BARE_ONE = FULL[0], ONE[0]
     [
         (["asynchrony.max_staleness=3"], "asynchrony.mode=full", [*FULL, "asynchrony.max_staleness=3"]),
         ([*ONE, "asynchrony.max_staleness=2"], "allowed is 0 or 1", [*FULL, "asynchrony.max_staleness=2"]),
-        ([*FULL, "cluster.shared=true"], "give cluster.shared=false", FULL),
+        ([*FULL, "cluster.shared=true"], "they take turns with asynchrony.mode=off", FULL),
         ([*ONE, "residency.keep=[]"], "residency.keep=null", ONE),
         ([BARE], "algorithm.old_logprobs=engine", [BARE, "algorithm.old_logprobs=engine"]),
         ([BARE], "max_staleness=0", [BARE, "asynchrony.max_staleness=0"]),
