@@ -42,6 +42,19 @@ def sweep(where: Path, prefix: str) -> None:
             remove(path)
 
 
+def at_work(where: Path, prefix: str) -> bool:
+    """Returns True if a process is writing a file or a folder of a kind."""
+    for path in where.glob(glob.escape(prefix) + "[0-9a-f]" * 8):
+        try:
+            with _opened(path) as descriptor:
+                fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:  # it is gone, another user's, or on a file system without locks
+            continue
+    return False
+
+
 def remove(path: Path) -> None:
     """Removes a file or a folder; one that is not there is no error, nor what cannot be removed of a folder."""
     if path.is_dir() and not path.is_symlink():

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from skyrl_mega.cluster.whole import refuse_file
 from skyrl_mega.config.command import Parser, integer, path_of
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.data.write import with_progress, write_rows
+from skyrl_mega.data.write import is_ours, with_progress, write_rows
 from skyrl_mega.envs.addition import data as addition
 from skyrl_mega.envs.calculator import data as calculator
 from skyrl_mega.envs.gsm8k import data as gsm8k
@@ -78,7 +79,10 @@ def prepare(arguments: str | Sequence[str]) -> list[Path]:
     args = parser().parse_args(_words(arguments) if isinstance(arguments, str) else list(arguments))
     written = []
     try:
-        for name, rows in RECIPES[args.recipe].tables(args).items():
+        tables = RECIPES[args.recipe].tables(args)
+        for name in tables:  # before the first is written
+            refuse_file(args.output / name, f"--output {args.output}", is_ours)
+        for name, rows in tables.items():
             file = args.output / name
             count = write_rows(with_progress(rows, str(file)), file)
             print(f"{file}: {count} rows", file=sys.stderr)

@@ -1,23 +1,26 @@
-"""Rows into parquet files: whole or not at all."""
+"""Rows into parquet files: whole or not at all, and never in the place of a file that a person made or changed."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_mega.cluster.leftovers import partial_file
+from skyrl_mega.cluster.whole import whole_file
 from skyrl_mega.config.errors import UserError
 
 ROWS_AT_ONCE, BYTES_AT_ONCE = 20_000, 256 * 2**20
 """Of a row group, at most; but for one row that alone is larger."""
 PROGRESS_AFTER_S = 3.0
+_SHA256 = b"skyrl_mega.sha256"
+"""Key in a file's metadata: the digest of all that lies before them."""
 
 
 def write_rows(rows: Iterable[dict[str, Any]], file: Path) -> int:
@@ -26,11 +29,12 @@ def write_rows(rows: Iterable[dict[str, Any]], file: Path) -> int:
     The first rows decide the schema. On an error nothing is left behind and an older file stays as it was.
 
     Raises:
-        UserError: A number is too large for a parquet file.
+        UserError: There is a file that `write_rows` did not write, or that was changed since; or a number is too large
+            for a parquet file.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     count = 0
-    with partial_file(file) as part, part.open("wb") as out:
+    with whole_file(file, f"--output {file.parent}", is_ours) as part, part.open("w+b") as out:
         pieces = _pieces(rows)
         first = _table(next(pieces, []), None, file)
         with pq.ParquetWriter(out, first.schema) as writer:
@@ -39,9 +43,10 @@ def write_rows(rows: Iterable[dict[str, Any]], file: Path) -> int:
             for piece in pieces:
                 writer.write_table(_table(piece, first.schema, file))
                 count += len(piece)
+            out.flush()
+            writer.add_key_value_metadata({_SHA256: _digest(out, out.tell())})
         out.flush()
         os.fsync(out.fileno())
-        part.replace(file)
     return count
 
 
@@ -72,6 +77,27 @@ def _table(rows: list[dict[str, Any]], schema: pa.Schema | None, file: Path) -> 
         return pa.Table.from_pylist(rows, schema=schema)
     except OverflowError as error:
         raise UserError(f"{file}: a row has a whole number of more than 64 bits; write it as text") from error
+
+
+def is_ours(file: Path) -> bool:
+    """Returns True if `write_rows` wrote a file, and nobody changed it since."""
+    try:
+        told = (pq.read_metadata(file).metadata or {}).get(_SHA256)
+        with file.open("rb") as opened:
+            opened.seek(-8, os.SEEK_END)  # the length of the metadata, and PAR1
+            end = opened.tell() - int.from_bytes(opened.read(4), "little")
+            return told is not None and told.decode() == _digest(opened, end)
+    except (OSError, pa.ArrowException):
+        return False
+
+
+def _digest(file: IO[bytes], end: int) -> str:
+    """The digest of a file's first `end` bytes; the file's position is `end` then."""
+    digest = hashlib.sha256()
+    file.seek(0)
+    while some := file.read(min(2**20, end - file.tell())):
+        digest.update(some)
+    return digest.hexdigest()
 
 
 def with_progress(rows: Iterable[dict[str, Any]], label: str) -> Iterator[dict[str, Any]]:

@@ -219,6 +219,11 @@ def _claim(folder: Path, identity: Mapping[str, Any]) -> None:
                 )
         return
     partial = folder / ".evaluation.json.partial"
+    if others := {path.name for path in folder.iterdir()} - {".lock", "logs", partial.name}:
+        raise UserError(
+            f"--output {folder}: it holds {min(others)} and no evaluation; give a new or an empty folder, or one with "
+            "an evaluation.json"
+        )
     partial.write_text(json.dumps(identity, indent=2) + "\n")
     os.replace(partial, file)
 

@@ -4,34 +4,30 @@ from __future__ import annotations
 
 import ctypes
 import errno
-import fcntl
 import json
 import os
 import shutil
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from skyrl_mega.cluster.channel import removed_at_the_end
+from skyrl_mega.cluster.whole import being_written, whole_folder
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import writing
 from skyrl_mega.export.job import Job, Origin, plan_job
 from skyrl_mega.export.pool import run
 from skyrl_mega.export.progress import Progress
-from skyrl_mega.export.source import Source, check_output
+from skyrl_mega.export.source import Source, check_output, disk_of
 from skyrl_mega.export.work import Piece
 from skyrl_mega.hf_checkpoint.box_files import compare, read_entries
 from skyrl_mega.hf_checkpoint.box_header import read_header
 from skyrl_mega.hf_checkpoint.crc import joined
 from skyrl_mega.hf_checkpoint.load import write_beside
 
-_LOCK = ".lock"
 _SPARE_BYTES = 64 << 20
 """What index, tokenizer and file system need besides the weights."""
 
@@ -94,7 +90,9 @@ def export(
     job = plan_job(source.hf, header, entries, dtype=dtype, origin=origin, file_bytes=file_bytes)
     _check_room(output, job)
     proving = 0.0
-    with _partial(output) as partial:
+    if being_written(output):
+        raise UserError(f"--output {output}: another export writes it now; wait for it, or end it")
+    with whole_folder(output, f"--output {output}", last="config.json") as partial:
         _write_tensors(job, partial, workers, progress)
         write_beside(partial, source.model, {f.name: list(f.offsets) for f in job.files}, job.nbytes)
         _say_dtype(partial / "config.json", job.dtype)
@@ -102,8 +100,6 @@ def export(
             proving = time.perf_counter()
             _prove(job, partial, workers, progress)
             proving = time.perf_counter() - proving
-        (partial / _LOCK).unlink()
-        os.rename(partial, output)
     return Exported(
         output=str(output),
         checkpoint=str(source.folder),
@@ -118,7 +114,7 @@ def export(
 
 
 def _check_room(output: Path, job: Job) -> None:
-    parent = next(p for p in output.absolute().parents if p.exists())
+    parent = disk_of(output)
     needed, free = job.nbytes + _SPARE_BYTES, shutil.disk_usage(parent).free
     if needed > free:
         raise UserError(
@@ -157,29 +153,6 @@ def _prove(job: Job, partial: Path, workers: int, progress: Progress) -> None:
             phase.advance(elements * job.dtype.itemsize)
     if compared * job.dtype.itemsize != job.nbytes:
         raise AssertionError(f"{compared} elements compared, {job.nbytes // job.dtype.itemsize} written")
-
-
-@contextmanager
-def _partial(output: Path) -> Iterator[Path]:
-    """A hidden folder beside the output, ours alone; gone at the end, unless it has been renamed.
-
-    What an export that was killed has left there is removed.
-    """
-    partial = output.with_name(f".{output.name}.partial")
-    partial.mkdir(parents=True, exist_ok=True)
-    with (partial / _LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(f"--output {output}: another export writes it now; wait for it, or end it") from None
-        with removed_at_the_end(partial):
-            try:
-                for left in partial.iterdir():
-                    if left.name != _LOCK:
-                        left.unlink()
-                yield partial
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
 
 
 def _allocate(file: int, size: int) -> None:

@@ -12,6 +12,7 @@ import yaml
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from skyrl_mega.cluster.whole import refuse_folder
 from skyrl_mega.config import outside
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.hf_checkpoint.box_header import refuse_old
@@ -64,11 +65,16 @@ def find(path: Path, step: int | None, model: Path | None) -> Source:
 
 def check_output(output: Path) -> None:
     """Refuses a place that holds something already, or that cannot be written to."""
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"--output {output}: it holds something already; allowed is a new or an empty directory")
-    parent = next(p for p in output.absolute().parents if p.exists())
+    refuse_folder(output, f"--output {output}")
+    parent = disk_of(output)
     if not os.access(parent, os.W_OK):
         raise UserError(f"--output {output}: {parent} may not be written to; choose another place")
+
+
+def disk_of(output: Path) -> Path:
+    """Returns the folder that an export is written within: the output, links followed, or its nearest parent."""
+    target = Path(os.path.realpath(output))
+    return next(path for path in (target, *target.parents) if path.is_dir())
 
 
 def _is_run(path: Path) -> bool:

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from math import prod
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from skyrl_mega.cluster.whole import whole_folder
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.hf_checkpoint.index import INDEX, SINGLE, check_tensors, expected, names_in
 from skyrl_mega.parallel.box import Box, Layout, Piece, Shard
@@ -29,6 +31,8 @@ BUCKET_BYTES = 64 << 20
 """Size of a message; a rank has three of them at most."""
 BESIDE = ("*.json", "*.jinja", "*.txt", "*.model", "LICENSE*")
 """Files of a Hugging Face directory that travel with the weights: configuration, tokenizer, chat template, licence."""
+_EXPORTED = ".exported.json"
+"""The name and size of every file of a directory that `save` wrote, so that a later one may replace it."""
 
 
 def load(
@@ -84,7 +88,7 @@ def save(
 ) -> None:
     """Writes the weights of all ranks of torch's default group as a Hugging Face directory. A collective.
 
-    The directory appears whole, and replaces an older one, when every file is written.
+    The directory appears whole, and replaces an older one that `exported` recognises, when every file is written.
 
     Args:
         path: the directory to write.
@@ -94,17 +98,48 @@ def save(
         writers: ranks that write files, in turn; more than one needs a file system that all of them share.
         file_bytes: size of one file, which is also the memory that a writer needs on the host.
         timeout_s: seconds that one message may take.
+
+    Raises:
+        UserError: the directory holds something that no export wrote; of the first rank.
     """
     rank = dist.get_rank()
-    itemsize = next(iter(params.values())).dtype.itemsize
-    partial = path.with_name(f".{path.name}.partial")
-    if rank == 0:
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-    _together(None)
-    files = list(split(layout.tensors, itemsize, file_bytes))
-    names = file_names(len(files))
-    for mine, tensors in _gathered(layout, params, files, writers, min(file_bytes, BUCKET_BYTES), timeout_s):
+    with ExitStack() as stack:
+        error: Exception | None = None
+        staged = [""]
+        if rank == 0:
+            try:
+                place = whole_folder(path, f"export: {path}", exported, last=_EXPORTED)
+                staged[0] = str(stack.enter_context(place))
+            except (OSError, UserError) as caught:
+                error = caught
+        _together(error)
+        dist.broadcast_object_list(staged, src=0, device=_device())
+        partial, itemsize = Path(staged[0]), next(iter(params.values())).dtype.itemsize
+        files = list(split(layout.tensors, itemsize, file_bytes))
+        names = file_names(len(files))
+        gathered = _gathered(layout, params, files, writers, min(file_bytes, BUCKET_BYTES), timeout_s)
+        _write_files(partial, names, gathered)
+        if rank == 0:
+            try:
+                _finish(partial, source, dict(zip(names, files, strict=True)), layout, itemsize)
+                stack.pop_all().close()
+            except (OSError, UserError) as caught:
+                error = caught
+        _together(error)
+
+
+def exported(folder: Path, names: set[str]) -> bool:
+    """Returns True if a folder with these entries holds what `save` wrote, and nothing else."""
+    try:
+        sizes = json.loads((folder / _EXPORTED).read_text(encoding="utf-8"))
+        return names == {*sizes, _EXPORTED} and all((folder / n).stat().st_size == sizes[n] for n in sizes)
+    except (OSError, ValueError, TypeError):
+        return False
+
+
+def _write_files(partial: Path, names: Sequence[str], gathered: Iterator[tuple[int | None, dict[str, Tensor]]]) -> None:
+    """Writes every safetensors file of the directory. A collective."""
+    for mine, tensors in gathered:
         error: OSError | None = None
         if mine is not None:
             try:
@@ -113,13 +148,6 @@ def save(
                 error = caught
         del tensors  # before the next file's are made
         _together(error)
-    error = None
-    if rank == 0:
-        try:
-            _finish(path, partial, source, dict(zip(names, files, strict=True)), layout, itemsize)
-        except OSError as caught:
-            error = caught
-    _together(error)
 
 
 def _gathered(
@@ -216,23 +244,20 @@ def _write(tensors: dict[str, Tensor], file: Path) -> None:
         os.fsync(written.fileno())
 
 
-def _finish(
-    path: Path, partial: Path, source: Path, files: Mapping[str, Sequence[str]], layout: Layout, itemsize: int
-) -> None:
-    """Index, configuration and tokenizer; then the directory takes its name."""
+def _finish(partial: Path, source: Path, files: Mapping[str, Sequence[str]], layout: Layout, itemsize: int) -> None:
+    """Index, configuration and tokenizer, and what is there in all."""
     write_beside(partial, source, files, sum(prod(shape) for shape in layout.tensors.values()) * itemsize)
-    replaced = path.with_name(f".{path.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if path.exists():
-        path.rename(replaced)
-    partial.rename(path)
-    shutil.rmtree(replaced, ignore_errors=True)
+    sizes = {file.name: file.stat().st_size for file in partial.iterdir() if file.name != _EXPORTED}
+    (partial / _EXPORTED).write_text(json.dumps(sizes, indent=1) + "\n", encoding="utf-8")
 
 
-def _together(error: OSError | None) -> None:
+def _device() -> torch.device:
+    return torch.device("cuda" if dist.get_backend() == "nccl" else "cpu")
+
+
+def _together(error: Exception | None) -> None:
     """A barrier at which all ranks learn that one of them failed."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    failed = torch.tensor([dist.get_rank() + 1 if error else 0], device=device)
+    failed = torch.tensor([dist.get_rank() + 1 if error else 0], device=_device())
     dist.all_reduce(failed, dist.ReduceOp.MAX)
     if error:
         raise error

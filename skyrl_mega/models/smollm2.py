@@ -9,12 +9,13 @@ heads of 64, tied embeddings.
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 from pathlib import Path
 
 import torch
 
-from skyrl_mega.cluster.leftovers import temporary_folder
+from skyrl_mega.cluster.whole import whole_folder
 from skyrl_mega.config.command import DONE, Parser, guarded, path_of
 from skyrl_mega.config.errors import UserError
 
@@ -45,17 +46,22 @@ def write(output: Path, dtype: torch.dtype = torch.float32) -> Path:
     Raises:
         UserError: The package is missing, or `output` holds something else.
     """
-    if (output / "model.safetensors").is_file():
+    if (output / "model.safetensors").is_file() and _is_smollm2(output / "config.json"):
         return output
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise UserError(f"--output {output}: it holds something else; allowed: a new or an empty directory")
-    source = gguf_file()
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(output.parent, f".{output.name}.", mode=0o777) as part:
+    with whole_folder(output, f"--output {output}", last="config.json") as part:
+        source = gguf_file()
         _write_model(source, part, dtype)
         _write_tokenizer(source, part)
-        part.replace(output)
     return output
+
+
+def _is_smollm2(file: Path) -> bool:
+    try:
+        hf = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    sizes = {"model_type": "llama", "hidden_size": 576, "num_hidden_layers": 30}
+    return isinstance(hf, dict) and all(hf.get(key) == value for key, value in sizes.items())
 
 
 def _write_model(source: Path, folder: Path, dtype: torch.dtype) -> None:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
 
-from skyrl_mega.cluster.leftovers import temporary_folder
+from skyrl_mega.cluster.whole import Occupied, whole_folder
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import BuildConfig
 from skyrl_mega.models.char_tokenizer import BOS, EOS, PAD, VOCABULARY, write_tokenizer
@@ -106,16 +106,10 @@ def build(config: BuildConfig, path: Path, seed: int = 0) -> None:
             weights[name] = torch.zeros(shape)
         else:
             weights[name] = torch.randn(shape, generator=generator) * hf["initializer_range"]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(path.parent, f".{path.name}.", mode=0o777) as partial:
+    with suppress(Occupied), whole_folder(path, f"model.path = {path}", last="config.json") as partial:
         (partial / "config.json").write_text(json.dumps(hf, indent=1))
         generation = {key: hf[key] for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
         (partial / "generation_config.json").write_text(json.dumps(generation, indent=1))
         if config.tokenizer == "characters":
             write_tokenizer(partial)
         save_file(weights, str(partial / "model.safetensors"), metadata={"format": "pt"})
-        try:
-            os.rename(partial, path)
-        except OSError:
-            if not path.is_dir():
-                raise

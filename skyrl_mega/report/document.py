@@ -11,14 +11,13 @@ import base64
 import gzip
 import hashlib
 import json
-import os
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.cluster.leftovers import partial_file
+from skyrl_mega.cluster.whole import whole_file
 from skyrl_mega.config.errors import UserError
 
 PAGE = """<!DOCTYPE html>
@@ -70,16 +69,21 @@ def save(file: Path, page: str) -> None:
     """Writes a page, which appears whole or not at all.
 
     Raises:
-        UserError: There is no such folder, or it may not be written to.
+        UserError: There is no such folder, or it may not be written to; or the file is no page of `document`.
     """
     try:
-        with partial_file(file) as partial:
+        with whole_file(file, f"--html {file}", _is_page) as partial:
             partial.write_text(page, encoding="utf-8")
-            os.replace(partial, file)
     except OSError as error:
         raise UserError(
             f"--html {file}: {error.strerror}; allowed: a file in a folder that you may write to"
         ) from error
+
+
+def _is_page(file: Path) -> bool:
+    head, _, _ = PAGE.partition("{policy}")
+    with file.open("rb") as opened:
+        return opened.read(len(head)) == head.encode()
 
 
 def pack(value: Any) -> str:

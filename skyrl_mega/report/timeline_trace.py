@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 
-from skyrl_mega.cluster.leftovers import temporary_folder
+from skyrl_mega.cluster.whole import whole_file
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.telemetry.counted import Counted
 from skyrl_mega.telemetry.step_timeline import CRITIC, POLICY, StepTimeline
-from skyrl_mega.telemetry.trace import DRIVER, ENGINES, ENVIRONMENTS, PER_RANK, RANKS, Span, TraceWriter
+from skyrl_mega.telemetry.trace import DRIVER, ENGINES, ENVIRONMENTS, PER_RANK, RANKS, Span, TraceWriter, is_trace
 
 GAP_S = 0.01
 """Between two steps: where there is more, nothing is known of what was under way."""
@@ -26,11 +25,8 @@ def write(steps: Sequence[StepTimeline], file: Path) -> None:
     if not file.name.endswith(".json.gz"):
         raise UserError(f"--trace {file}: allowed: a name that ends in .json.gz")
     try:
-        with temporary_folder(file.parent, f".{file.name}.") as folder:
-            made = folder / "trace.json.gz"
-            with TraceWriter(made, steps[0].shown) as trace:
-                _fill(trace, steps)
-            shutil.move(made, file)
+        with whole_file(file, f"--trace {file}", is_trace) as part, TraceWriter(part, steps[0].shown) as trace:
+            _fill(trace, steps)
     except OSError as error:
         raise UserError(
             f"--trace {file}: {error.strerror}; allowed: a file in a folder that you may write to"

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import itertools
-import shutil
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pyarrow as pa
 
-from skyrl_mega.cluster.leftovers import temporary_folder
+from skyrl_mega.cluster.whole import refuse_folder, whole_folder
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.retriever.corpus import Passage, fingerprint, read_passages
 from skyrl_mega.retriever.embedder import MINILM, Embedder, model_folder
@@ -19,6 +19,8 @@ from skyrl_mega.retriever.index import METHODS, Recipe, embedder, read_recipe
 CHUNK = 2048
 """Passages in hand at once."""
 SAY_EVERY_S = 5.0
+FILES = frozenset({"index.json", "passages.arrow", "dense.faiss", "bm25"})
+"""What an index folder holds (`retriever.index`)."""
 SCHEMA = pa.schema({"id": pa.string(), "contents": pa.string()})
 
 
@@ -66,21 +68,28 @@ def build(
     recipe = Recipe(
         fingerprint(corpus), methods, model, query_prefix, passage_prefix, dtype=dtype, faiss=faiss, limit=limit
     )
-    if output.exists():
-        if _is_index_of(output, recipe):
-            say(f"{output}: up to date")
-            return False
-        if not output.is_dir() or (any(output.iterdir()) and not (output / "index.json").is_file()):
-            raise UserError(f"--output {output}: it holds something else; allowed: a new folder, or one with an index")
-    output.parent.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(output.parent, f".{output.name}.", mode=0o777) as part:
+    if _is_index_of(output, recipe):
+        say(f"{output}: up to date")
+        return False
+    place = f"--output {output}"
+    refuse_folder(output, place, _is_an_index)  # before the model of the embeddings is read
+    with whole_folder(output, place, _is_an_index, last="index.json") as part:
         embeds = embedder(recipe, device, threads) if "dense" in methods else None
         count = _write(read_passages(corpus), part, recipe, embeds, say)
         (part / "index.json").write_text(recipe.text(count), encoding="utf-8")
-        if output.exists():
-            shutil.rmtree(output)
-        part.replace(output)
     return True
+
+
+def _is_an_index(folder: Path, names: set[str]) -> bool:
+    """True if a folder with these entries is an index of any recipe and form, and nothing else."""
+    inner = (folder / "bm25").rglob("*") if "bm25" in names else ()
+    if not names <= FILES or any(path.is_dir() or ".index." not in path.name for path in inner):
+        return False
+    try:
+        record = json.loads((folder / "index.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(record, dict) and record.keys() >= {"corpus", "methods", "form", "passages"}
 
 
 def _is_index_of(folder: Path, recipe: Recipe) -> bool:

@@ -29,6 +29,7 @@ from pydantic import AfterValidator, BaseModel, Field
 from starlette.middleware.base import RequestResponseEndpoint
 
 from skyrl_mega import __version__
+from skyrl_mega.cluster.whole import refuse_file, whole_file
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import is_unicode
 from skyrl_mega.config.terminal import one_line
@@ -208,6 +209,8 @@ def serve(service: Service, host: str, port: int, ready_file: Path | None = None
         Exception: What reading the index raised.
     """
     check_address(host, service.token)
+    if ready_file:
+        refuse_file(ready_file, "--ready-file", _is_ready_file)
     server = uvicorn.Server(
         uvicorn.Config(
             service.app, http=Bounded, log_level="warning", access_log=False, timeout_graceful_shutdown=LEAVE_S
@@ -223,7 +226,9 @@ def serve(service: Service, host: str, port: int, ready_file: Path | None = None
             asyncio.run(_serve(server, service, listening, url, ready_file))
         finally:
             if ready_file:
-                ready_file.unlink(missing_ok=True)
+                with suppress(FileNotFoundError):
+                    if _is_ready_file(ready_file):
+                        ready_file.unlink()
     if service.fault:
         raise service.fault
 
@@ -259,9 +264,17 @@ async def _announce(server: uvicorn.Server, service: Service, url: str, ready_fi
         return
     print(f"{url}: ready, {service.size} passages, {service.method}", flush=True)
     if ready_file:
-        part = ready_file.with_name(f".{ready_file.name}.{os.getpid()}")
-        part.write_text(json.dumps({"url": url, "pid": os.getpid()}), encoding="utf-8")
-        part.replace(ready_file)
+        with whole_file(ready_file, "--ready-file", _is_ready_file) as part:
+            part.write_text(json.dumps({"url": url, "pid": os.getpid()}), encoding="utf-8")
+
+
+def _is_ready_file(file: Path) -> bool:
+    with file.open("rb") as opened:
+        try:
+            told = json.loads(opened.read(2**12))
+        except ValueError:
+            return False
+    return isinstance(told, dict) and told.keys() == {"url", "pid"}
 
 
 def _bound(host: str, port: int) -> socket.socket:

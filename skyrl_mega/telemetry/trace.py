@@ -13,6 +13,7 @@ import json
 import os
 import shutil
 import time
+import zlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +24,7 @@ DRIVER, ENVIRONMENTS, ENGINES, RANKS = 1, 2, 10, 200_000
 """Numbers of tracks: those of the driver, of environments, of engine 0 and of policy rank 0."""
 PER_RANK = 1000
 """A rank has a track for itself, and one for each of its GPUs."""
+_HEAD = b'{"displayTimeUnit":"ms","traceEvents":[\n'
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,15 @@ class Span:
     end: float
     about: Mapping[str, Any] = field(default_factory=dict)
     """What a click on it tells."""
+
+
+def is_trace(file: Path) -> bool:
+    """Returns True if `TraceWriter` wrote a file."""
+    try:
+        with gzip.open(file) as opened:
+            return opened.read(len(_HEAD)) == _HEAD
+    except (OSError, EOFError, zlib.error):
+        return False
 
 
 def day(clock: float) -> float:
@@ -57,7 +68,7 @@ class TraceWriter:
     def __enter__(self) -> Self:
         self.file.parent.mkdir(parents=True, exist_ok=True)
         self._out = gzip.open(self._partial, "wb", compresslevel=5)
-        self._out.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
+        self._out.write(_HEAD)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:

@@ -26,11 +26,15 @@ def train(config: Config, folder: Path, console: Console) -> None:
         Stopped: A signal came.
     """
     from skyrl_mega.cluster.errors import ActorFailed, ClusterError, NodeLost, NodesMissing
+    from skyrl_mega.cluster.whole import refuse_folder
+    from skyrl_mega.hf_checkpoint.load import exported
     from skyrl_mega.trainer.checkpoints import refuse_unusable
     from skyrl_mega.trainer.setup import open_run
     from skyrl_mega.trainer.shutdown import ShutdownRequest
 
     refuse_unusable(folder / "checkpoints")
+    if config.checkpoint.export:
+        refuse_folder(folder / "model", f"checkpoint.export = true: {folder / 'model'}", exported)
     left = config.run.restarts
     worked = False
     while True:

@@ -62,6 +62,29 @@ def test_the_seed_decides_every_byte(tmp_path: Path) -> None:
     assert all(x != y for x, y in zip(contents[0], contents[2], strict=True))
 
 
+@pytest.mark.parametrize("how", ["another program's", "changed", "of the same rows", "a link to another's"])
+def test_a_file_of_a_user_is_not_written_over(tmp_path: Path, how: str) -> None:
+    """A file that was written by the command and left as it was is."""
+    for seed in (1, 2):
+        prepare(f"addition --output {tmp_path} --train 50 --test 10 --seed {seed}")
+    train, test = tmp_path / "train.parquet", tmp_path / "test.parquet"
+    table = pq.read_table(test)
+    if how == "another program's":
+        pq.write_table(table.replace_schema_metadata(None), test)
+    elif how == "changed":
+        pq.write_table(table.slice(0, 5), test)  # pyarrow keeps the metadata
+    elif how == "of the same rows":
+        pq.write_table(table.take(list(reversed(range(10)))), test)
+    else:
+        pq.write_table(table.slice(0, 5), tmp_path / "mine.parquet")
+        test.unlink()
+        test.symlink_to(tmp_path / "mine.parquet")
+    before = train.read_bytes(), test.read_bytes()
+    with pytest.raises(UserError, match=r"test\.parquet was not written by this command, or was changed since"):
+        prepare(f"addition --output {tmp_path} --train 50 --test 10 --seed 3")
+    assert (train.read_bytes(), test.read_bytes()) == before, "nor the other file"
+
+
 @pytest.mark.parametrize("digits", [1, 4])
 def test_multiply(tmp_path: Path, digits: int) -> None:
     prepare(f"multiply --output {tmp_path} --train 40 --test 10 --digits {digits}")

@@ -238,6 +238,12 @@ def test_another_model_or_other_settings_are_refused_by_name(fake: Fake, data: P
         code, _, errors = run(command(fake, data, output, "evaluation.limit=2", *more))
         assert code == 2
         assert len(errors.splitlines()) == 1 and part in errors
+    thesis = tmp_path / "thesis"
+    thesis.mkdir()
+    (thesis / "table.md").write_text("mine")
+    code, _, errors = run(command(fake, data, thesis, "evaluation.limit=2"))
+    assert code == 2 and "it holds table.md and no evaluation" in errors
+    assert (thesis / "table.md").read_text() == "mine"
     other = tmp_path / "other"
     other.mkdir()
     question = [{"role": "user", "content": "3 times 7"}]

@@ -236,19 +236,43 @@ def test_a_disk_that_fails_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@contextmanager
+def opened(folder: Path) -> Iterator[int]:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def test_through_a_link_into_a_folder_that_cannot_be_renamed(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place, link = tmp_path / "mount", tmp_path / "link"
+    place.mkdir()
+    link.symlink_to(place)
+    before = place.stat().st_ino
+    assert command(capsys, run, "--output", link)[0] == 0
+    assert place.stat().st_ino == before and link.is_symlink()
+    assert same(tensors_of(place), tensors_of(run / "model"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "mount"]
+    assert not [p for p in place.iterdir() if p.name.startswith(".")]
+
+
 def test_what_a_killed_export_left_is_cleared_and_a_running_one_is_left_alone(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    partial = tmp_path / ".out.partial"
+    partial = tmp_path / ".out.0011aabb"
     partial.mkdir()
     (partial / "model-00001-of-00009.safetensors").write_text("half")
-    with (partial / ".lock").open("w") as lock:
+    (tmp_path / ".out.partial").mkdir()  # no name of ours
+    with opened(partial) as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         code, _, err = command(capsys, run, "--output", tmp_path / "out")
         assert code == 2 and "another export writes it now" in err
         assert (partial / "model-00001-of-00009.safetensors").exists()
     assert command(capsys, run, "--output", tmp_path / "out")[0] == 0
-    assert [p.name for p in tmp_path.iterdir()] == ["out"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == [".out.partial", "out"]
     assert same(tensors_of(tmp_path / "out"), tensors_of(run / "model"))
 
 

@@ -69,3 +69,7 @@ def test_a_directory_that_is_there_is_left_alone(smollm2: Path, tmp_path: Path) 
     (tmp_path / "thesis.txt").write_text("mine", encoding="utf-8")
     with pytest.raises(UserError, match="it holds something else"):
         recipe.write(tmp_path)
+    for name in ("model.safetensors", "config.json"):
+        (tmp_path / name).write_text('{"model_type": "llama", "hidden_size": 4096}')
+    with pytest.raises(UserError, match="it holds something else"):
+        recipe.write(tmp_path)

@@ -127,6 +127,19 @@ def test_a_trace_says_that_nothing_is_known_between_steps(tmp_path: Path) -> Non
     assert 10e6 in [pytest.approx(at) for at in zeros], "at the first step's end"
 
 
+@pytest.mark.parametrize(("option", "name"), [("--html", "who.html"), ("--trace", "t.json.gz")])
+def test_a_file_of_a_user_is_not_written_over(
+    run: Path, tmp_path: Path, option: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / name
+    for _ in range(2):
+        assert main(["timeline", str(run), option, str(file)]) == 0, "its own file it replaces"
+    file.write_text("<!DOCTYPE html>\n<html>mine</html>")
+    assert main(["timeline", str(run), option, str(file)]) == 2
+    assert f"{name} was not written by this command" in capsys.readouterr().err
+    assert file.read_text().endswith("mine</html>")
+
+
 def test_a_page_of_the_picture_alone(run: Path, tmp_path: Path) -> None:
     file = tmp_path / "who.html"
     assert main(["timeline", str(run), "--html", str(file)]) == 0

@@ -169,6 +169,21 @@ def test_built_once_and_again_when_the_corpus_changes(corpus: Path, tmp_path: Pa
     assert (tmp_path / "thesis" / "a.txt").read_text() == "mine"
 
 
+@pytest.mark.parametrize("mine", ["notes.md", "c.jsonl", "bm25/notes.md", "index.json"])
+def test_a_folder_with_files_of_a_user_is_never_emptied(corpus: Path, tmp_path: Path, mine: str) -> None:
+    output = tmp_path / "index"
+    if mine != "index.json":
+        assert build(corpus, output, methods=("bm25",), say=lambda _: None)
+    else:
+        output.mkdir()
+    (output / mine).write_text('{"title": "mine"}')
+    before = {path: path.read_bytes() for path in output.rglob("*") if path.is_file()}
+    with pytest.raises(UserError, match="it holds something else"):
+        build(corpus, output, methods=("bm25",), limit=10)
+    assert {path: path.read_bytes() for path in output.rglob("*") if path.is_file()} == before
+    assert [p.name for p in tmp_path.iterdir()] == ["index"]
+
+
 def test_what_is_no_index_or_no_model_is_refused(corpus: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"it holds no index\.json"):
         Index(tmp_path)

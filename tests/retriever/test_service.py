@@ -124,6 +124,16 @@ def test_wrong_options_are_one_line(bm25_index: Path, options: list[str], said: 
     assert result.returncode == 2 and said in result.stderr and len(result.stderr.splitlines()) == 1
 
 
+def test_a_ready_file_of_a_user_is_not_written_over(bm25_index: Path, tmp_path: Path) -> None:
+    file = tmp_path / "settings.json"
+    file.write_text('{"url": "mine"}')
+    options = ["--index", str(bm25_index), "--ready-file", str(file)]
+    command = [sys.executable, "-m", "skyrl_mega.retriever", "serve", *options]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert result.returncode == 2 and "settings.json was not written by this command" in result.stderr
+    assert file.read_text() == '{"url": "mine"}'
+
+
 def test_a_port_in_use_is_named(bm25_index: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])

@@ -18,7 +18,7 @@ from torch import Tensor
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.hf_checkpoint import load as files
 from skyrl_mega.hf_checkpoint.index import check_files, read_config
-from skyrl_mega.hf_checkpoint.load import load, save, split
+from skyrl_mega.hf_checkpoint.load import exported, load, save, split
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.weights.exchange import exchange
@@ -118,9 +118,14 @@ def test_round_trip_on_disk(model: str, tmp_path: Path) -> None:
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
     assert {f.name for f in (tmp_path / "out").iterdir()} == {
-        "config.json", "tokenizer.json", "model.safetensors.index.json", *(f.name for f in files)
+        ".exported.json", "config.json", "tokenizer.json", "model.safetensors.index.json", *(f.name for f in files)
     }  # fmt: skip
     assert {f.name for f in tmp_path.iterdir()} == {"source", "out"}
+    names = {f.name for f in (tmp_path / "out").iterdir()}
+    assert exported(tmp_path / "out", names), "a later export may replace it"
+    assert not exported(tmp_path / "out", {*names, "README.md"}) and not exported(tmp_path / "source", {"config.json"})
+    (tmp_path / "out" / "config.json").write_text("{}")
+    assert not exported(tmp_path / "out", names), "somebody changed it"
 
 
 def test_transformers_reads_what_we_write(tmp_path: Path) -> None:

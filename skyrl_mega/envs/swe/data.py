@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from skyrl_mega.cluster.whole import refuse_file
 from skyrl_mega.config.command import path_of
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import json_object
@@ -120,4 +121,5 @@ def _make(folder: Path, name: str) -> None:
         ("task.json", json.dumps(task, indent=2) + "\n"),
     ):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        refuse_file(folder / path, "--output", lambda file, text=text: file.read_bytes() == text.encode())
         (folder / path).write_text(text, encoding="utf-8")

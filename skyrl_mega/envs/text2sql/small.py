@@ -9,6 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from skyrl_mega.cluster.whole import refuse_file
+
 THEMES = {
     "library": ("book", "title", "genre", ("history", "poetry", "science", "travel"), "pages", (40, 900)),
     "garden": ("plant", "name", "colour", ("red", "white", "yellow", "violet"), "height_cm", (5, 300)),
@@ -25,6 +27,10 @@ HELD_OUT = ("museum", "zoo")
 """Databases whose questions are for testing: none of their tables is seen in training."""
 
 ROWS = 40
+_ID = b"skyr"
+"""The application's ID in the header of a database."""
+_CHANGES = 3
+"""How often `write` has changed a database, by its header."""
 
 
 class Question(NamedTuple):
@@ -41,16 +47,25 @@ def write(folder: Path, seed: int) -> None:
         rng = np.random.default_rng([seed, place])
         file = folder / name / f"{name}.sqlite"
         file.parent.mkdir(parents=True, exist_ok=True)
+        refuse_file(file, "--output", _is_ours)
         file.unlink(missing_ok=True)
         numbers = rng.choice(np.arange(low, high + 1), ROWS, replace=False).tolist()  # no ties
         rows = [(i, f"{table}-{i:02d}", groups[int(rng.integers(len(groups)))], n) for i, n in enumerate(numbers, 1)]
         connection = sqlite3.connect(file)
+        connection.execute(f"PRAGMA application_id = {int.from_bytes(_ID)}")
         connection.execute(
             f"CREATE TABLE {table} (id INTEGER PRIMARY KEY, {label} TEXT, {group} TEXT, {number} INTEGER)"
         )
         connection.executemany(f"INSERT INTO {table} VALUES (?, ?, ?, ?)", rows)
         connection.commit()
         connection.close()
+
+
+def _is_ours(file: Path) -> bool:
+    """True for a database that `write` made, and that nobody has written to since (sqlite.org/fileformat.html)."""
+    with file.open("rb") as opened:
+        head = opened.read(100)
+    return head[68:72] == _ID and int.from_bytes(head[24:28]) == _CHANGES
 
 
 def questions(name: str) -> Iterator[Question]:

@@ -180,6 +180,16 @@ def test_commands_are_confined_and_bounded(tasks: Path) -> None:
     env.close()
 
 
+def test_a_task_that_a_user_changed_is_not_written_over(tmp_path: Path) -> None:
+    for _ in range(2):
+        prepare(f"swe --output {tmp_path}")
+    file = min(tmp_path.rglob("tools.py"))
+    file.write_text("mine")
+    with pytest.raises(UserError, match=r"tools\.py was not written by this command, or was changed since"):
+        prepare(f"swe --output {tmp_path}")
+    assert file.read_text() == "mine"
+
+
 def test_hidden_tests_appear_only_at_the_end(tmp_path: Path) -> None:
     prepare(f"swe --output {tmp_path}")
     config = EnvironmentConfig(options={"swe": {"tasks": str(tmp_path / "tasks")}})

@@ -354,6 +354,18 @@ def test_a_file_of_skyrls_schema_loads_unchanged(databases: Path, tmp_path: Path
         load_prompts([tmp_path / "train.parquet"], EnvironmentConfig(options={"text2sql": {"db_pth": "x"}}))
 
 
+def test_a_database_of_a_user_is_not_written_over(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        prepare(f"text2sql --output {tmp_path} --seed {seed}")
+    file = min(tmp_path.rglob("*.sqlite"))
+    with sqlite3.connect(file) as connection:
+        connection.execute("CREATE TABLE mine (x)")
+    before = file.read_bytes()
+    with pytest.raises(UserError, match=rf"{file.name} was not written by this command, or was changed since"):
+        prepare(f"text2sql --output {tmp_path}")
+    assert file.read_bytes() == before
+
+
 def test_small_databases_are_made_and_every_gold_query_answers(tmp_path: Path) -> None:
     prepare(f"text2sql --output {tmp_path}")
     config = EnvironmentConfig(options={"text2sql": {"db_path": str(tmp_path / "database")}})
