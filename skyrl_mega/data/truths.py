@@ -62,7 +62,7 @@ class Wrong:
         """Returns what to tell of them; None if there are none."""
         if not self.count:
             return None
-        share = f"{self.count} of {self.rows} rows ({100 * self.count / self.rows:.2g} %)"
+        share = f"{self.count} of {self.rows} rows ({100 * self.count / self.rows:.3g} %)"
         return f"{self.key}: no answer can earn the reward of {share}; the first: {self.first}"
 
     def refuse(self) -> None:
