@@ -180,12 +180,13 @@ def nearest(config: Config, verdict: Verdict, message: str = "") -> list[Change]
         combinations(PAIRED, 2), key=lambda pair: (not given.issuperset(pair), -sum(k.startswith(about) for k in pair))
     )
     bought = [] if about == MORE_NODES else [MORE_NODES]
+    more = list(islice(_passing(config, (MORE_NODES,), verdict, end), 1)) if bought and MORE_NODES in named else []
     found: list[Change] = []
     for key in singles:
         wanted = 0 if key in bought else 2 if key in named[:1] else 1
         found += islice(_passing(config, (key,), verdict, end), wanted)
         if len(found) >= OFFERED:
-            return found[:OFFERED]
+            return [*found[: OFFERED - len(more)], *more]
     # Two settings, and only then what costs more machines.
     for group in (
         [pair for pair in pairs if not set(bought) & set(pair)],
@@ -194,9 +195,9 @@ def nearest(config: Config, verdict: Verdict, message: str = "") -> list[Change]
     ):
         for keys in () if found else group:
             found += islice(_passing(config, keys, verdict, end), 1)
-            if len(found) >= OFFERED:
-                return found
-    return found
+            if len(found) >= OFFERED - len(more):
+                return [*found, *(change for change in more if change not in found)]
+    return [*found, *(change for change in more if change not in found)]
 
 
 def apart(config: Config, verdict: Verdict) -> list[Change]:
