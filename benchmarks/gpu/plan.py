@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarks.gpu.catalogue import TE
 from benchmarks.gpu.proof import Proof
 from benchmarks.gpu.runner import LEAST_S, ROOT, expected_s
 from benchmarks.gpu.wheels import brings, held
@@ -40,12 +41,29 @@ def described(proofs: Sequence[Proof], wheels: Path, results: Path, earlier: Pat
     lines: list[str] = []
     where = "" if wheels == ROOT / ".wheels" else f" --wheels {wheels}"
     calls = plan(proofs, wheels)
-    for number, chosen in enumerate(calls, 1):
+    for number, chosen in enumerate(filter(None, calls), 1):
         seconds = sum(expected_s(proof, wheels) for proof in chosen)
         lines += [f"call {number}, {seconds:.0f} s expected, carries the repository and {wheels.name}:"]
         lines += [f"  python3 -m benchmarks.gpu --budget {CALL_S:.0f}{where} --results {results}"]
         lines += ["  " + ", ".join(f"{p.name} {expected_s(p, wheels):.0f}" for p in chosen)]
         lines += [f"  then copy {results}/*.json to {earlier}, where the next call finds them"]
     run = {proof.name for chosen in calls for proof in chosen}
-    lines += ["in neither: " + ", ".join(proof.name for proof in proofs if proof.name not in run)]
+    late, absent = list[str](), dict[str, list[str]]()
+    for proof in proofs:
+        lacks = next((need for need in _needs(proof, wheels) if not brings(wheels, need)), None)
+        if lacks:
+            absent.setdefault(lacks, []).append(proof.name)
+        elif proof.name not in run:
+            late.append(proof.name)
+    lines += [f"no call has time for: {', '.join(late)}"] if late else []
+    lines += [
+        f"{wheels.name} does not bring {need}, which these need: {', '.join(names)}" for need, names in absent.items()
+    ]
+    if set(absent) & {*TE}:
+        lines += [f"bring it first, on a machine with a network: python3 -m benchmarks.gpu --prepare {wheels}"]
     return "\n".join(lines)
+
+
+def _needs(proof: Proof, wheels: Path) -> tuple[str, ...]:
+    """Returns the packages that the folder must bring for this proof, those that it installs itself included."""
+    return (*proof.needs, *((proof.makes,) if proof.makes and not held(wheels) else ()))

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.gpu import prepare as command
 from benchmarks.gpu.catalogue import PROOFS
 from benchmarks.gpu.fatbin import shrink, shrink_wheel
-from benchmarks.gpu.plan import CALL_S, plan
+from benchmarks.gpu.plan import CALL_S, described, plan
 from benchmarks.gpu.runner import expected_s
 from tests.benchmarks.proofs import proof
 
@@ -121,3 +121,15 @@ def test_an_extension_that_comes_as_source_is_expected_to_take_longer(brought: P
 def test_a_proof_that_does_not_fit_leaves_room_for_others(tmp_path: Path) -> None:
     proofs = [proof("a", seconds=60.0), proof("b", seconds=70.0), proof("c", seconds=30.0), proof("d", seconds=300.0)]
     assert [[p.name for p in call] for call in plan(proofs, tmp_path, 2, 100.0)] == [["a", "c"], ["b"]]
+
+
+def test_the_plan_says_what_is_absent_and_how_to_bring_it(brought: Path, tmp_path: Path) -> None:
+    text = described(PROOFS, brought, Path("OUT"), Path("kept"))
+    assert "no call has time for: " in text and "does not bring vllm, which these need: vllm" in text
+    assert "--prepare" not in text
+    nothing = tmp_path / "nothing"
+    text = described(PROOFS, nothing, Path("OUT"), Path("kept"))
+    assert "call 1" in text and "call 2" not in text and "no call has time" not in text
+    assert "nothing does not bring megatron.core, which these need: te_train" in text
+    assert "nothing does not bring transformer_engine, which these need: te_build" in text
+    assert text.endswith(f"--prepare {nothing}")
