@@ -175,6 +175,7 @@ def test_few_wrong_rows_are_told_and_more_refused(tmp_path: Path) -> None:
     assert "2 of 20 rows (10 %)" in line and f"{many}, row 18" in line and "at most 5%" in line
     with pytest.raises(UserError, match="2 of 20 rows"):
         load_prompts([many], CONFIG)
+    assert "2 of 2 rows (100 %)" in refusal(write(tmp_path / "all.parquet", "gsm8k", ["18.0", "x"]))
     check_files([few, many], CONFIG, say=said.append)  # of all files of a setting: 3 of 70
     assert "3 of 70 rows" in said[1] and "few.parquet, row 30" in said[1]
 
