@@ -7,6 +7,7 @@ literal or word, so code that tells them apart knows what the test expects.
 from __future__ import annotations
 
 import ast
+import contextlib
 import itertools
 import re
 from collections.abc import Callable, Iterable, Iterator
@@ -39,6 +40,16 @@ def _swe_mark(what, seen=set()):
             marks.write(what + "\\n")
 """
 """In the test files of the untouched repository; `place` is a file that is read afterwards."""
+AROUND = """
+try: pass
+except BaseException as _swe_error:
+    _swe_mark({ends!r}.get(type(_swe_error).__name__, "raised ") + {words!r})
+    raise
+"""
+SKIPS = dict.fromkeys(["Skipped", "SkipTest", "XFailed"], "skipped ")
+"""What ends a function or a file that says that it is not meant to run; others have `raised`."""
+FILLED = {"range", "enumerate", "zip", "sorted", "reversed"}
+"""Builtins in what a loop goes through that do not make it empty."""
 Edit = tuple[int, int, Callable[[Random], str]]
 """Where bytes are replaced, from and to, and what draws their replacement."""
 AnyFunction = ast.FunctionDef | ast.AsyncFunctionDef
@@ -92,8 +103,8 @@ class Source:
     def marked(self, place: str, number: int) -> bytes:
         """Returns the file so that it writes to `place` what happens in it; call it once.
 
-        Lines are `entered` and `done` with the file's number, or its and a function's; `failed` with those two and an
-        assertion's.
+        Lines are `entered`, `done`, `raised` and `skipped` with the file's number, or its and a function's; `failed`
+        with those two and an assertion's.
         """
         words: dict[ast.AST, str] = {}
         for f, function in enumerate(self.functions):
@@ -126,16 +137,19 @@ class Source:
                 edit = next(filter(None, (self._of_raising(item.context_expr) for item in node.items)), None)
             if edit is not None:
                 yield Assertion(self.path, edit, node, certain)
-            elif isinstance(node, ast.With | ast.AsyncWith | ast.For | ast.AsyncFor):
+            elif isinstance(node, ast.With | ast.AsyncWith):
                 yield from self._assertions(node.body, certain)
+            elif isinstance(node, ast.For | ast.AsyncFor):
+                names = [name.id for name in ast.walk(node.iter) if isinstance(name, ast.Name)]
+                filled = all(name in FILLED or name.isupper() for name in names)
+                yield from self._assertions(node.body, certain and filled)
             elif isinstance(node, ast.If):
                 yield from self._assertions([*node.body, *node.orelse], False)
 
     def _of_test(self, test: ast.expr) -> Edit:
         if isinstance(test, ast.Compare) and [type(operator) for operator in test.ops] == [ast.Eq]:
             edit = self._of_literal([test.comparators[0], test.left])
-            if edit is not None:
-                return edit
+            return edit or self._in_a_list(test.comparators[0])
         start, end = self._span(test)
         if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
             return start, start + len("not"), lambda _: ""
@@ -144,8 +158,12 @@ class Source:
 
     def _of_call(self, call: ast.Call) -> Edit | None:
         name = ast.unparse(call.func).rpartition(".")[2]
-        if COMPARES.match(name) and (edit := self._of_literal(call.args[1::-1])):
-            return edit
+        if COMPARES.match(name) or (name == "assertAlmostEqual" and len(call.args) == 2 and not call.keywords):
+            edit = self._of_literal(call.args[1::-1])
+            if edit is not None:
+                return edit
+        if name == "assertEqual" and len(call.args) > 1 and not isinstance(call.args[1], ast.Starred):
+            return self._in_a_list(call.args[1])
         opposite = OPPOSITE.get(name.removeprefix("assert"))
         if opposite is None or not name.startswith("assert"):
             return self._of_raising(call)
@@ -159,18 +177,28 @@ class Source:
         return *self._span(call.args[0]), lambda random: random.choice(others)
 
     def _of_literal(self, expressions: Iterable[ast.expr]) -> Edit | None:
-        """Of the last number or text in the first expression that is made of such alone."""
+        """Of the last number or text in the first expression that is made of such alone, or is `approx` of it."""
         for expression in expressions:
+            match expression:
+                case ast.Call(ast.Name("approx") | ast.Attribute(_, "approx"), [only], []):
+                    expression = only
             try:
                 ast.literal_eval(expression)
             except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
                 continue
             leaves = [node for node in ast.walk(expression) if isinstance(node, ast.Constant)]
-            leaves = [node for node in leaves if type(node.value) in (int, float, str)]
+            leaves = [node for node in leaves if type(node.value) in (int, float, str, bytes)]
             if leaves:
                 leaf = max(leaves, key=self._span)
-                return *self._span(leaf), partial(_other, leaf.value)
+                start, end = self._span(leaf)
+                return start, end, partial(_other, leaf.value, self.code[start:end].decode())
         return None
+
+    def _in_a_list(self, wanted: ast.expr) -> Edit:
+        """Unlike a negated `==`, this is noticed by no object that equals everything."""
+        start, end = self._span(wanted)
+        text = self.code[start:end].decode()
+        return start, end, lambda _: f"[{text}, ...]"
 
     def _span(self, node: ast.expr) -> tuple[int, int]:
         assert node.end_lineno is not None and node.end_col_offset is not None
@@ -183,11 +211,17 @@ def wrong(file: File, edit: Edit, random: Random) -> File:
     return replace(file, data=file.data[:start] + draw(random).encode() + file.data[end:])
 
 
-def _other(value: Any, random: Random) -> str:
-    """Returns another value of the kind, further away than a tolerance allows."""
-    return repr(
-        value + random.choice("abdeghkmnoprstuy") if isinstance(value, str) else 2 * value + random.randint(1, 9)
-    )
+def _other(value: Any, text: str, random: Random) -> str:
+    """Returns another value of the kind, further away than a tolerance allows; of a text in the same quotes."""
+    if not isinstance(value, str | bytes):
+        return repr(2 * value + random.randint(1, 9))
+    letter = random.choice("abdeghkmnoprstuy")
+    other: str | bytes = value + letter if isinstance(value, str) else value + letter.encode()
+    end = len(text) - (3 if text.endswith(('"""', "'''")) else 1)
+    same = text[:end] + letter + text[end:]
+    with contextlib.suppress(SyntaxError, ValueError):
+        return same if ast.literal_eval(f"({same})") == other else repr(other)
+    return repr(other)
 
 
 class _Marker(ast.NodeTransformer):
@@ -211,7 +245,11 @@ class _Marker(ast.NodeTransformer):
 def _between(body: list[ast.stmt], words: str, helper: Iterable[ast.stmt] = ()) -> list[ast.stmt]:
     """The statements between two marks; what has to stand first stays there."""
     first = len([*itertools.takewhile(_stands_first, body)])
-    return [*body[:first], *helper, _mark(f"entered {words}"), *body[first:], _mark(f"done {words}")]
+    ends = {**SKIPS, "SystemExit": "done "} if helper else SKIPS  # unittest.main() ends a file
+    around = ast.parse(AROUND.format(ends=ends, words=words)).body[0]
+    assert isinstance(around, ast.Try)
+    around.body = [_mark(f"entered {words}"), *body[first:], _mark(f"done {words}")]
+    return [*body[:first], *helper, around]
 
 
 def _stands_first(node: ast.stmt) -> bool:
@@ -239,23 +277,38 @@ def suspects(sources: list[Source], marks: Iterable[str], failed: bool, names: f
     said, functions = set(marks), [function for source in sources for function in source.functions]
     stopped, ran, loaded = list[Function](), list[Function](), list[Function]()
     broken: list[tuple[Function, Assertion]] = []
+    tests = [
+        (n, function)
+        for n, source in enumerate(sources)
+        for f, function in enumerate(source.functions)
+        if function.node.name.startswith("test") and not function.early and f"done {n} {f}" not in said
+    ]
     for n, source in enumerate(sources):
-        tests = [
-            function for function in source.functions if function.node.name.startswith("test") and not function.early
-        ]
-        loaded += tests if f"entered {n}" in said else []
-        stopped += tests if f"entered {n}" in said and f"done {n}" not in said else []
+        ended = {word for word in ("entered", "done", "skipped") if f"{word} {n}" in said}
+        loaded += [function for m, function in tests if m == n and "entered" in ended and "skipped" not in ended]
+        stopped += [function for m, function in tests if m == n and ended == {"entered"}]
         for f, function in enumerate(source.functions):
-            broken += [(function, a) for i, a in enumerate(function.assertions) if f"failed {n} {f} {i}" in said]
-            if f"done {n} {f}" in said:
+            words, name = f"{n} {f}", function.node.name
+            broken += [(function, a) for i, a in enumerate(function.assertions) if f"failed {words} {i}" in said]
+            if f"done {words}" in said:
                 ran.append(function)
-            elif f"entered {n} {f}" in said and not function.node.name.startswith("test"):
-                stopped += [function] if any(a.certain for a in function.assertions) else tests
-            elif f"entered {n} {f}" in said and not function.early:
-                stopped.append(function)
+            elif f"entered {words}" not in said or f"skipped {words}" in said:
+                continue
+            elif name.startswith("test"):
+                stopped += [] if function.early else [function]
+            elif f"raised {words}" in said or not function.early:
+                own = any(a.certain for a in function.assertions)
+                stopped += [function] if own else [test for m, test in tests if m == n or _asks(test, name)]
     named = [function for function in functions if function.node.name in names]
     tiers = [[(f, a) for f in group for a in f.assertions if a.certain] for group in (stopped, named, ran, loaded)]
-    for tier in [broken, *tiers] if failed else tiers[1:]:
+    sure = [(f, a) for f, a in broken if a.certain]
+    beside = [(f, a) for f, _ in broken for a in f.assertions if a.certain]
+    for tier in [sure, beside, broken, *tiers] if failed else tiers[1:]:
         if tier:
             return [*dict.fromkeys([a for f, a in tier if f.node.name in names] or [a for _, a in tier])]
     return []
+
+
+def _asks(test: Function, name: str) -> bool:
+    """True if the test takes what a fixture of that name returns."""
+    return any(arg.arg == name for arg in test.node.args.args)

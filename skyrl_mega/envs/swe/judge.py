@@ -164,8 +164,8 @@ class Judge:
             lock.release()
 
     def _look(self, tests: Mapping[str, File], deadline: float) -> list[Assertion]:
-        functions = frozenset(map(_function, self.names))
-        sources = [*_parsed(tests, functions)]
+        functions = frozenset(map(_function, self.names)) or _asked(self.test)
+        sources = [*_parsed(tests, functions)] or [*_parsed(tests, ())]
         if not sources:
             return []
         session, seconds = self.session(), max(0.1, (deadline - time.monotonic()) / 2)
@@ -190,7 +190,7 @@ def _read(top: Path, wanted: Callable[[str], bool]) -> dict[str, File]:
     """The wanted files below a folder of the task; a link in `hidden` stands for what it leads to."""
     found = {}
     for name, path, info in entries(top) if top.is_dir() else ():
-        if not wanted(name) or name.startswith(".git/"):
+        if not wanted(name) or name.startswith(".git/") or name.endswith(".pyc"):  # that has a test's true literals
             continue
         if stat.S_ISLNK(info.st_mode) and top.name == "repo":
             found[name] = File(os.fsencode(os.readlink(path)), link=True)
@@ -231,6 +231,11 @@ def _matches(path: str, patterns: Iterable[str]) -> bool:
 def _function(name: str) -> str:
     """The function of a test: of `tests/test_a.py::Test::test_b[1]`, `tests.test_a.Test.test_b`, `test_b (…)`."""
     return re.split(r"::|\.", re.split(r"\[| \(", name)[0])[-1]
+
+
+def _asked(test: str) -> frozenset[str]:
+    """The functions of which a test command is asked to run no others: `a.py::test_b`, `a.Test.test_b`."""
+    return frozenset(re.findall(r"(?:::|\.)(test\w*)(?![\w.:/])", test))
 
 
 def started(test: str) -> list[str]:

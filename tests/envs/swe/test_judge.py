@@ -12,7 +12,7 @@ import pytest
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.data.prepare import prepare
-from skyrl_mega.envs.swe.canaries import Source, wrong
+from skyrl_mega.envs.swe.canaries import Source, suspects, wrong
 from skyrl_mega.envs.swe.judge import named, started
 from skyrl_mega.envs.swe.session import File, LocalSession, UnfitError
 from tests.envs.swe.played import PYTEST, UNITTEST, played, written
@@ -134,6 +134,27 @@ KINDS: dict[str, tuple[str, Mapping[str, str], Iterable[str]]] = {
         },
         ["test_shop.py::test_total"],
     ),
+    "what else does not run": (
+        f"{PYTEST} test_optional.py tests/test_shop.py::test_total",
+        {
+            "test_optional.py": """
+            import pytest
+            absent = pytest.importorskip("absent_of_swe")
+            def test_a(): assert absent.a == 1
+            def test_b(): assert absent.b == 2
+            """,
+            "tests/test_shop.py": """
+            from shop import Full, total
+            def test_other(): assert total(1) == 1
+            def test_another(): assert total(1) == 1
+            def test_total():
+                for wrong in [n for n in [total(3)] if n != 9]: assert wrong == 8
+                assert total(3) == 9
+            """,
+            "conftest.py": "",
+        },
+        (),
+    ),
     "nothing fails yet": (
         f"{UNITTEST} -q",
         {
@@ -185,15 +206,19 @@ EDITS = [
     ("assert f(3) == 9", "assert f(3) == 19"),
     ("assert 'ab' == f(\n  'x')", "assert 'aby' == f(\n  'x')"),
     ("assert f(1) == [1, {'a': 2.5}]", "assert f(1) == [1, {'a': 6.0}]"),
-    ("assert f(1) == g", "assert not (f(1) == g)"),
+    ("assert f(1) == g", "assert f(1) == [g, ...]"),
     ("assert 'ü' <= f(1)", "assert not ('ü' <= f(1))"),
     ("assert 1 < f(1) < 3, 'm'", "assert not (1 < f(1) < 3), 'm'"),
     ("assert f(1) and g", "assert not (f(1) and g)"),
     ("assert not f(1)", "assert  f(1)"),
     ("self.assertEqual(f(1), -4)", "self.assertEqual(f(1), -9)"),
-    ("self.assertEqual(f(1), g)", "self.assertNotEqual(f(1), g)"),
+    ("self.assertEqual(f(1), g)", "self.assertEqual(f(1), [g, ...])"),
     ("self.assertIsNone(f(1))", "self.assertIsNotNone(f(1))"),
-    ("self.assertAlmostEqual(f(1), 0.5)", "self.assertNotAlmostEqual(f(1), 0.5)"),
+    ("self.assertAlmostEqual(f(1), 0.5)", "self.assertAlmostEqual(f(1), 2.0)"),
+    ("self.assertAlmostEqual(f(1), 0.5, delta=9)", "self.assertNotAlmostEqual(f(1), 0.5, delta=9)"),
+    ("assert f(1) == pytest.approx(0.5)", "assert f(1) == pytest.approx(2.0)"),
+    ('assert f(1) == ["a", b"b"]', 'assert f(1) == ["a", b"by"]'),
+    ('assert f(1) == ("a"\n "b\\n")', 'assert f(1) == ("a"\n "b\\ny")'),
     ("mock.assert_called_once_with('a')", "mock.assert_called_once_with('ay')"),
     ("self.assertRaises(KeyError, f, 3)", "self.assertRaises(UnicodeTranslateError, f, 3)"),
     ("with raises(KeyError) as e: f(3)", "with raises(UnicodeTranslateError) as e: f(3)"),
@@ -290,3 +315,20 @@ def test_names_as_swe_bench_has_them(given: object) -> None:
 def test_names_that_are_none(given: object) -> None:
     with pytest.raises(UserError, match=r"FAIL_TO_PASS: .* allowed: a list of the names of tests"):
         named({"FAIL_TO_PASS": given})
+
+
+def test_a_canary_is_where_a_test_failed() -> None:
+    old = "def make(n): return n\ndef test_old(): assert make(1) == 1\ndef test_older(): assert make(2) == 2\n"
+    new = "import shop\ndef test_new(cart):\n    got = cart.total()\n    assert got == 9\n"
+    shared = "def cart():\n    return shop.Cart()\n"
+    sources = [
+        Source("test_old.py", old.encode()),
+        Source("test_new.py", new.encode()),
+        Source("c.py", shared.encode()),
+    ]
+    marks = [f"{what} {words}" for words in ("0", "0 1", "0 2", "1", "2") for what in ("entered", "done")] + [
+        "entered 0 0"
+    ]
+    for ends in (["entered 1 0", "raised 1 0"], ["entered 2 0", "raised 2 0"]):
+        found = suspects(sources, [*marks, *ends], True, frozenset())
+        assert [assertion.path for assertion in found] == ["test_new.py"]

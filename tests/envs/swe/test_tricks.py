@@ -214,6 +214,13 @@ def test_a_trick_earns_nothing(tasks: Path, runner: str, name: str, body: str) -
     assert output["reward"] == 0.0, output["metadata"]
 
 
+def test_an_object_that_equals_all_earns_nothing_without_a_literal(tmp_path: Path) -> None:
+    test = "from shop import total\ndef test_total():\n    wanted = 9\n    assert total(3) == wanted\n"
+    task = written(tmp_path / "task", {"repo/shop.py": "def total(n): return n + n\n", "repo/test_shop.py": test})
+    output = played(task, {"shop.py": shop(EITHER["what equals everything"])}, COMMANDS["pytest"], checks=1)
+    assert output["reward"] == 0.0 and output["metadata"]["tests_unproved"], output["metadata"]
+
+
 @pytest.mark.parametrize("runner", TASKS)
 def test_a_repair_is_paid(tasks: Path, runner: str) -> None:
     output = played(tasks / runner, {"shop.py": "def total(n): return n * n\n"}, COMMANDS[runner])
