@@ -134,7 +134,7 @@ def _text(typed: str, rule: Rule) -> str | list[str] | None:
         return text if typed.casefold() != "null" and _takes(rule, text) else None
     if rule.type is not list or rule.numbers or typed[:1] != "[" or typed[-1:] != "]":
         return None
-    inside, at, entries = typed[1:-1], 0, []
+    inside, at, entries = typed[1:-1].lstrip(), 0, []
     while at < len(inside):
         entry = _ENTRY.match(inside, at)
         if entry is None or entry[1].casefold() == "null":

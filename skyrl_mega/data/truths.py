@@ -112,3 +112,5 @@ def _read(row: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any]
             yield column, spec
         if spec and not isinstance(spec, dict):
             raise UserError(f"{where} {column}: it is a {type(spec).__name__}; {STRUCT}")
+        if spec and spec.get("ground_truth") is not None:
+            return  # the other column judges nothing: it may be the name of a model, or its score

@@ -16,6 +16,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.data import check_files, load_prompts
 from skyrl_mega.envs import registry
+from skyrl_mega.envs.math import env
 from skyrl_mega.envs.search.score import exact_match, targets_of
 
 CONFIG = EnvironmentConfig()
@@ -72,7 +73,8 @@ def says(name: str, truth: Any, options: dict[str, Any] | None = None, **row: An
         ("search", {"target": []}),
         ("search", []),
         ("search", {"answers": ["Paris"]}),
-        ("search", ["", "Paris"]),
+        ("search", ["", None]),
+        ("search", ["7.0"]),
         ("search", [None]),
         ("search", [["Paris"]]),
         ("search", '{"target": ["Paris"]}'),
@@ -100,6 +102,7 @@ def test_a_ground_truth_that_no_answer_matches(name: str, truth: Any) -> None:
         ("aime", "204"),
         ("python", "(1, 2)"),
         *(("search", truth) for truth in ("Paris", ["Paris", "Lutetia"], {"target": ["1945", 1945]}, "!!!", 1945)),
+        *(("search", truth) for truth in (["", "Paris"], {"target": ["7.0", "magnitude 7"]}, [None, "Paris"])),
         ("lcb", json.dumps([{"input": "1", "output": "2", "testtype": "stdin"}])),
     ],
 )
@@ -111,6 +114,12 @@ def test_options_decide_what_math_can_match() -> None:
     long = "1" + " + 1" * 100
     assert says("math", long) is not None and says("math", long, {"tail": 0}) is None
     assert says("math", 34.0, {"answer": "dapo"}) is not None and says("math", 34, {"answer": "dapo"}) is None
+
+
+def test_math_asks_once_for_rows_that_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(env.minerva, "same", lambda gold, answer: not asked.append(gold))
+    assert [says("math", "987123", {"answer": "dapo"}) for _ in range(3)] == [None] * 3 and asked == ["987123"]
 
 
 def test_an_empty_target_of_search_pays_nothing() -> None:
@@ -201,6 +210,12 @@ def test_a_reward_spec_of_json_text_is_read(tmp_path: Path) -> None:
         assert f"row 1, {why}" in refusal(file), spec
     pq.write_table(table.set_column(at, "reward_spec", pa.array([[1], [2]])), file)
     assert "row 0, column reward_spec: it is a list; allowed is a struct with ground_truth" in refusal(file)
+
+
+@pytest.mark.parametrize("other", ["a-reward-model", 0.7])
+def test_the_column_that_does_not_judge_may_be_anything(tmp_path: Path, other: Any) -> None:
+    file = write(tmp_path / "t.parquet", "gsm8k", ["1"], reward_model=pa.array([other]))
+    assert load_prompts([file], CONFIG)[0].extras["reward_model"] == other
 
 
 def test_the_column_with_a_ground_truth_is_the_one_that_judges(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from skyrl_mega.config.errors import UserError
@@ -49,6 +49,20 @@ def test_kinds_that_models_have(tmp_path: Path, shared: Path) -> None:
         if (path / "tokenizer.json").exists():
             file = Tokenizer.from_file(str(path / "tokenizer.json"))
             assert tokenizer.encode(TEXT, add_special_tokens=False) == file.encode(TEXT, add_special_tokens=False).ids
+
+
+def test_a_tokenizer_of_digits_and_one_that_takes_a_first_space_are_kept(tmp_path: Path) -> None:
+    letters = ["<unk>", "<|im_end|>", *"0123456789+= \n"]
+    digits = Tokenizer(models.WordLevel({letter: at for at, letter in enumerate(letters)}, unk_token="<unk>"))
+    digits.pre_tokenizer, digits.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    digits.add_special_tokens(letters[:2])
+    chat = Renderer(str(directory(tmp_path / "digits", digits, unk_token="<unk>", eos_token="<|im_end|>")))
+    assert chat.text(chat.encode("12 + 34 = 46\n")) == "12 + 34 = 46\n"
+    first = metaspace()  # as Llama 2's and Mistral's files are since transformers 4.40
+    first.normalizer = None
+    first.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    chat = Renderer(str(directory(tmp_path / "first", first, unk_token="<unk>", eos_token="</s>")))
+    assert chat.text(chat.encode("if x:\n  y")) == "if x:\n  y"
 
 
 @pytest.mark.parametrize("kind", ["word piece", "no bytes for newlines", "wrong class without a file"])

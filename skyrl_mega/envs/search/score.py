@@ -50,15 +50,18 @@ def targets_of(ground_truth: Any) -> list[str]:
 
 
 def wrong_targets(ground_truth: Any) -> str | None:
-    """Returns why one of the right answers that a row gives is none; None if all are.
+    """Returns why no answer can equal one of those that a row gives as right; None if one can.
 
     Args:
         ground_truth: As `targets_of`.
     """
     given = _given(ground_truth)
-    wrong = next(filter(None, map(wrong_spelling, given)), None)
+    reasons = [wrong_spelling(target) for target in given]
+    if None in reasons:
+        return None
+    wrong = next(filter(None, reasons), None)
     if wrong and isinstance(ground_truth, dict | list):
-        return f"of its targets one is wrong: {wrong}"
+        return f"none of its targets can be given, the first because {wrong}"
     return wrong or (None if given else 'it has no target; allowed is a text, a list of texts, or {"target": a list}')
 
 
