@@ -52,6 +52,7 @@ def load(path: Path, key: str, *, lossless: bool = True) -> Any:
             raise _unusable(path, key, error) from error
         try:  # a class that fails on a file of another kind
             tokenizer = PreTrainedTokenizerFast.from_pretrained(path, local_files_only=True)
+            tokenizer.decode(tokenizer.encode(ALWAYS[0]))
         except Exception as second:
             raise _unusable(path, key, second) from second
     if text is not None and (differs := difference(tokenizer, text)):
