@@ -35,7 +35,7 @@ ABOUT = _set(
 TEXT_TOKENS = _set(
     "eos bos pad unk sep cls mask special stop end start begin added additional reserved image video audio text turn "
     "message think thinking tool micro prompt response completion input output new begin first last next decoder vocab "
-    "batched speculative spec suppress skip padding overflowing"
+    "batched speculative spec suppress skip padding overflowing embed"
 )
 """Words before `token` in the names of a tokenizer's tokens and of their numbers."""
 COUNTS = _set("max min num n total per budget")
