@@ -67,6 +67,10 @@ USER = re.compile(r"(?<=://)(?:[^\s/?#]+|[^\s/?#@:]+:(?!\d+(?:[/?#,]|$))\S+)(?=@
 """What stands before a host; a password may have a slash or an @ that nobody has escaped."""
 SCHEME = re.compile(r"(Bearer|Basic|Token)\s+(?!\$\{)\S+", re.IGNORECASE)
 """The whole value of an Authorization header."""
+PROSE = _set(
+    "a an the there is are was were has have had no not must needs takes cannot does in of for and or with it that this"
+)
+"""Words that follow a name in a sentence about it: `--wandb-key is slime's`, `api_key: there is no such option`."""
 TAKEN = re.compile(r"\$\{[^}]*\}")
 PAIR = re.compile(
     r"(?P<before>[?&]|(?<![\w.-]))(?P<dashes>--?)?(?P<name>[A-Za-z][\w.-]*)"
@@ -142,7 +146,7 @@ def _is_pair(pair: re.Match[str], value: str) -> bool:
         return False  # prose: "Your password: …"
     if pair["before"] and name.lower() in IN_QUERY:
         return True
-    return is_secret(name, value) and not value.startswith("//")
+    return is_secret(name, value) and not value.startswith("//") and value not in PROSE
 
 
 def _named(part: str) -> bool:

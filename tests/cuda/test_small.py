@@ -67,8 +67,8 @@ def test_ranks_on_nccl_agree_on_the_device(monkeypatch: pytest.MonkeyPatch) -> N
     made: list[Any] = []
     tensor = torch.tensor
 
-    def recorded(values: Any, device: str) -> Any:
-        made.append(device)
+    def recorded(values: Any, device: torch.device) -> Any:
+        made.append(device.type)
         return tensor(values)
 
     monkeypatch.setattr(load.torch, "tensor", recorded)
