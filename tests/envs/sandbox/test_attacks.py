@@ -28,7 +28,10 @@ DOCUMENT = Path(skyrl_mega.__file__).parents[1] / "docs" / "sandbox.md"
 NEEDED = ("__init__.py", "envs/faults.py", "envs/options.py", "envs/sandbox", "envs/swe", "envs/tags.py")
 NEEDED += tuple(
     f"config/{name}.py"
-    for name in ("__init__", "errors", "limits", "options", "outside", "sandboxes", "secrets", "terminal", "values")
+    for name in (
+        *("__init__", "errors", "limits", "options", "outside", "sandboxes"),
+        *("secret_names", "secrets", "terminal", "values"),
+    )
 )
 USER = 65534
 SETTINGS: dict[str, tuple[bool, tuple[str, ...]]] = {
