@@ -67,6 +67,8 @@ USER = re.compile(r"(?<=://)(?:[^\s/?#]+|[^\s/?#@:]+:(?!\d+(?:[/?#,]|$))\S+)(?=@
 """What stands before a host; a password may have a slash or an @ that nobody has escaped."""
 SCHEME = re.compile(r"(Bearer|Basic|Token)\s+(?!\$\{)\S+", re.IGNORECASE)
 """The whole value of an Authorization header."""
+COUNT_OPTIONS = frozenset(("tokens",))
+"""Options of our own commands that are called like a secret: `--simulate --tokens 2000,0.8`."""
 PROSE = _set(
     "a an the there is are was were has have had no not must needs takes cannot does in of for and or with it that this"
 )
@@ -138,6 +140,8 @@ def names_secret(name: str) -> bool:
 
 def _is_pair(pair: re.Match[str], value: str) -> bool:
     name, sign = pair["name"], pair["sign"]
+    if pair["dashes"] and name in COUNT_OPTIONS:
+        return False
     if sign.isspace() and not pair["dashes"]:
         return False
     if sign.startswith(":") and not (
