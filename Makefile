@@ -9,23 +9,20 @@ CUDA_READY := .venv-cuda/.ready
 # Where it is set, each of a run's many processes would compile thousands of modules again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# First the tests that may run beside others, two files at a time; then those that need the machine. Where ARGS picks, one
-# of the two may find nothing (pytest's code 5, which workers that have died give too), but not both.
+# Two lanes, each with processes, a network and temporary folders of its own. Without root: one file after the other.
 define tests
-@none=$(if $(ARGS),5,0); failed=0; \
-$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder -m "$(1)not alone" $(ARGS); together=$$?; [ $$together = 0 ] || [ $$together = $$none ] || failed=1; \
-$(PY) -m pytest -m "$(1)alone" $(ARGS) -n 0; alone=$$?; [ $$alone = 0 ] || [ $$alone = $$none ] || failed=1; \
-[ $$together$$alone != 55 ] || failed=1; \
-exit $$failed
+@shared=$$(mktemp -d /tmp/lanes.XXXXXX); trap 'rm -rf "$$shared"' EXIT; \
+if tests/lane --possible; then lanes="--tx 2*popen//python=tests/lane --dist loadfile --no-loadscope-reorder"; else lanes="-n 0"; fi; \
+LANE_SHARED=$$shared $(PY) -m pytest $$lanes --basetemp $$shared/t -m "$(1)" $(ARGS)
 endef
 
 .DEFAULT_GOAL := help
 # Real data for the *-cpu recipes, a folder each. GSM8K: train.jsonl and test.jsonl; empty is the Hugging Face hub.
-GSM8K ?= $(wildcard ../shared/data/gsm8k)
+GSM8K ?=
 # HotpotQA's and 2Wiki's questions with a corpus; Spider; MATH's and AIME 2024's problems. Empty: what the project makes itself.
-SEARCH ?= $(wildcard ../shared/data/search)
-SPIDER ?= $(wildcard ../shared/data/spider)
-MATH ?= $(wildcard ../shared/data/math)
+SEARCH ?=
+SPIDER ?=
+MATH ?=
 
 .PHONY: help setup quickstart multiply-cpu gsm8k-cpu searchr1-cpu sql-cpu dapo-cpu gpu test test-ci test-all check cuda cuda-check fuzz lock clean
 
@@ -81,10 +78,10 @@ gpu:  ## what one GPU can prove, kept in benchmarks/results/gpu; needs Python 3.
 	$(PYTHON) -m benchmarks.gpu $(if $(WHEELS),--wheels "$(WHEELS)") $(ARGS)
 
 test: $(READY)  ## every test that takes less than 20 seconds, at most 25 minutes on 2 cores (ARGS="tests/config" picks)
-	$(call tests,not slow and )
+	$(call tests,not slow)
 
 test-ci: $(READY)  ## what every change must pass: all but the nightly ones
-	$(call tests,not nightly and )
+	$(call tests,not nightly)
 
 test-all: $(READY)  ## these and the slow ones: whole runs, faults, a Slurm cluster; about two hours on 2 cores
 	$(call tests,)

@@ -19,16 +19,19 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[1]
 
-ALONE = (
-    "cluster", "envs/sandbox", "envs/swe", "fuzz", "retriever",
-    "benchmarks/test_gpu_proofs.py", "recipes/test_gsm8k_cpu.py", "recipes/test_searchr1_cpu.py",
-    "rollout/test_generator.py", "rollout/test_waiting.py", "weights/test_faults.py", "weights/test_overhead.py",
-    *(f"trainer/test_{name}.py" for name in (
-        "asynchrony", "deterministic", "engine_faults", "parked_fault", "reference", "resume", "turns", "unnoticed",
-    )),
-)  # fmt: skip
-"""Folders and files whose tests have the machine to themselves: they look for what a run leaves, measure time, or keep
-both cores busy as it is. All others run beside others."""
+NIGHTLY = (
+    "cli/test_dry_run.py::test_an_optimizer_is_streamed_where_nothing_fits_without",
+    "cli/test_dry_run.py::test_what_is_suggested_fits[235B]",
+    "cli/test_suggest.py::test_an_optimizer_is_streamed_only_beside_parameters_that_take_it[model]",
+    "megatron/test_loss_layouts.py::test_every_loss_and_every_mean_train_the_same_in_every_layout[TP2 CP2]",
+    "megatron/test_loss_layouts.py::test_every_loss_and_every_mean_train_the_same_in_every_layout[TP2 EP2]",
+    "megatron/test_loss_layouts.py::test_every_loss_with_every_mean_trains_the_same_in_every_cut[400]",
+    "megatron/test_loss_layouts.py::test_every_loss_with_every_mean_trains_the_same_in_every_cut[90]",
+    "slurm/test_jobs.py::test_a_run_survives_a_lost_node",
+    "trainer/test_schedules.py::test_no_schedule_loses_doubles_or_ages_anything[two hundred more]",
+    "weights/test_fp8_engine.py::test_an_engine_computes_with_the_policys_weights_in_fp8[plain wire, MoE]",
+)
+"""Expensive tests, or cases of one, whose cheaper siblings run with every change. Beginnings of their names."""
 FIRST = (
     "slurm",
     "megatron/test_loss_layouts.py",
@@ -51,20 +54,11 @@ def among(names: Iterable[str], path: Path) -> bool:
     return not {ROOT / "tests" / name for name in names}.isdisjoint([path, *path.parents])
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Files of which `-m alone`, or `-m "not alone"`, leaves nothing need not be imported."""
-    expression = config.option.markexpr.removeprefix("not slow and ").removeprefix("not nightly and ")
-    asked = {"alone": True, "not alone": False}.get(expression)
-    if collection_path.suffix != ".py" or asked is None:
-        return None
-    return True if among(ALONE, collection_path) is not asked else None
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks what has to run alone, and puts what takes long before the rest."""
+    """Marks the tests of `NIGHTLY`, and puts the files that take long before the rest."""
     for item in items:
-        if among(ALONE, item.path):
-            item.add_marker("alone")
+        if item.nodeid.removeprefix("tests/").startswith(NIGHTLY):
+            item.add_marker("nightly")
     items.sort(key=lambda item: not among(FIRST, item.path))
 
 
@@ -77,20 +71,20 @@ def attention_of_one_model() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def shared() -> Path:
-    """The folder of real data beside the repository; tests that need it skip where it is absent."""
-    folder = ROOT.parent / "shared"
-    if not folder.is_dir():
-        pytest.skip(f"real data is absent: {folder}")
-    return folder
+def real_data() -> Path:
+    """The folder of real data that SKYRL_MEGA_TEST_DATA names; tests that need it skip where it is not set."""
+    folder = os.environ.get("SKYRL_MEGA_TEST_DATA")
+    if not folder:
+        pytest.skip("real data is absent: SKYRL_MEGA_TEST_DATA is not set")
+    return Path(folder)
 
 
 @pytest.fixture(scope="session")
-def stories(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stories(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The trained 260k-parameter Llama model as a Hugging Face directory (float32, tied, 8 heads of 8, 4 kv heads)."""
     from tests.support.stories import write
 
-    return write(shared / "data" / "stories260k", tmp_path_factory.mktemp("stories"))
+    return write(real_data / "data" / "stories260k", tmp_path_factory.mktemp("stories"))
 
 
 @pytest.fixture(scope="session")
@@ -102,13 +96,13 @@ def characters_chat(tmp_path_factory: pytest.TempPathFactory) -> Renderer:
 
 
 @pytest.fixture(scope="session")
-def qwen_chat(shared: Path, tmp_path_factory: pytest.TempPathFactory) -> Renderer:
+def qwen_chat(real_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Renderer:
     """Qwen3's tokenizer and template."""
     from skyrl_mega.rollout.renderer import Renderer
     from tests.support.chats import qwen
 
-    path = qwen(shared, tmp_path_factory.mktemp("chats") / "qwen")
-    shutil.copy(shared / "data" / "qwen_tokenizer" / "qwen3_4b_config.json", path / "config.json")
+    path = qwen(real_data, tmp_path_factory.mktemp("chats") / "qwen")
+    shutil.copy(real_data / "data" / "qwen_tokenizer" / "qwen3_4b_config.json", path / "config.json")
     return Renderer(str(path))
 
 

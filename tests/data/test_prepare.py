@@ -163,9 +163,9 @@ def test_pairs_are_distinct_and_no_test_pair_is_known(digits: int, train: int, t
     assert {frozenset(p) for p in train_pairs.tolist()}.isdisjoint({frozenset(p) for p in test_pairs.tolist()})
 
 
-def test_gsm8k_from_local_files(shared: Path, tmp_path: Path) -> None:
-    prepare(["gsm8k", "--source", str(shared / "data" / "gsm8k"), "--output", str(tmp_path)])
-    source = [json.loads(line) for line in (shared / "data" / "gsm8k" / "train.jsonl").open(encoding="utf-8")]
+def test_gsm8k_from_local_files(real_data: Path, tmp_path: Path) -> None:
+    prepare(["gsm8k", "--source", str(real_data / "data" / "gsm8k"), "--output", str(tmp_path)])
+    source = [json.loads(line) for line in (real_data / "data" / "gsm8k" / "train.jsonl").open(encoding="utf-8")]
     prompts = load_prompts([tmp_path / "train.parquet"], EnvironmentConfig())
     assert len(prompts) == len(source) == 7473
     for prompt, record in zip(prompts, source, strict=True):
@@ -217,8 +217,8 @@ def test_gsm8k_from_one_file_with_a_limit(tmp_path: Path, suffix: str) -> None:
     assert [r["reward_spec"]["ground_truth"] for r in read(tmp_path, "train")] == ["1000", "2000", "3000", "4000"]
 
 
-def test_gsm8k_shots_are_earlier_turns_and_no_rows(shared: Path, tmp_path: Path) -> None:
-    prepare(f"gsm8k --source {shared / 'data' / 'gsm8k'} --output {tmp_path} --shots 2")
+def test_gsm8k_shots_are_earlier_turns_and_no_rows(real_data: Path, tmp_path: Path) -> None:
+    prepare(f"gsm8k --source {real_data / 'data' / 'gsm8k'} --output {tmp_path} --shots 2")
     train = read(tmp_path, "train")
     assert len(train) == 7471 and len({json.dumps(r["prompt"][:4]) for r in train + read(tmp_path, "test")}) == 1
     *shots, question = train[0]["prompt"]
@@ -230,9 +230,9 @@ def test_gsm8k_shots_are_earlier_turns_and_no_rows(shared: Path, tmp_path: Path)
         assert "#### " in assistant["content"] and "<<" not in assistant["content"]
 
 
-def test_gsm8k_shots_need_a_training_set(shared: Path, tmp_path: Path) -> None:
+def test_gsm8k_shots_need_a_training_set(real_data: Path, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="--shots 2: they are taken from a training set"):
-        prepare(f"gsm8k --source {shared / 'data' / 'gsm8k' / 'test.jsonl'} --output {tmp_path} --shots 2")
+        prepare(f"gsm8k --source {real_data / 'data' / 'gsm8k' / 'test.jsonl'} --output {tmp_path} --shots 2")
 
 
 @pytest.mark.parametrize(

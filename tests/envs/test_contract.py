@@ -12,17 +12,17 @@ from skyrl_mega.envs import BaseTextEnv, BaseTextEnvStepOutput, make
 from skyrl_mega.envs.registry import check_ready
 
 
-def example_of_the_documents(shared: Path) -> str:
+def example_of_the_documents(real_data: Path) -> str:
     """The source of `MultiplyEnv(BaseTextEnv)`, cut out of the document that shows it."""
-    text = (shared / "seeds" / "002_bf906ddf41f05c86.txt").read_text(encoding="utf-8")
+    text = (real_data / "seeds" / "002_bf906ddf41f05c86.txt").read_text(encoding="utf-8")
     start = text.index("class MultiplyEnv(BaseTextEnv):")
     return text[start : text.index("```", start)]
 
 
-def test_the_documents_example_runs_as_it_stands(shared: Path, tmp_path: Path) -> None:
+def test_the_documents_example_runs_as_it_stands(real_data: Path, tmp_path: Path) -> None:
     file = tmp_path / "their_env.py"
     imports = "import re\nfrom skyrl_mega.envs import BaseTextEnv, BaseTextEnvStepOutput\n"
-    file.write_text(imports + example_of_the_documents(shared), encoding="utf-8")
+    file.write_text(imports + example_of_the_documents(real_data), encoding="utf-8")
     config = EnvironmentConfig(classes={"multiply": f"{file}:MultiplyEnv"})
     row = {"reward_spec": {"method": "rule", "ground_truth": 6}, "extra_info": {"num_digits": 1, "split": "train"}}
     env = make("multiply", row, config)

@@ -15,9 +15,9 @@ from skyrl_mega.envs import make
 from tests.envs.test_contract import example_of_the_documents
 
 
-def rows_of_the_documents(shared: Path) -> list[dict[str, object]]:
+def rows_of_the_documents(real_data: Path) -> list[dict[str, object]]:
     """Runs the documents' own loop over examples, with what it takes for given around it."""
-    text = (shared / "seeds" / "002_bf906ddf41f05c86.txt").read_text(encoding="utf-8")
+    text = (real_data / "seeds" / "002_bf906ddf41f05c86.txt").read_text(encoding="utf-8")
     start = text.index("for idx in range(num_examples):")
     loop = text[start : text.index("```", start)]
     space: dict[str, object] = {
@@ -32,10 +32,10 @@ def rows_of_the_documents(shared: Path) -> list[dict[str, object]]:
     return space["examples"]  # type: ignore[return-value]
 
 
-def test_rows_and_environment_by_name(shared: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pq.write_table(pa.Table.from_pylist(rows_of_the_documents(shared)), tmp_path / "train.parquet")
+def test_rows_and_environment_by_name(real_data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(pa.Table.from_pylist(rows_of_the_documents(real_data)), tmp_path / "train.parquet")
     imports = "import re\nfrom skyrl_mega.envs import BaseTextEnv, BaseTextEnvStepOutput\n\n"
-    (tmp_path / "mine.py").write_text(imports + example_of_the_documents(shared), encoding="utf-8")
+    (tmp_path / "mine.py").write_text(imports + example_of_the_documents(real_data), encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     config = compose(None, ["environment.classes.multiply=mine.py:MultiplyEnv"]).environment
     assert check_files(["train.parquet"], config) == 3

@@ -111,15 +111,15 @@ def test_the_pages_files_over_several_turns(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_the_documents_class_and_rows(shared: Path, tmp_path: Path) -> None:
+def test_the_documents_class_and_rows(real_data: Path, tmp_path: Path) -> None:
     """Their class and their loop, each in the place of the page's."""
     environment, rows, *_ = blocks()
-    text = (shared / "seeds" / "002_bf906ddf41f05c86.txt").read_text(encoding="utf-8")
+    text = (real_data / "seeds" / "002_bf906ddf41f05c86.txt").read_text(encoding="utf-8")
     start = text.index("for idx in range(num_examples):")
     loop = textwrap.indent(textwrap.dedent(text[start : text.index("```", start)]), "    ")
     own, after = rows.index("    for _ in range(num_examples):"), rows.index("    pq.write_table(")
     imports = environment[: environment.index("class MultiplyEnv")]
-    paste(tmp_path, imports + example_of_the_documents(shared), rows[:own] + loop + rows[after:])
+    paste(tmp_path, imports + example_of_the_documents(real_data), rows[:own] + loop + rows[after:])
     played = launch(tmp_path, "rollout.max_turns=3")
     assert any(t.reward > 0 for t in played) and any(not t.reward for t in played)
     # Theirs is done after a wrong answer; the built-in one of the same name would go on.

@@ -120,8 +120,8 @@ def test_test_questions_that_training_knows_are_left_out(tmp_path: Path, capsys:
     assert len(read(tmp_path, "test")) == 3 and "left out" not in capsys.readouterr().err
 
 
-def test_real_questions_over_the_real_corpus(shared: Path, tmp_path: Path) -> None:
-    source = shared / "data" / "search"
+def test_real_questions_over_the_real_corpus(real_data: Path, tmp_path: Path) -> None:
+    source = real_data / "data" / "search"
     prepare(
         f"search --source {source}/hotpotqa_train_500_with_context.jsonl --held-out {source}/2wiki_dev_354_gold.jsonl "
         f"--corpus {source}/corpus.jsonl --passages 2500 --output {tmp_path}"

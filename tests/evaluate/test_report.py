@@ -30,8 +30,8 @@ def cells(text: str) -> dict[str, list[str]]:
     return found
 
 
-def test_published_figures_are_those_of_the_recipes(shared: Path) -> None:
-    text = (shared / "RECIPES.md").read_text()
+def test_published_figures_are_those_of_the_recipes(real_data: Path) -> None:
+    text = (real_data / "RECIPES.md").read_text()
     for i, row in enumerate(SEVEN):
         line = next(line for line in text.splitlines() if line.startswith(f"| {row.title} |"))
         figures = [float(f) for f in re.findall(r"0\.\d+", line)]

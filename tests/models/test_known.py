@@ -44,8 +44,8 @@ def test_the_sizes_make_the_published_number_of_parameters(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_every_key_is_that_of_the_published_file(name: str, shared: Path) -> None:
-    published = json.loads((shared / "data" / FILES[name]).read_text())
+def test_every_key_is_that_of_the_published_file(name: str, real_data: Path) -> None:
+    published = json.loads((real_data / "data" / FILES[name]).read_text())
     hf = known(name)
     assert {key: published.get(key) for key in hf} == hf
     assert architecture(published).describe(published) == architecture(hf).describe(hf)

@@ -48,8 +48,8 @@ def test_absent_keys_mean_what_transformers_takes_them_for(name: str) -> None:
     assert architecture(short).describe(short) == architecture(full).describe(full)
 
 
-def test_qwen3_30b(shared: Path) -> None:
-    folder = shared / "data/qwen3_30b_a3b"
+def test_qwen3_30b(real_data: Path) -> None:
+    folder = real_data / "data/qwen3_30b_a3b"
     hf = json.loads((folder / "config.json").read_text())
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     tensors = architecture(hf).tensors(hf)

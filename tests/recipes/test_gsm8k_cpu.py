@@ -22,7 +22,7 @@ STEPS, PROMPTS, SAMPLES, LENGTH = 2, 2, 3, 24
 @pytest.mark.slow
 @pytest.mark.nightly
 @pytest.mark.timeout(900)
-def test_two_steps_on_real_questions(shared: Path, smollm2: Path, tmp_path: Path) -> None:
+def test_two_steps_on_real_questions(real_data: Path, smollm2: Path, tmp_path: Path) -> None:
     data = tmp_path / "data"
     command = [
         *(sys.executable, "-m", "skyrl_mega.launch", "--config", str(ROOT / "configs" / "gsm8k_cpu.yaml")),
@@ -30,7 +30,7 @@ def test_two_steps_on_real_questions(shared: Path, smollm2: Path, tmp_path: Path
         f"run.steps={STEPS}",
         f"model.path={smollm2}",
         f"environment.classes.gsm8k={Path(__file__).with_name('partial.py')}:Partial",
-        f"data.prepare=gsm8k --output {data} --source {shared}/data/gsm8k --limit 40 --shots 1",
+        f"data.prepare=gsm8k --output {data} --source {real_data}/data/gsm8k --limit 40 --shots 1",
         f"data.train=[{data}/train.parquet]",
         f"data.eval=[{data}/test.parquet]",
         f"data.prompts_per_step={PROMPTS}",
@@ -58,7 +58,7 @@ def test_two_steps_on_real_questions(shared: Path, smollm2: Path, tmp_path: Path
     assert second["eval/openai_gsm8k/mean"] >= 0
 
     tokenizer = AutoTokenizer.from_pretrained(smollm2)
-    questions = [json.loads(line)["question"] for line in (shared / "data" / "gsm8k" / "train.jsonl").open()]
+    questions = [json.loads(line)["question"] for line in (real_data / "data" / "gsm8k" / "train.jsonl").open()]
     for step in (1, STEPS):
         trajectories = trajectory_io.read(tmp_path / "gsm8k_cpu" / "trajectories" / f"step_{step:06d}.parquet")
         assert len(trajectories) == PROMPTS * SAMPLES

@@ -121,9 +121,9 @@ def test_a_template_that_refuses_says_so(tmp_path: Path) -> None:
         chat.first([user("a"), user("b")])
 
 
-def test_template_options_are_in_every_rendering(shared: Path, tmp_path: Path) -> None:
+def test_template_options_are_in_every_rendering(real_data: Path, tmp_path: Path) -> None:
     """Qwen3's switch that turns thinking off, at the opening and behind each observation."""
-    path, thinks = str(qwen(shared, tmp_path / "qwen")), "<think>\n\n</think>\n\n"
+    path, thinks = str(qwen(real_data, tmp_path / "qwen")), "<think>\n\n</think>\n\n"
     quiet, usual = Renderer(path, RolloutConfig(chat_template_options={"enable_thinking": False})), Renderer(path)
     end = quiet.tokenizer.eos_token_id
     for with_options, without in (

@@ -102,8 +102,8 @@ def test_a_searchr1_conversation_token_for_token(chat: Renderer, tmp_path: Path)
     ]
 
 
-def test_a_searchr1_conversation_with_qwens_tokens(shared: Path, tmp_path: Path) -> None:
-    qwen_chat = Renderer(str(qwen(shared, tmp_path / "qwen")), ONE)
+def test_a_searchr1_conversation_with_qwens_tokens(real_data: Path, tmp_path: Path) -> None:
+    qwen_chat = Renderer(str(qwen(real_data, tmp_path / "qwen")), ONE)
     with search_engine(tmp_path, "the Loire flows there") as served:
         prompt = Prompt(
             0, [{"role": "user", "content": QUESTION}], "search", {"reward_spec": {"ground_truth": "Loire"}}

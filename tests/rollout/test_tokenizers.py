@@ -38,11 +38,11 @@ def test_the_case_is_real(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer.encode("a b\nc", add_special_tokens=False)) == "abc"
 
 
-def test_kinds_that_models_have(tmp_path: Path, shared: Path) -> None:
+def test_kinds_that_models_have(tmp_path: Path, real_data: Path) -> None:
     for path in (
         directory(tmp_path / "metaspace", metaspace(), eos_token="</s>", tokenizer_class="LlamaTokenizerFast"),
-        qwen(shared, tmp_path / "qwen"),  # vocab.json and merges.txt alone
-        stories.write(shared / "data" / "stories260k", tmp_path / "stories"),
+        qwen(real_data, tmp_path / "qwen"),  # vocab.json and merges.txt alone
+        stories.write(real_data / "data" / "stories260k", tmp_path / "stories"),
     ):
         tokenizer = load(path, "model.path")
         assert tokenizer.decode(tokenizer.encode(TEXT, add_special_tokens=False)) == TEXT
@@ -66,13 +66,13 @@ def test_a_tokenizer_of_digits_and_one_that_takes_a_first_space_are_kept(tmp_pat
 
 
 @pytest.mark.parametrize("kind", ["word piece", "no bytes for newlines", "wrong class without a file"])
-def test_text_that_gets_lost_is_refused(tmp_path: Path, shared: Path, kind: str) -> None:
+def test_text_that_gets_lost_is_refused(tmp_path: Path, real_data: Path, kind: str) -> None:
     if kind == "word piece":
         path = directory(tmp_path, word_piece(), unk_token="[UNK]")
     elif kind == "no bytes for newlines":
         path = directory(tmp_path, metaspace(byte_fallback=False), unk_token="<unk>")
     else:
-        path = qwen(shared, tmp_path)
+        path = qwen(real_data, tmp_path)
         named = json.loads((path / "tokenizer_config.json").read_text()) | {"tokenizer_class": "LlamaTokenizerFast"}
         write(path, "tokenizer_config.json", named)
         write(path, "config.json", {"model_type": "llama"})

@@ -278,11 +278,11 @@ def test_characters(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.nightly
-def test_qwen(shared: Path, tmp_path: Path) -> None:
+def test_qwen(real_data: Path, tmp_path: Path) -> None:
     """Qwen3's tokenizer of 151,643 pieces, its template and its two end tokens; a policy with tensor parallelism."""
-    path = qwen(shared, tmp_path / "qwen")
+    path = qwen(real_data, tmp_path / "qwen")
     sizes = BuildConfig(architecture="qwen3", hidden=64, layers=2, heads=2, kv_heads=2, head_dim=32, tied=True)
-    given = json.loads((shared / "data" / "qwen_tokenizer" / "qwen3_4b_config.json").read_text())
+    given = json.loads((real_data / "data" / "qwen_tokenizer" / "qwen3_4b_config.json").read_text())
     ids = {key: given[key] for key in ("vocab_size", "bos_token_id", "eos_token_id")}
     hf = tiny.hf_config(replace(sizes, max_length=LONGEST)) | ids | {"pad_token_id": None}
     build_model_of(path, hf, seed=5)

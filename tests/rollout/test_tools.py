@@ -252,8 +252,8 @@ def after(chat: Renderer, answers: list[str], last: int) -> list[int]:
     return between[1:] if last in chat.stop_tokens else between
 
 
-def test_with_qwens_template(shared: Path, tmp_path: Path) -> None:
-    chat = Renderer(str(qwen(shared, tmp_path / "qwen")))
+def test_with_qwens_template(real_data: Path, tmp_path: Path) -> None:
+    chat = Renderer(str(qwen(real_data, tmp_path / "qwen")))
     chat.check_tools("echo")
     t = one(chat, [f"{call('say', text='a')}{call('say', text='b')}<|im_end|>", "right<|im_end|>"])
     text = chat.tokenizer.decode(list(t.tokens))

@@ -38,9 +38,9 @@ def characters(path: Path, template: str | None = None) -> Renderer:
     return chat
 
 
-def qwen(shared: Path, path: Path) -> Path:
+def qwen(real_data: Path, path: Path) -> Path:
     """Qwen3's tokenizer, template and end tokens as files of a folder."""
-    source = shared / "data" / "qwen_tokenizer"
+    source = real_data / "data" / "qwen_tokenizer"
     path.mkdir(parents=True, exist_ok=True)
     for name, file in (
         ("vocab.json", "vocab.json"),

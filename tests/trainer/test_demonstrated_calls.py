@@ -40,9 +40,11 @@ def learned(chat: Renderer, file: Path) -> tuple[str, str]:
 
 @pytest.mark.parametrize("as_text", [False, True])
 @pytest.mark.parametrize("words", ["", "I calculate."])
-def test_calls_are_learned_as_the_template_writes_them(shared: Path, tmp_path: Path, words: str, as_text: bool) -> None:
+def test_calls_are_learned_as_the_template_writes_them(
+    real_data: Path, tmp_path: Path, words: str, as_text: bool
+) -> None:
     """Arguments as a mapping or, as OpenAI has them, as JSON in a text."""
-    chat = Renderer(str(qwen(shared, tmp_path / "qwen")))
+    chat = Renderer(str(qwen(real_data, tmp_path / "qwen")))
     calls = json.loads(json.dumps(CALLS))
     for call in calls if as_text else []:
         call["function"]["arguments"] = json.dumps(call["function"]["arguments"])

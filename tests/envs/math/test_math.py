@@ -223,9 +223,9 @@ def test_algebra_that_never_ends_is_stopped_in_any_thread() -> None:
     assert same(r"\sqrt{8}", r"2\sqrt{2}", 30)  # the next one is served
 
 
-def test_answers_to_the_real_problems(shared: Path) -> None:
+def test_answers_to_the_real_problems(real_data: Path) -> None:
     """Every gold answer is right by its own measure, and another problem's is not."""
-    problems = json.loads((shared / "data" / "math" / "rllm_train_math.json").read_text())[::150]
+    problems = json.loads((real_data / "data" / "math" / "rllm_train_math.json").read_text())[::150]
     golds = [p["answer"] for p in problems]
     assert all(reward("math", g, f"thus \\boxed{{{g}}}.") == 1 for g in golds)
     swapped = [reward("math", a, f"\\boxed{{{b}}}") for a, b in itertools.pairwise(golds)]
@@ -266,8 +266,8 @@ def test_small_problems_share_none_and_their_answers_are_right(tmp_path: Path) -
         assert int(a) * int(prompt.extras["reward_spec"]["ground_truth"]) + int(b) == int(right)
 
 
-def test_files_of_all_forms(tmp_path: Path, shared: Path) -> None:
-    source = shared / "data" / "math"
+def test_files_of_all_forms(tmp_path: Path, real_data: Path) -> None:
+    source = real_data / "data" / "math"
     prepare(
         f"math --output {tmp_path} --env aime --limit 20 --train-file {source / 'dapo_math_17k_sample8.jsonl'} "
         f"--test-file {source / 'aime24.json'}"

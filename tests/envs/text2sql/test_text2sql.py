@@ -424,8 +424,8 @@ def test_questions_to_large_databases_are_left_out(tmp_path: Path) -> None:
     assert left == {name for name, size in made.items() if size <= longest} and 0 < len(left) < len(made)
 
 
-def test_real_spider_rows(shared: Path, tmp_path: Path) -> None:
-    source = shared / "data" / "spider"
+def test_real_spider_rows(real_data: Path, tmp_path: Path) -> None:
+    source = real_data / "data" / "spider"
     prepare(f"text2sql --output {tmp_path} --source {source} --limit 5")
     config = EnvironmentConfig(options={"text2sql": {"db_path": str(source / "database")}})
     for split in ("train", "test"):
