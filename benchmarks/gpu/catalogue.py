@@ -29,6 +29,7 @@ PROOFS = (
            needs=("vllm",)),
     _proof("exchange_killed", "… whose receiver is killed in the middle", "exchange:prove_killed", 30, 90),
     _proof("exchange_segments", "… with expandable segments", "exchange:prove_segments", 30, 90),
+    _proof("exchange_fp8", "… as block-scaled FP8", "exchange:prove_fp8", 40, 120),
     _proof("nccl", "a group of one: options, messages to itself, abort, a second group", "nccl:prove", 40, 120),
     _proof("slice", "one rank of Qwen3-30B-A3B at TP2 EP8: memory and speed", "slice:prove", 120, 300, needs=MEGATRON),
     _proof("te_spec", "Transformer Engine's layer: the real names and shapes", "te:spec", 20, 90, stage=2, needs=TE),

@@ -11,7 +11,7 @@ import os
 import signal
 import statistics
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,7 +20,9 @@ from benchmarks.gpu import limits, parts, pattern
 from benchmarks.gpu.processes import KILLED, Job, together
 from benchmarks.gpu.proof import Bench
 from skyrl_mega.config import allocator
+from skyrl_mega.parallel.box import Layout
 from skyrl_mega.weights.connection import Connection
+from skyrl_mega.weights.fp8.format import quantised
 from skyrl_mega.weights.transports.group import TransportError, host_store
 
 PYTHON_S = 0.15
@@ -108,7 +110,25 @@ def prove_segments(bench: Bench) -> None:
                  limit_of="two copies within memory")  # fmt: skip
 
 
-def _case(bench: Bench, runs: int, checked: int, later: str = "") -> tuple[Case, Any]:
+def prove_fp8(bench: Bench) -> None:
+    """The same weights as block-scaled FP8: bits beside plain torch's, and speed.
+
+    The sender reads each element twice (maxima, numbers) and writes a byte, the receiver reads it and writes bfloat16:
+    8 bytes of traffic an element, as many as in a bfloat16 sync.
+    """
+    case, store = _case(bench, runs=6, checked=5, fp8=True)
+    host, guest = together(Job(_host, (case,)), Job(_guest, (case,)), timeout_s=110)
+    del store
+    bench.figure("elements that differ from plain torch's quantisation", sum(guest["different"]), "elements", at_most=0)
+    wall = statistics.median(host["wall_s"][2 : case.checked])
+    bench.figure("a sync, counted in bfloat16", guest["bytes"] / wall / 1e9, "GB/s", limit=limits.copy_gb_s(bench) / 2,
+                 limit_of="two copies within memory")  # fmt: skip
+    bench.figure("a sync takes", wall, "s")
+    allowed = PYTHON_S if bench.cuda else None
+    bench.figure("Python of the sender", statistics.median(host["python_s"][2 : case.checked]), "s", at_most=allowed)
+
+
+def _case(bench: Bench, runs: int, checked: int, later: str = "", fp8: bool = False) -> tuple[Case, Any]:
     store = host_store("127.0.0.1", parts.TIMEOUT_S)
 
     def meeting(name: str) -> Connection:
@@ -119,17 +139,18 @@ def _case(bench: Bench, runs: int, checked: int, later: str = "") -> tuple[Case,
             bucket_bytes=(64 << 20) if bench.cuda else (16 << 10),
             timeout_s=parts.TIMEOUT_S,
             plans=bench.folder / "plans",
+            fp8=fp8,
         )
 
     return Case(meeting("weights"), str(bench.device), runs, checked, meeting(later) if later else None), store
 
 
 def _open(connection: Connection, device: str, end: str) -> tuple[Any, Any, dict[str, Any]]:
-    """This end's exchange, its shard with all tensors' shapes, and its parameters."""
+    """Returns this end's exchange, its layout and its parameters: bfloat16, without scales, whatever the wire is."""
     here = torch.device(device)
     if here.type == "cuda":
         torch.cuda.set_device(here)
-    both, _ = connection.plan_inputs.endpoints()
+    both, _ = replace(connection.plan_inputs, fp8=False).endpoints()
     layout = both.policy if end == "source" else both.engines
     params = {
         name: torch.full(shape, float("nan"), dtype=torch.bfloat16, device=here)
@@ -162,10 +183,17 @@ def _guest(case: Case) -> dict[str, Any]:
         _wait(case)
         _remember(told, report, case)
         if number < 2:
-            told["different"].append(pattern.different(layout.shards[0], layout.tensors, params, version=number))
+            told["different"].append(
+                pattern.different(layout.shards[0], layout.tensors, params, number, _quantised(case, layout))
+            )
     told["bytes"] = sum(piece.box.numel for piece in layout.shards[0].pieces) * 2
     told["parts"] = len(layout.shards[0].pieces)
     return told
+
+
+def _quantised(case: Case, layout: Layout) -> frozenset[str]:
+    """Returns the tensors that cross as FP8."""
+    return quantised(layout.tensors) if case.connection.plan_inputs.fp8 else frozenset()
 
 
 def _nothing() -> dict[str, list[float]]:

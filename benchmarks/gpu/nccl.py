@@ -10,6 +10,7 @@ import torch
 from benchmarks.gpu import limits, parts
 from benchmarks.gpu.processes import Job, together
 from benchmarks.gpu.proof import Bench
+from skyrl_mega.config.schema.cluster import ClusterConfig
 from skyrl_mega.weights.transports.group import Deadline, Message, Transport, TransportError, host_store, join
 
 REFUSAL = "Duplicate GPU"
@@ -18,11 +19,14 @@ REFUSAL = "Duplicate GPU"
 
 def prove(bench: Bench) -> None:
     store = host_store("127.0.0.1", parts.TIMEOUT_S)
+    before = _free(bench)
     start = time.perf_counter()
     transport = _join(bench, store, "first")
     bench.figure("joining a group of one", time.perf_counter() - start, "s")
     if bench.cuda:
         _to_itself(bench, transport)
+        bench.figure("memory of a group of one, used once", (before - _free(bench)) / 2**20, "MiB",
+                     limit=ClusterConfig().gpu_reserve_gib * 2**10, limit_of="the reserve for all groups")  # fmt: skip
     else:
         bench.left_out("messages to itself: gloo has none; between two processes instead")
         answers = together(*(Job(_pair, (rank, store.port, "cpu")) for rank in range(2)), timeout_s=60)
@@ -41,6 +45,16 @@ def prove(bench: Bench) -> None:
     said = together(*(Job(_pair, (rank, store.port, "cuda")) for rank in range(2)), timeout_s=90)
     bench.note("two ranks on one device", said[0])
     bench.holds("two ranks on one device are refused by name", all(REFUSAL in words for words in said), said)
+
+
+def _free(bench: Bench) -> int:
+    """Returns the GPU's free bytes, without what torch's allocator keeps."""
+    if not bench.cuda:
+        return 0
+    torch.cuda.set_device(bench.device)
+    bench.synchronise()
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info()[0]
 
 
 def _join(bench: Bench, store: object, group: str) -> Transport:

@@ -241,6 +241,7 @@ def connection(
     timeout_s: float,
     plans: Path,
     dtype: str = "bfloat16",
+    fp8: bool = False,
 ) -> Connection:
     """One policy rank and one engine worker on the same device."""
     from skyrl_mega.weights.connection import Connection
@@ -261,7 +262,7 @@ def connection(
             targets=(0,),
             links=asdict(Links(1, 1)),
             dtype=dtype,
-            fp8=False,
+            fp8=fp8,
         ),
         bucket_bytes=bucket_bytes,
         timeout_s=timeout_s,

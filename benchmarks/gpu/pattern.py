@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 
@@ -17,15 +19,40 @@ def fill(shard: Shard, tensors: dict[str, tuple[int, ...]], params: dict[str, Te
         local.copy_(_bits(piece, tensors[piece.tensor], number[piece.tensor], version, local.device))
 
 
-def different(shard: Shard, tensors: dict[str, tuple[int, ...]], params: dict[str, Tensor], version: int) -> int:
-    """Elements of a rank's parameters that are not the version's."""
+def different(
+    shard: Shard,
+    tensors: dict[str, tuple[int, ...]],
+    params: dict[str, Tensor],
+    version: int,
+    quantised: Collection[str] = (),
+) -> int:
+    """Counts the elements of a rank's bfloat16 parameters that are not the version's.
+
+    Args:
+        quantised: Tensors that crossed as block-scaled FP8. The wanted value of their elements is the rounded one.
+    """
     number = {name: i for i, name in enumerate(tensors)}
     wrong = torch.zeros((), dtype=torch.int64, device=next(iter(params.values())).device)
     for piece in shard.pieces:
         local = local_view(params[piece.param], piece.offset, piece.box)
         wanted = _bits(piece, tensors[piece.tensor], number[piece.tensor], version, local.device)
+        if piece.tensor in quantised:
+            wanted = rounded(wanted)
         wrong += (local.contiguous().view(torch.int16) != wanted.view(torch.int16)).sum()
     return int(wrong)
+
+
+def rounded(weight: Tensor) -> Tensor:
+    """Returns a bfloat16 matrix [R, C] after E4M3 numbers with one scale for each 128 x 128 block, in plain torch.
+
+    The matrix is a whole tensor, or begins on a block of it. Scales are max |w| / 448, at least 1e-4 / 448.
+    """
+    rows, columns = weight.shape
+    padded = torch.nn.functional.pad(weight.float(), (0, -columns % 128, 0, -rows % 128))
+    blocks = padded.unflatten(1, (-1, 128)).unflatten(0, (-1, 128))  # [rows of blocks, 128, columns of blocks, 128]
+    scale = blocks.abs().amax((1, 3), keepdim=True).clamp(min=1e-4) / 448
+    numbers = (blocks * (1 / scale)).to(torch.float8_e4m3fn).float()
+    return (numbers * scale).flatten(2, 3).flatten(0, 1)[:rows, :columns].bfloat16()
 
 
 def _bits(piece: Piece, shape: tuple[int, ...], number: int, version: int, device: torch.device) -> Tensor:

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from benchmarks.gpu import limits, parts
+from benchmarks.gpu.processes import Job, together
 from benchmarks.gpu.proof import Bench
 from benchmarks.gpu.reference import logprobs, off
 from benchmarks.gpu.slice import EACH, GIB, TOKENS, open_slice
 from skyrl_mega.config.residency import POLICY
 from skyrl_mega.planner.buffers import held
+from skyrl_mega.planner.memory import BESIDE
 from skyrl_mega.planner.parameters import stage
 
 if TYPE_CHECKING:
@@ -56,7 +58,10 @@ def prove(bench: Bench) -> None:
             bench.figure(f"cycle {cycle}: memory that the policy gives back", gained / GIB, "GiB",
                          limit=counted.total / GIB, limit_of="weights, gradients and optimizer",
                          at_least=counted.total / GIB - SLACK)  # fmt: skip
-            _scribble(int(0.9 * gained), bench.device)
+            if cycle == 0:
+                _second_process(bench)
+            else:
+                _scribble(int(0.9 * gained), bench.device)
         start = time.perf_counter()
         rank.onload(POLICY)
         bench.synchronise()
@@ -72,7 +77,7 @@ def prove(bench: Bench) -> None:
     losses = [rank.train([batch], supervised)["loss"] for _ in range(3)]
     bench.holds("steps after it learn", losses[-1] < losses[0], losses)
     if not bench.cuda:
-        bench.left_out("the GPU's free memory")
+        bench.left_out("the GPU's free memory, and a second process in it")
 
 
 def _free(bench: Bench) -> int:
@@ -86,6 +91,26 @@ def _scribble(size: int, device: torch.device) -> None:
     """Fills memory that was given back, as an engine's cache would."""
     torch.empty(size, dtype=torch.uint8, device=device).fill_(0xA5)
     torch.cuda.empty_cache()
+
+
+def _second_process(bench: Bench) -> None:
+    """Lets another process take most of the free memory, as a colocated engine does, and measures its context."""
+    free = _free(bench)
+    wanted = int(0.9 * free)
+    [left] = together(Job(_engine, (wanted,)), timeout_s=40)
+    context = free - wanted - left
+    bench.figure("memory of a second process beside its tensors", context / GIB, "GiB", limit=BESIDE / GIB,
+                 limit_of="the planner's reserve beside an engine", at_most=BESIDE / GIB)  # fmt: skip
+    bench.figure("memory of the GPU not returned by it", (free - _free(bench)) / GIB, "GiB", at_most=0.1)
+
+
+def _engine(size: int) -> int:
+    """Fills `size` bytes in a process of its own and returns the free memory of the GPU then."""
+    held = torch.empty(size, dtype=torch.uint8, device="cuda").fill_(0xA5)
+    torch.cuda.synchronize()
+    free = torch.cuda.mem_get_info()[0]
+    del held
+    return free
 
 
 def _fingerprint(rank: ModelWorker) -> list[int]:
