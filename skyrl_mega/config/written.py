@@ -14,6 +14,7 @@ import yaml
 from hydra import initialize_config_dir
 from hydra._internal.hydra import Hydra
 from hydra._internal.utils import create_config_search_path
+from hydra.core.config_search_path import SearchPathQuery
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType, Quote, QuotedString, ValueType
@@ -36,7 +37,7 @@ _ENTRY = re.compile(rf"""\s*({_QUOTED.pattern}|(?:\$\{{[^}}]*\}}|[^,\[\]{{}}"'])
 """An entry of a list with the comma behind it."""
 
 
-class Files(FileConfigSource):  # type: ignore[misc]
+class Files(FileConfigSource):
     """Hydra's YAML files, with plain numbers and truth values as they are written."""
 
     @staticmethod
@@ -94,7 +95,7 @@ def hydra_over(*folders: Path) -> Iterator[None]:
     with initialize_config_dir(str(folders[0].absolute()), version_base="1.3"):
         where = create_config_search_path(f"{Files.scheme()}://{folders[0].absolute()}")
         for folder in folders[1:]:
-            where.append("skyrl_mega", f"{Files.scheme()}://{folder}", anchor="main")
+            where.append("skyrl_mega", f"{Files.scheme()}://{folder}", SearchPathQuery("main", None))
         GlobalHydra.instance().clear()
         Hydra.create_main_hydra2("app", where)
         yield

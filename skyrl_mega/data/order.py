@@ -75,9 +75,17 @@ class PromptStream:
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps: JSON values."""
-        state = {"position": self.position, "count": self.count, "seed": self.seed, "shuffle": self.shuffle}
-        state |= {"rows": self.rows} if self.rows else {}
-        return state | ({"returned": list(self.returned)} if self.returned else {})
+        state: dict[str, Any] = {
+            "position": self.position,
+            "count": self.count,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+        }
+        if self.rows:
+            state["rows"] = self.rows
+        if self.returned:
+            state["returned"] = list(self.returned)
+        return state
 
     def restore(self, state: dict[str, Any]) -> None:
         """Goes on where `state` was taken; batch size, epochs and what is in the rows may have changed since.

@@ -204,9 +204,10 @@ def apart(config: Config, verdict: Verdict) -> list[Change]:
     """Changes after which engines and policy, which share GPUs in these settings, have their own and generate ahead;
     and those after which they take turns."""
     end = time.process_time() + SECONDS
-    capped: Change = () if corrected(config.algorithm) else (tuple(CORRECTION.split("=")),)
     base: Change = (("cluster.shared", False), ("residency.keep", None))
-    base += tuple((key, float(value)) for key, value in capped)
+    if not corrected(config.algorithm):
+        key, _, value = CORRECTION.partition("=")
+        base += ((key, float(value)),)
     gpus, each = config.cluster.nodes * config.cluster.gpus_per_node, engine_ranks(config.rollout)
     others = reference_ranks(config) + critic_ranks(config)
     splits = [(gpus - others - engines * each, engines) for engines in range(1, gpus // each + 1)]

@@ -157,7 +157,8 @@ def test_a_signal_ends_it_with_75_and_the_folder_is_free_again(inputs: Path, tmp
     finally:
         process.kill()
     assert process.returncode == 75, errors
-    assert errors == f"stopped by {signal.Signals(number).name}; the same command goes on from the newest checkpoint\n"
+    resumes = "the same command resumes from the newest checkpoint, if there is one"
+    assert errors == f"stopped by {signal.Signals(number).name}; {resumes}\n"
     assert list(tmp_path.rglob("*train.parquet*")) == []
     with (tmp_path / "r" / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

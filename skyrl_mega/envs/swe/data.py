@@ -6,6 +6,7 @@ import argparse
 import json
 import textwrap
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -121,5 +122,11 @@ def _make(folder: Path, name: str) -> None:
         ("task.json", json.dumps(task, indent=2) + "\n"),
     ):
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        refuse_file(folder / path, "--output", lambda file, text=text: file.read_bytes() == text.encode())
-        (folder / path).write_text(text, encoding="utf-8")
+        data = text.encode()
+        refuse_file(folder / path, "--output", partial(_holds, data))
+        (folder / path).write_bytes(data)
+
+
+def _holds(data: bytes, file: Path) -> bool:
+    """True if the file has exactly these bytes."""
+    return file.read_bytes() == data

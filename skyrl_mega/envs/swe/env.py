@@ -21,6 +21,10 @@ from skyrl_mega.envs.tags import first
 PROTECTED = [
     "tests/*",
     "*/tests/*",
+    "test/*",
+    "*/test/*",
+    "tests.py",
+    "*/tests.py",
     "test_*.py",
     "*/test_*.py",
     "*_test.py",
