@@ -1,4 +1,4 @@
-"""What every actor's process does before it becomes that actor."""
+"""Set-up of an actor's process before the actor is constructed."""
 
 from __future__ import annotations
 
@@ -22,43 +22,43 @@ from skyrl_mega.cluster.user import name_user
 
 @dataclass(frozen=True)
 class ActorPlace:
-    """Who an actor is."""
+    """Identity of an actor."""
 
     group: str
-    """Name of its group, as errors and log files call it."""
+    """Name of the actor's group in errors and log files."""
     rank: int
     log: str | None
-    """File that takes stdout and stderr of its process and of its children; None leaves them to Ray."""
+    """File for stdout and stderr of the process and its children; None leaves the output to Ray."""
 
     @property
     def name(self) -> str:
-        """For people: `policy-3`."""
+        """Name for the user, such as `policy-3`."""
         return f"{self.group}-{self.rank}"
 
 
 @dataclass(frozen=True)
 class Location:
-    """Where an actor's process runs."""
+    """Machine, process and GPUs of a running actor."""
 
     machine: str
-    """Identifies the running kernel, so that process ids mean something only there."""
+    """Identifies the running kernel: process ids are only valid on this machine."""
     pid: int
-    """Also the id of its process group."""
+    """Process id; equals the id of the process group."""
     address: str
-    """IP address of its node."""
+    """IP address of the node."""
     node: str
-    """Ray's id of its node."""
+    """Ray's id of the node."""
     gpus: tuple[str, ...]
-    """GPUs that Ray has given it, as CUDA_VISIBLE_DEVICES names them."""
+    """GPUs assigned by Ray, in the notation of CUDA_VISIBLE_DEVICES."""
 
 
 def machine() -> str:
-    """This machine's boot id and host name."""
+    """Returns the boot id and host name of this machine."""
     return f"{Path('/proc/sys/kernel/random/boot_id').read_text().strip()} {socket.gethostname()}"
 
 
 def address_of(interface: str) -> str | None:
-    """IPv4 address of a network interface of this machine; None where it has none.
+    """Returns the IPv4 address of a network interface of this machine, or None.
 
     Raises:
         OSError: There is no such interface.
@@ -73,65 +73,67 @@ def address_of(interface: str) -> str | None:
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface of this machine that has an IPv4 address; None where none has."""
+    """Returns the network interface of this machine with this IPv4 address, or None."""
     names = (name for _, name in socket.if_nameindex())
     return next((name for name in names if address_of(name) == address), None)
 
 
 _SIOCGIFADDR = 0x8915
-"""Linux's request for an interface's address."""
+"""Linux ioctl request for the address of an interface."""
 
 CACHE = "TORCHINDUCTOR_CACHE_DIR"
-"""Variable with the folder in which torch keeps what it has compiled."""
+"""Environment variable with torch's folder for compiled code."""
 
 _guards: list[subprocess.Popen[bytes]] = []
-"""Held for the life of the process: a collected one would close its pipe."""
+"""Guards of this process, kept alive on purpose: garbage collection would close the pipe to a guard."""
 
 
 def compiled() -> str:
-    """The folder that torch takes where nobody names one. It outlasts a run, whose temporary files do not."""
+    """Returns torch's default folder for compiled code. Unlike temporary files, this folder outlasts a run."""
     return f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
 
 
 def settle_in() -> None:
-    """Gives the process a group and a temporary folder of its own, with a guard that removes both; tells the libraries
-    under torch what they do not find out by themselves."""
+    """Gives this process a new process group, a new temporary folder, and a guard process for the removal of both.
+
+    Also sets environment variables for the libraries under torch.
+    """
     if os.getpgrp() != os.getpid():
         os.setpgid(0, 0)
     name_user()
-    # vLLM leaves sockets behind when it is ended from outside; what torch compiles is kept where it always is.
+    # vLLM leaves sockets behind when it is killed; code compiled by torch stays in its usual folder.
     os.environ.setdefault(CACHE, compiled())
     os.environ["TMPDIR"] = tempfile.tempdir = tempfile.mkdtemp(prefix="skyrl-actor-")
     _guards.append(start_guard("group", tempfile.tempdir))
-    _guards[-1].wait()  # its first process; the guard itself is that one's child
+    _guards[-1].wait()  # waits for the process that forks the guard
     os.environ |= library_settings(os.environ)
     import ray
 
     if interface := interface_of(ray.util.get_node_ip_address()):
-        # Gloo would take whatever address the host name resolves to, which may be a loopback address.
+        # By default Gloo uses the address of the host name, which may be a loopback address.
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
 
 
 def library_settings(env: Mapping[str, str]) -> dict[str, str]:
-    """What CUDA, NCCL and Transformer Engine are told in every actor, where the user has not told them otherwise.
+    """Returns environment variables for CUDA, NCCL and Transformer Engine in every actor, except those already set.
 
     Args:
         env: The process's environment.
     """
-    # CUDA counts devices as NVML and Ray do, not by speed.
+    # Number devices like NVML and Ray; CUDA's default is by speed.
     settings = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     if "NCCL_DEBUG" not in env:
-        # A few lines for each communicator. Without them nobody learns that NCCL fell back to TCP.
+        # A few lines per communicator; without them a fallback of NCCL to TCP stays unnoticed.
         settings |= {"NCCL_DEBUG": "INFO", "NCCL_DEBUG_SUBSYS": "INIT,NET"}
     cudnn = Path(sysconfig.get_path("purelib"), "nvidia", "cudnn")
     if cudnn.is_dir():
-        # Transformer Engine would take the machine's, beside the one that torch has loaded.
+        # Otherwise Transformer Engine loads the machine's cuDNN in addition to torch's.
         settings["CUDNN_PATH"] = str(cudnn)
     return {name: value for name, value in settings.items() if name not in env}
 
 
 def take(seat: ActorPlace) -> None:
-    """Sends the process's output to its log file, and keeps it on the CPUs nearest to its GPUs."""
+    """Redirects the output to the log file and binds the process to the CPUs nearest to the visible GPUs."""
     if seat.log is not None:
         log = Path(seat.log)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -147,8 +149,11 @@ def take(seat: ActorPlace) -> None:
 
 
 def start_guard(what: str, folder: str) -> subprocess.Popen[bytes]:
-    """Starts a guard of this process; see `guard`. It wakes when this process ends or closes the returned object's
-    stdin. Its output goes nowhere: a full or closed log must not stop it."""
+    """Starts a guard process for this process (see `reaper`).
+
+    The guard acts when this process ends or closes the returned object's stdin. The guard's output is discarded: a full
+    or closed log must not stop the guard.
+    """
     return subprocess.Popen(
         [sys.executable, "-I", "-S", reaper.__file__, what, str(os.getpid()), folder],
         stdin=subprocess.PIPE,
@@ -159,9 +164,10 @@ def start_guard(what: str, folder: str) -> subprocess.Popen[bytes]:
 
 
 def hosted(cls: type) -> type:
-    """A subclass of `cls` whose process settles in first and becomes a `cls` only when it is told which.
+    """Returns a subclass of `cls` with a delayed constructor: the process is set up first, then `construct` initialises
+    `cls`.
 
-    So its rank may follow from where it runs.
+    The rank can therefore depend on the node and GPU of the process.
     """
 
     class Hosted(cls):
@@ -180,7 +186,7 @@ def hosted(cls: type) -> type:
             super().__init__(**kwargs)
 
         def free_port(self) -> int:
-            """A TCP port that nobody listens on at this moment, on the actor's node."""
+            """Returns a currently free TCP port of the actor's node."""
             with socket.socket() as probe:
                 probe.bind(("", 0))
                 return int(probe.getsockname()[1])

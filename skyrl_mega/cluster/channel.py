@@ -1,8 +1,8 @@
-"""What a supervisor and its driver tell each other, through memory that both have since the fork.
+"""Communication between supervisor and driver, through memory shared since the fork.
 
-The supervisor asks the driver to end; the driver says whether it looks for that, which files and folders must not
-outlast it, what it is doing, and that it has finished. Nothing here blocks, writes to a disk, or interrupts a call. In
-a process without a supervisor nobody asks, and what is said goes nowhere.
+The supervisor asks the driver to end. The driver reports if it polls for such requests, the files and folders to remove
+after its death, the current step and environments, and the exit code. No call here blocks, writes to a disk, or
+interrupts another call. In a process without a supervisor there are no requests, and reports are dropped.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from enum import IntEnum
 from pathlib import Path
 
 _ASKED, _HEEDED, _SIGNAL, _FINISHED = 0, 1, 2, 3
-"""Bytes in the shared memory."""
+"""Offsets of single bytes in the shared memory."""
 _STEP, _PLAYING = slice(8, 16), slice(16, 1040)
-"""Ranges in the shared memory: a number, and a text that is filled up with NUL."""
+"""Ranges in the shared memory: a number, and a text padded with NUL."""
 
 
 class Asked(IntEnum):
-    """What the driver is asked."""
+    """The supervisor's request to the driver."""
 
     NOTHING = 0
     SOON = 1
-    """To end as soon as nothing is lost."""
+    """End as soon as no work is lost."""
     NOW = 2
-    """To end at once; what it does not do within seconds is done by killing it."""
+    """End at once; the supervisor kills the driver a few seconds later."""
 
 
 class Channel:
-    """One supervisor's and its driver's. Made before the fork."""
+    """Shared memory of a supervisor and a driver. Created before the fork."""
 
     def __init__(self) -> None:
         self._flags = mmap.mmap(-1, mmap.PAGESIZE)
@@ -42,60 +42,61 @@ class Channel:
 
     @property
     def asked(self) -> Asked:
-        """What the driver is asked by now."""
+        """The supervisor's current request."""
         return Asked(self._flags[_ASKED])
 
     def ask(self, what: Asked, number: signal.Signals) -> None:
-        """Asks the driver, for a signal that has come."""
+        """Sends a request to the driver, together with the received signal."""
         self._flags[_SIGNAL] = number
         self._flags[_ASKED] = what
 
     @property
     def signal(self) -> str:
-        """The newest one's name; nothing before the first."""
+        """Name of the latest signal; empty before the first."""
         number = self._flags[_SIGNAL]
         return signal.Signals(number).name if number else ""
 
     @property
     def heeded(self) -> bool:
-        """Whether the driver looks for it at present."""
+        """True while the driver polls for requests."""
         return bool(self._flags[_HEEDED])
 
     def heed(self, heeded: bool) -> None:
-        """The driver looks for it from now on, or no longer."""
+        """Reports that the driver starts or stops polling for requests."""
         self._flags[_HEEDED] = heeded
 
     @property
     def finished(self) -> int | None:
-        """Exit code with which the driver has finished; None before that."""
+        """Exit code of the finished driver; None before."""
         return self._flags[_FINISHED] - 1 if self._flags[_FINISHED] else None
 
     def finish(self, code: int) -> None:
-        """Says that the driver has finished with this exit code."""
+        """Reports that the driver has finished with this exit code."""
         self._flags[_FINISHED] = code + 1
 
     def at_step(self, number: int) -> None:
-        """Says which step the driver is in."""
+        """Reports the driver's current step."""
         self._flags[_STEP] = number.to_bytes(8, "little")
 
     def playing(self, environments: str) -> None:
-        """Says which environments the driver is running."""
+        """Reports the driver's running environments."""
         size = _PLAYING.stop - _PLAYING.start
         self._flags[_PLAYING] = environments.encode(errors="replace")[:size].ljust(size, b"\0")
 
     def doing(self) -> str:
-        """Returns the step and the environments that the driver was running, in words; "" where there are none."""
+        """Returns a phrase with the driver's current step and environments; "" if there are none."""
         step = int.from_bytes(self._flags[_STEP], "little")
         environments = self._flags[_PLAYING].rstrip(b"\0").decode(errors="replace")
         running = f", while it ran environment {environments}" if environments else ""
         return (f", in step {step}" if step else "") + running
 
     def note(self, sign: str, path: Path) -> None:
-        """`+`: the driver is about to make this; `-`: it is gone, or may stay."""
+        """Records a path: sign `+` before the driver creates the path, `-` after its removal or when the path
+        may stay."""
         os.write(self._paths, os.fsencode(f"{sign}{path.absolute()}\0"))
 
     def left(self) -> list[Path]:
-        """What the driver has made and not removed."""
+        """Returns the paths created and not yet removed by the driver."""
         notes = os.fsdecode(os.pread(self._paths, os.fstat(self._paths).st_size, 0)).split("\0")[:-1]
         there: dict[str, None] = {}
         for note in notes:
@@ -107,43 +108,44 @@ class Channel:
 
 
 _own: Channel | None = None
-"""This process's, where it is a driver."""
+"""Channel of this process, a driver; None in any other process."""
 _running: Counter[str] = Counter()
-"""Calls of environments that are under way in this process, by environment."""
+"""Running environment calls of this process, by environment."""
 _running_lock = threading.Lock()
 
 
 def join(channel: Channel) -> None:
-    """Makes it this process's."""
+    """Sets the channel of this process."""
     global _own
     _own = channel
 
 
 def asked() -> Asked:
-    """What this process is asked by now."""
+    """Returns the supervisor's current request to this process."""
     return Asked.NOTHING if _own is None else _own.asked
 
 
 def signalled() -> str:
-    """The signal for which this process is `asked`; nothing where it is not."""
+    """Returns the name of the signal behind the request `asked`; "" without a request."""
     return "" if _own is None else _own.signal
 
 
 def finish(code: int) -> None:
-    """Says that this process has finished, and with which exit code: that alone ends a command as done."""
+    """Reports that this process has finished with this exit code; without this report the supervisor treats the end as
+    a fault."""
     if _own is not None:
         _own.finish(code)
 
 
 def at_step(number: int) -> None:
-    """Says which step this process is in, for the line that tells of its end."""
+    """Reports the current step of this process, for the message about a crash."""
     if _own is not None:
         _own.at_step(number)
 
 
 @contextmanager
 def playing(environment: str) -> Iterator[None]:
-    """Says that this process runs code of an environment, inside the block."""
+    """Reports that this process runs code of an environment inside the block."""
     _count(environment, 1)
     try:
         yield
@@ -163,7 +165,7 @@ def _count(environment: str, change: int) -> None:
 
 @contextmanager
 def heeding() -> Iterator[None]:
-    """Says that this process looks for what it is `asked`, inside the block."""
+    """Reports that this process polls for requests (`asked`) inside the block."""
     if _own is None:
         yield
         return
@@ -176,7 +178,7 @@ def heeding() -> Iterator[None]:
 
 @contextmanager
 def removed_at_the_end(path: Path) -> Iterator[None]:
-    """Should this process not live to see the end of the block, its supervisor removes the file or folder."""
+    """Makes the supervisor remove the file or folder if this process dies inside the block."""
     if _own is not None:
         _own.note("+", path)
     try:

@@ -1,7 +1,7 @@
-"""Whether a run computes on GPUs: what tells of them, and whether torch can use them.
+"""The choice between CPU and GPU: evidence of GPUs on a machine, and torch's ability to use GPUs.
 
-torch alone does not decide. One without CUDA, or under a driver that is too old for it, sees no GPU on a machine that
-is full of them, and a run for GPUs would start on its CPUs.
+torch alone does not decide. A torch built without CUDA, or under too old a driver, sees no GPU on a machine full of
+GPUs, and a GPU run would silently start on the CPUs.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from skyrl_mega.cluster.nvml import NoNvml, opened
 from skyrl_mega.config.errors import UserError
 
 LEAST_DRIVER = {11: 450, 12: 525, 13: 580}
-"""CUDA's major version → the first branch of drivers that runs it (docs.nvidia.com/deploy/cuda-compatibility)."""
+"""CUDA's major version -> oldest suitable driver branch (docs.nvidia.com/deploy/cuda-compatibility)."""
 ALLOWED = "; to compute on the CPU give cluster.device=cpu"
 REMEDY = "run it with the environment of `make cuda` or the image of docker/Dockerfile"
 
 
 @dataclass(frozen=True)
 class Sight:
-    """What torch says of this machine's GPUs."""
+    """torch's view of this machine's GPUs."""
 
     version: str
-    """torch's."""
+    """torch's version."""
     cuda: str | None
-    """The CUDA that it is built for; None is a build without."""
+    """CUDA version of the torch build; None for a build without CUDA."""
     sees: bool
-    """It can use one."""
+    """True if torch can use a GPU."""
     said: str = ""
-    """Its own reason where it cannot and has one."""
+    """torch's warning when no GPU is usable; may be empty."""
 
 
 @dataclass(frozen=True)
 class Signs:
-    """What else tells of GPUs of this machine."""
+    """Evidence of GPUs on this machine other than torch."""
 
     nvml: int = 0
-    """GPUs that NVML counts."""
+    """Number of GPUs according to NVML."""
     driver: str | None = None
     slurm: int = 0
-    """GPUs that Slurm has given to the job here."""
+    """Number of GPUs on this node assigned to the job by Slurm."""
 
     def __bool__(self) -> bool:
         return bool(self.nvml or self.slurm)
@@ -55,7 +55,7 @@ class Signs:
 
 
 def sight() -> Sight:
-    """Asks torch; starts no CUDA context."""
+    """Returns torch's view of this machine's GPUs without starting a CUDA context."""
     import torch
 
     with warnings.catch_warnings(record=True) as told:
@@ -66,7 +66,7 @@ def sight() -> Sight:
 
 
 def signs(env: Mapping[str, str] = os.environ, nvml: Any = None) -> Signs:
-    """Asks NVML and Slurm's variables."""
+    """Returns the evidence of GPUs from NVML and Slurm's variables."""
     given = env.get("SLURM_GPUS_ON_NODE", "")
     slurm = int(given) if given.isdigit() else 0
     try:
@@ -77,18 +77,18 @@ def signs(env: Mapping[str, str] = os.environ, nvml: Any = None) -> Signs:
 
 
 def least_driver(cuda: str | None) -> int | None:
-    """The first branch of drivers that runs this CUDA; None where that is not known."""
+    """Returns the oldest driver branch for this CUDA version; None if unknown."""
     return LEAST_DRIVER.get(int(cuda.partition(".")[0])) if cuda else None
 
 
 def outdated(cuda: str | None, driver: str | None) -> bool:
-    """Whether a driver comes before the first that runs this CUDA."""
+    """Returns True if a driver is too old for this CUDA version."""
     least, branch = least_driver(cuda), (driver or "").partition(".")[0]
     return least is not None and branch.isdigit() and int(branch) < least
 
 
 def blindness(torch: Sight, driver: str | None, env: Mapping[str, str] = os.environ) -> str:
-    """Why torch sees none of the GPUs that are there."""
+    """Returns the reason why torch sees none of this machine's GPUs."""
     if torch.cuda is None:
         return f"torch {torch.version} is built without CUDA; {REMEDY}"
     if outdated(torch.cuda, driver):
@@ -100,20 +100,19 @@ def blindness(torch: Sight, driver: str | None, env: Mapping[str, str] = os.envi
 
 
 def choose(wanted: str, cluster_gpus: Callable[[], float], *, torch: Sight, here: Signs, joined: bool) -> str:
-    """`cpu` or `cuda`.
+    """Returns the device type of the run, `cpu` or `cuda`.
 
-    The driver of a Ray cluster that is joined may stand on a node without a GPU, or with one that only drives a
-    display. So the cluster's GPUs decide there, and not the driver's; `cuda` is taken at its word, and every actor
-    refuses to compute on anything else.
+    If the run joins a Ray cluster, the driver may be on a node without a GPU, or with only a display GPU. The GPUs of
+    the cluster decide then. With `cuda` nothing is checked here; every actor later refuses to compute on anything else.
 
     Args:
-        wanted: `cluster.device`.
-        cluster_gpus: Asks a Ray cluster that is joined how many GPUs it has.
+        wanted: Value of `cluster.device`.
+        cluster_gpus: Returns the number of GPUs of the joined Ray cluster.
         torch, here: See `sight` and `signs`.
-        joined: There is such a cluster.
+        joined: True if the run joins a Ray cluster.
 
     Raises:
-        UserError: There are GPUs that torch cannot use; or `cuda` is wanted and there are none.
+        UserError: torch cannot use the existing GPUs; or `cuda` is set and there are none.
     """
     if wanted == "cpu":
         return "cpu"
@@ -129,7 +128,7 @@ def choose(wanted: str, cluster_gpus: Callable[[], float], *, torch: Sight, here
 
 
 def _of_the_cluster(gpus: float, torch: Sight, here: Signs) -> str:
-    """What `auto` means with a cluster that is joined."""
+    """Resolves `auto` for a joined Ray cluster."""
     if not gpus and here:
         raise UserError(
             f"cluster.device = auto: here are {here}, but the Ray cluster has none; start Ray with its nodes' GPUs "

@@ -1,4 +1,4 @@
-"""The start of a long command: a supervisor stays behind, and the driver goes on (`supervisor`)."""
+"""Start of a long command: the process forks a driver and stays behind as supervisor (see `supervisor`)."""
 
 from __future__ import annotations
 
@@ -17,16 +17,17 @@ OPEN_FILES = 65536
 
 
 def start(goes_on: str, cleared: Callable[[], None] = lambda: None) -> None:
-    """Returns in a new process, the driver; the present one becomes its supervisor, and exits when it has ended.
+    """Returns in a new process, the driver. The current process becomes the supervisor and exits after the driver.
 
-    To be called before anything heavy is imported, and before there are threads.
+    Must be called before heavy imports and before any thread starts.
 
     Args:
-        goes_on: What a person is told when a signal has ended it.
+        goes_on: Message for the user after the command was ended by a signal.
         cleared: Called by the supervisor at the end, when no process of the driver is left.
     """
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # a parent may have left it ignored: then nobody would tell of an end
-    # First of all: from here on no signal is lost. SIGTTOU would come where the supervisor changes the foreground.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the parent may have set SIG_IGN, which would hide the driver's end
+    # Block signals before anything else, so that none is lost. The supervisor gets SIGTTOU when it changes the
+    # foreground.
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, {*_TAKEN, signal.SIGTTOU})
     from skyrl_mega.cluster import channel, reaper, user
 
@@ -41,11 +42,11 @@ def start(goes_on: str, cleared: Callable[[], None] = lambda: None) -> None:
         os._exit(Supervisor(driver, shared, _TAKEN - ignored, goes_on, cleared, others).run())
     os.setpgid(0, 0)
     _prctl(_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != supervisor:  # it was killed meanwhile
+    if os.getppid() != supervisor:  # the supervisor was killed in the meantime
         os._exit(1)
 
     def pass_on(number: int, _: object) -> None:
-        """Ctrl-C where the driver has the foreground, as in a debugger."""
+        """Passes Ctrl-C to the supervisor while the driver is in the foreground, as in a debugger."""
         os.kill(supervisor, number)
 
     signal.signal(signal.SIGINT, pass_on)
@@ -53,7 +54,7 @@ def start(goes_on: str, cleared: Callable[[], None] = lambda: None) -> None:
         signal.SIGTERM,
         signal.SIGQUIT,
         signal.SIGUSR1,
-    ):  # some sites' Slurm sends them to every process of a job
+    ):  # some Slurm sites signal every process of a job
         signal.signal(number, _nothing)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _raise_open_files()
@@ -61,9 +62,9 @@ def start(goes_on: str, cleared: Callable[[], None] = lambda: None) -> None:
 
 
 def run(command: Callable[[], int]) -> NoReturn:
-    """Runs a command, says to the supervisor with which exit code it has finished, and exits with it.
+    """Runs a command, reports the exit code to the supervisor, and exits with this code.
 
-    A process that ends in any other way has not finished, whatever its exit status is.
+    A process with any other end counts as unfinished, regardless of the exit status.
     """
     code = 1
     try:
@@ -76,7 +77,10 @@ def run(command: Callable[[], int]) -> NoReturn:
 
 
 def _raise_open_files() -> None:
-    """Sessions of a step hold some files each, all at once; the usual limit is 1,024, though more is allowed."""
+    """Raises the limit of open files up to `OPEN_FILES`: the concurrent sessions of a step each hold some files.
+
+    The usual soft limit is 1,024, although the hard limit is higher.
+    """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -84,7 +88,7 @@ def _raise_open_files() -> None:
 
 
 def _nothing(number: int, _: object) -> None:
-    """The supervisor has it too. Not SIG_IGN, which children would inherit."""
+    """Ignores a signal also received by the supervisor. SIG_IGN would be inherited by child processes."""
 
 
 def _prctl(option: int, value: int) -> None:

@@ -1,22 +1,22 @@
-"""Faults of a running cluster, each with the root cause in one line."""
+"""Errors of a running cluster, each with the root cause in one line."""
 
 from __future__ import annotations
 
 
 class ClusterError(RuntimeError):
-    """Ray could not be started, reached, or has too little."""
+    """Ray could not be started or reached, or lacks resources."""
 
 
 class NodesMissing(ClusterError):
-    """Nodes were waited for and did not come."""
+    """Expected nodes did not join the cluster in time."""
 
 
 class NodeLost(ClusterError):
-    """A fault of a session in which a node of the Ray cluster has gone; the message has both."""
+    """A session failed and a node of the Ray cluster is gone; the message names both."""
 
 
 class ActorFailed(RuntimeError):
-    """An actor died or raised. Names the actor, its rank, the call and the cause."""
+    """An actor died or raised an error. Names the actor, the rank, the call and the cause."""
 
     def __init__(self, actor: str, rank: int, method: str, cause: str, others: int = 0) -> None:
         self.actor, self.rank, self.method, self.cause = actor, rank, method, cause
@@ -25,11 +25,11 @@ class ActorFailed(RuntimeError):
 
 
 class NodeGone(ActorFailed):
-    """The node that an actor was to be started on is not there any more."""
+    """The intended node of an actor no longer exists."""
 
 
 class ActorTimeout(ActorFailed):
-    """Actors did not answer in time. `silent` names all of them; actor and rank are the first one's."""
+    """Actors did not answer in time. `silent` names all, `actor` and `rank` name the first."""
 
     def __init__(self, silent: list[tuple[str, int]], method: str, seconds: float) -> None:
         names = ", ".join(actor for actor, _ in silent[:8]) + (" …" if len(silent) > 8 else "")

@@ -1,10 +1,12 @@
-"""Actors that may fail and come back: which of them may be asked, and how one that failed is started again.
+"""A fleet of restartable actors: the state of each rank, and restarts after failures.
 
-An actor is SERVING while it runs and is up to date. One that fails is ended, is STARTING again in the background, and
-then STALE until somebody has brought it up to date. Nobody asks an actor that is not serving.
+An actor is SERVING while it runs and is up to date. After a failure the actor's processes are ended and a replacement
+is STARTING in the background. The replacement is STALE until the next weight sync. Only SERVING actors receive
+requests.
 
-Parts of all of them may be put to sleep, so that others have the memory of their devices (`config.residency`). Nobody
-is asked meanwhile, and one that failed starts when all parts are awake again: it needs all of its memory for that.
+Parts of all actors can be put to sleep to free device memory for other processes (`config.residency`). A fleet with
+sleeping parts accepts no requests. After a failure during this time, the restart waits until all parts are awake again,
+because an actor needs all of its memory to start.
 """
 
 from __future__ import annotations
@@ -25,28 +27,28 @@ WEIGHTS, _ = ENGINE
 
 
 class State(Enum):
-    """What an actor can be asked for."""
+    """Life-cycle state of an actor."""
 
     STARTING = "starting"
     STALE = "stale"
-    """It runs; what it computes with is old, or nothing, or half of an update."""
+    """The actor runs, but the weights are old, missing or half updated."""
     SERVING = "serving"
 
 
 class NobodyServes(ActorFailed):
-    """No actor of the fleet is serving; names the one that failed last, and why."""
+    """No actor of the fleet is serving. Names the most recently failed actor and the cause."""
 
 
 class Fleet:
-    """Actors that do the same work, by rank. All of them have been started when it is made.
+    """Interchangeable actors, by rank. All of them must be running when the fleet is created.
 
     Args:
-        group: Actors with `start(facts)`, which returns when one is ready to be brought up to date, and `sleep(parts)`
-            and `wake(parts)`, as of `engines.base.Engine`.
-        restarts: How many may be started again, all in all.
-        start_timeout_s: Seconds until one is up again.
-        say: Tells a person what happens.
-        facts: By rank, what `start` returned; the one that comes into an actor's place is given it.
+        group: Actors with the methods `start(facts)` (returns when the actor is ready for a weight sync),
+            `sleep(parts)` and `wake(parts)` of `engines.base.Engine`.
+        restarts: Restart budget of the whole fleet.
+        start_timeout_s: Seconds until a restarted actor is up.
+        say: Prints a message for the user.
+        facts: Return values of `start`, by rank; each is passed on to the `start` of the replacement actor.
     """
 
     def __init__(
@@ -61,43 +63,51 @@ class Fleet:
         self.group, self.restarts, self.start_timeout_s, self.say = group, restarts, start_timeout_s, say
         self.facts: list[Any] = [None] * len(group) if facts is None else list(facts)
         self.make_room: Callable[[int], AbstractContextManager[None]] = lambda rank: nullcontext()
-        """Entered with the rank of an actor that is about to be started again: what else is on its devices gives its
-        memory back. Left when the actor is up, and has put to sleep what sleeps of the others; then it may take it."""
+        """Entered with the rank of an actor before its restart: frees the memory that other processes use on its
+        devices.
+
+        Left when the actor is up and has put the fleet's sleeping parts to sleep. The other processes may then take the
+        memory back.
+        """
         self.asleep: frozenset[str] = frozenset()
-        """Parts that none of them has on its device."""
+        """Parts that no actor currently holds on its device."""
         self.states = [State.STALE] * len(group)
         self._starting: dict[int, Future[None]] = {}
         self._threads = ThreadPoolExecutor(len(group), thread_name_prefix="restart")
         self._last: ActorFailed | None = None
         self._lock = threading.RLock()
-        """Those who generate and those who sync may find at the same time that one has failed."""
+        """Guards `states` and restarts: generation and weight sync may detect the same failure at the same time."""
         self._ending: dict[int, Future[None]] = {}
-        """Those of which the next one's start has not begun: their memory is given back."""
+        """Rank -> replacement of the failed actor's processes, which frees its memory, until the new actor's `start` is
+        submitted."""
 
     @property
     def serving(self) -> list[int]:
-        """Ranks that may be asked."""
+        """Ranks ready for requests; empty while parts are asleep."""
         return [] if self.asleep else [rank for rank, state in enumerate(self.states) if state is State.SERVING]
 
     @property
     def up(self) -> list[int]:
-        """Ranks that run, asleep or up to date or not."""
+        """Running ranks: serving, stale or asleep."""
         return [rank for rank, state in enumerate(self.states) if state is not State.STARTING]
 
     def present(self) -> list[int]:
-        """Ranks that are up, up to date or not. Waits only where there is none: then those that fail to be there are
-        started whatever is asleep, as room is made for them.
+        """Returns the running ranks, stale ranks included. Without any, starts the failed actors and waits for the
+        first.
+
+        While parts are asleep, GPU memory is freed first (`make_room`) and all of these restarts are awaited.
 
         Raises:
-            ActorFailed: None comes back; the root cause.
-            NodeGone: One cannot come back, as its node is gone.
+            ActorFailed: No actor could be restarted; names the root cause.
+            NodeGone: An actor cannot be restarted because the node is gone.
         """
         while True:
             self._take_in()
             if up := self.up:
                 return up
             self._begin()
-            # Nobody may start any more once those for whom room was made have come.
+            # While asleep, other processes take their memory back after `make_room`: no start may still be running
+            # then.
             wait([*self._starting.values()], return_when="ALL_COMPLETED" if self.asleep else "FIRST_COMPLETED")
 
     def _take_in(self) -> None:
@@ -109,8 +119,8 @@ class Fleet:
     def _arrive(self, rank: int, starting: Future[None]) -> None:
         error = starting.exception()
         if error is not None and (isinstance(error, NodeGone) or not _own(error, self.group.name)):
-            # It cannot be started again where it was, and the run finds new places; or others failed. It is not up,
-            # and whoever looks again is told again.
+            # Either the node is gone and the run must choose new nodes, or another group failed. The rank stays
+            # STARTING, so each later call raises the same error.
             raise error
         del self._starting[rank]
         self.states[rank] = State.STALE
@@ -120,7 +130,7 @@ class Fleet:
             self.retire(rank, str(error))
 
     def serve(self, ranks: Collection[int]) -> None:
-        """These are up to date, but for those that have failed since; others that were are not, from now on."""
+        """Marks these ranks as serving (except ranks failed in the meantime) and all other running ranks as stale."""
         with self._lock:
             for rank, state in enumerate(self.states):
                 if rank in ranks and state is not State.STARTING:
@@ -129,10 +139,10 @@ class Fleet:
                     self.states[rank] = State.STALE
 
     def retire(self, rank: int, cause: str) -> None:
-        """Takes an actor out of service, ends its processes and starts it again in the background.
+        """Takes an actor out of service, ends the processes and starts a replacement in the background.
 
         Raises:
-            ActorFailed: `restarts` have been used up.
+            ActorFailed: The restart budget is used up.
         """
         with self._lock:
             self._retire(rank, cause)
@@ -152,30 +162,32 @@ class Fleet:
             self._begin()
 
     def _begin(self) -> None:
-        """Those that have ended are started, in the background."""
+        """Submits the restart of every ended actor to the background threads."""
         with self._lock:
             for rank, ended in self._ending.items():
                 self._starting[rank] = self._threads.submit(self._start, rank, ended)
             self._ending = {}
 
     def _start(self, rank: int, ended: Future[None]) -> None:
-        ended.result()  # each is bounded by `start_timeout_s`
+        ended.result()  # returns within `start_timeout_s`
         with self.make_room(rank):
             try:
                 gather([self.group.submit(rank, "start", self.facts[rank])], self.start_timeout_s)
                 if self.asleep:
                     gather([self.group.submit(rank, "sleep", sorted(self.asleep))], self.start_timeout_s)
             except BaseException:
-                end_processes(self.group.where[rank])  # what it has taken so far is what others need
+                end_processes(self.group.where[rank])  # other processes need the memory that it has already allocated
                 raise
 
     def sleep(self, parts: Collection[str]) -> None:
-        """Puts parts of all to sleep; one that fails is retired. Waits for those that are being started, as they take
-        memory. Without its weights none is up to date any more.
+        """Puts parts of all actors to sleep and retires actors on failure.
+
+        Waits for running restarts first, because a restart allocates memory. If the weights go to sleep, every actor
+        becomes stale.
 
         Raises:
-            ActorFailed: `restarts` have been used up.
-            NodeGone: One cannot come back, as its node is gone.
+            ActorFailed: The restart budget is used up.
+            NodeGone: An actor cannot be restarted because the node is gone.
         """
         wait(self._starting.values())
         self.asleep |= set(parts)
@@ -185,10 +197,11 @@ class Fleet:
         self._settle(self.up, "sleep", self.start_timeout_s, sorted(parts))
 
     def wake(self, parts: Collection[str]) -> None:
-        """Wakes parts of all; one that fails is retired. Once all parts are awake, those start that failed since.
+        """Wakes parts of all actors and retires actors on failure. When all parts are awake, starts the postponed
+        restarts.
 
         Raises:
-            ActorFailed: `restarts` have been used up.
+            ActorFailed: The restart budget is used up.
         """
         self._settle(self.up, "wake", self.start_timeout_s, sorted(parts))
         self.asleep -= set(parts)
@@ -196,7 +209,7 @@ class Fleet:
             self._begin()
 
     def _settle(self, ranks: Collection[int], method: str, timeout: float, *args: Any) -> None:
-        """Calls these; one that fails or does not answer is retired."""
+        """Calls a method of these ranks; retires each rank on failure or time-out."""
         outcomes = settle(self.submit(ranks, method, *args), timeout, after_failure=timeout)
         for call, error in outcomes.failures:
             self.retire(call.rank, f"{method}: {describe(error)}")
@@ -204,21 +217,21 @@ class Fleet:
             self.retire(call.rank, f"{method}: no answer within {timeout:g} s")
 
     def submit(self, ranks: Collection[int], method: str, *args: Any) -> list[Call]:
-        """Starts one call at each of these."""
+        """Starts a call at each of these ranks."""
         return [self.group.submit(rank, method, *args) for rank in ranks]
 
     def ask(self, method: str, timeout: float) -> None:
-        """Calls all that serve; one that fails or does not answer is retired.
+        """Calls a method of all serving actors; retires actors on failure or time-out.
 
         Raises:
-            NobodyServes: None is left.
-            ActorFailed: `restarts` have been used up.
+            NobodyServes: No serving actor is left.
+            ActorFailed: The restart budget is used up.
         """
         self._settle(self.serving, method, timeout)
         self.check()
 
     def check(self) -> None:
-        """Raises NobodyServes where that is so."""
+        """Raises NobodyServes if no actor is serving."""
         if self.asleep:
             cause = f"asleep: {', '.join(sorted(self.asleep))}; `wake` comes before a request"
             raise NobodyServes(self.group.name, 0, "service", cause)
@@ -227,11 +240,11 @@ class Fleet:
             raise NobodyServes(last.actor, last.rank, last.method, last.cause)
 
     def close(self) -> None:
-        """Starts nothing more. The actors are the group's to end."""
+        """Stops all restarts. The group ends the actors."""
         self.restarts = 0
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
 def _own(error: BaseException, name: str) -> bool:
-    """Whether an actor of the fleet failed, and nobody who was to make room for it."""
+    """Returns True if the failed actor belongs to the fleet, False if freeing memory for the restart failed."""
     return isinstance(error, ActorFailed) and error.actor.rpartition("-")[0] == name

@@ -1,4 +1,4 @@
-"""Groups of actors: every call bounded, the root cause of a failure named, nothing left behind."""
+"""Groups of Ray actors: calls with a time limit, failures with a root cause, and no processes left behind."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from skyrl_mega.cluster.placement import Placement, Slot, by_gpu
 from skyrl_mega.config.errors import UserError
 
 SETTLE_S = 2.0
-"""After a first failure: how long others are listened to. A dead actor's peers complain before Ray has noticed the
-death."""
+"""Seconds to keep collecting errors after the first: peers of a dead actor complain before Ray reports the death."""
 END_S = 10.0
-"""How long the processes of killed actors may take to be gone."""
+"""Seconds until the processes of killed actors must be gone."""
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call under way at one actor."""
+    """A pending call to an actor."""
 
     actor: str
     rank: int
@@ -38,7 +37,7 @@ class Call:
 
 
 class ActorGroup:
-    """Actors of one class, by rank."""
+    """Actors of a single class, by rank."""
 
     def __init__(self, name: str, actors: list[Any], placement: Placement | None = None) -> None:
         self.name, self.actors, self.placement = name, actors, placement
@@ -48,7 +47,7 @@ class ActorGroup:
         self._places: list[tuple[ActorPlace, dict[str, Any]]] = []
         self._ended = False
         self._down: set[int] = set()
-        """Whose processes have been ended: another program may have their numbers by now."""
+        """Ranks whose processes have been ended; another program may reuse the process ids."""
         self._lock = threading.Lock()
 
     @classmethod
@@ -63,22 +62,22 @@ class ActorGroup:
         env: dict[str, str] | None = None,
         logs: Path | None = None,
     ) -> ActorGroup:
-        """Starts one actor per entry of `arguments` and waits until all of them are up.
+        """Starts an actor per entry of `arguments` and waits until all are up.
 
         Args:
-            name: Names the group in errors, and its log files `<logs>/<name>-<rank>.log`.
-            actor_class: A plain class; methods that are `async def` make its actors concurrent.
-            arguments: Keyword arguments of each rank's constructor.
-            timeout: Seconds until the last constructor has returned.
-            placement: Reserved slots; the group releases them at its end. Ranks take them in order, and where Ray has
-                dealt out GPUs in the order of `placement.by_gpu`. None leaves the choice to Ray.
-            env: Environment variables of every actor's process.
-            logs: Folder of the log files; None keeps Ray's own.
+            name: Name of the group in errors and log files: `<logs>/<name>-<rank>.log`.
+            actor_class: A plain class; `async def` methods make the actors concurrent.
+            arguments: Keyword arguments of the constructor, by rank.
+            timeout: Seconds until the last constructor must return.
+            placement: Reserved slots, released when the group ends. Ranks take the slots in order, or in the order of
+                `placement.by_gpu` if Ray assigned GPUs. None leaves the choice to Ray.
+            env: Environment variables of every actor process.
+            logs: Folder of the log files; None keeps Ray's log files.
 
         Raises:
             UserError: A constructor raised it.
-            ActorFailed: A constructor raised something else, or its process died.
-            ActorTimeout: Not all were up in time.
+            ActorFailed: A constructor raised another error, or a process died.
+            ActorTimeout: Some actors were not up in time.
         """
         import ray
 
@@ -108,7 +107,7 @@ class ActorGroup:
 
     @property
     def seating(self) -> str:
-        """For people: which ranks sit on which node, `10.0.0.1: 0-7, 10.0.0.2: 8-15`."""
+        """Text for the user: the ranks on each node, such as `10.0.0.1: 0-7, 10.0.0.2: 8-15`."""
         runs: list[tuple[str, int, int]] = []
         for rank, where in enumerate(self.where):
             if runs and runs[-1][0] == where.address:
@@ -118,40 +117,40 @@ class ActorGroup:
         return ", ".join(f"{node}: {first}" + (f"-{last}" if last > first else "") for node, first, last in runs)
 
     def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Call:
-        """Starts one call; `gather` waits for it."""
+        """Starts a call without waiting; `gather` waits for the answer."""
         ref = getattr(self.actors[rank], method).remote(*args, **kwargs)
         return Call(f"{self.name}-{rank}", rank, method, ref, self.logs[rank])
 
     def submit_all(self, method: str, *args: Any, per_rank: Sequence[tuple[Any, ...]] | None = None) -> list[Call]:
-        """Starts one call at every actor, with the same arguments or with `per_rank[rank]`."""
+        """Starts a call at every actor, with the same arguments or with `per_rank[rank]`."""
         return [self.submit(rank, method, *(args if per_rank is None else per_rank[rank])) for rank in range(len(self))]
 
     def call_all(
         self, method: str, *args: Any, per_rank: Sequence[tuple[Any, ...]] | None = None, timeout: float
     ) -> list[Any]:
-        """Calls every actor and returns their answers by rank. On a failure the whole group is ended first.
+        """Calls every actor and returns the answers by rank. On a failure the whole group is ended first.
 
         Raises:
             UserError: An actor raised it.
-            ActorFailed: An actor died or raised something else; the root cause.
-            ActorTimeout: Some did not answer within `timeout` seconds.
+            ActorFailed: An actor died or raised another error; names the root cause.
+            ActorTimeout: Some actors did not answer within `timeout` seconds.
         """
         return self._bounded(self.submit_all(method, *args, per_rank=per_rank), timeout)
 
     def call_one(self, rank: int, method: str, *args: Any, timeout: float, **kwargs: Any) -> Any:
-        """Calls one actor; errors as `call_all`."""
+        """Calls an actor and returns the answer. Raises the same errors as `call_all`."""
         return self._bounded([self.submit(rank, method, *args, **kwargs)], timeout)[0]
 
     def _bounded(self, calls: list[Call], timeout: float) -> list[Any]:
         try:
             return gather(calls, timeout)
         except BaseException:
-            # The others may be waiting in a collective for the one that failed.
+            # Other actors may be waiting in a collective for the failed actor.
             self.shutdown()
             raise
 
     def end(self, rank: int) -> None:
-        """Ends one actor with its child processes. It need not answer."""
+        """Kills an actor and all child processes; the actor need not respond."""
         import ray
 
         ray.kill(self.actors[rank], no_restart=True)
@@ -160,12 +159,12 @@ class ActorGroup:
             self._down.add(rank)
 
     def replace(self, rank: int, timeout: float) -> None:
-        """Ends one actor with its child processes and starts another in its place, with the same arguments.
+        """Kills an actor with all child processes and starts a replacement with the same arguments.
 
-        The old one need not answer: it may be dead, or stopped. Its log goes on in the same file.
+        The old actor may be dead or stopped. The replacement appends to the same log file.
 
         Raises:
-            UserError, ActorFailed, ActorTimeout: The new one did not come up; as `spawn`.
+            UserError, ActorFailed, ActorTimeout: The replacement did not come up; see `spawn`.
         """
         assert self._start is not None
         self.end(rank)
@@ -179,7 +178,8 @@ class ActorGroup:
         gather([self.submit(rank, "construct", *self._places[rank])], max(0.0, until - time.monotonic()))
 
     def shutdown(self) -> None:
-        """Ends this group's actors and their child processes, and no others. Returns when they are gone."""
+        """Kills the actors of this group and all child processes. Returns when the processes of this machine
+        are gone."""
         import ray
 
         with self._lock:
@@ -195,15 +195,14 @@ class ActorGroup:
 
 
 def end_processes(where: Location) -> None:
-    """Ends an actor's process and its children, stopped ones too, on whatever node they are. Returns when all are
-    gone."""
+    """Kills an actor's process and child processes, stopped processes too, on any node. Returns when all are gone."""
     import ray
 
     if where.machine == machine():
         _end_group(where.pid)
         return
     there = ray.remote(num_cpus=0, resources={f"node:{where.address}": 0.001})(_end_group)
-    with contextlib.suppress(ray.exceptions.RayError):  # a node that is gone has no processes
+    with contextlib.suppress(ray.exceptions.RayError):  # a lost node runs no processes
         ray.get(there.remote(where.pid), timeout=2 * END_S)
 
 
@@ -214,7 +213,7 @@ def _end_group(pid: int) -> None:
 
 
 def _wait_gone(groups: list[int], seconds: float) -> None:
-    """Waits until process groups are empty; kills what is left after so many seconds."""
+    """Waits until process groups are empty; after `seconds`, kills the remaining processes."""
     deadline = time.monotonic() + seconds
     while (left := [pid for pid in groups if reaper.members(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
@@ -225,18 +224,18 @@ def _wait_gone(groups: list[int], seconds: float) -> None:
 
 @dataclass(frozen=True)
 class Outcomes:
-    """What became of calls."""
+    """Answers, failures and missing answers of a set of calls."""
 
     timeout: float
-    """Seconds that they were given."""
+    """Time limit of the calls in seconds."""
     answers: dict[Call, Any]
     failures: list[tuple[Call, BaseException]]
-    """In the order in which they came in."""
+    """Failed calls and errors, in order of arrival."""
     silent: list[Call]
-    """Calls that were not answered in time."""
+    """Calls without an answer at the deadline."""
 
     def raise_first(self) -> NoReturn:
-        """Raises the root cause: an actor that died goes before those that raised, and those by time."""
+        """Raises the root cause: the first actor death, else the first error, else ActorTimeout."""
         import ray
 
         if not self.failures:
@@ -255,12 +254,12 @@ class Outcomes:
 def settle(
     calls: Sequence[Call], timeout: float, after_failure: float, failed: Callable[[BaseException], None] | None = None
 ) -> Outcomes:
-    """Waits for calls, of one group or of several, whatever becomes of them.
+    """Waits for calls to any number of groups and collects answers and failures instead of raising.
 
     Args:
-        timeout: Seconds at most.
-        after_failure: Once one has failed the others are listened to for so many seconds at most.
-        failed: Called at the first failure, to tell those who wait for the one that failed.
+        timeout: Time limit in seconds.
+        after_failure: Seconds to keep waiting for the other calls after the first failure.
+        failed: Called with the first failure, to notify waiting peers of the failed actor.
     """
     import ray
 
@@ -284,12 +283,12 @@ def settle(
 
 
 def gather(calls: Sequence[Call], timeout: float) -> list[Any]:
-    """Waits for calls, of one group or of several, and returns their answers in order.
+    """Waits for calls to any number of groups and returns the answers in order.
 
     Raises:
         UserError: An actor raised it.
-        ActorFailed: The root cause: an actor that died goes before those that raised, and those by time.
-        ActorTimeout: Some did not answer within `timeout` seconds.
+        ActorFailed: The root cause: the first actor death, or without any death the first error.
+        ActorTimeout: Some actors did not answer within `timeout` seconds.
     """
     outcomes = settle(calls, timeout, SETTLE_S)
     if outcomes.failures or outcomes.silent:
@@ -298,7 +297,7 @@ def gather(calls: Sequence[Call], timeout: float) -> list[Any]:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """What was raised in the actor, where Ray brings it along; else Ray's own error."""
+    """Returns the exception raised inside the actor, or Ray's own error if Ray does not transport the exception."""
     import ray
 
     cause = error.cause if isinstance(error, ray.exceptions.RayTaskError) else None
@@ -306,7 +305,7 @@ def cause_of(error: BaseException) -> BaseException:
 
 
 def describe(error: BaseException) -> str:
-    """One line of what happened, without Ray's frame around it."""
+    """Returns a single-line description of an error, without Ray's wrapper text."""
     import ray
 
     if isinstance(error, ray.exceptions.RayTaskError):
@@ -315,7 +314,7 @@ def describe(error: BaseException) -> str:
     if isinstance(error, ray.exceptions.ActorUnschedulableError):
         return "its node died"
     if isinstance(error, ray.exceptions.RayActorError):
-        if "node has died" in str(error):  # Ray has no class for it
+        if "node has died" in str(error):  # Ray has no exception class for this
             return "its node died"
         return "its process died (killed, out of memory, or crashed)"
     return f"{type(error).__name__}: {_line(str(error))}"

@@ -1,4 +1,4 @@
-"""What a process's log says of its end, where the error that reached us only points there."""
+"""Root causes from log files, for errors that only point to a log."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import re
 from pathlib import Path
 
 POINTS = "root cause"
-"""vLLM's errors about its own processes say that the cause stands elsewhere, and nothing else."""
+"""Mark of an error without its cause: vLLM only points to a log when a process of its own fails."""
 LONGEST = 400
 TAIL = 1 << 20
-"""Bytes at a log's end that are looked at."""
+"""Bytes read from the end of a log."""
 ERROR = re.compile(r"(?:^|[\s\]])((?:\w+\.)*\w*(?:Error|Exception): .*)$")
 
 
 def with_cause(text: str, log: str | None) -> str:
-    """The text, or what the log says where the text only points to it.
+    """Returns the text, with a pointer to the log replaced by the error in the log.
 
     Args:
-        text: One line of what happened.
-        log: The log of the process that it happened in; None where it has none.
+        text: A single line about the failure.
+        log: Log file of the failed process; None if there is none.
     """
     if POINTS not in text or log is None:
         return text
@@ -27,12 +27,12 @@ def with_cause(text: str, log: str | None) -> str:
 
 
 def last_error(log: Path) -> str | None:
-    """The last line of a log that names an error and is no pointer to another; None without one."""
+    """Returns the last error line of a log, ignoring lines with `POINTS`; None without an error."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL))
             lines = file.read().decode(errors="replace").splitlines()
-    except OSError:  # another node's, on a disk of its own
+    except OSError:  # the log may be on the local disk of another node
         return None
     found = (match[1] for line in reversed(lines) if (match := ERROR.search(line)) and POINTS not in line)
     return next((text.strip()[:LONGEST] for text in found), None)

@@ -1,7 +1,8 @@
-"""Files and folders that live as long as a block, and not longer where the process is killed in it.
+"""Temporary files and folders, removed at the end of a block even if the process is killed inside the block.
 
-They are removed by this process, or by its supervisor (`channel`), or, where both were killed, by the next process that
-makes one of the same kind in the same place: whose maker lives is locked (flock), and the kernel ends the lock with it.
+The removal is done by this process or else by the supervisor (`channel`). If both were killed, it is done by the next
+process with an entry of the same kind in the same place. A file lock (flock) marks entries in use; the kernel drops the
+lock when the owner dies.
 """
 
 from __future__ import annotations
@@ -22,41 +23,43 @@ from skyrl_mega.config.outside import writing
 
 @contextmanager
 def temporary_folder(where: Path, prefix: str, mode: int = 0o700) -> Iterator[Path]:
-    """A new folder in `where`, whose name is `prefix` and eight hexadecimal digits. It may be renamed."""
+    """Yields a new folder in `where`, named `prefix` plus eight hexadecimal digits. The caller may rename the
+    folder."""
     with _made(where, prefix, lambda path: path.mkdir(mode)) as folder:
         yield folder
 
 
 @contextmanager
 def partial_file(file: Path) -> Iterator[Path]:
-    """An empty, hidden neighbour of `file`, which may take its name; an OSError inside the block names `file`."""
+    """Yields an empty, hidden file next to `file`, to be renamed to `file`. An OSError inside the block names
+    `file`."""
     with _made(file.parent, f".{file.name}.", lambda path: path.touch(exist_ok=False)) as partial, writing(file):
         yield partial
 
 
 def sweep(where: Path, prefix: str) -> None:
-    """Removes what killed processes of this user have left of a kind."""
+    """Removes files and folders with this prefix left behind by killed processes of this user."""
     for path in where.glob(glob.escape(prefix) + "[0-9a-f]" * 8):
-        with suppress(OSError), _opened(path) as descriptor:  # it may be gone, another's, or at work
+        with suppress(OSError), _opened(path) as descriptor:  # gone, owned by another user, or in use
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove(path)
 
 
 def at_work(where: Path, prefix: str) -> bool:
-    """Returns True if a process is writing a file or a folder of a kind."""
+    """Returns True if a process is writing a file or a folder with this prefix."""
     for path in where.glob(glob.escape(prefix) + "[0-9a-f]" * 8):
         try:
             with _opened(path) as descriptor:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
-        except OSError:  # it is gone, another user's, or on a file system without locks
+        except OSError:  # gone, owned by another user, or on a file system without locks
             continue
     return False
 
 
 def remove(path: Path) -> None:
-    """Removes a file or a folder; one that is not there is no error, nor what cannot be removed of a folder."""
+    """Removes a file or a folder. A missing path is no error; a folder's undeletable entries are skipped."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:
@@ -77,22 +80,23 @@ def _made(where: Path, prefix: str, make: Callable[[Path], None]) -> Iterator[Pa
 
 
 def _claimed(path: Path, stack: ExitStack) -> bool:
-    """Locks what was just made for as long as the stack; False where somebody's sweep was quicker."""
+    """Locks a newly created path until the stack closes; returns False if another process removed or locked the path
+    first."""
     try:
         descriptor = stack.enter_context(_opened(path))
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, FileNotFoundError):
         return False
-    except OSError:  # a file system without locks: there nobody sweeps
+    except OSError:  # a file system without locks, where no process sweeps
         return True
     return path.exists()
 
 
 @contextmanager
 def _opened(path: Path) -> Iterator[int]:
-    """A descriptor of a file or folder of this user."""
+    """Yields a file descriptor of a file or folder owned by this user."""
     folder = stat.S_ISDIR(path.lstat().st_mode)
-    # A lock of NFS wants a file that is open for writing.
+    # NFS locks require a file that is open for writing.
     descriptor = os.open(path, (os.O_RDONLY | os.O_DIRECTORY if folder else os.O_RDWR) | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
         found = os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""The nodes of a Ray cluster: which can hold actors, and which of them answer."""
+"""The nodes of a Ray cluster: available, silent and lost nodes."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 ANSWER_S = 5.0
-"""How long a node may take to accept a connection."""
+"""Time limit in seconds for a connection to a node."""
 LOOK_S = 20.0
-"""How long it may take to see which nodes are gone."""
+"""Seconds until the check for lost nodes must be complete."""
 AT_ONCE = 512
-"""Nodes that are asked at the same time."""
+"""Number of nodes probed at the same time."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +24,19 @@ class Node:
     """A node that may hold actors."""
 
     id: str
-    """Ray's."""
+    """Ray's id of the node."""
     address: str
     gpus: int = 0
-    """That Ray has to give there."""
+    """Number of the node's GPUs managed by Ray."""
     port: int = 0
-    """Where Ray's own process of the node listens; 0 where nobody asks for it."""
+    """Port of Ray's own process on the node; 0 if not needed."""
 
 
 def worker_nodes() -> list[Node]:
-    """Nodes of the cluster that are alive, as far as Ray knows, and have a CPU to give, by address: a head that only
-    manages has none."""
+    """Returns the nodes listed by Ray as alive and with CPUs, sorted by address.
+
+    A head node without CPUs only manages the cluster and is left out.
+    """
     import ray
 
     return _workers(ray.nodes())
@@ -50,30 +52,30 @@ def _workers(listed: Sequence[Mapping[str, Any]]) -> list[Node]:
 
 
 def answering() -> list[Node]:
-    """The worker nodes that something can be placed on: one that has died is listed until Ray has noticed."""
+    """Returns the responding worker nodes; Ray's list may still contain dead nodes."""
     return look()[0]
 
 
 def nodes_without_gpus() -> list[Node]:
-    """The answering nodes without GPUs; all of them where each has some."""
+    """Returns the responding nodes without GPUs, or all responding nodes if every node offers GPUs."""
     nodes = answering()
     return [node for node in nodes if not node.gpus] or nodes
 
 
 def driver_node() -> Node:
-    """The node of this process."""
+    """Returns the node of this process."""
     import ray
 
     return Node(ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
 
 def by_address(address: str, node: str) -> tuple[list[int], str, str]:
-    """What nodes are sorted by: 10.0.0.9 comes before 10.0.0.10; nodes of one address have an order too."""
+    """Returns the sort key of a node: 10.0.0.9 comes before 10.0.0.10, and the id orders nodes with equal addresses."""
     return [int(part) for part in address.split(".") if part.isdigit()], address, node
 
 
 def silent(nodes: Sequence[Node]) -> list[Node]:
-    """Those of which Ray's own process accepts no connection: Ray itself notices a death only after a while."""
+    """Returns the nodes on which Ray's own process accepts no connection; Ray notices a death only after a while."""
     if not nodes:
         return []
     with ThreadPoolExecutor(min(len(nodes), AT_ONCE)) as threads:
@@ -82,22 +84,22 @@ def silent(nodes: Sequence[Node]) -> list[Node]:
 
 @dataclass(frozen=True)
 class Gone:
-    """Nodes that are not there."""
+    """Unavailable nodes."""
 
     silent: list[Node]
-    """Ray lists them, and they accept no connection."""
+    """Nodes listed as alive by Ray, but without a response."""
     given_up: list[Node]
-    """Ray has found them dead, or they have left, since the cluster began."""
+    """Dead or departed nodes since the cluster began, according to Ray."""
     managers: frozenset[str] = frozenset()
-    """Ids of nodes without a CPU to give, whose end concerns no actor; a node that is dead no longer says so."""
+    """Ids of live nodes without CPUs, on which no actor depends; Ray does not list a dead node's CPUs."""
 
     def since(self, before: Gone) -> Gone:
-        """Those that have fallen silent, or have been given up, since then; nodes that came in between too."""
+        """Returns the nodes lost after `before` was taken, including nodes that joined in between."""
         dead = [node for node in self.given_up if node.id not in before.managers]
         return Gone(_without(self.silent, before.silent), _without(dead, before.given_up), self.managers)
 
     def text(self) -> str:
-        """One line for people; empty where all are there."""
+        """Returns a line for the user; empty if no node is missing."""
         parts = (("no answer any more from", self.silent), ("Ray has given up", self.given_up))
         return "; ".join(f"{words} {', '.join(node.address for node in nodes)}" for words, nodes in parts if nodes)
 
@@ -108,7 +110,7 @@ def _without(nodes: Sequence[Node], others: Sequence[Node]) -> list[Node]:
 
 
 def look() -> tuple[list[Node], Gone]:
-    """The worker nodes that answer, and those that are not there, as Ray lists them at one time."""
+    """Returns the responding worker nodes and the unavailable nodes, from a single listing by Ray."""
     import ray
 
     listed = ray.nodes()
@@ -120,7 +122,7 @@ def look() -> tuple[list[Node], Gone]:
 
 
 def looked() -> tuple[list[Node], Gone] | None:
-    """As `look`; None where Ray itself fails, or does not answer within `LOOK_S`."""
+    """Returns the result of `look`, or None if Ray fails or does not answer within `LOOK_S`."""
     import ray
 
     found: list[tuple[list[Node], Gone]] = []
@@ -129,7 +131,7 @@ def looked() -> tuple[list[Node], Gone] | None:
         with suppress(RuntimeError, OSError, ray.exceptions.RayError):
             found.append(look())
 
-    with suppress(RuntimeError):  # no thread can be started
+    with suppress(RuntimeError):  # no thread could be started
         looking = threading.Thread(target=ask, daemon=True)
         looking.start()
         looking.join(LOOK_S)
@@ -137,13 +139,14 @@ def looked() -> tuple[list[Node], Gone] | None:
 
 
 def gone_since(before: Gone) -> Gone | None:
-    """As `Gone.since`, now; None where nobody can say: the fault that is looked into is what is told then."""
+    """Returns the nodes lost since `before`; None if unknown; callers then report the original fault alone."""
     now = looked()
     return None if now is None else now[1].since(before)
 
 
 def _answers(node: Node) -> bool:
-    """Whether it accepts a connection. What is wrong on this machine, as too many open files, says nothing of it."""
+    """Returns True unless the node refuses or ignores a connection. Local errors, such as too many open files, count as
+    True."""
     try:
         socket.create_connection((node.address, node.port), timeout=ANSWER_S).close()
     except (ConnectionError, TimeoutError):

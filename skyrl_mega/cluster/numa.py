@@ -1,7 +1,7 @@
-"""A process on the CPUs that are nearest to its GPUs.
+"""CPU affinity: each process runs on the CPUs nearest to its GPUs.
 
-A node of 8 GPUs has two sockets or more. A process that runs on the other socket than its GPU copies to it through the
-link between them, and so does whoever reads the memory that it was the first to touch: pinned buffers too.
+A node of 8 GPUs contains at least two sockets. A process on the wrong socket copies to its GPU through the link between
+the sockets. The same applies to every reader of memory first touched by this process, pinned buffers included.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from skyrl_mega.cluster.nvml import NoNvml, opened
 
 
 def visible(env: Mapping[str, str] = os.environ) -> list[str]:
-    """The devices of CUDA_VISIBLE_DEVICES, numbers or UUIDs; none where it is not set."""
+    """Returns the devices in CUDA_VISIBLE_DEVICES, as numbers or UUIDs; empty if the variable is not set."""
     return [device.strip() for device in env.get("CUDA_VISIBLE_DEVICES", "").split(",") if device.strip()]
 
 
 def near(devices: Sequence[str], nvml: Any = None) -> frozenset[int]:
-    """The CPUs nearest to any of these devices; empty where NVML does not tell.
+    """Returns the CPUs nearest to any of these devices; empty if NVML does not know.
 
     Args:
-        devices: As `visible` gives them.
+        devices: Devices as returned by `visible`.
         nvml: See `nvml.opened`.
     """
     words = -(-os.sysconf("SC_NPROCESSORS_CONF") // 64)
@@ -37,7 +37,7 @@ def near(devices: Sequence[str], nvml: Any = None) -> frozenset[int]:
                     else:
                         handle = library.nvmlDeviceGetHandleByUUID(device)
                     masks = library.nvmlDeviceGetCpuAffinity(handle, words)
-                except library.NVMLError:  # a virtual machine may know nothing of its host's sockets
+                except library.NVMLError:  # a virtual machine may not see the sockets of its host
                     return frozenset()
                 cpus |= {64 * word + bit for word, mask in enumerate(masks) for bit in range(64) if mask >> bit & 1}
     except NoNvml:
@@ -46,25 +46,25 @@ def near(devices: Sequence[str], nvml: Any = None) -> frozenset[int]:
 
 
 def bind(devices: Sequence[str], nvml: Any = None) -> frozenset[int]:
-    """Keeps this process, its threads and the children that it will have on the CPUs nearest to these devices.
+    """Binds this process, its threads and future children to the CPUs nearest to these devices.
 
-    Only CPUs that the process has already count, so what Slurm or a container gives it stays a limit.
+    Only CPUs already allowed for the process are used, so limits set by Slurm or a container still hold.
 
     Returns:
-        The CPUs; empty where nothing was changed: no devices, no NVML, or none of these CPUs is allowed.
+        The CPUs; empty if nothing was changed: no devices, no NVML, or none of these CPUs is allowed.
     """
     cpus = near(devices, nvml) & os.sched_getaffinity(0) if devices else frozenset()
     if cpus:
-        for thread in Path("/proc/self/task").iterdir():  # Ray's threads are there already
+        for thread in Path("/proc/self/task").iterdir():  # Ray has already started threads
             try:
                 os.sched_setaffinity(int(thread.name), cpus)
-            except ProcessLookupError:  # it has ended meanwhile
+            except ProcessLookupError:  # the thread has ended
                 continue
     return frozenset(cpus)
 
 
 def text(cpus: frozenset[int]) -> str:
-    """CPUs as the kernel writes them: `0-47,96-143`."""
+    """Returns CPUs in the kernel's notation: `0-47,96-143`."""
     runs: list[list[int]] = []
     for cpu in sorted(cpus):
         if runs and runs[-1][1] == cpu - 1:

@@ -1,4 +1,4 @@
-"""NVML, the library that tells of a machine's GPUs, for the length of a `with` block."""
+"""Access to NVML, NVIDIA's library for information about GPUs, for the duration of a `with` block."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 
 class NoNvml(Exception):
-    """NVML cannot be asked; says why."""
+    """NVML is not available; the message says why."""
 
 
 @contextlib.contextmanager
 def opened(nvml: Any = None) -> Iterator[Any]:
-    """nvidia-ml-py's module, started.
+    """Yields nvidia-ml-py's module, initialised.
 
     Args:
-        nvml: The module `pynvml`, or what stands for it in tests; None imports it.
+        nvml: The module `pynvml` or a substitute for tests; None imports the module.
 
     Raises:
-        NoNvml: It is not installed, or there is no driver.
+        NoNvml: The package is not installed, or there is no driver.
     """
     if nvml is None:
         try:

@@ -1,9 +1,10 @@
-"""Which process sits on which node and device: one order for the dry run, for Ray and for the weight sync's plan.
+"""Node and device of every process: a single order, shared by the dry run, Ray and the weight-sync plan.
 
-Policy ranks come first, then those of a reference of its own, then those of a critic, then engines. `place` says it
-from the settings alone; `actual` says it of processes that are up, in the same numbers where they sit as planned.
+Policy ranks come first, then the ranks of a separate reference, then critic ranks, then engines. `place` computes the
+placement from the settings alone. `actual` describes running processes, with the same numbers as far as the placement
+is as planned.
 
-A device is one integer, node · per_node + GPU. On CPUs every process is a device of its own.
+A device is an integer, node · per_node + GPU. On CPUs every process counts as a device.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 
 SHOWN = 4
-"""Processes named of those that are placed otherwise than planned."""
+"""Number of misplaced processes named in the message."""
 
 
 @dataclass(frozen=True)
@@ -30,32 +31,32 @@ class RunPlacement:
     """The device of every process of a run."""
 
     policy: tuple[int, ...]
-    """By rank."""
+    """Device of each policy rank."""
     reference: tuple[int, ...]
-    """By rank of a reference with a layout of its own."""
+    """Device of each rank of a reference with a layout of its own."""
     engines: tuple[int, ...]
-    """By worker: those of engine 0, of engine 1, …"""
+    """Device of each engine worker: the workers of engine 0, of engine 1, …"""
     per_node: int
-    """Devices of a node."""
+    """Devices per node."""
     critic: tuple[int, ...] = ()
-    """By rank."""
+    """Device of each critic rank."""
 
     def node(self, device: int) -> int:
-        """The node of a device."""
+        """Returns the node of a device."""
         return device // self.per_node
 
     @property
     def nodes(self) -> int:
-        """Nodes up to the last one that holds something."""
+        """Number of nodes up to the last used node."""
         return self.node(max((*self.policy, *self.reference, *self.critic, *self.engines))) + 1
 
 
 def place(config: Config) -> RunPlacement:
-    """Where the settings put every process.
+    """Returns the placement of every process according to the settings.
 
-    On GPUs a node takes as many consecutive ranks as it has GPUs, and what is left of them goes to the node with most
-    free GPUs; an engine that fits into a node never straddles two. On CPUs processes are spread over `cluster.nodes`,
-    tensor parallel groups and engines whole.
+    On GPUs consecutive ranks fill whole nodes, and the remaining ranks go to the node with the most free GPUs; an
+    engine spans two nodes only if it is larger than a node. On CPUs processes are spread over `cluster.nodes`; tensor
+    parallel groups and engines stay whole.
     """
     if config.cluster.device == "cpu":
         return _on_cpus(config, nodes_of_cpus(config, config.cluster.nodes))
@@ -71,25 +72,25 @@ def place(config: Config) -> RunPlacement:
 
 
 def check_nodes(config: Config, training: bool = True) -> None:
-    """On GPUs: every group finds a place on `cluster.nodes`, where `config.checks.check_gpus` finds enough GPUs.
+    """Checks the fit of every group of GPU processes on `cluster.nodes`; `config.checks.check_gpus` only counts GPUs.
 
-    What is left of several nodes may be GPUs enough for an engine, and none of the nodes has room for it.
+    The free GPUs of several nodes together may suffice for an engine, although no single node can hold the engine.
 
     Args:
-        training: Policy, reference and critic have GPUs too.
+        training: True if policy, reference and critic use GPUs too.
 
     Raises:
-        UserError: They need more nodes.
+        UserError: The processes need more nodes.
     """
     nodes, per_node, size = config.cluster.nodes, config.cluster.gpus_per_node, engine_ranks(config.rollout)
     engines = config.rollout.engines
-    # As many ranks as these nodes give them, also where there are more nodes: else there would never be enough.
+    # Fix the number of ranks: unset ranks grow with the number of nodes, and then no number would suffice.
     policy = replace(config.policy, ranks=policy_ranks(config))
     reference = replace(config.reference, ranks=reference_ranks(config) or None)
     critic = replace(config.critic, ranks=critic_ranks(config) or None)
 
     def needed(nodes: int) -> int:
-        """Nodes that are used where there are so many."""
+        """Returns the number of nodes used if `nodes` are available."""
         if not training:
             return -(-engines // (per_node // size))
         cluster = replace(config.cluster, nodes=nodes)
@@ -97,7 +98,7 @@ def check_nodes(config: Config, training: bool = True) -> None:
 
     if (used := needed(nodes)) <= nodes:
         return
-    enough = next(n for n in count(used) if needed(n) <= n)  # where there are more, less is packed together
+    enough = next(n for n in count(used) if needed(n) <= n)  # with more nodes the packing is looser
     groups = [f"{engines} engines of {size} GPUs"]
     if training:
         ranks = {"policy": policy.ranks, "reference": reference.ranks, "critic": critic.ranks}
@@ -110,28 +111,28 @@ def check_nodes(config: Config, training: bool = True) -> None:
 
 
 class _Free:
-    """GPUs that are still free, of nodes that are all alike; more nodes are added where these have no room.
+    """Free GPUs of identical nodes; a node is added when no node offers enough room.
 
-    As Ray packs placement groups (seen with Ray 2.60 on nodes of 8 GPUs): what has to be together goes to the node with
-    most free GPUs.
+    Models Ray's packing of placement groups (seen with Ray 2.60 on nodes of 8 GPUs): each bundle of GPUs goes to the
+    node with the most free GPUs.
     """
 
     def __init__(self, per_node: int, nodes: int) -> None:
         self.per_node = per_node
         self.nodes = [(0, node) for node in range(nodes)]
-        """A heap: how many of a node's GPUs are taken (the first ones), and its number."""
+        """Heap of (number of taken GPUs, node); a node's first GPUs are taken first."""
 
     def ranks(self, count: int) -> tuple[int, ...]:
-        """Devices of ranks that fill whole nodes, and then one that has room for the rest."""
+        """Returns the devices of ranks: whole nodes first, then a node for the rest."""
         sizes = [min(self.per_node, count - first) for first in range(0, count, self.per_node)]
         return tuple(device for size in sizes for device in self._take(size, 1))
 
     def groups(self, count: int, size: int) -> tuple[int, ...]:
-        """Devices of `count` groups of `size`, each within a node: as many as fit into one node, then the next.
+        """Returns the devices of `count` groups of `size`, each within a node, filling node after node.
 
-        Numbered as `placement.by_gpu` numbers those that are up: nodes with most groups first.
+        Numbered like running actors in `placement.by_gpu`: nodes with the most groups first.
         """
-        if size > self.per_node:  # no run has it
+        if size > self.per_node:  # no real run has such groups
             return self._whole_nodes(count, size)
         places: list[range] = []
         while len(places) < count:
@@ -142,8 +143,10 @@ class _Free:
         return tuple(device for place in places for device in place)
 
     def _take(self, size: int, most: int) -> range:
-        """Devices of as many groups of `size` as have room on one node, of `most`: the first of the nodes with most
-        free GPUs, a new one if that has not enough for one."""
+        """Takes up to `most` groups of `size` from a single node and returns the devices.
+
+        Chooses the first node with the most free GPUs, or a new node if no group fits.
+        """
         if not self.nodes or self.nodes[0][0] + size > self.per_node:
             heappush(self.nodes, (0, len(self.nodes)))
         taken, node = self.nodes[0]
@@ -153,7 +156,7 @@ class _Free:
         return range(first, first + gpus)
 
     def _whole_nodes(self, count: int, size: int) -> tuple[int, ...]:
-        """Groups that no node can hold, one after the other behind all that is taken."""
+        """Returns the devices of groups too large for a node, placed consecutively after all used nodes."""
         first = (max((node for taken, node in self.nodes if taken), default=-1) + 1) * self.per_node
         return tuple(range(first, first + count * size))
 
@@ -162,7 +165,7 @@ class Nodes(NamedTuple):
     """The node of every process, by group."""
 
     policy: Sequence[int]
-    """By rank, as the next two."""
+    """By rank, like `reference` and `critic`."""
     reference: Sequence[int]
     critic: Sequence[int]
     engines: Sequence[int]
@@ -170,8 +173,11 @@ class Nodes(NamedTuple):
 
 
 def nodes_of_cpus(config: Config, nodes: int) -> Nodes:
-    """On CPUs: an equal share of the processes for each node, in order. A tensor parallel group stays on one node; with
-    `cluster.shared` an engine is where its policy ranks are."""
+    """Returns the node of every process on CPUs: an equal share for each node, in order.
+
+    A tensor parallel group stays on a single node. With `cluster.shared` an engine runs on the node of the policy ranks
+    below it.
+    """
     policy, reference, critic = policy_ranks(config), reference_ranks(config), critic_ranks(config)
     engines, size = config.rollout.engines, engine_ranks(config.rollout)
     units = _tensor_groups(policy, config.policy.layout.tensor)
@@ -187,8 +193,11 @@ def nodes_of_cpus(config: Config, nodes: int) -> Nodes:
 
 
 def _on_cpus(config: Config, nodes: Nodes) -> RunPlacement:
-    """Devices from nodes: one for each process, in order; a worker shares that of the policy rank of its number where
-    `cluster.shared` says so and both are on one node."""
+    """Returns a device per process for given nodes, in order.
+
+    With `cluster.shared` an engine worker shares the device of the policy rank with the same number if both are on the
+    same node.
+    """
     workers = [node for node in nodes.engines for _ in range(engine_ranks(config.rollout))]
     shares = [config.cluster.shared and [*nodes.policy[w : w + 1]] == [node] for w, node in enumerate(workers)]
     own = [node for node, share in zip(workers, shares, strict=True) if not share]
@@ -206,19 +215,20 @@ def _on_cpus(config: Config, nodes: Nodes) -> RunPlacement:
 
 
 def _tensor_groups(ranks: int, tensor: int) -> list[int]:
-    """Consecutive ranks that belong together."""
+    """Returns the sizes of groups of consecutive ranks that must stay together."""
     whole, rest = divmod(ranks, tensor)
     return [tensor] * whole + [rest] * bool(rest)
 
 
 def actual(config: Config, policy: Sequence[Location], engines: Sequence[Location]) -> RunPlacement:
-    """Where policy and engines really are; reference and critic, which no plan has, are left where they are planned.
+    """Returns the real placement of policy and engines; reference and critic keep the planned placement, unused by the
+    plan.
 
-    Nodes have the numbers of the plan where processes are on nodes as planned.
+    Nodes keep the planned numbers as far as processes are on the planned nodes.
 
     Args:
-        policy: By rank.
-        engines: By engine.
+        policy: Locations by rank.
+        engines: Locations by engine.
     """
     planned, size = place(config), engine_ranks(config.rollout)
     wanted = [planned.node(device) for device in (*planned.policy, *planned.engines[::size])]
@@ -239,7 +249,7 @@ def actual(config: Config, policy: Sequence[Location], engines: Sequence[Locatio
 
 
 def differences(planned: RunPlacement, found: RunPlacement) -> str:
-    """For people: processes that are not on the node and device that were planned, the first few of them."""
+    """Returns text for the user: misplaced processes with real and planned device, at most `SHOWN` by name."""
     lines = []
     for name, want, have in (("policy rank", planned.policy, found.policy), ("worker", planned.engines, found.engines)):
         for number, (a, b) in enumerate(zip(want, have, strict=True)):
@@ -251,7 +261,8 @@ def differences(planned: RunPlacement, found: RunPlacement) -> str:
 
 
 def _numbers(nodes: Sequence[str], wanted: Sequence[int], reserved: set[int]) -> dict[str, int]:
-    """A number for each node: the one that its first process wants, or else the first that no other process wants."""
+    """Returns a number for each node: the number wanted by the first process there, or the first unused and unreserved
+    number."""
     number: dict[str, int] = {}
     for node, want in zip(nodes, wanted, strict=True):
         if node not in number and want not in number.values():
@@ -264,7 +275,8 @@ def _numbers(nodes: Sequence[str], wanted: Sequence[int], reserved: set[int]) ->
 
 
 def _indices(places: Sequence[Location], per_node: int) -> dict[tuple[str, str], int]:
-    """(node, GPU) → its index in the node: its own number, or its place among those in use where one has none."""
+    """Returns (node, GPU) -> index in the node: the GPU's number, or the position among used GPUs if GPUs are not
+    numbered."""
     gpus: dict[str, list[str]] = {}
     for at in places:
         gpus.setdefault(at.node, []).extend(gpu for gpu in at.gpus if gpu not in gpus.get(at.node, ()))

@@ -1,4 +1,4 @@
-"""Which node and GPU each actor gets, reserved before the first actor starts."""
+"""Reservation of nodes and GPUs for actors, before the first actor starts."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Slot:
-    """A place for one actor."""
+    """A place for an actor."""
 
     strategy: Any
-    """Ray's scheduling strategy that leads there."""
+    """Ray scheduling strategy for this place."""
     resources: dict[str, float]
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of this place."""
 
     def options(self) -> dict[str, Any]:
-        """Ray's actor options for this place."""
+        """Returns Ray's actor options for this place."""
         return {
             "num_cpus": self.resources.get("CPU", 0),
             "num_gpus": self.resources.get("GPU", 0),
@@ -43,10 +43,10 @@ class Placement:
 
     slots: tuple[Slot, ...]
     groups: tuple[PlacementGroup, ...] = ()
-    """What is reserved for them."""
+    """Ray placement groups with the reservations."""
 
     def release(self) -> None:
-        """Gives everything back; actors in it are killed by Ray."""
+        """Removes the reservations; Ray kills any actors still there."""
         from ray.util import remove_placement_group
 
         for group in self.groups:
@@ -54,16 +54,16 @@ class Placement:
 
 
 def reserve(actors: int, *, gpus: int = 0, together: Sequence[int] | None = None, timeout_s: float = 60.0) -> Placement:
-    """Reserves one place per actor.
+    """Reserves a place per actor.
 
     Args:
-        actors: How many.
-        gpus: GPUs of one actor; a vLLM engine takes its whole tensor parallel group, which so never leaves a node.
-        together: How many consecutive actors share a node, node by node; None lets Ray pack them.
+        actors: Number of actors.
+        gpus: GPUs per actor. A vLLM engine takes a whole tensor parallel group, so the group stays on a node.
+        together: Numbers of consecutive actors on the same node, node by node; None lets Ray pack the actors.
         timeout_s: Seconds until everything is reserved.
 
     Raises:
-        ClusterError: The cluster does not have it, or not in time.
+        ClusterError: The cluster lacks the resources, or the reservation took too long.
     """
     import ray
     from ray.util import placement_group
@@ -88,11 +88,11 @@ def reserve(actors: int, *, gpus: int = 0, together: Sequence[int] | None = None
 
 
 def by_gpu(where: Sequence[Location]) -> list[int]:
-    """In which order actors take their ranks, where Ray has dealt GPUs to all of them: node by node, the nodes with
-    most of them first, then by address; within a node by GPU.
+    """Returns the rank order of actors with GPUs: node by node, nodes with the most actors first, then by address and
+    GPU.
 
-    So rank r sits on GPU r mod 8 of its node everywhere, and what ranks of different nodes exchange stays between NICs
-    of one rail. Ray itself deals the GPUs of a node in any order.
+    Rank r is then on GPU r mod 8 of a node, and traffic between equal GPU indices stays on NICs of the same rail. Ray
+    itself assigns the GPUs of a node in any order. Without GPUs for all actors the order is unchanged.
     """
     if not where or not all(actor.gpus for actor in where):
         return list(range(len(where)))
@@ -107,15 +107,16 @@ def by_gpu(where: Sequence[Location]) -> list[int]:
 
 
 def beside(where: Sequence[Location], actors: int, *, gpus: int) -> Placement:
-    """Places for actors on the GPUs of others: actor a has those of ranks `[a · gpus, (a + 1) · gpus)`.
+    """Returns places for actors on the GPUs of other actors: actor a shares the GPUs of ranks `[a · gpus, (a + 1) ·
+    gpus)`.
 
     Args:
-        where: The other actors by rank, each with one GPU.
-        actors: How many.
-        gpus: GPUs of one actor; all of them lie in one node.
+        where: The other actors by rank, each with a single GPU.
+        actors: Number of new actors.
+        gpus: GPUs per new actor, all in the same node.
 
     Raises:
-        ClusterError: The ranks of one actor lie in two nodes, or have no GPU each.
+        ClusterError: The ranks for an actor are on different nodes, or a rank owns no GPU or several.
     """
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -128,7 +129,7 @@ def beside(where: Sequence[Location], actors: int, *, gpus: int) -> Placement:
                 f"ranks {first} to {first + gpus - 1} were given {sum(len(rank.gpus) for rank in ranks)} GPUs in "
                 f"{len(nodes)} nodes; what shares their GPUs needs {gpus} in one node"
             )
-        # Ray would else hide every GPU from an actor that reserves none.
+        # Otherwise Ray hides every GPU from an actor that reserves none.
         env = {
             "CUDA_VISIBLE_DEVICES": ",".join(rank.gpus[0] for rank in ranks),
             "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
@@ -138,18 +139,19 @@ def beside(where: Sequence[Location], actors: int, *, gpus: int) -> Placement:
 
 
 def spread(units: Sequence[int], nodes: Sequence[T]) -> list[T]:
-    """The node of every actor, where nothing is reserved (on CPUs): an equal share of the units for each node, in
+    """Returns the node of every actor if nothing is reserved (on CPUs): an equal share of the units for each node, in
     order.
 
     Args:
-        units: Actors of each unit; those of one unit (a tensor parallel group) stay on one node.
-        nodes: From `nodes.worker_nodes`, or their numbers.
+        units: Number of actors of each unit; the actors of a unit (a tensor parallel group) stay together on a node.
+        nodes: Result of `nodes.worker_nodes`, or node numbers.
     """
     return [nodes[i * len(nodes) // max(len(units), len(nodes))] for i, n in enumerate(units) for _ in range(n)]
 
 
 def on_nodes(nodes: Sequence[Node], elsewhere: bool = False) -> Placement:
-    """One place on each of these; it claims nothing. `elsewhere`: on any other where one is gone."""
+    """Returns a place on each node without reserving resources. With `elsewhere`, Ray may replace a lost node by
+    another."""
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return Placement(tuple(Slot(NodeAffinitySchedulingStrategy(node.id, soft=elsewhere), {}) for node in nodes))

@@ -1,4 +1,4 @@
-"""Ray: a private cluster on this machine, or the one that RAY_ADDRESS names."""
+"""Ray sessions: a private cluster on this machine, or the cluster named by RAY_ADDRESS."""
 
 from __future__ import annotations
 
@@ -24,31 +24,30 @@ from skyrl_mega.config.errors import UserError
 
 PREFIX = "skyrl-ray-"
 LONGEST_TMP = 20
-"""Characters of a folder that Ray's can be put into: a socket's path below has 86 more, and 107 are allowed."""
+"""Longest usable temporary folder in characters: Ray's socket paths below add 86, and 107 are allowed."""
 OBJECT_STORE_BYTES = 256 * 2**20
-"""Of a local cluster on CPU: tokens and metrics pass through it, never weights."""
+"""Object store of a local CPU cluster, for tokens and metrics but never weights."""
 NOTICE_S = 75.0
-"""How long Ray may take to notice that a node has died: it gives it up when five checks in a row, three seconds apart,
-have had no answer for ten seconds each."""
+"""Seconds until Ray notices a node's death: five checks, three seconds apart, each with a time limit of ten seconds."""
 TRY_S = 20.0
-"""A start of Ray that failed after that time has failed at one of Ray's own limits, 30 s, which no setting moves: a
-slow machine is given another try."""
+"""Seconds after which a failed start of Ray is retried: the cause is then a fixed 30 s limit of Ray on a slow
+machine."""
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_DEDUP_LOGS": "0",
-    # Ray would start bare workers ahead of time. Ours come with an environment of their own, so those would stay idle.
+    # Ray would prestart plain workers, which stay idle because our actors use a different environment.
     "RAY_prestart_worker_first_driver": "0",
-    # The thread that collects Ray's metrics of a worker has been seen to crash it (Ray 2.60, in OpenTelemetry's
-    # buildMetrics). The first of these alone would have OpenCensus collect them.
+    # Ray's metrics thread can crash its worker (Ray 2.60, in OpenTelemetry's buildMetrics). The first variable alone
+    # would make OpenCensus collect the metrics.
     "RAY_enable_open_telemetry": "0",
     "RAY_enable_metrics_collection": "0",
 }
-"""Settings of Ray for its drivers and for every node that we start."""
+"""Environment variables for Ray, for drivers and for every node started by us."""
 
 
 def _to_stderr(text: str) -> None:
-    """Standard output may be for a program."""
+    """Prints to stderr, because a program may read standard output."""
     print(text, file=sys.stderr)
 
 
@@ -62,27 +61,27 @@ def session(
     say: Callable[[str], None] = _to_stderr,
     log_level: int = logging.ERROR,
 ) -> Iterator[None]:
-    """Connects to Ray for the length of a `with` block.
+    """Connects to Ray for the duration of a `with` block.
 
-    With RAY_ADDRESS in the environment that cluster is joined, with its token where it wants one (RAY_AUTH_MODE=token
-    and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH). Otherwise a private one starts on the loopback interface, without
-    dashboard, in a temporary folder of its own that no other user may enter, and ends with the block. It dies with this
-    process, whatever ends it.
+    With RAY_ADDRESS in the environment this joins the cluster there, with a token if required (RAY_AUTH_MODE=token and
+    RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH). Otherwise a private cluster starts on the loopback interface, without
+    dashboard, in a temporary folder closed to other users. The private cluster ends with the block, or with this
+    process, whatever the cause of death.
 
     Args:
-        actors: How many actors the private cluster must hold. They share the cores, so it is no claim on hardware.
+        actors: Number of actors for the private cluster. All share the cores, so this claims no hardware.
         gpus: GPUs of the private cluster.
-        nodes: A cluster that is joined is waited for until it has so many, with GPUs where there are any to be; and
-            where there are actors, until all that it lists answer, for `NOTICE_S` after one fell silent at most.
-        timeout_s: Seconds until it does; for the private cluster, after which no further try to start it is begun.
-        say: Tells a person who is waited for.
-        log_level: Of Ray's own messages on this terminal.
+        nodes: Number of nodes of a joined cluster to wait for; only nodes with GPUs count if `gpus` is set. With
+            `actors`, also waits until every listed node answers, at most `NOTICE_S` after a node became silent.
+        timeout_s: Time limit of this wait in seconds; for the private cluster, time limit for another attempt to start.
+        say: Prints the nodes still missing.
+        log_level: Level of Ray's own messages on this terminal.
 
     Raises:
-        UserError: No response from RAY_ADDRESS, or the cluster wants another token.
-        ClusterError: Ray did not start or did not let us in.
-        NodesMissing: Nodes did not come.
-        NodeLost: In the place of a fault inside the block, where a node of the cluster that was joined is gone.
+        UserError: No response from RAY_ADDRESS, or the cluster requires another token.
+        ClusterError: Ray did not start, or refused the connection.
+        NodesMissing: Nodes did not join in time.
+        NodeLost: Replaces an error inside the block if a node of the joined cluster is gone.
     """
     address = os.environ.get("RAY_ADDRESS")
     if address:
@@ -109,14 +108,14 @@ def session(
 
 
 def _join(address: str, common: Mapping[str, Any]) -> None:
-    """Connects to the cluster at `address`; `common` is what `ray.init` is told of either cluster."""
+    """Connects to the cluster at `address`; `common` holds the arguments of `ray.init` for both kinds of cluster."""
     import ray
 
     try:
         with _own_signals():
             ray.init(address=address, **common)
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
-        # Somebody listens there. Ray says no more than this of a token that is refused.
+        # A server responds, but Ray gives no more detail about a rejected token.
         raise UserError(
             f"RAY_ADDRESS={address}: whoever answers there does not let us in ({_first_line(error)}); is it a "
             "Ray cluster? Give its token: RAY_AUTH_MODE=token and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH"
@@ -134,10 +133,10 @@ def _start(
     timeout_s: float,
     say: Callable[[str], None] = _to_stderr,
 ) -> None:
-    """Starts a private cluster in `folder` and connects to it.
+    """Starts a private cluster in `folder` and connects.
 
     Raises:
-        ClusterError: It did not start, and Ray said why at once; or not within `timeout_s`.
+        ClusterError: Ray failed at once with a reason, or did not start within `timeout_s`.
     """
     import ray
 
@@ -152,12 +151,12 @@ def _start(
                     num_gpus=gpus,
                     include_dashboard=False,
                     object_store_memory=OBJECT_STORE_BYTES if gpus == 0 else None,
-                    _temp_dir=str(folder / "r"),  # Ray opens it to everybody
+                    _temp_dir=str(folder / "r"),  # Ray opens this folder to all users
                     _node_ip_address="127.0.0.1",
                     **common,
                 )
             break
-        except Exception as error:  # Ray raises it by this very name where its node is late
+        except Exception as error:  # Ray raises a bare Exception if its node is late
             why, now = _first_line(error), time.monotonic()
             if now - tried < TRY_S:
                 raise ClusterError(f"Ray did not start on this machine: {why}") from error
@@ -172,7 +171,7 @@ def _start(
 
 
 def gpus_joined(nodes: int, timeout_s: float) -> float:
-    """GPUs of the cluster that RAY_ADDRESS names. Raises, and waits for its nodes, as `session` does."""
+    """Returns the number of GPUs of the cluster at RAY_ADDRESS. Waits for nodes and raises like `session`."""
     with session(actors=0, nodes=nodes, timeout_s=timeout_s):
         import ray
 
@@ -181,7 +180,8 @@ def gpus_joined(nodes: int, timeout_s: float) -> float:
 
 @contextlib.contextmanager
 def _guarded_folder() -> Iterator[Path]:
-    """A private cluster's folder; at the end of the block, or of this process, whatever lives in it is ended."""
+    """Yields the folder of a private cluster. All processes in the folder end with the block, or when this process
+    dies."""
     with temporary_folder(_short_tmp(), PREFIX) as folder:
         guard = start_guard("cluster", str(folder))
         try:
@@ -194,7 +194,7 @@ def _guarded_folder() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def _temporary_files_in(folder: Path) -> Iterator[None]:
-    """Processes that are started inside the block, and theirs, have their temporary files in the folder."""
+    """Sets the folder for temporary files of processes started inside the block, and of all descendants."""
     kept = {name: os.environ.get(name) for name in ("TMPDIR", CACHE)}
     os.environ.setdefault(CACHE, compiled())
     os.environ["TMPDIR"] = str(folder)
@@ -210,7 +210,8 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_signals() -> Iterator[None]:
-    """Ray puts its handlers over the program's: its own exit code, and a stack dump. Then the program's are back."""
+    """Restores the program's signal handlers after the block: Ray's handlers use another exit code and print a stack
+    dump."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -223,10 +224,10 @@ def _own_signals() -> Iterator[None]:
 
 
 def _answering(address: str) -> None:
-    """Refuses a host:port at which nobody listens; Ray would abort this process there, without an exception."""
+    """Raises UserError if no process listens at this host:port; Ray would abort this process without an exception."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
-        return  # `auto`, or a form of Ray's that it checks itself
+        return  # `auto`, or another form that Ray checks itself
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except OSError as error:
@@ -239,19 +240,19 @@ def _answering(address: str) -> None:
 def _wait_for_nodes(
     count: int, timeout_s: float, say: Callable[[str], None], *, gpus: bool, notice_s: float = 0.0
 ) -> Gone:
-    """Returns when so many nodes that can hold actors are there and answer; with those that are not there.
+    """Waits until `count` nodes for actors respond; returns the unavailable nodes.
 
     Args:
-        count: Nodes.
-        timeout_s: Until they are there.
-        say: Tells a person who is waited for.
-        gpus: Those with GPUs count.
-        notice_s: A node that has died is listed until Ray has noticed, and whatever is placed on it fails; so one that
-            is silent is waited for so long. One that Ray still keeps then is Ray's to judge.
+        count: Number of nodes.
+        timeout_s: Time limit in seconds.
+        say: Prints the nodes still missing.
+        gpus: Only nodes with GPUs count.
+        notice_s: Seconds to wait for a silent node: Ray lists a dead node for a while, and placements there fail. After
+            this time the decision is left to Ray.
 
     Raises:
-        NodesMissing: They did not come in time.
-        ClusterError: Ray does not say which are there.
+        NodesMissing: Too few nodes joined in time.
+        ClusterError: Ray does not list the nodes.
     """
     told, begun, silent_since = None, time.monotonic(), dict[str, float]()
     kind = "nodes with GPUs" if gpus else "nodes"
@@ -289,8 +290,10 @@ def _addresses(nodes: Sequence[Node]) -> str:
 
 @contextlib.contextmanager
 def _of_a_node(before: Gone) -> Iterator[None]:
-    """A fault inside the block is a node's where one is gone that was there before: what was seen of it is told first,
-    as it may be another's."""
+    """Turns an error inside the block into NodeLost if a node is gone since `before`.
+
+    The message starts with the original error, because the lost node may not be the cause.
+    """
     try:
         yield
     except (ActorFailed, ClusterError) as error:

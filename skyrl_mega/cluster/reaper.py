@@ -1,14 +1,14 @@
-"""Ends what a process leaves behind when it dies, however it dies.
+"""A guard process: cleans up after another process, whatever the cause of death.
 
-    python -I -S reaper.py group <pid> <folder>      for an actor: the rest of the process group that it leads, such as
-                                                    vLLM's engine core and workers, their shared memory, which vLLM
-                                                    leaves behind when it is killed, and its temporary folder
-    python -I -S reaper.py cluster <pid> <folder>    for a driver: the Ray node that lives in the folder
+    python -I -S reaper.py group <pid> <folder>      for an actor: the rest of its process group, such as vLLM's
+                                                    engine core and workers, shared memory left behind by a killed
+                                                    vLLM, and the temporary folder
+    python -I -S reaper.py cluster <pid> <folder>    for a driver: the Ray node that uses the folder
 
-A process that is killed tells nobody. The guarded one holds the write end of this guard's stdin, so that end of file
-means that it is gone or has no need of a guard any more; but what it forked may hold that end too (Megatron forks to
-write a checkpoint), and would outlive it, so the process itself is watched as well. Standard library only: it starts in
-20 ms.
+A killed process cannot notify anyone. The guarded process holds the write end of the guard's stdin, so end of file
+means that the process is gone or needs no guard any more. A forked child may also hold this end and outlive the process
+(Megatron forks to write a checkpoint), so the guard watches the process itself as well. Uses the standard library only,
+to start in 20 ms.
 """
 
 from __future__ import annotations
@@ -25,14 +25,16 @@ from pathlib import Path
 
 SHARED = "/dev/shm/"
 LOOK_EVERY_S = 3.0
-"""How often a guard notes what its group has in shared memory: when the group ends, who had it mapped may be gone."""
+"""Seconds between listings of the group's shared memory: when the group ends, the process with the mapping
+may be gone."""
 RAY = (b"ray::", b"/ray/core/", b"/ray/_private/", b"/ray/dashboard/")
-"""What the command lines of Ray's processes begin with or contain."""
+"""Byte strings found in the command lines of Ray's processes."""
 GRACE_S = 3.0
 
 
 def processes(which: Callable[[Path], bool]) -> list[int]:
-    """Processes of this machine whose folder in /proc passes `which`. One that ends while we look does not."""
+    """Returns the processes of this machine with a /proc folder accepted by `which`, except processes that end in the
+    meantime."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -42,7 +44,7 @@ def processes(which: Callable[[Path], bool]) -> list[int]:
 
 
 def members(group: int) -> list[int]:
-    """Living processes (no zombies) of a process group."""
+    """Returns the living processes (no zombies) of a process group."""
 
     def belongs(entry: Path) -> bool:
         state, _, pgrp = (entry / "stat").read_text().rpartition(")")[2].split()[:3]
@@ -52,7 +54,8 @@ def members(group: int) -> list[int]:
 
 
 def numbers() -> set[int]:
-    """Of the files in /dev/shm. What is there before a command starts is somebody else's."""
+    """Returns the inode numbers of all files in /dev/shm; files from before a command starts belong to other
+    programs."""
     try:
         with os.scandir(SHARED) as entries:
             return {entry.inode() for entry in entries}
@@ -61,7 +64,10 @@ def numbers() -> set[int]:
 
 
 def shared_memory(pids: list[int]) -> set[str]:
-    """Files in /dev/shm that these processes have mapped, by number: a semaphore is mapped before it has its name."""
+    """Returns the files in /dev/shm mapped by these processes.
+
+    Files are matched by inode number, because a semaphore is mapped before receiving a name.
+    """
     if not os.path.isdir(SHARED):
         return set()
     device = os.stat(SHARED).st_dev
@@ -75,7 +81,7 @@ def shared_memory(pids: list[int]) -> set[str]:
 
 
 def end_group(group: int) -> None:
-    """Kills the group; returns when it is gone."""
+    """Kills a process group; returns when the group is gone or after `GRACE_S`."""
     deadline = time.monotonic() + GRACE_S
     while (left := members(group)) and time.monotonic() < deadline:
         for pid in left:
@@ -85,21 +91,21 @@ def end_group(group: int) -> None:
 
 
 def unlink(names: set[str], others: set[int]) -> None:
-    """Removes shared memory that nobody has mapped any more.
+    """Removes shared memory that no process maps any more.
 
     Args:
-        names: What to remove.
-        others: `numbers` of what stays.
+        names: Files to remove.
+        others: Inode numbers (`numbers`) of files to keep.
     """
     for name in names - shared_memory(processes(lambda entry: True)):
-        with contextlib.suppress(OSError):  # whoever made it removed it, or it never had a name for long
+        with contextlib.suppress(OSError):  # its owner removed it, or its name was short-lived
             if os.stat(name).st_ino not in others:
                 os.unlink(name)
 
 
 def end_cluster(folder: str, driver: int) -> None:
-    """Kills the Ray processes that have files open in the folder, and removes it. Most end by themselves, some do
-    not."""
+    """Kills Ray processes with open files in the folder, and removes the folder. Most Ray processes end
+    without help."""
 
     def belongs(entry: Path) -> bool:
         command = (entry / "cmdline").read_bytes()
@@ -117,15 +123,15 @@ def end_cluster(folder: str, driver: int) -> None:
 
 
 def main(what: str, pid: str, folder: str) -> None:
-    """Waits for the end of the guarded process."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends it to every process of a job that is cancelled
+    """Waits for the end of the guarded process and cleans up."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends SIGTERM to every process of a cancelled job
     group = what == "group"
     if group and os.fork() > 0:
-        os._exit(0)  # Ray's workers kill their children on exit: the guard must not be one
+        os._exit(0)  # Ray's workers kill their children on exit: the guard must not be a child
     segments: set[str] = set()
     others = numbers()
-    with contextlib.suppress(ProcessLookupError):  # it is gone already
-        ends = [0, os.pidfd_open(int(pid))]  # nothing is ever written to 0: it is ready at end of file
+    with contextlib.suppress(ProcessLookupError):  # already gone
+        ends = [0, os.pidfd_open(int(pid))]  # stdin receives no data: it becomes readable at end of file
         while not select.select(ends, [], [], LOOK_EVERY_S if group else None)[0]:
             segments |= shared_memory(members(int(pid)))
     if group:

@@ -1,18 +1,19 @@
-"""One node's part in a Slurm job: Ray on it and, on the first node, the launcher, once.
+"""A node's part in a Slurm job: runs Ray on every node and, on the first node, the launcher once.
 
-    srun --ntasks-per-node=1 … python -m skyrl_mega.cluster.slurm_node FOLDER LAUNCHER-ARGUMENTS…
+srun --ntasks-per-node=1 … python -m skyrl_mega.cluster.slurm_node FOLDER LAUNCHER-ARGUMENTS…
 
-`launch/slurm.sh` calls it, in a container or not. The nodes find each other through FOLDER, which all of them see:
+Called by `launch/slurm.sh`, in a container or not. The nodes find each other through FOLDER on a shared file system:
 
-    address          where the head of the Ray cluster listens; it takes whatever ports the system gives it
-    up/NODE          this node's Ray runs
-    failed/NODE      it does not, and why
+    address          address of the Ray cluster's head, with ports chosen by the system
+    up/NODE          Ray runs on this node
+    failed/NODE      Ray does not run on this node; the content says why
     stop             written by the batch script: checkpoint and end (SIGUSR1 for the launcher)
     code             the launcher's exit code; the job is over
-    NODE.log         what `ray start` said there
+    NODE.log         output of `ray start` on this node
 
-Every wait is bounded, and at the end, whatever it is, a node ends what it has started. A signal is noted, and found
-where this part waits; nothing is raised into a call. Standard library only: it waits for hours beside a run.
+Every wait is limited in time, and at the end a node always ends all processes started here. Signal handlers only record
+a signal; the waiting loops react, so no call is interrupted. Uses the standard library only, because this process waits
+for hours alongside the run.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from skyrl_mega.cluster.user import name_user
 FAULT, CANCELLED = 1, 143
 LOOK_EVERY_S = 0.5
 TRIES = 3
-"""How often a node tries to start Ray."""
+"""Number of attempts to start Ray on a node."""
 TERMINATE_S = 10.0
-"""How long processes may take to end by themselves: two of them one after the other, within Slurm's KillWait (30 s)."""
+"""Seconds until a process must end after SIGTERM: two in a row fit into Slurm's KillWait (30 s)."""
 
 ANY_PORT = [
     f"--{port}=0"
@@ -54,12 +55,12 @@ ANY_PORT = [
         "metrics-export-port",
     )
 ]
-"""The system picks every port when it is opened, so no other run on the node can have taken it."""
+"""Options that let the system pick every port when it is opened, so no other run on the node can hold it."""
 HEAD = ["--head", "--port=0", "--include-dashboard=false", "--no-monitor"]
 
 
 class Ended(Exception):
-    """This node's part is over; `code` is its exit code."""
+    """This node's part is over; `code` is the exit code."""
 
     def __init__(self, code: int, why: str) -> None:
         super().__init__(why)
@@ -67,7 +68,7 @@ class Ended(Exception):
 
 
 class NodeFailed(Ended):
-    """It is over because of this node: the job may go on without."""
+    """This node's part is over because the node failed; the job may continue without this node."""
 
     def __init__(self, why: str) -> None:
         super().__init__(FAULT, why)
@@ -75,28 +76,28 @@ class NodeFailed(Ended):
 
 @dataclass(frozen=True)
 class Job:
-    """The allocation, as this node sees it."""
+    """The allocation as seen by this node."""
 
     folder: Path
     node: str
     rank: int
-    """0 on the first node, which is the batch script's too."""
+    """0 on the first node, together with the batch script."""
     nodes: tuple[str, ...]
-    """All of them."""
+    """All nodes of the job."""
     cpus: int
-    """Of this node, and so are the GPUs."""
+    """CPUs of this node; `gpus` counts the GPUs."""
     gpus: int
     name: str
-    """Unlike that of any other job, and of any earlier start of this one."""
+    """Unique among all jobs and all restarts of this job."""
     wait_s: float
-    """Seconds for all nodes to be there."""
+    """Seconds until all nodes must be up."""
     interface: str | None
-    """Network interface that Ray listens on; None leaves the choice to Ray."""
+    """Network interface for Ray; None leaves the choice to Ray."""
     began: float = field(default_factory=time.monotonic)
 
     @classmethod
     def of(cls, folder: Path, env: Mapping[str, str]) -> Job:
-        """From Slurm's variables and ours."""
+        """Returns the job described by Slurm's variables and ours."""
         return cls(
             folder=folder,
             node=env["SLURMD_NODENAME"],
@@ -110,28 +111,29 @@ class Job:
         )
 
     def say(self, text: str) -> None:
-        """One line of the job's output, with the seconds since this part began."""
+        """Prints a line of the job's output, with the seconds since this part began."""
         print(f"[{time.monotonic() - self.began:5.0f} s] {text}", flush=True)
 
     def names(self, what: str) -> list[str]:
-        """The nodes that are `up`, or have `failed`."""
+        """Returns the names of all `up` or `failed` nodes."""
         return sorted(file.name for file in (self.folder / what).iterdir())
 
     def mark(self, file: str, text: str = "") -> None:
-        """Writes a file of the folder, whole or not at all."""
+        """Writes a file of the folder atomically."""
         partial = self.folder / f".{self.node}.partial"
         partial.write_text(text)
         partial.rename(self.folder / file)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Plays this node's part and returns its exit code; on the first node that is the launcher's."""
+    """Runs this node's part and returns the exit code; on the first node this is the launcher's."""
     folder, *launcher = sys.argv[1:] if arguments is None else arguments
     name_user()
     job = Job.of(Path(folder), os.environ)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, _note)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # some sites' Slurm sends it to every process: `stop` is what counts
+    # some Slurm sites send it to every process; only the file `stop` matters
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     for name in ("up", "failed"):
         (job.folder / name).mkdir(parents=True, exist_ok=True)
     code = FAULT
@@ -139,7 +141,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code = head(job, launcher) if job.rank == 0 else worker(job)
     except Ended as ended:
         job.say(f"{job.node}: {ended}")
-        # What keeps the very first Ray process from starting is rather the installation's fault than the node's.
+        # A failure of the very first Ray process points to the installation, not to this node.
         if isinstance(ended, NodeFailed) and (job.rank or job.names("up")):
             job.mark(f"failed/{job.node}", str(ended))
         code = ended.code
@@ -150,7 +152,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def head(job: Job, launcher: Sequence[str]) -> int:
-    """The settings checked, Ray's head, all nodes waited for, the launcher once; returns its exit code."""
+    """Checks the settings, starts Ray's head, waits for all nodes, runs the launcher once and returns the launcher's
+    exit code."""
     given = [f"cluster.nodes={len(job.nodes)}", *([f"cluster.gpus_per_node={job.gpus}"] if job.gpus else [])]
     command = [sys.executable, "-m", "skyrl_mega.launch", *given, *launcher]
     job.say(shlex.join(["python", *command[1:]]))
@@ -178,10 +181,10 @@ def head(job: Job, launcher: Sequence[str]) -> int:
 
 
 def wait_for_all(job: Job, node: RayNode) -> None:
-    """Returns when every node is up, and says meanwhile who is.
+    """Waits until every node is up, and prints the progress.
 
     Raises:
-        Ended: One failed, or some did not come in time; names them.
+        Ended: A node failed, or some nodes did not come up in time; the message names the nodes.
     """
     told: list[str] = []
     while True:
@@ -199,14 +202,14 @@ def wait_for_all(job: Job, node: RayNode) -> None:
 
 
 def check_all(job: Job, node: RayNode) -> None:
-    """Raises Ended where Ray has ended on this node or on another."""
+    """Raises Ended if Ray is no longer running on some node."""
     node.check()
     if failed := job.names("failed"):
         raise Ended(FAULT, "; ".join(f"{name}: {(job.folder / 'failed' / name).read_text()}" for name in failed))
 
 
 def watch(job: Job, node: RayNode, launcher: subprocess.Popen[bytes]) -> int:
-    """Waits for the launcher's end; tells it to leave when the batch script says so.
+    """Waits for the launcher's end and returns the exit code; asks the launcher to stop if the batch script says so.
 
     Raises:
         Ended: A node failed.
@@ -223,7 +226,7 @@ def watch(job: Job, node: RayNode, launcher: subprocess.Popen[bytes]) -> int:
 
 
 def worker(job: Job) -> int:
-    """Ray on another node, until the job is over."""
+    """Runs Ray on a node other than the first until the job is over; returns the exit code."""
     while not (address := job.folder / "address").exists():
         if (job.folder / "code").exists():
             return 0
@@ -240,16 +243,17 @@ def worker(job: Job) -> int:
 
 
 class RayNode:
-    """`ray start --block` on this node, for the length of a `with` block.
+    """`ray start --block` on this node, for the duration of a `with` block.
 
-    Nothing of it is left afterwards, nor when this process dies.
+    Nothing remains afterwards, even if this process dies.
     """
 
     def __init__(self, job: Job, options: Sequence[str]) -> None:
         self.job, self.log = job, job.folder / f"{job.node}.log"
         self.folder = Path("/tmp") / f"skyrl-{job.name}"
         self.ray = self.folder / "r"
-        """Ray's own part of it, which Ray opens to every user; the folder above is closed to them."""
+        """Ray's temporary folder. Ray opens this folder to every user; the parent folder stays closed to
+        other users."""
         self.command = [
             *(sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--disable-usage-stats"),
             *(f"--temp-dir={self.ray}", f"--num-cpus={job.cpus}", f"--num-gpus={job.gpus}"),
@@ -259,8 +263,8 @@ class RayNode:
         ]
 
     def __enter__(self) -> RayNode:
-        shutil.rmtree(self.folder, ignore_errors=True)  # of a power failure
-        self.folder.mkdir(mode=0o700)  # refuses another's
+        shutil.rmtree(self.folder, ignore_errors=True)  # left by a power failure
+        self.folder.mkdir(mode=0o700)  # fails if another user owns the name
         self._guard = start_guard("cluster", str(self.folder))
         self._start()
         return self
@@ -272,7 +276,7 @@ class RayNode:
         self._guard.wait()
 
     def _start(self) -> None:
-        # What a killed process of Ray leaves in its temporary folder goes with this one.
+        # Temporary files of a killed Ray process are removed together with this folder.
         env = {**_environment(), "TMPDIR": str(self.folder)}
         with self.log.open("ab") as output:
             self._process = subprocess.Popen(self.command, env=env, stdout=output, stderr=output)
@@ -281,9 +285,10 @@ class RayNode:
         """Waits until this node is part of the cluster; returns the cluster's address.
 
         Raises:
-            NodeFailed: It is not, in time or after so many tries: Ray itself gives a busy machine no more than 30 s.
+            NodeFailed: Ray did not start in time or within `TRIES` attempts (on a busy machine Ray itself gives up
+                after 30 s).
         """
-        written = self.ray / "ray_current_cluster"  # Ray's last act in starting a node
+        written = self.ray / "ray_current_cluster"  # written by Ray at the end of a node's start
         tries = 1
         while not written.exists():
             if self._process.poll() is not None and tries < TRIES:
@@ -297,7 +302,7 @@ class RayNode:
         return written.read_text().strip()
 
     def check(self) -> None:
-        """Raises NodeFailed if Ray has ended here before the job has."""
+        """Raises NodeFailed if Ray ended on this node before the job."""
         if self._process.poll() is not None and not (self.job.folder / "code").exists():
             lines = self.log.read_text().strip().splitlines()
             raise NodeFailed(f"Ray ended ({lines[-1].strip() if lines else 'without a word'}); its log: {self.log}")
@@ -313,14 +318,15 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _environment() -> dict[str, str]:
-    """Ours and Ray's settings, without those that would make Ray a private one."""
+    """Returns this process's environment with Ray's settings, minus the variables for a private cluster."""
     private = ("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "RAY_ADDRESS")
     hook = {"RAY_START_HOOK": "skyrl_mega.cluster.slurm_node.without_client"}
     return {**ENVIRONMENT, **{k: v for k, v in os.environ.items() if k not in private}, **hook}
 
 
 def without_client(parameters: Any, head: bool) -> None:
-    """Ray calls this before it starts a node. Its client server has a fixed port, and there is no flag against it."""
+    """Disables Ray's client server before a node starts: the port is fixed, and Ray offers no flag for this. Called by
+    Ray."""
     parameters.ray_client_server_port = None
 
 
@@ -335,17 +341,17 @@ def _address(interface: str) -> str:
 
 
 def _takes_signals(process: int) -> bool:
-    """Whether a process is a supervisor that waits for signals yet; before that one would be lost.
+    """Returns True if a process is a supervisor already waiting for signals; an earlier signal would be lost.
 
-    The kernel does not show a signal as blocked while somebody waits for it. SIGTTOU is blocked with the others, and
-    nobody waits for it (`cluster.driver`).
+    The kernel does not show an awaited signal as blocked. SIGTTOU is blocked as well, but never awaited
+    (`cluster.driver`).
     """
     status = Path(f"/proc/{process}/status").read_text()
     return bool(int(status.partition("SigBlk:")[2].split()[0], 16) >> (signal.SIGTTOU - 1) & 1)
 
 
 _came: list[int] = []
-"""Signals that have come."""
+"""Numbers of received signals."""
 
 
 def _note(number: int, frame: FrameType | None) -> None:
@@ -353,10 +359,10 @@ def _note(number: int, frame: FrameType | None) -> None:
 
 
 def pause() -> None:
-    """A moment's wait.
+    """Waits for a moment.
 
     Raises:
-        Ended: A signal has come.
+        Ended: A signal was received.
     """
     if not _came:
         time.sleep(LOOK_EVERY_S)

@@ -1,15 +1,15 @@
-"""The process that a user starts: it forks the driver, watches it, and ends all of it on a signal.
+"""The process started by the user: forks and watches the driver, and ends all of the driver's processes on a signal.
 
-    SIGTERM, SIGINT, SIGHUP,  at once: a driver that looks (`channel.heeding`) is asked and has 5 s, a second signal
-    SIGQUIT                   makes them 0; then all its descendants are killed. Exit code 75
-    SIGUSR1                   soon: a driver that looks is asked and takes its time; for one that does not, at once. One
-                              more is the same one within 5 s, and at once after that
+    SIGTERM, SIGINT, SIGHUP,  now: a driver that polls (`channel.heeding`) is asked and gets 5 s; a second SIGINT
+    SIGQUIT                   ends this delay; then all descendants are killed. Exit code 75
+    SIGUSR1                   soon: a driver that polls is asked and takes as long as needed; any other driver is ended
+                              now. A second SIGUSR1 within 5 s is ignored; later, it means now
 
-The driver is never interrupted: nothing is raised into the calls of Ray, vLLM or torch that are under way. Whatever the
-moment and the call, one line says what happened, and no process, shared memory or temporary folder is left: this
-process inherits what the driver's descendants leave behind (a subreaper), and does nothing but wait. It takes signals
-by sigwait, so none is lost and none interrupts it. Where this process is killed itself, the kernel kills the driver.
-`driver.start` puts it to work.
+The driver is never interrupted: no exception is raised into running calls of Ray, vLLM or torch. At any moment and in
+any call, a line reports the event, and no process, shared memory or temporary folder is left behind. For this, the
+supervisor adopts orphaned descendants of the driver (as a subreaper) and does nothing except wait. Signals are taken
+with sigwait, so none is lost and none interrupts a call. If the supervisor itself is killed, the kernel kills the
+driver. Started by `driver.start`.
 """
 
 from __future__ import annotations
@@ -24,27 +24,28 @@ from skyrl_mega.cluster.channel import Asked, Channel
 from skyrl_mega.cluster.terminal import Terminal
 
 STOPPED, FAULT = 75, 1
-"""Exit codes. STOPPED (EX_TEMPFAIL): ended early by a signal; the same command goes on."""
+"""Exit codes. STOPPED (EX_TEMPFAIL): ended early by a signal; the same command resumes the run."""
 GRACE_S = 5.0
-"""How long a driver that looks may take to end in order."""
+"""Seconds for an orderly end of a driver that polls for requests."""
 SAME_S = 5.0
-"""For how long a second SIGUSR1 is the first one: a scheduler tells every process of a job, and some pass it on."""
+"""Seconds during which a second SIGUSR1 is a duplicate: a scheduler signals every process of a job, and some forward
+signals."""
 GUARDS_S = 5.0
-"""How long what a driver leaves that ended by itself may take, such as its guards."""
+"""Seconds until processes left by a normally ended driver, such as guards, must be gone."""
 END_S = 10.0
-"""How long the kernel may take to end killed processes."""
+"""Time limit in seconds for the kernel to end killed processes."""
 
 
 class Supervisor:
-    """Watches one driver.
+    """Watches a driver.
 
     Args:
-        driver: Its process id.
-        channel: To it.
-        taken: Signals to wait for; they are blocked.
-        goes_on: What a person is told when a signal has ended it.
-        cleared: Called when nothing of the driver is left; see `driver.start`.
-        others: `reaper.numbers` of the shared memory that was there before the driver.
+        driver: Process id of the driver.
+        channel: Shared memory with the driver.
+        taken: Blocked signals to wait for.
+        goes_on: Message for the user after the command was ended by a signal.
+        cleared: Called when no process of the driver is left; see `driver.start`.
+        others: `reaper.numbers` of the shared memory from before the driver.
     """
 
     def __init__(
@@ -59,16 +60,16 @@ class Supervisor:
         self.driver, self.channel, self.taken, self.goes_on, self.cleared = driver, channel, taken, goes_on, cleared
         self.terminal, self.others = Terminal(driver), others
         self.by: str | None = None
-        """The signal that ends it."""
+        """Name of the signal that ends the driver."""
         self.asked_s: float | None = None
-        """When it was asked to end soon."""
+        """Time at which the driver was asked to end soon."""
         self.deadline: float | None = None
-        """When a driver that was asked to end at once is killed."""
+        """Time at which a driver asked to end now is killed."""
         self.status: int | None = None
-        """The driver's, once it has ended."""
+        """Wait status of the driver after its end."""
 
     def run(self) -> int:
-        """Returns with the driver's end, when nothing of it is left; the exit code."""
+        """Waits until the driver and all of its processes are gone; returns the exit code."""
         while self.status is None:
             number = _wait(self.taken, self.deadline)
             if number is None:
@@ -98,7 +99,7 @@ class Supervisor:
             self.channel.ask(Asked.SOON, number)
             return
         if self.deadline is not None and number != signal.SIGINT:
-            return  # a scheduler tells every process of a job, and our own parent tells this one once more
+            return  # a scheduler signals every process of a job, and our parent forwards the signal again
         grace = GRACE_S if self.channel.heeded and self.deadline is None else 0.0
         if self.deadline is None:
             self.by = number.name
@@ -106,7 +107,7 @@ class Supervisor:
         self.channel.ask(Asked.NOW, number)
 
     def _reap(self) -> None:
-        """Takes note of what became of the driver, and of those that it left to this process."""
+        """Records the driver's exit status or stop, and reaps adopted processes."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
@@ -122,7 +123,7 @@ class Supervisor:
                 self.terminal.suspended(os.WSTOPSIG(status))
 
     def _code(self) -> int:
-        """The exit code, said in a line where the driver could not say anything."""
+        """Returns the exit code; prints the reason if the driver could not."""
         code = None if self.status is None else os.waitstatus_to_exitcode(self.status)
         if self.deadline is not None or (self.by and code == STOPPED):
             _say(f"stopped by {self.by}; {self.goes_on}")
@@ -145,19 +146,19 @@ class Supervisor:
 
 
 def clear(patience_s: float, reap: Callable[[], None], others: set[int]) -> None:
-    """Ends all descendants of this process, a subreaper, and removes the shared memory that only they had.
+    """Ends all descendants of this process, a subreaper, and removes shared memory used only there.
 
     Args:
-        patience_s: Seconds that they may take to end by themselves.
-        reap: Waits for children that have ended.
-        others: `reaper.numbers` of the shared memory that was there before them.
+        patience_s: Seconds to wait for a voluntary end.
+        reap: Reaps ended children.
+        others: `reaper.numbers` of the shared memory from before the descendants.
     """
     deadline = monotonic() + patience_s
     while descendants() and monotonic() < deadline:
         reap()
         sleep(0.02)
     stopped: set[int] = set()
-    while new := descendants() - stopped:  # stopped first: then none of them makes anything any more
+    while new := descendants() - stopped:  # stop all before killing, so that none can create anything new
         _send(new, signal.SIGSTOP)
         stopped |= new
     names = reaper.shared_memory(list(stopped))
@@ -171,8 +172,11 @@ def clear(patience_s: float, reap: Callable[[], None], others: set[int]) -> None
 
 
 def descendants() -> set[int]:
-    """Processes below this one that nobody has waited for. One that was killed may look dead, a zombie, while some of
-    its threads still hold its ports and its memory; this process waits for all of them in the end."""
+    """Returns all descendants of this process not yet reaped.
+
+    A killed process may look like a zombie while some threads still hold ports and memory; this process reaps all
+    descendants in the end.
+    """
     parents: dict[int, int] = {}
     for name in os.listdir("/proc"):
         if not name.isdigit():
@@ -180,7 +184,7 @@ def descendants() -> set[int]:
         try:
             with open(f"/proc/{name}/stat", "rb") as stat:
                 parents[int(name)] = int(stat.read().rpartition(b")")[2].split()[1])
-        except OSError:  # it ended meanwhile
+        except OSError:  # ended in the meantime
             continue
     found, wave = set(), {os.getpid()}
     while wave := {pid for pid, parent in parents.items() if parent in wave}:
@@ -192,12 +196,12 @@ def _send(pids: set[int], number: int) -> None:
     for pid in pids:
         try:
             os.kill(pid, number)
-        except OSError:  # it ended meanwhile, or is another user's
+        except OSError:  # ended in the meantime, or owned by another user
             continue
 
 
 def _wait(taken: set[signal.Signals], deadline: float | None) -> int | None:
-    """The next signal; None where the deadline comes first."""
+    """Returns the next signal, or None if the deadline comes first."""
     if deadline is None:
         return signal.sigwait(taken)
     came = signal.sigtimedwait(taken, max(0.0, deadline - monotonic()))
@@ -207,7 +211,7 @@ def _wait(taken: set[signal.Signals], deadline: float | None) -> int | None:
 def _say(line: str) -> None:
     try:
         os.write(2, f"{line}\n".encode())
-    except OSError:  # nobody reads
+    except OSError:  # no reader
         return
 
 

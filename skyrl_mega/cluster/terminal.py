@@ -1,7 +1,7 @@
-"""The terminal that a supervisor and its driver share, as a shell shares one with its jobs.
+"""The terminal shared by supervisor and driver, as by a shell and its jobs.
 
-The driver has a process group of its own in the background: it may write, and Ctrl-C and Ctrl-Z reach the supervisor. A
-driver that reads, as a debugger does, is stopped by the kernel; it is then given the foreground.
+The driver's process group runs in the background: writing is allowed, while Ctrl-C and Ctrl-Z reach the supervisor.
+When the driver reads, as a debugger does, the kernel stops the driver; the supervisor then gives it the foreground.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ import termios
 from contextlib import suppress
 
 SHOW_CURSOR = b"\r\x1b[K\x1b[?25h"
-"""Clears a progress line and shows the cursor, which such a line hides."""
+"""Clears a progress line and shows the cursor hidden by the progress line."""
 
 
 class Terminal:
-    """The terminal of this process, if it has one."""
+    """The terminal of this process; may be absent."""
 
     def __init__(self, driver: int) -> None:
         self.driver = driver
@@ -27,8 +27,8 @@ class Terminal:
             self._fd, self._settings = fd, termios.tcgetattr(fd)
 
     def suspended(self, by: int) -> None:
-        """The driver was stopped by a signal: gives it the foreground, or stops this process as well."""
-        if self._fd is None or by == signal.SIGSTOP:  # somebody wants that
+        """Reacts to a driver stopped by a signal: gives the driver the foreground, or stops this process as well."""
+        if self._fd is None or by == signal.SIGSTOP:  # stopped on purpose
             return
         if by == signal.SIGTSTP or not self._ours():
             self.suspend()
@@ -38,14 +38,14 @@ class Terminal:
         self._continue()
 
     def suspend(self) -> None:
-        """Stops the driver and this process, until somebody continues this one."""
+        """Stops the driver and this process until this process is continued."""
         with suppress(ProcessLookupError):
             os.killpg(self.driver, signal.SIGSTOP)
         os.kill(os.getpid(), signal.SIGSTOP)
         self._continue()
 
     def restore(self, killed: bool) -> None:
-        """Takes the foreground back; makes the terminal as it was where the driver could not."""
+        """Takes the foreground back; after a killed driver also resets the terminal settings."""
         if self._fd is None:
             return
         with suppress(OSError, termios.error):
@@ -57,7 +57,7 @@ class Terminal:
                     os.write(self._fd, SHOW_CURSOR)
 
     def _ours(self) -> bool:
-        """Whether this process or its driver is in the foreground."""
+        """Returns True if this process or the driver is in the foreground."""
         assert self._fd is not None
         try:
             return os.tcgetpgrp(self._fd) in (os.getpgrp(), self.driver)

@@ -1,4 +1,5 @@
-"""The user of this process where the system does not know one, as in a container that runs under a number."""
+"""User name and home folder for a process without an entry in the system's user list, as in a container with a numeric
+user."""
 
 from __future__ import annotations
 
@@ -8,9 +9,9 @@ import tempfile
 
 
 def name_user() -> None:
-    """Sets USER and HOME if this process's user has no entry in the system's list: libraries ask for both, and fail.
+    """Sets USER and HOME if the user of this process is unknown to the system: libraries fail without both.
 
-    Variables that are set stay as they are; processes that are started from here have them too.
+    Existing variables are kept; child processes inherit both.
     """
     try:
         pwd.getpwuid(os.getuid())

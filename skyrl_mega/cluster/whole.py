@@ -1,4 +1,4 @@
-"""Files and folders that appear whole, and take the place only of what this program wrote itself."""
+"""Output files and folders that appear complete, and only ever replace output of this program."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from skyrl_mega.cluster.leftovers import at_work, partial_file, temporary_folder
 from skyrl_mega.config.errors import UserError
 
 NO_ENTRY = frozenset({"lost+found"})
-"""What an empty file system holds."""
+"""Entries of an empty file system."""
 
 
 class Occupied(UserError):
-    """A place that holds something which this program did not write, or may not replace."""
+    """The output path holds something that this program did not write or may not replace."""
 
 
 @contextmanager
 def whole_file(file: Path, key: str, ours: Callable[[Path], bool]) -> Iterator[Path]:
-    """Yields an empty file, which takes the place of `file` when the block ends without an error.
+    """Yields an empty file that replaces `file` when the block ends without an error.
 
     Args:
-        file: A link is followed.
-        key: The option that names it, which begins a refusal.
-        ours: True for a file whose content shows that this program wrote it, and nobody since.
+        file: Output path; a link is followed.
+        key: Option that names the path; starts the error message.
+        ours: Returns True if this program wrote the file, unchanged since, according to the content.
 
     Raises:
-        Occupied: Something else has its name, before or after the block.
+        Occupied: Something else uses the path, before or after the block.
     """
     target = Path(os.path.realpath(file))
     refuse_file(file, key, ours)
@@ -39,11 +39,7 @@ def whole_file(file: Path, key: str, ours: Callable[[Path], bool]) -> Iterator[P
 
 
 def refuse_file(file: Path, key: str, ours: Callable[[Path], bool]) -> None:
-    """Refuses a place that `whole_file` may not write to.
-
-    Raises:
-        Occupied: It holds something that this program did not write.
-    """
+    """Raises Occupied if `whole_file` must not replace the path, because this program did not write the content."""
     target = Path(os.path.realpath(file))
     if os.path.lexists(target) and not (target.is_file() and ours(target)):
         raise Occupied(f"{key}: {file} was not written by this command, or was changed since; move it, or give another")
@@ -53,16 +49,16 @@ def refuse_file(file: Path, key: str, ours: Callable[[Path], bool]) -> None:
 def whole_folder(
     output: Path, key: str, ours: Callable[[Path, set[str]], bool] = lambda folder, names: False, last: str = ""
 ) -> Iterator[Path]:
-    """Yields an empty folder, whose entries are those of `output` when the block ends without an error.
+    """Yields an empty folder; when the block ends without an error, its entries replace the entries of `output`.
 
-    A folder that is there keeps its place, as a mount point has to: the new one is filled within it, on its disk, and
-    its entries are moved up.
+    An existing folder is kept, as a mount point must be: the new folder is filled inside, on the same disk, and the
+    entries are moved up.
 
     Args:
-        output: A link is followed.
-        key: The option that names it, which begins a refusal.
-        ours: True for a folder with entries of these names if this program wrote all of them, and nobody since.
-        last: The entry that shows that a folder is whole; it is moved after the others.
+        output: Output path; a link is followed.
+        key: Option that names the path; starts the error message.
+        ours: Returns True if this program wrote all entries with these names and nothing was changed since.
+        last: Entry to mark a folder as complete; moved last.
 
     Raises:
         Occupied: The folder holds something else, before or after the block.
@@ -86,11 +82,7 @@ def whole_folder(
 
 
 def refuse_folder(output: Path, key: str, ours: Callable[[Path, set[str]], bool] = lambda folder, names: False) -> None:
-    """Refuses a place that `whole_folder` may not write to.
-
-    Raises:
-        Occupied: It holds something that may not be replaced.
-    """
+    """Raises Occupied if `whole_folder` may not replace the content of the path."""
     target = Path(os.path.realpath(output))
     if not os.path.lexists(target):
         return
@@ -101,12 +93,12 @@ def refuse_folder(output: Path, key: str, ours: Callable[[Path, set[str]], bool]
 
 
 def being_written(output: Path) -> bool:
-    """Returns True if a process fills a folder for this place at the moment."""
+    """Returns True if a process is currently filling a folder for this path."""
     target = Path(os.path.realpath(output))
     return any(at_work(where, f".{target.name}.") for where in (target, target.parent) if where.is_dir())
 
 
 def _names(folder: Path) -> set[str]:
-    """The entries of a folder, without what its file system and `whole_folder` have there."""
+    """Returns the entries of a folder, except entries of the file system and of `whole_folder` itself."""
     prefix = f".{folder.name}."
     return {path.name for path in folder.iterdir() if not path.name.startswith(prefix)} - NO_ENTRY
