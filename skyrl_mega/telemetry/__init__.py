@@ -1,1 +1,1 @@
-"""What a run writes down and what a person sees of it."""
+"""Telemetry: a run's metrics, timelines and traces, and the console output."""

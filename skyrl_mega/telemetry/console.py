@@ -1,7 +1,7 @@
-"""What a person sees while a run goes.
+"""Console output of a run.
 
-On a terminal a phase is one live progress line; elsewhere, and in the run's log file, everything is a plain line.
-Steps are rows of one aligned table in both.
+On a terminal each phase is a live progress line. Elsewhere, and in the run's log file, every message is a plain line.
+In both cases steps are rows of an aligned table.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from skyrl_mega.telemetry import table
 from skyrl_mega.telemetry.metrics import finite
 
 HEADER_EVERY = 20
-"""Rows between two headers of the table of steps."""
+"""Number of rows between two headers of the table of steps."""
 QUIET_S = 30.0
 """Seconds between plain progress lines of a phase."""
 WORTH_A_LINE_S = 5.0
-"""A phase of at least so many seconds leaves a plain line at its end."""
+"""Minimum duration in seconds of a phase that leaves a plain line."""
 
 PLACES = (
     ("report", "report.html"),
@@ -47,41 +47,41 @@ PLACES = (
     ("model", "model"),
     ("logs", "logs"),
 )
-"""What a closing summary points to, where it exists in the run's folder."""
+"""(Name, path in the run's folder) of the results listed in the closing summary, if they exist."""
 
 
 @dataclass
 class Phase:
-    """A phase under way."""
+    """A running phase."""
 
     name: str
     total: int | None
     console: Console
     task: TaskID | None = None
-    """Its live line on a terminal."""
+    """Live progress line of the phase on a terminal."""
     start: float = field(default_factory=lambda: time.monotonic())
     done: int = 0
     said: float = field(default_factory=lambda: time.monotonic())
-    """When it last wrote a plain line."""
+    """Time of the last plain line."""
 
     def update(self, done: int) -> None:
-        """Says how many of `total` are done."""
+        """Reports the number of finished items out of `total`."""
         self.done = done
         self.console._progressed(self)
 
     @property
     def seconds(self) -> float:
-        """Seconds since its start."""
+        """Seconds since the start of the phase."""
         return time.monotonic() - self.start
 
 
 class Console:
-    """Tells a person how a run goes. A context manager.
+    """Reports the progress of a run to the user. A context manager.
 
     Args:
-        out: Where it writes; standard output by default.
-        as_json: One JSON object a line on `out` for steps and summary, and everything for people on standard error.
-        ended_by: Names the signal that a phase has ended for by an error; nothing where it has failed.
+        out: Output stream; standard output by default.
+        as_json: Prints steps and summary on `out` as JSON, one object per line, and everything else on standard error.
+        ended_by: Returns the name of the signal that caused an exception; "" for a real failure.
     """
 
     def __init__(
@@ -106,14 +106,14 @@ class Console:
         self._ended_by = ended_by
 
     def log_to(self, path: Path) -> None:
-        """From now on plain lines go to the file `path` too (appended)."""
+        """Copies all further plain lines to the file `path`, in append mode."""
         path.parent.mkdir(parents=True, exist_ok=True)
         self._log = path.open("a", buffering=1)
         self._stack.callback(_close, self._log)
 
     @contextmanager
     def phase(self, name: str, total: int | None = None) -> Iterator[Phase]:
-        """A part of the run with a name, and a number of things to do where that is known."""
+        """Opens a named phase of the run, with the number of items if known."""
         phase = Phase(name, total, self)
         self._enter(phase)
         try:
@@ -125,17 +125,17 @@ class Console:
         self._leave(phase, "done in")
 
     def say(self, text: str) -> None:
-        """One line; what steers a terminal is written out."""
+        """Prints and logs a line; terminal control characters are escaped and secrets hidden."""
         text = printable(hidden(text), keep="\n\t")
         self._print(text)
         self._write_log(text)
 
     def note(self, text: str) -> None:
-        """One line in the run's log alone."""
+        """Writes a line to the run's log only."""
         self._write_log(hidden(text))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The row of a step; the header comes again from time to time."""
+        """Prints the table row of a step, and a header every `HEADER_EVERY` rows."""
         if self._rows % HEADER_EVERY == 0:
             self._print(table.header(), style="bold")
             self._write_log(table.header())
@@ -144,12 +144,12 @@ class Console:
         self._emit({"step": step, **finite(metrics)})
 
     def summary(self, folder: Path, before: Mapping[str, float], after: Mapping[str, float]) -> None:
-        """The end of a run: scores before → after, and where everything lies.
+        """Prints the end of a run: scores before → after, and the paths of all results.
 
         Args:
             folder: The run's folder.
-            before: The first evaluation, by metric name.
-            after: The last one.
+            before: Metrics of the first evaluation.
+            after: Metrics of the last evaluation.
         """
         places = {name: str(folder / file) for name, file in PLACES if (folder / file).exists()}
         self.say(f"done in {table.duration(time.monotonic() - self._started)}")
@@ -166,7 +166,7 @@ class Console:
         self._emit({"done": True, "before": dict(before), "after": dict(after), "places": places})
 
     def close(self) -> None:
-        """Ends the live line and the log."""
+        """Ends the live line and closes the log."""
         self._stop_live()
         self._stack.close()
         self._log = None
@@ -180,7 +180,7 @@ class Console:
     def _enter(self, phase: Phase) -> None:
         with self._lock:
             self._open.append(phase)
-            if phase.name not in self._seen:  # once each, so that a log shows what a run is busy with
+            if phase.name not in self._seen:  # once per name: the log shows the run's activity without repetition
                 self._seen.add(phase.name)
                 self._plain(f"{phase.name} …")
             if self._live:
@@ -217,7 +217,7 @@ class Console:
             self._progress = None
 
     def _plain(self, text: str) -> None:
-        """A line where there is no live line."""
+        """Logs a line; without a live line also prints the line."""
         if not self._live:
             self._print(text)
         self._write_log(text)
@@ -242,7 +242,7 @@ class Console:
                 self._alone(self._json)
 
     def _alone(self, stream: IO[str]) -> None:
-        """Nobody reads any more, as where `| head` has ended: what runs goes on, and its log says so."""
+        """Handles a closed reader, as after `| head`: the run continues, and the log notes the end of printing."""
         nobody_reads(stream)
         self._write_log("nobody reads what is printed; it goes to this log alone from here on")
 

@@ -1,7 +1,7 @@
-"""How many of something were under way, and when: a step function that may be cut, added up and made coarser.
+"""Time series of concurrency (the number of active items), as step functions that can be cut, added and coarsened.
 
-It is kept as two running integrals, between whose points it is taken to be even: the count, and whether there was any.
-However coarse the points are, means and idle shares between two of them are exact.
+A series is stored as two running integrals: the count, and the time with a count above 0. Between two points both rates
+are taken as constant. Means and idle shares between two points are exact, however coarse the points are.
 """
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ Floats = np.ndarray[Any, np.dtype[np.float64]]
 
 @dataclass(frozen=True, eq=False)
 class Counted:
-    """What was under way from `times[0]` to `times[-1]`; before and after that nothing was."""
+    """Number of active items from `times[0]` to `times[-1]`; 0 outside."""
 
     times: Floats
-    """Seconds of the day's clock, each later than the one before: the ends of stretches."""
+    """Strictly increasing boundaries of the intervals, in seconds of the wall clock."""
     sums: Floats
-    """∫ count up to each of them."""
+    """Integral of the count up to each boundary."""
     busy: Floats
-    """Seconds with a count above 0 up to each of them."""
+    """Seconds with a count above 0 up to each boundary."""
 
     @classmethod
     def of(
         cls, times: Sequence[float] | Floats, counts: Sequence[float] | Floats, shares: Sequence[float] | Floats
     ) -> Self:
-        """From each stretch's mean count, and the share of it in which there was any: one less than the times."""
+        """Builds a series from the mean count and the busy share of each interval; both are shorter than
+        `times` by 1."""
         at = np.asarray(times, dtype=np.float64)
         lengths = np.diff(at)
         sums, busy = (np.concatenate([[0.0], np.cumsum(np.asarray(each) * lengths)]) for each in (counts, shares))
@@ -38,36 +39,37 @@ class Counted:
 
     @classmethod
     def none(cls, start: float, end: float) -> Self:
-        """Nothing."""
+        """Returns a series with count 0."""
         return cls.of([start, end], [0.0], [0.0])
 
     @property
     def lengths(self) -> Floats:
-        """Seconds of each stretch."""
+        """Seconds of each interval."""
         return np.diff(self.times)
 
     @property
     def counts(self) -> Floats:
-        """The mean count of each stretch."""
+        """Mean count of each interval."""
         return np.diff(self.sums) / self.lengths
 
     @property
     def shares(self) -> Floats:
-        """The share of each stretch in which there was any."""
+        """Share of each interval with a count above 0."""
         return np.clip(np.diff(self.busy) / self.lengths, 0.0, 1.0)
 
     def at(self, times: Sequence[float] | Floats) -> Self:
-        """The same with these ends of stretches."""
+        """Returns the series resampled at these boundaries."""
         edges = np.asarray(times, dtype=np.float64)
         return type(self)(edges, np.interp(edges, self.times, self.sums), np.interp(edges, self.times, self.busy))
 
     def between(self, start: float, end: float) -> Self:
-        """What was under way between two times."""
+        """Returns the part of the series between two times."""
         inside = self.times[(self.times > start) & (self.times < end)]
         return self.at(np.concatenate([[start], inside, [end]]))
 
     def coarser(self, most: int) -> Self:
-        """With at most so many stretches: where changes are dense, only the last one of each moment is kept."""
+        """Returns the series with at most `most` intervals: the time axis is divided into bins, and each keeps the last
+        point."""
         if len(self.times) - 1 <= most:
             return self
         start, end = self.times[0], self.times[-1]
@@ -77,7 +79,7 @@ class Counted:
         return type(self)(self.times[last], self.sums[last], self.busy[last])
 
     def then(self, later: Sequence[Counted]) -> Self:
-        """With what followed, in order; nothing was under way between them."""
+        """Appends later series in order; the count in the gaps is 0."""
         times, sums, busy = [self.times], [self.sums], [self.busy]
         end, total, worked = self.times[-1], self.sums[-1], self.busy[-1]
         for part in later:
@@ -94,9 +96,10 @@ class Counted:
         return type(self)(joined[first], np.concatenate(sums)[first], np.concatenate(busy)[first])
 
     def __add__(self, other: Counted) -> Self:
-        """What was under way in both together.
+        """Returns the sum of two series.
 
-        Where neither was busy without a break, how their breaks meet is not known; they are taken to be independent.
+        Within an interval the busy periods of the two series are taken as independent, because the exact positions are
+        unknown.
         """
         edges = np.union1d(self.times, other.times)
         one, two = self.at(edges), other.at(edges)
@@ -104,9 +107,9 @@ class Counted:
         return type(self).of(edges, one.counts + two.counts, shares)
 
     def total(self, start: float, end: float) -> float:
-        """∫ count between two times."""
+        """Returns the integral of the count between two times."""
         return float(np.diff(np.interp([start, end], self.times, self.sums))[0])
 
     def busy_s(self, start: float, end: float) -> float:
-        """Seconds with a count above 0 between two times."""
+        """Returns the seconds with a count above 0 between two times."""
         return float(np.diff(np.interp([start, end], self.times, self.busy))[0])

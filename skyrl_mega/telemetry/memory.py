@@ -1,6 +1,6 @@
-"""Memory of a process from one reading to the next: the most that it had, and what its GPU and its node have left.
+"""Memory use of a process between two readings: its peak, and the memory in use on the GPU and the node.
 
-A reading costs well under a millisecond and waits for no kernel.
+A reading takes well under a millisecond and waits for no kernel.
 """
 
 from __future__ import annotations
@@ -10,33 +10,33 @@ from pathlib import Path
 
 PROC = Path("/proc")
 PEAK_OF_RSS = "5"
-"""What `clear_refs` is told to begin a new high-water mark of the resident set (proc(5), Linux 4.0)."""
+"""Value for `clear_refs` that resets the peak of the resident set (proc(5), Linux 4.0)."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Bytes, or a number of events, since the reading before."""
+    """Bytes, or numbers of events, since the previous reading."""
 
     peak: int
-    """The most of it: on CUDA what torch's allocator has given out, on a CPU the resident set."""
+    """Peak of the process: on CUDA, memory allocated by torch; on a CPU, the resident set."""
     node: int
-    """Of the node's memory, now: what no program can have, whoever uses it."""
+    """Node memory currently not available to new programs."""
     reserved: int | None = None
-    """CUDA: the most that the allocator has taken from the GPU, what it keeps for later included."""
+    """CUDA: peak of the memory reserved by torch's allocator, cached blocks included."""
     device: int | None = None
-    """CUDA: of the GPU's memory, now, by all processes, CUDA's contexts included."""
+    """CUDA: GPU memory currently used by all processes, CUDA contexts included."""
     retries: int | None = None
-    """CUDA: times that the allocator found no room, waited for the GPU and gave back what it kept."""
+    """CUDA: number of allocations that failed at first, so the allocator waited for the GPU and freed cached blocks."""
     allocations: int | None = None
-    """CUDA: times that it asked the driver for memory, each of which waits for the GPU."""
+    """CUDA: number of memory requests to the driver; each waits for the GPU."""
 
 
 class MemoryMeter:
-    """Reads one process's memory. The first reading is since the start of the process.
+    """Reads the memory use of a process. The first reading covers the time since the start of the process.
 
     Args:
-        device: `cuda`, whose current device is read, or `cpu`.
-        proc: Linux's files about processes.
+        device: `cuda`, for the current CUDA device, or `cpu`.
+        proc: Folder with Linux's process files.
     """
 
     def __init__(self, device: str, proc: Path = PROC) -> None:
@@ -44,7 +44,7 @@ class MemoryMeter:
         self._events = (0, 0)
 
     def read(self) -> Reading:
-        """What was, and a new beginning."""
+        """Returns the values since the previous reading and resets the peaks."""
         node = self._node()
         if not self.cuda:
             return Reading(self._resident(), node)
@@ -66,11 +66,12 @@ class MemoryMeter:
         )
 
     def _resident(self) -> int:
-        """The high-water mark of the resident set; where no new one may be begun, the resident set as it is now."""
+        """Returns the peak of the resident set in bytes; if resetting the peak is not allowed, the current resident
+        set."""
         sizes = _table(self.proc / "self" / "status")
         try:
             (self.proc / "self" / "clear_refs").write_text(PEAK_OF_RSS)
-        except OSError:  # a container may forbid it; the mark would then be the whole life's
+        except OSError:  # a container may forbid the reset; the peak would then cover the whole life of the process
             return sizes["VmRSS"]
         return max(sizes["VmHWM"], sizes["VmRSS"])
 
@@ -80,6 +81,6 @@ class MemoryMeter:
 
 
 def _table(file: Path) -> dict[str, int]:
-    """Bytes by name, of the lines that are in kB."""
+    """Returns name -> bytes for the lines of a file with values in kB."""
     lines = (line.split() for line in file.read_text().splitlines())
     return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if words[-1:] == ["kB"]}

@@ -1,4 +1,4 @@
-"""The rows of `metrics.jsonl`, read back."""
+"""Reading of `metrics.jsonl`."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ FIX = "remove that row, or give another run"
 
 
 def finite(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Plain floats, None where a figure is not finite: what JSON can say."""
+    """Returns plain floats, with None for values that are not finite (JSON cannot represent them)."""
     return {name: float(value) if math.isfinite(value) else None for name, value in metrics.items()}
 
 
 def read(path: Path) -> list[dict[str, float | None]]:
-    """The rows of a metrics.jsonl, in order; half a last row, which a kill may leave, is left out.
+    """Returns the rows of a metrics.jsonl in order, without a partial last row, which a kill may leave.
 
     Raises:
-        UserError: The file cannot be read, or a row is none: which, and why.
+        UserError: The file cannot be read or a row is malformed; the message gives row and reason.
     """
     rows: list[dict[str, float | None]] = []
     try:
@@ -38,10 +38,10 @@ def read(path: Path) -> list[dict[str, float | None]]:
 
 
 def _row(line: bytes | str) -> dict[str, float | None]:
-    """A row that is whole.
+    """Parses a complete row.
 
     Raises:
-        Malformed: It is none, as half a row that a kill left.
+        Malformed: The row is invalid, such as a partial row left by a kill.
     """
     row = parsed(line)
     if not isinstance(row, dict) or not _is_step(row.get("step")):
@@ -53,7 +53,7 @@ def _row(line: bytes | str) -> dict[str, float | None]:
 
 
 def step_of(line: str) -> float:
-    """The step of a row; infinite for a line that is no whole row."""
+    """Returns the step of a row; infinity for a line that is not a complete row."""
     try:
         return float(_row(line)["step"] or 0)
     except Malformed:

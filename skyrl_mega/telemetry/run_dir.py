@@ -1,4 +1,4 @@
-"""A run's folder: made, locked against a second run, and described by its resolved configuration."""
+"""A run's folder: creation, lock against a second run, and the resolved configuration inside."""
 
 from __future__ import annotations
 
@@ -21,40 +21,42 @@ from skyrl_mega.config.schema import Config
 
 SIGNED = "# Written by a run; sha256 of what follows: "
 GROUPS = frozenset({"run", "cluster", "model", "policy", "rollout", "algorithm", "data", "environment", "checkpoint"})
-"""What every run's settings have had."""
+"""Setting groups that every version's configuration contains."""
 _STEP = re.compile(r"step_([0-9]{6}|[1-9][0-9]{6,})")
-"""The name of what a run writes for a step, without its ending."""
+"""Name of a step's output, without file extension."""
 
 
 EARLIER = "earlier"
-"""The folder of results that a run found where it began."""
+"""Folder for earlier results found at the start of a run."""
 RESULTS = (
     *("metrics.jsonl", "trajectories", "timeline", "profile", "tensorboard", "trackers", "report.html"),
     *("estimate.json", "preflight.json", "model", "logs", "config.yaml"),
 )
-"""What a run writes besides checkpoints, and would mix with what another has written."""
+"""Output of a run other than checkpoints, which must not mix with the output of another run."""
 
 
 def by_step(folder: Path, ending: str = "") -> dict[int, Path]:
-    """Returns what a run wrote for each step (`step_000010` and `ending`), the newest last. Copies under other names,
-    such as `step_000010_best`, belong to the user and are left out."""
+    """Returns step -> output of a run (`step_000010` plus `ending`), in ascending order.
+
+    Copies under other names, such as `step_000010_best`, belong to the user and are left out.
+    """
     names = ((path, _STEP.fullmatch(path.name.removesuffix(ending))) for path in folder.glob(f"step_*{ending}"))
     return dict(sorted((int(match[1]), path) for path, match in names if match))
 
 
 def checkpoints_in(folder: Path) -> dict[int, Path]:
-    """Returns the checkpoint of each step in a run's `checkpoints/`, the newest last. Links are left out."""
+    """Returns step -> checkpoint in a run's `checkpoints/`, in ascending order. Links are left out."""
     return {step: path for step, path in by_step(folder).items() if path.is_dir() and not path.is_symlink()}
 
 
 @contextmanager
 def run_folder(config: Config, say: Callable[[str], None] = print) -> Iterator[Path]:
-    """`<run.directory>/<run.name>` with `config.yaml` and `logs/`, ours until the context ends.
+    """Yields `<run.directory>/<run.name>` with `config.yaml` and `logs/`, locked until the context ends.
 
-    Results of a run that left no checkpoint to resume from are moved to `earlier/`, and `say` names the place.
+    Results of a run without a checkpoint to resume from are moved to `earlier/`, and `say` prints the new path.
 
     Raises:
-        UserError: the folder cannot be made, another run is at work in it, or it holds a run that is not to be resumed.
+        UserError: The folder cannot be created, is in use by another run, or holds a run that must not be resumed.
     """
     folder = Path(config.run.directory) / config.run.name
     try:
@@ -82,7 +84,7 @@ def run_folder(config: Config, say: Callable[[str], None] = print) -> Iterator[P
 
 
 def _set_aside(folder: Path) -> Path | None:
-    """Moves results to a new folder in `earlier/` and returns it; None where there are none."""
+    """Moves results to a new folder in `earlier/` and returns the folder; None if there are no results."""
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file() or not metrics.stat().st_size:
         return None
@@ -97,7 +99,7 @@ def _set_aside(folder: Path) -> Path | None:
 
 
 def _refuse_own_settings(folder: Path, config: Config) -> None:
-    """Raises UserError if a person wrote or edited `config.yaml`."""
+    """Raises UserError if the user wrote or edited `config.yaml`."""
     file = folder / "config.yaml"
     try:
         if file.is_symlink() or (file.exists() and not is_a_runs(file.read_bytes())):
@@ -113,13 +115,13 @@ def _describe(folder: Path, config: Config) -> None:
     """Writes `config.yaml`.
 
     Raises:
-        UserError: It cannot be written.
+        UserError: The file cannot be written.
     """
     file, partial = folder / "config.yaml", folder / "config.yaml.partial"
     text = dump(config)
     try:
         if partial.is_symlink():
-            partial.unlink()  # what it points to is not ours
+            partial.unlink()  # the target of the link is not ours
         partial.write_text(f"{SIGNED}{_digest(text)}\n{text}", encoding="utf-8")
         os.replace(partial, file)
     except OSError as error:
@@ -130,9 +132,10 @@ def _describe(folder: Path, config: Config) -> None:
 
 
 def is_a_runs(content: bytes) -> bool:
-    """Whether a run wrote this `config.yaml`, and nobody since.
+    """Returns True if this `config.yaml` was written by a run and not changed since.
 
-    It says so in its first line. Before there was this line, it was all groups in the very form that `dump` gives them.
+    The first line contains a hash of the rest. In files from before this line existed, all groups must be present in
+    exactly the form written by `dump`.
     """
     text = content.decode(errors="replace")
     first, _, rest = text.partition("\n")
@@ -151,12 +154,12 @@ def _digest(text: str) -> str:
 
 @contextmanager
 def locked(folder: Path, key: str, fix: str) -> Iterator[None]:
-    """A folder that no other process works in until the context ends.
+    """Locks a folder against other processes until the context ends.
 
-    The lock is the kernel's (flock on `.lock`): it ends with this process, however that ends.
+    The kernel holds the lock (flock on `.lock`) and releases it when this process ends, even after a crash.
 
     Raises:
-        UserError: another one is at work in it; begins with `key`, ends with `fix`.
+        UserError: Another run is using the folder; the message begins with `key` and ends with `fix`.
     """
     try:
         opened = (folder / ".lock").open("a+", errors="replace")

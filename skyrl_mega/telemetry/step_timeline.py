@@ -1,6 +1,6 @@
-"""The timeline of one step: the driver's phases, what engines and environments had under way, and who was idle.
+"""Timeline of a step: the driver's phases, the concurrency of engines and environments, and idle shares.
 
-As bytes it is small: times are whole milliseconds, and all counts together have some thousand stretches.
+The stored form is small: times are whole milliseconds, and all series together contain some thousand intervals.
 """
 
 from __future__ import annotations
@@ -21,43 +21,43 @@ from skyrl_mega.telemetry.counted import Counted
 from skyrl_mega.telemetry.trace import Span
 
 FOLDER = "timeline"
-"""In a run's folder."""
+"""Subfolder of a run's folder."""
 MOST_STRETCHES, FEWEST = 12_000, 64
-"""Of all counts together in a file; of each at least so many."""
+"""Maximum number of intervals of all series in a file; each series may keep at least `FEWEST`."""
 MOST_BYTES = 2**26
-"""Of a file, unpacked."""
+"""Maximum size of a decompressed file."""
 MOST_SECONDS = 1e8
 NAME = re.compile(r"[a-z_]{1,40}")
-"""Of a phase."""
+"""Allowed names of phases."""
 POLICY = ("logprobs", "train", "sync", "residency")
-"""Phases in which the policy's ranks work; the reference's work in the first too."""
+"""Phases in which policy ranks work; in the first, reference ranks work too."""
 CRITIC = ("values", "critic")
-"""Those of a critic's ranks."""
+"""Phases in which critic ranks work."""
 UPDATED = ("sync", "residency")
-"""Phases in which engines are worked on: without a request they are not idle."""
+"""Phases in which engines are updated: an engine without requests does not count as idle then."""
 
 
 @dataclass(frozen=True)
 class StepTimeline:
-    """What everybody did in a step. Times are seconds of the day's clock."""
+    """Activity of all processes in a step. Times are seconds of the wall clock."""
 
     step: int
     shown: float
-    """Where it begins: with the checkpoint after the step before, where there was one."""
+    """Start of the displayed range: includes the checkpoint after the previous step, if any."""
     start: float
-    """Of the step."""
+    """Start of the step."""
     end: float
     phases: Sequence[Span]
-    """The driver's, in order."""
+    """Phases of the driver, in order."""
     engines: Sequence[Counted]
-    """Requests under way, by engine."""
+    """Running requests, by engine."""
     environments: Counted
-    """Calls under way."""
+    """Running environment calls."""
     slots: int
-    """Calls that could be."""
+    """Maximum number of concurrent environment calls."""
 
     def idle(self) -> dict[str, float]:
-        """`idle/*`: shares of the step's time, 0 to 1."""
+        """Returns the `idle/*` metrics: idle shares of the step's time, from 0 to 1."""
         seconds = self.end - self.start
         updated = _within(self.phases, UPDATED, self.start, self.end)
         worked = [_worked(engine, self.start, self.end, updated) for engine in self.engines]
@@ -69,11 +69,11 @@ class StepTimeline:
 
     @property
     def synced(self) -> float | None:
-        """When engines had the step's weights; None for a step without a sync."""
+        """Time at which the engines held the step's weights; None for a step without a sync."""
         return max((span.end for span in self.phases if span.name == "sync"), default=None)
 
     def dumps(self) -> bytes:
-        """As the bytes of a file."""
+        """Returns the content of the step's file."""
         most = max(FEWEST, MOST_STRETCHES // (len(self.engines) + 1))
         tree = {
             "step": self.step,
@@ -89,15 +89,15 @@ class StepTimeline:
 
 
 def name_of(step: int) -> str:
-    """The name of a step's file."""
+    """Returns the file name of a step's timeline."""
     return f"step_{step:06d}.json.gz"
 
 
 def loads(data: bytes) -> StepTimeline:
-    """From the bytes of a file.
+    """Parses the content of a step's file.
 
     Raises:
-        Malformed: They are something else; says why.
+        Malformed: The content is invalid; the message says why.
     """
     unpack = zlib.decompressobj(wbits=31)
     try:
@@ -129,7 +129,7 @@ def loads(data: bytes) -> StepTimeline:
 
 
 def _packed(counted: Counted, zero: float, most: int) -> list[list[float]]:
-    """Milliseconds of each stretch, its mean count, and the share of it with any."""
+    """Returns, for all intervals, lengths in milliseconds, mean counts and busy shares."""
     coarse = counted.coarser(most)
     edges = np.unique(np.round((coarse.times - zero) * 1e3))
     edges = edges if len(edges) > 1 else edges[0] + np.arange(2.0)
@@ -164,7 +164,7 @@ def _ms(seconds: float) -> int:
 
 
 def _within(phases: Iterable[Span], names: Sequence[str], start: float, end: float) -> list[tuple[float, float]]:
-    """When one of these phases was under way: spans apart from one another, in order."""
+    """Returns the times of these phases as disjoint intervals in order."""
     found: list[tuple[float, float]] = []
     for span in sorted(phases, key=lambda span: span.start):
         a, b = max(span.start, start, found[-1][1] if found else start), min(span.end, end)
@@ -174,12 +174,12 @@ def _within(phases: Iterable[Span], names: Sequence[str], start: float, end: flo
 
 
 def _worked(engine: Counted, start: float, end: float, updated: Sequence[tuple[float, float]]) -> float:
-    """Seconds in which an engine had a request, or was worked on."""
+    """Returns the seconds during which an engine served requests or was being updated."""
     return engine.busy_s(start, end) + sum(b - a - engine.busy_s(a, b) for a, b in updated)
 
 
 def of(taken: Mapping[int, Counted], count: int, start: float, end: float) -> list[Counted]:
-    """Of each of so many engines, what it had between two times; one that was never asked had nothing."""
+    """Returns the series of engines 0 to `count` - 1 between two times; an engine without requests counts as 0."""
     return [
         taken[engine].between(start, end) if engine in taken else Counted.none(start, end) for engine in range(count)
     ]

@@ -1,4 +1,4 @@
-"""The table of steps: which metrics a person sees while a run goes, and how a figure is written."""
+"""The table of steps: displayed metrics and number formats."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Column:
-    """One column: its heading, the metric it shows, and its width."""
+    """A column: heading, displayed metric, and width."""
 
     title: str
     metric: str
-    """A name, or `eval/*/mean` for the mean over evaluation sets, all of which have to have one."""
+    """Metric name, or `eval/*/mean` for the mean over evaluation sets; shown only if every set reports the metric."""
     width: int = 8
 
 
@@ -35,17 +35,18 @@ ABSENT = "·"
 
 
 def header() -> str:
-    """The headings, aligned with `row`."""
+    """Returns the headings, aligned with `row`."""
     return "step".rjust(6) + "".join(column.title.rjust(column.width + 1) for column in COLUMNS)
 
 
 def row(step: int, metrics: Mapping[str, float]) -> str:
-    """One step; what was not measured is a dot."""
+    """Returns the row of a step; a missing metric is shown as a dot."""
     return f"{step:6d}" + "".join(number(_value(column.metric, metrics)).rjust(column.width + 1) for column in COLUMNS)
 
 
 def number(value: float | None) -> str:
-    """A figure in at most seven characters: three decimals, or an exponent where that would show nothing."""
+    """Returns a number in at most seven characters: three decimals, or an exponent for very small and very large
+    values."""
     if value is None:
         return ABSENT
     if not math.isfinite(value):
@@ -56,7 +57,7 @@ def number(value: float | None) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a person says them: 4.1 s, 2 min 5 s, 3 h 12 min."""
+    """Returns a duration for people: 4.1 s, 2 min 5 s, 3 h 12 min."""
     if seconds < 60:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)

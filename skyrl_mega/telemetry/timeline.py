@@ -1,7 +1,7 @@
-"""What engines and environments have under way, counted while it happens, at about a microsecond for each change.
+"""Live counters of running engine requests and environment calls, at about a microsecond per change.
 
-Who plays trajectories tells of every request and call, from any thread; who writes a step down takes what has happened
-since the last time. Changes within a moment are one, so that memory is bounded however much happens.
+Rollouts report every request and call, from any thread. The writer of a step's timeline takes everything since its last
+call. Changes within a moment are merged, so memory is bounded whatever the number of changes.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ import numpy as np
 from skyrl_mega.telemetry.counted import Counted
 
 MOMENT_S = 0.02
-"""Changes closer than this are told as one stretch, with its mean."""
+"""Minimum length in seconds of a stored interval; closer changes are averaged."""
 PARTS = 64
-"""That another process has told are kept before they are joined."""
+"""Number of reports per process kept before joining."""
 MOST = 2048
-"""Points of a counter: where there are more, moments become longer."""
+"""Maximum number of points per counter; a longer series gets a doubled minimum interval."""
 
 
 class Counter:
-    """One count that goes up and down.
+    """Records a count that goes up and down.
 
     Args:
-        start: Seconds of any clock that never goes back.
+        start: Start time in seconds of any monotonic clock.
     """
 
     def __init__(self, start: float) -> None:
@@ -39,19 +39,19 @@ class Counter:
         self.times, self.sums, self.busy = [start], [0.0], [0.0]
 
     def add(self, change: int, now: float) -> None:
-        """So many more from now on."""
+        """Changes the count by `change` from `now` on."""
         self._reach(now)
         self.count += change
 
     def take(self, now: float, zero: float) -> Counted:
-        """What it was up to now, since the last time; `zero` is added to its clock."""
+        """Returns the series since the last call, with `zero` added to all times, and starts a new series."""
         self._reach(now)
         found = Counted(np.array(self.times) + zero, np.array(self.sums), np.array(self.busy))
         self._begin(now)
         return found
 
     def _reach(self, now: float) -> None:
-        """It has been the same since the last change."""
+        """Extends the series to `now` with the current count."""
         times = self.times
         length = now - times[-1]
         if length <= 0:
@@ -67,7 +67,7 @@ class Counter:
             self._thin()
 
     def _thin(self) -> None:
-        """Moments become longer, until half of the points are left."""
+        """Doubles the minimum interval until at most half of `MOST` points are left."""
         points = list(zip(self.times, self.sums, self.busy, strict=True))
         while len(points) > MOST // 2:
             self.moment *= 2
@@ -83,18 +83,18 @@ class Counter:
 
 @dataclass(frozen=True)
 class Taken:
-    """What has happened between two times of the day's clock. Another process may have counted it."""
+    """Series between two times of the wall clock, possibly recorded by another process."""
 
     start: float
     end: float
     engines: Mapping[int, Counted]
-    """Requests under way, by engine; one that is not there had none."""
+    """Running requests, by engine; a missing engine stands for no requests."""
     environments: Counted
-    """Calls under way."""
+    """Running environment calls."""
 
 
 def _joined(told: Sequence[Taken]) -> Taken:
-    """What one process has told, one part after another, as one."""
+    """Joins consecutive reports of a process into a single report."""
     if len(told) == 1:
         return told[0]
     numbers = sorted({engine for part in told for engine in part.engines})
@@ -105,10 +105,10 @@ def _joined(told: Sequence[Taken]) -> Taken:
 
 
 class Timeline:
-    """Counts what engines and environments have under way. Any thread may tell it.
+    """Counts running engine requests and environment calls. Thread-safe.
 
     Args:
-        clock: Seconds, never going back.
+        clock: Monotonic clock, in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -118,10 +118,10 @@ class Timeline:
         self._engines: dict[int, Counter] = {}
         self._environments = Counter(self._since)
         self._others: dict[object, list[Taken]] = {}
-        """By process, in order."""
+        """Process -> its reports, in order."""
 
     def requests(self, engine: int, change: int) -> None:
-        """An engine has so many requests more, or fewer."""
+        """Changes the number of running requests of an engine."""
         with self._lock:
             now = self.clock()
             counter = self._engines.get(engine)
@@ -130,16 +130,16 @@ class Timeline:
             counter.add(change, now)
 
     def calls(self, change: int) -> None:
-        """So many calls of environments more are under way, or fewer."""
+        """Changes the number of running environment calls."""
         with self._lock:
             self._environments.add(change, self.clock())
 
     def merge(self, other: Taken, process: object = None) -> None:
-        """Takes in what another process has counted: it is added to what this one has. Tell it before `take`.
+        """Adds a report from another process to the counts of this process. Must be called before `take`.
 
         Args:
-            other: What followed on what it has told before.
-            process: Which.
+            other: Report that follows the process's previous report.
+            process: Identifies the process.
         """
         with self._lock:
             told = self._others.setdefault(process, [])
@@ -148,7 +148,7 @@ class Timeline:
                 self._others[process] = [_joined(told)]
 
     def take(self) -> Taken:
-        """What has happened since the last time, which is forgotten here; what is under way stays so."""
+        """Returns and forgets everything recorded since the last call; running requests and calls remain counted."""
         with self._lock:
             now, start = self.clock(), self._since
             zero = time.time() - now

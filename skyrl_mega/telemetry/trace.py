@@ -1,8 +1,7 @@
-"""A trace that Perfetto opens (ui.perfetto.dev): one JSON file in the trace event format, compressed, of the spans that
-several processes have measured.
+"""Traces for Perfetto (ui.perfetto.dev): spans measured by several processes, in a compressed trace-event JSON file.
 
-Every process has a track of its own, named after what it is. Times are microseconds since the trace's beginning, by
-each node's own clock of the day: nodes must agree on it (NTP) for their tracks to.
+Each process owns a named track. Times are microseconds since the beginning of the trace, by the wall clock of each
+node, so nodes need synchronised clocks (NTP).
 """
 
 from __future__ import annotations
@@ -21,26 +20,26 @@ from types import TracebackType
 from typing import Any, Self
 
 DRIVER, ENVIRONMENTS, ENGINES, RANKS = 1, 2, 10, 200_000
-"""Numbers of tracks: those of the driver, of environments, of engine 0 and of policy rank 0."""
+"""Track numbers of the driver, of environments, of engine 0 and of policy rank 0."""
 PER_RANK = 1000
-"""A rank has a track for itself, and one for each of its GPUs."""
+"""Number of tracks reserved per rank: the rank itself and its GPUs."""
 _HEAD = b'{"displayTimeUnit":"ms","traceEvents":[\n'
 
 
 @dataclass(frozen=True)
 class Span:
-    """Something that took a while."""
+    """A named interval of time."""
 
     name: str
     start: float
-    """Seconds of the day's clock (`time.time`)."""
+    """Seconds of the wall clock (`time.time`)."""
     end: float
     about: Mapping[str, Any] = field(default_factory=dict)
-    """What a click on it tells."""
+    """Details shown after a click on the span."""
 
 
 def is_trace(file: Path) -> bool:
-    """Returns True if `TraceWriter` wrote a file."""
+    """Returns True if the file was written by `TraceWriter`."""
     try:
         with gzip.open(file) as opened:
             return opened.read(len(_HEAD)) == _HEAD
@@ -49,16 +48,16 @@ def is_trace(file: Path) -> bool:
 
 
 def day(clock: float) -> float:
-    """A time of `time.perf_counter` by the day's clock."""
+    """Converts a time of `time.perf_counter` to the wall clock."""
     return clock + (time.time() - time.perf_counter())
 
 
 class TraceWriter:
-    """Writes a trace, event by event. A context manager; the file is there only once it is whole.
+    """Writes a trace event by event. A context manager; the file appears only when complete.
 
     Args:
-        file: Ends in `.json.gz`.
-        zero: When the trace begins, in seconds of the day's clock.
+        file: Output path; ends in `.json.gz`.
+        zero: Beginning of the trace in seconds of the wall clock.
     """
 
     def __init__(self, file: Path, zero: float) -> None:
@@ -74,7 +73,7 @@ class TraceWriter:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         if error is None:
             end = {"ph": "M", "name": "process_labels", "pid": DRIVER, "tid": 0, "args": {"labels": "skyrl_mega"}}
-            self._out.write(_line(end)[:-2] + b"\n]}\n")  # JSON allows no comma before it
+            self._out.write(_line(end)[:-2] + b"\n]}\n")  # JSON allows no comma before the bracket
         self._out.close()
         if error is None:
             os.replace(self._partial, self.file)
@@ -82,14 +81,14 @@ class TraceWriter:
             self._partial.unlink(missing_ok=True)
 
     def process(self, pid: int, name: str, spans: Iterable[Span], lane: str, *, nested: bool = False) -> None:
-        """A process's track, with its spans.
+        """Writes the track of a process with all spans.
 
         Args:
-            pid: The track's number, by which tracks are sorted.
-            name: What it is called.
-            spans: In any order.
-            lane: What its lines are called: spans that overlap lie in different ones.
-            nested: They lie inside one another, and in one line.
+            pid: Track number, which also orders the tracks.
+            name: Name of the track.
+            spans: Spans in any order.
+            lane: Name of the track's rows; overlapping spans are drawn in different rows.
+            nested: True if the spans lie inside each other and share a row.
         """
         for event in named(pid, name):
             self.event(event)
@@ -108,23 +107,23 @@ class TraceWriter:
             )
 
     def count(self, pid: int, what: str, points: Iterable[tuple[float, float]]) -> None:
-        """A process's counter, as a step function: (seconds of the day's clock, value from then on)."""
+        """Writes a counter of a process as a step function: (seconds of the wall clock, value from then on)."""
         for at, value in points:
             ts = round((at - self.zero) * 1e6, 3)
             self.event({"ph": "C", "name": what, "pid": pid, "tid": 0, "ts": ts, "args": {what: round(value, 3)}})
 
     def event(self, event: Mapping[str, Any]) -> None:
-        """One event, its `ts` in microseconds since `zero`."""
+        """Writes an event with `ts` in microseconds since `zero`."""
         self._out.write(_line(event))
 
     def append(self, part: Path) -> None:
-        """The events of a part (`write_part`), as they are: however many, they are never in memory at once."""
+        """Copies the events of a part (`write_part`) unchanged, without loading all of them into memory."""
         with gzip.open(part, "rb") as events:
             shutil.copyfileobj(events, self._out, 2**20)
 
 
 def write_part(file: Path, events: Iterable[Mapping[str, Any]]) -> None:
-    """Writes events, with times as the trace is to have them, for `TraceWriter.append`."""
+    """Writes events for `TraceWriter.append`; times must already be relative to the trace."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with gzip.open(file, "wb", compresslevel=1) as out:
         for event in events:
@@ -132,7 +131,7 @@ def write_part(file: Path, events: Iterable[Mapping[str, Any]]) -> None:
 
 
 def named(pid: int, name: str) -> list[dict[str, Any]]:
-    """The events that give a track its name and its place."""
+    """Returns the events that set the name and position of a track."""
     meta = {"ph": "M", "pid": pid, "tid": 0}
     return [
         {**meta, "name": "process_name", "args": {"name": name}},
@@ -141,7 +140,7 @@ def named(pid: int, name: str) -> list[dict[str, Any]]:
 
 
 def lanes(spans: Iterable[Span]) -> Iterable[tuple[int, Span]]:
-    """Each span with the lowest line that is free when it begins: spans in one line never overlap."""
+    """Yields each span with the lowest row free at its start; spans in a row never overlap."""
     busy: list[tuple[float, int]] = []
     free: list[int] = []
     for span in sorted(spans, key=lambda span: (span.start, span.end)):

@@ -1,1 +1,1 @@
-"""Where a run's figures go: metrics.jsonl always, and the trackers that `telemetry.trackers` names."""
+"""Trackers of a run's metrics: metrics.jsonl always, plus those in `telemetry.trackers`."""

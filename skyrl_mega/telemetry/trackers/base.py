@@ -1,4 +1,4 @@
-"""What a tracker is: the place that a run's figures go to, step by step."""
+"""Tracker interface: a tracker stores a run's metrics step by step."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class TrajectoryText:
-    """A trajectory for people to read."""
+    """A trajectory as readable text."""
 
     prompt: str
     response: str
-    """All that follows the prompt, observations included."""
+    """Everything after the prompt, observations included."""
     reward: float
     status: str
     environment: str
 
 
 class Tracker(Protocol):
-    """Takes a run's figures. `Cls(folder, options)` makes one: the run's folder, and `telemetry.options.<name>`.
+    """Stores a run's metrics. Created as `Cls(folder, options)` with the run's folder and `telemetry.options.<name>`.
 
-    The methods are called in this order, from one thread that is the tracker's own; they may take their time. An
-    exception is told once and the call is tried again (guarded.py). A class may have `OPTIONS`, which declares its
-    options (config/options.py; without it any are taken), and `check_ready(options)`, a class method that raises
-    `UserError` where a package or an API key is missing, before anything of the run is started.
+    The methods are called in this order, in a thread used by this tracker alone, so slow calls are allowed. An
+    exception is reported once and the call is retried (guarded.py). A class may declare options in `OPTIONS`
+    (config/options.py; without `OPTIONS`, all are accepted), and may offer a class method `check_ready(options)`, which
+    raises `UserError` if a package or an API key is missing, before anything of the run is started.
     """
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> str | None:
-        """The run begins, or goes on after `resumed_step` (None: from its beginning).
+        """Starts the run, or continues the run after `resumed_step` (None: from the beginning).
 
-        A resumed run repeats the steps after its checkpoint: what the tracker holds of them must not be there twice.
+        A resumed run repeats the steps after its checkpoint; the tracker must not store these steps twice.
 
         Args:
-            config: Every setting, nested by group, secrets masked.
-            resumed_step: The last step of the checkpoint.
+            config: All settings, nested by group, with secrets masked.
+            resumed_step: Last step of the checkpoint.
 
         Returns:
-            A line for the user, such as the run's address; None where there is nothing to say.
+            A line for the user, such as the run's address; None for no message.
         """
         ...
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The row of a step (docs/metrics.md). A figure may be NaN or infinite. Steps only rise."""
+        """Stores the metrics of a step (docs/metrics.md). Values may be NaN or infinite. Steps only increase."""
         ...
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> str | None:
-        """Some trajectories of a step, before its row. Returns a line for the user, or None."""
+        """Stores some trajectories of a step, before the step's metrics. Returns a line for the user, or None."""
         ...
 
     def close(self, failed: bool = False) -> None:
-        """The run is over: finished, stopped by a signal, or `failed`."""
+        """Ends the run: finished, stopped by a signal, or `failed`."""
         ...

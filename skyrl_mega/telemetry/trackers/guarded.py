@@ -1,4 +1,5 @@
-"""A tracker that may fail or hang without an effect on the run: a thread of its own, bounded retries, told once."""
+"""Isolation of trackers: a tracker that fails or hangs has no effect on the run. Uses a thread per tracker and bounded
+retries."""
 
 from __future__ import annotations
 
@@ -11,20 +12,22 @@ from skyrl_mega.config.secrets import masked
 from skyrl_mega.telemetry.trackers.base import Tracker, TrajectoryText
 
 WAITS_S = (10.0, 60.0, 300.0)
-"""Seconds before a failed call is tried again; after one failure more the tracker is off for the rest of the run."""
+"""Seconds before each retry of a failed call; after the last failed retry the tracker is off for the rest of
+the run."""
 MOST_WAITING = 256
-"""Calls that wait for the tracker at most, where a call hangs or each takes longer than a step; past it, it is off."""
+"""Maximum number of queued calls, reached if a call hangs or takes longer than a step; above this, the tracker is
+turned off."""
 CLOSE_S = 30.0
-"""Seconds that the end of a run waits for what the tracker still has to do."""
+"""Seconds to wait at the end of a run for the tracker's remaining calls."""
 KEPT = "metrics.jsonl has every step"
 
 
 class Guarded:
-    """A tracker behind a queue. Its methods return at once and never raise.
+    """A tracker behind a queue. All methods return at once and never raise.
 
     Args:
-        name: As `telemetry.trackers` has it.
-        tracker: The tracker; only this object's thread calls it.
+        name: Name in `telemetry.trackers`.
+        tracker: Called only from this object's thread.
         say: Shows a line to the user.
     """
 
@@ -36,20 +39,20 @@ class Guarded:
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
-        """As `Tracker`; the line that it returns is shown to the user."""
+        """Queues `Tracker.start` and shows the returned line to the user."""
         self._thread.start()
         self._add(lambda: self._tracker.start(config, resumed_step))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """As `Tracker`."""
+        """Queues `Tracker.log`."""
         self._add(lambda: self._tracker.log(step, metrics))
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
-        """As `Tracker`."""
+        """Queues `Tracker.log_trajectories`."""
         self._add(lambda: self._tracker.log_trajectories(step, trajectories))
 
     def close(self, failed: bool = False) -> None:
-        """As `Tracker`, after at most `CLOSE_S`: a call that still fails or hangs then is left."""
+        """Ends the tracker within `CLOSE_S` seconds; calls that still fail or hang are abandoned."""
         if not self._thread.is_alive():
             return
         self._failed = failed
@@ -77,7 +80,7 @@ class Guarded:
         self._call_once(lambda: self._tracker.close(self._failed), "failed at the end of the run")
 
     def _call(self, call: Callable[[], Any]) -> None:
-        """One call, tried again after each of `WAITS_S`; once more at once where the run ends meanwhile."""
+        """Runs a call, with a retry after each of `WAITS_S`; if the run ends meanwhile, the last retry is immediate."""
         for wait in WAITS_S:
             try:
                 self._tell_line(call())
@@ -98,7 +101,7 @@ class Guarded:
             self._off = True
 
     def _call_once(self, call: Callable[[], Any], consequence: str) -> bool:
-        """Whether the call worked; says so where not."""
+        """Runs a call and returns True on success; reports a failure."""
         try:
             self._tell_line(call())
         except Exception as error:
@@ -116,5 +119,5 @@ class Guarded:
 
 
 def one_line(error: Exception) -> str:
-    """An error's type and text in one line of at most 500 characters, without secrets."""
+    """Returns an error's type and text in a line of at most 500 characters, without secrets."""
     return str(masked(f"{type(error).__name__}: {' '.join(str(error).split())}"))[:500]

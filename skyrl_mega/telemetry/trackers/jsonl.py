@@ -1,4 +1,5 @@
-"""`metrics.jsonl`: one object a step. Resuming and the report read it, so that every run has it."""
+"""Tracker for `metrics.jsonl`: a JSON object per step. Every run writes this file, because resuming and the report read
+it."""
 
 from __future__ import annotations
 
@@ -15,10 +16,10 @@ from skyrl_mega.telemetry.trackers.base import TrajectoryText
 
 
 class JsonlTracker:
-    """Writes rows under flat names (docs/metrics.md).
+    """Writes rows with flat metric names (docs/metrics.md).
 
-    A row is on disk when `log` returns, so a killed process loses none. Figures that are not finite are null: the file
-    stays valid JSON. Trajectories have files of their own (rollout/trajectory_io.py).
+    A row is on disk when `log` returns, so a kill loses none. Values that are not finite become null to keep the file
+    valid JSON. Trajectories are stored in separate files (rollout/trajectory_io.py).
     """
 
     OPTIONS: Mapping[str, Option] = {}
@@ -29,8 +30,8 @@ class JsonlTracker:
         self._file = self.path.open("a")
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
-        """Removes rows after `resumed_step`, and half a row that a kill left: a resumed run writes what an unbroken
-        one does."""
+        """Removes rows after `resumed_step` and a partial row left by a kill, so a resumed run writes the same file as
+        an uninterrupted run."""
         last = -1 if resumed_step is None else resumed_step
         text = self.path.read_text(errors="replace")
         kept = [line for line in text.splitlines(keepends=True) if step_of(line) <= last]
@@ -41,13 +42,13 @@ class JsonlTracker:
         self._file = self.path.open("a")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds the row of `step`. Values may be Python, numpy or torch scalars."""
+        """Appends the row of `step`. Values may be Python, numpy or torch scalars."""
         with writing(self.path):
             self._file.write(json.dumps({"step": step, **finite(metrics)}, allow_nan=False) + "\n")
             self._file.flush()
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
-        """Nothing: they are not figures."""
+        """Does nothing: this file holds no trajectories."""
 
     def close(self, failed: bool = False) -> None:
         """Closes the file."""

@@ -1,7 +1,7 @@
-"""MLflow: a run of an experiment, in an SQLite file of the run's folder or on a server.
+"""Tracker for MLflow: a run of an experiment, in an SQLite file of the run's folder or on a server.
 
-A resumed run continues the same MLflow run; steps that it has already are not logged again (once.py), as MLflow cannot
-remove any. Names keep their slashes: in a database `time/sync` and `time/sync/plan` are two metrics.
+A resumed run continues the same MLflow run. MLflow cannot delete steps, so stored steps are not logged again (once.py).
+Names keep their slashes: in a database `time/sync` and `time/sync/plan` are different metrics.
 """
 
 from __future__ import annotations
@@ -27,19 +27,18 @@ from skyrl_mega.telemetry.trackers.once import OnceLog
 
 EXPERIMENT = "skyrl_mega"
 SCHEMES = ("sqlite", "postgresql", "mysql", "mssql", "http", "https", "databricks")
-"""Stores that can be given; drivers are named as in mysql+pymysql. Plain files are not among them: MLflow has ended its
-support for such stores."""
+"""Supported stores; a driver is given as in mysql+pymysql. MLflow no longer supports plain-file stores."""
 PARAMETERS = 100
-"""MLflow's limit of parameters in one call; of metrics it is 1,000, more than a step has."""
+"""MLflow's limit of parameters per call; the limit for metrics, 1,000, is never reached by a step."""
 LONGEST_NAME = 250
 LONGEST_VALUE = 6000
 
 
 class MlflowTracker:
-    """Logs to one run of MLflow: metrics, the settings as parameters and as config.json, trajectories as files.
+    """Logs to an MLflow run: metrics, settings (as parameters and config.json), and trajectories as files.
 
-    Files go to the experiment's place for artifacts, which may be another than the store of the metrics: where one
-    cannot be stored, this is said once, and the metrics go on.
+    Files go to the experiment's artifact store, which may differ from the metric store. If a file cannot be stored,
+    this is reported once and metrics are still logged.
     """
 
     OPTIONS: Mapping[str, Option] = {
@@ -50,10 +49,10 @@ class MlflowTracker:
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Looks for the packages and at the store's address.
+        """Checks the packages and the address of the store.
 
         Raises:
-            UserError: A package is missing, or MLflow has no such store.
+            UserError: A package is missing, or MLflow does not support the store.
         """
         uri = options["uri"] or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:"
         scheme = "databricks" if uri == "databricks" else urlsplit(uri).scheme.partition("+")[0]
@@ -82,11 +81,11 @@ class MlflowTracker:
         self._client: Any = None
         self._run_id = ""
         self._told = False
-        """That a file could not be stored."""
+        """True after a failed attempt to store a file was reported."""
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> str:
-        """Begins a run, or continues the one that was begun."""
-        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # its authors' statistics of use
+        """Creates a run, or continues the existing run."""
+        os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")  # usage statistics for MLflow's authors
         os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")
         from mlflow.tracking import MlflowClient
 
@@ -97,20 +96,20 @@ class MlflowTracker:
         self._client = MlflowClient(tracking_uri=uri)
         known = self._once.resume(resumed_step)
         self._run_id = known or self._create(config, uri)
-        if not known:  # at once: where what follows fails, the next attempt continues this run
+        if not known:  # record at once: if a later call fails, the retry continues this run
             self._once.begin(self._run_id)
         self._client.update_run(self._run_id, status="RUNNING")
-        trouble = self._store(dict(config), "config.json")  # a resumed run may have others
+        trouble = self._store(dict(config), "config.json")  # settings of a resumed run may differ
         line = f"writes run {self._run_id} to {masked(uri)}" + self._once.left_out(resumed_step)
         return f"{line}; {trouble}" if trouble else line
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """All figures of a step in one call, which a store takes or leaves as a whole."""
+        """Logs all metrics of a step in a single call, which the store accepts or rejects as a whole."""
         if step in self._once:
             return
         from mlflow.entities import Metric
 
-        # A call that is tried again has the same time, by which a store knows what it holds.
+        # A retry keeps its timestamp, so the store recognises duplicates.
         now = self._times.setdefault(step, int(time.time() * 1000))
         batch = [Metric(allowed_name(name), value, now, step) for name, value in metrics.items()]
         with self._once.giving(step):
@@ -118,20 +117,20 @@ class MlflowTracker:
         self._times.clear()
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> str | None:
-        """A file of the run's artifacts; one of a repeated step is written over."""
+        """Stores the trajectories as an artifact file; a repeated step overwrites its file."""
         rows = {"trajectories": [asdict(t) for t in trajectories]}
         return self._store(rows, f"trajectories/step_{step:06d}.json")
 
     def close(self, failed: bool = False) -> None:
-        """The run's state is FAILED or FINISHED; resumed, it is RUNNING again."""
+        """Sets the run's status to FAILED or FINISHED; a resume sets RUNNING again."""
         if self._run_id:
             self._client.set_terminated(self._run_id, "FAILED" if failed else "FINISHED")
 
     def _store(self, content: dict[str, Any], file: str) -> str | None:
-        """Stores a file of the run. Returns a line for the user where that failed for the first time."""
+        """Stores an artifact file of the run. Returns a line for the user on the first failure."""
         try:
             self._client.log_dict(self._run_id, content, file)
-        except Exception as error:  # every kind of storage has errors of its own
+        except Exception as error:  # each storage raises different errors
             if not self._told:
                 self._told = True
                 return f"cannot store {file}: {one_line(error)}; metrics go on, and so does the attempt to store files"
@@ -155,13 +154,13 @@ class MlflowTracker:
 
 
 def allowed_name(name: str) -> str:
-    """The name that MLflow is given: `_` for each character that it refuses, no empty part and none of dots alone."""
+    """Returns a name allowed by MLflow: other characters become `_`, as do empty parts and parts of dots alone."""
     parts = (re.sub(r"[^\w.\- :]", "_", part) for part in name.split("/"))
     return "/".join(part if part.strip(".") else "_" * max(1, len(part)) for part in parts)[:LONGEST_NAME]
 
 
 def _beside(uri: str) -> str | None:
-    """Where an SQLite file's artifacts go; other stores decide it themselves."""
+    """Returns the artifact folder next to an SQLite file; None for other stores, which decide themselves."""
     file = uri.removeprefix("sqlite:///")
     return str(Path(file).absolute().parent / "artifacts") if file != uri else None
 

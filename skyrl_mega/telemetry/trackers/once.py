@@ -1,4 +1,5 @@
-"""For stores that cannot remove what they hold: the id of the run there, and which steps it has been given."""
+"""Protection against duplicate steps in stores without deletion: records the store's run id and the steps
+already sent."""
 
 from __future__ import annotations
 
@@ -11,14 +12,14 @@ from typing import Any
 
 
 class OnceLog:
-    """Lets every step of a run pass once, however often the run is killed and resumed.
+    """Sends every step of a run to a store at most once, across kills and resumes.
 
-    A resumed run repeats the steps after its checkpoint. A store that only appends would show them twice, so they are
-    left out until the run passes the last step that the store has been given. A step counts as given before it is
-    sent, until sending it fails: a kill in between leaves the step out and never doubles it.
+    A resumed run repeats the steps after its checkpoint, and an append-only store would show these steps twice.
+    Repeated steps are therefore skipped until the run passes the last step sent. A step is recorded before sending, and
+    the record is undone if sending fails. A kill in between loses the step but never duplicates it.
 
     Args:
-        file: Where id and step are kept between processes (JSON).
+        file: JSON file with run id and last step.
     """
 
     def __init__(self, file: Path) -> None:
@@ -27,7 +28,7 @@ class OnceLog:
         self._last = -1
 
     def resume(self, resumed_step: int | None) -> str | None:
-        """The id of the store's run that this run continues; None where a new one is to be made."""
+        """Returns the id of the store's run to continue; None if a new run must be created."""
         if resumed_step is None or not self._file.is_file():
             return None
         kept: dict[str, Any] = json.loads(self._file.read_text())
@@ -35,17 +36,17 @@ class OnceLog:
         return self._run_id
 
     def begin(self, run_id: str) -> None:
-        """A new run of the store, which has no step yet."""
+        """Records a new run of the store, without steps."""
         self._run_id = run_id
         self._keep(-1)
 
     def __contains__(self, step: int) -> bool:
-        """Whether the store has been given this step."""
+        """Returns True if this step was already sent."""
         return step <= self._last
 
     @contextmanager
     def giving(self, step: int) -> Iterator[None]:
-        """The step is sent to the store; an exception takes it back."""
+        """Records the step as sent inside the block; undoes the record on an exception."""
         before = self._last
         self._keep(step)
         try:
@@ -55,7 +56,7 @@ class OnceLog:
             raise
 
     def left_out(self, resumed_step: int | None) -> str:
-        """Which steps will be repeated and left out, for the user; empty where there are none."""
+        """Returns a message about steps that will be repeated and skipped; empty if there are none."""
         first = (resumed_step or 0) + 1
         if self._last < first:
             return ""

@@ -1,4 +1,4 @@
-"""Trackers by name: the built-in ones, and a user's own by import path."""
+"""Trackers by name: built-in trackers, and user-defined classes by import path."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ TRACKERS: Mapping[str, str] = {
     "mlflow": "skyrl_mega.telemetry.trackers.mlflow:MlflowTracker",
     "wandb": "skyrl_mega.telemetry.trackers.wandb:WandbTracker",
 }
-"""Name → import path. The packages behind them are imported where they are used."""
+"""Name -> import path. The packages behind the trackers are imported on use."""
 ALWAYS = "jsonl"
-"""Written by every run, named or not."""
+"""Tracker of every run, listed or not."""
 METHODS = ("start", "log", "log_trajectories", "close")
 
 
 def chosen(config: TelemetryConfig) -> dict[str, str]:
-    """Name → import path of the run's trackers beside metrics.jsonl. The name of a user's own is its class's.
+    """Returns name -> import path of the run's trackers, without metrics.jsonl. A user-defined tracker is named after
+    its class.
 
     Raises:
-        UserError: A name is unknown, or there twice.
+        UserError: A name is unknown or appears twice.
     """
     paths: dict[str, str] = {}
     for entry in config.trackers:
@@ -47,17 +48,17 @@ def chosen(config: TelemetryConfig) -> dict[str, str]:
 
 
 def unknown(name: str) -> str:
-    """What to say of a name that is not a tracker's: the nearest, the allowed, the fix."""
+    """Returns the message for an unknown tracker name, with the nearest and all allowed names and the fix."""
     near = get_close_matches(name, TRACKERS, n=1)
     hint = f"did you mean {near[0]}? " if near else ""
     return f"{shown(name)} is unknown; {hint}allowed: {', '.join(TRACKERS)}, or your own: {imports.forms('class')}"
 
 
 def resolve(path: str) -> Any:
-    """The class behind an import path.
+    """Returns the class behind an import path.
 
     Raises:
-        UserError: It leads nowhere, or to something that is not a tracker.
+        UserError: The path leads nowhere, or to something other than a tracker.
     """
     cls = imports.load(path, "telemetry.trackers")
     if not isinstance(cls, type) or not all(callable(getattr(cls, method, None)) for method in METHODS):
@@ -69,22 +70,22 @@ def resolve(path: str) -> Any:
 
 
 def options_of(name: str, cls: Any, config: TelemetryConfig) -> dict[str, Any]:
-    """A tracker's options, filled and checked.
+    """Returns a tracker's options, completed with defaults and checked.
 
     Raises:
-        UserError: One that it does not have, or a value that it does not allow.
+        UserError: An option is unknown or a value is not allowed.
     """
     return filled(f"telemetry.options.{name}", config.options.get(name), getattr(cls, "OPTIONS", None))
 
 
 def check(config: TelemetryConfig) -> dict[str, tuple[Any, dict[str, Any]]]:
-    """Every tracker's name and options; asks nothing of the machine.
+    """Checks names and options of all trackers, without looking for packages, keys or servers.
 
     Returns:
-        Name → class and options, of the run's trackers beside metrics.jsonl.
+        Name -> (class, options) of the run's trackers, without metrics.jsonl.
 
     Raises:
-        UserError: One line.
+        UserError: A setting is invalid.
     """
     paths = chosen(config)
     for name in config.options:
@@ -96,7 +97,7 @@ def check(config: TelemetryConfig) -> dict[str, tuple[Any, dict[str, Any]]]:
 
 
 def unread_notes(config: TelemetryConfig) -> list[str]:
-    """What to say of options of trackers that are not on, where they are not what is usual. A recipe may have them."""
+    """Returns notes about non-default options of trackers that are off. A recipe may contain such options."""
     notes = []
     for name in sorted({*config.options} - {*chosen(config), ALWAYS}):
         cls = resolve(TRACKERS[name])
@@ -111,10 +112,10 @@ def unread_notes(config: TelemetryConfig) -> list[str]:
 
 
 def check_ready(config: TelemetryConfig) -> None:
-    """Lets every tracker of the run look for its package and its API key.
+    """Lets every tracker of the run check for the required package and API key.
 
     Raises:
-        UserError: Something is missing: what, and the fix.
+        UserError: A package or key is missing; the message names the fix.
     """
     for cls, options in check(config).values():
         if hasattr(cls, "check_ready"):

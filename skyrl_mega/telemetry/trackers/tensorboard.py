@@ -1,4 +1,4 @@
-"""`tensorboard/`: the same figures as event files."""
+"""Tracker for TensorBoard: the metrics as event files in `tensorboard/`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class TensorboardTracker:
-    """Event files, one per start of the run. TensorBoard hides what an earlier file has after the resumed step."""
+    """Writes an event file per start of the run. TensorBoard hides steps of earlier files after the resumed step."""
 
     OPTIONS: Mapping[str, Option] = {}
 
@@ -24,11 +24,11 @@ class TensorboardTracker:
         self._writer: SummaryWriter | None = None
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> None:
-        """Figures from the step after `resumed_step` on replace those of earlier files."""
+        """Makes new metrics replace older files' metrics from the step after `resumed_step` on."""
         self._first = 0 if resumed_step is None else resumed_step + 1
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Adds the figures of a step."""
+        """Adds the metrics of a step."""
         if self._writer is None:
             from torch.utils.tensorboard import SummaryWriter
 
@@ -38,9 +38,9 @@ class TensorboardTracker:
         self._writer.flush()
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
-        """Nothing: they are not figures."""
+        """Does nothing: event files hold no trajectories."""
 
     def close(self, failed: bool = False) -> None:
-        """Ends the file."""
+        """Closes the file."""
         if self._writer:
             self._writer.close()

@@ -1,4 +1,4 @@
-"""All trackers of a run as one."""
+"""The combined trackers of a run."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from skyrl_mega.telemetry.trackers.jsonl import JsonlTracker
 
 
 class Trackers:
-    """metrics.jsonl, which must be written, and others, which may fail. A context manager.
+    """metrics.jsonl, which must be written, and other trackers, which may fail. A context manager.
 
     Args:
-        jsonl: What it raises ends the run.
-        others: They get every row after it.
+        jsonl: Errors of this tracker end the run.
+        others: Receive every row after `jsonl`.
     """
 
     def __init__(self, jsonl: JsonlTracker, others: Sequence[Guarded] = ()) -> None:
@@ -28,30 +28,31 @@ class Trackers:
 
     @property
     def path(self) -> Path:
-        """metrics.jsonl."""
+        """Path of metrics.jsonl."""
         return self._jsonl.path
 
     def start(self, config: Config, resumed_step: int | None) -> None:
-        """Before the first row, once it is known which step the run goes on after (None: from its beginning)."""
+        """Starts all trackers before the first row, with the step from which the run resumes (None: from the
+        beginning)."""
         settings = masked(asdict(config))
         self._jsonl.start(settings, resumed_step)
         for other in self._others:
             other.start(settings, resumed_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The row of a step; it is in metrics.jsonl when this returns."""
+        """Logs the metrics of a step; metrics.jsonl contains the row when this returns."""
         self._jsonl.log(step, metrics)
         figures = {name: float(value) for name, value in metrics.items()}
         for other in self._others:
             other.log(step, figures)
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
-        """Some trajectories of a step, before its row."""
+        """Logs some trajectories of a step, before the step's metrics."""
         for other in self._others:
             other.log_trajectories(step, trajectories)
 
     def close(self, failed: bool = False) -> None:
-        """Ends all of them."""
+        """Closes all trackers."""
         try:
             self._jsonl.close(failed)
         finally:
@@ -66,15 +67,15 @@ class Trackers:
 
 
 def open_trackers(config: Config, folder: Path, say: Callable[[str], None]) -> Trackers:
-    """The trackers of a run, not yet started.
+    """Returns the trackers of a run, not yet started.
 
     Args:
-        config: Its settings, which have been checked.
-        folder: Its folder.
+        config: Settings of the run, already checked.
+        folder: The run's folder.
         say: Shows a line to the user.
 
     Raises:
-        UserError: `telemetry` names something that does not exist.
+        UserError: `telemetry` contains an unknown name.
     """
     trackers = registry.check(config.telemetry)
     others = [Guarded(name, cls(folder, options), say) for name, (cls, options) in trackers.items()]

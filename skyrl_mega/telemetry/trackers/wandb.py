@@ -1,7 +1,7 @@
-"""Weights & Biases: a run of a project, online or kept in the run's folder to be uploaded later.
+"""Tracker for Weights & Biases: a run of a project, online or kept in the run's folder for a later upload.
 
-A resumed run continues the run of the same id; steps that it has already are not logged again (once.py). Offline, each
-start of the run leaves a folder `wandb/offline-run-*-<id>`, and `wandb sync` puts them together.
+A resumed run continues the run with the same id; stored steps are not logged again (once.py). Offline, each start of
+the run creates a folder `wandb/offline-run-*-<id>`, and `wandb sync` joins them.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from skyrl_mega.telemetry.trackers.once import OnceLog
 
 PROJECT = "skyrl_mega"
 FLUSH_S = 0.2
-"""Seconds between writes to the run's folder: a kill loses what is younger, and the package's own 15 are many steps."""
+"""Seconds between writes to the run's folder: a kill loses younger data, and wandb's default of 15 s is many steps."""
 KEYS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE")
 
 
 class WandbTracker:
-    """Logs to one run of Weights & Biases."""
+    """Logs to a run of Weights & Biases."""
 
     OPTIONS: Mapping[str, Option] = {
         "mode": Option(
@@ -44,10 +44,10 @@ class WandbTracker:
 
     @classmethod
     def check_ready(cls, options: Mapping[str, Any]) -> None:
-        """Looks for the package and, online, for an API key.
+        """Checks for the package and, online, for an API key.
 
         Raises:
-            UserError: One of them is missing.
+            UserError: The package or the key is missing.
         """
         if importlib.util.find_spec("wandb") is None:
             raise UserError(
@@ -64,10 +64,11 @@ class WandbTracker:
         self._run: Any = None
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> str:
-        """Begins a run, or continues the one of the same id."""
-        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # its authors' reports on their own package
-        os.environ.setdefault("WANDB_SILENT", "true")  # the terminal is the console's
-        os.environ.setdefault("WANDB_DATA_DIR", str(self._folder / "wandb"))  # else tables wait in the home folder
+        """Creates a run, or continues the run with the same id."""
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # error reports for wandb's authors
+        os.environ.setdefault("WANDB_SILENT", "true")  # only `Console` prints on the terminal
+        # default: tables are staged in the home folder
+        os.environ.setdefault("WANDB_DATA_DIR", str(self._folder / "wandb"))
         import wandb
 
         options, mode = self._options, _mode(self._options)
@@ -86,7 +87,7 @@ class WandbTracker:
             tags=list(options["tags"]),
             config=dict(config),
             allow_val_change=True,
-            # Neither what is printed nor the command line, which may hold secrets.
+            # Do not record output or command line, which may contain secrets.
             settings=wandb.Settings(
                 silent=True, console="off", x_disable_meta=True, x_transaction_log_flush_interval=FLUSH_S
             ),
@@ -100,7 +101,7 @@ class WandbTracker:
         return place + self._once.left_out(resumed_step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """One row of the history, with the step's trajectories as a table."""
+        """Logs a row of the history, with the step's trajectories as a table."""
         if step in self._once:
             return
         import wandb
@@ -111,10 +112,10 @@ class WandbTracker:
             row["trajectories"] = wandb.Table(columns=columns, data=[list(astuple(t)) for t in trajectories])
         with self._once.giving(step):
             self._run.log(row, step=step, commit=True)
-        self._trajectories.pop(step, None)  # not before: a call that fails is made again
+        self._trajectories.pop(step, None)  # only now: a failed call is retried with the same trajectories
 
     def log_trajectories(self, step: int, trajectories: Sequence[TrajectoryText]) -> None:
-        """Kept for the step's row."""
+        """Keeps the trajectories for the step's row."""
         self._trajectories = {step: trajectories}
 
     def close(self, failed: bool = False) -> None:
@@ -128,17 +129,17 @@ def _mode(options: Mapping[str, Any]) -> Literal["online", "offline"]:
 
 
 def _configured_server() -> str:
-    """The server that `wandb login --host` has written to the package's own settings."""
+    """Returns the server saved by `wandb login --host`."""
     import wandb
 
     return str(wandb.setup().settings.base_url)
 
 
 def _check_netrc(server: str) -> None:
-    """Where `wandb login` leaves a key.
+    """Checks the netrc file, where `wandb login` saves keys.
 
     Raises:
-        UserError: There is none for this server.
+        UserError: There is no key for this server.
     """
     host = urlsplit(server).netloc
     try:
