@@ -1,4 +1,4 @@
-"""From rewards to a loss: pure functions on tensors, which know nothing of Megatron, vLLM or Ray."""
+"""From rewards to a loss: pure functions on tensors, independent of Megatron, vLLM and Ray."""
 
 from skyrl_mega.algorithms.filters import informative_groups
 from skyrl_mega.algorithms.kl import kl

@@ -1,4 +1,5 @@
-"""The entropy bonus's coefficient over a run, fixed or moved towards a target (Skywork-OR1, arXiv:2505.22312)."""
+"""The coefficient of the entropy bonus over a run: fixed, or adapted towards a target (Skywork-OR1,
+arXiv:2505.22312)."""
 
 from __future__ import annotations
 
@@ -8,34 +9,34 @@ from skyrl_mega.config.schema import EntropyConfig
 
 
 class EntropyCoefficient:
-    """What the entropy is multiplied by in the next RL step.
+    """Factor of the entropy term in the next RL step.
 
-        c(k + 1) = c(k) + step where the entropy of step k is at most the target, else c(k) - step, within its bounds
-        the next step has c(k + 1) there, and 0 where the entropy was above the target
+        c(k + 1) = c(k) + step if the entropy of step k is at most the target, else c(k) - step, within its bounds
+        step k + 1 uses c(k + 1), or 0 if the entropy was above the target
 
-    The paper measures the entropy of a step's rollouts before it trains on them; here it is the step before's, as it
-    trained, which needs no forward pass of its own.
+    The paper measures the entropy of a step's rollouts before training on them. Here the entropy of the previous
+    training step is used, which needs no extra forward pass.
     """
 
     def __init__(self, config: EntropyConfig) -> None:
         self.config = config
         self.coefficient = config.coefficient
         self.entropy: float | None = None
-        """Of the newest step, nats per token."""
+        """Entropy of the latest step, in nats per token."""
 
     @property
     def applied(self) -> float:
-        """What the loss has: the coefficient, or 0 while the entropy is above the target."""
+        """Coefficient in the loss: 0 while the entropy is above the target."""
         target = self.config.target
         return 0.0 if target is not None and self.entropy is not None and self.entropy > target else self.coefficient
 
     @property
     def used(self) -> bool:
-        """Whether the loss may have an entropy term."""
+        """True if the loss may contain an entropy term."""
         return bool(self.config.coefficient) or self.config.target is not None
 
     def see(self, entropy: float) -> None:
-        """A step had this entropy."""
+        """Updates the coefficient with the entropy of a finished step."""
         self.entropy = entropy
         if self.config.target is None:
             return
@@ -43,10 +44,10 @@ class EntropyCoefficient:
         self.coefficient = min(max(self.coefficient + change, self.config.least), self.config.most)
 
     def state(self) -> dict[str, Any]:
-        """For a checkpoint."""
+        """Returns the state for a checkpoint."""
         return {"coefficient": self.coefficient, "entropy": self.entropy}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Goes on from a checkpoint's state; without a target the coefficient is the setting's, which may be new."""
+        """Restores a checkpoint's state; without a target the coefficient stays as configured, which may be new."""
         if self.config.target is not None:
             self.coefficient, self.entropy = state["coefficient"], state["entropy"]

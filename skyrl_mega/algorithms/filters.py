@@ -1,9 +1,10 @@
-"""Which groups a step learns from: DAPO's dynamic sampling (arXiv:2503.14476, section 3.2) and POLARIS's copies.
+"""Selection of groups with a learning signal: DAPO's dynamic sampling (arXiv:2503.14476, section 3.2) and POLARIS's
+copies.
 
-A group whose samples all earn the same reward has zero advantages and only dilutes the batch. Dynamic sampling draws
-further prompts until the batch is full of groups that differ (equation 11: 0 < number of correct samples < n). Judge
-the rewards as the environment gave them, before any length shaping: the shaping would make equal answers differ. A
-sample whose environment failed has earned nothing that could be compared.
+A group of samples with equal rewards has zero advantages and only dilutes the batch. Dynamic sampling draws further
+prompts until the batch is full of groups with different rewards (equation 11: 0 < number of correct samples < n). Use
+the rewards as given by the environment, before any length shaping: shaping would make equal answers differ. A sample
+with a failed environment has no comparable reward.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from skyrl_mega.algorithms.advantages.base import beyond_rounding, check_finite
 
 
 def informative_groups(rewards_GN: Tensor, judged_GN: Tensor | None = None, tolerance: float = 0.0) -> Tensor:
-    """Whether each group's rewards differ: [G, n] → bool [G]. For ragged groups see `advantages.varied`.
+    """Returns True for each group with different rewards: [G, n] → bool [G]. For ragged groups see `advantages.varied`.
 
-        max(r) - min(r) > tolerance        over the samples that count, by more than rounding
+        max(r) - min(r) > tolerance        over the judged samples, by more than rounding
 
     Args:
         rewards_GN: float [G, n].
-        judged_GN: bool [G, n], the samples that count; None: all.
-        tolerance: Rewards that differ by no more are taken for the same: 0.4 and 0.3 with 0.1, though their difference
-            is rounded up.
+        judged_GN: bool [G, n], the samples to compare; None: all.
+        tolerance: Rewards with at most this difference count as equal: 0.4 and 0.3 with 0.1, although rounding
+            increases the difference.
 
     Raises:
-        ValueError: A reward that counts is NaN or infinite.
+        ValueError: A judged reward is NaN or infinite.
     """
     judged_GN = torch.ones_like(rewards_GN, dtype=torch.bool) if judged_GN is None else judged_GN
     check_finite(rewards_GN[judged_GN])
@@ -39,16 +40,16 @@ def informative_groups(rewards_GN: Tensor, judged_GN: Tensor | None = None, tole
 
 
 def with_copies(groups: int, wanted: int, seed: Sequence[int]) -> list[int]:
-    """Which group stands at each of the `wanted` places of a step that has fewer with a signal (POLARIS, and SkyRL's
-    `replace`): each of them once, and for every place that is left one that is drawn, each as likely as another.
+    """Returns the group index for each of `wanted` places in a step with fewer informative groups.
 
-    A copy stands beside its original, so that both are in one mini-batch but for its ends: there the group weighs
-    double, where a copy in a later one would be a second epoch on it.
+    As in POLARIS and SkyRL's `replace`, each group appears once and the remaining places are filled by uniformly drawn
+    groups. A copy is next to its original, so both are usually in the same mini-batch and the group counts double; in a
+    later mini-batch the copy would act as a second epoch.
 
     Args:
-        groups: Groups with a signal, at least 1.
-        wanted: Groups of the step, at least as many.
-        seed: Of what is drawn.
+        groups: Number of informative groups, at least 1.
+        wanted: Number of groups in the step, at least `groups`.
+        seed: Seed of the draw.
     """
     drawn = np.random.default_rng([*seed, 29]).integers(groups, size=wanted - groups)
     return sorted([*range(groups), *drawn.tolist()])

@@ -1,6 +1,6 @@
 """Schulman's estimators of KL(policy ‖ reference) from sampled tokens (joschu.net/blog/kl-approx.html).
 
-With d = log reference(token) - log policy(token), for a token drawn from the policy:
+With d = log reference(token) - log policy(token), for a token sampled from the policy:
 
     k1 = -d              unbiased, high variance, may be negative
     k2 = d² / 2          biased, low variance
@@ -8,9 +8,9 @@ With d = log reference(token) - log policy(token), for a token drawn from the po
     abs = |d|            no KL; bounds each token alike
     k3+                  k3 with the gradient of k2
 
-As a term of the loss, what counts is the gradient of the estimate (arXiv:2506.09477). On tokens of the policy itself
-its expectation is 0 for k1 (it bounds nothing), that of KL(policy ‖ reference) for k2, and that of KL(reference ‖
-policy) for k3, GRPO's choice.
+As a term of the loss, only the gradient of the estimate matters (arXiv:2506.09477). On the policy's own tokens its
+expectation is 0 for k1 (no bound at all), the gradient of KL(policy ‖ reference) for k2, and the gradient of
+KL(reference ‖ policy) for k3, GRPO's choice.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ from torch import Tensor
 from skyrl_mega.config.schema import KlConfig
 
 LOG_RATIO_LIMIT = 20.0
-"""Log-ratios are clamped here: exp of a larger one overflows, and one token would make every gradient NaN."""
+"""Bound on log-ratios: exp of a larger value overflows, and a single token would turn every gradient into NaN."""
 
 
 MOST_CHANGE = 0.2
-"""How far from the target counts as far, whatever it is."""
+"""Largest relative distance from the target that the adaptation uses."""
 
 
 def adapted(coefficient: float, of_target: float, trajectories: int, config: KlConfig) -> float:
-    """The coefficient that brings KL nearer to its target (arXiv:1909.08593, section 2.2).
+    """Returns the coefficient that brings KL closer to its target (arXiv:1909.08593, section 2.2).
 
-    β ← β (1 + clip(KL / target - 1, ±0.2) · n / horizon), at least halved and at most doubled
+        β ← β (1 + clip(KL / target - 1, ±0.2) · n / horizon), at least halved and at most doubled
 
-    The bounds are this project's: with n past 5 horizons β would become 0, and stay so.
+    The bounds are an addition of this project: with n above 5 horizons β could become 0 and stay 0.
 
     Args:
         coefficient: β.
-        of_target: KL / target; KL is the mean over answers of the sum over their tokens.
-        trajectories: n, those that were measured.
-        config: Has the horizon, in trajectories.
+        of_target: KL / target; KL is the mean over answers of the sum over tokens.
+        trajectories: n, the number of measured trajectories.
+        config: Contains the horizon, in trajectories.
     """
     error = min(max(of_target - 1, -MOST_CHANGE), MOST_CHANGE)
     return coefficient * min(max(0.5, 1 + error * trajectories / config.horizon), 2.0)
 
 
 def kl(logprobs_T: Tensor, reference_T: Tensor, estimator: str) -> Tensor:
-    """Per-token estimates [T], differentiable in `logprobs_T`.
+    """Returns per-token estimates [T], differentiable in `logprobs_T`.
 
     Args:
         logprobs_T: The policy's log-probs, natural log.

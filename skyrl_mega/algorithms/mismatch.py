@@ -1,4 +1,4 @@
-"""How far the engine's log-probs lie from the policy's, for the tokens that the engine drew, at the same weights."""
+"""Mismatch between the engine's and the policy's log-probs of sampled tokens, at equal weights."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ WITHIN = "mismatch_within"
 P99 = "mismatch/logprob_abs_p99"
 
 FAR = math.log(2.0)
-"""Nats from which a token is far off: engine and policy give it probabilities that differ by a factor of two."""
+"""Log-prob distance in nats above which a token counts as far: the two probabilities differ by a factor of two."""
 PER_DECADE = 24
 FIRST, LAST = -8 * PER_DECADE, 2 * PER_DECADE
 EDGES = tuple(10 ** (i / PER_DECADE) for i in range(FIRST, LAST + 1))
-"""Distances in nats, from 1e-8 to 100, up to each of which tokens are counted: so a percentile needs no gather."""
+"""Distances in nats from 1e-8 to 100 up to which tokens are counted, so that a percentile needs no gather."""
 ERROR = 10 ** (0.5 / PER_DECADE) - 1
-"""The largest relative error of a percentile, 4.9 %: the middle of a cell is that far from its edges."""
+"""Largest relative error of a percentile, 4.9 %: the distance from the middle of a cell to its edges."""
 
 
 def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
-    """What one micro-batch adds: tokens, sums and the maximum, without gradient; {} without the engine's log-probs.
+    """Returns the contribution of a micro-batch: tokens, sums and the maximum, without gradient; {} without
+    `rollout_L`.
 
-    |engine - policy|; estimates k1 and k3 of KL(engine ‖ policy): the tokens are the engine's, so it is the sampling
-    distribution; and `mismatch_within`, int64 [len(EDGES)]: tokens that differ by no more than each edge. All on the
-    device, without waiting for it.
+    Contains |engine - policy|; estimates k1 and k3 of KL(engine ‖ policy), as the engine sampled the tokens; and
+    `mismatch_within`, int64 [len(EDGES)], the number of tokens with at most each distance. Everything stays on the
+    device, without synchronisation.
     """
     if inputs.rollout_L is None:
         return {}
@@ -45,7 +46,7 @@ def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
     engine = torch.where(counts, inputs.rollout_L, 0.0).double()
     policy = torch.where(counts, inputs.old_L.detach(), 0.0).double()
     distance = (engine - policy).abs()
-    # What does not count lies beyond every edge. Sorting has no atomic addition, whose order would be free.
+    # Ignored tokens lie beyond every edge. Sorting is deterministic, unlike a histogram with atomic additions.
     ordered = torch.where(counts, distance, math.inf).sort().values
     edges = 10 ** (torch.arange(FIRST, LAST + 1, dtype=torch.float64, device=ordered.device) / PER_DECADE)
     return {
@@ -60,10 +61,10 @@ def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
 
 
 def mismatch(updates: Iterable[Mapping[str, float]]) -> dict[str, float]:
-    """A step's mismatch, from the sums of its optimizer steps: mean, 99th percentile and maximum of the distance, KL
-    and the share of the tokens that are far off.
+    """Returns the mismatch metrics of a step from the sums of its optimizer steps: mean, 99th percentile and maximum of
+    the distance, KL, and the share of far tokens.
 
-    Entry i of `mismatch_within` is called `mismatch_within.<i>`. All 0 without tokens.
+    Entry i of `mismatch_within` is stored as `mismatch_within.<i>`. All metrics are 0 without tokens.
     """
     updates = list(updates)
     tokens = sum(sums[COUNT] for sums in updates)
@@ -74,16 +75,16 @@ def mismatch(updates: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def quantile(within: list[float], tokens: float, share: float, most: float) -> float:
-    """The smallest distance that so large a share of the tokens does not exceed, but for `ERROR` of it.
+    """Returns the smallest distance not exceeded by this share of the tokens, up to a relative error of `ERROR`.
 
     Args:
-        within: Tokens up to each of `EDGES`.
-        tokens: All tokens.
+        within: Number of tokens up to each of `EDGES`.
+        tokens: Number of all tokens.
         share: Between 0 and 1.
         most: The largest distance.
 
     Returns:
-        Nats: the geometric middle of the cell that it lies in; 0 below the first edge, `most` beyond the last.
+        Nats: the geometric middle of the cell; 0 below the first edge, `most` above the last.
     """
     if not tokens:
         return 0.0

@@ -1,4 +1,4 @@
-"""What a step has to know of the weights that sampled, before its first optimizer step."""
+"""Quantities to compute with the sampling weights, before the first optimizer step of an RL step."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from skyrl_mega.algorithms.selection import columns_needed
 from skyrl_mega.config.schema import AlgorithmConfig
 
 MEASURED = frozenset({"old_logprobs", "old_entropy", "old_squares"})
-"""Columns that a forward pass of the policy makes."""
+"""Columns computed by a forward pass of the policy."""
 
 
 def columns(algorithm: AlgorithmConfig) -> frozenset[str]:
-    """Columns that advantages, or the choice of tokens, are made from: the driver fetches them.
+    """Returns the columns required by advantages or by the selection of tokens, which the driver fetches.
 
     Raises:
         UserError: The estimator cannot be found.
@@ -20,12 +20,14 @@ def columns(algorithm: AlgorithmConfig) -> frozenset[str]:
 
 
 def pass_needed(algorithm: AlgorithmConfig, updates: int) -> bool:
-    """Whether a step makes a forward pass for its old log-probs. Without one, the only optimizer step trains with the
-    weights that sampled and finds its own as it trains, or ratios are to the engine's.
+    """Returns True if a step needs a forward pass for old log-probs.
+
+    Without this pass, the only optimizer step trains with the sampling weights and uses its own log-probs, or the
+    ratios are relative to the engine.
 
     Args:
         algorithm: The settings.
-        updates: Optimizer steps of one RL step.
+        updates: Number of optimizer steps per RL step.
 
     Raises:
         UserError: The estimator cannot be found.

@@ -1,5 +1,7 @@
-"""Tokens of a mini-batch that a loss treats apart, chosen before it is cut, by the covariance of advantage and log-prob
-or by entropy. The driver chooses, with the weights that sampled, so that neither a micro-batch nor a layout decides.
+"""Selection of tokens with a special role in the loss, by the covariance of advantage and log-prob or by entropy.
+
+The driver selects over the whole mini-batch, with the sampling weights, so the result depends neither on micro-batches
+nor on the layout.
 
 Legend: P tokens of a mini-batch that count in the loss.
 """
@@ -17,18 +19,19 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 COVARIANCE = "high_covariance"
 ENTROPY = "high_entropy"
-"""Columns, bool: whether a token is chosen."""
+"""Columns, bool: True for selected tokens."""
 
 
 def columns_needed(algorithm: AlgorithmConfig) -> frozenset[str]:
-    """Columns of the mini-batches that have to be computed with the weights that sampled, before anything is chosen."""
+    """Returns the columns to compute with the sampling weights before tokens are selected."""
     by_logprobs = algorithm.loss in ("clip_cov", "kl_cov") or algorithm.importance_normalize
     names = {"old_logprobs"} if by_logprobs else set()
     return frozenset(names | ({"old_entropy"} if algorithm.entropy.top_share < 1 else set()))
 
 
 def covariance(advantages_P: Tensor, logprobs_P: Tensor) -> Tensor:
-    """(A - mean of A) (log π - mean of log π), over the tokens of the mini-batch: float64 [P] (2505.22617, eq. 10)."""
+    """Returns (A - mean of A) (log π - mean of log π) over the tokens of the mini-batch: float64 [P] (2505.22617, eq.
+    10)."""
     advantages_P, logprobs_P = advantages_P.double(), logprobs_P.double()
     return (advantages_P - advantages_P.mean()) * (logprobs_P - logprobs_P.mean())
 
@@ -36,9 +39,9 @@ def covariance(advantages_P: Tensor, logprobs_P: Tensor) -> Tensor:
 def clipped_by_covariance(
     covariance_P: Tensor, *, share: float, low: float, high: float, seed: Sequence[int]
 ) -> Tensor:
-    """Clip-Cov's tokens (arXiv:2505.22617, equation 11): bool [P].
+    """Returns the tokens of Clip-Cov (arXiv:2505.22617, equation 11): bool [P].
 
-    Of those whose covariance is from `low` to `high`, so many are drawn as `share` of all are, at least 1.
+    Draws `share` of all tokens, at least 1, from the tokens with a covariance from `low` to `high`.
     """
     candidates = ((covariance_P >= low) & (covariance_P <= high)).nonzero()[:, 0]
     count = min(max(int(share * len(covariance_P)), 1), len(candidates))
@@ -49,17 +52,18 @@ def clipped_by_covariance(
 
 
 def punished_by_covariance(covariance_P: Tensor, *, share: float) -> Tensor:
-    """KL-Cov's tokens (arXiv:2505.22617, equation 12): bool [P], the `share` of highest covariance, at least 1."""
+    """Returns the tokens of KL-Cov (arXiv:2505.22617, equation 12): bool [P], the `share` with the highest covariance,
+    at least 1."""
     return _highest(covariance_P, max(int(share * len(covariance_P)), 1))
 
 
 def high_entropy(entropy_P: Tensor, *, share: float) -> Tensor:
-    """The `share` of tokens of highest entropy, rounded up (arXiv:2506.01939, section 5): bool [P]."""
+    """Returns the `share` of tokens with the highest entropy, rounded up (arXiv:2506.01939, section 5): bool [P]."""
     return _highest(entropy_P, math.ceil(share * len(entropy_P)))
 
 
 def _highest(values_P: Tensor, count: int) -> Tensor:
-    """bool [P]: the `count` largest; of equal ones the first."""
+    """Returns bool [P]: True for the `count` largest values; ties go to the first."""
     chosen_P = torch.zeros(len(values_P), dtype=torch.bool)
     chosen_P[values_P.sort(descending=True, stable=True).indices[:count]] = True
     return chosen_P

@@ -1,4 +1,4 @@
-"""Length shaping of DAPO (arXiv:2503.14476, section 3.4): what responses near or past the limit get."""
+"""Length shaping of DAPO (arXiv:2503.14476, section 3.4) for responses near or above the limit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def soft_overlong(lengths_N: Tensor, limit: int, buffer: int, penalty: float = 1.0) -> Tensor:
-    """The soft overlong punishment that is added to a reward (equation 13), times `penalty`.
+    """Returns the soft overlong punishment added to a reward (equation 13), times `penalty`.
 
         R(y) =  0                                   |y| ≤ limit - buffer
                 ((limit - buffer) - |y|) / buffer   limit - buffer < |y| ≤ limit
@@ -15,8 +15,8 @@ def soft_overlong(lengths_N: Tensor, limit: int, buffer: int, penalty: float = 1
 
     Args:
         lengths_N: Response tokens, integers [N].
-        limit: L_max, the longest response that is allowed.
-        buffer: L_cache, the tokens before the limit over which the punishment grows; 0 turns it off.
+        limit: L_max, the longest allowed response.
+        buffer: L_cache, the number of tokens before the limit over which the punishment grows; 0 turns it off.
         penalty: The punishment at the limit.
 
     Returns:
@@ -28,13 +28,13 @@ def soft_overlong(lengths_N: Tensor, limit: int, buffer: int, penalty: float = 1
 
 
 def without_truncated(mask_T: Tensor, lengths_N: Tensor, truncated_N: Tensor) -> Tensor:
-    """Overlong filtering: the loss mask [T] with every token of a truncated trajectory set to 0.
+    """Returns the loss mask [T] with every token of a truncated trajectory set to 0 (overlong filtering).
 
-    Their tokens leave the loss's denominator too, so apply this before `token_weights`.
+    These tokens must also leave the loss's denominator, so apply this before `token_weights`.
 
     Args:
-        mask_T: Loss mask of trajectories one after the other.
-        lengths_N: Their tokens; sum(lengths) = T.
-        truncated_N: bool, whether a budget ended them.
+        mask_T: Concatenated loss masks of all trajectories.
+        lengths_N: Tokens per trajectory; sum(lengths) = T.
+        truncated_N: bool, True for trajectories ended by a budget.
     """
     return mask_T * torch.repeat_interleave(~truncated_N, lengths_N).to(mask_T.dtype)

@@ -1,4 +1,4 @@
-"""The weight that every token has in the loss, fixed over a whole mini-batch before it is cut."""
+"""The weight of every token in the loss, fixed for a whole mini-batch before it is cut."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ def token_weights(
     groups_G: Tensor | None = None,
     length: int | None = None,
 ) -> Tensor:
-    """Each token's weight in the loss, computed once over a whole mini-batch, all DP ranks' sequences included.
+    """Returns each token's weight in the loss, computed once for a whole mini-batch, including the sequences of all DP
+    ranks.
 
         tokens         w_t = m_t / Σ m                        (DAPO, arXiv:2503.14476, equation 12)
         sequences      w_t = m_t / (sequences · Σ m of its sequence)   (GRPO, arXiv:2402.03300, equation 3)
-        prompts        w_t = m_t / (prompts · Σ m of its prompt's group)   (DAPO, equation 12, as it is printed)
+        prompts        w_t = m_t / (prompts · Σ m of its prompt's group)   (DAPO, equation 12, as printed)
         constant       w_t = m_t / (sequences · length)       (Dr. GRPO, arXiv:2503.20783, section 3.2)
         micro_batches  w_t = m_t / (groups · Σ m of its group)   (the mean of the token means of a run's micro-batches)
 
-    The last one's group is `samples` sequences that follow one another; the last group may have fewer.
+    In the last mode a group is `samples` consecutive sequences; the last group may have fewer.
 
-    Sequences whose mask is all 0 count for nothing, and so do prompts without a token. The weights sum to 1, or to 0
-    where nothing is left to learn from; with constant, to the mean number of tokens over `length`. With micro_batches a
-    group whose mask is all 0 counts, as the micro-batch did whose loss was 0: the weights sum to the share of the
-    others.
+    Sequences with an all-zero mask do not count, and neither do prompts without tokens. The weights sum to 1, or to 0
+    if no token is left; with constant, to the mean number of tokens over `length`. With micro_batches a group with an
+    all-zero mask does count, like a micro-batch with loss 0: the weights sum to the share of the other groups.
 
     Args:
-        mask_T: Loss mask [T], 1 where the policy produced the token and it counts.
+        mask_T: Loss mask [T], 1 for tokens produced by the policy that count.
         lengths_N: Tokens of each sequence; sum(lengths) = T.
         mode: `algorithm.loss_mean`.
-        samples: `algorithm.loss_mean_samples`; only micro_batches looks at it.
-        groups_G: Sequences of each prompt's group; only prompts looks at it.
-        length: `algorithm.loss_mean_length`; only constant looks at it.
+        samples: `algorithm.loss_mean_samples`; only for micro_batches.
+        groups_G: Sequences of each prompt's group; only for prompts.
+        length: `algorithm.loss_mean_length`; only for constant.
 
     Returns:
         float32 [T].
@@ -62,11 +62,11 @@ def sequence_weights(
     groups_G: Tensor | None = None,
     length: int | None = None,
 ) -> Tensor:
-    """The weight of each sequence's tokens, those that count: float64 [N]. See `token_weights`.
+    """Returns the weight of each sequence's counting tokens: float64 [N]. See `token_weights`.
 
     Args:
-        tokens_N: float64: how many of a sequence's tokens count.
-        mode, samples, groups_G, length: As there.
+        tokens_N: float64: number of counting tokens per sequence.
+        mode, samples, groups_G, length: See `token_weights`.
     """
     match mode:
         case "tokens":
@@ -88,14 +88,14 @@ def sequence_weights(
 
 
 def averages(metrics: dict[str, float], algorithm: AlgorithmConfig, total: float) -> dict[str, float]:
-    """A mini-batch's metrics as means over the tokens that count.
+    """Returns a mini-batch's metrics as means over the counting tokens.
 
-    They come weighted as the loss is, whose weights do not sum to 1 with `loss_mean=constant`, nor where a group of
-    `loss_mean=micro_batches` has no token to learn from. The loss itself stays as it is.
+    Metrics arrive weighted like the loss. These weights do not sum to 1 with `loss_mean=constant`, or with
+    `loss_mean=micro_batches` if a group is empty. The loss itself is unchanged.
 
     Args:
-        metrics: Summed over the mini-batch, from the loss; others stay as they are.
-        algorithm: Says which mean was taken.
+        metrics: Sums over the mini-batch of the loss's metrics; other metrics are unchanged.
+        algorithm: Defines the mean of the loss.
         total: Sum of the mini-batch's weights.
     """
     if algorithm.loss_mean not in ("micro_batches", "constant") or total == 0:

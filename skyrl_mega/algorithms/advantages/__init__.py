@@ -1,4 +1,4 @@
-"""Advantages by name, and the user's own by import path: how much better a trajectory did than others."""
+"""Advantage estimators by name, and user-defined estimators by import path."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = [
 ]
 
 GAE = "gae"
-"""The only one with a critic (`config.derived.has_critic`)."""
+"""The only estimator with a critic (`config.derived.has_critic`)."""
 ADVANTAGES: Mapping[str, Estimator] = {
     "grpo": grpo,
     "rloo": rloo,
@@ -65,27 +65,31 @@ ADVANTAGES: Mapping[str, Estimator] = {
     "reinforce++_baseline": reinforce_plus_plus_baseline,
     GAE: gae,
 }
-"""What `algorithm.advantage` may name."""
+"""Values of `algorithm.advantage`."""
 TAKES = "(AdvantageInputs, AlgorithmConfig)"
-"""The arguments of one, for errors."""
+"""Arguments of an estimator, for errors."""
 KL_NEEDS = frozenset({"old_logprobs", "reference_logprobs"})
-"""What KL in the reward is made from."""
+"""Columns required for KL in the reward."""
 
 
 def advantages(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """Advantages by the estimator that `algorithm.advantage` names, whitened as `algorithm.whiten` says, in the dtype
-    of the rewards: [N] or [T] as `estimate` gives them, which says what is raised, too."""
+    """Returns the whitened advantages of the configured estimator, in the dtype of the rewards: [N] or [T], as
+    `estimate`.
+
+    Raises the same errors as `estimate`.
+    """
     return whiten(estimate(inputs, algorithm), inputs, algorithm).to(inputs.rewards_N.dtype)
 
 
 def estimate(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """What the estimator that `algorithm.advantage` names gives, before any whitening.
+    """Returns the advantages of the estimator in `algorithm.advantage`, before any whitening.
 
     Returns:
-        float64 [N], one for each trajectory; with one that is marked with `per_token` [T], one for each token.
+        float64 [N], a value per trajectory; [T], a value per token, for estimators marked with `per_token`.
 
     Raises:
-        UserError: It names none, its import path leads nowhere, or an estimator of the user's own gives another shape.
+        UserError: The name is unknown, the import path leads nowhere, or a user-defined estimator returns another
+            shape.
     """
     estimator = find(algorithm.advantage)
     found = estimator(inputs, algorithm)
@@ -99,15 +103,15 @@ def estimate(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def whiten(estimated: Tensor, inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """What `algorithm.whiten` makes of what `estimate` gave: float64, of the same shape."""
+    """Applies `algorithm.whiten` to the result of `estimate`: float64, same shape."""
     return after(estimated, inputs, algorithm.whiten, tokens=of_tokens(algorithm))
 
 
 def find(name: str) -> Estimator:
-    """The estimator that `algorithm.advantage` names.
+    """Returns the estimator named by `algorithm.advantage`.
 
     Raises:
-        UserError: It names none, or its import path leads nowhere.
+        UserError: The name is unknown, or the import path leads nowhere.
     """
     found: Estimator = imports.named(name, ADVANTAGES, "algorithm.advantage", TAKES)
     if isinstance(found, PerToken):
@@ -116,22 +120,22 @@ def find(name: str) -> Estimator:
 
 
 def of_tokens(algorithm: AlgorithmConfig) -> bool:
-    """Whether each token has an advantage of its own."""
+    """Returns True if each token has a separate advantage."""
     return isinstance(find(algorithm.advantage), PerToken)
 
 
 def needs(algorithm: AlgorithmConfig) -> frozenset[str]:
-    """Columns of the batch from which advantages are made: the loop has them computed first."""
+    """Returns the columns of the batch that advantages depend on; the loop computes them first."""
     estimator = find(algorithm.advantage)
     needed = estimator.needs if isinstance(estimator, PerToken) else frozenset()
     return needed | KL_NEEDS if algorithm.kl.where == "reward" else needed
 
 
 def check(algorithm: AlgorithmConfig) -> None:
-    """Refuses an estimator that cannot be found, or that needs a critic which is not there, before any process starts.
+    """Checks before any process starts that the estimator exists and that its inputs will be available.
 
     Raises:
-        UserError: It cannot.
+        UserError: The estimator cannot be found, or needs a critic or a reference that is not configured.
     """
     if CRITICS in needs(algorithm) and algorithm.advantage != GAE:
         raise UserError(

@@ -1,12 +1,12 @@
-"""What an estimator is given, and the parts that estimators share.
+"""Inputs and shared parts of advantage estimators.
 
     Estimator = (AdvantageInputs, AlgorithmConfig) → advantages [N], or with `per_token` [T]
 
-A trajectory has one advantage, which holds for each of its tokens, or each token has its own. Trajectories that failed
-are not among the N.
+A trajectory has a single advantage for all of its tokens, or each token has its own. Failed trajectories are not among
+the N.
 
-Legend: N trajectories; T tokens that the policy wrote in them, each once, those of a trajectory one after another in
-the order in which they were written. However a trajectory is cut into samples, these are the same.
+Legend: N trajectories; T tokens written by the policy, each once, trajectory by trajectory in the order of writing. The
+way a trajectory is cut into samples does not matter.
 """
 
 from __future__ import annotations
@@ -22,38 +22,38 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig
 
 STD_EPSILON = 1e-6
-"""Added to a standard deviation of rewards, so that nearly equal ones do not explode."""
+"""Added to a standard deviation of rewards, so that nearly equal rewards do not explode."""
 ROUNDING, LEAST = 4 * torch.finfo(torch.float32).eps, 1e-9
-"""What rewards may differ by that are the same: relative to the larger one, and where that is nearly 0."""
+"""Largest difference between equal rewards: relative to the larger reward, and absolute near 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenInputs:
-    """The T tokens. Prompts and observations are not among them, those of truncated trajectories are.
+    """The T tokens. Prompts and observations are not included; tokens of truncated trajectories are.
 
     Raises:
         ValueError: The shapes differ.
     """
 
     trajectory_T: Tensor
-    """int64: the token's trajectory, counted from 0; it never falls."""
+    """int64: the token's trajectory, counted from 0, in ascending order."""
     turn_T: Tensor
-    """int64: which of its trajectory's answers the token belongs to, counted from 0."""
+    """int64: index of the token's answer within the trajectory, counted from 0."""
     rewards_T: Tensor
-    """float: an answer's reward at its last token, less what parts of it earned, which is at the tokens that complete
-    them; 0 at the others. A trajectory's sum to its `rewards_N`."""
+    """float: an answer's reward at its last token, except for rewards of parts, which are at the token that completes
+    the part; 0 elsewhere. The sum over a trajectory is `rewards_N`."""
     known_T: Tensor | None = None
-    """bool: whether the token has values in what follows; those without a weight in the loss, of filtered trajectories,
-    have 0 there. None: all have."""
+    """bool: True if the fields below are defined; they are 0 for tokens of filtered trajectories, whose weight in the
+    loss is 0. None: all defined."""
     old_T: Tensor | None = None
-    """Log-probs under the weights at the start of the RL step. Of this and what follows: only what the estimator names
-    in `per_token` is there."""
+    """Log-probs under the weights at the start of the RL step. Like all fields below, only set if named in
+    `per_token`."""
     squares_T: Tensor | None = None
-    """Σ_v π(v)² of the distributions that the tokens were drawn from, under those weights."""
+    """Σ_v π(v)² of the tokens' sampling distributions, under these weights."""
     reference_T: Tensor | None = None
     """Log-probs under the reference."""
     values_T: Tensor | None = None
-    """A critic's value of the state in which the token was chosen."""
+    """A critic's value of the state before the token."""
 
     def __post_init__(self) -> None:
         given = {name: tuple(t.shape) for name, t in vars(self).items() if t is not None}
@@ -61,7 +61,7 @@ class TokenInputs:
             raise ValueError(f"values of tokens have shapes {given}: they must all be [T]")
 
     def returns(self, gamma: float) -> Tensor:
-        """What is earned from each token on, float64 [T]: G_t = Σ γ^k r_{t+k} over the tokens of its trajectory."""
+        """Returns the return from each token on, float64 [T]: G_t = Σ γ^k r_{t+k} over the tokens of its trajectory."""
         return discounted(self.rewards_T.double(), self.trajectory_T, gamma)
 
 
@@ -71,33 +71,31 @@ NEEDS = {
     "reference_logprobs": "reference_T",
     "values": "values_T",
 }
-"""What an estimator of tokens may need beside rewards: a column of the batch → its field of `TokenInputs`."""
+"""Optional inputs of per-token estimators: column of the batch → field of `TokenInputs`."""
 CRITICS = "values"
-"""The one of them that only gae may have: no other has a critic."""
+"""The entry of `NEEDS` reserved for gae, the only estimator with a critic."""
 
 
 @dataclass(frozen=True)
 class AdvantageInputs:
-    """N trajectories of one RL step.
+    """N trajectories of an RL step.
 
     Raises:
         ValueError: The shapes differ, or a reward is NaN or infinite.
     """
 
     rewards_N: Tensor
-    """float, in any dtype; advantages have the same."""
+    """float, in any dtype; advantages have the same dtype."""
     groups_N: Tensor
-    """Integers; equal ones belong to one group, the samples of one prompt."""
+    """Integers; equal values mark a group, the samples of a prompt."""
     tokens_N: Tensor | None = None
-    """int64: tokens that the policy wrote; only estimators that weigh by length look at it."""
+    """int64: number of tokens written by the policy; only for estimators that weigh by length."""
     greedy_N: Tensor | None = None
-    """float: the reward of the greedy answer to the trajectory's prompt, NaN where there is none; only ReMax has
-    any."""
+    """float: reward of the greedy answer to the trajectory's prompt, NaN without a greedy answer; only for ReMax."""
     of_tokens: TokenInputs | None = None
-    """The tokens themselves; there for estimators that are marked with `per_token`."""
+    """The tokens; only set for estimators marked with `per_token`."""
     named: Mapping[str, Tensor] = field(default_factory=dict)
-    """[N] each: an environment's rewards by name, before weights and the length's punishment; empty where it gives
-    one."""
+    """[N] each: an environment's rewards by name, before weights and length punishment; empty for a single reward."""
 
     def __post_init__(self) -> None:
         given = (self.rewards_N, self.groups_N, self.tokens_N, self.greedy_N)
@@ -120,10 +118,10 @@ class AdvantageInputs:
 
     @property
     def token(self) -> TokenInputs:
-        """`of_tokens`.
+        """`of_tokens`, if set.
 
         Raises:
-            UserError: An estimator reads them that is not marked with `per_token`.
+            UserError: The estimator reads tokens but is not marked with `per_token`.
         """
         if self.of_tokens is None:
             raise UserError("algorithm.advantage: an estimator that reads inputs.token is marked with @per_token(…)")
@@ -136,21 +134,21 @@ class AdvantageInputs:
 
     @cached_property
     def varied(self) -> Tensor:
-        """bool [N]: whether the rewards of the trajectory's group differ. Where they do not, nothing was better, and a
-        baseline would leave rounding."""
+        """bool [N]: True if the rewards of the trajectory's group differ. In a group with equal rewards nothing is
+        better, and subtracting a baseline would leave rounding errors."""
         return varied(self.rewards_N, self.groups_N)
 
     def sums(self, values_N: Tensor) -> Tensor:
-        """Each trajectory gets the sum of the values over its group: [N]."""
+        """Returns the sum of the values over each trajectory's group: [N]."""
         return sums_of(values_N, self.group)
 
     @cached_property
     def count(self) -> Tensor:
-        """float64 [N]: trajectories of the group."""
+        """float64 [N]: number of trajectories in the group."""
         return self.sums(torch.ones_like(self.r))
 
     def centred(self) -> Tensor:
-        """float64 [N]: r - mean(r) of its group, exactly 0 where the group's rewards are all equal."""
+        """Returns r - mean(r) of the group: float64 [N], exactly 0 if all rewards of the group are equal."""
         return torch.where(self.varied, self.r - self.sums(self.r) / self.count, 0.0)
 
 
@@ -159,25 +157,25 @@ Estimator = Callable[[AdvantageInputs, AlgorithmConfig], Tensor]
 
 @dataclass(frozen=True)
 class PerToken:
-    """An estimator that gives each token an advantage of its own: [T]."""
+    """An estimator with a separate advantage for each token: [T]."""
 
     estimate: Estimator
     needs: frozenset[str]
-    """Those of `NEEDS` that it reads."""
+    """Entries of `NEEDS` that the estimator reads."""
 
     def __call__(self, inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
-        """Advantages [T]."""
+        """Returns advantages [T]."""
         return self.estimate(inputs, algorithm)
 
 
 def per_token(*needs: str) -> Callable[[Estimator], PerToken]:
-    """Marks an estimator that gives each token an advantage of its own; without it, it gives one to each trajectory.
+    """Marks an estimator that returns an advantage per token; unmarked estimators return an advantage per trajectory.
 
     Args:
-        needs: What it reads beside the rewards: names of `NEEDS`. The loop computes them before advantages.
+        needs: Inputs besides the rewards: names of `NEEDS`. The loop computes them before advantages.
 
     Raises:
-        ValueError: There is no such column, or no parentheses stand behind it.
+        ValueError: There is no such column, or the decorator is used without parentheses.
     """
     if any(callable(need) for need in needs):
         raise ValueError("per_token is called first: write @per_token(), or @per_token(…) with the names that it needs")
@@ -188,19 +186,19 @@ def per_token(*needs: str) -> Callable[[Estimator], PerToken]:
 
 
 def sums_of(values_M: Tensor, group_M: Tensor) -> Tensor:
-    """Each value's sum over its group: [M]. Groups are int64, counted from 0."""
+    """Returns the sum over each value's group: [M]. Groups are int64, counted from 0."""
     groups = int(group_M.max()) + 1 if len(group_M) else 0
     return values_M.new_zeros(groups).index_add(0, group_M, values_M)[group_M]
 
 
 def discounted(values_T: Tensor, sequence_T: Tensor, gamma: float) -> Tensor:
-    """Σ γ^k x_{t+k} over what follows in the same sequence: [T].
+    """Returns Σ γ^k x_{t+k} over the rest of the same sequence: [T].
 
-    Each pass doubles how far a sum reaches, so there are log2 of the longest sequence.
+    Each pass doubles the range of the sums, so the number of passes is log2 of the longest sequence.
 
     Args:
         values_T: x.
-        sequence_T: int64; equal ones stand one after another.
+        sequence_T: int64; equal values are consecutive.
         gamma: γ, from one entry to the next.
     """
     sums_T, reach = values_T.clone(), 1
@@ -211,10 +209,10 @@ def discounted(values_T: Tensor, sequence_T: Tensor, gamma: float) -> Tensor:
 
 
 def check_finite(rewards_N: Tensor) -> None:
-    """Refuses rewards that are NaN or infinite: compared with them, a group would be one without a signal.
+    """Rejects NaN and infinite rewards: with such a reward a group would look like a group without a signal.
 
     Raises:
-        ValueError: There is one.
+        ValueError: A reward is NaN or infinite.
     """
     if not rewards_N.isfinite().all():
         at = int((~rewards_N.isfinite()).nonzero()[0])
@@ -222,17 +220,17 @@ def check_finite(rewards_N: Tensor) -> None:
 
 
 def beyond_rounding(difference: Tensor, scale: Tensor) -> Tensor:
-    """bool: whether rewards differ by more than sums of them are rounded by: float32's rounding, and 1e-9 near 0.
+    """Returns True if rewards differ by more than the rounding of their sums: float32's rounding, and 1e-9 near 0.
 
     Args:
-        difference: Of the largest and the smallest.
-        scale: The largest of their magnitudes.
+        difference: Difference of the largest and the smallest reward.
+        scale: Largest magnitude of the two.
     """
     return difference > (ROUNDING * scale).clamp(min=LEAST)
 
 
 def varied(rewards_N: Tensor, groups_N: Tensor) -> Tensor:
-    """Whether each trajectory's group has rewards that differ, by more than rounding: bool [N]."""
+    """Returns bool [N]: True if the rewards of the trajectory's group differ by more than rounding."""
     rewards_N = rewards_N.double()
     groups, index = torch.unique(groups_N, return_inverse=True)
     highest = rewards_N.new_zeros(len(groups)).scatter_reduce(0, index, rewards_N, "amax", include_self=False)

@@ -1,6 +1,6 @@
-"""Generalized advantage estimation: what a critic did not expect.
+"""Generalized advantage estimation: rewards relative to a critic's expectation.
 
-Legend: T tokens that the policy wrote, those of a trajectory one after another; N trajectories with at least one.
+Legend: T tokens written by the policy, trajectory by trajectory; N trajectories with at least one token.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 @per_token("values")
 def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """GAE (arXiv:1506.02438, equations 11 and 16) over the tokens that the policy wrote.
+    """Returns GAE (arXiv:1506.02438, equations 11 and 16) over the tokens written by the policy.
 
         δ_t = r_t + γ V_{t+1} - V_t        A_t = δ_t + γ λ A_{t+1}
 
-    t + 1 is the policy's next token in the trajectory, be it of the next answer: what the environment says between them
-    is a part of the state, and takes no time. After a trajectory's last token V and A are 0.
+    t + 1 is the policy's next token in the trajectory, even if it belongs to the next answer: text of the environment
+    in between is part of the state and takes no time. After a trajectory's last token V and A are 0.
 
     γ is `algorithm.gamma`.
 
     Returns:
-        float64 [T]. The critic's returns are these advantages and the values; whitening comes after.
+        float64 [T], before whitening. The critic's returns are these advantages plus the values.
     """
     token, gamma, lam = inputs.token, algorithm.gamma, algorithm.gae.lam
     if token.values_T is None:
@@ -38,7 +38,7 @@ def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
     following_T[ends_N] = 0.0
     advantages_T = token.rewards_T.double() + gamma * following_T - values_T
     left = len(longest)
-    for back in range(1, longest[0] if longest else 0):  # from the last tokens to the first, all trajectories at once
+    for back in range(1, longest[0] if longest else 0):  # from last to first token, for all trajectories at once
         while longest[left - 1] <= back:
             left -= 1
         at = ends_N[:left] - back

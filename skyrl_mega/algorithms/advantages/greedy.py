@@ -10,9 +10,10 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def remax(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
-    """ReMax (arXiv:2310.10505, equation 5): the reward of the policy's most likely answer is the baseline.
+    """Returns ReMax advantages (arXiv:2310.10505, equation 5): the baseline is the reward of the policy's greedy
+    answer.
 
-    A_i = r_i - r(greedy)        exactly 0 without a greedy answer, as where its environment failed
+        A_i = r_i - r(greedy)        exactly 0 without a greedy answer, for example after a failed environment
 
     Raises:
         ValueError: There are no greedy answers at all.

@@ -1,6 +1,6 @@
 """Estimators that compare a trajectory with the other samples of its prompt.
 
-All of them give exactly 0 where the rewards of a group are all equal, and to a group of one: nothing was better.
+All of them return exactly 0 for groups with equal rewards and for groups of a single sample: nothing is better.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """GRPO (arXiv:2402.03300, section 4.1.2).
+    """Returns GRPO advantages (arXiv:2402.03300, section 4.1.2).
 
-    A_i = (r_i - mean(r)) / (std(r) + 1e-6)     with `algorithm.normalize`; std has n - 1 in its denominator
+    A_i = (r_i - mean(r)) / (std(r) + 1e-6)     with `algorithm.normalize`; std divides by n - 1
     A_i =  r_i - mean(r)                        without (Dr. GRPO, arXiv:2503.20783)
     """
     centred = inputs.centred()
@@ -27,7 +27,7 @@ def grpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def rloo(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
-    """Leave-one-out (RLOO, arXiv:2402.14740).
+    """Returns leave-one-out advantages (RLOO, arXiv:2402.14740).
 
     A_i = r_i - mean(r_j, j ≠ i) = n / (n - 1) · (r_i - mean(r))
     """
@@ -36,18 +36,20 @@ def rloo(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
 
 
 def opo(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
-    """The baseline of least variance where a gradient's norm grows with the length (OPO, arXiv:2505.23585, equation 9).
+    """Returns advantages with the baseline of least variance for gradient norms that grow with length (OPO).
 
-    A_i = r_i - Σ l_j r_j / Σ l_j        l_j: tokens that the policy wrote
+        A_i = r_i - Σ l_j r_j / Σ l_j        l_j: tokens written by the policy
+
+    See arXiv:2505.23585, equation 9.
     """
     baseline = inputs.sums(inputs.lengths * inputs.r) / inputs.sums(inputs.lengths).clamp(min=1)
     return torch.where(inputs.varied, inputs.r - baseline, 0.0).to(inputs.rewards_N.dtype)
 
 
 def pass_at_k(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
-    """What the best of a group gains over the others (arXiv:2503.19595, with the leave-one-out baseline).
+    """Returns the gain of the best sample over the rest of its group (arXiv:2503.19595, leave-one-out baseline).
 
-    A_i = max(r) - max(r_j, j ≠ i)        so only a single best one has an advantage: its lead over the second
+    A_i = max(r) - max(r_j, j ≠ i)        nonzero only for a single best sample: its lead over the second
     """
     count = int(inputs.group.max()) + 1 if len(inputs.group) else 0
     low = inputs.r.new_full((count,), -torch.inf)
@@ -59,9 +61,9 @@ def pass_at_k(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
 
 
 def maxrl(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
-    """Closer to maximum likelihood than the mean reward is, the more samples there are (MaxRL, as SkyRL has it).
+    """Returns MaxRL advantages, as in SkyRL: with more samples, closer to maximum likelihood than the mean reward.
 
-    A_i = (r_i - mean(r)) / (mean(r) + 1e-6)        for rewards of at least 0
+        A_i = (r_i - mean(r)) / (mean(r) + 1e-6)        for rewards of at least 0
 
     Raises:
         UserError: A reward is negative: dividing by such a mean would turn better into worse.
@@ -76,11 +78,11 @@ def maxrl(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
 
 
 def gpg(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
-    """Group policy gradient (GPG, arXiv:2504.02546, equations 6 and 8, with F_norm = 1).
+    """Returns group policy gradient advantages (GPG, arXiv:2504.02546, equations 6 and 8, with F_norm = 1).
 
-    A_i = N / (N - M) · (r_i - mean(r))        M of the step's N trajectories are in groups whose rewards are all equal
+        A_i = N / (N - M) · (r_i - mean(r))        M of the step's N trajectories are in groups with equal rewards
 
-    Its loss is -A log π, whose gradient is `loss=ppo`'s in the first optimizer step.
+    GPG's loss is -A log π, with the same gradient as `loss=ppo` in the first optimizer step.
     """
     alpha = len(inputs.r) / max(int(inputs.varied.sum()), 1)
     return (alpha * inputs.centred()).to(inputs.rewards_N.dtype)

@@ -1,4 +1,4 @@
-"""An estimator for environments that give several rewards."""
+"""The estimator for environments with several rewards."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from skyrl_mega.algorithms.advantages.base import STD_EPSILON, AdvantageInputs, 
 from skyrl_mega.config.schema import AlgorithmConfig
 
 EPSILON = 1e-6
-"""Added to the step's standard deviation."""
+"""Added to the standard deviation of the step."""
 ROUNDING = 1e-8
-"""A sum of normalised rewards this small is one whose parts cancel."""
+"""Sums of normalised rewards below this magnitude count as 0: their parts cancel."""
 
 
 def gdpo(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """GDPO (arXiv:2601.05242, section 3): each reward is normalised in its group before they are added up.
+    """Returns GDPO advantages (arXiv:2601.05242, section 3): each reward is normalised in its group before the
+    summation.
 
         A_i = Σ_k w_k (r_ik - mean(r_k)) / (std(r_k) + 1e-6)        in the group, w from `algorithm.reward_weights`
         Â_i = (A_i - mean(A)) / (std(A) + 1e-6)                     over the step's trajectories
 
-    std has n - 1 in its denominator. A reward that is equal in the whole group adds exactly 0. mean(A) is 0: the sum of
-    each group is. With a single reward, without names, it is GRPO's, normalised once more. Rewards that cancel leave
-    rounding, which is taken for 0.
+    std divides by n - 1. A reward with equal values in the whole group adds exactly 0. mean(A) is 0,
+    because each group sums to 0. With a single unnamed reward this is GRPO, normalised a second time. Rewards that
+    cancel leave rounding, which is set to 0.
     """
     total_N = torch.zeros_like(inputs.r)
     for name, rewards_N in (inputs.named or {"reward": inputs.r}).items():

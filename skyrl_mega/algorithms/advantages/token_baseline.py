@@ -1,6 +1,6 @@
-"""A baseline of each token's own: the mean of its group's returns, weighed by how much each can move the policy.
+"""A separate baseline for each token: the mean of the group's returns, weighted by the influence on the policy.
 
-Legend: T tokens that the policy wrote, those of a trajectory one after another; K of them that are known.
+Legend: T tokens written by the policy, trajectory by trajectory; K tokens with known log-probs.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 @per_token("old_logprobs", "old_squares")
 def optimal_token_baseline(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
-    """The baseline of least variance for the t-th token of a group's trajectories (arXiv:2602.07078).
+    """Returns advantages with the baseline of least variance for the t-th tokens of a group (arXiv:2602.07078).
 
-        A_t = G_t - B_t        B_t = Σ G_t W_t / Σ W_t, over the trajectories that have a t-th token
+        A_t = G_t - B_t        B_t = Σ G_t W_t / Σ W_t, over the trajectories with a t-th token
         W_t = Σ_{j ≤ t} (1 - 2 π_j + Σ_v π_j(v)²)
 
-    G_t is what is earned from the token on. A term of W_t is the squared length of the gradient of log π_j by the
-    logits, π_j being the token's probability. t counts the policy's own tokens: what an environment says between two
-    answers has no place.
+    G_t is the return from the token on. A term of W_t is the squared length of the gradient of log π_j by the logits,
+    where π_j is the token's probability. t counts the policy's own tokens; text of the environment between two answers
+    is skipped.
 
     Returns:
-        float64 [T]. 0 where all G_t are equal, thus also where no other trajectory is as long; where no trajectory has
-        moved the policy yet (all W_t are 0); and for tokens that nothing is known of.
+        float64 [T]. 0 if all G_t are equal, thus also if no other trajectory is as long; if all W_t are 0, so no
+            trajectory could have moved the policy yet; and for unknown tokens.
     """
     token = inputs.token
     if token.old_T is None or token.squares_T is None:
         raise ValueError("optimal_token_baseline needs log-probs, and sums of squared probabilities")
     known_T = torch.ones_like(token.trajectory_T, dtype=torch.bool) if token.known_T is None else token.known_T
-    # Rounding may make a term negative where the token was certain.
+    # Rounding may make a term negative for a token with probability 1.
     moved_T = (1 - 2 * token.old_T.double().exp() + token.squares_T.double()).clamp(min=0)
     weight_K = _so_far(torch.where(known_T, moved_T, 0.0), token.trajectory_T)[known_T]
     return_K = token.returns(1.0)[known_T]
@@ -47,5 +47,5 @@ def optimal_token_baseline(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tenso
 
 
 def _so_far(values_T: Tensor, trajectory_T: Tensor) -> Tensor:
-    """[T]: the sum of a trajectory's values up to each token, itself included."""
+    """Returns the running sum within a trajectory up to and including each token: [T]."""
     return discounted(values_T.flip(0), trajectory_T.flip(0), 1).flip(0)

@@ -1,4 +1,4 @@
-"""Estimators that look at the reward of each answer: a token has an advantage of its own."""
+"""Estimators that use the reward of each answer: every token has a separate advantage."""
 
 from __future__ import annotations
 
@@ -20,25 +20,27 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 @per_token()
 def reinforce_plus_plus(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """REINFORCE++ (arXiv:2501.03262): what is earned from a token on, whitened over all tokens of the step.
+    """Returns REINFORCE++ advantages (arXiv:2501.03262): the return from each token on, whitened over all tokens of the
+    step.
 
-        G_t = Σ_{k ≥ t} γ^(k-t) r_k        A_t = (G_t - μ) / sqrt(σ² + 1e-8), σ² with T - 1 in its denominator
+        G_t = Σ_{k ≥ t} γ^(k-t) r_k        A_t = (G_t - μ) / sqrt(σ² + 1e-8), σ² divides by T - 1
 
-    γ is `algorithm.gamma` and discounts from one of the policy's tokens to the next: what an environment says between
-    two answers does not.
+    γ is `algorithm.gamma` and discounts from each of the policy's tokens to the next, ignoring text of the environment
+    between two answers.
     """
     return whitened(inputs.token.returns(algorithm.gamma))
 
 
 @per_token()
 def grpo_turns(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
-    """GRPO with process supervision (arXiv:2402.03300, section 4.1.3), an answer's reward being that of a step.
+    """Returns GRPO advantages with process supervision (arXiv:2402.03300, section 4.1.3), treating each answer as a
+    step.
 
         z_j = (r_j - mean(R)) / (std(R) + 1e-6)        R: rewards of all answers of the group
-        A_t = Σ z_j over the token's answer and those after it
+        A_t = Σ z_j over the token's answer and all later answers
 
-    std has n - 1 in its denominator; without `algorithm.normalize` nothing is divided. 0 where R are all equal, and
-    where the group's trajectories earned the same answer by answer: there is nothing to compare.
+    std divides by n - 1; without `algorithm.normalize` there is no division. 0 if all R are equal, and if
+    the group's trajectories have equal rewards answer by answer: there is nothing to compare.
     """
     token = inputs.token
     begins_T = torch.ones(len(token.turn_T), dtype=torch.bool)
@@ -59,9 +61,9 @@ def grpo_turns(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
 
 
 def _compared(rewards_R: Tensor, mean_R: Tensor, turn_R: Tensor, group_R: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """bool [R]: whether trajectories of the answer's group earned differently with their first answers, or second, ….
+    """Returns bool [R]: True if trajectories of the answer's group have different rewards at the same position.
 
-    An answer that was not given is one that earned the mean of all.
+    A missing answer counts as a reward equal to the mean of all.
     """
     place_R = torch.unique(turn_R * len(inputs.r) + group_R, return_inverse=True)[1]
     trajectories_R = inputs.group.bincount()[group_R]

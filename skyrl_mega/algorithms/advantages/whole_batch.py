@@ -1,4 +1,4 @@
-"""Estimators that compare a trajectory with all others of the step, or with nothing."""
+"""Estimators that compare a trajectory with all other trajectories of the step, or use no comparison."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def reinforce(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
-    """The reward itself, without a baseline (REINFORCE, Williams 1992, doi:10.1007/BF00992696)."""
+    """Returns the reward itself, without a baseline (REINFORCE, Williams 1992, doi:10.1007/BF00992696)."""
     return inputs.rewards_N.clone()
 
 
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs, _: AlgorithmConfig) -> Tensor:
-    """REINFORCE++ with the group's mean as baseline (arXiv:2501.03262), whitened over all tokens of the step.
+    """Returns REINFORCE++ with the group's mean as baseline (arXiv:2501.03262), whitened over all tokens of the step.
 
     A_i = (x_i - μ) / sqrt(σ² + 1e-8)        x = r - mean(r) of its group;  μ = Σ l x / Σ l,  l: tokens written
     """

@@ -1,4 +1,4 @@
-"""Losses by name: a file each, and the user's own by import path."""
+"""Policy losses by name, a file each, and user-defined losses by import path."""
 
 from __future__ import annotations
 
@@ -37,18 +37,18 @@ LOSSES: Mapping[str, Loss] = {
     "clip_cov": clip_cov,
     "kl_cov": kl_cov,
 }
-"""What `algorithm.loss` may name."""
+"""Values of `algorithm.loss`."""
 PULLING = frozenset({"dro", "kl_cov"})
-"""Those of them that have a gradient where the advantage is 0: they pull the policy to where it was."""
+"""Losses with a gradient at advantage 0: they pull the policy back to the old policy."""
 SUPERVISED = "supervised"
-"""The warm-up's loss, which no run is trained with."""
+"""Loss of the warm-up; not available as `algorithm.loss`."""
 
 
 def find(name: str) -> Loss:
-    """The loss that `algorithm.loss` names, or `supervised`.
+    """Returns the loss named by `algorithm.loss`, or `supervised`.
 
     Raises:
-        UserError: It names none, or its import path leads nowhere.
+        UserError: The name is unknown, or the import path leads nowhere.
     """
     if name == SUPERVISED:
         return supervised
@@ -57,14 +57,14 @@ def find(name: str) -> Loss:
 
 
 def check(algorithm: AlgorithmConfig, asynchrony: AsynchronyConfig | None = None) -> None:
-    """Refuses a loss that cannot be found, or one of the user's own that is none, before any process starts.
+    """Checks before any process starts that the loss exists and, if it is user-defined, that it works.
 
     Args:
         algorithm: The settings of the loss.
-        asynchrony: Says whether tokens may be of older weights; None if none are.
+        asynchrony: Decides if tokens may come from older weights; None if never.
 
     Raises:
-        UserError: Says what is wrong.
+        UserError: The loss is unknown or invalid.
     """
     if algorithm.loss == SUPERVISED:
         raise UserError(f"algorithm.loss = supervised: the warm-up has it; allowed is one of {', '.join(LOSSES)}")
@@ -77,6 +77,6 @@ def check(algorithm: AlgorithmConfig, asynchrony: AsynchronyConfig | None = None
 
 
 def with_absolute_path(algorithm: AlgorithmConfig) -> AlgorithmConfig:
-    """The same with a file's path made absolute, for processes that start in another folder."""
+    """Returns the settings with an absolute path of the loss's file, for processes that start in another folder."""
     source, _, name = algorithm.loss.rpartition(":")
     return replace(algorithm, loss=f"{Path(source).absolute()}:{name}") if source.endswith(".py") else algorithm

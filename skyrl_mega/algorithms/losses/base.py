@@ -1,11 +1,11 @@
-"""What a loss is, and the parts that policy losses share.
+"""Definition of a loss, and the shared parts of policy losses.
 
     Loss = (LossInputs, AlgorithmConfig) → (the micro-batch's loss, summed over its tokens; metrics)
 
-Every token has a weight that is fixed before the mini-batch is cut (`token_weights`). The loss of a mini-batch is the
-plain sum of its micro-batches' losses, and so is its gradient: neither depends on micro-batch size, packing or
-parallel layout. A loss keeps that property if it is a sum over tokens of `weights_L` times values that depend on the
-token alone, or on its sequence by `sequence_mean`.
+Every token has a weight fixed before the mini-batch is cut (`token_weights`). The loss of a mini-batch is the plain sum
+of the losses of its micro-batches, and so is the gradient: neither depends on micro-batch size, packing or parallel
+layout. A loss keeps this property if it is a sum over tokens of `weights_L` times values that depend on the token
+alone, or on its sequence through `sequence_mean`.
 """
 
 from __future__ import annotations
@@ -24,17 +24,18 @@ Loss = Callable[[LossInputs, AlgorithmConfig], tuple[Tensor, Metrics]]
 
 
 def log_ratio(inputs: LossInputs) -> Tensor:
-    """log π(token) - log π_old(token) [L], 0 where the weight is."""
+    """Returns log π(token) - log π_old(token) [L], 0 for tokens with weight 0."""
     return inputs.clean(inputs.logprobs_L) - inputs.clean(inputs.old_L.detach())
 
 
 def ratio_metrics(inputs: LossInputs, ratio_L: Tensor, clipped_L: Tensor) -> Metrics:
-    """ratio, clip_fraction, and kl_old: the k3 estimate of KL(π_old ‖ π), as the tokens are π_old's.
+    """Returns the metrics ratio, clip_fraction and kl_old: the k3 estimate of KL(π_old ‖ π), as π_old sampled the
+    tokens.
 
     Args:
         inputs: The tokens.
-        ratio_L: What stands for π / π_old in the loss.
-        clipped_L: bool, the tokens whose ratio has no effect, or less than it would have.
+        ratio_L: The loss's version of π / π_old.
+        clipped_L: bool, True for tokens with a ratio of no or reduced effect.
     """
     logprobs_L, old_L = inputs.clean(inputs.logprobs_L.detach()), inputs.clean(inputs.old_L.detach())
     return {
@@ -47,7 +48,7 @@ def ratio_metrics(inputs: LossInputs, ratio_L: Tensor, clipped_L: Tensor) -> Met
 def clipped_surrogate(
     inputs: LossInputs, ratio_L: Tensor, low: float, high: float, dual_clip: float | None
 ) -> tuple[Tensor, Metrics]:
-    """PPO's loss of every token (not weighted yet), and the metrics ratio, clip_fraction, kl_old, dual_clip_fraction.
+    """Returns PPO's unweighted loss of every token, and the metrics ratio, clip_fraction, kl_old, dual_clip_fraction.
 
     L_t = -min(r_t A_t, clip(r_t, 1 - low, 1 + high) A_t)     PPO arXiv:1707.06347 (7), DAPO arXiv:2503.14476 (10)
     L_t =  min(L_t, -c A_t) where A_t < 0                     dual clip, arXiv:1912.09729
@@ -65,19 +66,20 @@ def clipped_surrogate(
 
 
 def total(inputs: LossInputs, losses_L: Tensor, metrics: Metrics, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """The weighted sum of the tokens' losses, with the engine's mismatch corrected and the KL term added.
+    """Returns the weighted sum of the tokens' losses, corrected for the engine's mismatch, plus the KL and entropy
+    terms.
 
-        ρ_t  of the engine's mismatch                                      `correction`
-        loss = Σ w_t (ρ_t L_t - c H_t) + kl.coefficient · Σ v_t KL_t       with v = w where `kl.mean` is the loss's
-        L_t = 0 outside of `high_entropy_L`, where it is given             arXiv:2506.01939
+        ρ_t  correction of the engine's mismatch                           `correction`
+        loss = Σ w_t (ρ_t L_t - c H_t) + kl.coefficient · Σ v_t KL_t       v = w if `kl.mean` is loss
+        L_t = 0 outside of `high_entropy_L`, if given                      arXiv:2506.01939
         c, H_t  the entropy bonus's coefficient, and the policy's entropy in nats
         KL_t = (π_t / π_old,t) · the estimate                              kl.unbiased, arXiv:2512.02556, equation 7
 
     Returns:
-        The loss, and the metrics with those of the correction, loss, and kl and entropy where there is an input for it.
+        The loss, and the metrics plus those of the correction, loss, and kl and entropy if their inputs are given.
 
     Raises:
-        ValueError: A log-prob that the settings need is missing.
+        ValueError: A required log-prob is missing.
     """
     weight_L, corrected = correction(inputs, algorithm)
     metrics = metrics | corrected

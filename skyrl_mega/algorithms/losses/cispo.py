@@ -1,4 +1,4 @@
-"""CISPO (MiniMax-M1, arXiv:2506.13585): REINFORCE whose importance weight is clipped, so that every token has a
+"""CISPO (MiniMax-M1, arXiv:2506.13585): REINFORCE with a clipped importance weight, so that every token has a
 gradient."""
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def cispo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Equations 4 and 5, for a token:
+    """Returns the CISPO loss (equations 4 and 5). For a token:
 
         L_t = -sg(clip(r_t, 1 - cispo.clip_low, 1 + cispo.clip_high)) A_t log π_t        r_t = π_t / π_old,t
 
-    sg has no gradient. Equation 4's mean is `loss_mean=tokens`.
+    sg stops the gradient. Equation 4's mean is `loss_mean=tokens`.
     """
     ratio_L = log_ratio(inputs).detach().clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     weight_L = ratio_L.clamp(1 - algorithm.cispo.clip_low, 1 + algorithm.cispo.clip_high)

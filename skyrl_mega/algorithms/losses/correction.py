@@ -1,16 +1,18 @@
-"""What a loss does about the engine's log-probs, which are not the policy's: importance sampling, truncated (TIS) or
-masked (MIS, both fengyao.notion.site/off-policy-rl and yingru.notion.site), and rejection of tokens or of whole
-answers, or trajectories (`algorithm.sequence_unit`). IcePop is both, with the cap at the upper bound of what is kept.
+"""Correction of a loss for the mismatch between the engine's and the policy's log-probs.
 
-With d_t = log π_old(token) - log π_engine(token), a ratio is one of
+Offers importance sampling, truncated (TIS) or masked (MIS, both fengyao.notion.site/off-policy-rl and
+yingru.notion.site), and rejection of tokens or of whole answers or trajectories (`algorithm.sequence_unit`). IcePop is
+both, with the cap equal to the upper rejection bound.
+
+With d_t = log π_old(token) - log π_engine(token), the ratio is one of
 
     token      exp(d_t)
     sequence   exp(Σ d over the answer)
     geometric  exp(mean of d over the answer)
 
-Uncapped, the product over a whole trajectory makes the gradient unbiased, at a high variance. The product over one of
-several answers does not: it leaves out that the engine also drew the answers before it, whose text it depends on, and
-those after it, which earned the reward. The other two are biased wherever two log-probs differ.
+Uncapped, the product over a whole trajectory makes the gradient unbiased, at a high variance. The product over a single
+answer of several does not: it ignores that the engine also sampled the earlier answers, which the text depends on, and
+the later answers, which earned the reward. The other two ratios are biased as soon as two log-probs differ.
 """
 
 from __future__ import annotations
@@ -24,11 +26,10 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def correction(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor | None, Metrics]:
-    """What the loss of every token is multiplied by, without gradient: [L], None where nothing is corrected.
+    """Returns the factor of every token's loss, without gradient: [L], or None without a correction; and its metrics.
 
-    It is the importance weight, and 0 for what is rejected, which stays in the denominator of the loss's mean. The
-    metrics say what each part of it has done: importance_weight, importance_clipped_fraction, rejected_fraction,
-    outlier_fraction, off_policy_fraction.
+    The factor is the importance weight, and 0 for rejected tokens, which stay in the denominator of the loss's mean.
+    Metrics: importance_weight, importance_clipped_fraction, rejected_fraction, outlier_fraction, off_policy_fraction.
 
     Raises:
         ValueError: The engine's log-probs are missing.
@@ -59,7 +60,7 @@ def correction(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor |
 
 
 def importance_mean(inputs: LossInputs, algorithm: AlgorithmConfig) -> float:
-    """Σ w_t ρ_t / Σ w_t over a whole mini-batch: what `importance_normalize` divides by; 1 where all ρ are 0."""
+    """Returns Σ w_t ρ_t / Σ w_t over a whole mini-batch, the divisor of `importance_normalize`; 1 if all ρ are 0."""
     assert inputs.rollout_L is not None
     gap_L = inputs.clean(inputs.old_L.detach()) - inputs.clean(inputs.rollout_L.detach())
     weight_L, _ = _importance(inputs, gap_L, algorithm)
@@ -68,8 +69,10 @@ def importance_mean(inputs: LossInputs, algorithm: AlgorithmConfig) -> float:
 
 
 def _importance(inputs: LossInputs, gap_L: Tensor, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """ρ = the ratio of `importance_level`, brought to [importance_floor, importance_cap], or 0 outside of it, over its
-    mean where `importance_normalize` is on. The metric is before the division."""
+    """Returns ρ, the ratio of `importance_level`, clamped to [importance_floor, importance_cap] or set to 0 outside.
+
+    Divided by its mean if `importance_normalize` is on; the metric is taken before this division.
+    """
     ratio_L = _ratio(inputs, gap_L, algorithm.importance_level)
     floor, cap = algorithm.importance_floor, algorithm.importance_cap
     outside_L = _outside(ratio_L, floor, cap)
@@ -83,14 +86,15 @@ def _importance(inputs: LossInputs, gap_L: Tensor, algorithm: AlgorithmConfig) -
 
 
 def _off_policy(inputs: LossInputs, most: float) -> Tensor:
-    """bool: A < 0, and the mean of log π_engine - log π over the answer is above `most` (2512.02556, section 3.1)."""
+    """Returns True if A < 0 and the mean of log π_engine - log π over the answer is above `most` (2512.02556, section
+    3.1)."""
     assert inputs.rollout_L is not None
     away_L = inputs.clean(inputs.rollout_L.detach()) - inputs.clean(inputs.logprobs_L.detach())
     return (inputs.sequence_mean(away_L) > most) & (inputs.clean(inputs.advantages_L) < 0)
 
 
 def _outside(ratio_L: Tensor, low: float | None, high: float | None) -> Tensor:
-    """bool: below `low` or above `high`, where there is such a bound."""
+    """Returns True for ratios below `low` or above `high`; None is no bound."""
     below_L = torch.zeros_like(ratio_L, dtype=torch.bool) if low is None else ratio_L < low
     return below_L if high is None else below_L | (ratio_L > high)
 

@@ -1,5 +1,5 @@
-"""Clip-Cov and KL-Cov (arXiv:2505.22617): the few tokens of high covariance between advantage and log-prob, which make
-the entropy fall, are held back. `algorithms.selection` chooses them over the whole mini-batch."""
+"""Clip-Cov and KL-Cov (arXiv:2505.22617): restraint of the few tokens with a high covariance between advantage and
+log-prob, which make the entropy fall. `algorithms.selection` selects these tokens over the whole mini-batch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def clip_cov(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """PPO's loss, and 0 for the tokens that are chosen. covariance_fraction is their share."""
+    """Returns PPO's loss, with 0 for selected tokens; covariance_fraction is the share of selected tokens."""
     chosen_L = _chosen(inputs)
     ratio_L = log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     clips = algorithm.clip_low, algorithm.clip_high, algorithm.dual_clip
@@ -22,11 +22,11 @@ def clip_cov(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Me
 
 
 def kl_cov(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """For a token with d_t = log π_t - log π_old,t:
+    """Returns the KL-Cov loss. For a token with d_t = log π_t - log π_old,t:
 
-        L_t = -exp(d_t) A_t, and + kl_cov.coefficient |d_t| for the tokens that are chosen
+        L_t = -exp(d_t) A_t, plus kl_cov.coefficient |d_t| for selected tokens
 
-    Nothing is clipped: clip_fraction is 0. covariance_fraction is the share of the chosen.
+    Nothing is clipped: clip_fraction is 0. covariance_fraction is the share of selected tokens.
     """
     chosen_L = _chosen(inputs)
     d_L = log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)

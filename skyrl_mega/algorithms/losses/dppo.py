@@ -1,5 +1,7 @@
-"""DPPO (arXiv:2602.04879): a trust region of how far a token's distribution has moved. PPO's bound on the ratio stops a
-rare token at once and lets a frequent one go far."""
+"""DPPO (arXiv:2602.04879): a trust region on the movement of each token's distribution.
+
+PPO's bound on the ratio stops a rare token at once and lets a frequent token move far.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,25 @@ from skyrl_mega.algorithms.losses.base import LossInputs, Metrics, log_ratio, ra
 from skyrl_mega.config.schema import AlgorithmConfig
 
 TINY = 1e-12
-"""The smallest probability of all other tokens together: its logarithm is taken."""
+"""Lower bound on the probability of all other tokens together, before the logarithm."""
 
 
 def dppo_tv(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """The binary total variation: with μ and π the old and the present probability of the token that was drawn,
+    """Returns the DPPO loss with the binary total variation.
+
+    With μ and π the old and the present probability of the sampled token,
 
         L_t = -M_t r_t A_t,  r_t = π / μ
         M_t = 0 where A_t > 0 and π - μ > dppo.tv_high, or A_t < 0 and μ - π > dppo.tv_low;  else 1
 
-    μ is the engine's with `old_logprobs=engine`, as in the paper. clip_fraction is the share of M_t = 0.
+    μ is the engine's probability with `old_logprobs=engine`, as in the paper. clip_fraction is the share of M_t = 0.
     """
     old_L, now_L = _probabilities(inputs)
     return _masked(inputs, (now_L - old_L).abs(), algorithm.dppo.tv_low, algorithm.dppo.tv_high, algorithm)
 
 
 def dppo_kl(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """As `dppo_tv`, with the KL of two outcomes, this token and any other, bounded where r moves with A:
+    """Returns the loss of `dppo_tv` with the KL of two outcomes, this token and any other, bounded if r moves along A:
 
     D_t = μ log(μ / π) + (1 - μ) log((1 - μ) / (1 - π))
     M_t = 0 where A_t > 0, r_t > 1 and D_t > dppo.kl_high, or A_t < 0, r_t < 1 and D_t > dppo.kl_low;  else 1
@@ -39,7 +43,7 @@ def dppo_kl(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Met
 
 
 def _probabilities(inputs: LossInputs) -> tuple[Tensor, Tensor]:
-    """μ and π of each token, float64, without gradient: 1 - π is lost to rounding otherwise."""
+    """Returns μ and π of each token without gradient, in float64: otherwise 1 - π is lost to rounding."""
     old_L, now_L = inputs.clean(inputs.old_L.detach()), inputs.clean(inputs.logprobs_L.detach())
     return old_L.double().exp().clamp(max=1), now_L.double().exp().clamp(max=1)
 

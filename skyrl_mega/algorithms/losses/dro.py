@@ -1,4 +1,4 @@
-"""DRO (arXiv:2405.19107) as verl has it: REINFORCE with a squared distance from the old policy, and nothing clipped."""
+"""DRO (arXiv:2405.19107), as in verl: REINFORCE plus a squared distance from the old policy, without clipping."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def dro(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """For a token with d_t = log π_t - log π_old,t:
+    """Returns the DRO loss. For a token with d_t = log π_t - log π_old,t:
 
         L_t = -A_t log π_t + dro.strength / 2 · d_t²
 
-    Its gradient is that of the paper's squared error (A - β log π / π_ref)² / 2 over β, with the old policy as the
+    The gradient equals that of the paper's squared error (A - β log π / π_ref)² / 2 over β, with the old policy as the
     reference. clip_fraction is 0.
     """
     d_L = log_ratio(inputs)

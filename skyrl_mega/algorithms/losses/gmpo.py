@@ -1,4 +1,5 @@
-"""GMPO (arXiv:2507.20673): the geometric mean of an answer's clipped ratios, in which no single token weighs much."""
+"""GMPO (arXiv:2507.20673): the geometric mean of an answer's clipped ratios, which limits the effect of a
+single token."""
 
 from __future__ import annotations
 
@@ -11,12 +12,13 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def gmpo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Equation 4, for all tokens of an answer y (or of a trajectory, `sequence_unit`) with d_t = log π_t - log π_old,t:
+    """Returns the GMPO loss (equation 4), for an answer y (or trajectory, `sequence_unit`) with d_t = log π_t - log
+    π_old,t:
 
         L = -A exp(mean over y of the smaller of ±d_t and ±clip(d_t, -gmpo.clip_low, gmpo.clip_high), times ±1)
 
-    ± is the sign of A: where A > 0 the clip bounds d_t from above, where A < 0 from below, as PPO's does. With
-    `loss_mean=sequences` and one answer a trajectory this is the paper's.
+    ± is the sign of A: for A > 0 the clip bounds d_t from above, for A < 0 from below, as in PPO. With
+    `loss_mean=sequences` and a single answer per trajectory this equals the paper's loss.
     """
     d_L = log_ratio(inputs)
     advantages_L = inputs.clean(inputs.advantages_L)

@@ -1,4 +1,4 @@
-"""GSPO (arXiv:2507.18071): PPO's clipped surrogate with one ratio for a whole answer, of its length-normalised
+"""GSPO (arXiv:2507.18071): PPO's clipped surrogate with a single ratio per answer, from its length-normalised
 likelihood."""
 
 from __future__ import annotations
@@ -11,14 +11,13 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def gspo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """All tokens of an answer y to what the policy saw, x, or of all answers y of a trajectory (`sequence_unit`), have
-    the ratio of equation 7:
+    """Returns the GSPO loss. All tokens of an answer y to context x share the ratio of equation 7:
 
         s = (π(y | x) / π_old(y | x)) ^ (1 / |y|) = exp(mean over y of log π(token) - log π_old(token))
 
-    It is clipped to [1 - gspo.clip_low, 1 + gspo.clip_high] as a whole, so that an answer counts with all of its tokens
-    or with none. With `loss_mean=sequences` and one answer a trajectory the loss is equation 5; see `total` for what is
-    added.
+    With `sequence_unit: trajectory`, y is all answers of a trajectory. The ratio is clipped to [1 - gspo.clip_low, 1 +
+    gspo.clip_high] as a whole, so an answer counts with all of its tokens or not at all. With `loss_mean=sequences` and
+    a single answer per trajectory the loss is equation 5; see `total` for further terms.
     """
     mean_L = inputs.sequence_mean(log_ratio(inputs))
     ratio_L = mean_L.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()

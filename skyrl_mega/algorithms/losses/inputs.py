@@ -1,7 +1,7 @@
-"""What a loss is given: the tokens of one micro-batch on one rank.
+"""Inputs of a loss: the tokens of a micro-batch on a rank.
 
-Legend: L tokens of the micro-batch on this rank, S sequences of the micro-batch. Under context parallelism a rank has
-some tokens of every sequence. Entries where the weight is 0 (prompts, observations, padding) may hold anything, NaN
+Legend: L tokens of the micro-batch on this rank, S sequences of the micro-batch. Under context parallelism a rank holds
+some tokens of every sequence. Entries with weight 0 (prompts, observations, padding) may contain anything, NaN
 included.
 """
 
@@ -14,26 +14,26 @@ import torch
 from torch import Tensor
 
 Metrics = dict[str, Tensor]
-"""Without gradient, each already weighted: summed over the micro-batches and the DP × CP ranks of a mini-batch, they
-are its means. Those named `…_max` are maxima."""
+"""Metrics without gradient, already weighted: the sum over micro-batches and DP × CP ranks is the mean of a mini-batch.
+Names ending in `…_max` are maxima."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Figures:
-    """What a loss is told of the run and of the whole mini-batch."""
+    """Values of the run and of the whole mini-batch for the loss."""
 
     entropy_coefficient: float | None = None
-    """In place of `algorithm.entropy.coefficient`, where it adapts; None takes that."""
+    """Adapted coefficient; None means `algorithm.entropy.coefficient`."""
     importance_mean: float = 1.0
-    """What the mini-batch's importance weights are divided by (`algorithm.importance_normalize`)."""
+    """Divisor of the mini-batch's importance weights (`algorithm.importance_normalize`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossInputs:
-    """The tokens of one micro-batch on one rank. Only `logprobs_L` and `entropy_L` have a gradient."""
+    """The tokens of a micro-batch on a rank. Only `logprobs_L` and `entropy_L` carry a gradient."""
 
     logprobs_L: Tensor
-    """Log-probs under the weights that are trained."""
+    """Log-probs under the weights in training."""
     weights_L: Tensor
     """Slice of `token_weights` for these tokens."""
     old_L: Tensor
@@ -43,54 +43,58 @@ class LossInputs:
     rollout_L: Tensor | None = None
     """The engine's log-probs."""
     drawn_L: Tensor | None = None
-    """bool: whether the engine drew the token; None: all that count. Where it did not, `rollout_L` is `old_L`."""
+    """bool: True if the engine sampled the token; None: all counting tokens. For other tokens `rollout_L` equals
+    `old_L`."""
     reference_L: Tensor | None = None
-    """The reference's; there where `kl.coefficient` is above 0."""
+    """The reference's log-probs; set if `kl.coefficient` is above 0."""
     entropy_L: Tensor | None = None
     """Entropy of the policy at each token, in nats."""
     high_covariance_L: Tensor | None = None
-    """bool: the tokens that clip_cov and kl_cov treat apart."""
+    """bool: the tokens selected for clip_cov and kl_cov."""
     high_entropy_L: Tensor | None = None
-    """bool: the tokens that the policy loss is of; None: all."""
+    """bool: the tokens of the policy loss; None: all."""
     kl_weights_L: Tensor | None = None
-    """As `weights_L`, for the KL term's own mean; None takes `weights_L`."""
+    """Weights of the KL term's own mean, like `weights_L`; None means `weights_L`."""
     sequence_L: Tensor | None = None
-    """int64: number of the token's sequence in the micro-batch, the same on all context ranks. A sequence is one answer
-    of the policy: a run of tokens with a weight. A trajectory of several turns has several, however
-    `rollout.step_wise` cuts it into samples; with `algorithm.sequence_unit: trajectory` it has one."""
+    """int64: index of the token's sequence in the micro-batch, equal on all context ranks.
+
+    A sequence is an answer of the policy: consecutive tokens with a weight. A trajectory of several turns contains
+    several sequences, however `rollout.step_wise` cuts it into samples; with `algorithm.sequence_unit: trajectory` it
+    is a single sequence.
+    """
     sequences: int = 0
-    """Sequences of the micro-batch, those included of which this rank has no token."""
+    """Number of sequences of the micro-batch, including sequences without a token on this rank."""
     figures: Figures = Figures()
     sum_over_ranks: Callable[[Tensor], Tensor] = lambda partial_S: partial_S
-    """Adds up the context ranks' partial sums; it can be differentiated through."""
+    """Adds up the partial sums of the context ranks; differentiable."""
 
     @property
     def active_L(self) -> Tensor:
-        """bool: whether the token counts."""
+        """bool: True if the token counts."""
         return self.weights_L != 0
 
     def clean(self, values_L: Tensor) -> Tensor:
-        """The values, 0 where the weight is: 0 · NaN would be NaN, in the loss and in its gradient."""
+        """Returns the values, with 0 for tokens of weight 0: 0 · NaN would be NaN, in the loss and in the gradient."""
         return torch.where(self.active_L, values_L, 0.0)
 
     def mean(self, values_L: Tensor) -> Tensor:
-        """A metric: the weighted sum of the values, without gradient."""
+        """Returns a metric: the weighted sum of the values, without gradient."""
         return (self.weights_L * values_L).detach().sum()
 
     def sequence_mean(self, values_L: Tensor) -> Tensor:
-        """Each token gets the mean of the values over all tokens of its sequence that count: [L], differentiable.
+        """Returns for each token the mean of the values over all counting tokens of its sequence: [L], differentiable.
 
-        Under context parallelism all ranks of the group must call it, and use what it gives alike.
+        Under context parallelism all ranks of the group must call this and use the result in the same way.
         """
         sums_L, counts_L = self._of_sequences(values_L)
         return sums_L / counts_L.clamp(min=1)
 
     def sequence_sum(self, values_L: Tensor) -> Tensor:
-        """As `sequence_mean`, the sum."""
+        """Returns for each token the sum of the values over its sequence; see `sequence_mean`."""
         return self._of_sequences(values_L)[0]
 
     def _of_sequences(self, values_L: Tensor) -> Tensor:
-        """Each token gets the values' sum over the tokens of its sequence that count, and their number: [2, L]."""
+        """Returns for each token the sum of the values and the number of counting tokens in its sequence: [2, L]."""
         assert self.sequence_L is not None, "sequence_L is needed"
         both = torch.stack([self.clean(values_L), self.active_L.to(values_L.dtype)])
         partial_2S = both.new_zeros(2, max(self.sequences, 1)).index_add(1, self.sequence_L, both)

@@ -1,4 +1,4 @@
-"""PPO's clipped surrogate with a ratio of its own for every token, and with DAPO's and dual clip's bounds."""
+"""PPO's clipped surrogate with a ratio per token, and with the bounds of DAPO and dual clip."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def ppo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Ratio r_t = π(token) / π_old(token), clipped to [1 - clip_low, 1 + clip_high].
+    """Returns the PPO loss: ratio r_t = π(token) / π_old(token), clipped to [1 - clip_low, 1 + clip_high].
 
     See `clipped_surrogate` and `total` for the formulae.
     """

@@ -1,4 +1,4 @@
-"""SAPO (arXiv:2511.20347): a smooth gate in place of the clip, steeper where the advantage is negative."""
+"""SAPO (arXiv:2511.20347): a smooth gate in place of the clip, steeper for negative advantages."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def sapo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """Equations 5 and 6, for a token with r_t = π_t / π_old,t:
+    """Returns the SAPO loss (equations 5 and 6). For a token with r_t = π_t / π_old,t:
 
         L_t = -(4 / τ) σ(τ (r_t - 1)) A_t        τ = sapo.temperature_positive where A_t > 0, else temperature_negative
 
-    Its gradient is REINFORCE's times 4 σ (1 - σ) r_t: 1 at r_t = 1, and it fades on either side. The paper's mean is
-    `loss_mean=sequences`. clip_fraction is the share of tokens whose 4 σ (1 - σ) is below one half.
+    The gradient is REINFORCE's times 4 σ (1 - σ) r_t: 1 at r_t = 1, fading on both sides. The paper's mean is
+    `loss_mean=sequences`. clip_fraction is the share of tokens with 4 σ (1 - σ) below one half.
     """
     ratio_L = log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     advantages_L, of = inputs.clean(inputs.advantages_L), algorithm.sapo

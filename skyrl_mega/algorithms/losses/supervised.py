@@ -9,7 +9,7 @@ from skyrl_mega.config.schema import AlgorithmConfig
 
 
 def supervised(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metrics]:
-    """-Σ w_t log π(token). It looks at no setting."""
+    """Returns -Σ w_t log π(token). Ignores all settings."""
     loss = -(inputs.weights_L * inputs.clean(inputs.logprobs_L)).sum()
     metrics = {"loss": loss.detach()}
     if inputs.entropy_L is not None:

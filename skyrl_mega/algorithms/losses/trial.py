@@ -1,5 +1,8 @@
-"""A loss of the user's own is called on a few tokens before anything starts: what is wrong with it else shows in a
-run's first step, on a rank, after engines and warm-up."""
+"""Trial of a user-defined loss on a few tokens before a run starts.
+
+Without a trial, errors in the loss appear only in a run's first step, on a rank, after the start of engines and the
+warm-up.
+"""
 
 from __future__ import annotations
 
@@ -15,37 +18,41 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig
 
 ANSWERS = [0, 0, 0, 0, 1, 1, 1, 2, 2]
-"""Whose each token is. The first of each answer is a prompt's, without a weight."""
+"""Answer index of each token. The first token of each answer belongs to a prompt and has no weight."""
 CLOSE = 0.02
-"""What a gradient of all answers and of each one's may differ by, as a part of the largest: a loss may compute in
-bfloat16, and one that sees the other tokens of a micro-batch differs by much more."""
+"""Tolerance between the gradient of all answers and the sum over single answers, relative to the largest entry.
+
+A loss may compute in bfloat16; a loss that depends on other tokens of the micro-batch differs by much more.
+"""
 FAR = 20.0
-"""Nats by which the engine's log-probs are moved to see whether a loss reads them: beyond every cap and bound."""
+"""Shift of the engine's log-probs in nats, beyond every cap and bound, to test if a loss reads them."""
 ELSEWHERE = ("PROCESS GROUP", "IS NOT INITIALIZED", "CUDA", "TRITON")
-"""What an error has in it, in capitals, that says no more than that this is no rank of a run: there it may be right."""
+"""Parts of errors, in capitals, that only show the absence of ranks or devices: on a rank the loss may be fine."""
 
 
 class _Elsewhere(Exception):
-    """The function needs ranks, or a device, that are not here."""
+    """The function needs ranks or a device that are not available here."""
 
 
 class _Found(NamedTuple):
     metrics: dict[str, Tensor]
     gradients: Tensor
-    """By logprobs_L and entropy_L, [2, L] of all answers; 0 for tokens that were not given."""
+    """Gradients of logprobs_L and entropy_L, [2, L] for all answers; 0 for tokens left out."""
 
 
 def check_on_tokens(loss: Loss, setting: str, algorithm: AlgorithmConfig) -> None:
-    """Refuses a loss that raises, whose form is another than a loss's, whose gradient is NaN or none, or that changes
-    with the cut of a mini-batch. One that needs ranks or a GPU cannot be tried, and passes.
+    """Checks that a loss runs, returns the right form, has a finite gradient, and does not depend on the cut of a
+    mini-batch.
+
+    A loss that needs ranks or a GPU cannot be tried and passes.
 
     Args:
         loss: The function.
         setting: `algorithm.loss = …`, for errors.
-        algorithm: What it is called with.
+        algorithm: Settings passed to the loss.
 
     Raises:
-        UserError: Says which.
+        UserError: A check failed.
     """
     every = range(len(ANSWERS))
     try:
@@ -61,7 +68,7 @@ def check_on_tokens(loss: Loss, setting: str, algorithm: AlgorithmConfig) -> Non
             "return the same names every time"
         )
     if not torch.equal(whole.gradients, again.gradients):
-        return  # it draws, or remembers: what changes is not the cut alone
+        return  # random or stateful: the cut is not the only difference
     cut = torch.stack([part.gradients for part in parts]).sum(0)
     if bool((whole.gradients - cut).abs().max() > CLOSE * whole.gradients.abs().max()):
         raise UserError(
@@ -71,23 +78,25 @@ def check_on_tokens(loss: Loss, setting: str, algorithm: AlgorithmConfig) -> Non
 
 
 def check_reads_engine(loss: Loss, setting: str, algorithm: AlgorithmConfig, mode: str) -> None:
-    """Refuses a loss whose gradient does not depend on the engine's log-probs: tokens of older weights would be trained
-    on as the policy's own. A loss that needs ranks or a GPU cannot be tried, and passes.
+    """Checks that a loss's gradient depends on the engine's log-probs.
+
+    Otherwise tokens from older weights would be trained on as if sampled by the policy. A loss that needs ranks or a
+    GPU cannot be tried and passes.
 
     Args:
-        loss: The function, as `check_on_tokens` has seen it.
+        loss: The function, already accepted by `check_on_tokens`.
         setting: `algorithm.loss = …`, for errors.
-        algorithm: What it is called with.
+        algorithm: Settings passed to the loss.
         mode: `asynchrony.mode`, for errors.
 
     Raises:
-        UserError: It reads neither `rollout_L` nor, where these are the engine's, `old_L`.
+        UserError: The loss reads neither `rollout_L` nor an `old_L` equal to the engine's log-probs.
     """
     every = [*range(len(ANSWERS))]
     try:
         here = _called(loss, setting, algorithm, every).gradients
         moved = [_called(loss, setting, algorithm, every, moved=far).gradients for far in (-FAR, FAR)]
-    except (_Elsewhere, UserError):  # the latter only with log-probs that were moved: they are read
+    except (_Elsewhere, UserError):  # a UserError can only come from shifted log-probs, so the loss reads them
         return
     if all(torch.equal(here, gradients) for gradients in moved):
         raise UserError(
@@ -99,11 +108,11 @@ def check_reads_engine(loss: Loss, setting: str, algorithm: AlgorithmConfig, mod
 
 
 def _called(loss: Loss, setting: str, algorithm: AlgorithmConfig, tokens: list[int], *, moved: float = 0.0) -> _Found:
-    """Returns what comes of these tokens, with the engine's log-probs `moved`.
+    """Returns metrics and gradients of a loss for these tokens, with the engine's log-probs shifted by `moved`.
 
     Raises:
-        _Elsewhere: Nothing can.
-        UserError: It is no loss.
+        _Elsewhere: The loss cannot run here.
+        UserError: The loss is invalid.
     """
     inputs, leaves = _inputs(algorithm, tokens, moved)
     many = f"with {len(tokens)} tokens, of which {int(inputs.active_L.sum())} count,"
@@ -114,7 +123,7 @@ def _called(loss: Loss, setting: str, algorithm: AlgorithmConfig, tokens: list[i
             found[0].backward()
     except UserError:
         raise
-    except Exception as error:  # whatever a user's function does
+    except Exception as error:  # a user's function may raise anything
         if any(part in str(error).upper() for part in ELSEWHERE):
             raise _Elsewhere from error
         raise UserError(f"{setting}{_line(loss, error)}: {many} it raises {_text(error)}") from error
@@ -150,8 +159,11 @@ def _check_form(found: Any, setting: str) -> None:
 
 
 def _inputs(algorithm: AlgorithmConfig, tokens: list[int], moved: float) -> tuple[LossInputs, list[Tensor]]:
-    """What a rank would give for these tokens of three answers, and what has a gradient of it. Columns and figures are
-    there as the settings bring them; what stands at a prompt is NaN. Half of the ratios are near 1."""
+    """Returns a rank's inputs for these tokens of three answers, and the tensors with a gradient.
+
+    Optional columns and figures are set according to the settings. Entries of prompts are NaN. Half of the ratios are
+    near 1.
+    """
     counts = torch.tensor([i > 0 and ANSWERS[i] == ANSWERS[i - 1] for i in tokens])
     answer = torch.tensor([ANSWERS[i] for i in tokens])
     generator = torch.Generator().manual_seed(0)
@@ -204,7 +216,7 @@ def _listed(found: _Found) -> str:
 
 
 def _line(loss: Loss, error: Exception) -> str:
-    """Where in the function's own file."""
+    """Returns the line number of the error in the function's own file."""
     file = getattr(getattr(loss, "__code__", None), "co_filename", None)
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == file]
     return f", line {lines[-1]}" if lines else ""

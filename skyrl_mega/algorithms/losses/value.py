@@ -1,6 +1,6 @@
-"""What a critic is trained with: the squared distance of its values from the returns, with PPO's clip.
+"""The loss of a critic: squared distance of values from returns, with PPO's clip.
 
-Legend: L tokens of the micro-batch on this rank. Entries where the weight is 0 may hold anything, NaN included.
+Legend: L tokens of the micro-batch on this rank. Entries with weight 0 may contain anything, NaN included.
 """
 
 from __future__ import annotations
@@ -15,32 +15,33 @@ from skyrl_mega.algorithms.losses.inputs import Metrics
 
 @dataclass(frozen=True, kw_only=True)
 class ValueInputs:
-    """The tokens of one micro-batch on one rank. Only `values_L` has a gradient."""
+    """The tokens of a micro-batch on a rank. Only `values_L` carries a gradient."""
 
     values_L: Tensor
-    """float32: V(s_t) under the weights that are trained, s_t being all tokens before t."""
+    """float32: V(s_t) under the weights in training, where s_t is all tokens before t."""
     weights_L: Tensor
     """Slice of `token_weights`, as in the policy's loss."""
     old_L: Tensor
     """Values under the weights at the start of the RL step."""
     returns_L: Tensor
-    """What the values are to be: the advantage estimate and the old value."""
+    """Targets of the values: advantage estimate plus old value."""
 
 
 def value(inputs: ValueInputs, clip: float | None) -> tuple[Tensor, Metrics]:
-    """The loss of PPO's critic.
+    """Returns the loss of PPO's critic.
 
         L_t = ½ max((V_t - R_t)², (clip(V_t, V_old,t - c, V_old,t + c) - R_t)²)        loss = Σ w_t L_t
 
-    PPO, arXiv:1707.06347, equation 9, has the square; the clip is of OpenAI's baselines (arXiv:2005.12729, section 3).
+    The square is from PPO, arXiv:1707.06347, equation 9; the clip is from OpenAI's baselines (arXiv:2005.12729, section
+    3).
 
     Args:
         inputs: The tokens.
         clip: c, `critic.value_clip`; None does not clip.
 
     Returns:
-        The micro-batch's loss, and the metrics loss, clip_fraction (tokens whose loss is the clipped one, which has no
-        gradient), and value (their mean).
+        The micro-batch's loss, and the metrics loss, clip_fraction (share of tokens with the clipped loss, which has no
+            gradient), and value (mean value).
     """
     counts_L = inputs.weights_L != 0
     values_L, old_L, returns_L = (
