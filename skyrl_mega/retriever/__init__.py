@@ -1,4 +1,4 @@
-"""Retrieval: an index over passages, the HTTP service that searches it, and the client of that service."""
+"""Retrieval: an index over passages, an HTTP service for searches, and its client."""
 
 from skyrl_mega.retriever.client import Client, Hit, RetrievalError
 

@@ -1,4 +1,4 @@
-"""`python -m skyrl_mega.retriever build|serve|query …`: exit code 0 done, 2 the input is wrong (one line)."""
+"""`python -m skyrl_mega.retriever build|serve|query …`: exit code 0 for success, 2 for invalid input (one line)."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Queries of many requests, searched together: a bounded queue, and a loop that empties it a batch at a time."""
+"""Batching of queries: a bounded queue for the queries of many requests, and a loop that searches a batch at a time."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Full(Exception):
 
 @dataclass(frozen=True)
 class Limits:
-    """How queries are gathered."""
+    """Limits of batching."""
 
     batch: int = 64
-    """Queries that are searched together at most."""
+    """Maximum number of queries per search."""
     wait_s: float = 0.003
-    """A batch that is not full waits so long for more; while one is searched, the next gathers anyway."""
+    """Seconds to wait for more queries if a batch is not full; during a search the next batch fills up anyway."""
     waiting: int = 8192
-    """Queries that wait at most; past it requests are turned away."""
+    """Maximum number of waiting queries; further requests are rejected."""
 
 
 @dataclass(frozen=True)
@@ -39,11 +39,11 @@ class _Asked:
 
 
 class Batcher:
-    """Runs `search` in one thread of its own, a batch at a time. Lives in one event loop.
+    """Runs `search` in a thread, a batch at a time. Belongs to a single event loop.
 
     Args:
-        search: What answers a batch.
-        limits: How queries are gathered.
+        search: Answers a batch.
+        limits: Limits of batching.
     """
 
     def __init__(self, search: Search, limits: Limits) -> None:
@@ -53,14 +53,14 @@ class Batcher:
 
     @property
     def waiting(self) -> int:
-        """Queries in the queue."""
+        """Number of queries in the queue."""
         return self._queue.qsize()
 
     async def ask(self, queries: Sequence[str], topk: int, method: str) -> list[list[Hit]]:
-        """The hits of each query.
+        """Returns the hits of each query.
 
         Raises:
-            Full: There is no room for all of them; none was taken.
+            Full: There is no room for all queries; none was accepted.
         """
         if self.waiting + len(queries) > self.limits.waiting:
             raise Full
@@ -71,7 +71,7 @@ class Batcher:
         return list(await asyncio.gather(*(one.answer for one in asked)))
 
     async def run(self) -> None:
-        """Answers until it is cancelled."""
+        """Answers queries until cancelled."""
         try:
             while True:
                 await self._answer(await self._gather())
@@ -96,7 +96,7 @@ class Batcher:
             search = partial(self.search, [one.query for one in group], topk, method)
             try:
                 found = await asyncio.get_running_loop().run_in_executor(self._thread, search)
-            except Exception as error:  # it is the requests' answer: the loop goes on
+            except Exception as error:  # the requests receive the error, the loop continues
                 for one in group:
                     if not one.answer.done():
                         one.answer.set_exception(error)

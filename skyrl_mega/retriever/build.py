@@ -1,4 +1,4 @@
-"""Builds an index folder from a corpus: whole or not at all, and not again when it is there."""
+"""Building of an index folder from a corpus, atomically, and only if the index is not up to date."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from skyrl_mega.retriever.embedder import MINILM, Embedder, model_folder
 from skyrl_mega.retriever.index import METHODS, Recipe, embedder, read_recipe
 
 CHUNK = 2048
-"""Passages in hand at once."""
+"""Number of passages processed at a time."""
 SAY_EVERY_S = 5.0
 FILES = frozenset({"index.json", "passages.arrow", "dense.faiss", "bm25"})
-"""What an index folder holds (`retriever.index`)."""
+"""Entries of an index folder (`retriever.index`)."""
 SCHEMA = pa.schema({"id": pa.string(), "contents": pa.string()})
 
 
@@ -39,27 +39,27 @@ def build(
     threads: int | None = None,
     say: Callable[[str], None] = print,
 ) -> bool:
-    """Writes the index of `corpus` to the folder `output`. One of the same recipe is left, another is replaced.
+    """Writes the index of `corpus` to the folder `output`. Keeps an index with the same recipe and replaces any other.
 
     Args:
         corpus: `.jsonl` or `.parquet` with id, title and text.
-        output: Folder.
-        methods: `dense`, `bm25` or both; the first is what the service uses unless it is told otherwise.
+        output: Output folder.
+        methods: `dense`, `bm25` or both; the first is the service's default.
         model: Embedding model: a Hugging Face directory, or `minilm`.
-        query_prefix: Before each query that is embedded.
-        passage_prefix: Before each passage that is embedded.
-        dtype: The embedding model computes in it.
+        query_prefix: Prefix of each query to embed.
+        passage_prefix: Prefix of each passage to embed.
+        dtype: Data type of the embedding model.
         faiss: FAISS's description of the dense index.
-        limit: The first so many passages.
-        device: Where passages are embedded.
+        limit: Maximum number of passages, from the beginning of the corpus.
+        device: Device of the embedding model.
         threads: CPU threads of the embedding model.
-        say: Takes lines of progress.
+        say: Receives lines about the progress.
 
     Returns:
-        Whether it was built now.
+        True if the index was built now.
 
     Raises:
-        UserError: The corpus, the model, or `output` holds something else.
+        UserError: The corpus or the model is invalid, or `output` holds something else.
     """
     if not corpus.is_file():
         raise UserError(f"--corpus {corpus}: no such file")
@@ -72,7 +72,7 @@ def build(
         say(f"{output}: up to date")
         return False
     place = f"--output {output}"
-    refuse_folder(output, place, _is_an_index)  # before the model of the embeddings is read
+    refuse_folder(output, place, _is_an_index)  # before loading the embedding model
     with whole_folder(output, place, _is_an_index, last="index.json") as part:
         embeds = embedder(recipe, device, threads) if "dense" in methods else None
         count = _write(read_passages(corpus), part, recipe, embeds, say)
@@ -81,7 +81,7 @@ def build(
 
 
 def _is_an_index(folder: Path, names: set[str]) -> bool:
-    """True if a folder with these entries is an index of any recipe and form, and nothing else."""
+    """Returns True if a folder with these entries is an index of any recipe and form, and nothing else."""
     inner = (folder / "bm25").rglob("*") if "bm25" in names else ()
     if not names <= FILES or any(path.is_dir() or ".index." not in path.name for path in inner):
         return False
@@ -95,14 +95,14 @@ def _is_an_index(folder: Path, names: set[str]) -> bool:
 def _is_index_of(folder: Path, recipe: Recipe) -> bool:
     try:
         return read_recipe(folder)[0] == recipe
-    except UserError:  # no index, or one of another form: not this one
+    except UserError:  # no index, or an index of another form
         return False
 
 
 def _write(
     passages: Iterator[Passage], folder: Path, recipe: Recipe, embeds: Embedder | None, say: Callable[[str], None]
 ) -> int:
-    """Everything but `index.json`; returns how many passages there are."""
+    """Writes everything except `index.json`; returns the number of passages."""
     dense = None
     if embeds:
         from skyrl_mega.retriever.dense import DenseBuilder

@@ -1,4 +1,4 @@
-"""The client of a retrieval service: this project's, or any that answers as Search-R1's retriever does."""
+"""Client for a retrieval service: this project's, or any service with the protocol of Search-R1's retriever."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from skyrl_mega.config.terminal import one_line
 from skyrl_mega.config.values import shown
 
 TOKEN_VARIABLE = "SKYRL_MEGA_RETRIEVER_TOKEN"
-"""The environment variable that holds a service's token, for the service itself and for the command line."""
+"""Environment variable with the token of a service, for the service and for the command line."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.1, 5.0
-"""Pauses between attempts grow twofold from the one to the other; each is drawn between half and all of that."""
+"""First and longest pause between attempts. The pause doubles each time; the client waits for a random part of it, at
+least half."""
 WORTH_A_RETRY = frozenset({429, 500, 502, 503, 504})
 
 
 @dataclass(frozen=True)
 class Hit:
-    """A passage that was found."""
+    """A retrieved passage."""
 
     id: str
     contents: str
@@ -38,19 +39,19 @@ class Hit:
 
 
 class RetrievalError(Exception):
-    """A search that got no answer in its time, or was refused. Names the URL and the cause."""
+    """A search failed or was rejected. Names the URL and the cause."""
 
 
 class Client:
-    """Asks one service. Threads may share it; connections are kept and used again.
+    """Sends searches to a service. Thread-safe; connections are kept and reused.
 
-    The machine's proxies are not asked: the service is a neighbour. Requests are made by an event loop in a thread of
-    its own: only there can the time of a whole reply be limited, and not just the time of each read.
+    The machine's proxies are ignored, because the service runs nearby. Requests run in an event loop in a separate
+    thread: only there can the time of a whole reply be limited, rather than the time of each read.
 
     Args:
-        url: `http://host:port`, with or without `/retrieve` at its end.
+        url: `http://host:port`, with or without `/retrieve` at the end.
         token: Sent as a bearer token.
-        timeout_s: Seconds for one search, all its attempts and pauses included.
+        timeout_s: Seconds for a search, including all attempts and pauses.
     """
 
     def __init__(self, url: str, token: str | None = None, timeout_s: float = 30.0) -> None:
@@ -63,15 +64,15 @@ class Client:
         threading.Thread(target=self._loop.run_forever, name="retriever-client", daemon=True).start()
 
     def search(self, queries: Sequence[str], topk: int | None = None, method: str | None = None) -> list[list[Hit]]:
-        """The best passages for each query, best first.
+        """Returns the best passages for each query, best first.
 
         Args:
-            queries: As the service should read them, without an embedding model's prefix.
-            topk: Passages of each query at most; None leaves it to the service.
-            method: `dense` or `bm25`; None leaves it to the service.
+            queries: Queries without an embedding model's prefix.
+            topk: Maximum number of passages per query; None leaves the choice to the service.
+            method: `dense` or `bm25`; None leaves the choice to the service.
 
         Raises:
-            RetrievalError: No answer within `timeout_s`, a refusal, or an answer of another form.
+            RetrievalError: No answer within `timeout_s`, a rejection, or an answer of another form.
         """
         body: dict[str, Any] = {"queries": list(queries), "topk": topk, "return_scores": True}
         if method is not None:
@@ -90,10 +91,10 @@ class Client:
         return found
 
     def health(self) -> dict[str, Any]:
-        """What the service says of itself: `ready`, `version`, `passages`, `methods`, `waiting`.
+        """Returns the state of the service: `ready`, `version`, `passages`, `methods`, `waiting`.
 
         Raises:
-            RetrievalError: As `search`; also while it is not ready for all of `timeout_s`.
+            RetrievalError: As for `search`; also if the service does not become ready within `timeout_s`.
         """
         said = self._wait(self._ask("GET", "/health", None))
         if not isinstance(said, dict):
@@ -113,7 +114,7 @@ class Client:
         while True:
             attempts += 1
             left = self.timeout_s - (time.monotonic() - start)
-            # Half of the whole at most: a service that hangs leaves time for another try.
+            # At most half of the total time, to leave time for a retry if the service hangs.
             limit = max(min(left, self.timeout_s / 2), 0.01)
             wanted = 0.0
             try:
@@ -128,9 +129,10 @@ class Client:
                 cause = f"no complete answer in {limit:.3g} s"
             except httpx.TransportError as error:
                 cause = f"{type(error).__name__}: {error}"
-            except (httpx.InvalidURL, httpx.DecodingError, ValueError) as error:  # no URL, or an answer that is no JSON
+            # invalid URL, or an answer other than JSON
+            except (httpx.InvalidURL, httpx.DecodingError, ValueError) as error:
                 raise RetrievalError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-            rest = max(wanted, pause * random.uniform(0.5, 1.0))  # drawn, so that many do not come back at once
+            rest = max(wanted, pause * random.uniform(0.5, 1.0))  # random, so that many clients do not retry at once
             left = self.timeout_s - (time.monotonic() - start)
             if rest >= left:
                 raise RetrievalError(
@@ -142,16 +144,16 @@ class Client:
 
 @lru_cache(maxsize=16)
 def shared_client(url: str, token: str | None, timeout_s: float) -> Client:
-    """The one client of this process for these settings: environments are many, and made all the time."""
+    """Returns this process's shared client for these settings: environments are created all the time."""
     return Client(url, token, timeout_s)
 
 
 def _hit(given: Any) -> Hit:
-    """A hit as it was answered.
+    """Parses a hit of the answer.
 
     Raises:
-        Malformed: A part of it is of another type, or its score is no finite number.
-        KeyError, TypeError: It has other parts.
+        Malformed: A part has the wrong type, or the score is not a finite number.
+        KeyError, TypeError: A part is missing.
     """
     name, contents, score = given["document"]["id"], given["document"]["contents"], given["score"]
     if isinstance(name, bool) or not isinstance(name, str | int):
@@ -173,6 +175,6 @@ def _first_line(response: httpx.Response, data: bytes) -> str:
 
 
 def _retry_after(response: httpx.Response) -> float:
-    """Seconds that the service asks for; 0 when it does not say (or says a date)."""
+    """Returns the seconds requested by the service; 0 if there is no request (or a date)."""
     value = response.headers.get("Retry-After", "")
     return float(value) if value.isascii() and value.isdigit() else 0.0

@@ -1,4 +1,4 @@
-"""What `python -m skyrl_mega.retriever` does."""
+"""Command line of `python -m skyrl_mega.retriever`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 
 def parser() -> argparse.ArgumentParser:
-    """One subcommand each: build, serve, query."""
+    """Returns the parser, with the subcommands build, serve and query."""
     root = Parser(prog="python -m skyrl_mega.retriever", description="Searches passages for environments.")
     commands = root.add_subparsers(dest="command", required=True, metavar="build|serve|query")
     _add_build(commands.add_parser("build", help="makes an index from a corpus"))
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> int:
     """Runs a command line; returns the exit code.
 
     Raises:
-        UserError: An option, a file or an address that is wrong.
+        UserError: An option, a file or an address is invalid.
     """
     args = parser().parse_args(list(arguments))
     if args.command == "build":
@@ -44,7 +44,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def build_index(arguments: Sequence[str], output: Path, say: Callable[[str], None]) -> bool:
-    """`build` with its own --output and its lines told to `say`; whether it was built now."""
+    """Runs `build` with this --output and passes its messages to `say`; returns True if the index was built now."""
     args = parser().parse_args(["build", *arguments, "--output", str(output)])
     return _build(args, say)
 

@@ -1,4 +1,4 @@
-"""How long and how much a client may keep the service waiting before its request is whole."""
+"""Limits on the time and size of incomplete requests, which would otherwise occupy the service."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 RECEIVE_S = 20.0
-"""From a connection's opening, or a request's first byte, to the request's last."""
+"""Seconds until a request must be complete, from the opening of the connection or the request's first byte."""
 HEADER_BYTES = 64 * 1024
 CONNECTIONS = max(16, min(512, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2))
-"""At once. Past it the one that has been waited for longest is closed, so that one that is quick always gets in."""
+"""Maximum number of connections. Above this the connection with the longest wait is closed, so a fast client always
+gets in."""
 
 
 class Bounded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn chooses the class when it is imported
-    """uvicorn's protocol, which by itself waits for ever for the rest of a request."""
+    """uvicorn's protocol with a time limit; uvicorn itself waits for ever for the rest of a request."""
 
-    waiting: dict[Bounded, None] = {}  # noqa: RUF012  one for all connections, in the order in which they began to wait
+    waiting: dict[Bounded, None] = {}  # noqa: RUF012  shared by all connections, ordered by the start of waiting
 
     def connection_made(self, transport: Any) -> None:
-        """Begins to wait."""
+        """Starts the time limit; closes the longest-waiting connection if there are too many."""
         super().connection_made(transport)
         self._limit: asyncio.TimerHandle | None = None
         self._received = 0
@@ -30,7 +31,7 @@ class Bounded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn ch
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        """Goes on waiting, in the same time, unless the request is whole."""
+        """Stops the time limit if the request is complete; otherwise the limit keeps running."""
         self._received += len(data)
         super().data_received(data)
         if self._whole():
@@ -44,13 +45,13 @@ class Bounded(AutoHTTPProtocol):  # type: ignore[misc, valid-type]  # uvicorn ch
             self._wait()
 
     def on_response_complete(self) -> None:
-        """One that is kept for a next request is the first to go where there are too many; uvicorn closes it in 5 s."""
+        """Marks a kept-alive connection as the next to close if there are too many; uvicorn closes it after 5 s."""
         super().on_response_complete()
         if self.timeout_keep_alive_task is not None:
             self.waiting[self] = None
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Waits no more."""
+        """Stops the time limit."""
         self._stop()
         super().connection_lost(exc)
 

@@ -1,4 +1,4 @@
-"""Passages, from JSON lines or parquet."""
+"""Passages of a corpus, from JSON lines or parquet."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ FORM = "allowed: id, title and text, or id and contents, all strings (an id may 
 
 @dataclass(frozen=True)
 class Passage:
-    """One passage of a corpus."""
+    """A passage of a corpus."""
 
     id: str
     contents: str
-    """`"title"` in quotes, a line break, the text: the form of Search-R1's corpora and of their clients."""
+    """`"title"` in quotes, a line break, the text: the form of Search-R1's corpora and clients."""
 
 
 def read_passages(file: Path) -> Iterator[Passage]:
-    """Every passage of a `.jsonl` or `.parquet` file, in its order, without the file in memory.
+    """Yields every passage of a `.jsonl` or `.parquet` file in order, without loading the whole file.
 
     Raises:
-        UserError: The file cannot be read, or a row of it has not the form of a passage.
+        UserError: The file cannot be read, or a row is not a valid passage.
     """
     if file.suffix not in SUFFIXES or not file.is_file():
         raise UserError(f"--corpus {file}: allowed: an existing file, {' or '.join(SUFFIXES)}")
@@ -37,13 +37,13 @@ def read_passages(file: Path) -> Iterator[Passage]:
 
 
 def fingerprint(file: Path) -> str:
-    """32 hexadecimal digits of the file's content."""
+    """Returns 32 hexadecimal digits, a hash of the file's content."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def contents(title: str, text: str) -> str:
-    """Title and text as one string, as Search-R1's corpora have them."""
+    """Returns title and text as one string, in the form of Search-R1's corpora."""
     return f'"{title}"\n{text}'
 
 

@@ -1,4 +1,4 @@
-"""Dense search: inner products of unit vectors, by FAISS."""
+"""Dense search: inner products of unit vectors, with FAISS."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ import numpy.typing as npt
 from skyrl_mega.config.errors import UserError
 
 TRAIN_VECTORS = 200_000
-"""An index that learns from its vectors (IVF, PQ, SQ) learns from so many at most, the first ones."""
+"""Maximum number of vectors, from the beginning, to train an index on (IVF, PQ, SQ)."""
 
 Vectors = npt.NDArray[np.float32]
 
 
 class DenseBuilder:
-    """Takes vectors a chunk at a time and becomes an index.
+    """Builds an index from chunks of vectors.
 
     Args:
-        dimension: Numbers of one vector.
-        factory: FAISS's description of an index: `Flat` is exact; `HNSW32` and `IVF4096,SQ8` trade recall for time
-            and memory.
+        dimension: Length of a vector.
+        factory: FAISS's description of an index: `Flat` is exact; `HNSW32` and `IVF4096,SQ8` trade recall for time and
+            memory.
 
     Raises:
-        UserError: FAISS knows no such index.
+        UserError: FAISS does not know this index.
     """
 
     def __init__(self, dimension: int, factory: str = "Flat") -> None:
@@ -40,7 +40,7 @@ class DenseBuilder:
         self._held: list[Vectors] = []
 
     def add(self, vectors: Vectors) -> None:
-        """The next vectors [N, dimension]."""
+        """Adds the next vectors [N, dimension]."""
         if self.index.is_trained:
             self.index.add(vectors)
             return
@@ -68,15 +68,15 @@ class DenseBuilder:
 
 
 class DenseIndex:
-    """An index that is searched.
+    """A searchable index.
 
     Args:
         file: Written by `DenseBuilder.save`.
-        parameters: FAISS's search parameters, `efSearch=128` or `nprobe=32`; "" leaves its defaults.
-        threads: CPU threads of FAISS in this process; None leaves its own number.
+        parameters: FAISS's search parameters, `efSearch=128` or `nprobe=32`; "" keeps the defaults.
+        threads: CPU threads of FAISS in this process; None keeps FAISS's default.
 
     Raises:
-        UserError: The parameters are not those of this index.
+        UserError: The parameters do not fit this index.
     """
 
     def __init__(self, file: Path, parameters: str = "", threads: int | None = None) -> None:
@@ -91,5 +91,5 @@ class DenseIndex:
                 raise UserError(f"--faiss-search {parameters}: this index refuses it ({reason})") from error
 
     def search(self, queries: Vectors, topk: int) -> tuple[Vectors, npt.NDArray[np.int64]]:
-        """Scores and rows [len(queries), topk], best first; a row of -1 fills a place that the index leaves empty."""
+        """Returns scores and rows [len(queries), topk], best first; row -1 marks a place without a result."""
         return self.index.search(queries, topk)

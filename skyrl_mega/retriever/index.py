@@ -1,7 +1,7 @@
-"""An index folder, opened: passages, and one or two ways to find them.
+"""An opened index folder: passages, with dense search, BM25 search or both.
 
-index.json        what it was made from (`Recipe`), and how many passages there are
-passages.arrow    id and contents, mapped into memory and not read
+index.json        the inputs of the build (`Recipe`), and the number of passages
+passages.arrow    id and contents, memory-mapped
 dense.faiss       for `dense`
 bm25/             for `bm25`
 """
@@ -25,7 +25,7 @@ from skyrl_mega.retriever.client import Hit
 from skyrl_mega.retriever.embedder import MINILM, Embedder, model_folder
 
 FORM = 1
-"""Of the folder; an index of another form is built again."""
+"""Version of the folder layout; an index of another version is rebuilt."""
 METHODS = ("dense", "bm25")
 BUILD = "python -m skyrl_mega.retriever build makes one"
 AGAIN = "remove the folder and build the index again"
@@ -33,34 +33,34 @@ AGAIN = "remove the folder and build the index again"
 
 @dataclass(frozen=True)
 class Recipe:
-    """What decides an index: two with the same recipe are the same."""
+    """All inputs that determine an index: equal recipes give equal indexes."""
 
     corpus: str
     """Fingerprint of the corpus file."""
     methods: tuple[str, ...] = METHODS
-    """`dense`, `bm25` or both; the first is the service's own choice."""
+    """`dense`, `bm25` or both; the first is the service's default."""
     model: str = MINILM
-    """Embedding model of `dense`; queries are embedded by it too."""
+    """Embedding model of `dense`, for passages and queries."""
     query_prefix: str = ""
     passage_prefix: str = ""
     dtype: str = "float32"
-    """The embedding model computes in it."""
+    """Data type of the embedding model."""
     faiss: str = "Flat"
     """FAISS's description of the dense index."""
     limit: int | None = None
-    """Passages at most."""
+    """Maximum number of passages."""
     form: int = FORM
 
     def text(self, passages: int) -> str:
-        """As `index.json` holds it."""
+        """Returns the content of `index.json`."""
         return json.dumps({**asdict(self), "passages": passages}, indent=1) + "\n"
 
 
 def read_recipe(folder: Path) -> tuple[Recipe, int]:
-    """The recipe of an index folder, and its number of passages.
+    """Returns the recipe and the number of passages of an index folder.
 
     Raises:
-        UserError: There is no index, or one of another form.
+        UserError: There is no index, or its layout version differs.
     """
     file = folder / "index.json"
     if not file.exists():
@@ -78,22 +78,22 @@ def read_recipe(folder: Path) -> tuple[Recipe, int]:
 
 
 def embedder(recipe: Recipe, device: str, threads: int | None) -> Embedder:
-    """The embedding model of a recipe."""
+    """Returns the embedding model of a recipe."""
     folder = model_folder(recipe.model)
     return Embedder(folder, recipe.query_prefix, recipe.passage_prefix, device, threads, recipe.dtype)
 
 
 class Index:
-    """Searches an index folder. One thread at a time.
+    """Searches an index folder. Not thread-safe.
 
     Args:
-        folder: Made by `skyrl_mega.retriever.build`.
-        device: Where queries are embedded: `auto`, `cpu` or `cuda`.
-        threads: CPU threads of the embedding model and of FAISS; None leaves their own numbers.
+        folder: Written by `skyrl_mega.retriever.build`.
+        device: Device for embedding queries: `auto`, `cpu` or `cuda`.
+        threads: CPU threads of the embedding model and of FAISS; None keeps the defaults.
         faiss_search: FAISS's search parameters, such as `efSearch=128`.
 
     Raises:
-        UserError: No index there, a file of it is damaged, or its embedding model is gone.
+        UserError: There is no index, a file is damaged, or the embedding model is missing.
     """
 
     def __init__(self, folder: Path, device: str = "auto", threads: int | None = None, faiss_search: str = "") -> None:
@@ -123,19 +123,19 @@ class Index:
             check_folder(folder / "bm25", AGAIN)
             try:
                 self.bm25 = Bm25Index(folder / "bm25")
-            except Exception as error:  # bm25s, numpy and JSON raise all kinds about what files hold
+            except Exception as error:  # bm25s, numpy and JSON raise many kinds of errors for bad files
                 raise UserError(
                     f"{damaged(folder / 'bm25')}: cannot be read ({_first_line(error)}); {AGAIN}"
                 ) from error
             self._same(folder / "bm25", self.bm25.size)
 
     def search(self, queries: Sequence[str], topk: int, method: str | None = None) -> list[list[Hit]]:
-        """The best passages of each query, best first: `topk` of them, fewer where there are no more.
+        """Returns the best passages of each query, best first: `topk`, or fewer if the index has fewer.
 
         Args:
             queries: Texts.
             topk: At least 1.
-            method: One of `self.methods`; None takes the first.
+            method: An element of `self.methods`; None means the first.
         """
         if not queries:
             return []
@@ -163,7 +163,7 @@ class Index:
 def _readable(file: Path) -> Iterator[None]:
     try:
         yield
-    except (OSError, RuntimeError, MemoryError, ValueError) as error:  # ValueError: pyarrow's errors too
+    except (OSError, RuntimeError, MemoryError, ValueError) as error:  # ValueError includes pyarrow's errors
         raise UserError(f"{file}: cannot be read ({_first_line(error)}); {AGAIN}") from error
 
 

@@ -1,4 +1,4 @@
-"""Lexical search: BM25, by bm25s."""
+"""Lexical search: BM25, with bm25s."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import json_object
 
 K1, B = 0.9, 0.4
-"""Anserini's values, which the BM25 figures of open-domain question answering use."""
+"""Values of Anserini, used for the published BM25 results in open-domain question answering."""
 ARRAYS = ("indptr", "indices", "data")
 
 
 def build_bm25(texts: Sequence[str], folder: Path) -> None:
-    """Writes the index of `texts`: lower case, words of two letters and more, English stop words left out.
+    """Writes the index of `texts`: lower case, words of at least two letters, without English stop words.
 
     Raises:
-        UserError: No text has such a word.
+        UserError: No text contains such a word.
     """
     index = bm25s.BM25(method="lucene", k1=K1, b=B)
     tokens = bm25s.tokenize(list(texts), stopwords="en", show_progress=False)
@@ -35,7 +35,7 @@ def build_bm25(texts: Sequence[str], folder: Path) -> None:
 
 
 def damaged(folder: Path) -> Path:
-    """Returns the first file of an index that is missing or cannot be read; the folder if each can."""
+    """Returns the first missing or unreadable file of an index; the folder itself if all files are readable."""
     for name in ("params.index.json", "vocab.index.json", *(f"{part}.csc.index.npy" for part in ARRAYS)):
         file = folder / name
         try:
@@ -49,7 +49,7 @@ def damaged(folder: Path) -> Path:
 
 
 class Bm25Index:
-    """An index that is searched.
+    """A searchable index.
 
     Args:
         folder: Written by `build_bm25`.
@@ -64,7 +64,7 @@ class Bm25Index:
             raise ValueError("its files are not of one index")
 
     def search(self, queries: Sequence[str], topk: int) -> tuple[npt.NDArray[np.float32], npt.NDArray[np.int64]]:
-        """Scores and rows [len(queries), topk], best first; a row of -1 is a place that no passage has earned."""
+        """Returns scores and rows [len(queries), topk], best first; row -1 marks a place without a matching passage."""
         tokens = bm25s.tokenize(list(queries), stopwords="en", return_ids=False, show_progress=False)
         scores = np.zeros((len(queries), topk), np.float32)
         rows = np.full((len(queries), topk), -1, np.int64)

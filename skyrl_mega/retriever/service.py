@@ -1,8 +1,8 @@
-"""The HTTP service over an index.
+"""HTTP service over an index.
 
 POST /retrieve {"queries": [...], "topk": 3, "return_scores": true}
     → {"result": [[{"document": {"id", "contents"}, "score"}, …], …]}     Search-R1's form
-GET /health → {"ready", "version", "passages", "methods", "waiting"}      503 while the index is read
+GET /health → {"ready", "version", "passages", "methods", "waiting"}      503 while the index is loading
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from skyrl_mega.retriever.index import Index, read_recipe
 RETRY_AFTER_S = 1
 BODY_BYTES = 64 * 2**20
 LEAVE_S = 10
-"""A service that is told to stop still answers what it has taken, for so long at most."""
+"""Time limit in seconds for answering accepted requests after a stop."""
 
 PASSAGES = 32_768
-"""Of one answer: queries · topk."""
+"""Maximum number of passages per answer: queries · topk."""
 PASSAGES_AT_ONCE = 4 * PASSAGES
-"""Of all answers that are under way."""
+"""Maximum number of passages of all pending answers."""
 
 
 def _text(query: str) -> str:
@@ -59,7 +59,7 @@ Query = Annotated[str, Field(max_length=20_000), AfterValidator(_text)]
 
 
 class Question(BaseModel):
-    """The body of `POST /retrieve`."""
+    """Body of `POST /retrieve`."""
 
     queries: list[Query]
     topk: int | None = Field(default=None, ge=1, le=1000)
@@ -68,18 +68,18 @@ class Question(BaseModel):
 
 
 class Service:
-    """The application: reads the index in the background, then answers.
+    """The web application: loads the index in the background, then answers requests.
 
     Args:
         folder: Index folder.
-        topk: Passages of a query where the request does not say.
-        method: `dense` or `bm25` where the request does not say; None takes the index's first.
-        token: Bearer token that `/retrieve` wants; None wants none.
-        limits: How queries are gathered.
+        topk: Default number of passages per query.
+        method: Default method, `dense` or `bm25`; None means the index's first.
+        token: Bearer token required for `/retrieve`; None requires none.
+        limits: Limits of batching.
         opening: Further arguments of `Index`.
 
     Raises:
-        UserError: There is no index, or it has not this method.
+        UserError: There is no index, or the index does not offer this method.
     """
 
     def __init__(
@@ -100,20 +100,20 @@ class Service:
         self.method = method or self.methods[0]
         self.limits = limits or Limits()
         self.batcher: Batcher | None = None
-        """None until the index has been read."""
+        """None until the index is loaded."""
         self.read = asyncio.Event()
         self.fault: Exception | None = None
-        """Why the index could not be read."""
+        """Error raised while loading the index."""
         self.app = FastAPI(lifespan=self._life, openapi_url=None)
         self.app.get("/health")(self.health)
         self.app.post("/retrieve")(self.retrieve)
         self.app.middleware("http")(self._admit)
         self.app.exception_handler(RequestValidationError)(_refused)
         self.promised = 0
-        """Passages of the answers that are under way."""
+        """Number of passages in pending answers."""
 
     async def health(self) -> JSONResponse:
-        """Whether it answers, and over what. Needs no token, and tells nothing of the passages."""
+        """Returns the state of the service. Needs no token and reveals nothing about the passages."""
         ready = self.batcher is not None
         said = {"ready": ready, "version": __version__, "passages": self.size, "methods": list(self.methods)}
         waiting = self.batcher.waiting if self.batcher else 0
@@ -121,7 +121,7 @@ class Service:
         return JSONResponse({**said, "waiting": waiting}, 200 if ready else 503, headers)
 
     async def retrieve(self, question: Question) -> dict[str, Any]:
-        """Answers the queries of one request."""
+        """Answers the queries of a request."""
         method = question.method or self.method
         if method not in self.methods:
             raise HTTPException(422, f"method {method!r}: allowed: {', '.join(self.methods)}")
@@ -146,7 +146,7 @@ class Service:
         return {"result": [[_shown(hit, question.return_scores) for hit in hits] for hits in found]}
 
     async def _admit(self, request: Request, go_on: RequestResponseEndpoint) -> Response:
-        """Turns away who has no token, and bodies that are too long, before a body is read."""
+        """Rejects requests without the token, or with a body that is too long, before the body is read."""
         if request.url.path != "/health":
             given = request.headers.get("Authorization", "")
             if self.token and not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
@@ -169,7 +169,7 @@ class Service:
     async def _run(self) -> None:
         try:
             index = await asyncio.to_thread(Index, self.folder, **self.opening)
-        except Exception as error:  # whoever serves says it and ends
+        except Exception as error:  # `serve` reports the error and ends
             self.fault = error
             return
         finally:
@@ -179,7 +179,7 @@ class Service:
 
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
-    """What is wrong with a body, without the body: what it holds may not go into JSON."""
+    """Describes an invalid body without quoting it: the content may not be valid in JSON."""
     assert isinstance(error, RequestValidationError)
     said = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:5]]
     return JSONResponse({"detail": one_line("; ".join(said), 500)}, 422)
@@ -195,18 +195,18 @@ def _later(why: str) -> HTTPException:
 
 
 def serve(service: Service, host: str, port: int, ready_file: Path | None = None, with_stdin: bool = False) -> None:
-    """Serves until SIGTERM or SIGINT; then answers what it has taken, and returns.
+    """Serves until SIGTERM or SIGINT, then answers all accepted requests and returns.
 
     Args:
-        service: What answers.
+        service: The application.
         host: Address to bind.
-        port: 0 takes a free one.
-        ready_file: Written once the index has been read: a JSON object with `url` and `pid`. Gone at the end.
-        with_stdin: Also ends when standard input does, so that it does not outlive the process that holds the pipe.
+        port: Port to bind; 0 selects a free port.
+        ready_file: Written when the index is loaded: a JSON object with `url` and `pid`. Removed at the end.
+        with_stdin: Also end when standard input ends, to avoid outliving the process that holds the pipe.
 
     Raises:
-        UserError: The address cannot be bound; or it is no loopback address and there is no token.
-        Exception: What reading the index raised.
+        UserError: The address cannot be bound; or it is not a loopback address and there is no token.
+        Exception: Loading the index failed.
     """
     check_address(host, service.token)
     if ready_file:
@@ -219,7 +219,8 @@ def serve(service: Service, host: str, port: int, ready_file: Path | None = None
     with _bound(host, port) as listening:
         url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: None)  # uvicorn takes them while it serves and raises them again after
+            # uvicorn handles these while serving and raises them again afterwards
+            signal.signal(number, lambda *_: None)
         if with_stdin:
             threading.Thread(target=_end_with_stdin, args=(server,), daemon=True).start()
         try:
@@ -234,14 +235,14 @@ def serve(service: Service, host: str, port: int, ready_file: Path | None = None
 
 
 def check_address(host: str, token: str | None) -> None:
-    """Refuses an address that others can reach, without a token.
+    """Rejects an address that is reachable from outside if there is no token.
 
     Raises:
-        UserError: It is one.
+        UserError: The address is reachable and there is no token.
     """
     try:
         loopback = host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # a host name
         loopback = False
     if not loopback and not token:
         raise UserError(f"--host {host}: others can reach it, so it needs a token in {TOKEN_VARIABLE}; or 127.0.0.1")
@@ -278,7 +279,7 @@ def _is_ready_file(file: Path) -> bool:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket that is bound; uvicorn listens on it."""
+    """Returns a bound socket; uvicorn listens on it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listening = socket.socket(family, socket.SOCK_STREAM)
@@ -290,6 +291,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 
 def _end_with_stdin(server: uvicorn.Server) -> None:
-    while os.read(sys.stdin.fileno(), 4096):  # unbuffered: a buffer's lock would be held when the process ends
+    # unbuffered: the lock of a buffer would still be held at the end of the process
+    while os.read(sys.stdin.fileno(), 4096):
         pass
     server.should_exit = True

@@ -1,4 +1,4 @@
-"""A run's own retrieval service: made ready before the run begins, started again when it dies, gone with the run."""
+"""A run's own retrieval service: ready before the run begins, restarted after a crash, ended with the run."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from skyrl_mega.retriever.client import TOKEN_VARIABLE
 from skyrl_mega.retriever.commands import build_index
 
 START_S = 600.0
-"""Reading the index of a large corpus takes minutes."""
+"""Time limit in seconds for the start; loading the index of a large corpus takes minutes."""
 STOP_S = 15.0
 RESTARTS = 10
-"""A service that has died more often than that stays down: searches fail, and the policy is told so."""
+"""Restart budget. After that the service stays down: searches fail, and the policy sees the failures."""
 LOOK_EVERY_S = 0.2
 
 
@@ -32,18 +32,18 @@ LOOK_EVERY_S = 0.2
 def service_of(
     config: EnvironmentConfig, logs: Path, say: Callable[[str], None] = print
 ) -> Iterator[EnvironmentConfig]:
-    """The same settings with `retriever.url` filled in, while its service runs.
+    """Yields the settings with `retriever.url` filled in, while the service runs.
 
-    Without an index, or with a URL, they are given back as they are. The service ends with this block, and also when
-    this process is killed: it reads a pipe that only this process holds.
+    Without an index, or with a URL, the settings are unchanged. The service ends with this block, and also if this
+    process is killed: the service reads a pipe held by this process alone.
 
     Args:
         config: Settings of environments.
         logs: Folder for `retriever.log`.
-        say: Takes lines of progress.
+        say: Receives lines about the progress.
 
     Raises:
-        UserError: The index cannot be made or served.
+        UserError: The index cannot be built or served.
     """
     retriever = config.retriever
     if retriever.url or not retriever.index:
@@ -67,7 +67,8 @@ def service_of(
 
 @contextmanager
 def _token_in(variable: str) -> Iterator[None]:
-    """A token in this process's environment: without one the service would answer every user of this machine."""
+    """Sets a token in this process's environment: without a token the service would answer every user of this
+    machine."""
     if os.environ.get(variable):
         yield
         return
@@ -79,14 +80,14 @@ def _token_in(variable: str) -> Iterator[None]:
 
 
 class OwnService:
-    """One service on loopback, in a process of its own, with a thread that starts it again on the same port.
+    """A service on the loopback interface, in a separate process, with a thread that restarts it on the same port.
 
     Args:
         index: Index folder.
-        options: More arguments of `serve`.
-        log: File that takes what it writes; a `.json` of the same name says where it answers, while it does.
-        token_variable: Where this process has the token, if there is one.
-        say: Takes a line when it was started again.
+        options: Further arguments of `serve`.
+        log: Log file; while the service is ready, a `.json` file of the same name holds its address.
+        token_variable: Environment variable with the token, if any.
+        say: Receives a line after each restart.
     """
 
     def __init__(
@@ -100,12 +101,12 @@ class OwnService:
         self._watch = threading.Thread(target=self._keep, name="retriever", daemon=True)
 
     def start(self) -> str:
-        """Starts it and waits until it answers; its URL.
+        """Starts the service, waits until it is ready and returns its URL.
 
         Raises:
-            UserError: It ended instead, or took longer than 600 s.
+            UserError: The service ended, or was not ready within 600 s.
         """
-        self._ready.unlink(missing_ok=True)  # of a service that was killed
+        self._ready.unlink(missing_ok=True)  # left by a killed service
         self._spawn(0)
         end = time.monotonic() + START_S
         while not self._ready.is_file():
@@ -122,7 +123,7 @@ class OwnService:
         return url
 
     def stop(self) -> None:
-        """Ends it: what it has taken is answered first."""
+        """Ends the service after all accepted requests are answered."""
         self._ending.set()
         if self._watch.is_alive():
             self._watch.join()
@@ -139,7 +140,7 @@ class OwnService:
         command = [sys.executable, "-m", "skyrl_mega.retriever", "serve", "--index", str(self.index), *self.options]
         command += ["--port", str(port), "--ready-file", str(self._ready), "--with-stdin"]
         with self.log.open("ab") as out:
-            # A session of its own: Ctrl-C at the terminal ends the run, and the run ends this.
+            # A separate session: Ctrl-C in the terminal ends the run, and the run ends the service.
             self.process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=out, stderr=out, env=self.env, start_new_session=True
             )
