@@ -148,14 +148,14 @@ def take(seat: ActorPlace) -> None:
         print(f"{seat.name}: on CPUs {numa.text(cpus)}, nearest to GPU {','.join(devices)}", flush=True)
 
 
-def start_guard(what: str, folder: str) -> subprocess.Popen[bytes]:
+def start_guard(kind: str, folder: str) -> subprocess.Popen[bytes]:
     """Starts a guard process for this process (see `reaper`).
 
     The guard acts when this process ends or closes the returned object's stdin. The guard's output is discarded: a full
     or closed log must not stop the guard.
     """
     return subprocess.Popen(
-        [sys.executable, "-I", "-S", reaper.__file__, what, str(os.getpid()), folder],
+        [sys.executable, "-I", "-S", reaper.__file__, kind, str(os.getpid()), folder],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -98,13 +98,13 @@ class Channel:
     def left(self) -> list[Path]:
         """Returns the paths created and not yet removed by the driver."""
         notes = os.fsdecode(os.pread(self._paths, os.fstat(self._paths).st_size, 0)).split("\0")[:-1]
-        there: dict[str, None] = {}
+        existing: dict[str, None] = {}
         for note in notes:
             if note[0] == "+":
-                there[note[1:]] = None
+                existing[note[1:]] = None
             else:
-                there.pop(note[1:], None)
-        return [Path(path) for path in there]
+                existing.pop(note[1:], None)
+        return [Path(path) for path in existing]
 
 
 _own: Channel | None = None

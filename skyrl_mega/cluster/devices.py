@@ -58,17 +58,17 @@ def sight() -> Sight:
     """Returns torch's view of this machine's GPUs without starting a CUDA context."""
     import torch
 
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         sees = torch.cuda.is_available()
-    said = str(told[0].message).strip().splitlines()[0] if told else ""
+    said = str(warned[0].message).strip().splitlines()[0] if warned else ""
     return Sight(torch.__version__, torch.version.cuda, sees, said)
 
 
 def signs(env: Mapping[str, str] = os.environ, nvml: Any = None) -> Signs:
     """Returns the evidence of GPUs from NVML and Slurm's variables."""
-    given = env.get("SLURM_GPUS_ON_NODE", "")
-    slurm = int(given) if given.isdigit() else 0
+    slurm_gpus = env.get("SLURM_GPUS_ON_NODE", "")
+    slurm = int(slurm_gpus) if slurm_gpus.isdigit() else 0
     try:
         with opened(nvml) as library:
             return Signs(library.nvmlDeviceGetCount(), str(library.nvmlSystemGetDriverVersion()), slurm)
@@ -83,8 +83,8 @@ def least_driver(cuda: str | None) -> int | None:
 
 def outdated(cuda: str | None, driver: str | None) -> bool:
     """Returns True if a driver is too old for this CUDA version."""
-    least, branch = least_driver(cuda), (driver or "").partition(".")[0]
-    return least is not None and branch.isdigit() and int(branch) < least
+    minimum, branch = least_driver(cuda), (driver or "").partition(".")[0]
+    return minimum is not None and branch.isdigit() and int(branch) < minimum
 
 
 def blindness(torch: Sight, driver: str | None, env: Mapping[str, str] = os.environ) -> str:
@@ -92,8 +92,10 @@ def blindness(torch: Sight, driver: str | None, env: Mapping[str, str] = os.envi
     if torch.cuda is None:
         return f"torch {torch.version} is built without CUDA; {REMEDY}"
     if outdated(torch.cuda, driver):
-        least = least_driver(torch.cuda)
-        return f"torch {torch.version} is built for CUDA {torch.cuda}, which needs driver {least}; this one is {driver}"
+        minimum = least_driver(torch.cuda)
+        return (
+            f"torch {torch.version} is built for CUDA {torch.cuda}, which needs driver {minimum}; this one is {driver}"
+        )
     if env.get("CUDA_VISIBLE_DEVICES") == "":
         return "CUDA_VISIBLE_DEVICES is empty and hides them; unset it"
     return f"torch {torch.version} (CUDA {torch.cuda}) sees none of them{f': {torch.said}' if torch.said else ''}"

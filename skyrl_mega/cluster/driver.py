@@ -32,14 +32,14 @@ def start(goes_on: str, cleared: Callable[[], None] = lambda: None) -> None:
     from skyrl_mega.cluster import channel, reaper, user
 
     user.name_user()
-    shared, others, supervisor = channel.Channel(), reaper.numbers(), os.getpid()
+    shared, existing_shm, supervisor = channel.Channel(), reaper.numbers(), os.getpid()
     _prctl(_SUBREAPER, 1)
     driver = os.fork()
     if driver:
         from skyrl_mega.cluster.supervisor import Supervisor
 
         ignored = {number for number in (signal.SIGHUP,) if signal.getsignal(number) == signal.SIG_IGN}  # nohup
-        os._exit(Supervisor(driver, shared, _TAKEN - ignored, goes_on, cleared, others).run())
+        os._exit(Supervisor(driver, shared, _TAKEN - ignored, goes_on, cleared, existing_shm).run())
     os.setpgid(0, 0)
     _prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != supervisor:  # the supervisor was killed in the meantime
@@ -82,9 +82,9 @@ def _raise_open_files() -> None:
     The usual soft limit is 1,024, although the hard limit is higher.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    target = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < target:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
 def _nothing(number: int, _: object) -> None:

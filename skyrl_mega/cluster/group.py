@@ -93,12 +93,12 @@ class ActorGroup:
         slots: list[Slot | None] = [None] * len(arguments) if placement is None else [*placement.slots]
         group = cls(name, [start(slot) for slot in slots], placement)
         group.logs = files
-        where = group.call_all("location", timeout=timeout)
-        order = by_gpu(where)
+        locations = group.call_all("location", timeout=timeout)
+        order = by_gpu(locations)
         slots, group.actors = [slots[i] for i in order], [group.actors[i] for i in order]
-        group.where = [where[i] for i in order]
+        group.where = [locations[i] for i in order]
         group._start = lambda rank: start(slots[rank])
-        group._places = [(ActorPlace(name, rank, files[rank]), given) for rank, given in enumerate(arguments)]
+        group._places = [(ActorPlace(name, rank, files[rank]), kwargs) for rank, kwargs in enumerate(arguments)]
         group.call_all("construct", per_rank=group._places, timeout=max(0.0, until - time.monotonic()))
         return group
 
@@ -109,11 +109,11 @@ class ActorGroup:
     def seating(self) -> str:
         """Text for the user: the ranks on each node, such as `10.0.0.1: 0-7, 10.0.0.2: 8-15`."""
         runs: list[tuple[str, int, int]] = []
-        for rank, where in enumerate(self.where):
-            if runs and runs[-1][0] == where.address:
-                runs[-1] = (where.address, runs[-1][1], rank)
+        for rank, location in enumerate(self.where):
+            if runs and runs[-1][0] == location.address:
+                runs[-1] = (location.address, runs[-1][1], rank)
             else:
-                runs.append((where.address, rank, rank))
+                runs.append((location.address, rank, rank))
         return ", ".join(f"{node}: {first}" + (f"-{last}" if last > first else "") for node, first, last in runs)
 
     def submit(self, rank: int, method: str, *args: Any, **kwargs: Any) -> Call:
@@ -188,22 +188,22 @@ class ActorGroup:
             self._ended = True
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
-        here = [w.pid for i, w in enumerate(self.where) if i not in self._down and w.machine == machine()]
-        _wait_gone(here, END_S)
+        local_pids = [w.pid for i, w in enumerate(self.where) if i not in self._down and w.machine == machine()]
+        _wait_gone(local_pids, END_S)
         if self.placement is not None:
             self.placement.release()
 
 
-def end_processes(where: Location) -> None:
+def end_processes(location: Location) -> None:
     """Kills an actor's process and child processes, stopped processes too, on any node. Returns when all are gone."""
     import ray
 
-    if where.machine == machine():
-        _end_group(where.pid)
+    if location.machine == machine():
+        _end_group(location.pid)
         return
-    there = ray.remote(num_cpus=0, resources={f"node:{where.address}": 0.001})(_end_group)
+    remote = ray.remote(num_cpus=0, resources={f"node:{location.address}": 0.001})(_end_group)
     with contextlib.suppress(ray.exceptions.RayError):  # a lost node runs no processes
-        ray.get(there.remote(where.pid), timeout=2 * END_S)
+        ray.get(remote.remote(location.pid), timeout=2 * END_S)
 
 
 def _end_group(pid: int) -> None:
@@ -215,9 +215,9 @@ def _end_group(pid: int) -> None:
 def _wait_gone(groups: list[int], seconds: float) -> None:
     """Waits until process groups are empty; after `seconds`, kills the remaining processes."""
     deadline = time.monotonic() + seconds
-    while (left := [pid for pid in groups if reaper.members(pid)]) and time.monotonic() < deadline:
+    while (alive := [pid for pid in groups if reaper.members(pid)]) and time.monotonic() < deadline:
         time.sleep(0.02)
-    for pid in left:
+    for pid in alive:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
 
@@ -241,8 +241,8 @@ class Outcomes:
         if not self.failures:
             first = self.silent[0]
             raise ActorTimeout([(c.actor, c.rank) for c in self.silent], first.method, self.timeout)
-        gone = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)
-        died = [f for f in self.failures if isinstance(f[1], gone)]
+        death_errors = (ray.exceptions.RayActorError, ray.exceptions.ActorUnschedulableError)
+        died = [f for f in self.failures if isinstance(f[1], death_errors)]
         call, error = (died or self.failures)[0]
         if isinstance(cause := cause_of(error), UserError):
             raise cause from None
@@ -267,8 +267,8 @@ def settle(
     outcomes = Outcomes(timeout, {}, [], [])
     waiting = list(by_ref)
     deadline = time.monotonic() + timeout
-    while waiting and (left := deadline - time.monotonic()) > 0:
-        done, waiting = ray.wait(waiting, num_returns=1, timeout=left)
+    while waiting and (remaining := deadline - time.monotonic()) > 0:
+        done, waiting = ray.wait(waiting, num_returns=1, timeout=remaining)
         for ref in done:
             try:
                 outcomes.answers[by_ref[ref]] = ray.get(ref)

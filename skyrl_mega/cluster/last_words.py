@@ -22,8 +22,8 @@ def with_cause(text: str, log: str | None) -> str:
     """
     if POINTS not in text or log is None:
         return text
-    found = last_error(Path(log))
-    return text if found is None else f"{text[: text.index(POINTS)].rpartition(': ')[0]}: {found}"
+    error = last_error(Path(log))
+    return text if error is None else f"{text[: text.index(POINTS)].rpartition(': ')[0]}: {error}"
 
 
 def last_error(log: Path) -> str | None:
@@ -34,5 +34,5 @@ def last_error(log: Path) -> str | None:
             lines = file.read().decode(errors="replace").splitlines()
     except OSError:  # the log may be on the local disk of another node
         return None
-    found = (match[1] for line in reversed(lines) if (match := ERROR.search(line)) and POINTS not in line)
-    return next((text.strip()[:LONGEST] for text in found), None)
+    errors = (match[1] for line in reversed(lines) if (match := ERROR.search(line)) and POINTS not in line)
+    return next((text.strip()[:LONGEST] for text in errors), None)

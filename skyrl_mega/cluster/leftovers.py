@@ -22,10 +22,10 @@ from skyrl_mega.config.outside import writing
 
 
 @contextmanager
-def temporary_folder(where: Path, prefix: str, mode: int = 0o700) -> Iterator[Path]:
-    """Yields a new folder in `where`, named `prefix` plus eight hexadecimal digits. The caller may rename the
+def temporary_folder(parent: Path, prefix: str, mode: int = 0o700) -> Iterator[Path]:
+    """Yields a new folder in `parent`, named `prefix` plus eight hexadecimal digits. The caller may rename the
     folder."""
-    with _made(where, prefix, lambda path: path.mkdir(mode)) as folder:
+    with _new_entry(parent, prefix, lambda path: path.mkdir(mode)) as folder:
         yield folder
 
 
@@ -33,23 +33,23 @@ def temporary_folder(where: Path, prefix: str, mode: int = 0o700) -> Iterator[Pa
 def partial_file(file: Path) -> Iterator[Path]:
     """Yields an empty, hidden file next to `file`, to be renamed to `file`. An OSError inside the block names
     `file`."""
-    with _made(file.parent, f".{file.name}.", lambda path: path.touch(exist_ok=False)) as partial, writing(file):
+    with _new_entry(file.parent, f".{file.name}.", lambda path: path.touch(exist_ok=False)) as partial, writing(file):
         yield partial
 
 
-def sweep(where: Path, prefix: str) -> None:
+def sweep(folder: Path, prefix: str) -> None:
     """Removes files and folders with this prefix left behind by killed processes of this user."""
-    for path in where.glob(glob.escape(prefix) + "[0-9a-f]" * 8):
-        with suppress(OSError), _opened(path) as descriptor:  # gone, owned by another user, or in use
+    for path in folder.glob(glob.escape(prefix) + "[0-9a-f]" * 8):
+        with suppress(OSError), _open_owned(path) as descriptor:  # gone, owned by another user, or in use
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove(path)
 
 
-def at_work(where: Path, prefix: str) -> bool:
+def at_work(folder: Path, prefix: str) -> bool:
     """Returns True if a process is writing a file or a folder with this prefix."""
-    for path in where.glob(glob.escape(prefix) + "[0-9a-f]" * 8):
+    for path in folder.glob(glob.escape(prefix) + "[0-9a-f]" * 8):
         try:
-            with _opened(path) as descriptor:
+            with _open_owned(path) as descriptor:
                 fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -67,23 +67,23 @@ def remove(path: Path) -> None:
 
 
 @contextmanager
-def _made(where: Path, prefix: str, make: Callable[[Path], None]) -> Iterator[Path]:
-    sweep(where, prefix)
+def _new_entry(folder: Path, prefix: str, make: Callable[[Path], None]) -> Iterator[Path]:
+    sweep(folder, prefix)
     while True:
-        path = where / f"{prefix}{secrets.token_hex(4)}"
+        path = folder / f"{prefix}{secrets.token_hex(4)}"
         with removed_at_the_end(path), ExitStack() as stack:
             stack.callback(remove, path)
             make(path)
-            if _claimed(path, stack):
+            if _claim(path, stack):
                 yield path
                 return
 
 
-def _claimed(path: Path, stack: ExitStack) -> bool:
+def _claim(path: Path, stack: ExitStack) -> bool:
     """Locks a newly created path until the stack closes; returns False if another process removed or locked the path
     first."""
     try:
-        descriptor = stack.enter_context(_opened(path))
+        descriptor = stack.enter_context(_open_owned(path))
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except (BlockingIOError, FileNotFoundError):
         return False
@@ -93,14 +93,14 @@ def _claimed(path: Path, stack: ExitStack) -> bool:
 
 
 @contextmanager
-def _opened(path: Path) -> Iterator[int]:
+def _open_owned(path: Path) -> Iterator[int]:
     """Yields a file descriptor of a file or folder owned by this user."""
     folder = stat.S_ISDIR(path.lstat().st_mode)
     # NFS locks require a file that is open for writing.
     descriptor = os.open(path, (os.O_RDONLY | os.O_DIRECTORY if folder else os.O_RDWR) | os.O_NOFOLLOW | os.O_NONBLOCK)
     try:
-        found = os.fstat(descriptor)
-        if found.st_uid != os.geteuid() or not (stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode)):
+        status = os.fstat(descriptor)
+        if status.st_uid != os.geteuid() or not (stat.S_ISREG(status.st_mode) or stat.S_ISDIR(status.st_mode)):
             raise PermissionError(f"{path} is not ours")
         yield descriptor
     finally:

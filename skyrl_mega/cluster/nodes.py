@@ -104,9 +104,9 @@ class Gone:
         return "; ".join(f"{words} {', '.join(node.address for node in nodes)}" for words, nodes in parts if nodes)
 
 
-def _without(nodes: Sequence[Node], others: Sequence[Node]) -> list[Node]:
-    known = {node.id for node in others}
-    return [node for node in nodes if node.id not in known]
+def _without(nodes: Sequence[Node], excluded: Sequence[Node]) -> list[Node]:
+    excluded_ids = {node.id for node in excluded}
+    return [node for node in nodes if node.id not in excluded_ids]
 
 
 def look() -> tuple[list[Node], Gone]:
@@ -125,17 +125,17 @@ def looked() -> tuple[list[Node], Gone] | None:
     """Returns the result of `look`, or None if Ray fails or does not answer within `LOOK_S`."""
     import ray
 
-    found: list[tuple[list[Node], Gone]] = []
+    results: list[tuple[list[Node], Gone]] = []
 
     def ask() -> None:
         with suppress(RuntimeError, OSError, ray.exceptions.RayError):
-            found.append(look())
+            results.append(look())
 
     with suppress(RuntimeError):  # no thread could be started
         looking = threading.Thread(target=ask, daemon=True)
         looking.start()
         looking.join(LOOK_S)
-    return found[0] if found else None
+    return results[0] if results else None
 
 
 def gone_since(before: Gone) -> Gone | None:

@@ -136,21 +136,21 @@ class _Free:
             return self._whole_nodes(count, size)
         places: list[range] = []
         while len(places) < count:
-            taken = self._take(size, count - len(places))
-            places += [taken[first : first + size] for first in range(0, len(taken), size)]
+            block = self._take(size, count - len(places))
+            places += [block[first : first + size] for first in range(0, len(block), size)]
         groups = Counter(place[0] // self.per_node for place in places)
         places.sort(key=lambda place: (-groups[place[0] // self.per_node], place[0]))
         return tuple(device for place in places for device in place)
 
-    def _take(self, size: int, most: int) -> range:
-        """Takes up to `most` groups of `size` from a single node and returns the devices.
+    def _take(self, size: int, max_groups: int) -> range:
+        """Takes up to `max_groups` groups of `size` from a single node and returns the devices.
 
         Chooses the first node with the most free GPUs, or a new node if no group fits.
         """
         if not self.nodes or self.nodes[0][0] + size > self.per_node:
             heappush(self.nodes, (0, len(self.nodes)))
         taken, node = self.nodes[0]
-        gpus = min((self.per_node - taken) // size, most) * size
+        gpus = min((self.per_node - taken) // size, max_groups) * size
         heapreplace(self.nodes, (taken + gpus, node))
         first = node * self.per_node + taken
         return range(first, first + gpus)
@@ -184,12 +184,12 @@ def nodes_of_cpus(config: Config, nodes: int) -> Nodes:
     if config.reference.layout:
         units += _tensor_groups(reference, config.reference.layout.tensor)
     units += _tensor_groups(critic, critic_layout(config).tensor)
-    apart = not config.cluster.shared
-    where = spread(units + [1] * engines * apart, range(nodes))
+    separate = not config.cluster.shared
+    placed = spread(units + [1] * engines * separate, range(nodes))
     ends = [*accumulate((policy, reference, critic))]
-    ranks = where[:policy]
-    beside = [ranks[min(engine * size, policy - 1)] for engine in range(engines)]
-    return Nodes(ranks, where[policy : ends[1]], where[ends[1] : ends[2]], where[ends[2] :] if apart else beside)
+    ranks = placed[:policy]
+    shared = [ranks[min(engine * size, policy - 1)] for engine in range(engines)]
+    return Nodes(ranks, placed[policy : ends[1]], placed[ends[1] : ends[2]], placed[ends[2] :] if separate else shared)
 
 
 def _on_cpus(config: Config, nodes: Nodes) -> RunPlacement:
@@ -200,9 +200,9 @@ def _on_cpus(config: Config, nodes: Nodes) -> RunPlacement:
     """
     workers = [node for node in nodes.engines for _ in range(engine_ranks(config.rollout))]
     shares = [config.cluster.shared and [*nodes.policy[w : w + 1]] == [node] for w, node in enumerate(workers)]
-    own = [node for node, share in zip(workers, shares, strict=True) if not share]
+    unshared = [node for node, share in zip(workers, shares, strict=True) if not share]
     trained = (nodes.policy, nodes.reference, nodes.critic)
-    per_node = max(config.cluster.gpus_per_node, *Counter([*chain(*trained), *own]).values())
+    per_node = max(config.cluster.gpus_per_node, *Counter([*chain(*trained), *unshared]).values())
     used: Counter[int] = Counter()
 
     def device(node: int) -> int:
@@ -210,8 +210,10 @@ def _on_cpus(config: Config, nodes: Nodes) -> RunPlacement:
         return node * per_node + used[node] - 1
 
     policy, reference, critic = (tuple(map(device, group)) for group in trained)
-    found = (policy[w] if share else device(node) for w, (node, share) in enumerate(zip(workers, shares, strict=True)))
-    return RunPlacement(policy, reference, tuple(found), per_node, critic)
+    engine_devices = (
+        policy[w] if share else device(node) for w, (node, share) in enumerate(zip(workers, shares, strict=True))
+    )
+    return RunPlacement(policy, reference, tuple(engine_devices), per_node, critic)
 
 
 def _tensor_groups(ranks: int, tensor: int) -> list[int]:
@@ -221,50 +223,50 @@ def _tensor_groups(ranks: int, tensor: int) -> list[int]:
 
 
 def actual(config: Config, policy: Sequence[Location], engines: Sequence[Location]) -> RunPlacement:
-    """Returns the real placement of policy and engines; reference and critic keep the planned placement, unused by the
-    plan.
+    """Returns the real placement of policy and engines; reference and critic keep their planned places.
 
-    Nodes keep the planned numbers as far as processes are on the planned nodes.
+    Reference and critic take no part in the weight sync. Nodes keep the planned numbers as far as processes are on the
+    planned nodes.
 
     Args:
         policy: Locations by rank.
         engines: Locations by engine.
     """
     planned, size = place(config), engine_ranks(config.rollout)
-    wanted = [planned.node(device) for device in (*planned.policy, *planned.engines[::size])]
-    others = [*map(planned.node, planned.reference)], [*map(planned.node, planned.critic)]
-    number = _numbers([at.node for at in (*policy, *engines)], wanted, {*chain(*others)})
+    planned_nodes = [planned.node(device) for device in (*planned.policy, *planned.engines[::size])]
+    planned_others = [*map(planned.node, planned.reference)], [*map(planned.node, planned.critic)]
+    number = _numbers([at.node for at in (*policy, *engines)], planned_nodes, {*chain(*planned_others)})
     ranks, hosts = [number[at.node] for at in policy], [number[at.node] for at in engines]
     if not all(at.gpus for at in policy):
-        return _on_cpus(config, Nodes(ranks, *others, hosts))
+        return _on_cpus(config, Nodes(ranks, *planned_others, hosts))
     index = _indices([*policy, *engines], planned.per_node)
     per_node = max(planned.per_node, *(i + 1 for i in index.values()))
 
     def devices(places: Sequence[Location]) -> tuple[int, ...]:
         return tuple(number[at.node] * per_node + index[at.node, gpu] for at in places for gpu in at.gpus)
 
-    own = devices(policy)
-    workers = own[: len(planned.engines)] if config.cluster.shared else devices(engines)
-    return RunPlacement(own, planned.reference, workers, per_node, planned.critic)
+    policy_devices = devices(policy)
+    workers = policy_devices[: len(planned.engines)] if config.cluster.shared else devices(engines)
+    return RunPlacement(policy_devices, planned.reference, workers, per_node, planned.critic)
 
 
-def differences(planned: RunPlacement, found: RunPlacement) -> str:
+def differences(planned: RunPlacement, real: RunPlacement) -> str:
     """Returns text for the user: misplaced processes with real and planned device, at most `SHOWN` by name."""
     lines = []
-    for name, want, have in (("policy rank", planned.policy, found.policy), ("worker", planned.engines, found.engines)):
+    for name, want, have in (("policy rank", planned.policy, real.policy), ("worker", planned.engines, real.engines)):
         for number, (a, b) in enumerate(zip(want, have, strict=True)):
-            at = [(p.node(device), device % p.per_node) for p, device in ((planned, a), (found, b))]
-            if at[0] != at[1]:
-                planned_at, found_at = (f"node {node} device {index}" for node, index in at)
+            positions = [(p.node(device), device % p.per_node) for p, device in ((planned, a), (real, b))]
+            if positions[0] != positions[1]:
+                planned_at, found_at = (f"node {node} device {index}" for node, index in positions)
                 lines.append(f"{name} {number} on {found_at}, not {planned_at}")
     return "; ".join(lines[:SHOWN]) + (f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else "")
 
 
-def _numbers(nodes: Sequence[str], wanted: Sequence[int], reserved: set[int]) -> dict[str, int]:
+def _numbers(nodes: Sequence[str], planned: Sequence[int], reserved: set[int]) -> dict[str, int]:
     """Returns a number for each node: the number wanted by the first process there, or the first unused and unreserved
     number."""
     number: dict[str, int] = {}
-    for node, want in zip(nodes, wanted, strict=True):
+    for node, want in zip(nodes, planned, strict=True):
         if node not in number and want not in number.values():
             number[node] = want
     spare = (n for n in count() if n not in {*number.values(), *reserved})
@@ -281,7 +283,7 @@ def _indices(places: Sequence[Location], per_node: int) -> dict[tuple[str, str],
     for at in places:
         gpus.setdefault(at.node, []).extend(gpu for gpu in at.gpus if gpu not in gpus.get(at.node, ()))
     return {
-        (node, gpu): int(gpu) if all(g.isdigit() and int(g) < per_node for g in found) else i
-        for node, found in gpus.items()
-        for i, gpu in enumerate(found)
+        (node, gpu): int(gpu) if all(g.isdigit() and int(g) < per_node for g in node_gpus) else i
+        for node, node_gpus in gpus.items()
+        for i, gpu in enumerate(node_gpus)
     }

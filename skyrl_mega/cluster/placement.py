@@ -87,23 +87,23 @@ def reserve(actors: int, *, gpus: int = 0, together: Sequence[int] | None = None
     return placement
 
 
-def by_gpu(where: Sequence[Location]) -> list[int]:
+def by_gpu(locations: Sequence[Location]) -> list[int]:
     """Returns the rank order of actors with GPUs: node by node, nodes with the most actors first, then by address and
     GPU.
 
     Rank r is then on GPU r mod 8 of a node, and traffic between equal GPU indices stays on NICs of the same rail. Ray
     itself assigns the GPUs of a node in any order. Without GPUs for all actors the order is unchanged.
     """
-    if not where or not all(actor.gpus for actor in where):
-        return list(range(len(where)))
-    counts = Counter(actor.node for actor in where)
+    if not locations or not all(actor.gpus for actor in locations):
+        return list(range(len(locations)))
+    counts = Counter(actor.node for actor in locations)
 
     def key(index: int) -> tuple[Any, ...]:
-        actor = where[index]
+        actor = locations[index]
         gpus = [(0, int(gpu), "") if gpu.isdigit() else (1, 0, gpu) for gpu in actor.gpus]
         return -counts[actor.node], *by_address(actor.address, actor.node), gpus
 
-    return sorted(range(len(where)), key=key)
+    return sorted(range(len(locations)), key=key)
 
 
 def beside(where: Sequence[Location], actors: int, *, gpus: int) -> Placement:

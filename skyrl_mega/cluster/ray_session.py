@@ -140,7 +140,7 @@ def _start(
     """
     import ray
 
-    begun = time.monotonic()
+    started = time.monotonic()
     while True:
         tried = time.monotonic()
         try:
@@ -160,7 +160,7 @@ def _start(
             why, now = _first_line(error), time.monotonic()
             if now - tried < TRY_S:
                 raise ClusterError(f"Ray did not start on this machine: {why}") from error
-            if now - begun > timeout_s:
+            if now - started > timeout_s:
                 raise ClusterError(
                     f"Ray did not start on this machine within cluster.start_timeout_s = {timeout_s:g}: {why}"
                 ) from error
@@ -254,33 +254,33 @@ def _wait_for_nodes(
         NodesMissing: Too few nodes joined in time.
         ClusterError: Ray does not list the nodes.
     """
-    told, begun, silent_since = None, time.monotonic(), dict[str, float]()
+    last_message, started, silent_since = None, time.monotonic(), dict[str, float]()
     kind = "nodes with GPUs" if gpus else "nodes"
     while True:
-        seen, now = looked(), time.monotonic()
-        if seen is None:
-            if now - begun > timeout_s:
+        probed, now = looked(), time.monotonic()
+        if probed is None:
+            if now - started > timeout_s:
                 raise ClusterError(f"the Ray cluster does not say within {timeout_s:g} s which nodes it has")
             time.sleep(0.5)
             continue
-        nodes, gone = seen
-        silent_since = {node.id: silent_since.get(node.id, now) for node in gone.silent}
-        there = [node for node in nodes if node.gpus or not gpus]
+        nodes, missing = probed
+        silent_since = {node.id: silent_since.get(node.id, now) for node in missing.silent}
+        usable = [node for node in nodes if node.gpus or not gpus]
         without = [node for node in nodes if gpus and not node.gpus]
-        present = f"{len(there)} of {count} {kind} of the Ray cluster are there"
-        named = (("", there), ("without GPUs: ", without), ("listed, but without an answer: ", gone.silent))
-        if parts := [f"{words}{_addresses(of)}" for words, of in named if of]:
+        present = f"{len(usable)} of {count} {kind} of the Ray cluster are there"
+        named = (("", usable), ("without GPUs: ", without), ("listed, but without an answer: ", missing.silent))
+        if parts := [f"{words}{_addresses(group)}" for words, group in named if group]:
             present += f": {'; '.join(parts)}"
-        late, noticed = now - begun > timeout_s, all(now - since > notice_s for since in silent_since.values())
-        if len(there) >= count and (late or noticed):
-            if gone.silent:
+        late, noticed = now - started > timeout_s, all(now - since > notice_s for since in silent_since.values())
+        if len(usable) >= count and (late or noticed):
+            if missing.silent:
                 say(f"{present}; Ray keeps what is silent, and the run goes on")
-            return gone
+            return missing
         if late:
             raise NodesMissing(f"{present}; the others did not come within {timeout_s:g} s")
-        if present != told:
-            told = present
-            say(f"{present}; waiting for {'the others' if len(there) < count else 'Ray to notice'}")
+        if present != last_message:
+            last_message = present
+            say(f"{present}; waiting for {'the others' if len(usable) < count else 'Ray to notice'}")
         time.sleep(0.5)
 
 
@@ -297,7 +297,7 @@ def _of_a_node(before: Gone) -> Iterator[None]:
     try:
         yield
     except (ActorFailed, ClusterError) as error:
-        if (gone := gone_since(before)) is not None and (text := gone.text()):
+        if (lost := gone_since(before)) is not None and (text := lost.text()):
             raise NodeLost(f"{error}; of the Ray cluster's nodes: {text}") from error
         raise
 

@@ -32,15 +32,15 @@ RAY = (b"ray::", b"/ray/core/", b"/ray/_private/", b"/ray/dashboard/")
 GRACE_S = 3.0
 
 
-def processes(which: Callable[[Path], bool]) -> list[int]:
-    """Returns the processes of this machine with a /proc folder accepted by `which`, except processes that end in the
-    meantime."""
-    found = []
+def processes(condition: Callable[[Path], bool]) -> list[int]:
+    """Returns the processes of this machine with a /proc folder accepted by `condition`; skips processes that end
+    meanwhile."""
+    pids = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
-            if entry.name.isdigit() and which(entry):
-                found.append(int(entry.name))
-    return found
+            if entry.name.isdigit() and condition(entry):
+                pids.append(int(entry.name))
+    return pids
 
 
 def members(group: int) -> list[int]:
@@ -71,11 +71,11 @@ def shared_memory(pids: list[int]) -> set[str]:
     if not os.path.isdir(SHARED):
         return set()
     device = os.stat(SHARED).st_dev
-    there, mapped = f"{os.major(device):02x}:{os.minor(device):02x}", set()
+    shm_device, mapped = f"{os.major(device):02x}:{os.minor(device):02x}", set()
     for pid in pids:
         with contextlib.suppress(OSError):
             words = [line.split(maxsplit=5) for line in Path(f"/proc/{pid}/maps").read_text().splitlines()]
-            mapped |= {int(w[4]) for w in words if w[3] == there}
+            mapped |= {int(w[4]) for w in words if w[3] == shm_device}
     with os.scandir(SHARED) as entries:
         return {entry.path for entry in entries if entry.inode() in mapped}
 
@@ -83,23 +83,23 @@ def shared_memory(pids: list[int]) -> set[str]:
 def end_group(group: int) -> None:
     """Kills a process group; returns when the group is gone or after `GRACE_S`."""
     deadline = time.monotonic() + GRACE_S
-    while (left := members(group)) and time.monotonic() < deadline:
-        for pid in left:
+    while (alive := members(group)) and time.monotonic() < deadline:
+        for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.02)
 
 
-def unlink(names: set[str], others: set[int]) -> None:
+def unlink(names: set[str], kept: set[int]) -> None:
     """Removes shared memory that no process maps any more.
 
     Args:
         names: Files to remove.
-        others: Inode numbers (`numbers`) of files to keep.
+        kept: Inode numbers (`numbers`) of files to keep.
     """
     for name in names - shared_memory(processes(lambda entry: True)):
         with contextlib.suppress(OSError):  # its owner removed it, or its name was short-lived
-            if os.stat(name).st_ino not in others:
+            if os.stat(name).st_ino not in kept:
                 os.unlink(name)
 
 
@@ -114,22 +114,22 @@ def end_cluster(folder: str, driver: int) -> None:
         return folder.encode() in command or any(os.readlink(fd).startswith(folder) for fd in (entry / "fd").iterdir())
 
     deadline = time.monotonic() + GRACE_S
-    while (left := processes(belongs)) and time.monotonic() < deadline:
-        for pid in left:
+    while (alive := processes(belongs)) and time.monotonic() < deadline:
+        for pid in alive:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.05)
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def main(what: str, pid: str, folder: str) -> None:
+def main(kind: str, pid: str, folder: str) -> None:
     """Waits for the end of the guarded process and cleans up."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm sends SIGTERM to every process of a cancelled job
-    group = what == "group"
+    group = kind == "group"
     if group and os.fork() > 0:
         os._exit(0)  # Ray's workers kill their children on exit: the guard must not be a child
     segments: set[str] = set()
-    others = numbers()
+    existing_shm = numbers()
     with contextlib.suppress(ProcessLookupError):  # already gone
         ends = [0, os.pidfd_open(int(pid))]  # stdin receives no data: it becomes readable at end of file
         while not select.select(ends, [], [], LOOK_EVERY_S if group else None)[0]:
@@ -137,7 +137,7 @@ def main(what: str, pid: str, folder: str) -> None:
     if group:
         segments |= shared_memory(members(int(pid)))
         end_group(int(pid))
-        unlink(segments, others)
+        unlink(segments, existing_shm)
         shutil.rmtree(folder, ignore_errors=True)
     else:
         end_cluster(folder, int(pid))

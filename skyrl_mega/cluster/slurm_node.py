@@ -114,9 +114,9 @@ class Job:
         """Prints a line of the job's output, with the seconds since this part began."""
         print(f"[{time.monotonic() - self.began:5.0f} s] {text}", flush=True)
 
-    def names(self, what: str) -> list[str]:
+    def names(self, state: str) -> list[str]:
         """Returns the names of all `up` or `failed` nodes."""
-        return sorted(file.name for file in (self.folder / what).iterdir())
+        return sorted(file.name for file in (self.folder / state).iterdir())
 
     def mark(self, file: str, text: str = "") -> None:
         """Writes a file of the folder atomically."""
@@ -154,8 +154,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def head(job: Job, launcher: Sequence[str]) -> int:
     """Checks the settings, starts Ray's head, waits for all nodes, runs the launcher once and returns the launcher's
     exit code."""
-    given = [f"cluster.nodes={len(job.nodes)}", *([f"cluster.gpus_per_node={job.gpus}"] if job.gpus else [])]
-    command = [sys.executable, "-m", "skyrl_mega.launch", *given, *launcher]
+    node_options = [f"cluster.nodes={len(job.nodes)}", *([f"cluster.gpus_per_node={job.gpus}"] if job.gpus else [])]
+    command = [sys.executable, "-m", "skyrl_mega.launch", *node_options, *launcher]
     job.say(shlex.join(["python", *command[1:]]))
     checking = subprocess.Popen([*command, "--dry-run"], stdout=subprocess.DEVNULL, env=_environment())
     try:
@@ -186,12 +186,12 @@ def wait_for_all(job: Job, node: RayNode) -> None:
     Raises:
         Ended: A node failed, or some nodes did not come up in time; the message names the nodes.
     """
-    told: list[str] = []
+    reported: list[str] = []
     while True:
         up = job.names("up")
-        if up != told:
+        if up != reported:
             job.say(f"{len(up)} of {len(job.nodes)} nodes are up: {', '.join(up)}")
-            told = up
+            reported = up
         if len(up) == len(job.nodes):
             return
         check_all(job, node)
@@ -214,11 +214,11 @@ def watch(job: Job, node: RayNode, launcher: subprocess.Popen[bytes]) -> int:
     Raises:
         Ended: A node failed.
     """
-    told = False
+    stopping = False
     while (code := launcher.poll()) is None:
         check_all(job, node)
-        if not told and (job.folder / "stop").exists() and _takes_signals(launcher.pid):
-            told = True
+        if not stopping and (job.folder / "stop").exists() and _takes_signals(launcher.pid):
+            stopping = True
             job.say("asked to end: the launcher writes a checkpoint")
             launcher.send_signal(signal.SIGUSR1)
         pause()

@@ -45,7 +45,7 @@ class Supervisor:
         taken: Blocked signals to wait for.
         goes_on: Message for the user after the command was ended by a signal.
         cleared: Called when no process of the driver is left; see `driver.start`.
-        others: `reaper.numbers` of the shared memory from before the driver.
+        existing_shm: `reaper.numbers` of the shared memory from before the driver.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Supervisor:
         taken: set[signal.Signals],
         goes_on: str,
         cleared: Callable[[], None],
-        others: set[int],
+        existing_shm: set[int],
     ) -> None:
         self.driver, self.channel, self.taken, self.goes_on, self.cleared = driver, channel, taken, goes_on, cleared
-        self.terminal, self.others = Terminal(driver), others
+        self.terminal, self.others = Terminal(driver), existing_shm
         self.by: str | None = None
         """Name of the signal that ends the driver."""
         self.asked_s: float | None = None
@@ -133,25 +133,25 @@ class Supervisor:
             return code
         if code < 0:
             why = ", perhaps by the kernel for want of memory" if code == -signal.SIGKILL else ""
-            how = f"was ended by {_name(-code)}{self.channel.doing()}{why}"
+            event = f"was ended by {_name(-code)}{self.channel.doing()}{why}"
         elif self.channel.finished is None:
-            how = (
+            event = (
                 f"ended with exit status {code} before it had finished{self.channel.doing()}: an environment, or other "
             )
-            how += "code in it, called os._exit or exit"
+            event += "code in it, called os._exit or exit"
         else:
-            how = f"had finished with exit code {self.channel.finished} and then ended with exit status {code}"
-        _say(f"fault: the driver (process {self.driver}) {how}; {self.goes_on}")
+            event = f"had finished with exit code {self.channel.finished} and then ended with exit status {code}"
+        _say(f"fault: the driver (process {self.driver}) {event}; {self.goes_on}")
         return FAULT
 
 
-def clear(patience_s: float, reap: Callable[[], None], others: set[int]) -> None:
+def clear(patience_s: float, reap: Callable[[], None], existing_shm: set[int]) -> None:
     """Ends all descendants of this process, a subreaper, and removes shared memory used only there.
 
     Args:
         patience_s: Seconds to wait for a voluntary end.
         reap: Reaps ended children.
-        others: `reaper.numbers` of the shared memory from before the descendants.
+        existing_shm: `reaper.numbers` of the shared memory from before the descendants.
     """
     deadline = monotonic() + patience_s
     while descendants() and monotonic() < deadline:
@@ -163,12 +163,12 @@ def clear(patience_s: float, reap: Callable[[], None], others: set[int]) -> None
         stopped |= new
     names = reaper.shared_memory(list(stopped))
     deadline = monotonic() + END_S
-    while (left := descendants()) and monotonic() < deadline:
-        _send(left, signal.SIGKILL)
+    while (alive := descendants()) and monotonic() < deadline:
+        _send(alive, signal.SIGKILL)
         reap()
         sleep(0.02)
     reap()
-    reaper.unlink(names, others)
+    reaper.unlink(names, existing_shm)
 
 
 def descendants() -> set[int]:
@@ -186,10 +186,10 @@ def descendants() -> set[int]:
                 parents[int(name)] = int(stat.read().rpartition(b")")[2].split()[1])
         except OSError:  # ended in the meantime
             continue
-    found, wave = set(), {os.getpid()}
+    result, wave = set(), {os.getpid()}
     while wave := {pid for pid, parent in parents.items() if parent in wave}:
-        found |= wave
-    return found
+        result |= wave
+    return result
 
 
 def _send(pids: set[int], number: int) -> None:
@@ -204,8 +204,8 @@ def _wait(taken: set[signal.Signals], deadline: float | None) -> int | None:
     """Returns the next signal, or None if the deadline comes first."""
     if deadline is None:
         return signal.sigwait(taken)
-    came = signal.sigtimedwait(taken, max(0.0, deadline - monotonic()))
-    return None if came is None else came.si_signo
+    received = signal.sigtimedwait(taken, max(0.0, deadline - monotonic()))
+    return None if received is None else received.si_signo
 
 
 def _say(line: str) -> None:

@@ -66,12 +66,12 @@ def whole_folder(
     target = Path(os.path.realpath(output))
     prefix = f".{target.name}."
     refuse_folder(output, key, ours)
-    where = target if target.is_dir() else target.parent
-    where.mkdir(parents=True, exist_ok=True)
-    with temporary_folder(where, prefix, mode=0o777) as part:
+    parent = target if target.is_dir() else target.parent
+    parent.mkdir(parents=True, exist_ok=True)
+    with temporary_folder(parent, prefix, mode=0o777) as part:
         yield part
         refuse_folder(output, key, ours)
-        if where != target and not target.exists():
+        if parent != target and not target.exists():
             part.rename(target)
             return
         with temporary_folder(target, prefix) as old:
@@ -88,14 +88,14 @@ def refuse_folder(output: Path, key: str, ours: Callable[[Path, set[str]], bool]
         return
     names = _names(target) if target.is_dir() else set()
     if not target.is_dir() or (names and not ours(target, names)):
-        what = f"it holds something else ({', '.join(sorted(names)[:5])})" if names else "it is no directory"
-        raise Occupied(f"{key}: {what}; allowed: a new or an empty directory")
+        reason = f"it holds something else ({', '.join(sorted(names)[:5])})" if names else "it is no directory"
+        raise Occupied(f"{key}: {reason}; allowed: a new or an empty directory")
 
 
 def being_written(output: Path) -> bool:
     """Returns True if a process is currently filling a folder for this path."""
     target = Path(os.path.realpath(output))
-    return any(at_work(where, f".{target.name}.") for where in (target, target.parent) if where.is_dir())
+    return any(at_work(folder, f".{target.name}.") for folder in (target, target.parent) if folder.is_dir())
 
 
 def _names(folder: Path) -> set[str]:
