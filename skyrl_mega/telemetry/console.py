@@ -174,7 +174,9 @@ class Console:
     def __enter__(self) -> Console:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close()
 
     def _enter(self, phase: Phase) -> None:
@@ -198,8 +200,8 @@ class Console:
                 self._progress.update(phase.task, completed=phase.done)
             if time.monotonic() - phase.said >= QUIET_S:
                 phase.said = time.monotonic()
-                of = f"/{phase.total}" if phase.total else ""
-                self._plain(f"{phase.name} {phase.done}{of}, {table.duration(phase.seconds)}")
+                total = f"/{phase.total}" if phase.total else ""
+                self._plain(f"{phase.name} {phase.done}{total}, {table.duration(phase.seconds)}")
 
     def _leave(self, phase: Phase, how: str) -> None:
         with self._lock:

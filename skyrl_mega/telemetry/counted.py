@@ -32,10 +32,10 @@ class Counted:
     ) -> Self:
         """Builds a series from the mean count and the busy share of each interval; both are shorter than
         `times` by 1."""
-        at = np.asarray(times, dtype=np.float64)
-        lengths = np.diff(at)
+        edges = np.asarray(times, dtype=np.float64)
+        lengths = np.diff(edges)
         sums, busy = (np.concatenate([[0.0], np.cumsum(np.asarray(each) * lengths)]) for each in (counts, shares))
-        return cls(at, sums, busy)
+        return cls(edges, sums, busy)
 
     @classmethod
     def none(cls, start: float, end: float) -> Self:
@@ -67,13 +67,13 @@ class Counted:
         inside = self.times[(self.times > start) & (self.times < end)]
         return self.at(np.concatenate([[start], inside, [end]]))
 
-    def coarser(self, most: int) -> Self:
-        """Returns the series with at most `most` intervals: the time axis is divided into bins, and each keeps the last
-        point."""
-        if len(self.times) - 1 <= most:
+    def coarser(self, max_intervals: int) -> Self:
+        """Returns the series with at most `max_intervals` intervals: of the points in each of equal time bins, the last
+        is kept."""
+        if len(self.times) - 1 <= max_intervals:
             return self
         start, end = self.times[0], self.times[-1]
-        moment = np.minimum(((self.times - start) / (end - start) * (most - 1)).astype(int), most - 2)
+        moment = np.minimum(((self.times - start) / (end - start) * (max_intervals - 1)).astype(int), max_intervals - 2)
         last = np.append(moment[1:] != moment[:-1], True)
         last[0] = True
         return type(self)(self.times[last], self.sums[last], self.busy[last])
@@ -83,14 +83,14 @@ class Counted:
         times, sums, busy = [self.times], [self.sums], [self.busy]
         end, total, worked = self.times[-1], self.sums[-1], self.busy[-1]
         for part in later:
-            at = part.times if part.times[0] > end else part.at(np.append(end, part.times[part.times > end])).times
-            if len(at) < 2:
+            edges = part.times if part.times[0] > end else part.at(np.append(end, part.times[part.times > end])).times
+            if len(edges) < 2:
                 continue
-            one = part.at(at)
-            times.append(at)
-            sums.append(total + one.sums - one.sums[0])
-            busy.append(worked + one.busy - one.busy[0])
-            end, total, worked = at[-1], sums[-1][-1], busy[-1][-1]
+            cut = part.at(edges)
+            times.append(edges)
+            sums.append(total + cut.sums - cut.sums[0])
+            busy.append(worked + cut.busy - cut.busy[0])
+            end, total, worked = edges[-1], sums[-1][-1], busy[-1][-1]
         joined = np.concatenate(times)
         _, first = np.unique(joined, return_index=True)
         return type(self)(joined[first], np.concatenate(sums)[first], np.concatenate(busy)[first])
@@ -102,9 +102,9 @@ class Counted:
         unknown.
         """
         edges = np.union1d(self.times, other.times)
-        one, two = self.at(edges), other.at(edges)
-        shares = 1 - (1 - one.shares) * (1 - two.shares)
-        return type(self).of(edges, one.counts + two.counts, shares)
+        first, second = self.at(edges), other.at(edges)
+        shares = 1 - (1 - first.shares) * (1 - second.shares)
+        return type(self).of(edges, first.counts + second.counts, shares)
 
     def total(self, start: float, end: float) -> float:
         """Returns the integral of the count between two times."""

@@ -64,8 +64,8 @@ class StepTimeline:
         engines = 1 - sum(worked) / len(worked) / seconds
         policy = 1 - sum(b - a for a, b in _within(self.phases, POLICY, self.start, self.end)) / seconds
         calls = self.environments.total(self.start, self.end) / seconds / self.slots
-        found = {"engines": engines, "policy": policy, "environments": 1 - calls, "bottleneck": min(engines, policy)}
-        return {f"idle/{name}": min(1.0, max(0.0, share)) for name, share in found.items()}
+        shares = {"engines": engines, "policy": policy, "environments": 1 - calls, "bottleneck": min(engines, policy)}
+        return {f"idle/{name}": min(1.0, max(0.0, share)) for name, share in shares.items()}
 
     @property
     def synced(self) -> float | None:
@@ -109,7 +109,7 @@ def loads(data: bytes) -> StepTimeline:
     tree = parsed(text)
     try:
         shown, end = _number(tree["shown"], 1e11), _number(tree["end"]) / 1e3
-        found = StepTimeline(
+        timeline = StepTimeline(
             step=int(_number(tree["step"])),
             shown=shown,
             start=shown + _number(tree["start"]) / 1e3,
@@ -123,9 +123,9 @@ def loads(data: bytes) -> StepTimeline:
         )
     except (KeyError, TypeError, ValueError) as error:
         raise Malformed(f"it is no step's timeline ({type(error).__name__}: {error})") from error
-    if not found.engines or found.slots < 1 or not found.shown <= found.start < found.end:
+    if not timeline.engines or timeline.slots < 1 or not timeline.shown <= timeline.start < timeline.end:
         raise Malformed("it is the timeline of no engine, of no slot, or of no time")
-    return found
+    return timeline
 
 
 def _packed(counted: Counted, zero: float, most: int) -> list[list[float]]:
@@ -165,12 +165,12 @@ def _ms(seconds: float) -> int:
 
 def _within(phases: Iterable[Span], names: Sequence[str], start: float, end: float) -> list[tuple[float, float]]:
     """Returns the times of these phases as disjoint intervals in order."""
-    found: list[tuple[float, float]] = []
+    intervals: list[tuple[float, float]] = []
     for span in sorted(phases, key=lambda span: span.start):
-        a, b = max(span.start, start, found[-1][1] if found else start), min(span.end, end)
+        a, b = max(span.start, start, intervals[-1][1] if intervals else start), min(span.end, end)
         if span.name in names and a < b:
-            found.append((a, b))
-    return found
+            intervals.append((a, b))
+    return intervals
 
 
 def _worked(engine: Counted, start: float, end: float, updated: Sequence[tuple[float, float]]) -> float:
@@ -178,8 +178,9 @@ def _worked(engine: Counted, start: float, end: float, updated: Sequence[tuple[f
     return engine.busy_s(start, end) + sum(b - a - engine.busy_s(a, b) for a, b in updated)
 
 
-def of(taken: Mapping[int, Counted], count: int, start: float, end: float) -> list[Counted]:
+def of(by_engine: Mapping[int, Counted], count: int, start: float, end: float) -> list[Counted]:
     """Returns the series of engines 0 to `count` - 1 between two times; an engine without requests counts as 0."""
     return [
-        taken[engine].between(start, end) if engine in taken else Counted.none(start, end) for engine in range(count)
+        by_engine[engine].between(start, end) if engine in by_engine else Counted.none(start, end)
+        for engine in range(count)
     ]

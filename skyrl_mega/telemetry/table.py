@@ -69,5 +69,5 @@ def _value(metric: str, metrics: Mapping[str, float]) -> float | None:
     if not star:
         return metrics.get(metric)
     sets = {name.removeprefix(before).partition("/")[0] for name in metrics if name.startswith(before)}
-    found = [metrics[name] for one in sets if (name := f"{before}{one}{after}") in metrics]
-    return sum(found) / len(found) if found and len(found) == len(sets) else None
+    values = [metrics[name] for set_name in sets if (name := f"{before}{set_name}{after}") in metrics]
+    return sum(values) / len(values) if values and len(values) == len(sets) else None

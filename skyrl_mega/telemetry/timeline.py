@@ -46,9 +46,9 @@ class Counter:
     def take(self, now: float, zero: float) -> Counted:
         """Returns the series since the last call, with `zero` added to all times, and starts a new series."""
         self._reach(now)
-        found = Counted(np.array(self.times) + zero, np.array(self.sums), np.array(self.busy))
+        series = Counted(np.array(self.times) + zero, np.array(self.sums), np.array(self.busy))
         self._begin(now)
-        return found
+        return series
 
     def _reach(self, now: float) -> None:
         """Extends the series to `now` with the current count."""
@@ -93,15 +93,15 @@ class Taken:
     """Running environment calls."""
 
 
-def _joined(told: Sequence[Taken]) -> Taken:
+def _joined(reports: Sequence[Taken]) -> Taken:
     """Joins consecutive reports of a process into a single report."""
-    if len(told) == 1:
-        return told[0]
-    numbers = sorted({engine for part in told for engine in part.engines})
-    parts = {engine: [part.engines[engine] for part in told if engine in part.engines] for engine in numbers}
-    engines = {engine: of[0].then(of[1:]).coarser(MOST) for engine, of in parts.items()}
-    environments = told[0].environments.then([part.environments for part in told[1:]]).coarser(MOST)
-    return Taken(told[0].start, told[-1].end, engines, environments)
+    if len(reports) == 1:
+        return reports[0]
+    numbers = sorted({engine for part in reports for engine in part.engines})
+    parts = {engine: [part.engines[engine] for part in reports if engine in part.engines] for engine in numbers}
+    engines = {engine: series[0].then(series[1:]).coarser(MOST) for engine, series in parts.items()}
+    environments = reports[0].environments.then([part.environments for part in reports[1:]]).coarser(MOST)
+    return Taken(reports[0].start, reports[-1].end, engines, environments)
 
 
 class Timeline:
@@ -142,10 +142,10 @@ class Timeline:
             process: Identifies the process.
         """
         with self._lock:
-            told = self._others.setdefault(process, [])
-            told.append(other)
-            if len(told) > PARTS:
-                self._others[process] = [_joined(told)]
+            reports = self._others.setdefault(process, [])
+            reports.append(other)
+            if len(reports) > PARTS:
+                self._others[process] = [_joined(reports)]
 
     def take(self) -> Taken:
         """Returns and forgets everything recorded since the last call; running requests and calls remain counted."""
@@ -156,11 +156,11 @@ class Timeline:
             environments = self._environments.take(now, zero)
             others, self._others, self._since = self._others, {}, now
         begin, end = start + zero, now + zero
-        for told in others.values():
-            other = _joined(told)
+        for reports in others.values():
+            other = _joined(reports)
             environments += other.environments.between(begin, end)
             for engine, counted in other.engines.items():
-                own = engines.get(engine)
+                local = engines.get(engine)
                 part = counted.between(begin, end)
-                engines[engine] = part if own is None else own + part
+                engines[engine] = part if local is None else local + part
         return Taken(begin, end, engines, environments)

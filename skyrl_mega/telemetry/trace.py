@@ -70,7 +70,9 @@ class TraceWriter:
         self._out.write(_HEAD)
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         if error is None:
             end = {"ph": "M", "name": "process_labels", "pid": DRIVER, "tid": 0, "args": {"labels": "skyrl_mega"}}
             self._out.write(_line(end)[:-2] + b"\n]}\n")  # JSON allows no comma before the bracket
@@ -108,8 +110,8 @@ class TraceWriter:
 
     def count(self, pid: int, what: str, points: Iterable[tuple[float, float]]) -> None:
         """Writes a counter of a process as a step function: (seconds of the wall clock, value from then on)."""
-        for at, value in points:
-            ts = round((at - self.zero) * 1e6, 3)
+        for time_s, value in points:
+            ts = round((time_s - self.zero) * 1e6, 3)
             self.event({"ph": "C", "name": what, "pid": pid, "tid": 0, "ts": ts, "args": {what: round(value, 3)}})
 
     def event(self, event: Mapping[str, Any]) -> None:

@@ -94,9 +94,9 @@ class MlflowTracker:
             self._folder.mkdir(parents=True, exist_ok=True)
             uri = f"sqlite:///{self._folder / 'mlflow.db'}"
         self._client = MlflowClient(tracking_uri=uri)
-        known = self._once.resume(resumed_step)
-        self._run_id = known or self._create(config, uri)
-        if not known:  # record at once: if a later call fails, the retry continues this run
+        known_run = self._once.resume(resumed_step)
+        self._run_id = known_run or self._create(config, uri)
+        if not known_run:  # record at once: if a later call fails, the retry continues this run
             self._once.begin(self._run_id)
         self._client.update_run(self._run_id, status="RUNNING")
         trouble = self._store(dict(config), "config.json")  # settings of a resumed run may differ

@@ -33,24 +33,24 @@ def chosen(config: TelemetryConfig) -> dict[str, str]:
     """
     paths: dict[str, str] = {}
     for entry in config.trackers:
-        own = ":" in entry
-        name = entry.rpartition(":")[2] if own else entry
-        if name in paths or (own and name in TRACKERS):
+        user_defined = ":" in entry
+        name = entry.rpartition(":")[2] if user_defined else entry
+        if name in paths or (user_defined and name in TRACKERS):
             raise UserError(
                 f"telemetry.trackers = {shown(config.trackers)}: two trackers are called {name}; name each once, and "
                 f"give a class of your own a name that is not one of {', '.join(TRACKERS)}"
             )
-        if not own and entry not in TRACKERS:
+        if not user_defined and entry not in TRACKERS:
             raise UserError(f"telemetry.trackers = {shown(config.trackers)}: {unknown(entry)}")
-        paths[name] = entry if own else TRACKERS[entry]
+        paths[name] = entry if user_defined else TRACKERS[entry]
     paths.pop(ALWAYS, None)
     return paths
 
 
 def unknown(name: str) -> str:
     """Returns the message for an unknown tracker name, with the nearest and all allowed names and the fix."""
-    near = get_close_matches(name, TRACKERS, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
+    nearest = get_close_matches(name, TRACKERS, n=1)
+    hint = f"did you mean {nearest[0]}? " if nearest else ""
     return f"{shown(name)} is unknown; {hint}allowed: {', '.join(TRACKERS)}, or your own: {imports.forms('class')}"
 
 
@@ -101,12 +101,12 @@ def unread_notes(config: TelemetryConfig) -> list[str]:
     notes = []
     for name in sorted({*config.options} - {*chosen(config), ALWAYS}):
         cls = resolve(TRACKERS[name])
-        given, usual = options_of(name, cls, config), options_of(name, cls, TelemetryConfig())
+        values, defaults = options_of(name, cls, config), options_of(name, cls, TelemetryConfig())
         notes += [
             f"telemetry.options.{name}.{option} = {shown(value)}: telemetry.trackers={shown(config.trackers)} has no "
             f"{name}; give telemetry.trackers=[{','.join([*config.trackers, name])}], or leave it out"
-            for option, value in given.items()
-            if value != usual[option]
+            for option, value in values.items()
+            if value != defaults[option]
         ]
     return notes
 

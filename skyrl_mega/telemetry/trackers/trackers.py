@@ -62,7 +62,9 @@ class Trackers:
     def __enter__(self) -> Trackers:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
         self.close(failed=isinstance(error, Exception))  # a stop by a signal is not an Exception
 
 

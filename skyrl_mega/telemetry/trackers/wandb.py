@@ -72,12 +72,12 @@ class WandbTracker:
         import wandb
 
         options, mode = self._options, _mode(self._options)
-        known = self._once.resume(resumed_step)
-        run_id = known or token_hex(4)
+        known_run = self._once.resume(resumed_step)
+        run_id = known_run or token_hex(4)
         self._run = wandb.init(
             dir=str(self._folder),
             id=run_id,
-            resume="allow" if known else None,
+            resume="allow" if known_run else None,
             reinit="create_new",
             mode=mode,
             project=options["project"] or os.environ.get("WANDB_PROJECT") or PROJECT,
@@ -92,7 +92,7 @@ class WandbTracker:
                 silent=True, console="off", x_disable_meta=True, x_transaction_log_flush_interval=FLUSH_S
             ),
         )
-        if not known:
+        if not known_run:
             self._once.begin(run_id)
         if mode == "online":
             place = f"writes to {self._run.url}"
@@ -143,10 +143,10 @@ def _check_netrc(server: str) -> None:
     """
     host = urlsplit(server).netloc
     try:
-        known = netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").authenticators(host)
+        key = netrc.netrc(os.environ.get("NETRC") or Path.home() / ".netrc").authenticators(host)
     except (OSError, netrc.NetrcParseError):
-        known = None
-    if not known:
+        key = None
+    if not key:
         raise UserError(
             f"telemetry.options.wandb.mode = online: there is no API key for {host}; set WANDB_API_KEY, run "
             "`wandb login`, or give telemetry.options.wandb.mode=offline, which keeps everything in the run's folder"
