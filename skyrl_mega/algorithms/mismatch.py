@@ -88,7 +88,7 @@ def quantile(within: list[float], tokens: float, share: float, most: float) -> f
     """
     if not tokens:
         return 0.0
-    at = next((i for i, count in enumerate(within) if count >= share * tokens), None)
-    if at is None:
+    cell = next((i for i, count in enumerate(within) if count >= share * tokens), None)
+    if cell is None:
         return most
-    return 0.0 if at == 0 else min(most, math.sqrt(EDGES[at - 1] * EDGES[at]))
+    return 0.0 if cell == 0 else min(most, math.sqrt(EDGES[cell - 1] * EDGES[cell]))

@@ -92,14 +92,14 @@ def estimate(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
             shape.
     """
     estimator = find(algorithm.advantage)
-    found = estimator(inputs, algorithm)
+    estimated = estimator(inputs, algorithm)
     tokens = isinstance(estimator, PerToken)
     like, each = (inputs.token.rewards_T, "tokens") if tokens else (inputs.rewards_N, "trajectories")
-    if found.shape != like.shape:
-        gives = f"it gives {tuple(found.shape)} for {tuple(like.shape)} {each}"
+    if estimated.shape != like.shape:
+        gives = f"it gives {tuple(estimated.shape)} for {tuple(like.shape)} {each}"
         other = "leave @per_token away" if tokens else "mark it with @per_token(…)"
         raise UserError(f"algorithm.advantage = {algorithm.advantage}: {gives}; return one number for each, or {other}")
-    return found.double()
+    return estimated.double()
 
 
 def whiten(estimated: Tensor, inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
@@ -113,10 +113,10 @@ def find(name: str) -> Estimator:
     Raises:
         UserError: The name is unknown, or the import path leads nowhere.
     """
-    found: Estimator = imports.named(name, ADVANTAGES, "algorithm.advantage", TAKES)
-    if isinstance(found, PerToken):
-        imports.check_takes_two(found.estimate, f"algorithm.advantage = {name}", TAKES)
-    return found
+    estimator: Estimator = imports.named(name, ADVANTAGES, "algorithm.advantage", TAKES)
+    if isinstance(estimator, PerToken):
+        imports.check_takes_two(estimator.estimate, f"algorithm.advantage = {name}", TAKES)
+    return estimator
 
 
 def of_tokens(algorithm: AlgorithmConfig) -> bool:

@@ -56,9 +56,9 @@ class TokenInputs:
     """A critic's value of the state before the token."""
 
     def __post_init__(self) -> None:
-        given = {name: tuple(t.shape) for name, t in vars(self).items() if t is not None}
-        if len(set(given.values())) > 1 or self.rewards_T.dim() != 1:
-            raise ValueError(f"values of tokens have shapes {given}: they must all be [T]")
+        shapes = {name: tuple(t.shape) for name, t in vars(self).items() if t is not None}
+        if len(set(shapes.values())) > 1 or self.rewards_T.dim() != 1:
+            raise ValueError(f"values of tokens have shapes {shapes}: they must all be [T]")
 
     def returns(self, gamma: float) -> Tensor:
         """Returns the return from each token on, float64 [T]: G_t = Σ γ^k r_{t+k} over the tokens of its trajectory."""
@@ -98,8 +98,8 @@ class AdvantageInputs:
     """[N] each: an environment's rewards by name, before weights and length punishment; empty for a single reward."""
 
     def __post_init__(self) -> None:
-        given = (self.rewards_N, self.groups_N, self.tokens_N, self.greedy_N)
-        shapes = [tuple(t.shape) for t in given if t is not None]
+        tensors = (self.rewards_N, self.groups_N, self.tokens_N, self.greedy_N)
+        shapes = [tuple(t.shape) for t in tensors if t is not None]
         if len(set(shapes)) > 1 or self.rewards_N.dim() != 1:
             raise ValueError(f"rewards, groups, tokens and baselines have shapes {shapes}: they must all be [N]")
         check_finite(self.rewards_N)
@@ -180,8 +180,8 @@ def per_token(*needs: str) -> Callable[[Estimator], PerToken]:
     if any(callable(need) for need in needs):
         raise ValueError("per_token is called first: write @per_token(), or @per_token(…) with the names that it needs")
     if unknown := set(needs) - set(NEEDS):
-        own = ", ".join(name for name in NEEDS if name != CRITICS)
-        raise ValueError(f"per_token({', '.join(map(repr, sorted(unknown)))}): allowed are {own}")
+        allowed = ", ".join(name for name in NEEDS if name != CRITICS)
+        raise ValueError(f"per_token({', '.join(map(repr, sorted(unknown)))}): allowed are {allowed}")
     return lambda estimate: PerToken(estimate, frozenset(needs))
 
 
@@ -215,8 +215,8 @@ def check_finite(rewards_N: Tensor) -> None:
         ValueError: A reward is NaN or infinite.
     """
     if not rewards_N.isfinite().all():
-        at = int((~rewards_N.isfinite()).nonzero()[0])
-        raise ValueError(f"reward {at} is {rewards_N[at].item()}; allowed is a finite number")
+        index = int((~rewards_N.isfinite()).nonzero()[0])
+        raise ValueError(f"reward {index} is {rewards_N[index].item()}; allowed is a finite number")
 
 
 def beyond_rounding(difference: Tensor, scale: Tensor) -> Tensor:

@@ -37,10 +37,10 @@ def gae(inputs: AdvantageInputs, algorithm: AlgorithmConfig) -> Tensor:
     following_T[:-1] = values_T[1:]
     following_T[ends_N] = 0.0
     advantages_T = token.rewards_T.double() + gamma * following_T - values_T
-    left = len(longest)
+    active = len(longest)
     for back in range(1, longest[0] if longest else 0):  # from last to first token, for all trajectories at once
-        while longest[left - 1] <= back:
-            left -= 1
-        at = ends_N[:left] - back
-        advantages_T[at] += gamma * lam * advantages_T[at + 1]
+        while longest[active - 1] <= back:
+            active -= 1
+        index = ends_N[:active] - back
+        advantages_T[index] += gamma * lam * advantages_T[index + 1]
     return advantages_T

@@ -52,8 +52,8 @@ def find(name: str) -> Loss:
     """
     if name == SUPERVISED:
         return supervised
-    found: Loss = imports.named(name, LOSSES, "algorithm.loss", "(LossInputs, AlgorithmConfig)")
-    return found
+    loss: Loss = imports.named(name, LOSSES, "algorithm.loss", "(LossInputs, AlgorithmConfig)")
+    return loss
 
 
 def check(algorithm: AlgorithmConfig, asynchrony: AsynchronyConfig | None = None) -> None:

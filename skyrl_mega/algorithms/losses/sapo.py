@@ -19,8 +19,8 @@ def sapo(inputs: LossInputs, algorithm: AlgorithmConfig) -> tuple[Tensor, Metric
     `loss_mean=sequences`. clip_fraction is the share of tokens with 4 σ (1 - σ) below one half.
     """
     ratio_L = log_ratio(inputs).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
-    advantages_L, of = inputs.clean(inputs.advantages_L), algorithm.sapo
-    positive, negative = (ratio_L.new_tensor(t) for t in (of.temperature_positive, of.temperature_negative))
+    advantages_L, settings = inputs.clean(inputs.advantages_L), algorithm.sapo
+    positive, negative = (ratio_L.new_tensor(t) for t in (settings.temperature_positive, settings.temperature_negative))
     tau_L = torch.where(advantages_L > 0, positive, negative)
     gate_L = torch.sigmoid(tau_L * (ratio_L - 1))
     faded_L = 4 * gate_L * (1 - gate_L) < 0.5

@@ -62,9 +62,9 @@ def check_on_tokens(loss: Loss, setting: str, algorithm: AlgorithmConfig) -> Non
         again = _called(loss, setting, algorithm, [*every])
     except _Elsewhere:
         return
-    if others := [found for found in (*parts, empty) if set(found.metrics) != set(whole.metrics)]:
+    if unlike := [trial for trial in (*parts, empty) if set(trial.metrics) != set(whole.metrics)]:
         raise UserError(
-            f"{setting}: its metrics are {_listed(whole)} with one micro-batch and {_listed(others[0])} with another; "
+            f"{setting}: its metrics are {_listed(whole)} with one micro-batch and {_listed(unlike[0])} with another; "
             "return the same names every time"
         )
     if not torch.equal(whole.gradients, again.gradients):
@@ -94,11 +94,11 @@ def check_reads_engine(loss: Loss, setting: str, algorithm: AlgorithmConfig, mod
     """
     every = [*range(len(ANSWERS))]
     try:
-        here = _called(loss, setting, algorithm, every).gradients
-        moved = [_called(loss, setting, algorithm, every, moved=far).gradients for far in (-FAR, FAR)]
+        unmoved = _called(loss, setting, algorithm, every).gradients
+        moved = [_called(loss, setting, algorithm, every, moved=shift).gradients for shift in (-FAR, FAR)]
     except (_Elsewhere, UserError):  # a UserError can only come from shifted log-probs, so the loss reads them
         return
-    if all(torch.equal(here, gradients) for gradients in moved):
+    if all(torch.equal(unmoved, gradients) for gradients in moved):
         raise UserError(
             f"{setting}: asynchrony.mode = {mode} trains on tokens of older weights, and its gradient is the same "
             "whatever the engine's log-probs are; weigh each token by exp(old_L - rollout_L), or end with "
@@ -117,17 +117,17 @@ def _called(loss: Loss, setting: str, algorithm: AlgorithmConfig, tokens: list[i
     inputs, leaves = _inputs(algorithm, tokens, moved)
     many = f"with {len(tokens)} tokens, of which {int(inputs.active_L.sum())} count,"
     try:
-        found: Any = loss(inputs, algorithm)
-        _check_form(found, setting)
-        if found[0].requires_grad:
-            found[0].backward()
+        result: Any = loss(inputs, algorithm)
+        _check_form(result, setting)
+        if result[0].requires_grad:
+            result[0].backward()
     except UserError:
         raise
     except Exception as error:  # a user's function may raise anything
         if any(part in str(error).upper() for part in ELSEWHERE):
             raise _Elsewhere from error
         raise UserError(f"{setting}{_line(loss, error)}: {many} it raises {_text(error)}") from error
-    value, metrics = found
+    value, metrics = result
     if len(tokens) == len(ANSWERS) and all(leaf.grad is None for leaf in leaves):
         raise UserError(f"{setting}: it has no gradient; make it from logprobs_L or entropy_L, and do not detach these")
     gradients = torch.zeros(len(leaves), len(ANSWERS))
@@ -148,10 +148,10 @@ def _called(loss: Loss, setting: str, algorithm: AlgorithmConfig, tokens: list[i
     return _Found(metrics, gradients)
 
 
-def _check_form(found: Any, setting: str) -> None:
-    if not (isinstance(found, tuple) and len(found) == 2 and _is_number(found[0]) and isinstance(found[1], dict)):
-        raise UserError(f"{setting}: it returns {_form(found)}; return a tensor of one number, and a dict of metrics")
-    for name, metric in found[1].items():
+def _check_form(result: Any, setting: str) -> None:
+    if not (isinstance(result, tuple) and len(result) == 2 and _is_number(result[0]) and isinstance(result[1], dict)):
+        raise UserError(f"{setting}: it returns {_form(result)}; return a tensor of one number, and a dict of metrics")
+    for name, metric in result[1].items():
         if not isinstance(name, str) or not _is_number(metric):
             raise UserError(
                 f"{setting}: its metric {name!r} is {_form(metric)}; give a tensor of one number, by a text"
@@ -211,8 +211,8 @@ def _form(value: Any) -> str:
     return f"a {type(value).__name__}" if value is not None else "None"
 
 
-def _listed(found: _Found) -> str:
-    return ", ".join(sorted(found.metrics)) or "none"
+def _listed(trial: _Found) -> str:
+    return ", ".join(sorted(trial.metrics)) or "none"
 
 
 def _line(loss: Loss, error: Exception) -> str:

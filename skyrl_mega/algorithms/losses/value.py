@@ -45,7 +45,7 @@ def value(inputs: ValueInputs, clip: float | None) -> tuple[Tensor, Metrics]:
     """
     counts_L = inputs.weights_L != 0
     values_L, old_L, returns_L = (
-        torch.where(counts_L, given, 0.0) for given in (inputs.values_L, inputs.old_L, inputs.returns_L)
+        torch.where(counts_L, tensor, 0.0) for tensor in (inputs.values_L, inputs.old_L, inputs.returns_L)
     )
     losses_L = (values_L - returns_L).square()
     clipped = torch.zeros_like(counts_L)
