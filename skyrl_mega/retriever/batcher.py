@@ -65,10 +65,10 @@ class Batcher:
         if self.waiting + len(queries) > self.limits.waiting:
             raise Full
         loop = asyncio.get_running_loop()
-        asked = [_Asked(query, topk, method, loop.create_future()) for query in queries]
-        for one in asked:
-            self._queue.put_nowait(one)
-        return list(await asyncio.gather(*(one.answer for one in asked)))
+        pending = [_Asked(query, topk, method, loop.create_future()) for query in queries]
+        for entry in pending:
+            self._queue.put_nowait(entry)
+        return list(await asyncio.gather(*(entry.answer for entry in pending)))
 
     async def run(self) -> None:
         """Answers queries until cancelled."""
@@ -82,25 +82,27 @@ class Batcher:
         batch = [await self._queue.get()]
         end = asyncio.get_running_loop().time() + self.limits.wait_s
         while len(batch) < self.limits.batch:
-            left = end - asyncio.get_running_loop().time()
+            remaining = end - asyncio.get_running_loop().time()
             try:
-                batch.append(self._queue.get_nowait() if left <= 0 else await asyncio.wait_for(self._queue.get(), left))
+                batch.append(
+                    self._queue.get_nowait() if remaining <= 0 else await asyncio.wait_for(self._queue.get(), remaining)
+                )
             except (asyncio.QueueEmpty, TimeoutError):
                 break
         return batch
 
     async def _answer(self, batch: list[_Asked]) -> None:
-        for method in {one.method for one in batch}:
-            group = [one for one in batch if one.method == method and not one.answer.done()]
-            topk = max((one.topk for one in group), default=0)
-            search = partial(self.search, [one.query for one in group], topk, method)
+        for method in {entry.method for entry in batch}:
+            group = [entry for entry in batch if entry.method == method and not entry.answer.done()]
+            topk = max((entry.topk for entry in group), default=0)
+            search = partial(self.search, [entry.query for entry in group], topk, method)
             try:
-                found = await asyncio.get_running_loop().run_in_executor(self._thread, search)
+                results = await asyncio.get_running_loop().run_in_executor(self._thread, search)
             except Exception as error:  # the requests receive the error, the loop continues
-                for one in group:
-                    if not one.answer.done():
-                        one.answer.set_exception(error)
+                for entry in group:
+                    if not entry.answer.done():
+                        entry.answer.set_exception(error)
                 continue
-            for one, hits in zip(group, found, strict=True):
-                if not one.answer.done():
-                    one.answer.set_result(hits[: one.topk])
+            for entry, hits in zip(group, results, strict=True):
+                if not entry.answer.done():
+                    entry.answer.set_result(hits[: entry.topk])

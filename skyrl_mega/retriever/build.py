@@ -108,7 +108,7 @@ def _write(
         from skyrl_mega.retriever.dense import DenseBuilder
 
         dense = DenseBuilder(embeds.dimension, recipe.faiss)
-    start = said = time.monotonic()
+    start = last_said = time.monotonic()
     count, texts = 0, []
     with pa.OSFile(str(folder / "passages.arrow"), "wb") as out, pa.ipc.new_file(out, SCHEMA) as writer:
         passages = itertools.islice(passages, recipe.limit)
@@ -120,9 +120,9 @@ def _write(
             if "bm25" in recipe.methods:
                 texts += contents
             count += len(chunk)
-            if time.monotonic() - said > SAY_EVERY_S:
-                said = time.monotonic()
-                say(f"{count} passages, {count / (said - start):.0f} per second")
+            if time.monotonic() - last_said > SAY_EVERY_S:
+                last_said = time.monotonic()
+                say(f"{count} passages, {count / (last_said - start):.0f} per second")
     if not count:
         raise UserError("--corpus: it holds no passage")
     if dense:

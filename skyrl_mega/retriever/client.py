@@ -79,16 +79,16 @@ class Client:
             body["method"] = method
         reply = self._wait(self._ask("POST", "/retrieve", body))
         try:
-            found = [[_hit(hit) for hit in hits] for hits in reply["result"]]
+            results = [[_hit(hit) for hit in hits] for hits in reply["result"]]
         except Malformed as error:
             raise RetrievalError(f"{self.url}/retrieve answered in another form: {error}") from error
         except (KeyError, TypeError) as error:
             raise RetrievalError(f"{self.url}/retrieve answered in another form: {error!r}") from error
-        if len(found) != len(queries):
-            raise RetrievalError(f"{self.url}/retrieve answered {len(found)} queries of {len(queries)}")
-        if topk is not None and (most := max(map(len, found), default=0)) > topk:
-            raise RetrievalError(f"{self.url}/retrieve answered {most} passages where topk = {topk}")
-        return found
+        if len(results) != len(queries):
+            raise RetrievalError(f"{self.url}/retrieve answered {len(results)} queries of {len(queries)}")
+        if topk is not None and (longest := max(map(len, results), default=0)) > topk:
+            raise RetrievalError(f"{self.url}/retrieve answered {longest} passages where topk = {topk}")
+        return results
 
     def health(self) -> dict[str, Any]:
         """Returns the state of the service: `ready`, `version`, `passages`, `methods`, `waiting`.
@@ -96,10 +96,10 @@ class Client:
         Raises:
             RetrievalError: As for `search`; also if the service does not become ready within `timeout_s`.
         """
-        said = self._wait(self._ask("GET", "/health", None))
-        if not isinstance(said, dict):
-            raise RetrievalError(f"{self.url}/health answered in another form: {shown(said)}; allowed is an object")
-        return said
+        state = self._wait(self._ask("GET", "/health", None))
+        if not isinstance(state, dict):
+            raise RetrievalError(f"{self.url}/health answered in another form: {shown(state)}; allowed is an object")
+        return state
 
     def close(self) -> None:
         """Closes the connections."""
@@ -113,10 +113,10 @@ class Client:
         start, attempts, pause = time.monotonic(), 0, FIRST_PAUSE_S
         while True:
             attempts += 1
-            left = self.timeout_s - (time.monotonic() - start)
+            remaining = self.timeout_s - (time.monotonic() - start)
             # At most half of the total time, to leave time for a retry if the service hangs.
-            limit = max(min(left, self.timeout_s / 2), 0.01)
-            wanted = 0.0
+            limit = max(min(remaining, self.timeout_s / 2), 0.01)
+            requested = 0.0
             try:
                 response, data = await ask(self._http, verb, self.url + path, body, limit)
                 if response.is_success:
@@ -124,7 +124,7 @@ class Client:
                 cause = f"HTTP {response.status_code}: {_first_line(response, data)}"
                 if response.status_code not in WORTH_A_RETRY:
                     raise RetrievalError(f"{self.url}{path} refused: {cause}")
-                wanted = _retry_after(response)
+                requested = _retry_after(response)
             except TimeoutError:
                 cause = f"no complete answer in {limit:.3g} s"
             except httpx.TransportError as error:
@@ -132,9 +132,9 @@ class Client:
             # invalid URL, or an answer other than JSON
             except (httpx.InvalidURL, httpx.DecodingError, ValueError) as error:
                 raise RetrievalError(f"{self.url}{path}: {type(error).__name__}: {error}") from error
-            rest = max(wanted, pause * random.uniform(0.5, 1.0))  # random, so that many clients do not retry at once
-            left = self.timeout_s - (time.monotonic() - start)
-            if rest >= left:
+            rest = max(requested, pause * random.uniform(0.5, 1.0))  # random, so that many clients do not retry at once
+            remaining = self.timeout_s - (time.monotonic() - start)
+            if rest >= remaining:
                 raise RetrievalError(
                     f"{self.url}{path} gave no answer in {self.timeout_s:g} s ({attempts} attempts); the last: {cause}"
                 )
@@ -148,14 +148,14 @@ def shared_client(url: str, token: str | None, timeout_s: float) -> Client:
     return Client(url, token, timeout_s)
 
 
-def _hit(given: Any) -> Hit:
+def _hit(answer: Any) -> Hit:
     """Parses a hit of the answer.
 
     Raises:
         Malformed: A part has the wrong type, or the score is not a finite number.
         KeyError, TypeError: A part is missing.
     """
-    name, contents, score = given["document"]["id"], given["document"]["contents"], given["score"]
+    name, contents, score = answer["document"]["id"], answer["document"]["contents"], answer["score"]
     if isinstance(name, bool) or not isinstance(name, str | int):
         raise Malformed(f"id {shown(name)}; allowed: text or a whole number")
     if not isinstance(contents, str):

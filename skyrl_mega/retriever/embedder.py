@@ -85,8 +85,8 @@ class Embedder:
         try:
             model: Any = AutoModel.from_pretrained(folder, local_files_only=True, dtype=getattr(torch, dtype))
         except Exception as error:  # transformers, tokenizers and safetensors raise many kinds of errors for bad files
-            said = (str(error).splitlines() or [""])[0] or "?"
-            raise UserError(f"--model {folder}: it cannot be loaded: {type(error).__name__}: {said}") from error
+            reason = (str(error).splitlines() or [""])[0] or "?"
+            raise UserError(f"--model {folder}: it cannot be loaded: {type(error).__name__}: {reason}") from error
         self.model = model.to(self.device).eval()
         limit = _json(folder / "sentence_bert_config.json").get("max_seq_length") or MAX_TOKENS
         if type(limit) is not int or limit < 1:
@@ -133,9 +133,9 @@ class Embedder:
 
 
 def _pooling(folder: Path) -> str:
-    wanted = {key for key, on in _json(folder / "1_Pooling" / "config.json").items() if on is True}
+    enabled = {key for key, on in _json(folder / "1_Pooling" / "config.json").items() if on is True}
     known = {"pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls"}
-    modes = {key for key in wanted if key.startswith("pooling_mode")} or {"pooling_mode_mean_tokens"}
+    modes = {key for key in enabled if key.startswith("pooling_mode")} or {"pooling_mode_mean_tokens"}
     if len(modes) != 1 or not modes <= set(known):
         raise UserError(f"--model {folder}: it pools by {', '.join(sorted(modes))}; allowed: {', '.join(known)}")
     return known[modes.pop()]

@@ -69,10 +69,10 @@ def read_recipe(folder: Path) -> tuple[Recipe, int]:
     try:
         passages = int(record.pop("passages"))
         recipe = Recipe(**{**record, "methods": tuple(record["methods"])})
-        known = bool(recipe.methods) and set(recipe.methods) <= set(METHODS)
+        valid = bool(recipe.methods) and set(recipe.methods) <= set(METHODS)
     except (ValueError, TypeError, KeyError) as error:
         raise UserError(f"--index {folder}: index.json is not of this form ({error!r}); {BUILD}") from error
-    if recipe.form != FORM or not known:
+    if recipe.form != FORM or not valid:
         raise UserError(f"--index {folder}: it is of form {shown(recipe.form)}, this is {FORM}; {BUILD}")
     return recipe, passages
 
@@ -151,12 +151,12 @@ class Index:
             raise UserError(f"{file}: it holds {count} passages, index.json says {self.size}; {AGAIN}")
 
     def _hits(self, scores: npt.NDArray[np.float32], rows: npt.NDArray[np.int64]) -> list[list[Hit]]:
-        found = rows >= 0
-        wanted, where = np.unique(rows[found], return_inverse=True)
-        texts = self.passages.take(pa.array(wanted))
+        filled = rows >= 0
+        unique_rows, inverse = np.unique(rows[filled], return_inverse=True)
+        texts = self.passages.take(pa.array(unique_rows))
         ids, contents = texts["id"].to_pylist(), texts["contents"].to_pylist()
-        hits = iter([Hit(ids[w], contents[w], s) for w, s in zip(where, scores[found].tolist(), strict=True)])
-        return [[next(hits) for _ in range(count)] for count in found.sum(axis=1).tolist()]
+        hits = iter([Hit(ids[w], contents[w], s) for w, s in zip(inverse, scores[filled].tolist(), strict=True)])
+        return [[next(hits) for _ in range(count)] for count in filled.sum(axis=1).tolist()]
 
 
 @contextmanager

@@ -68,11 +68,11 @@ class Bm25Index:
         tokens = bm25s.tokenize(list(queries), stopwords="en", return_ids=False, show_progress=False)
         scores = np.zeros((len(queries), topk), np.float32)
         rows = np.full((len(queries), topk), -1, np.int64)
-        found = min(topk, self.size)
+        count = min(topk, self.size)
         for i, words in enumerate(tokens):
-            known = [word for word in words if word in self.index.vocab_dict]
-            if known:
-                best, score = self.index.retrieve([known], k=found, show_progress=False)
+            indexed = [word for word in words if word in self.index.vocab_dict]
+            if indexed:
+                best, score = self.index.retrieve([indexed], k=count, show_progress=False)
                 earned = score[0] > 0
-                scores[i, :found][earned], rows[i, :found][earned] = score[0][earned], best[0][earned]
+                scores[i, :count][earned], rows[i, :count][earned] = score[0][earned], best[0][earned]
         return scores, rows

@@ -115,10 +115,10 @@ class Service:
     async def health(self) -> JSONResponse:
         """Returns the state of the service. Needs no token and reveals nothing about the passages."""
         ready = self.batcher is not None
-        said = {"ready": ready, "version": __version__, "passages": self.size, "methods": list(self.methods)}
+        state = {"ready": ready, "version": __version__, "passages": self.size, "methods": list(self.methods)}
         waiting = self.batcher.waiting if self.batcher else 0
         headers = None if ready else {"Retry-After": str(RETRY_AFTER_S)}
-        return JSONResponse({**said, "waiting": waiting}, 200 if ready else 503, headers)
+        return JSONResponse({**state, "waiting": waiting}, 200 if ready else 503, headers)
 
     async def retrieve(self, question: Question) -> dict[str, Any]:
         """Answers the queries of a request."""
@@ -138,18 +138,18 @@ class Service:
             raise _later(f"{self.promised} passages are being looked for, allowed: {PASSAGES_AT_ONCE}")
         self.promised += passages
         try:
-            found = await self.batcher.ask(question.queries, topk, method)
+            results = await self.batcher.ask(question.queries, topk, method)
         except Full as error:
             raise _later(f"{self.batcher.waiting} queries are waiting, allowed: {self.limits.waiting}") from error
         finally:
             self.promised -= passages
-        return {"result": [[_shown(hit, question.return_scores) for hit in hits] for hits in found]}
+        return {"result": [[_shown(hit, question.return_scores) for hit in hits] for hits in results]}
 
     async def _admit(self, request: Request, go_on: RequestResponseEndpoint) -> Response:
         """Rejects requests without the token, or with a body that is too long, before the body is read."""
         if request.url.path != "/health":
-            given = request.headers.get("Authorization", "")
-            if self.token and not hmac.compare_digest(given.encode(), f"Bearer {self.token}".encode()):
+            authorization = request.headers.get("Authorization", "")
+            if self.token and not hmac.compare_digest(authorization.encode(), f"Bearer {self.token}".encode()):
                 return JSONResponse({"detail": "a bearer token is needed"}, 401, {"WWW-Authenticate": "Bearer"})
             length = request.headers.get("Content-Length", "")
             if not length.isdigit() or int(length) > BODY_BYTES:
@@ -181,8 +181,8 @@ class Service:
 async def _refused(request: Request, error: Exception) -> JSONResponse:
     """Describes an invalid body without quoting it: the content may not be valid in JSON."""
     assert isinstance(error, RequestValidationError)
-    said = [f"{'.'.join(map(str, one['loc']))}: {one['msg']}" for one in error.errors()[:5]]
-    return JSONResponse({"detail": one_line("; ".join(said), 500)}, 422)
+    messages = [f"{'.'.join(map(str, detail['loc']))}: {detail['msg']}" for detail in error.errors()[:5]]
+    return JSONResponse({"detail": one_line("; ".join(messages), 500)}, 422)
 
 
 def _shown(hit: Hit, with_score: bool) -> dict[str, Any]:
@@ -272,10 +272,10 @@ async def _announce(server: uvicorn.Server, service: Service, url: str, ready_fi
 def _is_ready_file(file: Path) -> bool:
     with file.open("rb") as opened:
         try:
-            told = json.loads(opened.read(2**12))
+            content = json.loads(opened.read(2**12))
         except ValueError:
             return False
-    return isinstance(told, dict) and told.keys() == {"url", "pid"}
+    return isinstance(content, dict) and content.keys() == {"url", "pid"}
 
 
 def _bound(host: str, port: int) -> socket.socket:

@@ -57,12 +57,12 @@ def service_of(
             raise UserError(f"environment.retriever.build: {error}") from error
     logs.mkdir(parents=True, exist_ok=True)
     with _token_in(retriever.token_variable):
-        own = OwnService(index, shlex.split(retriever.serve), logs / "retriever.log", retriever.token_variable, say)
+        service = OwnService(index, shlex.split(retriever.serve), logs / "retriever.log", retriever.token_variable, say)
         try:
-            url = own.start()
+            url = service.start()
             yield replace(config, retriever=replace(retriever, url=url))
         finally:
-            own.stop()
+            service.stop()
 
 
 @contextmanager
@@ -112,8 +112,8 @@ class OwnService:
         while not self._ready.is_file():
             assert self.process is not None
             if self.process.poll() is not None:
-                said = self.log.read_text(errors="replace").strip().splitlines() or ["nothing was said"]
-                raise UserError(f"environment.retriever: the service ended ({said[-1]}); all of it is in {self.log}")
+                lines = self.log.read_text(errors="replace").strip().splitlines() or ["nothing was said"]
+                raise UserError(f"environment.retriever: the service ended ({lines[-1]}); all of it is in {self.log}")
             if time.monotonic() > end:
                 raise UserError(f"environment.retriever: the service was not ready in {START_S:g} s; see {self.log}")
             time.sleep(LOOK_EVERY_S)
