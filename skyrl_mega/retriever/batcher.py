@@ -31,7 +31,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _PendingQuery:
     query: str
     topk: int
     method: str
@@ -48,7 +48,7 @@ class Batcher:
 
     def __init__(self, search: Search, limits: Limits) -> None:
         self.search, self.limits = search, limits
-        self._queue: asyncio.Queue[_Asked] = asyncio.Queue()
+        self._queue: asyncio.Queue[_PendingQuery] = asyncio.Queue()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="search")
 
     @property
@@ -65,7 +65,7 @@ class Batcher:
         if self.waiting + len(queries) > self.limits.waiting:
             raise Full
         loop = asyncio.get_running_loop()
-        pending = [_Asked(query, topk, method, loop.create_future()) for query in queries]
+        pending = [_PendingQuery(query, topk, method, loop.create_future()) for query in queries]
         for entry in pending:
             self._queue.put_nowait(entry)
         return list(await asyncio.gather(*(entry.answer for entry in pending)))
@@ -78,7 +78,7 @@ class Batcher:
         finally:
             self._thread.shutdown(wait=False)
 
-    async def _gather(self) -> list[_Asked]:
+    async def _gather(self) -> list[_PendingQuery]:
         batch = [await self._queue.get()]
         end = asyncio.get_running_loop().time() + self.limits.wait_s
         while len(batch) < self.limits.batch:
@@ -91,7 +91,7 @@ class Batcher:
                 break
         return batch
 
-    async def _answer(self, batch: list[_Asked]) -> None:
+    async def _answer(self, batch: list[_PendingQuery]) -> None:
         for method in {entry.method for entry in batch}:
             group = [entry for entry in batch if entry.method == method and not entry.answer.done()]
             topk = max((entry.topk for entry in group), default=0)

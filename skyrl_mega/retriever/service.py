@@ -101,15 +101,15 @@ class Service:
         self.limits = limits or Limits()
         self.batcher: Batcher | None = None
         """None until the index is loaded."""
-        self.read = asyncio.Event()
-        self.fault: Exception | None = None
+        self.loaded = asyncio.Event()
+        self.load_error: Exception | None = None
         """Error raised while loading the index."""
         self.app = FastAPI(lifespan=self._life, openapi_url=None)
         self.app.get("/health")(self.health)
         self.app.post("/retrieve")(self.retrieve)
         self.app.middleware("http")(self._admit)
         self.app.exception_handler(RequestValidationError)(_refused)
-        self.promised = 0
+        self.pending_passages = 0
         """Number of passages in pending answers."""
 
     async def health(self) -> JSONResponse:
@@ -128,22 +128,22 @@ class Service:
         if len(question.queries) > self.limits.waiting:
             raise HTTPException(413, f"{len(question.queries)} queries: allowed: {self.limits.waiting} in one request")
         if self.batcher is None:
-            raise _later("the index is being read")
+            raise _unavailable("the index is being read")
         topk = question.topk or self.topk
         passages = len(question.queries) * topk
         if passages > PASSAGES:
             many = f"{len(question.queries)} queries of topk {topk} are {passages} passages"
             raise HTTPException(413, f"{many}: allowed: {PASSAGES} in one request")
-        if self.promised + passages > PASSAGES_AT_ONCE:
-            raise _later(f"{self.promised} passages are being looked for, allowed: {PASSAGES_AT_ONCE}")
-        self.promised += passages
+        if self.pending_passages + passages > PASSAGES_AT_ONCE:
+            raise _unavailable(f"{self.pending_passages} passages are being looked for, allowed: {PASSAGES_AT_ONCE}")
+        self.pending_passages += passages
         try:
             results = await self.batcher.ask(question.queries, topk, method)
         except Full as error:
-            raise _later(f"{self.batcher.waiting} queries are waiting, allowed: {self.limits.waiting}") from error
+            raise _unavailable(f"{self.batcher.waiting} queries are waiting, allowed: {self.limits.waiting}") from error
         finally:
-            self.promised -= passages
-        return {"result": [[_shown(hit, question.return_scores) for hit in hits] for hits in results]}
+            self.pending_passages -= passages
+        return {"result": [[_document(hit, question.return_scores) for hit in hits] for hits in results]}
 
     async def _admit(self, request: Request, go_on: RequestResponseEndpoint) -> Response:
         """Rejects requests without the token, or with a body that is too long, before the body is read."""
@@ -170,10 +170,10 @@ class Service:
         try:
             index = await asyncio.to_thread(Index, self.folder, **self.opening)
         except Exception as error:  # `serve` reports the error and ends
-            self.fault = error
+            self.load_error = error
             return
         finally:
-            self.read.set()
+            self.loaded.set()
         self.batcher = Batcher(index.search, self.limits)
         await self.batcher.run()
 
@@ -185,12 +185,12 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
     return JSONResponse({"detail": one_line("; ".join(messages), 500)}, 422)
 
 
-def _shown(hit: Hit, with_score: bool) -> dict[str, Any]:
+def _document(hit: Hit, with_score: bool) -> dict[str, Any]:
     document = {"id": hit.id, "contents": hit.contents}
     return {"document": document, "score": hit.score} if with_score else document
 
 
-def _later(why: str) -> HTTPException:
+def _unavailable(why: str) -> HTTPException:
     return HTTPException(503, why, {"Retry-After": str(RETRY_AFTER_S)})
 
 
@@ -216,7 +216,7 @@ def serve(service: Service, host: str, port: int, ready_file: Path | None = None
             service.app, http=Bounded, log_level="warning", access_log=False, timeout_graceful_shutdown=LEAVE_S
         )
     )
-    with _bound(host, port) as listening:
+    with _bound_socket(host, port) as listening:
         url = f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}"
         for number in (signal.SIGTERM, signal.SIGINT):
             # uvicorn handles these while serving and raises them again afterwards
@@ -230,8 +230,8 @@ def serve(service: Service, host: str, port: int, ready_file: Path | None = None
                 with suppress(FileNotFoundError):
                     if _is_ready_file(ready_file):
                         ready_file.unlink()
-    if service.fault:
-        raise service.fault
+    if service.load_error:
+        raise service.load_error
 
 
 def check_address(host: str, token: str | None) -> None:
@@ -259,8 +259,8 @@ async def _serve(
 
 
 async def _announce(server: uvicorn.Server, service: Service, url: str, ready_file: Path | None) -> None:
-    await service.read.wait()
-    if service.fault:
+    await service.loaded.wait()
+    if service.load_error:
         server.should_exit = True
         return
     print(f"{url}: ready, {service.size} passages, {service.method}", flush=True)
@@ -278,7 +278,7 @@ def _is_ready_file(file: Path) -> bool:
     return isinstance(content, dict) and content.keys() == {"url", "pid"}
 
 
-def _bound(host: str, port: int) -> socket.socket:
+def _bound_socket(host: str, port: int) -> socket.socket:
     """Returns a bound socket; uvicorn listens on it."""
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]

@@ -84,7 +84,7 @@ async def _ask(case: Any) -> None:
             yield body[start : start + step]
 
     async with service.app.router.lifespan_context(service.app):
-        await service.read.wait()
+        await service.loaded.wait()
         transport = httpx.ASGITransport(service.app)  # it raises what the service raises
         async with httpx.AsyncClient(transport=transport, base_url="http://x") as http:
             headers = {name: text.encode("latin-1") for name, text in case["headers"].items()}
@@ -100,7 +100,7 @@ async def _ask(case: Any) -> None:
             asked = json.loads(body)
             assert len(answered["result"]) == len(asked["queries"])
             assert all(len(hits) <= (asked.get("topk") or 3) for hits in answered["result"])
-    assert service.promised == 0
+    assert service.pending_passages == 0
 
 
 def _prepare() -> None:
