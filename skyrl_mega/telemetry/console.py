@@ -61,13 +61,13 @@ class Phase:
     """Live progress line of the phase on a terminal."""
     start: float = field(default_factory=lambda: time.monotonic())
     done: int = 0
-    said: float = field(default_factory=lambda: time.monotonic())
+    last_line_s: float = field(default_factory=lambda: time.monotonic())
     """Time of the last plain line."""
 
     def update(self, done: int) -> None:
         """Reports the number of finished items out of `total`."""
         self.done = done
-        self.console._progressed(self)
+        self.console._on_progress(self)
 
     @property
     def seconds(self) -> float:
@@ -184,7 +184,7 @@ class Console:
             self._open.append(phase)
             if phase.name not in self._seen:  # once per name: the log shows the run's activity without repetition
                 self._seen.add(phase.name)
-                self._plain(f"{phase.name} …")
+                self._plain_line(f"{phase.name} …")
             if self._live:
                 if not self._progress:
                     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(bar_width=30))
@@ -194,14 +194,14 @@ class Console:
                     self._progress.start()
                 phase.task = self._progress.add_task(phase.name, total=phase.total)
 
-    def _progressed(self, phase: Phase) -> None:
+    def _on_progress(self, phase: Phase) -> None:
         with self._lock:
             if self._progress and phase.task is not None:
                 self._progress.update(phase.task, completed=phase.done)
-            if time.monotonic() - phase.said >= QUIET_S:
-                phase.said = time.monotonic()
+            if time.monotonic() - phase.last_line_s >= QUIET_S:
+                phase.last_line_s = time.monotonic()
                 total = f"/{phase.total}" if phase.total else ""
-                self._plain(f"{phase.name} {phase.done}{total}, {table.duration(phase.seconds)}")
+                self._plain_line(f"{phase.name} {phase.done}{total}, {table.duration(phase.seconds)}")
 
     def _leave(self, phase: Phase, how: str) -> None:
         with self._lock:
@@ -211,14 +211,14 @@ class Console:
             if not self._open:
                 self._stop_live()
             if phase.seconds >= WORTH_A_LINE_S:
-                self._plain(f"{phase.name} {how} {table.duration(phase.seconds)}")
+                self._plain_line(f"{phase.name} {how} {table.duration(phase.seconds)}")
 
     def _stop_live(self) -> None:
         if self._progress:
             self._progress.stop()
             self._progress = None
 
-    def _plain(self, text: str) -> None:
+    def _plain_line(self, text: str) -> None:
         """Logs a line; without a live line also prints the line."""
         if not self._live:
             self._print(text)
@@ -229,7 +229,7 @@ class Console:
             self._out.print(text, style=style, soft_wrap=True)
             self._out.file.flush()
         except BrokenPipeError:
-            self._alone(self._out.file)
+            self._on_closed_reader(self._out.file)
 
     def _write_log(self, text: str) -> None:
         if self._log:
@@ -241,9 +241,9 @@ class Console:
             try:
                 print(json.dumps(row), file=self._json, flush=True)
             except BrokenPipeError:
-                self._alone(self._json)
+                self._on_closed_reader(self._json)
 
-    def _alone(self, stream: IO[str]) -> None:
+    def _on_closed_reader(self, stream: IO[str]) -> None:
         """Handles a closed reader, as after `| head`: the run continues, and the log notes the end of printing."""
         nobody_reads(stream)
         self._write_log("nobody reads what is printed; it goes to this log alone from here on")

@@ -76,10 +76,10 @@ def run_folder(config: Config, say: Callable[[str], None] = print) -> Iterator[P
                 f"checkpoint.resume = false: {folder} holds checkpoints up to {saved[-1].name}; "
                 "give another run.name, or checkpoint.resume=true to go on from them"
             )
-        _refuse_own_settings(folder, config)
+        _refuse_user_settings(folder, config)
         if not saved and (aside := _set_aside(folder)):
             say(f"note: {folder} has results and no checkpoint to resume from; they are in {aside} now")
-        _describe(folder, config)
+        _write_config(folder, config)
         yield folder
 
 
@@ -98,11 +98,11 @@ def _set_aside(folder: Path) -> Path | None:
     return aside
 
 
-def _refuse_own_settings(folder: Path, config: Config) -> None:
+def _refuse_user_settings(folder: Path, config: Config) -> None:
     """Raises UserError if the user wrote or edited `config.yaml`."""
     file = folder / "config.yaml"
     try:
-        if file.is_symlink() or (file.exists() and not is_a_runs(file.read_bytes())):
+        if file.is_symlink() or (file.exists() and not written_by_run(file.read_bytes())):
             raise UserError(
                 f"run.name = {config.run.name}: {file} was written or edited by hand, or is a link, and a run "
                 "writes its settings there; move it to another folder, or give another run.name or run.directory"
@@ -111,7 +111,7 @@ def _refuse_own_settings(folder: Path, config: Config) -> None:
         raise UserError(f"run.name = {config.run.name}: {file} cannot be read: {error.strerror}") from error
 
 
-def _describe(folder: Path, config: Config) -> None:
+def _write_config(folder: Path, config: Config) -> None:
     """Writes `config.yaml`.
 
     Raises:
@@ -131,7 +131,7 @@ def _describe(folder: Path, config: Config) -> None:
         ) from error
 
 
-def is_a_runs(content: bytes) -> bool:
+def written_by_run(content: bytes) -> bool:
     """Returns True if this `config.yaml` was written by a run and not changed since.
 
     The first line contains a hash of the rest. In files from before this line existed, all groups must be present in

@@ -61,7 +61,7 @@ class Guarded:
         self._thread.join(CLOSE_S)
         if self._thread.is_alive():
             self._off = True
-            self._tell(f"has not finished within {CLOSE_S:g} s of the run's end and is left; {KEPT}")
+            self._report(f"has not finished within {CLOSE_S:g} s of the run's end and is left; {KEPT}")
             self._left = True
 
     def _add(self, call: Callable[[], Any]) -> None:
@@ -69,7 +69,7 @@ class Guarded:
             return
         if self._calls.qsize() >= MOST_WAITING:
             self._off = True
-            self._tell(f"is off for the rest of the run: {MOST_WAITING} calls wait for it; {KEPT}")
+            self._report(f"is off for the rest of the run: {MOST_WAITING} calls wait for it; {KEPT}")
             return
         self._calls.put(call)
 
@@ -83,11 +83,11 @@ class Guarded:
         """Runs a call, with a retry after each of `WAITS_S`; if the run ends meanwhile, the last retry is immediate."""
         for wait in WAITS_S:
             try:
-                self._tell_line(call())
+                self._report_line(call())
             except Exception as error:
                 if not self._warned:
                     self._warned = True
-                    self._tell(
+                    self._report(
                         f"failed: {one_line(error)}; the run continues, the call is tried again up to "
                         f"{len(WAITS_S)} times, within {sum(WAITS_S):g} s; {KEPT}"
                     )
@@ -103,17 +103,17 @@ class Guarded:
     def _call_once(self, call: Callable[[], Any], consequence: str) -> bool:
         """Runs a call and returns True on success; reports a failure."""
         try:
-            self._tell_line(call())
+            self._report_line(call())
         except Exception as error:
-            self._tell(f"{consequence}: {one_line(error)}; {KEPT}")
+            self._report(f"{consequence}: {one_line(error)}; {KEPT}")
             return False
         return True
 
-    def _tell_line(self, line: str | None) -> None:
+    def _report_line(self, line: str | None) -> None:
         if line:
-            self._tell(line)
+            self._report(line)
 
-    def _tell(self, text: str) -> None:
+    def _report(self, text: str) -> None:
         if not self._left:
             self._say(f"tracker {self._name} {text}")
 

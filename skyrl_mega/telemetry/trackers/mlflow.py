@@ -80,7 +80,7 @@ class MlflowTracker:
         self._times: dict[int, int] = {}
         self._client: Any = None
         self._run_id = ""
-        self._told = False
+        self._failure_reported = False
         """True after a failed attempt to store a file was reported."""
 
     def start(self, config: Mapping[str, Any], resumed_step: int | None) -> str:
@@ -131,8 +131,8 @@ class MlflowTracker:
         try:
             self._client.log_dict(self._run_id, content, file)
         except Exception as error:  # each storage raises different errors
-            if not self._told:
-                self._told = True
+            if not self._failure_reported:
+                self._failure_reported = True
                 return f"cannot store {file}: {one_line(error)}; metrics go on, and so does the attempt to store files"
         return None
 
@@ -144,7 +144,7 @@ class MlflowTracker:
         if experiment:
             experiment_id = experiment.experiment_id
         else:
-            experiment_id = self._client.create_experiment(name, artifact_location=_beside(uri))
+            experiment_id = self._client.create_experiment(name, artifact_location=_artifact_folder(uri))
         run = self._client.create_run(experiment_id, run_name=self._options["name"] or config["run"]["name"])
         values = [(key, value if isinstance(value, str) else json.dumps(value)) for key, value in leaves(config)]
         parameters = [Param(allowed_name(key), value[:LONGEST_VALUE]) for key, value in values]
@@ -159,7 +159,7 @@ def allowed_name(name: str) -> str:
     return "/".join(part if part.strip(".") else "_" * max(1, len(part)) for part in parts)[:LONGEST_NAME]
 
 
-def _beside(uri: str) -> str | None:
+def _artifact_folder(uri: str) -> str | None:
     """Returns the artifact folder next to an SQLite file; None for other stores, which decide themselves."""
     file = uri.removeprefix("sqlite:///")
     return str(Path(file).absolute().parent / "artifacts") if file != uri else None
