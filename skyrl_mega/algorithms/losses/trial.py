@@ -26,15 +26,15 @@ A loss may compute in bfloat16; a loss that depends on other tokens of the micro
 """
 FAR = 20.0
 """Shift of the engine's log-probs in nats, beyond every cap and bound, to test if a loss reads them."""
-ELSEWHERE = ("PROCESS GROUP", "IS NOT INITIALIZED", "CUDA", "TRITON")
+NOT_RUNNABLE_MARKS = ("PROCESS GROUP", "IS NOT INITIALIZED", "CUDA", "TRITON")
 """Parts of errors, in capitals, that only show the absence of ranks or devices: on a rank the loss may be fine."""
 
 
-class _Elsewhere(Exception):
+class _NotRunnableHere(Exception):
     """The function needs ranks or a device that are not available here."""
 
 
-class _Found(NamedTuple):
+class _Trial(NamedTuple):
     metrics: dict[str, Tensor]
     gradients: Tensor
     """Gradients of logprobs_L and entropy_L, [2, L] for all answers; 0 for tokens left out."""
@@ -56,11 +56,11 @@ def check_on_tokens(loss: Loss, setting: str, algorithm: AlgorithmConfig) -> Non
     """
     every = range(len(ANSWERS))
     try:
-        whole = _called(loss, setting, algorithm, [*every])
-        parts = [_called(loss, setting, algorithm, [i for i in every if ANSWERS[i] == answer]) for answer in range(3)]
-        empty = _called(loss, setting, algorithm, [0])
-        again = _called(loss, setting, algorithm, [*every])
-    except _Elsewhere:
+        whole = _run_loss(loss, setting, algorithm, [*every])
+        parts = [_run_loss(loss, setting, algorithm, [i for i in every if ANSWERS[i] == answer]) for answer in range(3)]
+        empty = _run_loss(loss, setting, algorithm, [0])
+        again = _run_loss(loss, setting, algorithm, [*every])
+    except _NotRunnableHere:
         return
     if unlike := [trial for trial in (*parts, empty) if set(trial.metrics) != set(whole.metrics)]:
         raise UserError(
@@ -94,9 +94,9 @@ def check_reads_engine(loss: Loss, setting: str, algorithm: AlgorithmConfig, mod
     """
     every = [*range(len(ANSWERS))]
     try:
-        unmoved = _called(loss, setting, algorithm, every).gradients
-        moved = [_called(loss, setting, algorithm, every, moved=shift).gradients for shift in (-FAR, FAR)]
-    except (_Elsewhere, UserError):  # a UserError can only come from shifted log-probs, so the loss reads them
+        unmoved = _run_loss(loss, setting, algorithm, every).gradients
+        moved = [_run_loss(loss, setting, algorithm, every, moved=shift).gradients for shift in (-FAR, FAR)]
+    except (_NotRunnableHere, UserError):  # a UserError can only come from shifted log-probs, so the loss reads them
         return
     if all(torch.equal(unmoved, gradients) for gradients in moved):
         raise UserError(
@@ -107,11 +107,11 @@ def check_reads_engine(loss: Loss, setting: str, algorithm: AlgorithmConfig, mod
         )
 
 
-def _called(loss: Loss, setting: str, algorithm: AlgorithmConfig, tokens: list[int], *, moved: float = 0.0) -> _Found:
+def _run_loss(loss: Loss, setting: str, algorithm: AlgorithmConfig, tokens: list[int], *, moved: float = 0.0) -> _Trial:
     """Returns metrics and gradients of a loss for these tokens, with the engine's log-probs shifted by `moved`.
 
     Raises:
-        _Elsewhere: The loss cannot run here.
+        _NotRunnableHere: The loss cannot run here.
         UserError: The loss is invalid.
     """
     inputs, leaves = _inputs(algorithm, tokens, moved)
@@ -124,8 +124,8 @@ def _called(loss: Loss, setting: str, algorithm: AlgorithmConfig, tokens: list[i
     except UserError:
         raise
     except Exception as error:  # a user's function may raise anything
-        if any(part in str(error).upper() for part in ELSEWHERE):
-            raise _Elsewhere from error
+        if any(part in str(error).upper() for part in NOT_RUNNABLE_MARKS):
+            raise _NotRunnableHere from error
         raise UserError(f"{setting}{_line(loss, error)}: {many} it raises {_text(error)}") from error
     value, metrics = result
     if len(tokens) == len(ANSWERS) and all(leaf.grad is None for leaf in leaves):
@@ -145,7 +145,7 @@ def _called(loss: Loss, setting: str, algorithm: AlgorithmConfig, tokens: list[i
             raise UserError(
                 f"{setting}: {many} its metric {name!r} is {metric.item()}; inputs.mean(…) gives one that is not"
             )
-    return _Found(metrics, gradients)
+    return _Trial(metrics, gradients)
 
 
 def _check_form(result: Any, setting: str) -> None:
@@ -211,7 +211,7 @@ def _form(value: Any) -> str:
     return f"a {type(value).__name__}" if value is not None else "None"
 
 
-def _listed(trial: _Found) -> str:
+def _listed(trial: _Trial) -> str:
     return ", ".join(sorted(trial.metrics)) or "none"
 
 
