@@ -132,10 +132,10 @@ def library_settings(env: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in settings.items() if name not in env}
 
 
-def take(seat: ActorPlace) -> None:
+def take(identity: ActorPlace) -> None:
     """Redirects the output to the log file and binds the process to the CPUs nearest to the visible GPUs."""
-    if seat.log is not None:
-        log = Path(seat.log)
+    if identity.log is not None:
+        log = Path(identity.log)
         log.parent.mkdir(parents=True, exist_ok=True)
         fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         sys.stdout.flush()
@@ -145,7 +145,7 @@ def take(seat: ActorPlace) -> None:
         os.close(fd)
     devices = numa.visible()
     if cpus := numa.bind(devices):
-        print(f"{seat.name}: on CPUs {numa.text(cpus)}, nearest to GPU {','.join(devices)}", flush=True)
+        print(f"{identity.name}: on CPUs {numa.text(cpus)}, nearest to GPU {','.join(devices)}", flush=True)
 
 
 def start_guard(kind: str, folder: str) -> subprocess.Popen[bytes]:
@@ -181,8 +181,8 @@ def hosted(cls: type) -> type:
             gpus = tuple(context.get_accelerator_ids().get("GPU", ()))
             return Location(machine(), os.getpid(), ray.util.get_node_ip_address(), context.get_node_id(), gpus)
 
-        def construct(self, seat: ActorPlace, kwargs: dict[str, Any]) -> None:
-            take(seat)
+        def construct(self, identity: ActorPlace, kwargs: dict[str, Any]) -> None:
+            take(identity)
             super().__init__(**kwargs)
 
         def free_port(self) -> int:

@@ -17,9 +17,9 @@ from contextlib import contextmanager
 from enum import IntEnum
 from pathlib import Path
 
-_ASKED, _HEEDED, _SIGNAL, _FINISHED = 0, 1, 2, 3
+_REQUEST, _POLLING, _SIGNAL, _FINISHED = 0, 1, 2, 3
 """Offsets of single bytes in the shared memory."""
-_STEP, _PLAYING = slice(8, 16), slice(16, 1040)
+_STEP, _ENVIRONMENTS = slice(8, 16), slice(16, 1040)
 """Ranges in the shared memory: a number, and a text padded with NUL."""
 
 
@@ -43,12 +43,12 @@ class Channel:
     @property
     def asked(self) -> Asked:
         """The supervisor's current request."""
-        return Asked(self._flags[_ASKED])
+        return Asked(self._flags[_REQUEST])
 
     def ask(self, what: Asked, number: signal.Signals) -> None:
         """Sends a request to the driver, together with the received signal."""
         self._flags[_SIGNAL] = number
-        self._flags[_ASKED] = what
+        self._flags[_REQUEST] = what
 
     @property
     def signal(self) -> str:
@@ -59,11 +59,11 @@ class Channel:
     @property
     def heeded(self) -> bool:
         """True while the driver polls for requests."""
-        return bool(self._flags[_HEEDED])
+        return bool(self._flags[_POLLING])
 
     def heed(self, heeded: bool) -> None:
         """Reports that the driver starts or stops polling for requests."""
-        self._flags[_HEEDED] = heeded
+        self._flags[_POLLING] = heeded
 
     @property
     def finished(self) -> int | None:
@@ -80,13 +80,13 @@ class Channel:
 
     def playing(self, environments: str) -> None:
         """Reports the driver's running environments."""
-        size = _PLAYING.stop - _PLAYING.start
-        self._flags[_PLAYING] = environments.encode(errors="replace")[:size].ljust(size, b"\0")
+        size = _ENVIRONMENTS.stop - _ENVIRONMENTS.start
+        self._flags[_ENVIRONMENTS] = environments.encode(errors="replace")[:size].ljust(size, b"\0")
 
     def doing(self) -> str:
         """Returns a phrase with the driver's current step and environments; "" if there are none."""
         step = int.from_bytes(self._flags[_STEP], "little")
-        environments = self._flags[_PLAYING].rstrip(b"\0").decode(errors="replace")
+        environments = self._flags[_ENVIRONMENTS].rstrip(b"\0").decode(errors="replace")
         running = f", while it ran environment {environments}" if environments else ""
         return (f", in step {step}" if step else "") + running
 
@@ -107,7 +107,7 @@ class Channel:
         return [Path(path) for path in existing]
 
 
-_own: Channel | None = None
+_channel: Channel | None = None
 """Channel of this process, a driver; None in any other process."""
 _running: Counter[str] = Counter()
 """Running environment calls of this process, by environment."""
@@ -116,31 +116,31 @@ _running_lock = threading.Lock()
 
 def join(channel: Channel) -> None:
     """Sets the channel of this process."""
-    global _own
-    _own = channel
+    global _channel
+    _channel = channel
 
 
 def asked() -> Asked:
     """Returns the supervisor's current request to this process."""
-    return Asked.NOTHING if _own is None else _own.asked
+    return Asked.NOTHING if _channel is None else _channel.asked
 
 
 def signalled() -> str:
     """Returns the name of the signal behind the request `asked`; "" without a request."""
-    return "" if _own is None else _own.signal
+    return "" if _channel is None else _channel.signal
 
 
 def finish(code: int) -> None:
     """Reports that this process has finished with this exit code; without this report the supervisor treats the end as
     a fault."""
-    if _own is not None:
-        _own.finish(code)
+    if _channel is not None:
+        _channel.finish(code)
 
 
 def at_step(number: int) -> None:
     """Reports the current step of this process, for the message about a crash."""
-    if _own is not None:
-        _own.at_step(number)
+    if _channel is not None:
+        _channel.at_step(number)
 
 
 @contextmanager
@@ -154,35 +154,35 @@ def playing(environment: str) -> Iterator[None]:
 
 
 def _count(environment: str, change: int) -> None:
-    if _own is None:
+    if _channel is None:
         return
     with _running_lock:
         before = _running[environment]
         _running[environment] += change
         if not (before and _running[environment]):
-            _own.playing(", ".join(sorted(+_running)))
+            _channel.playing(", ".join(sorted(+_running)))
 
 
 @contextmanager
 def heeding() -> Iterator[None]:
     """Reports that this process polls for requests (`asked`) inside the block."""
-    if _own is None:
+    if _channel is None:
         yield
         return
-    _own.heed(True)
+    _channel.heed(True)
     try:
         yield
     finally:
-        _own.heed(False)
+        _channel.heed(False)
 
 
 @contextmanager
 def removed_at_the_end(path: Path) -> Iterator[None]:
     """Makes the supervisor remove the file or folder if this process dies inside the block."""
-    if _own is not None:
-        _own.note("+", path)
+    if _channel is not None:
+        _channel.note("+", path)
     try:
         yield
     finally:
-        if _own is not None:
-            _own.note("-", path)
+        if _channel is not None:
+            _channel.note("-", path)

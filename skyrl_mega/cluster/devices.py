@@ -119,7 +119,7 @@ def choose(wanted: str, cluster_gpus: Callable[[], float], *, torch: Sight, here
     if wanted == "cpu":
         return "cpu"
     if joined:
-        return "cuda" if wanted == "cuda" else _of_the_cluster(cluster_gpus(), torch, here)
+        return "cuda" if wanted == "cuda" else _choose_for_cluster(cluster_gpus(), torch, here)
     if torch.sees:
         return "cuda"
     if here:
@@ -129,7 +129,7 @@ def choose(wanted: str, cluster_gpus: Callable[[], float], *, torch: Sight, here
     return "cpu"
 
 
-def _of_the_cluster(gpus: float, torch: Sight, here: Signs) -> str:
+def _choose_for_cluster(gpus: float, torch: Sight, here: Signs) -> str:
     """Resolves `auto` for a joined Ray cluster."""
     if not gpus and here:
         raise UserError(

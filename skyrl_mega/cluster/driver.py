@@ -16,14 +16,14 @@ _SUBREAPER, _DEATH_SIGNAL = 36, 1
 OPEN_FILES = 65536
 
 
-def start(goes_on: str, cleared: Callable[[], None] = lambda: None) -> None:
+def start(resume_hint: str, on_cleared: Callable[[], None] = lambda: None) -> None:
     """Returns in a new process, the driver. The current process becomes the supervisor and exits after the driver.
 
     Must be called before heavy imports and before any thread starts.
 
     Args:
-        goes_on: Message for the user after the command was ended by a signal.
-        cleared: Called by the supervisor at the end, when no process of the driver is left.
+        resume_hint: Message for the user after the command was ended by a signal.
+        on_cleared: Called by the supervisor at the end, when no process of the driver is left.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # the parent may have set SIG_IGN, which would hide the driver's end
     # Block signals before anything else, so that none is lost. The supervisor gets SIGTTOU when it changes the
@@ -32,14 +32,14 @@ def start(goes_on: str, cleared: Callable[[], None] = lambda: None) -> None:
     from skyrl_mega.cluster import channel, reaper, user
 
     user.name_user()
-    shared, existing_shm, supervisor = channel.Channel(), reaper.numbers(), os.getpid()
+    shared_memory, existing_shm, supervisor = channel.Channel(), reaper.numbers(), os.getpid()
     _prctl(_SUBREAPER, 1)
     driver = os.fork()
     if driver:
         from skyrl_mega.cluster.supervisor import Supervisor
 
         ignored = {number for number in (signal.SIGHUP,) if signal.getsignal(number) == signal.SIG_IGN}  # nohup
-        os._exit(Supervisor(driver, shared, _TAKEN - ignored, goes_on, cleared, existing_shm).run())
+        os._exit(Supervisor(driver, shared_memory, _TAKEN - ignored, resume_hint, on_cleared, existing_shm).run())
     os.setpgid(0, 0)
     _prctl(_DEATH_SIGNAL, signal.SIGKILL)
     if os.getppid() != supervisor:  # the supervisor was killed in the meantime
@@ -55,10 +55,10 @@ def start(goes_on: str, cleared: Callable[[], None] = lambda: None) -> None:
         signal.SIGQUIT,
         signal.SIGUSR1,
     ):  # some Slurm sites signal every process of a job
-        signal.signal(number, _nothing)
+        signal.signal(number, _ignore)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     _raise_open_files()
-    channel.join(shared)
+    channel.join(shared_memory)
 
 
 def run(command: Callable[[], int]) -> NoReturn:
@@ -87,7 +87,7 @@ def _raise_open_files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (target, hard))
 
 
-def _nothing(number: int, _: object) -> None:
+def _ignore(number: int, _: object) -> None:
     """Ignores a signal also received by the supervisor. SIG_IGN would be inherited by child processes."""
 
 

@@ -74,7 +74,7 @@ class Fleet:
         self.states = [State.STALE] * len(group)
         self._starting: dict[int, Future[None]] = {}
         self._threads = ThreadPoolExecutor(len(group), thread_name_prefix="restart")
-        self._last: ActorFailed | None = None
+        self._last_failure: ActorFailed | None = None
         self._lock = threading.RLock()
         """Guards `states` and restarts: generation and weight sync may detect the same failure at the same time."""
         self._ending: dict[int, Future[None]] = {}
@@ -102,23 +102,23 @@ class Fleet:
             NodeGone: An actor cannot be restarted because the node is gone.
         """
         while True:
-            self._take_in()
+            self._collect_started()
             if up := self.up:
                 return up
-            self._begin()
+            self._start_ended()
             # While asleep, other processes take their memory back after `make_room`: no start may still be running
             # then.
             wait([*self._starting.values()], return_when="ALL_COMPLETED" if self.asleep else "FIRST_COMPLETED")
 
-    def _take_in(self) -> None:
+    def _collect_started(self) -> None:
         with self._lock:
             for rank, starting in list(self._starting.items()):
                 if starting.done():
-                    self._arrive(rank, starting)
+                    self._finish_restart(rank, starting)
 
-    def _arrive(self, rank: int, starting: Future[None]) -> None:
+    def _finish_restart(self, rank: int, starting: Future[None]) -> None:
         error = starting.exception()
-        if error is not None and (isinstance(error, NodeGone) or not _own(error, self.group.name)):
+        if error is not None and (isinstance(error, NodeGone) or not _failed_in_fleet(error, self.group.name)):
             # Either the node is gone and the run must choose new nodes, or another group failed. The rank stays
             # STARTING, so each later call raises the same error.
             raise error
@@ -151,17 +151,17 @@ class Fleet:
         if self.states[rank] is State.STARTING:
             return
         name, cause = f"{self.group.name}-{rank}", with_cause(cause, self.group.logs[rank])
-        self._last = ActorFailed(name, rank, "service", f"{cause}; its log: {self.group.logs[rank]}")
+        self._last_failure = ActorFailed(name, rank, "service", f"{cause}; its log: {self.group.logs[rank]}")
         if self.restarts <= 0:
-            raise self._last
+            raise self._last_failure
         self.restarts -= 1
         self.states[rank] = State.STARTING
         self.say(f"{name} is out of service: {cause}; it is started again ({self.restarts} restarts are left)")
         self._ending[rank] = self._threads.submit(self.group.replace, rank, self.start_timeout_s)
         if not self.asleep:
-            self._begin()
+            self._start_ended()
 
-    def _begin(self) -> None:
+    def _start_ended(self) -> None:
         """Submits the restart of every ended actor to the background threads."""
         with self._lock:
             for rank, ended in self._ending.items():
@@ -191,7 +191,7 @@ class Fleet:
         """
         wait(self._starting.values())
         self.asleep |= set(parts)
-        self._take_in()
+        self._collect_started()
         if WEIGHTS in parts:
             self.serve([])
         self._settle(self.up, "sleep", self.start_timeout_s, sorted(parts))
@@ -206,7 +206,7 @@ class Fleet:
         self._settle(self.up, "wake", self.start_timeout_s, sorted(parts))
         self.asleep -= set(parts)
         if not self.asleep:
-            self._begin()
+            self._start_ended()
 
     def _settle(self, ranks: Collection[int], method: str, timeout: float, *args: Any) -> None:
         """Calls a method of these ranks; retires each rank on failure or time-out."""
@@ -236,7 +236,7 @@ class Fleet:
             cause = f"asleep: {', '.join(sorted(self.asleep))}; `wake` comes before a request"
             raise NobodyServes(self.group.name, 0, "service", cause)
         if not self.serving:
-            last = self._last or ActorFailed(self.group.name, 0, "service", "none has been brought up to date")
+            last = self._last_failure or ActorFailed(self.group.name, 0, "service", "none has been brought up to date")
             raise NobodyServes(last.actor, last.rank, last.method, last.cause)
 
     def close(self) -> None:
@@ -245,6 +245,6 @@ class Fleet:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 
-def _own(error: BaseException, name: str) -> bool:
+def _failed_in_fleet(error: BaseException, name: str) -> bool:
     """Returns True if the failed actor belongs to the fleet, False if freeing memory for the restart failed."""
     return isinstance(error, ActorFailed) and error.actor.rpartition("-")[0] == name

@@ -46,7 +46,7 @@ class ActorGroup:
         self._start: Callable[[int], Any] | None = None
         self._places: list[tuple[ActorPlace, dict[str, Any]]] = []
         self._ended = False
-        self._down: set[int] = set()
+        self._ended_ranks: set[int] = set()
         """Ranks whose processes have been ended; another program may reuse the process ids."""
         self._lock = threading.Lock()
 
@@ -154,9 +154,9 @@ class ActorGroup:
         import ray
 
         ray.kill(self.actors[rank], no_restart=True)
-        if rank not in self._down:
+        if rank not in self._ended_ranks:
             end_processes(self.where[rank])
-            self._down.add(rank)
+            self._ended_ranks.add(rank)
 
     def replace(self, rank: int, timeout: float) -> None:
         """Kills an actor with all child processes and starts a replacement with the same arguments.
@@ -174,7 +174,7 @@ class ActorGroup:
             self.actors[rank] = self._start(rank)
         until = time.monotonic() + timeout
         self.where[rank] = gather([self.submit(rank, "location")], timeout)[0]
-        self._down.discard(rank)
+        self._ended_ranks.discard(rank)
         gather([self.submit(rank, "construct", *self._places[rank])], max(0.0, until - time.monotonic()))
 
     def shutdown(self) -> None:
@@ -188,7 +188,7 @@ class ActorGroup:
             self._ended = True
         for actor in self.actors:
             ray.kill(actor, no_restart=True)
-        local_pids = [w.pid for i, w in enumerate(self.where) if i not in self._down and w.machine == machine()]
+        local_pids = [w.pid for i, w in enumerate(self.where) if i not in self._ended_ranks and w.machine == machine()]
         _wait_gone(local_pids, END_S)
         if self.placement is not None:
             self.placement.release()

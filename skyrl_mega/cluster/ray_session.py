@@ -85,7 +85,7 @@ def session(
     """
     address = os.environ.get("RAY_ADDRESS")
     if address:
-        _answering(address)
+        _check_address(address)
     for key, value in ENVIRONMENT.items():
         os.environ.setdefault(key, value)
     import ray
@@ -99,7 +99,7 @@ def session(
             _join(address, common)
             notice_s = NOTICE_S if actors else 0.0
             before = _wait_for_nodes(nodes, timeout_s, say, gpus=bool(gpus), notice_s=notice_s)
-            stack.enter_context(_of_a_node(before))
+            stack.enter_context(_naming_lost_nodes(before))
         else:
             folder = stack.enter_context(_guarded_folder())
             stack.callback(ray.shutdown)
@@ -112,7 +112,7 @@ def _join(address: str, common: Mapping[str, Any]) -> None:
     import ray
 
     try:
-        with _own_signals():
+        with _keeping_signal_handlers():
             ray.init(address=address, **common)
     except (ConnectionError, ray.exceptions.AuthenticationError) as error:
         # A server responds, but Ray gives no more detail about a rejected token.
@@ -144,7 +144,7 @@ def _start(
     while True:
         tried = time.monotonic()
         try:
-            with _own_signals(), _temporary_files_in(folder):
+            with _keeping_signal_handlers(), _temporary_files_in(folder):
                 ray.init(
                     address="local",
                     num_cpus=actors,
@@ -209,7 +209,7 @@ def _temporary_files_in(folder: Path) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _own_signals() -> Iterator[None]:
+def _keeping_signal_handlers() -> Iterator[None]:
     """Restores the program's signal handlers after the block: Ray's handlers use another exit code and print a stack
     dump."""
     if threading.current_thread() is not threading.main_thread():
@@ -223,7 +223,7 @@ def _own_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _answering(address: str) -> None:
+def _check_address(address: str) -> None:
     """Raises UserError if no process listens at this host:port; Ray would abort this process without an exception."""
     host, _, port = address.rpartition(":")
     if not port.isdigit():
@@ -289,7 +289,7 @@ def _addresses(nodes: Sequence[Node]) -> str:
 
 
 @contextlib.contextmanager
-def _of_a_node(before: Gone) -> Iterator[None]:
+def _naming_lost_nodes(before: Gone) -> Iterator[None]:
     """Turns an error inside the block into NodeLost if a node is gone since `before`.
 
     The message starts with the original error, because the lost node may not be the cause.

@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     name_user()
     job = Job.of(Path(folder), os.environ)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, _note)
+        signal.signal(number, _record_signal)
     # some Slurm sites send it to every process; only the file `stop` matters
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     for name in ("up", "failed"):
@@ -350,12 +350,12 @@ def _takes_signals(process: int) -> bool:
     return bool(int(status.partition("SigBlk:")[2].split()[0], 16) >> (signal.SIGTTOU - 1) & 1)
 
 
-_came: list[int] = []
+_received_signals: list[int] = []
 """Numbers of received signals."""
 
 
-def _note(number: int, frame: FrameType | None) -> None:
-    _came.append(number)
+def _record_signal(number: int, frame: FrameType | None) -> None:
+    _received_signals.append(number)
 
 
 def pause() -> None:
@@ -364,10 +364,10 @@ def pause() -> None:
     Raises:
         Ended: A signal was received.
     """
-    if not _came:
+    if not _received_signals:
         time.sleep(LOOK_EVERY_S)
-    if _came:
-        raise Ended(CANCELLED, f"ended by {signal.Signals(_came[0]).name}")
+    if _received_signals:
+        raise Ended(CANCELLED, f"ended by {signal.Signals(_received_signals[0]).name}")
 
 
 if __name__ == "__main__":

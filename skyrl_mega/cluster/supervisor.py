@@ -42,9 +42,9 @@ class Supervisor:
     Args:
         driver: Process id of the driver.
         channel: Shared memory with the driver.
-        taken: Blocked signals to wait for.
-        goes_on: Message for the user after the command was ended by a signal.
-        cleared: Called when no process of the driver is left; see `driver.start`.
+        signals: Blocked signals to wait for.
+        resume_hint: Message for the user after the command was ended by a signal.
+        on_cleared: Called when no process of the driver is left; see `driver.start`.
         existing_shm: `reaper.numbers` of the shared memory from before the driver.
     """
 
@@ -52,16 +52,22 @@ class Supervisor:
         self,
         driver: int,
         channel: Channel,
-        taken: set[signal.Signals],
-        goes_on: str,
-        cleared: Callable[[], None],
+        signals: set[signal.Signals],
+        resume_hint: str,
+        on_cleared: Callable[[], None],
         existing_shm: set[int],
     ) -> None:
-        self.driver, self.channel, self.taken, self.goes_on, self.cleared = driver, channel, taken, goes_on, cleared
-        self.terminal, self.others = Terminal(driver), existing_shm
-        self.by: str | None = None
+        self.driver, self.channel, self.signals, self.resume_hint, self.on_cleared = (
+            driver,
+            channel,
+            signals,
+            resume_hint,
+            on_cleared,
+        )
+        self.terminal, self.existing_shm = Terminal(driver), existing_shm
+        self.ended_by: str | None = None
         """Name of the signal that ends the driver."""
-        self.asked_s: float | None = None
+        self.asked_at: float | None = None
         """Time at which the driver was asked to end soon."""
         self.deadline: float | None = None
         """Time at which a driver asked to end now is killed."""
@@ -71,7 +77,7 @@ class Supervisor:
     def run(self) -> int:
         """Waits until the driver and all of its processes are gone; returns the exit code."""
         while self.status is None:
-            number = _wait(self.taken, self.deadline)
+            number = _wait(self.signals, self.deadline)
             if number is None:
                 break
             if number == signal.SIGCHLD:
@@ -81,28 +87,28 @@ class Supervisor:
             else:
                 self._signalled(signal.Signals(number))
         killed = self.status is None or os.WIFSIGNALED(self.status)
-        clear(0.0 if killed else GUARDS_S, self._reap, self.others)
+        clear(0.0 if killed else GUARDS_S, self._reap, self.existing_shm)
         for path in self.channel.left():
             try:
                 leftovers.remove(path)
             except OSError as error:
                 _say(f"{path} is left: {error}")
-        self.cleared()
+        self.on_cleared()
         self.terminal.restore(killed)
         return self._code()
 
     def _signalled(self, number: signal.Signals) -> None:
-        if number == signal.SIGUSR1 and self.asked_s is not None and monotonic() < self.asked_s + SAME_S:
+        if number == signal.SIGUSR1 and self.asked_at is not None and monotonic() < self.asked_at + SAME_S:
             return
-        if number == signal.SIGUSR1 and self.by is None and self.channel.heeded:
-            self.by, self.asked_s = number.name, monotonic()
+        if number == signal.SIGUSR1 and self.ended_by is None and self.channel.heeded:
+            self.ended_by, self.asked_at = number.name, monotonic()
             self.channel.ask(Asked.SOON, number)
             return
         if self.deadline is not None and number != signal.SIGINT:
             return  # a scheduler signals every process of a job, and our parent forwards the signal again
         grace = GRACE_S if self.channel.heeded and self.deadline is None else 0.0
         if self.deadline is None:
-            self.by = number.name
+            self.ended_by = number.name
         self.deadline = monotonic() + grace
         self.channel.ask(Asked.NOW, number)
 
@@ -125,8 +131,8 @@ class Supervisor:
     def _code(self) -> int:
         """Returns the exit code; prints the reason if the driver could not."""
         code = None if self.status is None else os.waitstatus_to_exitcode(self.status)
-        if self.deadline is not None or (self.by and code == STOPPED):
-            _say(f"stopped by {self.by}; {self.goes_on}")
+        if self.deadline is not None or (self.ended_by and code == STOPPED):
+            _say(f"stopped by {self.ended_by}; {self.resume_hint}")
             return STOPPED
         assert code is not None
         if code >= 0 and code == self.channel.finished:
@@ -141,7 +147,7 @@ class Supervisor:
             event += "code in it, called os._exit or exit"
         else:
             event = f"had finished with exit code {self.channel.finished} and then ended with exit status {code}"
-        _say(f"fault: the driver (process {self.driver}) {event}; {self.goes_on}")
+        _say(f"fault: the driver (process {self.driver}) {event}; {self.resume_hint}")
         return FAULT
 
 
@@ -200,11 +206,11 @@ def _send(pids: set[int], number: int) -> None:
             continue
 
 
-def _wait(taken: set[signal.Signals], deadline: float | None) -> int | None:
+def _wait(signals: set[signal.Signals], deadline: float | None) -> int | None:
     """Returns the next signal, or None if the deadline comes first."""
     if deadline is None:
-        return signal.sigwait(taken)
-    received = signal.sigtimedwait(taken, max(0.0, deadline - monotonic()))
+        return signal.sigwait(signals)
+    received = signal.sigtimedwait(signals, max(0.0, deadline - monotonic()))
     return None if received is None else received.si_signo
 
 

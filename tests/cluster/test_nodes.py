@@ -190,7 +190,7 @@ def test_where_ray_does_not_answer_nobody_can_say(monkeypatch: pytest.MonkeyPatc
         assert nodes.gone_since(Gone([], [])) is None
         with pytest.raises(ClusterError, match="does not say within 0 s which nodes it has"):
             ray_session._wait_for_nodes(1, 0.0, print, gpus=False)
-    with pytest.raises(ActorFailed) as caught, ray_session._of_a_node(Gone([], [])):
+    with pytest.raises(ActorFailed) as caught, ray_session._naming_lost_nodes(Gone([], [])):
         raise RANK
     assert caught.value is RANK
     assert all(thread.daemon for thread in threading.enumerate() if "ask" in thread.name), "the process may end"

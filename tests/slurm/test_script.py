@@ -213,10 +213,10 @@ def test_without_the_repository_it_says_where_it_looked() -> None:
 
 
 def test_a_signal_is_found_where_a_node_waits_and_raises_into_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(slurm_node, "_came", [])
+    monkeypatch.setattr(slurm_node, "_received_signals", [])
     monkeypatch.setattr(slurm_node, "LOOK_EVERY_S", 0.0)
     slurm_node.pause()
-    before = signal.signal(signal.SIGTERM, slurm_node._note)
+    before = signal.signal(signal.SIGTERM, slurm_node._record_signal)
     try:
         os.kill(os.getpid(), signal.SIGTERM)
         os.kill(os.getpid(), signal.SIGTERM)

@@ -129,7 +129,7 @@ def test_what_fails_after_a_signal_ended_by_it(monkeypatch: pytest.MonkeyPatch) 
     """A scheduler's signal may reach actors first; after one that asks to end soon, a fault is still one."""
     own = Channel()
     assert ended_by(ValueError()) == "", "nobody asks"
-    monkeypatch.setattr(channel, "_own", own)
+    monkeypatch.setattr(channel, "_channel", own)
     assert ended_by(ValueError()) == ended_by(Stopped()) == "", "nobody has asked"
     own.ask(Asked.SOON, SIGUSR1)
     assert (ended_by(GracefulStop()), ended_by(ValueError())) == ("SIGUSR1", "")
