@@ -1,9 +1,10 @@
-"""What a policy rank keeps for the backward pass. Estimated: formulas of what autograd saves, not a measurement.
+"""Activation memory of a policy rank for the backward pass, estimated by formulas of autograd's saved tensors, not
+measured.
 
-After Korthikanti et al. (arXiv:2205.05198), for this policy's layers: packed sequences, flash attention (no score
-matrix), no dropout, gated MLPs written as separate operations unless they are fused, and experts that receive k
-copies of every token. Under tensor parallelism everything between the linear layers is cut along the sequence. A
-block's own formula is its `saved_bytes` and `gradient_bytes` (`models/blocks/`).
+Follows Korthikanti et al. (arXiv:2205.05198), adapted to this policy's layers: packed sequences, flash attention (no
+score matrix), no dropout, gated MLPs as separate operations unless fused, and experts receiving k copies of every
+token. With tensor parallelism all activations between linear layers are cut along the sequence. The formulas of single
+blocks are `saved_bytes` and `gradient_bytes` (`models/blocks/`).
 """
 
 from __future__ import annotations
@@ -18,38 +19,39 @@ from skyrl_mega.models.decoder import Decoder, Layer
 from skyrl_mega.parallel.dims import ParallelDims
 
 IMBALANCE = 1.25
-"""Tokens of the busiest rank's experts over the mean, on average over layers: an assumption about the router."""
+"""Tokens of the busiest rank's experts over the mean, averaged over layers: an assumption about the router."""
 HOTTEST = 2.0
-"""The same of the one layer and micro-batch where it is worst, of some thousands in a step: an assumption too."""
+"""Tokens of the busiest rank's experts over the mean, in the worst of the thousands of layers and micro-batches in a
+step: also an assumption."""
 HOST_PAGE = 32 * 2**20
-"""Bytes of host memory that a layer takes at a time (`megatron.activation_offload`)."""
+"""Bytes of one host memory allocation by a layer (`megatron.activation_offload`)."""
 BATCH_BYTES = 64
-"""Bytes of one token of a packed micro-batch: inputs, positions, targets, places and the fields of the loss."""
+"""Bytes per token of a packed micro-batch: inputs, positions, targets, indices and loss fields."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """The longest micro-batch."""
+    """Longest micro-batch, packed into a row."""
 
     tokens: int
-    """On one rank, that is on one context rank."""
+    """Tokens on one context rank."""
     count: int
-    """Micro-batches of one optimizer step on one data-parallel rank."""
+    """Number of micro-batches per optimizer step on each data-parallel rank."""
 
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes at the peak of a phase."""
+    """Peak bytes of activations by phase."""
 
     train: int
-    """Forward and backward."""
+    """Bytes in the forward and backward pass."""
     forward: int
-    """Log-probs only: one layer at a time."""
+    """Bytes in a log-prob pass: one layer at a time."""
     train_logits: int
-    """The head's, in the backward pass; 0 but on the last stage."""
+    """Bytes of the output head in the backward pass; 0 except on the last stage."""
     forward_logits: int
     host: int = 0
-    """What layers keep in host memory (`policy.offload_layers`)."""
+    """Bytes kept by layers in host memory (`policy.offload_layers`)."""
 
 
 def activations(
@@ -66,15 +68,15 @@ def activations(
     spec: Spec = "local",
     fused: frozenset[str] = frozenset(),
 ) -> Activations:
-    """At the peak, on a rank of pipeline stage `pp`.
+    """Returns the peak activation memory of a rank of pipeline stage `pp`.
 
     Args:
-        recompute: `policy.recompute`, of Transformer Engine's layers.
+        recompute: `policy.recompute`, for Transformer Engine's layers.
         offload_layers: `policy.offload_layers`.
-        logit_chunk: Tokens whose logits exist at once; None with the fused head.
-        token_bytes: Of one token of a packed micro-batch.
-        spec: Whose layers they are.
-        fused: Which of `policy.fusions` run in them.
+        logit_chunk: Tokens with logits in memory at once; None with the fused head.
+        token_bytes: Bytes per token of a packed micro-batch.
+        spec: Implementation of the layers.
+        fused: Active subset of `policy.fusions`.
     """
     kinds = _kinds(d, parallel, pp)
     usual = Work(parallel, row.tokens, itemsize, IMBALANCE, spec, fused)
@@ -90,16 +92,16 @@ def activations(
     layers = parallel.stage_sizes(d.layers)[pp] / parallel.virtual_pipeline
     away = min(layers, offload_layers / parallel.virtual_pipeline)
     there = flight * (layers - away)
-    if away:  # of the micro-batch that is computed the last layer that moves is there, too, and always two of them
+    if away:  # the last offloaded layer of the current micro-batch is present too, and always two layers
         there += max(1, min(flight * layers, 2) - (layers - away))
-    # Every micro-batch under way also keeps the hidden states that it was sent, and those that it sent on.
+    # Every micro-batch in flight also keeps the received and the sent hidden states.
     saved = there * kept + flight * (2 * boundary if parallel.pipeline > 1 else 0)
     working = max(sum(block.gradient_bytes(worst) for block in kind) for kind, _ in kinds)
     batch = row.tokens * row.count * token_bytes
     last = parallel.holds_head(pp, parallel.virtual_pipeline - 1)
-    # The last norm's input and output, and what the head reads of it, gathered over the tensor ranks and picked.
+    # Input and output of the last norm, and the head's input: gathered over tensor ranks, then the selected tokens.
     top = 2 * boundary + 2 * row.tokens * d.hidden * itemsize if last else 0
-    choice = last and not isinstance(d.head, ValueHead)  # of a token, which a critic does not make
+    choice = last and not isinstance(d.head, ValueHead)  # a critic computes no logits
     train_logits, forward_logits = logits(d, parallel, row.tokens, itemsize, logit_chunk) if choice else (0, 0)
     return Activations(
         train=int(saved + again + working + top + batch),
@@ -111,7 +113,8 @@ def activations(
 
 
 def in_flight(parallel: ParallelDims, pp: int, count: int) -> int:
-    """Micro-batches of one model chunk whose activations exist at once: 1F1B, or its interleaved form."""
+    """Returns the number of micro-batches whose activations exist at once for a model chunk, with the 1F1B schedule or
+    its interleaved form."""
     stages, chunks = parallel.pipeline, parallel.virtual_pipeline
     if chunks == 1:
         return min(count, stages - pp)
@@ -130,8 +133,10 @@ def layer(
     spec: Spec = "local",
     fused: frozenset[str] = frozenset(),
 ) -> int:
-    """Bytes that one layer, with experts or without, saves for its backward pass, its input among them; of
-    `policy.recompute` all kinds but full."""
+    """Returns the bytes saved by a dense or MoE layer for the backward pass, including its input.
+
+    Supports every `policy.recompute` except full.
+    """
     kind = next(d.layer(i) for i in range(d.layers) if d.is_moe(i) == moe)
     return _saved(kind, Work(parallel, tokens, itemsize, imbalance, spec, fused), recompute)
 
@@ -147,13 +152,15 @@ def kept_layer(
     spec: Spec,
     fused: frozenset[str],
 ) -> float:
-    """Bytes that a layer of stage `pp` saves for its backward pass, on average; of `policy.recompute` all kinds but
-    full."""
+    """Returns the mean bytes saved by a layer of stage `pp` for the backward pass.
+
+    Supports every `policy.recompute` except full.
+    """
     return _mean(_kinds(d, parallel, pp), Work(parallel, int(tokens), itemsize, IMBALANCE, spec, fused), recompute)
 
 
 def _kinds(d: Decoder, parallel: ParallelDims, pp: int) -> list[tuple[Layer, int]]:
-    """The kinds of layers of a stage, and how many of each."""
+    """Returns each kind of layer in a stage, and the number of layers of this kind."""
     return d.counted(layer for chunk in _chunks(d, parallel, pp) for layer in chunk)
 
 
@@ -166,13 +173,16 @@ def _saved(kind: Layer, work: Work, recompute: str = "none") -> int:
 
 
 def logits(d: Decoder, parallel: ParallelDims, tokens: int, itemsize: int, chunk: int | None) -> tuple[int, int]:
-    """Bytes of the head in the backward and in the forward pass: a chunk's logits, or the fused head's sums and its
-    chunk of their gradient; and the gradient of the weight."""
+    """Returns the bytes of the output head in the backward and in the forward pass.
+
+    Counts the logits of a chunk, or the fused head's sums and the gradient of a chunk of logits, plus the weight's
+    gradient.
+    """
     rows = padded_vocab(d.vocab, parallel.tensor) // parallel.tensor
     weight = rows * d.hidden
     if chunk is None:
         sums, work = forward_bytes(tokens, rows, squares=True), backward_bytes(tokens, rows, d.hidden, itemsize)
-        # The weight's gradient is written in its own type; then that stands beside what it is added to.
+        # The weight's gradient is written in the weight's type, then both it and its accumulator exist.
         return max(work + weight * itemsize, weight * 2 * itemsize, sums), sums
     table = min(chunk, tokens) * rows
     # Forward: logits, their exponentials, the masked logits and the product, float32 each (megatron/vocab_parallel.py).

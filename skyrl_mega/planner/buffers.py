@@ -1,10 +1,10 @@
-"""megatron-core 0.16's flat buffers: what data parallelism and the distributed optimizer really allocate.
+"""Flat buffers of megatron-core 0.16: the real allocations of data parallelism and the distributed optimizer.
 
-A model chunk's parameters lie in one buffer for the dense ones and one for the experts, last parameter first, each
-beginning at a multiple of 64 elements; a buffer, and an embedding that two stages share within it, ends at a multiple
-of 128 elements and of the data-parallel size. Where communication overlaps with compute, the first stage's first chunk
-is cut into buckets of `BUCKET` elements or a little more, and each ends so. Rank r of n owns the r-th of n equal parts
-of every bucket.
+The parameters of a model chunk lie in two buffers, dense and expert, in reverse order, each starting at a multiple of
+64 elements. The end of a buffer, and of an embedding shared by two stages within a buffer, is a multiple of 128
+elements and of the data-parallel size. If communication overlaps with compute, the first stage's first chunk is cut
+into buckets of at least `BUCKET` elements, each padded the same way. Rank r of n owns the r-th of n equal parts of
+every bucket.
 """
 
 from __future__ import annotations
@@ -20,32 +20,33 @@ from skyrl_mega.parallel.dims import ParallelDims, RankCoords
 from skyrl_mega.planner.parameters import Bools, Ints, Parameters
 
 START = 64
-"""A parameter begins at a multiple of so many elements."""
+"""Alignment of a parameter's start, in elements."""
 END = 128
-"""A bucket ends at a multiple of so many elements."""
+"""Alignment of a bucket's end, in elements."""
 BUCKET = (40_000_000, 1_000_000)
-"""Elements after which a bucket ends where communication overlaps: so many, or so many for each data-parallel rank."""
+"""Minimum size of a bucket in elements if communication overlaps: absolute, and per data-parallel rank. The larger
+applies."""
 GRADIENT = 4
-"""Bytes of one gradient: they accumulate in float32 (`policy.build.wrap_ddp`)."""
+"""Bytes of a gradient element; gradients accumulate in float32 (`policy.build.wrap_ddp`)."""
 MOMENTS = {"float32": 8, "bfloat16": 4}
-"""Bytes of Adam's two moments of one element (`policy.optimizer.moments`)."""
+"""Bytes of the two Adam moments per element, by `policy.optimizer.moments`."""
 MASTER = 4
-"""Bytes of one element's float32 master weight, which a float32 model does without."""
+"""Bytes of the float32 master weight per element; a float32 model keeps none."""
 
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes that a policy rank holds all the time. Counted, not estimated."""
+    """Permanent memory of a policy rank in bytes, counted from shapes."""
 
     weights: int
     gradients: int
     optimizer: int
     largest: int = 0
-    """Of the optimizer's, what belongs to the one parameter of which the rank trains most."""
+    """Part of `optimizer` that belongs to the parameter of which this rank owns the most elements."""
 
     @property
     def total(self) -> int:
-        """Weights, gradients and the optimizer's state."""
+        """Returns the sum of weights, gradients and optimizer state."""
         return self.weights + self.gradients + self.optimizer
 
 
@@ -59,13 +60,13 @@ def held(
     overlap: bool = False,
     moments: int = MOMENTS["float32"],
 ) -> Held:
-    """What the rank at `at` allocates for its model chunks.
+    """Returns the bytes that the rank at `at` allocates for parameters, gradients and optimizer state.
 
     Args:
-        chunks: From `parameters.stage`.
-        itemsize: Bytes of a parameter: 2 with master weights beside it, 4 without.
-        overlap: Communication overlaps with compute.
-        moments: Bytes of an element's two moments.
+        chunks: Model chunks of the rank, from `parameters.stage`.
+        itemsize: Bytes of a parameter element: 2 with additional master weights, 4 without.
+        overlap: True if communication overlaps with compute.
+        moments: Bytes of the two moments per element.
     """
     weights = gradients = owned = largest = 0
     for i, chunk in enumerate(chunks):
@@ -88,51 +89,53 @@ def held(
 
 
 def full_bucket(parallel: ParallelDims, at: RankCoords, chunk: int) -> int | None:
-    """Elements after which a bucket ends where communication overlaps; None where a buffer is one bucket."""
+    """Returns the number of elements at which a bucket is full if communication overlaps; None if the buffer is a
+    single bucket."""
     return max(BUCKET[0], BUCKET[1] * parallel.data) if at.pp == chunk == 0 else None
 
 
 @dataclass(frozen=True)
 class Buffer:
-    """Parameters one after the other, in buckets that are shared out over the data-parallel ranks."""
+    """Consecutive parameters in buckets. Every bucket is divided equally among the data-parallel ranks."""
 
     start: Ints
-    """Where each parameter begins in its bucket [n]."""
+    """Start of each parameter in its bucket, in elements [n]."""
     size: Ints
-    """Its elements [n]."""
+    """Number of elements of each parameter [n]."""
     copies: Ints
-    """`Parameters.copies` [n]."""
+    """`Parameters.copies` of each parameter [n]."""
     bucket: Ints
-    """The bucket in which it lies [n]."""
+    """Bucket index of each parameter [n]."""
     lengths: Ints
-    """Elements of each bucket, with padding."""
+    """Number of elements of each bucket, with padding."""
     ranks: int
-    """Ranks over which a bucket is shared out."""
+    """Number of ranks sharing each bucket."""
 
     @property
     def numel(self) -> int:
-        """Elements with padding."""
+        """Returns the number of elements of all buckets, with padding."""
         return int(self.lengths.sum())
 
     def runs(self, index: int) -> Ints:
-        """First and last element of each parameter in the parts of rank `index`, [n, 2]; equal where there is none."""
+        """Returns start and end of the elements of each parameter owned by rank `index` [n, 2]; equal if nothing is
+        owned."""
         part = (self.lengths // self.ranks)[self.bucket]
         ends = np.stack([index * part, (index + 1) * part], axis=1)
         return (ends - self.start[:, None]).clip(0, self.size[:, None])
 
     def largest(self, index: int) -> int:
-        """Elements of the parameter that has most in the parts of rank `index`."""
+        """Returns the largest number of elements of a single parameter owned by rank `index`."""
         runs = self.runs(index)
         return int((runs[:, 1] - runs[:, 0]).max(initial=0))
 
     def owned(self, index: int) -> int:
-        """Elements of parameters in the parts of rank `index`."""
+        """Returns the number of elements of all parameters owned by rank `index`."""
         first, last = self.runs(index).sum(axis=0)
         return int(last - first)
 
 
 def buffer(parameters: Parameters, ranks: int, full: int | None = None) -> Buffer:
-    """The buffer of these parameters over `ranks` data-parallel ranks; a bucket of `full` elements or more is full."""
+    """Returns the buffer of `parameters` over `ranks` data-parallel ranks; a bucket is full at `full` elements."""
     size, alone = parameters.numel[::-1], parameters.shared[::-1]
     place = np.concatenate([[0], np.cumsum(-(-size // START) * START)])
     start, end = place[:-1], place[:-1] + size
@@ -145,13 +148,15 @@ def buffer(parameters: Parameters, ranks: int, full: int | None = None) -> Buffe
 
 
 def _runs(alone: Bools) -> list[range]:
-    """Neighbours that may share a bucket: a parameter that stands alone has its own."""
+    """Returns ranges of neighbouring parameters that may share a bucket; each parameter flagged in `alone` needs a
+    separate bucket."""
     cuts = sorted({0, len(alone), *(i + k for i in np.flatnonzero(alone).tolist() for k in (0, 1))})
     return [range(a, b) for a, b in pairwise(cuts)]
 
 
 def _cut(start: Ints, end: Ints, run: range, full: int | None) -> Iterator[int]:
-    """The first parameter of each bucket in a run: one ends behind the parameter with which it is full."""
+    """Yields the index of the first parameter of each bucket in a run. The parameter that fills a bucket is its
+    last."""
     at = run.start
     while at < run.stop:
         yield at

@@ -1,6 +1,6 @@
-"""What each rank writes to a checkpoint, and the host memory that it needs for it. Counted, but for the index.
+"""Bytes written to a checkpoint by each rank, and the host memory needed for it. Counted, except the index.
 
-The same as the boxes of `models.dist_checkpoint`, as numbers.
+Computes the same amounts as the boxes of `models.dist_checkpoint`, as plain numbers.
 """
 
 from __future__ import annotations
@@ -11,10 +11,10 @@ from skyrl_mega.planner.buffers import MASTER, MOMENTS, buffer, full_bucket
 from skyrl_mega.planner.parameters import stage
 
 STAGING = 64 * 2**20
-"""Bytes of the buffers through which a rank writes or reads (`hf_checkpoint.box_files`)."""
+"""Bytes of a rank's staging buffers for writing or reading (`hf_checkpoint.box_files`)."""
 INDEX = 64 * 2**20
-"""Bytes of the index in a rank that reads: names, boxes, and one file's header at a time. Estimated; that of
-Qwen3-30B-A3B on 32 ranks takes 7 MiB (`tests/planner/test_checkpoint.py`)."""
+"""Estimated bytes of the index in a rank reading a checkpoint: names, boxes, and the header of a single file at a time.
+The index of Qwen3-30B-A3B on 32 ranks takes 7 MiB (`tests/planner/test_checkpoint.py`)."""
 
 
 def written(
@@ -27,13 +27,15 @@ def written(
     overlap: bool = False,
     moments: int = MOMENTS["float32"],
 ) -> int:
-    """Bytes that a rank writes, without file headers. Of a trained parameter these are master and moments, whatever the
-    model's type: the weight is the master's.
+    """Returns the bytes written by a rank, without file headers.
+
+    A trained parameter is written as master weight and moments, whatever the model's type; the master weight replaces
+    the weight.
 
     Args:
-        itemsize: of a parameter: a frozen one is written as it is.
-        overlap: Communication overlaps with compute, which cuts buffers into buckets.
-        moments: Bytes of an element's two moments.
+        itemsize: Bytes of a parameter element; frozen parameters are written unchanged.
+        overlap: True if communication overlaps with compute, which cuts buffers into buckets.
+        moments: Bytes of the two moments per element.
     """
     at, found = parallel.coordinates(rank), 0.0
     data, place = parallel.data * parallel.context, at.dp * parallel.context + at.cp

@@ -1,7 +1,6 @@
-"""Bytes that an engine worker reads in one step: all weights that some token of the step meets, and the cache.
+"""Bytes read by an engine worker per decoding step: all weights used by any token of the step, and the KV cache.
 
-For the time that decoding will take (`planner.times`) and the share of the memory's rate that it reached
-(`trainer.speed`).
+Used for the decoding time (`planner.times`) and the achieved share of memory bandwidth (`trainer.speed`).
 """
 
 from __future__ import annotations
@@ -18,25 +17,25 @@ from skyrl_mega.planner.engine_weights import cache_itemsize, engine_bytes, kv_b
 
 @dataclass(frozen=True)
 class Reads:
-    """Of one engine worker. Bytes."""
+    """Bytes read by an engine worker."""
 
     plain: int
-    """Weights that every step reads. All of the embedding is among them, though a step reads a row for each token."""
+    """Weights read in every step. Includes the whole embedding, although a step reads only a row per token."""
     sparse: tuple[tuple[float, float], ...]
-    """Weights of which a token reads a part, and that part (0 to 1): experts."""
+    """Weights of which each token reads only a part (experts), with this part (0 to 1)."""
     per_token: int
-    """Cache of one token that is attended to."""
+    """KV cache per attended token."""
 
     def weights(self, tokens: float) -> float:
-        """Read in a step of so many tokens, each of which chooses its experts by itself."""
+        """Returns the weight bytes read in a step of `tokens` tokens that choose experts independently."""
         return self.plain + sum(size * (1 - (1 - part) ** tokens) for size, part in self.sparse)
 
 
 def reads(config: Config, d: Decoder) -> Reads:
-    """What a worker of an engine reads."""
+    """Returns the bytes read by an engine worker."""
     rollout = config.rollout
     data = engine_ranks(rollout) // rollout.tensor
-    size = linear_itemsize(config)  # experts are linear layers
+    size = linear_itemsize(config)  # experts consist of linear layers
     sparse = tuple(
         (n * size, part) for n, part in _sparse(d, EngineCut(rollout.tensor, expert_parallel(rollout), data))
     )
@@ -46,6 +45,6 @@ def reads(config: Config, d: Decoder) -> Reads:
 
 @lru_cache(maxsize=16)
 def _sparse(d: Decoder, cut: EngineCut) -> tuple[tuple[float, float], ...]:
-    """Elements of which a token reads a part, and that part."""
+    """Returns element counts of sparsely read weights, each with the part (0 to 1) that a token reads."""
     found = [(count * n, part) for kind, count in d.counted() for n, part in (b.engine_sparse(cut) for b in kind)]
     return tuple((n, part) for n, part in found if n)

@@ -1,4 +1,4 @@
-"""Prompts that dynamic sampling draws for a step, by an assumed share of groups with a signal."""
+"""Number of prompts sampled per step by dynamic sampling, from an assumed share of groups with a learning signal."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from math import ceil
 from skyrl_mega.config.schema import Config
 
 SIGNAL_SHARE = 0.5
-"""Share of groups whose rewards differ: an assumption, as nobody knows a policy before it has answered."""
+"""Assumed share of groups with differing rewards; a policy's true share is unknown before it has answered."""
 
 
 def rounds(config: Config) -> list[int]:
-    """Returns how many prompts each generation round of a step draws; one round of all without dynamic sampling."""
+    """Returns the number of prompts sampled in each generation round of a step; a single round without dynamic
+    sampling."""
     settings, wanted = config.algorithm.dynamic_sampling, config.data.prompts_per_step
     if not settings.enabled:
         return [wanted]
-    if config.asynchrony.mode == "full":  # what is left out is replaced at once
+    if config.asynchrony.mode == "full":  # dropped groups are replaced at once
         return [ceil(min(1 / SIGNAL_SHARE, settings.max_rounds) * wanted)]
     share = settings.replace_from if settings.mode == "replace" else 1.0
     drawn: list[int] = []
@@ -27,7 +28,7 @@ def rounds(config: Config) -> list[int]:
 
 
 def note(config: Config) -> str | None:
-    """Returns the assumption in words; None without dynamic sampling."""
+    """Returns a sentence stating the assumption; None without dynamic sampling."""
     if not config.algorithm.dynamic_sampling.enabled:
         return None
     drawn = rounds(config)

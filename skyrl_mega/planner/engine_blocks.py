@@ -1,4 +1,5 @@
-"""Engines that quantise what a sync brings (`rollout.options.quantization`): are their blocks of FP8 the policy's?"""
+"""Compares the FP8 blocks of engines with online quantisation (`rollout.options.quantization`) with the policy's
+blocks."""
 
 from __future__ import annotations
 
@@ -10,13 +11,16 @@ from skyrl_mega.models.decoder import Decoder
 
 
 def cut(rollout: RolloutConfig) -> EngineCut:
-    """How engines cut the model."""
+    """Returns how engines cut the model."""
     return EngineCut(rollout.tensor, expert_parallel(rollout), engine_data(rollout))
 
 
 def other(config: Config, d: Decoder) -> str | None:
-    """What of a worker's part is no multiple of a block, where engines that quantise what arrives then have other
-    blocks than the policy, or than the wire."""
+    """Describes a part of an engine worker's weights that is not a multiple of an FP8 block; None if all parts are.
+
+    Engines that quantise such a part have other blocks than the policy or the wire. Returns None if neither policy nor
+    wire uses block FP8, or if engines do not quantise weights themselves.
+    """
     rollout = config.rollout
     same = config.weights.wire == "fp8" or config.policy.precision.recipe == "fp8_blockwise"
     if not same or not fp8_weights(rollout) or fp8_parameters(rollout):

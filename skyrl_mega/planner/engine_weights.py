@@ -1,8 +1,8 @@
-"""What an engine worker holds of the model: weights in the model's type or in block FP8, and the cache of one token.
+"""Memory of the model in an engine worker: weights in the model's type or in block FP8, and KV cache per token.
 
-Engines that serve FP8 (`rollout.options.quantization`, `hf_overrides.quantization_config`; docs/weight-sync.md) have a
-byte for each element of a linear layer and a float32 scale for each block of 128 × 128. Embedding, head, routers and
-norms stay in `model.dtype`.
+FP8 engines (`rollout.options.quantization`, `hf_overrides.quantization_config`; docs/weight-sync.md) store a byte per
+element of a linear layer and a float32 scale per block of 128 × 128. Embedding, head, routers and norms stay in
+`model.dtype`.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from skyrl_mega.parallel.box import Shard
 from skyrl_mega.weights.fp8.format import quantised
 
 SCALE = 4
-"""Bytes of a block's scale."""
+"""Bytes of the scale of a block."""
 
 
 @dataclass(frozen=True)
 class Elements:
-    """Of a worker's parameters."""
+    """Element counts of the parameters of an engine worker."""
 
     plain: int = 0
-    """Of what is never quantised."""
+    """Elements of never quantised parameters."""
     linear: int = 0
-    """Of what is in FP8 where an engine serves that."""
+    """Elements of linear layers, stored in FP8 if the engine serves FP8."""
     blocks: int = 0
-    """Of 128 × 128 in those."""
+    """Blocks of 128 × 128 in the linear layers."""
 
     @property
     def all(self) -> int:
-        """Plain and linear ones."""
+        """Returns the sum of plain and linear elements."""
         return self.plain + self.linear
 
     def bytes(self, itemsize: int, fp8: bool) -> int:
-        """In the model's type, and where an engine serves FP8 in that."""
+        """Returns the bytes of all elements, with linear layers and their scales in FP8 if `fp8`."""
         return self.plain * itemsize + (self.linear + self.blocks * SCALE if fp8 else self.linear * itemsize)
 
     def __add__(self, other: Elements) -> Elements:
@@ -52,12 +52,13 @@ class Elements:
 
 
 def engine_bytes(config: Config, d: Decoder, worker: int = 0) -> int:
-    """Bytes of an engine worker's weights."""
+    """Returns the weight bytes of an engine worker."""
     return _of(config, d, worker).bytes(limits.itemsize(config.model.dtype), fp8_weights(config.rollout))
 
 
 def staged_bytes(config: Config, d: Decoder) -> int:
-    """Bytes of the layer that a sync writes before vLLM quantises it once more; 0 where it quantises nothing."""
+    """Returns the bytes of the layer written by a sync before vLLM quantises it again; 0 without online
+    quantisation."""
     rollout = config.rollout
     if not fp8_weights(rollout) or fp8_parameters(rollout):
         return 0
@@ -67,14 +68,14 @@ def staged_bytes(config: Config, d: Decoder) -> int:
 
 
 def linear_itemsize(config: Config) -> float:
-    """Bytes of an element of a linear layer, its share of a scale among them."""
+    """Returns the bytes per element of a linear layer, including the share of a block scale."""
     if fp8_weights(config.rollout):
         return 1 + SCALE / BLOCK**2
     return limits.itemsize(config.model.dtype)
 
 
 def cache_itemsize(config: Config) -> int:
-    """Bytes of an element of the KV cache; a byte of those that vLLM packs closer."""
+    """Returns the bytes per element of the KV cache; formats smaller than a byte count as 1."""
     if small_cache(config.rollout):
         return 1
     own = config.rollout.options.get("kv_cache_dtype") or "auto"
@@ -82,13 +83,13 @@ def cache_itemsize(config: Config) -> int:
 
 
 def kv_bytes_per_token(d: Decoder, tensor: int, size: int) -> int:
-    """Bytes of one token in the cache of an engine worker, over all layers."""
+    """Returns the KV cache bytes per token in an engine worker, over all layers."""
     return sum(count * block.kv_bytes_per_token(tensor, size) for kind, count in d.counted() for block in kind)
 
 
 @lru_cache(maxsize=256)
 def engine_elements(d: Decoder, tensor: int, data: int, experts_dealt: bool, worker: int) -> Elements:
-    """Of an engine worker's parameters, from the boxes in `models.engine`."""
+    """Returns the element counts of an engine worker's parameters, from the boxes in `models.engine`."""
     total = Elements()
     for kind, count in d.counted():
         shard = engine.shard(d.of_one_layer(kind), tensor, worker, experts_dealt, data)
@@ -102,7 +103,7 @@ def _of(config: Config, d: Decoder, worker: int) -> Elements:
 
 
 def _elements(shard: Shard, layers: bool) -> Elements:
-    """Of the parameters in decoder layers, or of all others."""
+    """Counts the elements of parameters inside (`layers`) or outside decoder layers."""
     linear = {piece.param for piece in shard.pieces if piece.tensor in quantised([piece.tensor])}
     total = Elements()
     for name, shape in shard.params.items():

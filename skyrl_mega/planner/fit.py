@@ -1,7 +1,7 @@
-"""What does not fit: every check of memory and of the sync's time limit that needs the model's sizes.
+"""Memory checks based on the model's sizes, and the check of the weight sync's time limit.
 
-Each refusal names the number that breaks. An estimated number breaks only where it does with the whole margin in its
-favour (`processes.MARGIN`), so that what is refused could not have run.
+Each error message names the violated number. An estimate is an error only if it is too large even after subtracting the
+whole margin (`processes.MARGIN`), so refused settings could not have run.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from skyrl_mega.planner.processes import PolicyMemory
 from skyrl_mega.planner.shared import listed, refusal, shared_gpus, stages
 
 RAY_KILLS = 0.95
-"""Share of a node's memory from which Ray kills workers (RAY_memory_usage_threshold)."""
+"""Share of a node's memory above which Ray kills workers (RAY_memory_usage_threshold)."""
 
 
 def parallel_of(config: Config) -> tuple[ParallelDims, ParallelDims | None]:
-    """The policy's grid, and that of a reference with a layout of its own."""
+    """Returns the policy's grid, and the grid of a reference with a separate layout (else None)."""
     policy = ParallelDims.from_config(config.policy.layout, policy_ranks(config))
     if config.reference.layout is None:
         return policy, None
@@ -47,15 +47,14 @@ def parallel_of(config: Config) -> tuple[ParallelDims, ParallelDims | None]:
 
 
 def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> None:
-    """Refuses the first thing that cannot fit, on nodes or in memory.
-
-    The layouts have been checked (`cli.inputs.check_layouts`).
+    """Raises if the run does not fit on the nodes or in memory. Layouts must have been checked
+    (`cli.inputs.check_layouts`).
 
     Args:
-        strict: Also refuses what the estimates say does not fit, without the margin.
+        strict: Also raise if the plain estimates are too large, without subtracting the margin.
 
     Raises:
-        UserError: one line: key, value, the number that breaks.
+        UserError: One line with key, value and the violated number.
     """
     if not on_cpu(config):
         check_nodes(config)
@@ -64,10 +63,10 @@ def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> Non
 
 
 def problem(config: Config, d: Decoder, *, strict: bool = False) -> str | None:
-    """What is said of the first memory that is too small, of a GPU or of a host; None where all is enough.
+    """Returns the error message for the first GPU or host with too little memory; None if everything fits.
 
     Args:
-        config: The settings, whose layouts have been checked.
+        config: The settings, with checked layouts.
         d: The model.
         strict: As in `check`.
     """
@@ -75,7 +74,7 @@ def problem(config: Config, d: Decoder, *, strict: bool = False) -> str | None:
 
 
 def problems(config: Config, d: Decoder, *, strict: bool = False) -> list[str]:
-    """What is said of every memory that is too small; see `problem`."""
+    """Returns an error message for each GPU or host with too little memory; see `problem`."""
     return [*_problems(config, d, *parallel_of(config), strict)]
 
 
@@ -141,7 +140,8 @@ def _too_large(name: str, rank: int, memory: PolicyMemory, config: Config) -> st
 
 
 def host_problem(config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None) -> str | None:
-    """What is said of the first node whose host memory is too small; None where there is enough, or none is known."""
+    """Returns the error message for the first node with too little host memory; None if there is enough, or if the size
+    is unknown."""
     room = config.cluster.host_memory_gib
     if room is None:
         return None
@@ -156,11 +156,11 @@ def host_problem(config: Config, d: Decoder, parallel: ParallelDims, reference: 
 
 
 def check_sandboxes(config: Config, trajectories: int) -> None:
-    """Refuses an evaluation by itself whose sandboxed programs may take more than the node has.
+    """Raises if the sandboxed programs of a standalone evaluation may take more memory than the node offers.
 
     Args:
         config: The settings.
-        trajectories: Under way at once.
+        trajectories: Number of concurrent trajectories.
 
     Raises:
         UserError: One line.
@@ -175,7 +175,7 @@ def check_sandboxes(config: Config, trajectories: int) -> None:
 
 
 def check_sync(config: Config, seconds: float) -> None:
-    """Refuses a time limit that the planned sync cannot keep even at the links' full rate."""
+    """Raises a UserError if the planned sync exceeds `weights.timeout_s` even at the full rate of the links."""
     if seconds > config.weights.timeout_s:
         raise UserError(
             f"weights.timeout_s = {config.weights.timeout_s:g}: the planned sync takes {seconds:.3g} s at least over "

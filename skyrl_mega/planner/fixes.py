@@ -1,7 +1,5 @@
-"""The nearest settings that work: a search of the neighbours of settings that do not.
-
-What is offered has passed every check itself, so that it can be pasted.
-"""
+"""Searches for working settings near refused settings. Every offered change passes all checks, so users can paste
+it."""
 
 from __future__ import annotations
 
@@ -22,14 +20,14 @@ from skyrl_mega.config.schema import AsynchronyConfig, Config
 from skyrl_mega.planner.micro_tokens import MICRO_TOKENS
 
 Verdict = Callable[[Config], UserError | None]
-"""What is wrong with settings, or None."""
+"""Function returning the error of settings, or None if valid."""
 Change = tuple[tuple[str, Any], ...]
-"""Keys with their new values."""
+"""Keys with new values."""
 
 OFFERED = 3
-"""Fixes that are shown at most."""
+"""Maximum number of fixes shown."""
 SECONDS = 5.0
-"""Processor time of a search at most."""
+"""Maximum processor time of a search."""
 SIZES = (1, 2, 3, 4, 5, 6, 7, 8, 10, 12, 14, 16, 20, 24, 28, 32, 40, 48, 56, 64, 128)
 MORE_NODES = "cluster.nodes"
 PAIRED = (
@@ -56,16 +54,17 @@ PAIRED = (
     "critic.layout.pipeline",
     "critic.layout.tensor",
 )
-"""Keys of which two are changed together where one does not help."""
+"""Keys changed in pairs if no single change helps."""
 
 
 def _sizes(value: Any) -> Iterable[Any]:
-    """Sizes near the value, the nearest first."""
+    """Returns sizes near the value, nearest first."""
     return sorted((n for n in SIZES if n != value), key=lambda n: (abs(log(n / max(value or 1, 1))), n))
 
 
 def _counts(value: Any) -> Iterable[Any]:
-    """Counts near the value: a few more or fewer, of two that are as near the fewer; halves and doubles."""
+    """Returns counts near the value, nearest first: a few more or fewer, halves, doubles and multiples. The lower of
+    two equally near counts is first."""
     value = value if value and value > 0 else 8
     near = (
         {value + k for k in range(-8, 9)} | {value * 2**k for k in range(1, 6)} | {value // 2**k for k in range(1, 6)}
@@ -75,17 +74,18 @@ def _counts(value: Any) -> Iterable[Any]:
 
 
 def _offloaded(value: Any) -> Iterable[Any]:
-    """Numbers of layers near the value, the nearest first; more than a rank has are all of them."""
+    """Returns numbers of layers near the value, nearest first. Numbers above a rank's layers mean all layers."""
     return sorted((n for n in (0, 8, 12, 16, 24, 32, 48, 64, 96) if n != value), key=lambda n: abs(n - value))
 
 
 def _lower(value: Any) -> Iterable[Any]:
-    """Halves, and halves of those."""
+    """Returns the value halved repeatedly, down to 1."""
     return [] if value is None else [type(value)(value / 2**k) for k in range(1, 9) if value / 2**k >= 1]
 
 
 def _micro_tokens(value: Any) -> Iterable[Any]:
-    """Halves; of what is above all that a search tries, those that it tries, the most first."""
+    """Returns the value halved repeatedly; if it is above all candidates of the search, the candidates in descending
+    order first."""
     if value is None or value <= MICRO_TOKENS[-1]:
         return _lower(value)
     return [*reversed(MICRO_TOKENS), *_lower(MICRO_TOKENS[0])]
@@ -96,7 +96,7 @@ def _higher(value: Any) -> Iterable[Any]:
 
 
 def _more(value: Any) -> Iterable[Any]:
-    """The fewest more first, up to four times as many."""
+    """Returns larger counts, up to four times the value, smallest first."""
     return sorted(
         {value + 2**k for k in range(value.bit_length())} | {2 * value, 4 * value} | ({8} if value < 8 else set())
     )
@@ -108,7 +108,7 @@ def _fractions(value: Any) -> Iterable[Any]:
 
 
 def _kept(value: Any) -> Iterable[Any]:
-    """None, one part fewer or more, all."""
+    """Returns lists of parts to keep: none, one part fewer or more, and null for all."""
     parts = list(PARTS) if value is None else [part for part in value if part in PARTS]
     near = [[], *([p for p in PARTS if (p in parts) != (p == part)] for part in PARTS), None]
     return [near[i] for i in range(len(near)) if near[i] != value and near[i] not in near[:i]]
@@ -125,7 +125,7 @@ ONLY_NAMED = (
     "policy.layout.expert_tensor",
     "rollout.conc",
 )
-"""Beginnings of keys that are changed only where a refusal names them: they change what is learned, or are odd."""
+"""Prefixes of keys that are changed only if the error names them: they change what is learned, or are unusual."""
 
 NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     "policy.recompute": lambda value: [] if value == "full" else ["full"],
@@ -162,14 +162,16 @@ NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     "rollout.concurrency": _lower,
     "rollout.env_timeout_s": _higher,
     "weights.timeout_s": _higher,
-    "cluster.host_memory_gib": lambda value: [],  # it is what it is; other keys are searched for it
+    "cluster.host_memory_gib": lambda value: [],  # the machine is given; other keys are searched
 }
-"""Key → values near one, the nearest first."""
+"""For each key, a function returning values near the current value, nearest first."""
 
 
 def nearest(config: Config, verdict: Verdict, message: str = "") -> list[Change]:
-    """Changes of one key, else of two, after which nothing is wrong; keys that the message names come first,
-    then those that it says to give."""
+    """Returns changes of a single key, or else of two, after which `verdict` returns None.
+
+    Tries keys named by the message first, then keys for which the message proposes a value (`key=`).
+    """
     end = time.process_time() + SECONDS
     given = {key for key in NEAR if f"{key}=" in message}
     named = [key for key in NEAR if _names(message, key)]
@@ -187,7 +189,7 @@ def nearest(config: Config, verdict: Verdict, message: str = "") -> list[Change]
         found += islice(_passing(config, (key,), verdict, end), wanted)
         if len(found) >= OFFERED:
             return [*found[: OFFERED - len(more)], *more]
-    # Two settings, and only then what costs more machines.
+    # Changes of more machines come last.
     for group in (
         [pair for pair in pairs if not set(bought) & set(pair)],
         [(key,) for key in bought],
@@ -201,8 +203,8 @@ def nearest(config: Config, verdict: Verdict, message: str = "") -> list[Change]
 
 
 def apart(config: Config, verdict: Verdict) -> list[Change]:
-    """Changes after which engines and policy, which share GPUs in these settings, have their own and generate ahead;
-    and those after which they take turns."""
+    """Returns working changes of settings that share GPUs and generate ahead: to separate GPUs, and to
+    `asynchrony.mode=off`."""
     end = time.process_time() + SECONDS
     base: Change = (("cluster.shared", False), ("residency.keep", None))
     if not corrected(config.algorithm):
@@ -227,7 +229,7 @@ def apart(config: Config, verdict: Verdict) -> list[Change]:
 
 
 def _passing(config: Config, keys: tuple[str, ...], verdict: Verdict, end: float) -> Iterator[Change]:
-    """The neighbours in these keys that work, as far as the time goes."""
+    """Yields neighbours in `keys` for which `verdict` returns None, until the processor time reaches `end`."""
     for change in _changes(config, keys):
         if time.process_time() > end:
             return
@@ -236,7 +238,7 @@ def _passing(config: Config, keys: tuple[str, ...], verdict: Verdict, end: float
 
 
 def changed(config: Config, change: Change) -> Config:
-    """With other values; groups in which nothing changes are the same objects."""
+    """Returns the settings with the change applied; unchanged groups remain the same objects."""
     for key, value in change:
         config = _replaced(config, key.split("."), value)
     return config
@@ -248,14 +250,14 @@ def _replaced(settings: Any, path: list[str], value: Any) -> Any:
 
 
 def text(change: Change) -> str:
-    """As it is written on the command line."""
+    """Returns the change as command-line arguments."""
     return " ".join(f"{key}={_written(value)}" for key, value in change)
 
 
 def _changes(config: Config, keys: tuple[str, ...]) -> Iterator[Change]:
-    """All neighbours in these keys; of two keys, whole numbers only doubled or halved.
+    """Yields all neighbours in `keys`. With two keys, whole numbers are only doubled or halved.
 
-    A value that its key does not allow is near to none: the default is one, and then what is near that.
+    If the current value is invalid, the default comes first, then its neighbours.
     """
     options = []
     for key in keys:
@@ -282,7 +284,7 @@ def _changes(config: Config, keys: tuple[str, ...]) -> Iterator[Change]:
 
 
 def _doubled(value: Any, was: Any) -> bool:
-    """Whether a whole number is another, so many times doubled or halved; true of everything else."""
+    """Returns True if one whole number is the other times a power of two, or if either is not a whole number."""
     if not isinstance(value, int) or not isinstance(was, int) or isinstance(value, bool):
         return True
     if value < 1 or was < 1:
@@ -292,7 +294,7 @@ def _doubled(value: Any, was: Any) -> bool:
 
 
 def _names(message: str, key: str) -> bool:
-    """Whether a message names the key, or its group with the key's own name (`policy.layout: tensor 2 × …`)."""
+    """Returns True if the message names the key, or its group and last part (`policy.layout: tensor 2 × …`)."""
     group, _, name = key.rpartition(".")
     return f"{key} " in message or f"{key}:" in message or (f"{group}: " in message and f" {name} " in message)
 

@@ -1,10 +1,10 @@
-"""Floating point operations of a model, for what a step will take (`planner.times`) and for what it made of its time
+"""Floating point operations of a model, for estimates of step time (`planner.times`) and measured utilisation
 (`trainer.speed`).
 
-Counted are the matrix products that the model's mathematics asks for: linear layers, routers, the experts that a token
-is sent to, attention between a token and those before it, the output projection for the tokens that are asked for. Not
-counted are norms, rotations, soft-maxes and activations (a few in a thousand), what a kernel computes of a causal mask
-and throws away, padding, and whatever is computed a second time (`policy.recompute`).
+Counts the matrix products of the model's mathematics: linear layers, routers, the experts chosen for each token,
+attention to preceding tokens, and the output projection of tokens whose log-probs are needed. Does not count norms,
+rotations, soft-maxes and activations (a few in a thousand), work discarded by a causal mask, padding, and recomputation
+(`policy.recompute`).
 """
 
 from __future__ import annotations
@@ -17,44 +17,45 @@ from typing import Self
 from skyrl_mega.models.decoder import Decoder
 
 BACKWARD = 3
-"""Forward passes that an optimizer step is worth: going backward takes two products for each of the forward pass."""
+"""Cost of an optimizer step, in forward passes: the backward pass takes two products per product of the forward
+pass."""
 
 
 @dataclass(frozen=True)
 class Flops:
-    """Floating point operations of one token in one forward pass."""
+    """Floating point operations per token in a forward pass."""
 
     layers: float
-    """Two for every element of a layer's matrix that the token meets."""
+    """Operations in the layers: two per matrix element that the token meets."""
     head: float
-    """The same of the output projection."""
+    """Operations in the output projection: two per matrix element."""
     attention: float
-    """Of a token that has one token before it; grows with how many there are."""
+    """Operations per attended token; grows with the length of the sequence."""
 
     @property
     def matrices(self) -> float:
-        """Of layers and head."""
+        """Returns the operations in layers and head."""
         return self.layers + self.head
 
     def forward(self, load: Load) -> float:
-        """Of the load in one forward pass."""
+        """Returns the operations of a forward pass over the load."""
         return self.layers * load.tokens + self.attention * load.pairs + self.head * load.asked
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a pass computes on. Loads of several passes add up."""
+    """Amount of work of a pass. Loads of several passes add up."""
 
     tokens: float = 0.0
-    """That go through the layers."""
+    """Number of tokens passing through the layers."""
     pairs: float = 0.0
-    """Of a token and one that it attends to, itself among them."""
+    """Number of pairs of a token and an attended token, itself included."""
     asked: float = 0.0
-    """Tokens whose log-probs are asked for."""
+    """Number of tokens whose log-probs are needed."""
 
     @classmethod
     def of(cls, lengths: Sequence[float], asked: float) -> Self:
-        """Of sequences of these lengths."""
+        """Returns the load of sequences with the given lengths."""
         return cls(sum(lengths), sum(map(causal_pairs, lengths)), asked)
 
     def __add__(self, other: Load) -> Load:
@@ -65,13 +66,13 @@ class Load:
 
 
 def causal_pairs(length: float) -> float:
-    """Pairs in a sequence of which every token attends to itself and to those before it."""
+    """Returns the number of pairs in a sequence in which each token attends to itself and all preceding tokens."""
     return length * (length + 1) / 2
 
 
 @lru_cache(maxsize=16)
 def flops(d: Decoder) -> Flops:
-    """What the model's shapes make of it."""
+    """Returns the operations per token, computed from the model's shapes."""
     layers = attention = 0.0
     for kind, count in d.counted():
         for block in kind:

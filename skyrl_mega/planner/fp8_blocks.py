@@ -1,4 +1,5 @@
-"""Parameters in FP8 (`policy.precision.parameters`) have the scales of their own blocks: are those the wire's?"""
+"""Compares the blocks of FP8 parameters (`policy.precision.parameters`) with the blocks on the wire of a weight
+sync."""
 
 from __future__ import annotations
 
@@ -17,12 +18,13 @@ from skyrl_mega.weights.fp8.scales import without_own_blocks
 
 
 def check(config: Config, d: Decoder, parallel: ParallelDims) -> None:
-    """Refuses parameters in FP8 whose blocks of 128 × 128 are not those of the model's own tensors.
+    """Raises if the 128 × 128 blocks of FP8 parameters differ from the blocks of the model's own tensors.
 
-    Cuts through blocks are refused before (`models.fp8_widths`): what is left is a model's own, as heads of 64.
+    Layouts cutting through blocks are refused earlier (`models.fp8_widths`). Here the cause is the model itself, for
+    example heads of width 64.
 
     Raises:
-        UserError: names a tensor.
+        UserError: Names a tensor.
     """
     if config.policy.precision.parameters != "fp8":
         return
@@ -36,9 +38,10 @@ def check(config: Config, d: Decoder, parallel: ParallelDims) -> None:
 
 @lru_cache(maxsize=256)
 def other(d: Decoder, tensor: int, expert_tensor: int) -> str | None:
-    """A tensor of a model, cut so, that is in FP8 and has other blocks than the wire; None without one.
+    """Returns the name of an FP8 tensor whose blocks on the ranks differ from the blocks on the wire; None if all
+    agree.
 
-    Stages, expert parallelism and contexts cut no tensor.
+    Depends only on tensor and expert tensor parallelism: stages, expert parallelism and contexts cut no tensor.
     """
     ranks = lcm(tensor, expert_tensor)
     parallel = ParallelDims(ranks, tensor=tensor, expert_tensor=expert_tensor)

@@ -1,4 +1,4 @@
-"""Memory of a node beside its GPUs, and what lies on disk. Estimated, but for the copies of weights."""
+"""Host memory of a node, and files on disk. Estimated, except the copies of weights."""
 
 from __future__ import annotations
 
@@ -41,50 +41,51 @@ from skyrl_mega.planner.routes import driver_bytes
 from skyrl_mega.planner.times import elements
 
 PROCESS = {"cuda": 4 * GIB, "cpu": 1 * GIB}
-"""Python with torch and Megatron or vLLM in it, before any weight."""
+"""Bytes of a Python process with torch and Megatron or vLLM, without any weight."""
 PLAYER = 1 * GIB
-"""A process that plays trajectories (`environment.processes`), with its tokenizer, before any environment."""
+"""Bytes of a rollout worker (`environment.processes`) with a tokenizer, without any environment."""
 DRIVER = 4 * GIB
-"""The driver with its tokenizer, and Ray's own processes."""
+"""Bytes of the driver with a tokenizer, and of Ray's processes."""
 QUEUE = 10 * 16 * 2**20
-"""vLLM's queue in /dev/shm between an engine and its workers, one each way and worker: 10 messages of 16 MiB."""
+"""Bytes of vLLM's queue in /dev/shm between an engine and a worker, per direction: 10 messages of 16 MiB."""
 NCCL = 64 * 2**20
-"""What NCCL puts into /dev/shm for one process."""
+"""Bytes in /dev/shm used by NCCL per process."""
 
 
 @dataclass(frozen=True)
 class HostMemory:
-    """One node. Bytes."""
+    """Host memory of a node in bytes."""
 
     processes: int
     """Interpreters and libraries."""
     device: int
-    """On a CPU, what would lie on GPUs."""
+    """Memory of ranks and engine workers computing on a CPU; 0 with GPUs."""
     reference: int
-    """Frozen weights in pinned host memory, or the policy's own while these are on the GPU. Counted."""
+    """Pinned memory for the frozen reference weights, or for the policy's weights while the reference is on the GPU.
+    Counted."""
     parked: int
-    """What policy and critic lay there between phases (`residency.keep`), and optimizers that are streamed, pinned.
-    Counted; and what their layers keep there (`policy.offload_layers`), estimated."""
+    """Pinned memory of policy and critic for parts offloaded between phases (`residency.keep`) and streamed optimizers,
+    counted; and for offloaded activations (`policy.offload_layers`), estimated."""
     checkpoint: int
-    """Buffers and index of policy and critic ranks while a checkpoint is written or read."""
+    """Staging buffers and index of policy and critic ranks while a checkpoint is written or read."""
     batch: int
-    """Tokens and fields of one RL step in Ray's object store, and of those that may be ahead of it."""
+    """Tokens and fields of an RL step in Ray's object store, and of the steps generated ahead."""
     shm: int
-    """/dev/shm without the object store."""
+    """Memory in /dev/shm besides the object store."""
     sandboxes: int
-    """What policies' programs may take, disks included: beside the driver, or on every node with processes that play
-    trajectories."""
+    """Maximum memory of sandboxed programs, disks included: on the driver's node, or on every node with rollout
+    workers."""
 
     @property
     def total(self) -> int:
-        """All of it at once."""
+        """Returns the sum of all parts."""
         return sum(vars(self).values())
 
 
 def host_memory(
     config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None, node: Node, first: bool
 ) -> HostMemory:
-    """What a node needs; `first`: the driver runs there."""
+    """Returns the host memory of a node; `first` marks the driver's node."""
     cpu = on_cpu(config)
     streamed = config.policy.optimizer.streamed or config.critic.optimizer.streamed
     parks = streamed or config.residency.keep is not None or config.policy.offload_layers > 0
@@ -112,7 +113,7 @@ def host_memory(
 
 
 def _players(config: Config, first: bool) -> int:
-    """Processes of a node that play trajectories."""
+    """Returns the number of rollout workers on a node."""
     many = config.environment.processes
     if beside_driver(config.environment):
         return many if first else 0
@@ -120,24 +121,24 @@ def _players(config: Config, first: bool) -> int:
 
 
 def _held(config: Config, d: Decoder) -> float:
-    """Bytes of a token on the driver."""
+    """Returns the bytes of a token on the driver."""
     return BATCH_BYTES + driver_bytes(config, d)
 
 
 def _ahead(config: Config) -> int:
-    """Steps whose trajectories may wait beside the present one's."""
+    """Returns how many steps may be generated ahead of the current step."""
     return config.asynchrony.max_staleness if generates_ahead(config.asynchrony) else 0
 
 
 def _busiest(processes: Sequence[Mapping[str, int]]) -> int:
-    """Bytes of all of them in the phase in which they take most."""
+    """Returns the largest sum of bytes over all processes in any phase."""
     return max(sum(totals[phase] for totals in processes) for phase in PHASES)
 
 
 def _ranks(
     config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None, node: Node
 ) -> list[PolicyMemory]:
-    """Those of policy, reference and critic on a node."""
+    """Returns the memory of each policy, reference and critic rank on a node."""
     found = [policy_memory(config, d, parallel, rank) for rank in node.policy]
     found += [reference_memory(config, d, reference, rank) for rank in node.reference if reference]
     critic = critic_dims(config) if node.critic else None
@@ -145,19 +146,21 @@ def _ranks(
 
 
 def pinned_reference(config: Config, d: Decoder, parallel: ParallelDims, rank: int) -> int:
-    """Bytes of a reference that shares the policy's ranks, in pinned host memory beside one of them."""
+    """Returns the bytes of pinned host memory for the reference weights of a policy rank; 0 without a reference on the
+    policy's ranks."""
     if not config.algorithm.kl.coefficient or config.reference.layout is not None:
         return 0
     pp = parallel.coordinates(rank).pp
     whole = sum(chunk.total for chunk in stage(d, parallel, pp))
-    small = kept_in_fp8(config, d, parallel, pp)  # of which a forward pass reads a byte
+    small = kept_in_fp8(config, d, parallel, pp)  # a forward pass reads one byte per weight
     return (whole - small) * itemsize(config) + small
 
 
 def crowded(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
-    """What to say of pinned memory that has no room beside its GPUs' socket; nothing where the sockets are not known.
+    """Returns a warning for each NUMA node whose memory is too small for the pinned data of its GPUs; none if NUMA
+    nodes are unknown.
 
-    GPU g of n is taken to be nearest to NUMA node g · `cluster.numa_nodes` / n.
+    Assumes that GPU g of n is nearest to NUMA node g · `cluster.numa_nodes` / n.
     """
     cluster = config.cluster
     if cluster.numa_nodes is None or cluster.host_memory_gib is None or on_cpu(config):
@@ -180,21 +183,21 @@ def crowded(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
 
 
 def _socket(cluster: ClusterConfig, device: int) -> tuple[int, int]:
-    """Node and NUMA node of a GPU."""
+    """Returns the node and NUMA node of a GPU."""
     node, gpu = divmod(device, cluster.gpus_per_node)
     return node, gpu * (cluster.numa_nodes or 1) // cluster.gpus_per_node
 
 
 @dataclass(frozen=True)
 class Shares:
-    """The largest parts of a checkpoint, in bytes. All ranks write at once, each from its own memory."""
+    """Largest parts of a checkpoint in bytes. All ranks write at once, each from local memory."""
 
     rank: int
     node: int
 
 
 def shares(config: Config, d: Decoder, parallel: ParallelDims, placed: Sequence[Node]) -> Shares:
-    """What the rank and the node that write most of a checkpoint write."""
+    """Returns the bytes written by the rank and by the node with the largest part of a checkpoint."""
     if not config.checkpoint.every:
         return Shares(0, 0)
     critic = critic_dims(config)
@@ -213,18 +216,18 @@ def shares(config: Config, d: Decoder, parallel: ParallelDims, placed: Sequence[
 
 @dataclass(frozen=True)
 class Disk:
-    """Bytes of files."""
+    """Sizes of files in bytes."""
 
     checkpoint: int
-    """One checkpoint: of the policy, and of a critic."""
+    """A checkpoint of the policy, and of a critic."""
     kept: int
-    """All that exist at once: those kept, and the one being written."""
+    """All checkpoints existing at once: the kept ones, and the one being written."""
     export: int
-    """The Hugging Face directory at the end; 0 without `checkpoint.export`."""
+    """Hugging Face directory at the end; 0 without `checkpoint.export`."""
 
 
 def disk(config: Config, d: Decoder) -> Disk:
-    """What a run's folder takes."""
+    """Returns the sizes of the files in a run's folder."""
     trained = [(config, d), *[(critic_view(config), d.critic)] * has_critic(config)]
     one = sum(_stored(of, m) for of, m in trained) if config.checkpoint.every else 0
     if config.checkpoint.every:
@@ -236,7 +239,7 @@ def disk(config: Config, d: Decoder) -> Disk:
 
 
 def _stored(config: Config, d: Decoder) -> int:
-    """Bytes of a model in a checkpoint."""
+    """Returns the bytes of a model in a checkpoint."""
     frozen = 0
     if config.policy.moe.freeze_router:
         frozen = sum(prod(shape) for name, shape in huggingface.tensors(d).items() if name.endswith(ROUTER))

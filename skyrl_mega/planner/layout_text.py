@@ -1,4 +1,4 @@
-"""Who holds what: one row per policy rank, and one per engine worker."""
+"""Rows of a layout table: one row per policy rank or engine worker."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from skyrl_mega.parallel.dims import ParallelDims
 
 
 def places(parallel: ParallelDims, d: Decoder) -> list[dict[str, Any]]:
-    """One row per rank: its coordinates, and the layers, heads and experts that it holds (`0-7`, inclusive)."""
+    """Returns a row per rank: coordinates, and ranges (`0-7`, inclusive) of the rank's layers, heads and experts."""
     rows = []
     for rank in range(parallel.ranks):
         at = parallel.coordinates(rank)
@@ -27,7 +27,7 @@ def places(parallel: ParallelDims, d: Decoder) -> list[dict[str, Any]]:
 
 
 def workers(config: Config, d: Decoder) -> list[dict[str, Any]]:
-    """One row per worker of one engine; all engines are alike."""
+    """Returns a row per worker of an engine; all engines are alike."""
     cut = EngineCut(config.rollout.tensor, expert_parallel(config.rollout), engine_data(config.rollout))
     rows = []
     for worker in range(cut.workers):

@@ -1,7 +1,7 @@
-"""Bytes of every process by kind: policy ranks, ranks of a reference of its own, critic ranks, engine workers.
+"""Memory of every process by kind: policy ranks, ranks of a separate reference, critic ranks, engine workers.
 
-Weights, gradients, optimizer state and buckets of the sync are counted from the tensors' shapes. Activations, logits,
-an engine's working memory and the reserve are estimated: `processes.MARGIN` says how far off they may be.
+Weights, gradients, optimizer state and weight-sync buckets are counted from the shapes of tensors. Activations, logits,
+an engine's working memory and the reserve are estimated; `processes.MARGIN` is their assumed error.
 """
 
 from __future__ import annotations
@@ -42,46 +42,46 @@ from skyrl_mega.planner.routes import rank_bytes
 
 GIB = 2**30
 SWAP = 64 * 2**20
-"""Buffer through which a reference and the policy's own weights change places (`megatron.reference.PIECE`)."""
+"""Bytes of the buffer through which reference weights and policy weights are swapped (`megatron.reference.PIECE`)."""
 GAPS = {True: 1 * GIB, False: 4 * GIB}
-"""What torch's allocator holds of a GPU and cannot use, in a policy process, by whether its segments expand
-(`config.allocator`). Not measured yet. Fixed segments: reports of training on rows of varying length have 2 to 6 GiB.
-Segments that expand: their pages of 2 and 20 MiB at the ends of what is in use, on every stream."""
+"""Bytes that torch's allocator holds but cannot use in a policy process, by whether segments expand
+(`config.allocator`). Not measured yet. Fixed segments: reports of training on rows of varying length show 2 to 6 GiB.
+Expandable segments: pages of 2 and 20 MiB at the ends of the used ranges, on every stream."""
 BESIDE = int(1.3 * GIB)
-"""What an engine worker takes beside its budget: CUDA's context and NCCL. vLLM 0.32 looks at the memory only after both
-are there (v1/worker/gpu_worker.py, "take memory snapshot after NCCL is initialized"). Not measured yet."""
+"""Bytes of an engine worker outside its budget: CUDA context and NCCL. vLLM 0.32 measures free memory only after both
+exist (v1/worker/gpu_worker.py, "take memory snapshot after NCCL is initialized"). Not measured yet."""
 LIBRARIES = GIB // 2
-"""What libraries take of an engine worker's budget after that: their work spaces, kernels that are loaded late, and the
-gaps of the allocator. Not measured yet."""
+"""Bytes of an engine worker's budget taken by libraries: workspaces, kernels loaded late, gaps of the allocator. Not
+measured yet."""
 GRAPHS = 2 * GIB
-"""What CUDA graphs take of an engine worker's budget: vLLM 0.32 leaves room for them (`profile_cudagraph_memory`). 1 to
-2 GiB are what its users see; nothing where the engine is eager."""
+"""Bytes of an engine worker's budget taken by CUDA graphs; vLLM 0.32 sets them aside (`profile_cudagraph_memory`).
+Users report 1 to 2 GiB; an eager engine needs none."""
 DEFAULT_GPU_GIB = 79.1
-"""What CUDA gives of an H100 of 80 GB (`get_device_properties(0).total_memory`)."""
+"""GiB reported by CUDA for an H100 of 80 GB (`get_device_properties(0).total_memory`)."""
 
 
 def itemsize(config: Config) -> int:
-    """Bytes of a parameter."""
+    """Returns the bytes of a model parameter element."""
     return limits.itemsize(config.model.dtype)
 
 
 def gpu_bytes(config: Config) -> int:
-    """Memory of one GPU."""
+    """Returns the memory of a GPU in bytes."""
     return int((config.cluster.gpu_memory_gib or DEFAULT_GPU_GIB) * GIB)
 
 
 def on_cpu(config: Config) -> bool:
-    """Whether processes compute in host memory; `auto` is planned as CUDA."""
+    """Returns True if processes compute in host memory; `auto` is planned as CUDA."""
     return config.cluster.device == "cpu"
 
 
 def overlapped(config: Config) -> bool:
-    """Whether the policy's communication overlaps with its compute (`policy.overlap`)."""
+    """Returns True if the policy's communication overlaps with compute (`policy.overlap`)."""
     return overlaps(config.policy, planned_device(config))
 
 
 def policy_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
-    """What policy rank `rank` needs."""
+    """Returns the memory of policy rank `rank`."""
     at, size = parallel.coordinates(rank), itemsize(config)
     chunks = stage(d, parallel, at.pp)
     freeze = config.policy.moe.freeze_router
@@ -104,20 +104,23 @@ def policy_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: int)
 
 
 def moments(config: Config) -> int:
-    """Bytes of the two moments of one element of the policy."""
+    """Returns the bytes of the two optimizer moments per policy element."""
     return MOMENTS[config.policy.optimizer.moments]
 
 
 def _at_once(counted: Held, work: Activations, master: int, moments: int) -> int:
-    """Bytes of a streamed optimizer on the device: the pieces of a step, or all master weights as they are made, when
-    nothing is computed yet."""
+    """Returns the bytes of a streamed optimizer on the device: the pieces of a step, or all master weights when they
+    are created, if that is larger.
+
+    Activations do not exist yet when master weights are created, so their memory is subtracted.
+    """
     pieces = min(counted.optimizer, OPTIMIZER_PIECES * max(OPTIMIZER_PIECE, counted.largest))
     made = counted.optimizer * master // (master + moments)
     return max(pieces, made - work.train - work.train_logits)
 
 
 def reference_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
-    """What rank `rank` of a reference with a layout of its own needs: weights, and log-probs."""
+    """Returns the memory of rank `rank` of a reference with a separate layout: weights and log-prob passes."""
     at = parallel.coordinates(rank)
     forward = replace(_activations(config, d, parallel, at.pp), train=0, train_logits=0, host=0)
     weights = _plain(stage(d, parallel, at.pp)) * itemsize(config)
@@ -125,32 +128,32 @@ def reference_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: i
 
 
 def critic_view(config: Config) -> Config:
-    """The settings as they would be if the critic were the policy, with nothing to compare it with."""
+    """Returns the settings with the critic as the policy and without a reference."""
     kl = replace(config.algorithm.kl, coefficient=0.0)
     return replace(config, policy=critic_model(config), algorithm=replace(config.algorithm, kl=kl))
 
 
 def critic_dims(config: Config) -> ParallelDims | None:
-    """The critic's grid; None without one."""
+    """Returns the critic's grid; None without a critic."""
     if not has_critic(config):
         return None
     return ParallelDims.from_config(critic_layout(config), critic_ranks(config), key="critic.layout")
 
 
 def critic_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
-    """What rank `rank` of the critic needs: what a policy does, without logits, reference and sync.
+    """Returns the memory of critic rank `rank`: a policy rank's memory without logits, reference and sync buckets.
 
     Args:
         config: The settings.
-        d: The model, whose head is the policy's.
+        d: The model with the policy's head.
         parallel: The critic's grid.
-        rank: In it.
+        rank: Rank in the critic's grid.
     """
     return replace(policy_memory(critic_view(config), d.critic, parallel, rank), sync=0, role="critic")
 
 
 def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
-    """What worker `worker` of an engine needs."""
+    """Returns the memory of worker `worker` of an engine."""
     rollout, size = config.rollout, itemsize(config)
     data = engine_data(rollout)
     weights = engine_bytes(config, d, worker)
@@ -175,8 +178,8 @@ def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
 
 
 def sampling_bytes(config: Config, d: Decoder) -> int:
-    """What drawing a token of each of an engine's sequences takes: logits, in float32 too, and what is sorted, values
-    and indices. Estimated."""
+    """Estimates the bytes for sampling a token of every concurrent sequence: logits in `model.dtype` and in float32,
+    sorted values and indices."""
     return config.rollout.concurrency * d.vocab * (itemsize(config) + 4 + 4 + 8 + 4)
 
 
@@ -201,26 +204,26 @@ def _activations(config: Config, d: Decoder, parallel: ParallelDims, pp: int) ->
 
 
 def rounded(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> int:
-    """Weights of a rank that are rounded to FP8. Norms and the router are counted too: they are small."""
+    """Returns how many weights of a rank of stage `pp` are rounded to FP8. Includes norms and router (small)."""
     precision = config.policy.precision
     fp8 = range(precision.first_layers, d.layers - precision.last_layers) if precision.recipe != "model" else ()
     return sum(size for layer, size in layers(d, parallel, pp).items() if layer in fp8)
 
 
 def kept_in_fp8(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> int:
-    """Weights of a rank whose parameters are in FP8 (`policy.precision.parameters`)."""
+    """Returns how many weights of a rank of stage `pp` are stored in FP8 (`policy.precision.parameters`)."""
     return rounded(config, d, parallel, pp) if config.policy.precision.parameters == "fp8" else 0
 
 
 def fp8_copies(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> tuple[int, int]:
-    """Bytes of the rounded weights of a pass (`policy.precision`), without a backward pass and with one.
+    """Returns the bytes of a rank's FP8 copies of weights (`policy.precision`), without and with a backward pass.
 
-    Transformer Engine keeps a byte for each weight as it meets activations, and one as it meets gradients. On a CPU the
-    rounded weights are in `model.dtype`, of `mxfp8` both of them.
+    Transformer Engine keeps a byte per weight for products with activations, and a byte for products with gradients. On
+    a CPU the rounded weights are in `model.dtype`; `mxfp8` always needs both copies there.
     """
     recipe = config.policy.precision.recipe
     if recipe == "model" or config.policy.precision.parameters == "fp8":
-        return 0, 0  # parameters that are rounded are both themselves, and as large as in bfloat16
+        return 0, 0  # FP8 parameters serve as both copies, in as many bytes as bfloat16
     weights = rounded(config, d, parallel, pp)
     if on_cpu(config):
         return (weights * itemsize(config) * (1 + (recipe == "mxfp8")),) * 2
@@ -247,5 +250,5 @@ def _keep(config: Config) -> tuple[str, ...] | None:
 
 
 def _plain(chunks: Sequence[Parameters]) -> int:
-    """Elements without buffers around them."""
+    """Returns the number of elements without buffer padding."""
     return sum(chunk.total for chunk in chunks)

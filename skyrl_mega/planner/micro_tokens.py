@@ -1,6 +1,8 @@
-"""The tokens of a micro-batch where `policy.micro_tokens` is null: the most with which everything fits.
+"""Chooses the tokens of a micro-batch if `policy.micro_tokens` is null: the largest candidate with which everything
+fits.
 
-Few large micro-batches are faster than many small ones: each touches all gradients once, and fills a GPU better.
+Few large micro-batches are faster than many small ones: each micro-batch reads and writes all gradients, and a large
+one uses a GPU better.
 """
 
 from __future__ import annotations
@@ -22,19 +24,21 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner import fit
 
 MICRO_TOKENS = (4096, 8192, 16384, 32768, 65536)
-"""What is tried, here and by a search of layouts."""
+"""Candidates, also of the layout search."""
 MOST = {"cuda": 32768, "cpu": 8192}
-"""Above so many a row gains no speed that its memory would be worth."""
+"""Largest candidate by device; a longer row gains no speed worth the memory."""
 FILE = "micro_tokens.json"
-"""In a run's folder: what was decided as it first started, which it keeps when it goes on."""
+"""File in a run's folder with the choice made at the first start. A resumed run keeps this choice."""
 
 
 def decided(config: Config, hf: Mapping[str, Any]) -> Config:
-    """The settings with a number of tokens: their own, or the largest of those tried with which nothing is too tight,
-    by the estimates at their face, but what is so with the least too.
+    """Returns the settings with `policy.micro_tokens` set: the given number, or the largest candidate that adds no
+    memory problem.
+
+    Plain estimates are used, without a margin. Problems that exist even with the smallest candidate are ignored.
 
     Args:
-        config: The settings, whose layouts have been checked.
+        config: The settings, with checked layouts.
         hf: The model's config.json.
     """
     if config.policy.micro_tokens is not None:
@@ -45,16 +49,16 @@ def decided(config: Config, hf: Mapping[str, Any]) -> Config:
 
 
 def of_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: bool) -> Config:
-    """The same for a run: one that goes on has what it had.
+    """Returns the settings of a run with `policy.micro_tokens` set; a resumed run keeps the previous choice.
 
     Args:
         config: The settings.
         hf: The model's config.json.
-        folder: The run's.
-        resumes: It goes on from a checkpoint.
+        folder: The run's folder.
+        resumes: The run resumes from a checkpoint.
 
     Raises:
-        UserError: What it had cannot be read.
+        UserError: The previous choice cannot be read.
     """
     if config.policy.micro_tokens is not None:
         return config
@@ -72,11 +76,11 @@ def of_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: bool
 
 
 def note(config: Config, found: Config, d: Decoder) -> str | None:
-    """What to say of a number that was decided; None where it was given.
+    """Returns a sentence explaining the chosen number; None if the user gave a number.
 
     Args:
-        config: The settings as they are given.
-        found: As `decided` has them.
+        config: The settings as given.
+        found: The settings returned by `decided`.
         d: The model.
     """
     if config.policy.micro_tokens is not None:

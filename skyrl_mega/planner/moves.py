@@ -1,10 +1,12 @@
-"""What moves between a GPU and host memory in a step, and how long that takes.
+"""Transfers between GPUs and host memory in a step, and their duration.
 
-Every part that is not kept (`residency.keep`) goes to the device once and comes back once; gradients, the engines'
-weights and their cache are dropped and made again, which copies nothing. An optimizer that is streamed moves within
-its steps instead (`times._update`), in both directions at once. Assumed: all GPUs of a node move at once, each
-over its own link (`cluster.rates.host_gb_s`), and share the memory of their node (`host_node_gb_s`); pinned memory lies
-beside the GPU's own socket; a copy in does not overlap with one out, nor with work.
+Every offloaded part (not in `residency.keep`) moves to the device once and back once. Gradients, engine weights and KV
+cache are dropped and created again, without a copy. A streamed optimizer moves within the optimizer steps instead
+(`times._update`), in both directions at once.
+
+Assumptions: all GPUs of a node copy at once, each over its own link (`cluster.rates.host_gb_s`), and share the memory
+bandwidth of the node (`host_node_gb_s`). Pinned memory lies at the GPU's socket. A copy to the device overlaps neither
+with a copy from it nor with compute.
 """
 
 from __future__ import annotations
@@ -21,19 +23,20 @@ from skyrl_mega.planner.shared import stages
 
 
 def host_rate(config: Config) -> float:
-    """Bytes a second between host memory and one GPU while all GPUs of its node copy."""
+    """Returns the bytes per second between host memory and a GPU while all GPUs of the node copy."""
     rates = config.cluster.rates
     return min(rates.host_gb_s, rates.host_node_gb_s / config.cluster.gpus_per_node) * 1e9
 
 
 def streaming_rate(config: Config) -> float:
-    """The same of each direction where both are used at once."""
+    """Returns the bytes per second and direction between host memory and a GPU while all GPUs copy in both
+    directions."""
     rates = config.cluster.rates
     return min(rates.host_gb_s, rates.host_node_gb_s / config.cluster.gpus_per_node / 2) * 1e9
 
 
 def moved(config: Config, d: Decoder, parallel: ParallelDims) -> int:
-    """Bytes that the policy rank with most to move, and such a critic rank after it, move in a step."""
+    """Returns the bytes moved per step by the busiest policy rank and, after it, by the busiest critic rank."""
     if config.residency.keep is None:
         return 0
     policy = max(policy_memory(config, d, parallel, rank).moving for rank in stages(parallel).values())
@@ -47,24 +50,24 @@ def _critic_moving(config: Config, d: Decoder) -> int:
 
 
 def residency_time(config: Config, d: Decoder, parallel: ParallelDims) -> float:
-    """Seconds of a step in which nothing but moving happens."""
+    """Returns the seconds per step spent on transfers alone."""
     return moved(config, d, parallel) / host_rate(config)
 
 
 @dataclass(frozen=True)
 class IdleMove:
-    """What leaves GPUs on which nothing takes its place."""
+    """Needless offload from GPUs used by no other process."""
 
     who: tuple[str, ...]
-    """Of policy, engines and critic."""
+    """Owners of the offloaded parts: policy, engines, critic."""
     seconds: float
-    """Of a step; 0 where what leaves is dropped and made again."""
+    """Seconds per step; 0 if the parts are dropped and created again."""
     better: str
-    """`residency.keep` without it."""
+    """Value of `residency.keep` without the offload."""
 
 
 def idle_moves(config: Config, d: Decoder, parallel: ParallelDims) -> list[IdleMove]:
-    """Of the policy and engines where they share no GPU, of the critic always."""
+    """Returns needless offloads: of policy and engines if they share no GPU, of the critic always."""
     keep = config.residency.keep
     if keep is None:
         return []

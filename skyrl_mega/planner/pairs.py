@@ -1,4 +1,5 @@
-"""Which engines fit beside a policy, and how fast they generate: the inner part of a search of layouts."""
+"""Combines engines with a policy: which engines fit, and how fast they generate. The inner part of the layout
+search."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from skyrl_mega.planner.shared import stages
 from skyrl_mega.planner.times import generate_time
 
 FRACTIONS = {False: (0.9,), True: tuple(round(0.05 * k, 2) for k in range(2, 19))}
-"""By whether GPUs are shared, what is tried for `rollout.memory_fraction` beside the setting itself."""
+"""Candidates for `rollout.memory_fraction` besides the given value, by `cluster.shared`."""
 KEEPS: tuple[tuple[str, ...] | None, ...] = (
     None,
     ("parameters", "gradients", "optimizer"),
@@ -32,42 +33,42 @@ KEEPS: tuple[tuple[str, ...] | None, ...] = (
     ("optimizer",),
     (),
 )
-"""What is tried for `residency.keep` on shared GPUs. Engines that sleep copy nothing, so no other choice has them stay;
-nor do gradients copy anything."""
+"""Candidates for `residency.keep` on shared GPUs. Only null (keep everything) keeps parts of engines, as sleeping
+engines copy nothing. Gradients are dropped without a copy, too."""
 SHARED_PHASES = ("generate", "logprobs", "train", "sync")
-"""In the others a shared GPU has no more than in these."""
+"""Phases to check on a shared GPU; no other phase needs more memory."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """Engines of one cut, with every share of the memory that is tried."""
+    """Engines of a given cut, with all fitting memory fractions."""
 
     config: Config
     choices: tuple[tuple[float, int, float], ...]
-    """Share, tokens of the cache, seconds to generate; the largest share first."""
+    """Memory fraction, KV cache tokens and seconds to generate; largest fraction first."""
     memory: EngineMemory
-    """Of a worker, with any share."""
+    """Memory of a worker. The parts used here are the same for every fraction."""
 
     def rollout(self, fraction: float) -> RolloutConfig:
-        """Its settings with a share."""
+        """Returns the rollout settings with a memory fraction."""
         return replace(self.config.rollout, memory_fraction=fraction)
 
 
 @dataclass(frozen=True)
 class Pair:
-    """An engine beside a policy."""
+    """Engines combined with a policy."""
 
     engine: Engine
     keep: list[str] | None
     fraction: float
     tokens: int
-    """KV cache of one worker."""
+    """KV cache tokens of a worker."""
     seconds: float
-    """To generate."""
+    """Seconds to generate."""
 
 
 class Ranks:
-    """The policy's ranks, one of each pipeline stage: bytes by phase for any choice of what stays."""
+    """Memory by phase of a policy rank of each pipeline stage, for any `residency.keep`."""
 
     def __init__(self, config: Config, d: Decoder, parallel: ParallelDims) -> None:
         self.size = gpu_bytes(config)
@@ -80,19 +81,21 @@ class Ranks:
         }
 
     def most(self, phase: str, keep: list[str] | None) -> int:
-        """Bytes of the fullest rank in a phase."""
+        """Returns the bytes of the fullest rank in a phase."""
         here = resident(phase, keep)
         away = sum(self._parts[part] for part in POLICY if part not in here)
         return int((self._all[phase] - away).max())
 
     def peak(self, keep: list[str] | None) -> int:
-        """Of all phases."""
+        """Returns the bytes of the fullest rank over all phases."""
         return max(self.most(phase, keep) for phase in SHARED_PHASES)
 
 
 def engines(config: Config, d: Decoder, workers: int) -> list[Engine]:
-    """Every cut of engines over so many GPUs that can hold the model and a sequence; where some have the policy's
-    blocks of FP8, only these."""
+    """Returns every cut of engines over `workers` GPUs that leaves room for the model and a sequence.
+
+    If some of these cuts use the policy's FP8 blocks, returns only them.
+    """
     rollout = config.rollout
     dealt = [{}, {"enable_expert_parallel": True}] if d.experts and not expert_parallel(rollout) else [{}]
     found = []
@@ -106,7 +109,7 @@ def engines(config: Config, d: Decoder, workers: int) -> list[Engine]:
 
 
 def _engine(config: Config, d: Decoder) -> Engine | None:
-    """With every share that holds the model and a sequence; None where there is none."""
+    """Returns the engines with all fractions that leave room for the model and a sequence; None if no fraction does."""
     cut = config.rollout.tensor, expert_parallel(config.rollout)
     try:
         engine.check(d, *cut)
@@ -125,10 +128,10 @@ def _engine(config: Config, d: Decoder) -> Engine | None:
 
 
 def pairs(config: Config, ranks: Ranks, chosen: list[Engine]) -> Iterator[Pair]:
-    """For each choice of what stays in memory, the engines that generate fastest of those that fit."""
+    """Yields, for each choice of `residency.keep`, the fastest fitting engines."""
     own = config.residency.keep
     if not config.cluster.shared:
-        # On GPUs of their own only the policy must fit, and the fastest engines are the best.
+        # On separate GPUs only the policy must fit, and the fastest engines are best.
         if ranks.peak(own) <= ranks.size:
             yield min((Pair(e, own, *choice) for e in chosen for choice in e.choices), key=lambda pair: pair.seconds)
         return
@@ -140,18 +143,20 @@ def pairs(config: Config, ranks: Ranks, chosen: list[Engine]) -> Iterator[Pair]:
 
 
 def _keeps(config: Config) -> list[list[str] | None]:
-    """The choices, and the setting itself. A critic has GPUs of its own: there nothing needs to make room."""
+    """Returns the candidates for `residency.keep`, and the given value. The critic always stays, as it uses separate
+    GPUs."""
     own = config.residency.keep
     tried = [
         None if keep is None else [*keep, *CRITIC] if config.algorithm.advantage == "gae" else [*keep] for keep in KEEPS
     ]
     tried = tried if own in tried else [*tried, own]
-    # A streamed optimizer stays nowhere (`config/residency_checks.py`).
+    # A streamed optimizer is never resident (`config/residency_checks.py`).
     return [keep for keep in tried if not (config.policy.optimizer.streamed and "optimizer" in (keep or ()))]
 
 
 def _largest(e: Engine, keep: list[str] | None, policy: dict[str, int], size: int) -> Pair | None:
-    """With the largest share that fits beside the policy in every phase."""
+    """Returns the engines with the largest fraction fitting beside the policy in every phase; None if no fraction
+    fits."""
     room = size
     for in_cache, taken in _beside(e, keep, policy):
         if in_cache:
@@ -165,7 +170,10 @@ def _largest(e: Engine, keep: list[str] | None, policy: dict[str, int], size: in
 
 
 def _beside(e: Engine, keep: list[str] | None, policy: dict[str, int]) -> Iterator[tuple[bool, int]]:
-    """Phase by phase, whether an engine has its cache, and the bytes of both; with it, without the engine's share."""
+    """Yields for each phase: True if the KV cache is present, and the bytes of policy and engine.
+
+    While the KV cache is present, the engine's budget is not included in the bytes.
+    """
     for phase, taken in policy.items():
         here = resident(phase, keep)
         taken += e.memory.staged * (phase == "sync") + e.memory.beside
@@ -175,7 +183,8 @@ def _beside(e: Engine, keep: list[str] | None, policy: dict[str, int]) -> Iterat
 
 
 def lacking(config: Config, ranks: Ranks, chosen: list[Engine]) -> int:
-    """Bytes that a GPU lacks with the engines and the choice of what stays that need least; 0 or less where all fit."""
+    """Returns how many bytes of a GPU are missing with the least demanding engines and `residency.keep`; 0 or less if
+    these fit."""
     if not config.cluster.shared:
         return ranks.peak(config.residency.keep) - ranks.size
     found = []

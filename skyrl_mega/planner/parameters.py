@@ -1,7 +1,7 @@
-"""What a policy rank holds, parameter by parameter, in megatron-core's order.
+"""Parameters of a policy rank, in megatron-core's order.
 
-The sizes are those of the boxes in `models.megatron`, which also move the weights. All layers of a kind are alike, so a
-model of one layer says them, however many there are.
+Sizes come from the boxes in `models.megatron`, by which weights are also moved. All layers of a kind are alike, so
+their sizes come from a model of a single layer.
 """
 
 from __future__ import annotations
@@ -27,33 +27,34 @@ Bools = NDArray[np.bool_]
 
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters in the order of `named_parameters()` [n]."""
+    """Arrays over the parameters [n], in the order of `named_parameters()`."""
 
     numel: Ints
     expert: Bools
-    """Of an expert."""
+    """True for parameters of an expert."""
     router: Bools
-    """Of a router, which may be frozen."""
+    """True for parameters of a router (may be frozen)."""
     shared: Bools
-    """An embedding that is also the head, and lies on two pipeline stages."""
+    """True for an embedding tied to the head and present on two pipeline stages."""
     copies: Ints
-    """Ranks that hold it besides the data-parallel ones, which write a part each of it to a checkpoint."""
+    """Number of ranks, besides data-parallel ones, with the same parameter; each writes a part of it to a
+    checkpoint."""
 
     @property
     def total(self) -> int:
-        """Elements of all of them."""
+        """Returns the number of elements of all parameters."""
         return int(self.numel.sum())
 
     def where(self, chosen: Bools) -> Parameters:
-        """Some of them."""
+        """Returns the parameters selected by a mask [n]."""
         return Parameters(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
 @lru_cache(maxsize=4096)
 def stage(d: Decoder, parallel: ParallelDims, pp: int) -> tuple[Parameters, ...]:
-    """The model chunks (one, or one per virtual stage) of a rank on pipeline stage `pp`.
+    """Returns the model chunks of a rank on pipeline stage `pp`: one, or one per virtual stage.
 
-    Ranks that differ in anything but `pp` hold tensors of the same shapes.
+    Ranks with equal `pp` hold tensors of the same shapes.
     """
     cut = (parallel.tensor, parallel.expert, parallel.expert_tensor)
     chunks = []
@@ -73,7 +74,8 @@ def stage(d: Decoder, parallel: ParallelDims, pp: int) -> tuple[Parameters, ...]
 
 
 def layers(d: Decoder, parallel: ParallelDims, pp: int) -> dict[int, int]:
-    """Elements of each decoder layer of a rank on pipeline stage `pp`, by the layer's number in the model."""
+    """Returns the number of elements of each decoder layer on a rank of pipeline stage `pp`, by layer number in the
+    model."""
     cut = (parallel.tensor, parallel.expert, parallel.expert_tensor)
     mine = (i for chunk in range(parallel.virtual_pipeline) for i in parallel.stage_layers(d.layers, pp, chunk))
     return {i: _layer(d, d.layer(i), *cut).total for i in mine}
@@ -90,11 +92,11 @@ def _joined(parts: list[Parameters]) -> Parameters:
 
 @lru_cache(maxsize=512)
 def _layer(d: Decoder, kind: Layer, tensor: int, expert: int, expert_tensor: int) -> Parameters:
-    """One layer's parameters on one rank."""
+    """Returns the parameters of a layer on a rank."""
     small = d.of_one_layer(kind)
     shard = _small(small, tensor, expert, expert_tensor)
     found = {name: prod(shape) for name, shape in shard.params.items() if ".layers.0." in name}
-    # Tensor parallelism leaves norms and routers as they are: every tensor rank has them.
+    # Tensor parallelism does not cut norms and routers: every tensor rank holds all of them.
     uncut = dist_checkpoint.uncut(small, shard) if tensor > 1 else set()
     return Parameters(
         np.array(list(found.values()), np.int64),
@@ -107,7 +109,7 @@ def _layer(d: Decoder, kind: Layer, tensor: int, expert: int, expert_tensor: int
 
 @lru_cache(maxsize=512)
 def _ends(d: Decoder, tensor: int, expert: int, expert_tensor: int) -> tuple[int, int, int]:
-    """Elements of the embedding, the last norm and the head (a tied one is the embedding) on one rank."""
+    """Returns the number of elements of embedding, last norm and head on a rank; a tied head is the embedding."""
     shard = _small(d.of_one_layer(d.kinds[0]), tensor, expert, expert_tensor)
     found = {name: prod(shape) for name, shape in shard.params.items()}
     embedding = found["0.embedding.word_embeddings.weight"]
@@ -116,7 +118,7 @@ def _ends(d: Decoder, tensor: int, expert: int, expert_tensor: int) -> tuple[int
 
 
 def _small(d: Decoder, tensor: int, expert: int, expert_tensor: int) -> Shard:
-    """What rank 0 of a model of one layer holds, cut this way."""
+    """Returns the shard of rank 0 of a model with a single layer, cut in the given way."""
     sizes = ParallelDims(
         ranks=np.lcm(tensor, expert * expert_tensor).item(), tensor=tensor, expert=expert, expert_tensor=expert_tensor
     )

@@ -1,4 +1,4 @@
-"""What each node holds, for the memory of its host."""
+"""Ranks and engine workers placed on each node."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from skyrl_mega.config.schema import Config
 
 @dataclass
 class Node:
-    """What sits on one node."""
+    """Ranks and engine workers of a node."""
 
     policy: list[int] = field(default_factory=list)
-    """Ranks."""
+    """Policy ranks."""
     reference: list[int] = field(default_factory=list)
-    """Ranks of a reference of its own."""
+    """Ranks of a separate reference."""
     critic: list[int] = field(default_factory=list)
-    """Ranks."""
+    """Critic ranks."""
     engines: dict[int, list[int]] = field(default_factory=dict)
-    """Engine → its workers."""
+    """Numbers of the engine workers, by engine."""
 
     @property
     def workers(self) -> int:
-        """Engine workers."""
+        """Returns the number of engine workers."""
         return sum(map(len, self.engines.values()))
 
 
 def nodes(config: Config) -> list[Node]:
-    """All nodes that hold something, in order; see `cluster.place`."""
+    """Returns all used nodes, in order; see `cluster.place`."""
     placement = place(config)
     size = engine_ranks(config.rollout)
     found = [Node() for _ in range(placement.nodes)]
@@ -46,7 +46,7 @@ def nodes(config: Config) -> list[Node]:
 
 
 def runs(numbers: Sequence[int]) -> str:
-    """Numbers that follow each other as `0-7`: `0-3,8`; `·` for none."""
+    """Returns numbers as text, with consecutive numbers as a range: `0-3,8`; `·` for none."""
     parts: list[list[int]] = []
     for n in sorted(numbers):
         if parts and parts[-1][-1] == n - 1:

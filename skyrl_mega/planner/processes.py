@@ -1,8 +1,8 @@
-"""One process on a GPU, phase by phase of a step: what lies there by kind.
+"""Memory of a single process on a GPU, by kind and by phase of a step.
 
-What is there in which phase follows from `config.residency`, the table by which the run moves things. A sleeping engine
-keeps CUDA's context, NCCL, its libraries and its CUDA graphs; a sleeping policy its reserve, what its allocator cannot
-use, and the buckets of the sync.
+`config.residency` says which parts are resident in a phase; the run moves parts by the same table. A sleeping engine
+keeps CUDA context, NCCL, libraries and CUDA graphs. A sleeping policy keeps its reserve, allocator gaps and sync
+buckets.
 """
 
 from __future__ import annotations
@@ -16,76 +16,76 @@ from skyrl_mega.planner.activations import Activations
 from skyrl_mega.planner.buffers import Held
 
 MARGIN = 0.25
-"""An estimated kind may be larger or smaller by this share."""
+"""Assumed relative error of an estimated kind, up or down."""
 COUNTED = ("weights", "gradients", "optimizer", "reference", "sync", "staged", "kv_cache")
-"""Kinds of memory that are counted from tensors' shapes; the others are estimated."""
+"""Kinds of memory counted from the shapes of tensors; all other kinds are estimated."""
 PHASES = tuple(phase for phase in NEEDS if phase != "eval")
-"""Of a step. An evaluation has what generating has."""
+"""Phases of a step. An evaluation uses the same memory as `generate`."""
 PARTS = {
     "policy": {"weights": "parameters", "gradients": "gradients", "optimizer": "optimizer"},
     "critic": {"weights": "critic", "gradients": "critic", "optimizer": "critic"},
     "reference": {},
 }
-"""Role → what it holds, by the part of `residency.keep` that it belongs to; what is not named stays."""
+"""For each role, the part of `residency.keep` to which a kind of memory belongs; other kinds are always resident."""
 WORK = {
     "policy": {"logprobs": "forward", "train": "train"},
     "critic": {"values": "forward", "critic": "train"},
     "reference": {"logprobs": "forward"},
 }
-"""Role → phases in which it computes, and how."""
+"""For each role, the phases with compute: a forward pass or training."""
 
 SHOWN = {
     "policy": ("generate", "logprobs", "train", "sync"),
     "critic": ("generate", "values", "critic"),
     "reference": ("generate", "logprobs"),
 }
-"""Role → phases that differ for it."""
+"""For each role, the phases with different memory."""
 
 Kinds = Mapping[str, int]
 """Bytes by kind."""
 
 
 def least(kinds: Kinds) -> float:
-    """Bytes when every estimate is too high by the margin."""
+    """Returns the lower bound of the bytes: every estimate is reduced by the margin."""
     return sum(size if kind in COUNTED else (1 - MARGIN) * size for kind, size in kinds.items())
 
 
 @dataclass(frozen=True)
 class PolicyMemory:
-    """One rank of a policy, a reference or a critic. Bytes."""
+    """Memory of a rank of policy, reference or critic, in bytes."""
 
     held: Held
-    """Counted."""
+    """Weights, gradients and optimizer state. Counted."""
     at: Activations
-    """Estimated."""
+    """Activations and logits. Estimated."""
     reference: int
-    """The buffer through which a reference's weights come from host memory for its log-probs. Counted."""
+    """Buffer for loading reference weights from host memory for log-prob passes. Counted."""
     sync: int
-    """Buckets, which stay from one sync to the next. Counted."""
+    """Weight-sync buckets, allocated permanently. Counted."""
     reserve: int
     """CUDA, NCCL and libraries. Estimated."""
     gaps: int
-    """What the allocator cannot use. Estimated."""
+    """Memory lost to gaps in the allocator. Estimated."""
     role: str = "policy"
-    """policy, critic or reference."""
+    """`policy`, `critic` or `reference`."""
     keep: tuple[str, ...] | None = None
-    """`residency.keep`."""
+    """Value of `residency.keep`."""
     streamed: int = 0
-    """The optimizer's state where it lies in host memory all the time (`policy.optimizer.streamed`); `held` then has
-    what a step brings to the device at once. Counted."""
+    """Optimizer state that always stays in host memory (`policy.optimizer.streamed`); `held` then counts only the part
+    that a step loads to the device. Counted."""
 
     @property
     def phases(self) -> tuple[str, ...]:
-        """Those that differ for this role."""
+        """Returns the phases with different memory for this role."""
         return SHOWN[self.role]
 
     def there(self, kind: str, phase: str) -> bool:
-        """Whether weights, gradients or the optimizer's state are on the device in a phase."""
+        """Returns True if `kind` (weights, gradients or optimizer) is on the device in a phase."""
         part = PARTS[self.role].get(kind)
         return part is None or part in resident(phase, self.keep)
 
     def phase(self, name: str) -> dict[str, int]:
-        """What lies on the device in a phase, by kind."""
+        """Returns the bytes on the device in a phase, by kind."""
         own = ((kind, getattr(self.held, kind)) for kind in ("weights", "gradients", "optimizer"))
         kinds = {kind: size for kind, size in own if size and self.there(kind, name)}
         kinds |= {"sync": self.sync, "reserve": self.reserve, "gaps": self.gaps}
@@ -98,32 +98,32 @@ class PolicyMemory:
 
     @cached_property
     def totals(self) -> dict[str, int]:
-        """Phase → bytes."""
+        """Returns the bytes on the device by phase."""
         return {name: sum(self.phase(name).values()) for name in PHASES}
 
     @property
     def busiest(self) -> str:
-        """The phase that takes most."""
+        """Returns the phase with the highest memory."""
         return max(PHASES, key=lambda name: self.totals[name])
 
     @property
     def peak(self) -> int:
-        """Bytes in the phase that takes most."""
+        """Returns the bytes in the busiest phase."""
         return self.totals[self.busiest]
 
     @property
     def least(self) -> int:
-        """The peak when every estimate is too high by the margin."""
+        """Returns the lower bound of the peak: every estimate is reduced by the margin."""
         return int(max(least(self.phase(name)) for name in PHASES))
 
     def doubt(self, phase: str) -> int:
-        """What the estimate of a phase's work may lack."""
+        """Returns how many bytes the estimate of a phase's activations and logits may be too low."""
         found = self.phase(phase)
         return int(MARGIN * sum(found.get(kind, 0) for kind in ("forward", "activations", "logits")))
 
     @property
     def moving(self) -> int:
-        """Bytes that leave the device between phases and come back; gradients are dropped."""
+        """Returns the bytes offloaded between phases and loaded again. Gradients are dropped, not moved."""
         return sum(
             getattr(self.held, kind)
             for kind in ("weights", "optimizer")
@@ -133,61 +133,63 @@ class PolicyMemory:
 
     @property
     def parked(self) -> int:
-        """Bytes of pinned host memory: for these, for what is always there, and for what layers keep there."""
+        """Returns the bytes of pinned host memory: offloaded parts, streamed optimizer state and offloaded
+        activations."""
         return self.moving + self.streamed + self.at.host
 
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """One engine worker. Bytes."""
+    """Memory of an engine worker, in bytes."""
 
     weights: int
-    """Counted, as vLLM holds them at load time."""
+    """Weights as held by vLLM at load time. Counted."""
     working: int
     """Activations, logits and sampling of the largest step. Estimated."""
     sync: int
-    """Buckets. Counted."""
+    """Weight-sync buckets. Counted."""
     staged: int
-    """The layer that a sync writes before it is quantised (`engine_weights.staged_bytes`). Counted."""
+    """Layer written by a sync before quantisation (`engine_weights.staged_bytes`). Counted."""
     reserve: int
-    """Libraries, and CUDA graphs where there are any. Estimated."""
+    """Libraries, and CUDA graphs unless the engine is eager. Estimated."""
     budget: int
-    """What vLLM gives out (`rollout.memory_fraction`), or on a CPU the KV cache that was asked for and the rest."""
+    """Memory managed by vLLM (`rollout.memory_fraction`); on a CPU the requested KV cache, weights and working
+    memory."""
     beside: int
-    """What it takes of a GPU beside the budget. Estimated."""
+    """GPU memory outside the budget. Estimated."""
     per_token: int
-    """KV cache of one token."""
+    """KV cache per token."""
     given: int | None = None
-    """KV cache on a CPU."""
+    """Requested KV cache on a CPU; None on a GPU."""
     keep: tuple[str, ...] | None = None
-    """`residency.keep`."""
+    """Value of `residency.keep`."""
 
     @property
     def kv(self) -> int:
-        """KV cache: what is left of the budget."""
+        """Returns the bytes of the KV cache, which takes the rest of the budget."""
         if self.given is not None:
             return self.given
         return self.budget - self.weights - self.working - self.reserve
 
     @property
     def tokens(self) -> int:
-        """Tokens that the cache holds."""
+        """Returns the capacity of the KV cache in tokens."""
         return max(0, self.kv) // self.per_token
 
     @property
     def most_tokens(self) -> int:
-        """Tokens when every estimate is too high by the margin."""
+        """Returns the upper bound of the cache's capacity in tokens: every estimate is reduced by the margin."""
         return max(0, self.kv + int(MARGIN * (self.working + self.reserve))) // self.per_token
 
     def awake(self, phase: str) -> bool:
-        """Whether all of it is on the device in a phase."""
+        """Returns True if all engine parts are on the device in a phase."""
         return resident(phase, self.keep).issuperset(ENGINE)
 
     def phase(self, name: str) -> dict[str, int]:
-        """Returns what lies on the device in a phase, by kind.
+        """Returns the bytes on the device in a phase, by kind.
 
-        An engine of which any part sleeps has given back its working memory: the experts' workspace is dropped with
-        the KV cache, and torch's own cache is emptied. On a shared GPU the sync's buckets are the policy's.
+        A partly sleeping engine holds no working memory: the workspace of experts is dropped with the KV cache, and
+        torch's cache is emptied. On a shared GPU the sync buckets belong to the policy.
         """
         here = resident(name, self.keep)
         kinds = {"weights": self.weights} if "engine_weights" in here else {}
@@ -198,27 +200,30 @@ class EngineMemory:
 
     @cached_property
     def totals(self) -> dict[str, int]:
-        """Phase → bytes."""
+        """Returns the bytes on the device by phase."""
         return {name: sum(self.phase(name).values()) for name in PHASES}
 
     def least_in(self, phase: str) -> float:
-        """Bytes in a phase when every estimate is too high by the margin; the budget is given out in any case, and what
-        is staged may lie in its working memory."""
+        """Returns the lower bound of the bytes in a phase: every estimate is reduced by the margin.
+
+        An awake engine always uses the whole budget; a staged layer may lie in the working memory.
+        """
         if self.awake(phase):
             return self.budget + (1 - MARGIN) * self.beside
         return least(self.phase(phase))
 
     @property
     def resident(self) -> int:
-        """Bytes while it generates: the whole budget, and what lies beside it."""
+        """Returns the bytes during generation: the whole budget, and the memory outside it."""
         return self.budget + self.beside
 
     @property
     def peak(self) -> int:
-        """That, what is staged, and the buckets, where no policy rank of the same GPU has them."""
+        """Returns the bytes during generation, plus a staged layer and the sync buckets of a GPU without a policy
+        rank."""
         return self.resident + self.staged + self.sync
 
     @property
     def least(self) -> int:
-        """What it takes while it generates when every estimate is too high by the margin."""
+        """Returns the lower bound of the bytes during generation: the estimate is reduced by the margin."""
         return self.budget + int((1 - MARGIN) * self.beside)

@@ -1,5 +1,5 @@
-"""What gives a GPU more room: settings that are tried one by one, so that none is named that does not help there, or
-that is refused."""
+"""Finds single settings that free GPU memory. Each is tried, so that only settings that help and are valid are
+named."""
 
 from __future__ import annotations
 
@@ -18,43 +18,44 @@ from skyrl_mega.planner.memory import GIB, engine_memory, policy_memory
 from skyrl_mega.planner.shared import SharedGpu, shared_gpus, stages
 
 CLOSE = GIB
-"""Less than this is too little to be left in any phase: what CUDA and NCCL take has been measured on no GPU."""
+"""Minimum free bytes of a safe phase, as the memory of CUDA and NCCL has not been measured on any GPU."""
 WORTH = GIB // 10
-"""What gives less is not named."""
+"""Minimum bytes that a named setting must free."""
 
 Tried = tuple[str, Config]
-"""A setting as it is written on the command line, and all settings with it."""
+"""Setting as written on the command line, and the complete settings with it."""
 Relief = tuple[str, int]
-"""A setting, and the bytes that it gives."""
+"""Setting, and the bytes freed."""
 
 
 @dataclass(frozen=True)
 class Short:
-    """A phase in which a shared GPU has less than is safe."""
+    """Phase with unsafely little free memory on a shared GPU."""
 
     gpu: SharedGpu
     phase: str
 
     @property
     def left(self) -> int:
-        """Bytes; below 0 so many are lacking by the estimates."""
+        """Returns the free bytes; a negative number is the estimated shortage."""
         return self.gpu.left(self.phase)
 
     @property
     def doubt(self) -> int:
-        """Bytes that may be lacking beside: what the phase's estimates may be too low, or `CLOSE`."""
+        """Returns how many more bytes may be missing: the error of the phase's estimates, at least `CLOSE`."""
         return max(CLOSE, self.gpu.policy.doubt(self.phase))
 
 
 def shortest(config: Config, d: Decoder, parallel: ParallelDims) -> Short | None:
-    """The phase with least, of those that have less than is safe; one that lacks memory comes first."""
+    """Returns the phase with the least free memory, of all unsafe phases; None if all are safe. Phases short of memory
+    come first."""
     every = (Short(gpu, phase) for gpu in shared_gpus(config, d, parallel) for phase in gpu.policy.phases)
     found = [short for short in every if short.left < short.doubt]
     return min(found, key=lambda short: (min(short.left, 0), short.left - short.doubt), default=None)
 
 
 def relief(config: Config, d: Decoder, parallel: ParallelDims, phase: str) -> list[Relief]:
-    """What gives the fullest shared GPU room in a phase; what gives most first."""
+    """Returns settings freeing memory of the fullest shared GPU in a phase, largest gain first."""
 
     def left(other: Config) -> int:
         return min(gpu.left(phase) for gpu in shared_gpus(other, d, parallel))
@@ -63,7 +64,7 @@ def relief(config: Config, d: Decoder, parallel: ParallelDims, phase: str) -> li
 
 
 def policy_relief(config: Config, d: Decoder, parallel: ParallelDims) -> list[Relief]:
-    """What takes memory off the policy's fullest rank; what takes most first."""
+    """Returns settings reducing the memory of the policy's fullest rank, largest gain first."""
 
     def left(other: Config) -> int:
         return -max(policy_memory(other, d, parallel, rank).peak for rank in stages(parallel).values())
@@ -72,7 +73,7 @@ def policy_relief(config: Config, d: Decoder, parallel: ParallelDims) -> list[Re
 
 
 def _helping(config: Config, d: Decoder, tried: Iterable[Tried], left: Callable[[Config], int]) -> list[Relief]:
-    """Of what is tried, what gives room and is refused nowhere, on hosts neither."""
+    """Returns the candidates that free at least `WORTH` and pass all checks, including host memory."""
     before, found = left(config), []
     for setting, other in tried:
         if _works(other, d) and (gained := left(other) - before) >= WORTH:
@@ -81,7 +82,7 @@ def _helping(config: Config, d: Decoder, tried: Iterable[Tried], left: Callable[
 
 
 def _works(config: Config, d: Decoder) -> bool:
-    """Whether every check passes, and an engine's cache holds a sequence by the estimates at their face."""
+    """Returns True if every check passes and an engine's KV cache holds a sequence by the plain estimates."""
     try:
         check(config, planned=True)
         fp8_blocks.check(config, d, fit.parallel_of(config)[0])
@@ -99,7 +100,7 @@ def _of_policy(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[T
             f"policy.recompute={kind}{beside}",
             replace(config, policy=replace(policy, recompute=kind, offload_layers=away)),
         )
-    half = max(1, max(parallel.stage_sizes(d.layers)) // 2)  # whose copies have the time of two layers each
+    half = max(1, max(parallel.stage_sizes(d.layers)) // 2)  # then each copy overlaps with two layers
     yield f"policy.offload_layers={half}", replace(config, policy=replace(policy, offload_layers=half))
     fewer = max(1, micro_tokens(policy) // 2)
     yield f"policy.micro_tokens={fewer}", replace(config, policy=replace(policy, micro_tokens=fewer))

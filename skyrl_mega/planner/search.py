@@ -1,9 +1,9 @@
-"""Layouts for a number of GPUs: all that fit, the fastest by the estimated step time first; of those that the estimate
-does not tell apart, the one that cuts the model least.
+"""Searches layouts for a number of GPUs: all that fit, ordered by estimated step time.
 
-Policy and engines are searched apart and put together: their times add up, and only GPUs that they share bind them.
-There the engines get what `residency.keep` leaves: for every choice of it the largest share that fits beside the policy
-in the phases in which the cache is there.
+If estimates do not differ enough, the layout that cuts the model least comes first. Policy and engines are searched
+separately and combined, as their times add up and only shared GPUs couple them. On shared GPUs engines get the memory
+that `residency.keep` leaves: for every choice of it, the largest fraction that fits beside the policy in the phases
+with a KV cache.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ from skyrl_mega.planner.shared import stages
 from skyrl_mega.planner.times import elsewhere
 
 SECONDS = 40.0
-"""Processor time of a search at most."""
+"""Maximum processor time of a search."""
 RECOMPUTE = ("none", "selective", "moe", "full")
-"""What is tried for `policy.recompute`, where it may be."""
+"""Candidates for `policy.recompute`, if the settings allow them."""
 CONTEXT = (1, 2, 4, 8)
 TIE = 0.03
-"""Estimates of a step that differ by a smaller share do not tell which is faster."""
+"""Relative difference of estimated step times below which neither layout counts as faster."""
 LONG = 16384
-"""Tokens of a sequence from which context parallelism is worth trying."""
+"""Minimum sequence length in tokens for trying context parallelism."""
 EIGHTHS = range(1, 8)
-"""Shares of the GPUs that the policy may have beside the engines."""
+"""Candidates for the policy's share of the GPUs, in eighths."""
 MORE = (5, 6, 8, 12, 16, 24, 32)
-"""Quarters of the GPUs that are tried where nothing fits them."""
+"""Numbers of GPUs to try if nothing fits, in quarters of the given number."""
 
 
 @dataclass(frozen=True)
@@ -62,17 +62,17 @@ class Suggestion:
 
     parallel: ParallelDims
     config: Config
-    """The settings with everything in place."""
+    """The complete settings."""
     peak: int
     """Bytes of the fullest policy rank."""
     kv_tokens: int
-    """KV cache of one engine worker."""
+    """KV cache tokens of an engine worker."""
     seconds: float
-    """Of an RL step, estimated."""
+    """Estimated seconds of an RL step."""
 
     @property
     def settings(self) -> dict[str, Any]:
-        """What makes these settings of the given ones, by dotted key."""
+        """Returns the values, by dotted key, that turn the given settings into these."""
         c, layout = self.config, self.config.policy.layout
         return {
             "cluster.nodes": c.cluster.nodes,
@@ -91,12 +91,13 @@ class Suggestion:
 
     @property
     def overrides(self) -> list[str]:
-        """These as arguments of the command."""
+        """Returns the same values as command-line arguments."""
         return [f"{key}={json.dumps(value)}" for key, value in self.settings.items()]
 
     @property
     def cuts(self) -> tuple[int, ...]:
-        """How the model is cut: stages first, then matrices, then experts."""
+        """Returns a sort key for how much the model is cut: stages, then matrices and contexts, then experts, then
+        recomputation."""
         p = self.parallel
         recomputes = self.config.policy.recompute != "none" or self.config.policy.offload_layers > 0
         return p.pipeline * p.virtual_pipeline, p.tensor * p.context, p.expert, recomputes
@@ -104,41 +105,41 @@ class Suggestion:
 
 @dataclass(frozen=True)
 class Tried:
-    """A policy's settings beside all engines."""
+    """Policy settings combined with all engines."""
 
     parallel: ParallelDims
     config: Config
     found: list[Suggestion]
-    """Those that fit."""
+    """Combinations that fit."""
     lacking: int
-    """Bytes of a GPU that are lacking where none fits: of the critic's alone where this is 0 or less."""
+    """Missing bytes of a GPU if nothing fits; 0 or less if only the critic does not fit."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """What came of it."""
+    """Fitting layouts, the number of tried settings, and the nearest miss."""
 
     gpus: int
     tried: int
-    """Settings that were computed."""
+    """Number of evaluated settings."""
     found: tuple[Suggestion, ...]
-    """One for each layout, as `ordered`."""
+    """The best settings of each layout, in the order of `ordered`."""
     complete: bool
-    """Whether the time was enough for all of them."""
+    """True if all candidates were tried within the time limit."""
     enough: int | None = None
-    """Where nothing was found, more GPUs that something fits."""
+    """Larger number of GPUs with a fitting layout; set if nothing was found."""
     nearest: Tried | None = None
-    """Where nothing fits the GPUs, what lacks least."""
+    """Candidate with the smallest shortage; set if nothing fits the GPUs."""
     hosts: str | None = None
-    """Where all that fits the GPUs lacks memory of hosts, what is said of the fastest."""
+    """Error message for the fastest candidate; set if only host memory is short."""
 
 
 def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Search:
-    """Tries layouts for `gpus` GPUs (None: those of the settings).
+    """Tries layouts for `gpus` GPUs (None: all GPUs of the settings) and returns those that fit.
 
     Raises:
-        UserError: the number is none that nodes of this size make, it is a run on a CPU, or the critic's own layout is
-            none of its ranks or of the model.
+        UserError: Nodes of this size cannot make up this number of GPUs, the run is on a CPU, or the critic's separate
+            layout does not match its ranks or the model.
     """
     if on_cpu(config):
         raise UserError("--suggest: cluster.device = cpu; layouts are suggested for GPUs: add cluster.device=cuda")
@@ -150,11 +151,11 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
             f"--suggest {gpus}: nodes have {node} GPUs (cluster.gpus_per_node); nearest that work: {low}, {low + node}"
         )
     d = architecture(hf).describe(hf)
-    if config.policy.micro_tokens is None:  # all of them are tried
+    if config.policy.micro_tokens is None:  # all candidates are tried
         config = replace(config, policy=replace(config.policy, micro_tokens=MICRO_TOKENS[0]))
     if config.critic.layout and config.critic.ranks:
-        _critic(config, d)  # nothing of it is searched
-    if not config.cluster.shared:  # nothing takes turns on GPUs of its own
+        _critic(config, d)  # checked once, as the critic's layout is fixed
+    if not config.cluster.shared:  # separate GPUs need no offload
         config = replace(config, residency=replace(config.residency, keep=None))
     end = time.process_time() + SECONDS
     every = list(_tries(config, d, gpus, end))
@@ -175,8 +176,10 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
 
 
 def ordered(found: Iterable[Suggestion], crowded: Callable[[Suggestion], bool]) -> Iterator[Suggestion]:
-    """The fastest first, in ties: what takes at most `TIE` longer than the fastest of a tie belongs to it. Those of a
-    tie that are not crowded come first, of these the one that cuts the model least."""
+    """Yields suggestions by step time; suggestions at most `TIE` slower than the fastest remaining one form a tie.
+
+    Within a tie suggestions that are not crowded come first, then those that cut the model least.
+    """
     rest = sorted(found, key=lambda s: s.seconds)
     while rest:
         tie = [s for s in rest if s.seconds <= (1 + TIE) * rest[0].seconds]
@@ -185,13 +188,14 @@ def ordered(found: Iterable[Suggestion], crowded: Callable[[Suggestion], bool]) 
 
 
 def _crowded(suggestion: Suggestion, d: Decoder) -> bool:
-    """Whether a shared GPU has less left than its estimates may be too low."""
+    """Returns True if the free memory of a shared GPU is less than the possible error of its estimates."""
     config = suggestion.config
     return config.cluster.shared and shortest(config, d, suggestion.parallel) is not None
 
 
 def _first_with_room(made: list[Suggestion], d: Decoder) -> Suggestion | None:
-    """The fastest for which hosts have memory; of those that take the same time, the one that moves least."""
+    """Returns the fastest suggestion for which host memory suffices, or None; among equally fast suggestions, the one
+    that moves least."""
     for suggestion in sorted(made, key=lambda s: (round(s.seconds, 1), s.cuts, -len(kept(s.config.residency.keep)))):
         if _host_problem(suggestion, d) is None:
             return suggestion
@@ -199,14 +203,17 @@ def _first_with_room(made: list[Suggestion], d: Decoder) -> Suggestion | None:
 
 
 def _host_problem(suggestion: Suggestion, d: Decoder) -> str | None:
-    """What is said of hosts that have no memory for it."""
+    """Returns the error message if host memory is too small for the suggestion, or None."""
     _, reference = parallel_of(suggestion.config)
     return host_problem(suggestion.config, d, suggestion.parallel, reference)
 
 
 def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[Tried]:
-    """Everything that is tried, until the time is up, with what fits of it: for each choice of what stays in memory,
-    the engines that generate fastest."""
+    """Yields all policy settings that are tried, each with the engines that fit, until the processor time reaches
+    `end`.
+
+    For each choice of `residency.keep`, only the fastest engines are included.
+    """
     config = replace(config, cluster=replace(config.cluster, nodes=-(-gpus // config.cluster.gpus_per_node)))
     fixed = reference_ranks(config) + (config.critic.ranks or 0) * has_critic(config)
     for ranks, workers in _splits(config, gpus - fixed):
@@ -224,8 +231,8 @@ def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[Tried]
                     given = replace(given, micro_tokens=tokens)
                     tried = _measure(replace(config, policy=given), d, parallel, chosen)
                     if not tried.found and not given.optimizer.streamed and policy.precision.parameters == "model":
-                        # Slower, so only where nothing fits without; nor does then a larger micro-batch. Parameters in
-                        # FP8 are rounded from master weights that are all there.
+                        # Slower, so only if nothing fits otherwise; then no larger micro-batch fits either. FP8
+                        # parameters need all master weights on the device.
                         given = replace(given, optimizer=replace(given.optimizer, streamed=True))
                         tried = _measure(replace(config, policy=given), d, parallel, chosen)
                     yield tried
@@ -234,8 +241,8 @@ def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[Tried]
 
 
 def _ways(config: Config, layers: int) -> Iterator[tuple[str, int]]:
-    """What `policy.recompute` may be, and `policy.offload_layers` of so many: of long sequences a copy may take less
-    time than computing once more."""
+    """Yields candidates for `policy.recompute` and `policy.offload_layers`. With long sequences a copy may be faster
+    than recomputation."""
     kinds = _kinds(config)
     yield from ((kind, 0) for kind in kinds)
     if length_limit(config.rollout) >= LONG:
@@ -243,10 +250,10 @@ def _ways(config: Config, layers: int) -> Iterator[tuple[str, int]]:
 
 
 def _kinds(config: Config) -> list[str]:
-    """What `policy.recompute` may be (`config/speed_checks.py`, `config/precision.py`)."""
+    """Returns the allowed values of `policy.recompute` (`config/speed_checks.py`, `config/precision.py`)."""
     policy = config.policy
     if any(name.startswith("recompute_") for name in policy.options):
-        return ["none"]  # which these say finer (`config/megatron_options.py`)
+        return ["none"]  # the given options are more specific (`config/megatron_options.py`)
     without = {"moe"} if policy.moe.replay != "off" else set()
     if on_cpu(config) or policy.spec == "local" or policy.precision.recipe == "fp8_delayed":
         without.add("selective")
@@ -254,7 +261,7 @@ def _kinds(config: Config) -> list[str]:
 
 
 def _measure(config: Config, d: Decoder, parallel: ParallelDims, chosen: list[Engine]) -> Tried:
-    """A policy's settings with the engines that fit beside it."""
+    """Evaluates policy settings with the engines fitting beside the policy."""
     ranks = Ranks(config, d, parallel)
     found = list(pairs(config, ranks, chosen))
     if not found or not _critic_fits(config, d, ranks.size):
@@ -271,7 +278,7 @@ def _measure(config: Config, d: Decoder, parallel: ParallelDims, chosen: list[En
 
 
 def _critic_fits(config: Config, d: Decoder, room: int) -> bool:
-    """Whether there is none, or one that can be."""
+    """Returns True if there is no critic or it fits."""
     try:
         critic = _critic(config, d)
     except UserError:
@@ -280,10 +287,10 @@ def _critic_fits(config: Config, d: Decoder, room: int) -> bool:
 
 
 def _critic(config: Config, d: Decoder) -> ParallelDims | None:
-    """The critic's grid; None without one.
+    """Returns the critic's grid; None without a critic.
 
     Raises:
-        UserError: Its layout, or the policy's in place of it, is none of its ranks or of the model.
+        UserError: The critic's layout, by default the policy's, does not match its ranks or the model.
     """
     critic = critic_dims(config)
     if critic:
@@ -292,8 +299,10 @@ def _critic(config: Config, d: Decoder) -> ParallelDims | None:
 
 
 def _splits(config: Config, gpus: int) -> list[tuple[int, int]]:
-    """GPUs of the policy and of the engines: whole nodes, or within one node any even share. A critic without ranks of
-    its own has as many as the policy."""
+    """Returns pairs of GPU counts for policy and engines: whole nodes, or any eighths within a single node.
+
+    A critic without given ranks gets as many GPUs as the policy.
+    """
     trained = 2 if has_critic(config) and config.critic.ranks is None else 1
     if config.cluster.shared:
         return [(gpus // trained, gpus // trained)]
@@ -303,7 +312,7 @@ def _splits(config: Config, gpus: int) -> list[tuple[int, int]]:
 
 
 def _layouts(config: Config, d: Decoder, ranks: int) -> Iterator[tuple[ParallelDims, LayoutConfig]]:
-    """Every layout of the model over so many ranks, tensor parallel within a node."""
+    """Yields every layout of the model over `ranks` ranks with tensor parallelism within a node."""
     sizes = _divisors(ranks)
     tensors = [n for n in sizes if n <= config.cluster.gpus_per_node]
     contexts = [n for n in CONTEXT if n == 1 or length_limit(config.rollout) >= LONG]
@@ -333,9 +342,9 @@ def _layouts(config: Config, d: Decoder, ranks: int) -> Iterator[tuple[ParallelD
 
 
 def _ends(layers: int, pipeline: int, virtual: int) -> int | None:
-    """Layers of the first and of the last stage where they have fewer than the others; 0 where all have as many.
+    """Returns the number of layers of the first and last stage if they have fewer than the others.
 
-    None where the model cannot be cut so.
+    Returns 0 if all stages have equally many, and None if the model cannot be cut this way.
     """
     if pipeline == 1:
         return 0 if virtual == 1 else None

@@ -1,4 +1,4 @@
-"""A GPU that a policy rank and an engine worker share, phase by phase, and what is said where they do not fit."""
+"""Memory of a GPU shared by a policy rank and an engine worker, by phase, and the error message if they do not fit."""
 
 from __future__ import annotations
 
@@ -18,61 +18,62 @@ from skyrl_mega.planner.processes import PHASES, EngineMemory, PolicyMemory, lea
 
 @dataclass(frozen=True)
 class SharedGpu:
-    """Policy rank and engine worker that are on one GPU. Bytes."""
+    """Policy rank and engine worker on the same GPU. Sizes in bytes."""
 
     rank: int
-    """The policy rank that leaves least."""
+    """Policy rank leaving the least memory."""
     policy: PolicyMemory
     engine: EngineMemory
     size: int
-    """What CUDA gives of the GPU."""
+    """GPU memory reported by CUDA."""
 
     def left(self, phase: str) -> int:
-        """What nobody takes in a phase; below 0 it is too little by so much."""
+        """Returns the free bytes in a phase; a negative number is a shortage."""
         return self.size - self.engine.totals[phase] - self.policy.totals[phase]
 
     @property
     def busiest(self) -> str:
-        """The phase in which least is left."""
+        """Returns the phase with the least free memory."""
         return min(PHASES, key=self.left)
 
     @property
     def margin(self) -> int:
-        """The least that is left, of all phases."""
+        """Returns the free bytes in the busiest phase."""
         return self.left(self.busiest)
 
     def needed(self, phase: str, strict: bool) -> float:
-        """Bytes of both in a phase; without `strict`, when every estimate is too high by the margin."""
+        """Returns the bytes of both processes in a phase; without `strict` the lower bound, with estimates reduced by
+        the margin."""
         if strict:
             return self.engine.totals[phase] + self.policy.totals[phase]
         return self.engine.least_in(phase) + least(self.policy.phase(phase))
 
     def worst(self, strict: bool) -> str:
-        """The phase that needs most."""
+        """Returns the phase needing the most memory."""
         return max(PHASES, key=lambda phase: self.needed(phase, strict))
 
     def fits(self, strict: bool) -> bool:
-        """Whether every phase does."""
+        """Returns True if every phase fits."""
         return self.needed(self.worst(strict), strict) <= self.size
 
     def keeping(self, parts: Iterable[str]) -> SharedGpu:
-        """The same with another `residency.keep`."""
+        """Returns a copy with another `residency.keep`."""
         keep = tuple(parts)
         return replace(self, policy=replace(self.policy, keep=keep), engine=replace(self.engine, keep=keep))
 
     def most_budget(self, strict: bool) -> float:
-        """The largest budget of the engine that fits beside the policy, of the phases in which its cache is there."""
+        """Returns the largest engine budget fitting beside the policy in all phases with a KV cache."""
         with_cache = [phase for phase in PHASES if "kv_cache" in resident(phase, self.engine.keep)]
         return min(self.size - self.needed(phase, strict) for phase in with_cache) + self.engine.budget
 
 
 def stages(parallel: ParallelDims) -> dict[int, int]:
-    """Pipeline stage → its first rank, which holds no less than the others of the stage."""
+    """Returns the first rank of each pipeline stage; no other rank of the stage holds more."""
     return {pp: pp * (parallel.ranks // parallel.pipeline) for pp in range(parallel.pipeline)}
 
 
 def shared_gpus(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[SharedGpu]:
-    """One GPU of each pipeline stage; none where nothing is shared."""
+    """Yields a shared GPU per pipeline stage; none if policy and engines share no GPU."""
     if not config.cluster.shared or on_cpu(config):
         return
     engine, size = engine_memory(config, d), gpu_bytes(config)
@@ -81,18 +82,20 @@ def shared_gpus(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[
 
 
 def fullest(gpus: Iterable[SharedGpu], phase: str) -> SharedGpu:
-    """The one with least left in a phase: which stage that is may differ from phase to phase."""
+    """Returns the GPU with the least free memory in a phase; its stage may differ from phase to phase."""
     return min(gpus, key=lambda gpu: gpu.left(phase))
 
 
 def refusal(config: Config, gpus: Sequence[SharedGpu], strict: bool, allowed: Callable[[Config], bool]) -> str | None:
-    """What is said where policy and engine do not fit on a GPU: the phase, what is in it, what would fit.
+    """Returns the error message if policy and engine do not fit on a GPU, else None.
+
+    The message names the phase, the memory by kind, and settings that would fit.
 
     Args:
         config: The settings.
-        gpus: One of each pipeline stage.
-        strict: Estimates are taken as they are, without the margin in the settings' favour.
-        allowed: Whether nothing but these GPUs' memory is against settings.
+        gpus: A shared GPU of each pipeline stage.
+        strict: Use plain estimates, without subtracting the margin.
+        allowed: Returns True if settings pass all other checks.
     """
     gpu = max(gpus, key=lambda gpu: gpu.needed(gpu.worst(strict), strict), default=None)
     if gpu is None or gpu.fits(strict):
@@ -110,7 +113,7 @@ def refusal(config: Config, gpus: Sequence[SharedGpu], strict: bool, allowed: Ca
 
 
 def _largest(config: Config, gpus: Sequence[SharedGpu]) -> str:
-    """The largest fraction with which no GPU lacks anything by the estimates."""
+    """Describes the largest `rollout.memory_fraction` fitting every GPU by the plain estimates."""
     size = gpus[0].size
     largest = floor(100 * min(gpu.most_budget(strict=True) for gpu in gpus) / size) / 100
     engine = replace(gpus[0].engine, budget=int(largest * size))
@@ -121,8 +124,10 @@ def _largest(config: Config, gpus: Sequence[SharedGpu]) -> str:
 
 
 def _leaving(config: Config, gpus: Sequence[SharedGpu], allowed: Callable[[Config], bool]) -> str:
-    """The fewest parts without which no GPU lacks anything by the estimates, the engines' first: they copy nothing. A
-    critic has GPUs of its own."""
+    """Describes the fewest parts that must leave `residency.keep` so that every GPU fits by the plain estimates.
+
+    Engine parts leave first, as this costs no copy. Critic parts stay, as a critic uses separate GPUs.
+    """
     there = (*ENGINE, *POLICY, *CRITIC[: has_critic(config)])
     parts = [part for part in there if part in kept(config.residency.keep)]
 
@@ -140,7 +145,7 @@ def _leaving(config: Config, gpus: Sequence[SharedGpu], allowed: Callable[[Confi
 
 
 def listed(kinds: Mapping[str, int]) -> str:
-    """What is large enough to be worth a word."""
+    """Returns the kinds of memory of at least a tenth of a GiB, as text."""
     return ", ".join(f"{kind} {_gib(size)}" for kind, size in kinds.items() if size >= GIB / 10)
 
 

@@ -1,8 +1,8 @@
-"""Seconds of one RL step, estimated from stated rates (`cluster.rates`, `cluster.topology`).
+"""Estimates the duration of an RL step from given rates (`cluster.rates`, `cluster.topology`).
 
-Matrix products go at a share of the peak, what must be read at a share of the memory's rate, messages at the full rate
-of their link, and nothing overlaps but what `asynchrony` has side by side; sequences have `length_share` of their
-limits. The environment's own time is not known. Good for comparing layouts, not for promising a throughput.
+Assumes matrix products at a share of the peak, reads at a share of the memory bandwidth, messages at the full rate of
+their link, and sequences at `length_share` of their limits. Nothing overlaps except generation ahead (`asynchrony`).
+The environment's time is unknown and not included. Good for comparing layouts, not for promising a throughput.
 """
 
 from __future__ import annotations
@@ -33,53 +33,60 @@ from skyrl_mega.weights.plan.sync_plan import copy_bytes
 from skyrl_mega.weights.plan.topology import Links
 
 PASSES = {"none": (3, 2, 2), "selective": (3, 2, 2), "moe": (4, 3, 3), "full": (4, 3, 3)}
-"""`policy.recompute` → products, messages and launches of a forward and backward pass, as multiples of the forward
-pass's. Backward: two products for each of the forward pass, its messages once more; recomputing is a forward pass.
-moe is counted as the whole layer, which is too much by the attention's part."""
+"""For each `policy.recompute`, products, messages and launches of a forward and backward pass, as multiples of the
+forward pass. The backward pass takes two products per forward product and repeats the messages; recomputation is a
+forward pass. `moe` is counted as recomputing the whole layer, too much by attention."""
 TAIL = 10
-"""While the longest responses end, one sequence in so many still runs."""
+"""Factor by which the number of running sequences shrinks while the longest responses end."""
 EAGER_LAYER_US = 400.0
-"""Microseconds of Python and launches in one layer of an engine without CUDA graphs, at least. An estimate: 48 MoE
-layers then take 20 to 25 ms a token; seen elsewhere: graphs are 4.3 times as fast (3B on an H200) and 1.7 times (7B on
-an A800; vllm-omni #7960). With graphs it is `cluster.rates.layer_us`."""
+"""Minimum microseconds of Python and launches per layer of an engine without CUDA graphs; with graphs
+`cluster.rates.layer_us` applies. An estimate: 48 MoE layers then take 20 to 25 ms a token. Reported speed-ups by
+graphs: 4.3 times (3B on an H200) and 1.7 times (7B on an A800; vllm-omni #7960)."""
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds."""
+    """Seconds of each phase of a step."""
 
     generate: float
     logprobs: float
-    """Of the policy, and of a reference where there is one."""
+    """Log-prob passes of the policy, and of a reference if any."""
     critic: float
-    """A critic's values, and its optimizer steps; 0 without one."""
+    """A critic's values and optimizer steps; 0 without a critic."""
     train: float
     sync: float
     residency: float
-    """Of moving between a GPU and host memory what takes turns there (`planner.moves`)."""
+    """Transfers between GPU and host memory of parts taking turns on a GPU (`planner.moves`)."""
     ahead: float = 0.0
-    """Of generating, what goes on while the policy works (`asynchrony`)."""
+    """Part of `generate` overlapping with the policy's work (`asynchrony`)."""
 
     @property
     def step(self) -> float:
-        """All phases, one after the other but for what is ahead."""
+        """Returns the seconds of the whole step: the sum of all phases minus the overlap."""
         return sum(asdict(self).values()) - 2 * self.ahead
 
 
 @lru_cache(maxsize=16)
 def elements(d: Decoder) -> int:
-    """Of the whole model."""
+    """Returns the number of elements of the whole model."""
     return sum(map(prod, huggingface.tensors(d).values()))
 
 
 @lru_cache(maxsize=16)
 def _copy(d: Decoder, dtype: str, fp8: bool) -> int:
-    """Bytes of one copy on the wire."""
+    """Returns the bytes of a copy of the model on the wire."""
     return copy_bytes(dtype, fp8, huggingface.tensors(d))
 
 
 def step_time(config: Config, d: Decoder, parallel: ParallelDims, sync: float | None = None) -> StepTime:
-    """One RL step. `sync`: seconds of the planned sync; None takes one copy of the model into a node."""
+    """Returns the seconds of an RL step.
+
+    Args:
+        config: The settings.
+        d: The model.
+        parallel: The policy's grid.
+        sync: Seconds of the planned weight sync; None assumes a single copy of the model into a node.
+    """
     made = batch(config, parallel)
     train, forward = policy_times(config, d, parallel, made)
     generate, critic = generate_time(config, d, made), critic_time(config, d)
@@ -95,21 +102,21 @@ def step_time(config: Config, d: Decoder, parallel: ParallelDims, sync: float | 
 
 
 def elsewhere(config: Config, d: Decoder, parallel: ParallelDims) -> float:
-    """Seconds of a step in which nothing is generated and nothing moves."""
+    """Returns the seconds of a step apart from generation and residency transfers."""
     return (
         sum(policy_times(config, d, parallel, batch(config, parallel))) + critic_time(config, d) + _one_copy(config, d)
     )
 
 
 def _one_copy(config: Config, d: Decoder) -> float:
-    """Seconds of a sync that is bound by one copy of the model into a node."""
+    """Returns the seconds of a sync limited by a single copy of the model into a node."""
     links = Links.from_config(config.cluster)
     copied = _copy(d, config.model.dtype, config.weights.wire == "fp8")
     return copied / (links.nics_per_node * links.nic_gb_s * 1e9)
 
 
 def critic_time(config: Config, d: Decoder) -> float:
-    """Seconds of a critic's values and of its optimizer steps; 0 without one."""
+    """Returns the seconds of a critic's values and optimizer steps; 0 without a critic."""
     parallel, view = critic_dims(config), critic_view(config)
     if parallel is None:
         return 0.0
@@ -118,8 +125,10 @@ def critic_time(config: Config, d: Decoder) -> float:
 
 
 def generate_time(config: Config, d: Decoder, made: Batch) -> float:
-    """Seconds until the step's samples are there, and then in a round of their own the greedy answers, where there are
-    any; with dynamic sampling in several rounds. Where groups are generated all the time, nobody waits for the longest.
+    """Returns the seconds until all samples of a step are complete.
+
+    Greedy answers take a round of their own; dynamic sampling takes several rounds. With `asynchrony.mode=full`, groups
+    are generated all the time and no step waits for the longest response.
     """
     drawn = (replace(made, prompts=prompts) for prompts in rounds(config))
     return sum(
@@ -131,8 +140,11 @@ def generate_time(config: Config, d: Decoder, made: Batch) -> float:
 
 
 def _round_time(config: Config, d: Decoder, made: Batch, sequences: int) -> float:
-    """Until the last response has ended: one full batch after the other, in which all others wait for a place in the
-    cache, then a tail of the longest ones."""
+    """Returns the seconds until the last response ends.
+
+    Full batches follow each other, while other sequences wait for a place in the KV cache; then a tail of the longest
+    responses follows.
+    """
     each = -(-sequences // config.rollout.engines)
     full: float = min(at_once(config, engine_memory(config, d).tokens, made), each)
     if config.environment.slots is not None:
@@ -143,21 +155,22 @@ def _round_time(config: Config, d: Decoder, made: Batch, sequences: int) -> floa
     if generates_ahead(config.asynchrony) and config.asynchrony.mode == "full":
         longest = made.generated
     decode = decoding(config, d, made.mean)
-    running = max(1.0, full)  # with fewer slots than engines some have nothing to do
+    running = max(1.0, full)  # with fewer slots than engines some engines are idle
     return (
         prefill + each * made.generated / full * decode(running) + (longest - made.generated) * decode(running / TAIL)
     )
 
 
 def prefill_time(config: Config, d: Decoder, tokens: float) -> float:
-    """Seconds in which an engine reads one token of a text of so many."""
+    """Returns the seconds in which an engine reads a token of a prompt of `tokens` tokens."""
     rates, work = config.cluster.rates, flops(d)
     speed = engine_ranks(config.rollout) * rates.tflops * 1e12 * rates.tflops_share
     return (work.matrices + work.attention * tokens / 2) / speed
 
 
 def decoding(config: Config, d: Decoder, mean: float) -> Callable[[float], float]:
-    """Seconds of one token of each of so many sequences that an engine runs, each `mean` tokens long."""
+    """Returns a function from the number of running sequences, each `mean` tokens long, to the seconds of a decoding
+    step."""
     rollout, rates = config.rollout, config.cluster.rates
     layer_us = max(EAGER_LAYER_US, rates.layer_us) if eager(rollout, config.cluster.device) else rates.layer_us
     workers = engine_ranks(rollout)
@@ -174,19 +187,19 @@ def decoding(config: Config, d: Decoder, mean: float) -> Callable[[float], float
 
 
 def at_once(config: Config, tokens: int, made: Batch) -> int:
-    """Sequences that an engine runs at once on average, of those that it has in a step.
+    """Returns how many sequences of a step an engine runs at once on average.
 
     Args:
-        tokens: What its cache holds.
+        tokens: Capacity of the engine's KV cache.
     """
     rollout = config.rollout
     each = -(-made.sequences // rollout.engines)
-    longest = made.mean - made.generated / rollout.max_turns + rollout.sampling.max_tokens  # of a request
+    longest = made.mean - made.generated / rollout.max_turns + rollout.sampling.max_tokens  # tokens of one request
     return max(1, min(rollout.concurrency, each, int(tokens / made.mean), int(FILL * tokens / longest)))
 
 
 def policy_times(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> tuple[float, float]:
-    """Seconds of all optimizer steps, and of all log-probs."""
+    """Returns the seconds of all optimizer steps, and of all log-prob passes."""
     size = itemsize(config)
     train, forward = _passes(config, d, parallel, made)
     train *= made.epochs
@@ -194,29 +207,29 @@ def policy_times(config: Config, d: Decoder, parallel: ParallelDims, made: Batch
     if config.algorithm.kl.coefficient:
         own = config.reference.layout is not None
         weights = 0 if own else sum(chunk.total for chunk in stage(d, parallel, 0)) * size
-        # It comes from host memory and the policy's own go there, and back again (`megatron.reference`).
+        # Reference and policy weights are swapped through host memory, and back again (`megatron.reference`).
         logprobs += forward + 4 * weights / host_rate(config)
     return train, logprobs
 
 
 def mfu(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> float:
-    """Share of the peak (`cluster.rates.tflops`) that the model's own operations are of the train phase, 0 to 1."""
+    """Returns the model FLOPs utilisation (0 to 1) of the train phase, relative to the peak `cluster.rates.tflops`."""
     load = Load.of([made.mean], made.generated) * (made.sequences * made.epochs * BACKWARD)
     train, _ = policy_times(config, d, parallel, made)
     return flops(d).forward(load) / (train * parallel.ranks * config.cluster.rates.tflops * 1e12)
 
 
 def _passes(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> tuple[float, float]:
-    """Seconds of an optimizer step on each mini-batch, and of one forward pass of everything."""
+    """Returns the seconds of an optimizer step on each mini-batch, and of a forward pass over all sequences."""
     rates, size = config.cluster.rates, itemsize(config)
     speed = rates.tflops * 1e12 * rates.tflops_share
     work = flops(d)
     tokens = made.sequences * made.mean
     count = made.usual * made.mini_batches
     per_rank = (tokens / parallel.data + count * made.padding) / parallel.context
-    # All stages wait for the one that takes longest, which the head makes the last one, of equal ones.
+    # All stages wait for the slowest; of equal stages the last one, because of the head.
     body = work.layers + work.attention * causal_pairs(made.mean) / made.mean
-    head = work.head * made.generated / made.mean  # only for tokens that the loss asks for
+    head = work.head * made.generated / made.mean  # only for the loss's tokens
     sizes = parallel.stage_sizes(d.layers)
     slowest = max(body * n / d.layers + (head if s == parallel.pipeline - 1 else 0) for s, n in enumerate(sizes))
     compute = per_rank * slowest / parallel.tensor / speed
@@ -227,24 +240,25 @@ def _passes(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> 
     forward = (compute + messages + launches) * bubble
     passes = PASSES[config.policy.recompute]
     train = bubble * (passes[0] * compute + passes[1] * messages + passes[2] * launches)
-    each = count * layers / (compute + messages + launches)  # layers' forward passes in a second
+    each = count * layers / (compute + messages + launches)  # forward passes of layers per second
     train += bubble * count * _moving(config, d, parallel, per_rank / count, (1 / each, (train / forward - 1) / each))
     train += made.mini_batches * _update(config, d, parallel)
     if config.policy.moe.aux_loss and d.experts:
-        train += forward  # the experts' choices are counted first (`megatron.expert_balance`)
+        train += forward  # a first pass counts the experts' loads (`megatron.expert_balance`)
     return train, forward
 
 
 def _moving(config: Config, d: Decoder, parallel: ParallelDims, tokens: float, layer: tuple[float, float]) -> float:
-    """Seconds of a micro-batch in which a stage waits for what its layers keep in host memory: each copy goes on beside
-    the layers up to the next that moves.
+    """Returns how many seconds of a micro-batch a stage waits for offloaded activations.
+
+    Each copy overlaps with the layers up to the next offloaded layer.
 
     Args:
         config: The settings.
         d: The model.
         parallel: The grid.
-        tokens: Of the micro-batch, on one rank.
-        layer: Seconds of a layer, forward and backward.
+        tokens: Tokens of the micro-batch on each rank.
+        layer: Seconds of a layer's forward and backward pass.
     """
     policy = config.policy
     if not policy.offload_layers:
@@ -259,7 +273,8 @@ def _moving(config: Config, d: Decoder, parallel: ParallelDims, tokens: float, l
 
 
 def _exchange(d: Decoder, parallel: ParallelDims, links: Links, size: int) -> float:
-    """Seconds of one token's messages in the forward pass of an average layer: tensor, context and expert parallel."""
+    """Returns the seconds of tensor, context and expert parallel messages per token in the forward pass of a mean
+    layer."""
     t, c, e = parallel.tensor, parallel.context, parallel.expert
     sent = [(count / d.layers, block.messages(parallel)) for kind, count in d.counted() for block in kind]
     seconds = 0.0
@@ -280,7 +295,7 @@ def _exchange(d: Decoder, parallel: ParallelDims, links: Links, size: int) -> fl
 
 
 def _rate(links: Links, span: int, size: int) -> float:
-    """Bytes a second of one GPU in a group of `size` ranks that spans `span` neighbouring ones."""
+    """Returns the bytes per second of a GPU in a group of `size` ranks spanning `span` neighbouring ranks."""
     nic = links.nic_gb_s * links.nics_per_node / links.gpus_per_node
     if span <= links.gpus_per_node:
         return links.fabric_gb_s * 1e9
@@ -290,8 +305,11 @@ def _rate(links: Links, span: int, size: int) -> float:
 
 
 def _update(config: Config, d: Decoder, parallel: ParallelDims) -> float:
-    """One optimizer step: gradients summed, moments and weights read and written, weights gathered; where it is
-    streamed, moments and master weights brought from the host and taken back, both at once."""
+    """Returns the seconds of an optimizer step.
+
+    Gradients are summed, moments and weights are read and written, and weights are gathered. A streamed optimizer also
+    copies moments and master weights from the host and back, both at once.
+    """
     links, size = Links.from_config(config.cluster), itemsize(config)
     state, streamed = moments(config), config.policy.optimizer.streamed
     seconds = 0.0
@@ -308,7 +326,7 @@ def _update(config: Config, d: Decoder, parallel: ParallelDims) -> float:
         stride = parallel.ranks // parallel.pipeline
         if ranks > 1:
             seconds += (count * (4 + size) - fp8 * (size - 1)) * (ranks - 1) / ranks / _rate(links, stride, ranks)
-        # Masters and moments are read and written, gradients read, weights written.
+        # Reads and writes masters and moments, reads gradients, writes weights.
         seconds += count / ranks * (2 * (MASTER + state) + 4 + 2) / (config.cluster.rates.memory_gb_s * 1e9)
         if streamed:
             seconds += count / ranks * (state + MASTER * (size == 2)) / streaming_rate(config)
