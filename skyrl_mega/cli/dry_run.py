@@ -1,4 +1,4 @@
-"""`--dry-run`: all that follows from the settings and the model's sizes, as plain values. Starts nothing."""
+"""`--dry-run`: everything derived from the settings and the model's sizes, as plain values. Starts nothing."""
 
 from __future__ import annotations
 
@@ -45,14 +45,14 @@ from skyrl_mega.weights.plan.sync_plan import sync_plan, wire_text
 
 
 def checked(config: Config, say: Callable[[str], None] = lambda line: None) -> tuple[Mapping[str, Any], list[str]]:
-    """The model's config.json, and what could not be looked at.
+    """Checks the settings and returns the model's config.json, and the paths absent from this machine.
 
     Args:
         config: The settings.
-        say: Tells of rows whose reward no answer can earn.
+        say: Called with a message about rows whose reward no answer can earn.
 
     Raises:
-        UserError: one line, with the nearest settings that work where there are any.
+        UserError: One line, with the nearest working settings if any.
     """
     if not config.model.path:
         check(config, planned=True)
@@ -69,12 +69,12 @@ def checked(config: Config, say: Callable[[str], None] = lambda line: None) -> t
 def values(
     config: Config, hf: Mapping[str, Any], absent: Sequence[str] = (), told: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Everything that the tables are made from. Bytes and seconds.
+    """Returns the content of all tables, in bytes and seconds.
 
     Args:
         config: The settings.
         hf: The model's config.json.
-        absent: What could not be looked at.
+        absent: Paths absent from this machine.
         told: Notes of the data check.
     """
     d, given = architecture(hf).describe(hf), config
@@ -141,7 +141,7 @@ def _model(config: Config, d: Decoder) -> dict[str, Any]:
 
 
 def _ranks(config: Config, d: Decoder, parallel: ParallelDims, measure: Any) -> list[dict[str, Any]]:
-    """Every rank: where it sits, what it holds, what it needs."""
+    """Returns a row for each rank: placement, layers and memory."""
     return [
         {**place, "memory": _kinds(measure(config, d, parallel, place["rank"]))}
         for place in layout_text.places(parallel, d)
@@ -169,7 +169,7 @@ def _kinds(memory: PolicyMemory) -> dict[str, Any]:
 
 
 def _engines(config: Config, d: Decoder, made: Batch) -> dict[str, Any]:
-    """One engine; all are alike."""
+    """Returns the values of one engine; all engines are alike."""
     rows = []
     for row in layout_text.workers(config, d):
         m = engine_memory(config, d, row["worker"])
@@ -194,7 +194,7 @@ def _engines(config: Config, d: Decoder, made: Batch) -> dict[str, Any]:
 
 
 def _shared(config: Config, d: Decoder, parallel: ParallelDims) -> dict[str, Any] | None:
-    """The GPUs that policy and engines share, phase by phase, of each the fullest."""
+    """Returns the memory of the fullest shared GPU for each phase; None if no GPU is shared."""
     gpus = [*shared_gpus(config, d, parallel)]
     if not gpus:
         return None
@@ -218,7 +218,7 @@ def _shared(config: Config, d: Decoder, parallel: ParallelDims) -> dict[str, Any
 
 
 def _sync(config: Config, made: Plan, seconds: float) -> dict[str, Any]:
-    """What the transfer plan costs; `seconds`: what planning took."""
+    """Returns the cost of a transfer plan; `seconds` is the time spent on planning."""
     host = host_time(made, int(config.weights.bucket_mib * 2**20))
     return report.values(made, cost(made), host, seconds, wire_text(config))
 

@@ -1,4 +1,4 @@
-"""What a dry run notes beside its tables: what one should know though it is not wrong."""
+"""Notes below the tables of a dry run: consequences of valid settings worth knowing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from skyrl_mega.telemetry.trackers import registry
 
 
 def notes(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
-    """All of them, one line each."""
+    """Returns all notes, one line each."""
     made = batch(config, parallel)
     found = [cut_sampling(config), *unread_notes(config), *registry.unread_notes(config.telemetry)]
     found += [*_of_model(config), *crowded(config, d, parallel), *_of_batch(made), *_of_lengths(config)]
@@ -107,7 +107,7 @@ def _of_batch(made: Batch) -> Iterator[str]:
 
 
 def _of_lengths(config: Config) -> Iterator[str]:
-    """Limits of which one is never reached."""
+    """Yields notes on length limits never reached because of another limit."""
     rollout = config.rollout
     said, turns = rollout.sampling.max_tokens, rollout.max_turns
     if turns == 1 and said < response_limit(rollout):
@@ -124,7 +124,7 @@ def _of_lengths(config: Config) -> Iterator[str]:
 
 
 def _of_turns(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[str]:
-    """Who takes turns and need not, or does not and could."""
+    """Yields notes on needless offload, and on shared GPUs without offload."""
     keep = config.residency.keep
     if config.cluster.shared and keep is None:
         yield (
@@ -142,7 +142,7 @@ def _of_turns(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[st
 
 
 def _of_streaming(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[str]:
-    """Whether an optimizer is streamed that need not be."""
+    """Yields a note if the optimizer is streamed although everything fits without streaming."""
     optimizer = config.policy.optimizer
     if not optimizer.streamed:
         return
@@ -187,7 +187,7 @@ def _of_policy(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[s
 
 
 def _of_shared(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[str]:
-    """The phase in which a shared GPU lacks most, or may, and what gives room there."""
+    """Yields a note on the shared GPU's phase with the least free memory, if unsafe, with settings freeing memory."""
     short = shortest(config, d, parallel)
     if short is None:
         return
@@ -205,7 +205,7 @@ def _of_shared(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[s
 
 
 def _helps(reliefs: list[Relief]) -> str:
-    """What gives room, with how much; nothing is named that was not tried."""
+    """Describes settings freeing memory, and the bytes freed. Only tried settings are named."""
     gives = ", ".join(f"{setting} ({gained / GIB:.1f} GiB)" for setting, gained in reliefs)
     return (
         f"what gives room there: {gives}" if gives else "no single setting gives room there; --suggest searches further"
@@ -241,7 +241,7 @@ def _of_engines(config: Config, d: Decoder, made: Batch) -> Iterator[str]:
             f"rollout.tensor={rollout.tensor} is above the model's {d.kv_heads} key/value heads: "
             f"{rollout.tensor // d.kv_heads} workers keep each (docs/recipes.md, Engines)"
         )
-    unbounded = replace(config, environment=replace(config.environment, slots=None))  # nobody's time begins before
+    unbounded = replace(config, environment=replace(config.environment, slots=None))  # all start at once
     unbounded = replace(unbounded, algorithm=replace(config.algorithm, dynamic_sampling=DynamicSamplingConfig()))
     limit, seconds = rollout.trajectory_timeout_s, generate_time(unbounded, d, made)
     if limit is not None and limit < seconds:

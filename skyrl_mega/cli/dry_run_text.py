@@ -1,4 +1,4 @@
-"""A dry run as tables that a person reads: ranks that are alike in one line, GiB with two decimals."""
+"""Tables of a dry run for people: equal ranks share a line, GiB with two decimals."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from skyrl_mega.planner.placement import runs
 
 GIB = 2**30
 SHOWN = 32
-"""Lines of one table; --json has all."""
+"""Maximum lines of a table; --json prints all."""
 COLUMNS = {
     "weights": "weights",
     "gradients": "grads",
@@ -39,13 +39,13 @@ GPU = {
         "its rest": ("reserve", "beside"),
     },
 }
-"""Columns of a shared GPU, and the kinds in them; --json has each by itself."""
+"""Columns of a shared GPU with the kinds of memory in each; --json prints every kind separately."""
 TRAINED = ("policy", "reference", "critic")
 Values = Mapping[str, Any]
 
 
 def text(v: Values) -> str:
-    """All sections."""
+    """Returns all sections as text."""
     sections = [_answer(v), _model(v)]
     sections += [part for name in TRAINED for part in _policy(name, v[name], v)]
     sections += [*_engines(v), *_shared(v), _nodes(v), _batch(v)]
@@ -55,13 +55,13 @@ def text(v: Values) -> str:
 
 
 def counted(number: int, noun: str) -> str:
-    """`1 rank`, `2 ranks`, `1,024 trajectories`."""
+    """Returns a number with its noun: `1 rank`, `2 ranks`, `1,024 trajectories`."""
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("ch") else f"{noun}s"
     return f"{number:,} {noun if number == 1 else plural}"
 
 
 def _answer(v: Values) -> str:
-    """What one wants to know first."""
+    """Returns the first line: whether the run fits, free memory and step time."""
     ranks = counted(len(v["policy"]), "rank")
     if v["gpu_memory"] is None:
         host = max(node["host_memory_total"] for node in v["nodes"])
@@ -76,7 +76,7 @@ def _answer(v: Values) -> str:
 
 
 def _tightest(v: Values) -> tuple[int, str]:
-    """What is left of the GPU that is looked at first, or of the one that lacks most; and whose it is."""
+    """Returns the free bytes and the name of the GPU that lacks most, or else of the first GPU considered."""
     peaks = {name: max((rank["memory"]["peak"] for rank in v[name]), default=0) for name in TRAINED}
     left = {f"the fullest {name} rank ({_gib(peak)} GiB)": v["gpu_memory"] - peak for name, peak in peaks.items()}
     if v["shared"]:
@@ -90,7 +90,7 @@ def _tightest(v: Values) -> tuple[int, str]:
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
-    """Columns as wide as their longest cell; the first `left` of them begin at the left."""
+    """Returns lines with columns as wide as the longest cell; the first `left` columns are left-aligned."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = (
         "  ".join(c.ljust(w) if i < left else c.rjust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True)))
@@ -110,12 +110,12 @@ def _model(v: Values) -> str:
 
 
 def _shares(row: Values) -> tuple[str, ...]:
-    """The columns of a rank or a worker that say which layers, heads and experts it holds."""
+    """Returns the names of columns with the layers, heads and experts of a rank or worker."""
     return tuple(key for key, value in row.items() if isinstance(value, str))
 
 
 def _policy(name: str, ranks: Sequence[Values], v: Values) -> list[str]:
-    """What the ranks hold, and what they need."""
+    """Returns two tables of the ranks: placement and memory."""
     if not ranks:
         return []
     where = ("tp", "pp", "ep", "etp") if "experts" in ranks[0] else ("tp", "pp")
@@ -166,7 +166,7 @@ def _engines(v: Values) -> list[str]:
 
 
 def _shared(v: Values) -> list[str]:
-    """What the phases of a step leave of a GPU that policy and engines share."""
+    """Returns the table of a shared GPU's memory by phase; empty if no GPU is shared."""
     s = v["shared"]
     if not s:
         return []
@@ -278,7 +278,7 @@ def _notes(v: Values) -> str:
 
 
 def _grouped(rows: Sequence[Values], cells: Any, key: str = "rank") -> list[tuple[tuple[str, ...], list[int]]]:
-    """Cells → the ranks that have them."""
+    """Returns each distinct tuple of cells with its ranks."""
     found: dict[tuple[str, ...], list[int]] = {}
     for row in rows:
         found.setdefault(cells(row), []).append(row[key])
@@ -286,17 +286,17 @@ def _grouped(rows: Sequence[Values], cells: Any, key: str = "rank") -> list[tupl
 
 
 def _cut(lines: list[str]) -> list[str]:
-    """The first lines, and how many more there are."""
+    """Returns the first lines, and a line with the number of omitted lines."""
     if len(lines) <= SHOWN + 1:
         return lines
     return [*lines[: SHOWN + 1], f"  … and {len(lines) - SHOWN - 1} more lines (--json has all)"]
 
 
 def _gib(size: float) -> str:
-    """Two decimals, more for less than a hundredth."""
+    """Returns GiB with two decimals; values below 0.01 get a single significant digit."""
     return f"{size / GIB:.2f}" if size == 0 or size >= GIB / 100 else f"{size / GIB:.1g}"
 
 
 def _count(number: int) -> str:
-    """With its power of ten."""
+    """Returns a large number in units of a million or a billion."""
     return f"{number / 1e9:.2f} · 10⁹" if number >= 1e8 else f"{number / 1e6:.2f} · 10⁶"

@@ -1,5 +1,5 @@
-"""What the dry run expects of a run, under the names of its metrics: kept in the run's folder when it starts, so that
-the report can show both beside each other."""
+"""Estimates of a run's metrics from the dry run, written to the run's folder at the start for comparison in the
+report."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from skyrl_mega.planner.memory import GIB
 from skyrl_mega.report.estimate import FILE
 
 NOT_TORCHS = {"reserve", "gaps", "beside"}
-"""What CUDA and libraries take, and what the allocator cannot use: torch does not give it out, and so no metric of a
-process has it."""
+"""Kinds of memory outside torch's accounting (CUDA, libraries, allocator gaps), so no metric of a process includes
+them."""
 
 
 def keep(folder: Path, config: Config, hf: Mapping[str, Any], say: Callable[[str], None]) -> None:
-    """Writes the estimate into a run's folder. A run is not refused over it."""
+    """Writes the estimate into a run's folder. An error prints a note and does not stop the run."""
     try:
         found = estimated(dry_run.values(config, hf))
         partial = folder / f"{FILE}.partial"
@@ -33,11 +33,13 @@ def keep(folder: Path, config: Config, hf: Mapping[str, Any], say: Callable[[str
 
 
 def estimated(v: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics by name, from the plain values of a dry run (`dry_run.values`). Seconds only where rates are known, that
-    is not on a CPU."""
+    """Returns estimates by metric name from the plain values of a dry run (`dry_run.values`).
+
+    Times are included only on GPUs, as no rates are known for a CPU.
+    """
     found = _speed(v) if v["seconds"] else {}
     process = 0 if v["gpu_memory"] else PROCESS["cpu"]
-    """A policy process on a CPU has its interpreter and libraries in the same memory."""
+    # On a CPU, interpreter and libraries use the same memory.
     memory: dict[str, float] = {}
     for role in ("policy", "reference", "critic"):
         for row in v[role]:
@@ -47,7 +49,7 @@ def estimated(v: Mapping[str, Any]) -> dict[str, float]:
                     memory[name] = max(memory.get(name, 0), _given(kinds) + process)
     workers = [row["memory"] for row in v["engines"]["workers"]]
     memory["memory/engine_generate_gib"] = max(_given(m["phases"]["generate"]) for m in workers) + process
-    if not v["gpu_memory"] or v["config"]["residency"]["keep"] is None:  # torch counts what a sleeping engine unmaps
+    if not v["gpu_memory"] or v["config"]["residency"]["keep"] is None:  # else torch counts unmapped memory
         memory["memory/engine_sync_gib"] = max(_given(m["phases"]["sync"]) + m["sync"] for m in workers) + process
     memory["memory/host_gib"] = max(node["host_memory_total"] for node in v["nodes"])
     if shared := v["shared"]:
@@ -62,13 +64,13 @@ def _speed(v: Mapping[str, Any]) -> dict[str, float]:
     written = batch["sequences"] * batch["generated"]
     phases = ("logprobs", "train", "sync", "residency", "step")
     found = {
-        "time/generate": seconds["generate"] - seconds["ahead"],  # for which the policy waits
+        "time/generate": seconds["generate"] - seconds["ahead"],  # only the time the policy waits
         **{f"time/{phase}": seconds[phase] for phase in phases},
         "perf/mfu": seconds["mfu"],
         "perf/tokens_per_s": written / seconds["step"],
         "perf/tokens_per_s_per_rank": seconds["tokens_per_second_per_gpu"] * batch["generated"] / batch["mean"],
     }
-    if seconds["ahead"]:  # engines work in all phases of a step, and no rate of theirs is measured
+    if seconds["ahead"]:  # engines work in all phases of a step, so no engine rate is measured
         return found
     return found | {
         "perf/generate_tokens_per_s": written / seconds["generate"],
@@ -78,5 +80,5 @@ def _speed(v: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _given(kinds: Mapping[str, float]) -> float:
-    """What torch gives out of these."""
+    """Returns the bytes visible to torch's allocator."""
     return sum(size for kind, size in kinds.items() if kind not in NOT_TORCHS)

@@ -1,6 +1,6 @@
-"""The command line: compose, check, start or connect, draw what is missing, score.
+"""Command line of an evaluation: compose, check, start engines or connect, sample missing answers, score.
 
-Modules that are slow to import come in only when what stands before them has passed.
+Slow imports happen only after the preceding checks have passed.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of `python -m skyrl_mega.evaluate`."""
+    """Returns the argument parser of `python -m skyrl_mega.evaluate`."""
     p = Parser(
         prog="python -m skyrl_mega.evaluate",
         description="Scores a model on several sets and puts the tables beside published ones. Exit codes: 0 done, "
@@ -141,7 +141,8 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_tools(config: Config, sets: list[PromptSet], chat: Renderer | None) -> None:
-    """Refuses an environment with tools where the model's template is not at hand or cannot show them."""
+    """Raises a UserError if an environment offers tools but the model's chat template is unavailable or cannot show
+    tools."""
     from skyrl_mega.envs import registry
 
     for name in sorted({p.env_class for s in sets for p in s.prompts}):
@@ -175,7 +176,7 @@ def _draw(
     chat: Renderer | None,
     console: Console,
 ) -> None:
-    """Draws what is missing; starts nothing where nothing is."""
+    """Samples the missing answers; starts nothing if all answers exist."""
     from skyrl_mega.envs import registry
     from skyrl_mega.envs.sandbox import budget
     from skyrl_mega.evaluate.play import draw_missing
@@ -266,7 +267,7 @@ def _score(
 
 
 def _write(file: Path, text: str) -> None:
-    """A file that appears whole or not at all."""
+    """Writes a file atomically: it appears whole or not at all."""
     with partial_file(file) as partial:
         partial.write_text(text, encoding="utf-8")
         os.replace(partial, file)

@@ -1,4 +1,4 @@
-"""What is refused of settings of experts once the model is known."""
+"""Checks of settings for experts once the model is known."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from skyrl_mega.parallel.dims import ParallelDims
 
 
 def check_experts(config: Config, hf: Mapping[str, Any]) -> None:
-    """Router replay needs routers, and fused kernels of experts and a dispatcher of tokens need those.
+    """Raises if router replay, expert kernels or a token dispatcher are set for a dense model.
 
     Raises:
         UserError: The model is dense.
@@ -38,14 +38,14 @@ def check_experts(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def check_spread(config: Config, grids: Mapping[str, ParallelDims]) -> None:
-    """A dispatcher of tokens has some to send.
+    """Raises if a token dispatcher is set although no layout spreads experts over ranks.
 
     Args:
         config: The settings.
-        grids: Of policy, reference and critic, by the key of their layout.
+        grids: Grids of policy, reference and critic, by the key of the layout.
 
     Raises:
-        UserError: Every rank has all experts.
+        UserError: Every rank holds all experts.
     """
     for key, grid in grids.items() if config.policy.moe.dispatcher == "deepep" else ():
         if grid.expert * grid.expert_tensor == 1:

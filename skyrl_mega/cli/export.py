@@ -1,4 +1,4 @@
-"""The command line of an export, and its exit code."""
+"""Command line of an export, and its exit code."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DTYPES = ("as-trained", "bfloat16", "float32")
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of `python -m skyrl_mega.export`."""
+    """Returns the argument parser of `python -m skyrl_mega.export`."""
     p = Parser(
         prog="python -m skyrl_mega.export",
         description="Writes a run's checkpoint as a Hugging Face directory, without a GPU. Exit codes: 0 done, 2 the "
@@ -65,7 +65,7 @@ def _run(args: argparse.Namespace) -> int:
     check_output(args.output)
     source = find(args.source, args.step, args.model)
 
-    # torch comes in only now: complaints about the above are at once.
+    # torch is imported late, so that errors above appear at once.
     from skyrl_mega.export.export import export
     from skyrl_mega.export.job import DTYPES as TYPES
     from skyrl_mega.export.pool import WorkerDied

@@ -1,4 +1,4 @@
-"""What a run is given, checked and made ready before any of its processes starts: model, data, devices."""
+"""Inputs of a run, checked and prepared before any process starts: model, data, devices."""
 
 from __future__ import annotations
 
@@ -45,23 +45,24 @@ from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.trackers import registry as trackers
 
 CPU_HEADS = (32, 48, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-"""Widths of a head for which vLLM has attention on a CPU."""
+"""Head widths supported by vLLM's attention on a CPU."""
 CPU_EXPERT_COLUMNS = 32
-"""vLLM's CPU kernels pad an expert's width per worker to this multiple, and a padded layer cannot be updated twice."""
+"""vLLM's CPU kernels pad an expert's width per worker to a multiple of this number; a padded layer cannot be updated
+twice."""
 
 
 def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None) -> Mapping[str, Any]:
-    """Checks trackers, model, layouts, environments and the data files that exist already; builds nothing.
+    """Checks trackers, model, layouts, environments and existing data files; builds nothing.
 
     Args:
         config: The settings.
-        say: Tells of rows whose reward no answer can earn.
+        say: Called with a message about rows whose reward no answer can earn.
 
     Returns:
         The model's config.json.
 
     Raises:
-        UserError: one line.
+        UserError: One line.
     """
     trackers.check_ready(config.telemetry)
     advantages.check(config.algorithm)
@@ -86,17 +87,17 @@ def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None)
 def planned_inputs(
     config: Config, say: Callable[[str], None] = lambda line: None
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """What a dry run is given: the files that are here are checked, and those that are not are named.
+    """Checks the inputs of a dry run: existing files are checked, absent files are listed.
 
     Args:
         config: The settings.
-        say: As `check_inputs`.
+        say: As in `check_inputs`.
 
     Returns:
-        The model's config.json, or a known model's where `model.path` is absent; and the paths that are not here.
+        The model's config.json, or a known model's if `model.path` is absent; and the absent paths.
 
     Raises:
-        UserError: one line.
+        UserError: One line.
     """
     trackers.check(config.telemetry)
     advantages.check(config.algorithm)
@@ -130,11 +131,11 @@ def planned_inputs(
 
 
 def check_chat(config: Config, hf: Mapping[str, Any]) -> None:
-    """Checks tokenizer, chat template and the tokens that end a turn, where the model's are here, and that the template
-    writes the tool calls of demonstrations.
+    """Checks tokenizer, chat template and turn-ending tokens if the model's files exist, and that the template can
+    write tool calls of demonstrations.
 
     Raises:
-        UserError: One of them cannot be used.
+        UserError: Any of these cannot be used.
     """
     path = Path(config.model.path)
     if not any(path.glob("tokenizer*")):
@@ -150,10 +151,11 @@ def check_chat(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def check_tools(config: Config) -> None:
-    """The model's chat template can show the tools of the environments that are registered or that rows ask for.
+    """Checks that the model's chat template can show the tools of registered environments and of environments named by
+    rows.
 
     Raises:
-        UserError: It cannot, or `rollout.conversation` does not let it.
+        UserError: The template cannot, or `rollout.conversation` forbids tools.
     """
     environments, path = config.environment, Path(config.model.path)
     files = [file for file in (*config.data.train, *config.data.eval) if Path(file).exists()]
@@ -182,7 +184,8 @@ def _check_preparation(config: Config) -> None:
 
 
 def _check_waits(config: Config) -> None:
-    """An environment ends its own work before its step is ended, which would void the trajectory."""
+    """Raises a UserError if an environment's internal time limits allow a step as long as `rollout.env_timeout_s`,
+    which would void the trajectory."""
     for name in dict.fromkeys([*config.environment.options, *filter(None, [config.environment.default])]):
         longest = getattr(registry.resolve(name, config.environment), "longest_step_s", None)
         seconds = longest(registry.check_options(name, config.environment)) if longest else 0.0
@@ -195,7 +198,7 @@ def _check_waits(config: Config) -> None:
 
 
 def _known(path: Path) -> Mapping[str, Any]:
-    """The sizes of a published model that is not on this machine."""
+    """Returns the sizes of a published model absent from this machine."""
     if hub_name(path) is None:
         raise UserError(
             f"model.path = {path}: it is not here, and its name ends in none of the models that a dry run knows: "
@@ -206,14 +209,13 @@ def _known(path: Path) -> Mapping[str, Any]:
 
 
 def prepare(config: Config, console: Console) -> Config:
-    """Decides the device; builds the model and prepares the data where they are absent. `check_inputs` has seen the
-    rest.
+    """Decides the device, builds an absent model and prepares absent data. Call after `check_inputs`.
 
     Returns:
         The settings with `cluster.device` decided.
 
     Raises:
-        UserError: one line.
+        UserError: One line.
     """
     config = with_device(config)
     path = Path(config.model.path)
@@ -228,10 +230,10 @@ def prepare(config: Config, console: Console) -> Config:
 
 
 def make_data(config: Config, files: list[str], console: Console) -> bool:
-    """Runs `data.prepare` where one of the files is absent; whether it did.
+    """Runs `data.prepare` if any file is absent; returns True if run.
 
     Raises:
-        UserError: one line.
+        UserError: One line.
     """
     if not config.data.prepare or all(Path(file).exists() for file in files):
         return False
@@ -246,7 +248,8 @@ def make_data(config: Config, files: list[str], console: Console) -> bool:
 
 
 def model_config(config: Config) -> Mapping[str, Any]:
-    """As `preflight.given.model_config`; where the model is there, its files are checked."""
+    """Returns the model's config.json like `preflight.given.model_config`; also checks the files of an existing
+    model."""
     hf, path = given.model_config(config), Path(config.model.path)
     if path.exists():
         index.check_files(path, hf)
@@ -254,10 +257,10 @@ def model_config(config: Config) -> Mapping[str, Any]:
 
 
 def check_build(config: Config, hf: Mapping[str, Any]) -> None:
-    """A model that is there has the sizes of `model.build`, which would otherwise be read by nobody.
+    """Raises if an existing model differs from `model.build`, which a run would otherwise ignore.
 
     Raises:
-        UserError: It has not; names setting, both values and the path.
+        UserError: Names the setting, both values and the path.
     """
     if config.model.build is None:
         return
@@ -273,7 +276,7 @@ def check_build(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def check_rewriting(config: Config) -> None:
-    """An environment that rewrites the conversation needs samples that are not whole trajectories."""
+    """Raises a UserError if an environment rewrites the conversation while `rollout.step_wise` is off."""
     for name in filter(None, [*config.environment.classes, config.environment.default]):
         if config.rollout.step_wise == "off" and getattr(
             registry.resolve(name, config.environment), "rewrites_history", False
@@ -285,7 +288,7 @@ def check_rewriting(config: Config) -> None:
 
 
 def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
-    """The policy's, the reference's, the critic's and the engines' cuts of the model."""
+    """Checks the layouts of policy, reference, critic and engines against the model."""
     check_engine(config, hf)
     megatron_arguments.check(config.policy, config.critic)
     grids = {"policy.layout": ParallelDims.from_config(config.policy.layout, policy_ranks(config))}
@@ -308,7 +311,7 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def _check_widths(config: Config, hf: Mapping[str, Any], layout: ParallelDims, key: str) -> None:
-    """A cut of the model leaves the widths that `policy.precision` needs. `auto` is taken for a GPU's."""
+    """Checks that a layout leaves widths suitable for `policy.precision`; `auto` is checked like a GPU."""
     spec = layer_spec(config.policy.spec, planned_device(config))
     d = architecture(hf).describe(hf)
     fp8_widths.check(d, layout, config.policy.precision, spec, key)
@@ -316,7 +319,7 @@ def _check_widths(config: Config, hf: Mapping[str, Any], layout: ParallelDims, k
 
 
 def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
-    """An engine's arguments, its cut of the model, and its longest sequence."""
+    """Checks an engine's arguments, layout and maximum sequence length against the model."""
     arguments.check(config.rollout.options)
     kind = architecture(hf)
     cut = config.rollout.tensor, expert_parallel(config.rollout)
@@ -349,11 +352,11 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
 
 
 def with_device(config: Config, training: bool = True) -> Config:
-    """Decides `cluster.device = auto`, and a GPU's memory.
+    """Decides `cluster.device = auto`, and the memory of a GPU.
 
     Raises:
-        UserError: There are GPUs that torch cannot use; `cuda` is asked for and there is none; too few GPUs or
-            nodes; or an environment for GPUs on a CPU.
+        UserError: torch cannot use the GPUs present, `cuda` is requested without a GPU, GPUs or nodes are too few, or
+            the installed packages are for GPUs but the device is a CPU.
     """
     import torch
 
@@ -385,10 +388,10 @@ def with_device(config: Config, training: bool = True) -> Config:
 
 
 def check_vllm(device: str) -> None:
-    """The engines' vLLM is one for the device. Its packages for a CPU say so in their name or version.
+    """Checks that the installed vLLM fits the device. vLLM's CPU packages are marked in their name or version.
 
     Raises:
-        UserError: it is made for GPUs, and the device is `cpu`: every engine would end at its start.
+        UserError: vLLM is for GPUs and the device is `cpu`: every engine would fail at the start.
     """
     try:
         version = importlib.metadata.version("vllm")
@@ -402,10 +405,10 @@ def check_vllm(device: str) -> None:
 
 
 def _check_spec(config: Config) -> None:
-    """The policy's layers can be had on its device. On a node without a GPU nobody can tell: there the ranks do.
+    """Checks that the policy's layers are available on the device. On a node without a GPU this is left to the ranks.
 
     Raises:
-        UserError: they cannot.
+        UserError: The layers are not available.
     """
     import torch
 
@@ -430,7 +433,7 @@ def _files(config: Config) -> list[str]:
 
 
 def _check_data(config: Config, say: Callable[[str], None], missing_ok: bool) -> None:
-    """Every row of the prompts' and demonstrations' files."""
+    """Checks every row of the prompt and demonstration files."""
 
     def present(files: list[str]) -> list[str]:
         return [file for file in files if not missing_ok or Path(file).exists()]

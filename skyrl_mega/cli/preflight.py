@@ -1,4 +1,4 @@
-"""The command line of a preflight, and its exit code."""
+"""Command line of a preflight, and its exit code."""
 
 from __future__ import annotations
 
@@ -61,9 +61,10 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _device(wanted: str) -> str:
-    """What the run is to compute on: CUDA where anything tells of GPUs of the cluster.
+    """Returns the device of the run: CUDA at any sign of GPUs in the cluster.
 
-    This machine's own count where no other cluster is joined; those that Slurm gave are a node's of the cluster.
+    Signs on this machine count only without another cluster, except GPUs assigned by Slurm, which belong to a node of
+    the cluster.
     """
     if wanted != "auto":
         return wanted
@@ -78,7 +79,7 @@ def _device(wanted: str) -> str:
 
 @contextlib.contextmanager
 def _folder(run: Path) -> Iterator[Path]:
-    """The run's folder; one that is made for the preflight goes again."""
+    """Yields the run's folder; folders created for the preflight are removed again."""
     made = [p for p in (run, *run.parents) if not p.exists()]
     try:
         run.mkdir(parents=True, exist_ok=True)
@@ -90,5 +91,5 @@ def _folder(run: Path) -> Iterator[Path]:
         yield run
     finally:
         for folder in made:
-            with contextlib.suppress(OSError):  # a run has begun in it meanwhile
+            with contextlib.suppress(OSError):  # a run may have started in the folder meanwhile
                 folder.rmdir()

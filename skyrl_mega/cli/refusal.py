@@ -1,4 +1,4 @@
-"""A refusal that says what would work."""
+"""Extends error messages about settings by settings that work."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from skyrl_mega.planner.memory import on_cpu
 from skyrl_mega.planner.search import Search
 
 OWN_FIX = re.compile(r"[;,] (or )?(give [\w.]+=|leave )")
-"""What a line has that says what to do."""
+"""Pattern of messages already naming a fix."""
 
 
 def wrong(config: Config, hf: Mapping[str, Any], *, planned: bool, strict: bool = False) -> UserError | None:
-    """What is wrong with settings for a model, files not looked at; None where nothing is.
+    """Returns the error of settings for a model, without looking at files; None if valid.
 
-    `planned` is `config.checks.check`'s, `strict` is `planner.fit.check`'s.
+    `planned` is passed to `config.checks.check`, `strict` to `planner.fit.check`.
     """
     if found := wrong_settings(config, hf, planned=planned):
         return found
@@ -34,7 +34,7 @@ def wrong(config: Config, hf: Mapping[str, Any], *, planned: bool, strict: bool 
 
 
 def wrong_settings(config: Config, hf: Mapping[str, Any], *, planned: bool) -> UserError | None:
-    """The same, memory not looked at."""
+    """Returns the error of settings for a model, without looking at files and memory; None if valid."""
     try:
         check(config, planned=planned)
         check_layouts(config, hf)
@@ -44,10 +44,10 @@ def wrong_settings(config: Config, hf: Mapping[str, Any], *, planned: bool) -> U
 
 
 def unrefused(found: Search, hf: Mapping[str, Any]) -> Search:
-    """What a search has found, without what these checks refuse for settings that it does not look at.
+    """Returns a search result without suggestions refused by checks outside the search.
 
     Raises:
-        UserError: They refuse all of it, the first for this.
+        UserError: All suggestions are refused; the error of the first one.
     """
     refused = [wrong_settings(one.config, hf, planned=True) for one in found.found]
     kept = [one for one, error in zip(found.found, refused, strict=True) if error is None]
@@ -57,10 +57,9 @@ def unrefused(found: Search, hf: Mapping[str, Any]) -> Search:
 
 
 def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned: bool) -> UserError:
-    """The refusal, and the nearest settings that pass every check of `wrong`, by estimates without a margin.
+    """Returns the error extended by the nearest settings passing every check of `wrong`, by estimates without a margin.
 
-    A refusal that names none of the settings that are searched, that says itself what to paste or to leave out, or that
-    is about a file, stays as it is.
+    Returns the error unchanged if it is about a file, already names a fix, or names none of the searched settings.
     """
     if OWN_FIX.search(str(error)):
         return error
@@ -81,5 +80,5 @@ def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned
         check(config, planned=planned)
         check_layouts(config, hf)
     except UserError:
-        return error  # its line says what is allowed; of memory alone there is nothing to say but that it is too little
+        return error  # the message states the allowed values; only memory errors need the sentence below
     return UserError(f"{error}; nothing near these settings was found to fix it{more}")

@@ -1,8 +1,9 @@
-"""`python -m skyrl_mega.report trajectories RUN_OR_FILE…`: what the policy wrote, as text or as a page.
+"""`python -m skyrl_mega.report trajectories RUN_OR_FILE…`: the policy's trajectories, as text or as a page.
 
-`python -m skyrl_mega.report run RUN…`: how a run went, or how several compare, as a page.
+`python -m skyrl_mega.report run RUN…`: the course of a run, or a comparison of several, as a page.
 
-`python -m skyrl_mega.report timeline RUN`: what engines, environments and policy did when, as text or as a trace.
+`python -m skyrl_mega.report timeline RUN`: activity of engines, environments and policy over time, as text or as a
+trace.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ def run(argv: Sequence[str]) -> None:
 
 
 def timeline(argv: Sequence[str]) -> None:
-    """Prints who did what when in some steps of a run, or writes it as a trace or a page."""
+    """Prints the activity during some steps of a run, or writes a trace or a page."""
     p = Parser(
         prog="python -m skyrl_mega.report timeline",
         description="Shows what engines, environments and policy did when: as text, as a trace, or as a page.",
@@ -113,7 +114,7 @@ def timeline(argv: Sequence[str]) -> None:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {"trajectories": trajectories, "run": run, "timeline": timeline}
-"""Subcommand → what runs with the arguments after it."""
+"""Functions by subcommand; each takes the remaining arguments."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -130,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _with_values(argv: Sequence[str]) -> list[str]:
-    """`--reward -1..0` as `--reward=-1..0`: argparse takes the value for an option otherwise."""
+    """Joins `--reward -1..0` to `--reward=-1..0`, as argparse would take the value for an option."""
     out: list[str] = []
     for word in argv:
         if out and out[-1] in ("--reward", "--sort"):
@@ -141,7 +142,7 @@ def _with_values(argv: Sequence[str]) -> list[str]:
 
 
 def _range(option: str, text: str | None) -> tuple[float, float] | None:
-    """`a..b`, `a..`, `..b` or `a`, ends included."""
+    """Returns the inclusive bounds of `a..b`, `a..`, `..b` or `a`."""
     if text is None:
         return None
     low, dots, high = text.partition("..")

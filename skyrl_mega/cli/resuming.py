@@ -1,4 +1,4 @@
-"""A run that goes on: which settings changed since, which of them may not, and whether anything is left to do."""
+"""Checks before a run resumes: changed settings, forbidden changes, and remaining work."""
 
 from __future__ import annotations
 
@@ -25,29 +25,30 @@ FIXED = {
     "data.shuffle": "it orders the data, of which the checkpoint knows the place",
     "policy.moe.freeze_router": "the checkpoint has the optimizer's state of the weights that were trained",
 }
-"""Settings, or groups, that a checkpoint is bound to, and why (docs/faults.md)."""
+"""Settings or groups bound to a checkpoint, with the reason (docs/faults.md)."""
 PLACES = ("run.directory", "run.name")
-"""Where the folder is found: a run may have been moved."""
+"""Settings locating the folder; a run may have been moved."""
 LARGEST = 2**24
-"""Bytes of a state.json."""
+"""Maximum bytes of a state.json."""
 WHOLE = Rule(int, low=0)
 SHOWN = 12
-"""Changes that are told."""
+"""Maximum number of changes shown."""
 
 
 def checkpoint_of(config: Config) -> Path | None:
-    """The checkpoint that a run with these settings resumes from."""
+    """Returns the checkpoint from which a run with these settings resumes; None without one."""
     if not config.checkpoint.resume:
         return None
     return newest_whole(Path(config.run.directory) / config.run.name / "checkpoints")
 
 
 def changes(config: Config) -> list[str]:
-    """`key old → new` of every setting that is not what it was when the run was last started; none without a
-    checkpoint. To be asked before the run's folder is opened, which writes the new settings there.
+    """Returns `key old → new` for every setting changed since the last start; empty without a checkpoint.
+
+    Call before opening the run's folder, which overwrites the stored settings.
 
     Raises:
-        UserError: A setting changed that the checkpoint is bound to.
+        UserError: A changed setting is bound to the checkpoint.
     """
     file = Path(config.run.directory) / config.run.name / "config.yaml"
     checkpoint = checkpoint_of(config)
@@ -87,7 +88,7 @@ def changes(config: Config) -> list[str]:
 
 
 def _other_rows(config: Config, checkpoint: Path) -> Iterator[str]:
-    """Yields that the files of `data.train` have other contents than those that the checkpoint was trained on."""
+    """Yields a text if the contents of `data.train` differ from the rows used before the checkpoint."""
     stream = outside.json_object(checkpoint / "state.json", "take another checkpoint", most=LARGEST).get("stream")
     before = stream.get("rows") if isinstance(stream, dict) else None
     files = config.data.train
@@ -96,13 +97,13 @@ def _other_rows(config: Config, checkpoint: Path) -> Iterator[str]:
 
 
 def told(found: list[str]) -> str:
-    """The changes on one line."""
+    """Returns the changes on one line."""
     more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return f"settings changed since the run was last started: {', '.join(found[:SHOWN])}{more}"
 
 
 def nothing_left(config: Config) -> str | None:
-    """What to say where all steps are done and everything is written; None where something is left."""
+    """Returns a message if all steps are done and everything is written; None if work is left."""
     checkpoint = checkpoint_of(config)
     if checkpoint is None:
         return None
@@ -118,10 +119,10 @@ def nothing_left(config: Config) -> str | None:
 
 
 def _place(checkpoint: Path) -> tuple[int, int, int]:
-    """The step that a checkpoint was taken after, the prompts that there were, and how many steps had learned from.
+    """Returns a checkpoint's step, the number of prompts, and the number of prompts already trained on.
 
     Raises:
-        UserError: Its state.json says something else.
+        UserError: The checkpoint's state.json is invalid.
     """
     fix = f"remove {checkpoint}, and the run resumes from the one before"
     state = outside.json_object(checkpoint / "state.json", fix, most=LARGEST)
@@ -141,7 +142,7 @@ def _place(checkpoint: Path) -> tuple[int, int, int]:
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted keys and values; groups too, as {} where they are there and None where not."""
+    """Returns values by dotted key. A group itself is {} if present and None if absent."""
     known = keys()
     found: dict[str, Any] = {}
     for name, value in tree.items():

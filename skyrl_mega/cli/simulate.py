@@ -1,4 +1,4 @@
-"""`--simulate`: modes of `asynchrony`, splits of the GPUs and sizes of engines, beside each other in virtual time."""
+"""`--simulate`: comparison of asynchrony modes, splits of the GPUs and engine sizes in virtual time."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from skyrl_mega.simulation.workload import Drawn, LogNormal, Recorded, Workload
 
 
 def run(config: Config, args: argparse.Namespace) -> int:
-    """Simulates, and prints the tables.
+    """Simulates and prints the tables.
 
     Raises:
         UserError: The settings cannot be planned or simulated, or an option is wrong.
@@ -51,7 +51,7 @@ def run(config: Config, args: argparse.Namespace) -> int:
             f"rollout.options.data_parallel_size = {data}: not yet available in a run, so --simulate advises none; "
             "leave it out"
         )
-    check_values(Config(asynchrony=config.asynchrony))  # what follows sees other modes in its place
+    check_values(Config(asynchrony=config.asynchrony))  # later checks only see other modes
     hf, _ = dry_run.checked(simulate_choices.off(config).config)
     as_it_is = simulate_choices.off(config)
     compared = _compare(config, as_it_is, _Stage(hf, workload_of(config, args)))
@@ -60,7 +60,8 @@ def run(config: Config, args: argparse.Namespace) -> int:
 
 
 def workload_of(config: Config, args: argparse.Namespace) -> Workload:
-    """As the options say; without any, single turns of log-normal lengths around `cluster.rates.length_share`.
+    """Returns the workload given by the options; by default single turns with log-normal lengths around
+    `cluster.rates.length_share`.
 
     Raises:
         UserError: An option is wrong.
@@ -89,13 +90,13 @@ def workload_of(config: Config, args: argparse.Namespace) -> Workload:
 
 @dataclass(frozen=True)
 class _Stage:
-    """Where every choice is played, with the same trajectories."""
+    """Simulates every choice with the same trajectories."""
 
     hf: Mapping[str, Any]
     workload: Workload
 
     def row(self, choice: Choice) -> Row:
-        """A choice and what comes of it."""
+        """Simulates a choice and returns it with the outcome."""
         print(f"simulate {simulate_text.what(choice)} …", file=sys.stderr)
         d, config = architecture(self.hf).describe(self.hf), micro_tokens.decided(choice.config, self.hf)
         parallel, _ = fit.parallel_of(config)
@@ -103,17 +104,19 @@ class _Stage:
         return Row(choice, simulate(config, rates, self.workload, steps=simulate_text.measured(choice.most)))
 
     def rows(self, config: Config, splits: Sequence[Change], mode: str, most: int) -> list[tuple[Change, Row]]:
-        """Of a mode, in each of these splits that it can run in."""
+        """Simulates a mode in each suitable split."""
         choices = ((split, simulate_choices.choice(config, split, mode, most, self.hf)) for split in splits)
         return [(split, self.row(each)) for split, each in choices if isinstance(each, Choice)]
 
 
 def _compare(config: Config, as_it_is: Choice, stage: _Stage) -> Comparison:
-    """The settings as they are; in the mode that `EXPLORED` says the splits, and other engines in the best of them; and
-    all modes in the best of these.
+    """Compares the given settings, splits, engine sizes and modes.
+
+    Splits are compared in the mode chosen by `EXPLORED`, other engines in the best split, and all modes with the best
+    engines.
 
     Raises:
-        UserError: There is no split.
+        UserError: No split fits.
     """
     splits = simulate_choices.splits(config, stage.hf)
     if not splits:
@@ -155,7 +158,7 @@ def _compare(config: Config, as_it_is: Choice, stage: _Stage) -> Comparison:
 
 
 def _modes(config: Config, split: Change, hf: Mapping[str, Any]) -> Iterator[Choice | Refused]:
-    """The settings as they are, with their asynchrony; then all modes in a split."""
+    """Yields the given settings with their asynchrony, then all modes in a split."""
     if config.asynchrony.mode != "off":
         most, as_given = config.asynchrony.max_staleness, simulate_choices.given(config, hf)
         if most > MOST_SIMULATED:
@@ -172,7 +175,7 @@ def _modes(config: Config, split: Change, hf: Mapping[str, Any]) -> Iterator[Cho
 
 
 def _nearly_best(tried: Sequence[tuple[Change, Row]]) -> tuple[Change, Row]:
-    """Of those that take no longer than the fastest, but for chance, the one that changes fewest settings."""
+    """Returns, among results within noise of the fastest, the one that changes the fewest settings."""
     fastest = min(map(_seconds, tried))
     near = [one for one in tried if _seconds(one) <= CHANCE * fastest]
     return min(near, key=lambda one: (len(one[1].choice.change), _seconds(one)))

@@ -1,7 +1,6 @@
-"""What `--simulate` compares: modes of `asynchrony`, splits of the GPUs and sizes of engines, each as the settings that
-a run would need.
+"""Candidates of `--simulate`: asynchrony modes, splits of the GPUs and engine sizes, each as complete settings.
 
-A choice is a change of the settings that has passed every check that a run's settings have, so that it can be pasted.
+A choice is a change of the settings. It passes every check of a run's settings, so it can be pasted.
 """
 
 from __future__ import annotations
@@ -23,55 +22,55 @@ from skyrl_mega.planner.fixes import Change
 from skyrl_mega.planner.memory import critic_dims
 
 MODES = (("off", 0), ("one_step", 1), ("full", 1), ("full", 2), ("full", 4))
-"""With `asynchrony.max_staleness`, in the order in which they are shown."""
+"""Modes with `asynchrony.max_staleness`, in display order."""
 EXPLORED = (("full", 2), ("full", 1), ("one_step", 1), ("off", 0))
-"""The first of these that can run decides which split is best."""
+"""Modes for comparing splits; the first one that can run is used."""
 SPLITS = 6
-"""Splits that are simulated."""
+"""Maximum number of splits simulated."""
 COUNTS = 64
-"""Numbers of engines that are looked at."""
+"""Maximum number of different engine counts tried."""
 RANKS = 3
-"""Numbers of policy ranks that are looked at with each, the largest that its layout allows."""
+"""Number of policy sizes tried for each number of engines: the largest allowed by the layout."""
 TENSORS = (1, 2, 4, 8, 16)
-"""Tensor sizes of engines that are looked at in the best split, beside the given one."""
+"""Engine tensor sizes tried in the best split, besides the given size."""
 OF_THEIR_OWN = 0.9
-"""Share of its memory that engines may have of a GPU that is theirs alone: vLLM's own default."""
+"""Memory fraction of engines on exclusive GPUs: vLLM's default."""
 ROOM: tuple[Change, ...] = ((), (("policy.optimizer.streamed", True),))
-"""What makes room for a policy of fewer ranks."""
+"""Changes freeing memory for a policy with fewer ranks."""
 CORRECTIONS: tuple[Change, ...] = (
     (("algorithm.importance_cap", 2.0),),
     (("algorithm.old_logprobs", "engine"),),
     (("algorithm.rejection.level", "token"),),
 )
-"""What tokens of older weights need one of; the first that these settings allow is taken."""
+"""Off-policy corrections for stale tokens; the first one that the settings allow is used."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """Settings that can run."""
+    """Valid settings to simulate."""
 
     mode: str
     most: int
-    """`asynchrony.max_staleness`; 0 with `off`."""
+    """Value of `asynchrony.max_staleness`; 0 with `off`."""
     config: Config
     change: Change
-    """From the settings that were given, without what they have already."""
+    """Difference from the given settings."""
 
 
 def off(config: Config) -> Choice:
-    """The settings as they are, synchronous."""
+    """Returns the given settings without asynchrony."""
     change = _differing(config, _mode("off", 0))
     return Choice("off", 0, fixes.changed(config, change), change)
 
 
 def given(config: Config, hf: Mapping[str, Any]) -> Choice | UserError:
-    """Settings with asynchrony as they are; or why they cannot run."""
+    """Returns the given settings with their asynchrony, or the error if invalid."""
     refusal = wrong(config, hf, planned=True, strict=not config.cluster.shared)
     return Choice(config.asynchrony.mode, config.asynchrony.max_staleness, config, ()) if refusal is None else refusal
 
 
 def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str, Any]) -> Choice | UserError:
-    """A mode in a split, with a correction where it needs one; or why it cannot run."""
+    """Returns a mode in a split, with an off-policy correction if needed, or the error if invalid."""
     change = (*_mode(mode, most), *split)
     needed = most and not corrected(config.algorithm)
     refusals = []
@@ -85,10 +84,13 @@ def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str,
 
 
 def splits(config: Config, hf: Mapping[str, Any]) -> list[Change]:
-    """The GPUs between the policy, with reference and critic, and engines: where all fit, at most `SPLITS`, from the
-    fewest policy ranks to the most. Where no split has room for the given engines, with the smallest others that fit,
-    with the memory of GPUs of their own, or else as much as the settings give; where none has room for the policy, with
-    its optimizer streamed; and where its experts are over more ranks than it could have, with them over fewer."""
+    """Returns at most `SPLITS` fitting divisions of the GPUs between engines and policy (with reference and critic),
+    from fewest to most policy ranks.
+
+    If the given engines fit no split, tries the smallest other engines that fit, with the memory fraction of exclusive
+    GPUs or else the given one. If the policy fits no split, streams its optimizer. If the experts are spread over too
+    many ranks, lowers expert parallelism.
+    """
     sizes = ((), *(_sized(tensor, fraction) for tensor in TENSORS for fraction in _fractions(config)))
     for room in (*ROOM, *((*fewer, *more) for fewer in _fewer_experts(config) for more in ROOM)):
         for own in sizes:
@@ -98,7 +100,7 @@ def splits(config: Config, hf: Mapping[str, Any]) -> list[Change]:
 
 
 def refused(config: Config, hf: Mapping[str, Any]) -> str:
-    """Why one of the splits does not fit, of engines on half of the GPUs; nothing where that one does."""
+    """Explains why a split with engines on half of the GPUs does not fit; empty if it fits."""
     total = config.cluster.nodes * config.cluster.gpus_per_node
     engines = max(1, total // 2 // engine_ranks(config.rollout))
     for ranks in range(total, 0, -1):
@@ -112,7 +114,7 @@ def refused(config: Config, hf: Mapping[str, Any]) -> str:
 
 
 def _fewer_experts(config: Config) -> list[Change]:
-    """Expert parallelism by halves, which fewer ranks can have."""
+    """Returns changes halving expert parallelism repeatedly, for policies of fewer ranks."""
     found: list[Change] = []
     size = config.policy.layout.expert
     while size % 2 == 0:
@@ -127,13 +129,16 @@ def _splits(config: Config, own: Change, hf: Mapping[str, Any]) -> list[Change]:
     found = {}
     for count in _spread(range(1, most + 1), COUNTS):
         for split in islice(_ranks(config, count, total, own, hf), 1):
-            found[dict(split)["policy.ranks"]] = split  # where more engines leave it as many ranks, these are better
+            found[dict(split)["policy.ranks"]] = split  # with equal policy ranks, more engines are better
     return _spread([found[ranks] for ranks in sorted(found)], SPLITS)
 
 
 def engines(config: Config, split: Change, hf: Mapping[str, Any]) -> list[Change]:
-    """A split with other engines, on all of the same GPUs: of each tensor size that fits, with the memory of GPUs of
-    their own, where that fits. None whose blocks of FP8 would no longer be the policy's."""
+    """Returns a split with other engines on the same GPUs: a variant for each tensor size that fits.
+
+    Prefers the memory fraction of exclusive GPUs. Leaves out engines whose FP8 blocks would no longer match the
+    policy's.
+    """
     given = fixes.changed(config, split).rollout
     gpus = given.engines * engine_ranks(given)
     found = []
@@ -150,7 +155,7 @@ def engines(config: Config, split: Change, hf: Mapping[str, Any]) -> list[Change
 
 
 def on_shared(config: Config, hf: Mapping[str, Any]) -> list[Change]:
-    """Engines of other sizes on GPUs that the policy has too, of all of them that the given ones have; as `engines`."""
+    """Returns engines of other sizes on the same shared GPUs; otherwise like `engines`."""
     given = config.rollout
     gpus = given.engines * engine_ranks(given)
     others = (
@@ -166,20 +171,20 @@ def on_shared(config: Config, hf: Mapping[str, Any]) -> list[Change]:
 
 
 def plainer(config: Config, split: Change, tried: Sequence[Change]) -> list[Change]:
-    """A split with the share of memory that the settings give; none where that is one that has been tried."""
+    """Returns a split with the given memory fraction; empty if already tried."""
     plain = tuple((dict(split) | {"rollout.memory_fraction": config.rollout.memory_fraction}).items())
     there = [fixes.changed(config, each) for each in tried]
     return [] if fixes.changed(config, plain) in there else [plain]
 
 
 def _keeps_blocks(config: Config, change: Change, hf: Mapping[str, Any]) -> bool:
-    """Whether engines have the policy's blocks of FP8, where those of the settings have."""
+    """Returns False if the change makes the engines' FP8 blocks differ from the policy's."""
     d = architecture(hf).describe(hf)
     return engine_blocks.other(fixes.changed(config, change), d) is None or engine_blocks.other(config, d) is not None
 
 
 def _ranks(config: Config, engines: int, total: int, own: Change, hf: Mapping[str, Any]) -> Iterator[Change]:
-    """Splits with so many engines, the most policy ranks first."""
+    """Yields splits with `engines` engines, most policy ranks first."""
     looked = 0
     for ranks in range(total, 0, -1):
         split = (*_split(ranks, engines), *own)
@@ -194,7 +199,7 @@ def _ranks(config: Config, engines: int, total: int, own: Change, hf: Mapping[st
 
 
 def _divides(config: Config) -> bool:
-    """Whether the ranks can be cut as their layouts say."""
+    """Returns True if the layouts match the numbers of ranks."""
     try:
         fit.parallel_of(config)
         critic_dims(config)
@@ -217,7 +222,7 @@ def _sized(tensor: int, fraction: float) -> Change:
 
 
 def _fractions(config: Config) -> list[float]:
-    """Shares of a GPU's memory that engines are tried with, the largest first."""
+    """Returns the memory fractions to try for engines, largest first."""
     given = config.rollout.memory_fraction
     return sorted({given, max(given, OF_THEIR_OWN)}, reverse=True)
 
@@ -232,7 +237,7 @@ def _differing(config: Config, change: Change) -> Change:
 
 
 def _spread(values: Any, most: int) -> list[Any]:
-    """So many of them at most, evenly, with both ends."""
+    """Returns at most `most` values, evenly spaced, including both ends."""
     count = len(values)
     if count <= most:
         return list(values)

@@ -1,4 +1,4 @@
-"""What `--simulate` prints of what it has compared."""
+"""Output of `--simulate`."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from skyrl_mega.simulation.simulate import Outcome
 from skyrl_mega.simulation.workload import Length
 
 STEPS = 4
-"""That are measured of each choice at least; with much staleness, so many that groups which were asked for together,
-and may be done together, are trained on twice over."""
+"""Minimum number of steps measured per choice. With high staleness more steps are measured: groups requested together
+may finish together, and training must pass over them twice."""
 CHANCE = 1.02
-"""Steps that take up to so many times as long as others do not differ."""
+"""Ratio of step times below which the difference is noise."""
 NEARLY, ENTIRELY = 0.8, 0.9
-"""Shares of a step from which on what alone takes so long decides it, and from which on nothing else is worth a change:
-without it a step would be a ninth shorter at most."""
+"""Shares of a step that environment calls take: from the first on they limit the step; from the second on no other
+change is worthwhile, as a step could be at most a ninth shorter."""
 HEAD = (
     "",
     "mode",
@@ -38,7 +38,7 @@ HEAD = (
     "staleness",
 )
 TAKE_TURNS = ("policy_waits", "engines_idle")
-"""What says nothing where policy and engines share their GPUs."""
+"""Columns without meaning if policy and engines share GPUs."""
 LEGEND = (
     "* what is advised; at most: asynchrony.max_staleness, and the staleness that came of it is the mean of tokens; "
     "memory: rollout.memory_fraction; policy waits, engines idle: shares of the time (on shared GPUs they take turns); "
@@ -48,7 +48,7 @@ LEGEND = (
 
 @dataclass(frozen=True)
 class Row:
-    """A choice, and what came of it."""
+    """Choice and simulated outcome."""
 
     choice: Choice
     outcome: Outcome
@@ -56,7 +56,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Refused:
-    """A mode that cannot run with the settings."""
+    """Mode that cannot run with the settings, and the reason."""
 
     mode: str
     most: int
@@ -65,29 +65,30 @@ class Refused:
 
 @dataclass(frozen=True)
 class Comparison:
-    """All that was simulated."""
+    """All simulation results."""
 
     config: Config
-    """The settings that were given."""
+    """The given settings."""
     rows: Sequence[Row]
-    """The settings as they are, without asynchrony and with theirs; then the modes in the best split, with the best
-    engines."""
+    """The given settings without and with asynchrony, then the modes in the best split with the best engines."""
     tried: Sequence[Row]
-    """The splits."""
+    """All compared splits."""
     sized: Sequence[Row]
     """Engines of other sizes, or with more memory, in the best split."""
     recut: Sequence[Row]
     """Engines of other sizes on shared GPUs, without asynchrony."""
     refused: Sequence[Refused]
     environment_s: float
-    """Seconds of the environment in a trajectory, on average."""
+    """Mean environment seconds per trajectory."""
     length: Length
-    """Of a trajectory, on average."""
+    """Mean length of a trajectory."""
 
     @property
     def best(self) -> Row:
-        """Of the fastest, by no more than what is chance, the settings as they are; else these without asynchrony; else
-        the one with least staleness, and with the fewest changes of settings."""
+        """Returns the row to advise among rows within noise of the fastest.
+
+        Prefers the given settings, then the given settings without asynchrony, then least staleness and fewest changes.
+        """
         fastest = min(row.outcome.seconds for row in self.every)
         near = [row for row in self.every if row.outcome.seconds <= CHANCE * fastest]
         if as_it_is := [row for row in near if not row.choice.change]:
@@ -98,34 +99,34 @@ class Comparison:
 
     @property
     def environments_bound(self) -> bool:
-        """Whether calls of environments take all of a step, nearly, whichever GPUs do what."""
+        """Returns True if environment calls take nearly the whole step in every row."""
         return all(row.outcome.calls_filled >= ENTIRELY for row in self.every)
 
     @property
     def every(self) -> list[Row]:
-        """All that was simulated."""
+        """Returns all simulated rows."""
         return [*self.rows, *self.recut, *self.tried, *self.sized]
 
     @property
     def given(self) -> Row | None:
-        """The settings as they are, with their asynchrony; None where they have none, or cannot run."""
+        """Returns the row of the given settings with asynchrony; None if synchronous or invalid."""
         if self.config.asynchrony.mode == "off":
             return None
         return next((row for row in self.rows if row.choice.config == self.config), None)
 
     @property
     def trajectories(self) -> int:
-        """That are played in a step."""
+        """Returns the number of trajectories simulated per step."""
         return prompts_played(self.config) * self.config.data.samples_per_prompt
 
 
 def measured(most: int) -> int:
-    """Steps that are measured, where tokens may be so many syncs old."""
+    """Returns the number of steps to measure with `asynchrony.max_staleness` = `most`."""
     return max(STEPS, 2 * (most + 1))
 
 
 def what(choice: Choice) -> str:
-    """Mode, and whose GPUs are whose, in a few words."""
+    """Describes mode, GPUs and engines in a few words."""
     rollout = choice.config.rollout
     return (
         f"{_named(choice.mode, choice.most)}, {_whose(choice.config)}, {rollout.engines} × TP{rollout.tensor} with "
@@ -134,7 +135,7 @@ def what(choice: Choice) -> str:
 
 
 def text(c: Comparison) -> str:
-    """What a person reads."""
+    """Returns the report for people."""
     cluster, explored = c.config.cluster, c.tried[0].choice
     table = partial(_table, None if c.environments_bound else c.best.choice)
     lines = [
@@ -181,7 +182,7 @@ def _advice(c: Comparison) -> str:
 
 
 def _seconds(seconds: float) -> str:
-    """As a person reads it: of short ones a digit more, of which a hundredth is still seen."""
+    """Returns seconds as text, with an additional digit for short times so that differences of 1 % are visible."""
     return f"{seconds:,.{0 if seconds >= 99.95 else 1}f}"
 
 
@@ -190,7 +191,7 @@ def _gain(than: Row, row: Row) -> str:
 
 
 def _bound(c: Comparison) -> list[str]:
-    """What to say where environments may decide how long a step takes."""
+    """Returns notes if environments may limit the step time."""
     workers, slots, held = c.config.environment.workers, c.config.environment.slots, []
     calls_s = min(row.outcome.seconds * row.outcome.calls_filled for row in c.every)
     most = open_at_once(fixes.changed(c.best.choice.config, (("environment.slots", None),)))
@@ -213,7 +214,7 @@ def _bound(c: Comparison) -> list[str]:
 
 
 def _limits(c: Comparison) -> list[str]:
-    """How far the figures may be trusted."""
+    """Returns lines on the accuracy of the results."""
     size = c.config.data.prompts_per_step * c.config.data.samples_per_prompt
     stand = f"{c.trajectories} of them stand for {size}, and its tail is theirs"
     return [
@@ -252,7 +253,7 @@ def _cells(row: Row, best: bool) -> tuple[str, ...]:
 
 
 def values(c: Comparison) -> dict[str, Any]:
-    """As plain values: for a program."""
+    """Returns plain values for programs."""
     return {
         "modes": [_values(row) for row in c.rows],
         "shared": [_values(row) for row in c.recut],

@@ -1,4 +1,4 @@
-"""Suggested layouts as a table, and the settings to paste."""
+"""Table of suggested layouts, and the settings to paste."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from skyrl_mega.planner.relief import shortest
 from skyrl_mega.planner.search import TIE, Search, Suggestion
 
 SHOWN = 10
-"""Layouts in the table."""
+"""Maximum layouts in the table."""
 PASTED = 3
-"""Layouts whose settings are written out."""
+"""Number of layouts with settings written out."""
 HEAD = (
     "",
     "policy",
@@ -36,13 +36,13 @@ HEAD = (
     "s a step",
 )
 LETTERS = {"parameters": "p", "gradients": "g", "optimizer": "o", "engine_weights": "w", "kv_cache": "k"}
-"""Parts of `residency.keep` in the table."""
+"""Letters for parts of `residency.keep` in the table."""
 
 HOST = "behind / in recompute: layers of a rank whose activations lie in host memory (policy.offload_layers)"
 
 
 def text(search: Search, given: Config, d: Decoder) -> str:
-    """What a person reads, of a model's layouts for the given settings."""
+    """Returns the report for people on suggested layouts for the given settings."""
     if not search.found:
         return "\n".join([_nothing(search), *(f"note: {note}" for note in notes(search, given, d))])
     rows = [HEAD, *(_row(i + 1, s, room(s, d)) for i, s in enumerate(search.found[:SHOWN]))]
@@ -64,7 +64,7 @@ def text(search: Search, given: Config, d: Decoder) -> str:
 
 
 def _nothing(search: Search) -> str:
-    """That nothing fits, what was nearest, and what is enough."""
+    """Describes that nothing fits, the nearest miss, and a sufficient number of GPUs."""
     instead = "more of cluster.host_memory_gib" if search.hosts else "more GPUs or shorter sequences"
     enough = f"{search.enough} GPUs are enough" if search.enough else f"give {instead}"
     said, near = f"nothing fits {search.gpus} GPUs, of {search.tried:,} settings tried", search.nearest
@@ -88,7 +88,7 @@ def _nothing(search: Search) -> str:
 
 
 def notes(search: Search, given: Config, d: Decoder) -> list[str]:
-    """What of the given settings no layout has, and what the dry run notes of engines of layouts in the table."""
+    """Returns notes on given settings unused by all layouts, and on FP8 blocks of the engines in the table."""
     found = [*filter(None, [dynamic.note(given)])]
     policy = given.policy
     if policy.optimizer.streamed and policy.precision.parameters == "fp8":
@@ -106,7 +106,7 @@ def notes(search: Search, given: Config, d: Decoder) -> list[str]:
 
 
 def _tree(settings: dict[str, Any]) -> dict[str, Any]:
-    """Dotted keys as nested mappings."""
+    """Returns nested mappings from dotted keys."""
     tree: dict[str, Any] = {}
     for key, value in settings.items():
         *groups, name = key.split(".")
@@ -118,14 +118,16 @@ def _tree(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def room(s: Suggestion, d: Decoder) -> str:
-    """`close` or `tight` where the dry run says so of a shared GPU."""
+    """Returns `close` or `tight` if the dry run reports little memory on a shared GPU, else an empty text."""
     short = shortest(s.config, d, s.parallel) if s.config.cluster.shared else None
     return "" if short is None else "tight" if short.left < 0 else "close"
 
 
 def values(search: Search, given: Config, d: Decoder) -> dict[str, Any]:
-    """Everything found for the given settings, as plain values. Bytes and seconds; room, of those that the table
-    shows; `why`, where nothing fits."""
+    """Returns all suggestions as plain values, in bytes and seconds.
+
+    `room` is given for layouts in the table only, `why` only if nothing fits.
+    """
     return {
         "gpus": search.gpus,
         "tried": search.tried,
@@ -160,7 +162,7 @@ def _row(number: int, s: Suggestion, room: str) -> tuple[str, ...]:
 
 
 def _keep(s: Suggestion) -> str:
-    """What stays on a device in every phase, by its letters, and whether the optimizer is streamed."""
+    """Returns letters for the parts that stay on the device in every phase, and whether the optimizer is streamed."""
     keep, streamed = s.config.residency.keep, ", streamed" * s.config.policy.optimizer.streamed
     if keep is None:
         return f"all{streamed}"

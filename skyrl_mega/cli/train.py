@@ -1,6 +1,6 @@
-"""The command line: compose, check, make ready, train; and the exit code.
+"""Command line of training: compose, check, prepare, train; and the exit code.
 
-Modules that are slow to import come in only when what stands before them has passed.
+Slow imports happen only after the preceding checks have passed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The arguments of `python -m skyrl_mega.launch`."""
+    """Returns the argument parser of `python -m skyrl_mega.launch`."""
     p = Parser(
         prog="python -m skyrl_mega.launch",
         description="Trains as a configuration file says. Exit codes: 0 done, 2 the input is wrong, 1 a fault, "
@@ -73,10 +73,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def stoppable(run: Callable[[], int], as_json: bool) -> int:
-    """`command.guarded`, for a command that a signal may stop."""
+    """Runs a command that a signal may stop with `command.guarded`, and returns the exit code."""
     try:
         return guarded(run, as_json)
-    except Stopped:  # the supervisor says so
+    except Stopped:  # the supervisor prints the message
         return STOPPED
 
 
@@ -84,7 +84,7 @@ def _run(args: argparse.Namespace) -> int:
     from skyrl_mega.config.checks import check
     from skyrl_mega.config.compose import compose
 
-    if args.suggest and not args.suggest.isdigit():  # a setting that stands behind it
+    if args.suggest and not args.suggest.isdigit():  # argparse took a setting for the option's value
         args.overrides, args.suggest = [args.suggest, *args.overrides], ""
     _check_options(args)
     file = args.config
@@ -138,7 +138,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _check_options(args: argparse.Namespace) -> None:
-    """What goes together."""
+    """Raises a UserError for options that exclude each other."""
     if args.simulate:
         for name, given in (
             ("dry-run", args.dry_run),
@@ -157,7 +157,7 @@ def _check_options(args: argparse.Namespace) -> None:
 
 
 def _decided(config: Config, hf: Mapping[str, Any], folder: Path, console: Console) -> Config:
-    """The settings with `policy.micro_tokens`, of which a run that begins is told where it was not given."""
+    """Returns the settings with `policy.micro_tokens` set; a new run prints a note unless the number was given."""
     if config.policy.micro_tokens is not None:
         return config
     from skyrl_mega.cli import resuming
@@ -172,7 +172,7 @@ def _decided(config: Config, hf: Mapping[str, Any], folder: Path, console: Conso
 
 
 def _train(config: Config, folder: Path, console: Console) -> int:
-    """Trains, and says of a fault what it was and where to look. Returns the exit code."""
+    """Trains and returns the exit code; on a fault prints its cause and the log folder."""
     from skyrl_mega.cluster.errors import ActorFailed, ClusterError
     from skyrl_mega.report.overview import at_the_end
     from skyrl_mega.trainer.checkpoints import resumes_from
@@ -187,12 +187,12 @@ def _train(config: Config, folder: Path, console: Console) -> int:
             raise Stopped from error
         console.say(f"fault: {error}")
         console.say(f"  logs  {folder / 'logs'}; {resumes_from(folder / 'checkpoints')}")
-        if isinstance(error, OSError):  # a disk that is full or gone: where, only the traceback tells
+        if isinstance(error, OSError):  # the disk is full or gone: only the traceback names the file
             _keep_traceback(folder)
-        at_the_end(folder, console.say)  # once more, or first: it names the fault
+        at_the_end(folder, console.say)  # writes or updates the report, with the fault
         return FAULT
     except UserError as error:
-        console.note(f"fault: {error}")  # the terminal has it as this command's last line
+        console.note(f"fault: {error}")  # the terminal shows it as the last line
         at_the_end(folder, console.say)
         raise
     except Exception:
@@ -237,7 +237,7 @@ def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
 
 
 def _with_fix(error: UserError, config: Config) -> UserError:
-    """The refusal with what would work, where the model can be read."""
+    """Returns the error extended by working settings, if the model can be read."""
     from skyrl_mega.cli import inputs, refusal
 
     try:
@@ -261,5 +261,5 @@ def _keep_traceback(folder: Path) -> None:
     try:
         with (folder / "logs" / "run.log").open("a") as log:
             log.write(told)
-    except OSError:  # the log is on the disk that is full or gone
+    except OSError:  # the log's disk is full or gone
         print(told, file=sys.stderr)

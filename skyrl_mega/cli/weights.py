@@ -1,7 +1,8 @@
-"""`python -m skyrl_mega.weights plan`: what a weight sync moves, over which links, in what time. Needs no GPU.
+"""`python -m skyrl_mega.weights plan`: transfers, links and time of a weight sync. Needs no GPU.
 
-`python -m skyrl_mega.weights check`: whether the engines compute with what the policy holds, after real syncs.
-`python -m skyrl_mega.weights logprobs`: whether engine, policy and transformers find the same log-probs with it.
+`python -m skyrl_mega.weights check`: comparison of engine weights with policy weights after real syncs.
+
+`python -m skyrl_mega.weights logprobs`: comparison of log-probs by engine, policy and transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from skyrl_mega.config.schema import Config
 
 
 def plan(argv: Sequence[str]) -> int:
-    """Prints the transfer plan of a run's settings."""
+    """Prints the transfer plan of a run's settings and returns the exit code."""
     p = _parser("plan", "Plans a weight sync from the settings and config.json alone, and prints what it costs.")
     args = p.parse_intermixed_args(argv)
     config, hf = _settings(args)
@@ -44,7 +45,10 @@ def plan(argv: Sequence[str]) -> int:
 
 
 def check(argv: Sequence[str]) -> int:
-    """Starts policy and engines, synchronises twice, and compares every engine's parameters with the policy's."""
+    """Starts policy and engines, synchronises twice, and compares every engine's parameters with the policy's.
+
+    Returns the exit code.
+    """
     p = _parser("check", "Starts policy and engines, synchronises twice, and compares all weights, name by name.")
     args = p.parse_intermixed_args(argv)
     if args.config is None:
@@ -67,7 +71,10 @@ def check(argv: Sequence[str]) -> int:
 
 
 def logprobs(argv: Sequence[str]) -> int:
-    """Starts policy and engines, plays some prompts, and compares the log-probs of every token that was drawn."""
+    """Starts policy and engines, answers some prompts, and compares the log-probs of every sampled token.
+
+    Returns the exit code.
+    """
     p = _parser("logprobs", "Starts policy and engines, plays prompts, and compares log-probs, token by token.")
     p.add_argument("--prompts", type=integer(1, 10**6), default=8, metavar="N", help="training prompts (default: 8)")
     p.add_argument("--samples", type=integer(1, 10**6), default=4, metavar="N", help="answers of each (default: 4)")
@@ -101,7 +108,7 @@ def logprobs(argv: Sequence[str]) -> int:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"plan": plan, "check": check, "logprobs": logprobs}
-"""Subcommand → what runs with the arguments after it."""
+"""Functions by subcommand; each takes the remaining arguments."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -113,7 +120,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser(command: str, about: str) -> Parser:
-    """What every subcommand takes: the settings of a run."""
+    """Returns a parser with the arguments of all subcommands: the settings of a run."""
     p = Parser(prog=f"python -m skyrl_mega.weights {command}", description=about, allow_abbrev=False)
     p.add_argument("--config", metavar="FILE", help="a .yaml file of a run; without one the defaults hold")
     p.add_argument(
@@ -131,7 +138,7 @@ def _parser(command: str, about: str) -> Parser:
 
 
 def _settings(args: argparse.Namespace) -> tuple[Config, Mapping[str, Any]]:
-    """The settings, and config.json of the model. What only a run needs (data, devices) is not asked for."""
+    """Returns the settings and the model's config.json. Data and devices are not checked, as only a run needs them."""
     config = compose(args.config, args.overrides)
     if args.model is not None:
         config.model.path = args.model
@@ -153,7 +160,7 @@ def _settings(args: argparse.Namespace) -> tuple[Config, Mapping[str, Any]]:
 
 
 def _title(config: Config) -> str:
-    """One line: the model, both layouts and where they sit."""
+    """Returns a line with the model, both layouts, and whether they share GPUs."""
     from skyrl_mega.config.derived import engine_data, expert_parallel, policy_ranks
 
     layout, rollout = config.policy.layout, config.rollout

@@ -1,4 +1,4 @@
-"""Whether the engines compute with the policy's weights: both started, synchronised twice, and compared."""
+"""Comparison of engine weights with policy weights, after starting both and synchronising twice."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 
 
 def compare(file: str, overrides: Sequence[str], *, as_json: bool = False) -> list[Compared]:
-    """Starts policy and engines as the run of a configuration file would, from `model.path` and without training.
+    """Starts policy and engines like the run of a configuration file, from `model.path` and without training, and
+    compares their weights.
 
     Args:
-        file, overrides: As the launcher takes them.
-        as_json: Standard output is left alone; people read standard error.
+        file, overrides: As for the launcher.
+        as_json: Print nothing on standard output; progress goes to standard error.
 
     Returns:
         One entry per engine worker.
@@ -34,7 +35,7 @@ def compare(file: str, overrides: Sequence[str], *, as_json: bool = False) -> li
         ActorFailed: An actor died, raised or did not answer; names the root cause.
     """
     with opened(file, overrides, as_json=as_json) as run:
-        run.residency.enter("train")  # so that the weights compared are those after a sleep
+        run.residency.enter("train")  # so that engines have slept before the comparison
         with run.console.phase("second sync"):
             run.bring_up_to_date()
         run.residency.enter("sync")
@@ -44,7 +45,7 @@ def compare(file: str, overrides: Sequence[str], *, as_json: bool = False) -> li
 
 @contextmanager
 def opened(file: str, overrides: Sequence[str], *, as_json: bool) -> Iterator[Run]:
-    """Policy and engines as a run's, with the weights of `model.path`, in a folder that is removed afterwards."""
+    """Starts policy and engines like a run, with the weights of `model.path`, in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="weights-check-") as place:
         mine = [f"run.directory={place}", "warmup.steps=0", "checkpoint.resume=false", "telemetry.trackers=[]"]
         mine += ["asynchrony.mode=off", "asynchrony.max_staleness=0"]
@@ -58,7 +59,7 @@ def opened(file: str, overrides: Sequence[str], *, as_json: bool) -> Iterator[Ru
 
 
 def table(compared: Sequence[Compared]) -> str:
-    """A line per worker, then every parameter that differs."""
+    """Returns a line per worker, then a line per differing parameter."""
     lines = [f"{'engine':>6} {'worker':>6} {'parameters':>10} {'bytes':>16} {'different':>9}"]
     lines += [f"{c.engine:6} {c.worker:6} {c.parameters:10} {c.bytes:16,} {len(c.different):9}" for c in compared]
     for c in compared:

@@ -1,4 +1,4 @@
-"""Whose log-probs are whose: the engine's, the policy's and transformers' of the same tokens, token by token."""
+"""Comparison of log-probs by the engine, the policy and transformers for the same tokens."""
 
 from __future__ import annotations
 
@@ -23,20 +23,21 @@ if TYPE_CHECKING:
 
 ENGINE, AGAIN, POLICY, TRANSFORMERS = "engine", "engine again", "policy", "transformers"
 APART = 3.0
-"""One of three is the odd one out when the other two are so many times nearer to one another."""
+"""A source is the odd one out if the other two are this many times nearer to each other."""
 BEFORE = 16
-"""Tokens before one that is shown."""
+"""Number of preceding tokens shown with a token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Two sources of log-probs, over the tokens that both have."""
+    """Differences of two sources of log-probs, over tokens present in both."""
 
     first: str
     second: str
     tokens: int
     mean: float
-    """Nats: mean distance, 99th percentile, largest one, and the mean of first less second."""
+    """Nats; `mean`, `p99` and `most` are the mean, 99th percentile and maximum of the distance, `signed` is the mean of
+    first minus second."""
     p99: float
     most: float
     signed: float
@@ -44,25 +45,25 @@ class Pair:
 
 @dataclass(frozen=True)
 class Worst:
-    """A token about which engine and policy differ most."""
+    """Token for which engine and policy differ most."""
 
     sample: int
     position: int
-    """Of the token in its sequence, prompt included."""
+    """Position of the token in its sequence, prompt included."""
     text: str
-    """The token behind those before it."""
+    """The token and the text before it."""
     logprobs: dict[str, float]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found, and what it says."""
+    """Differences of log-probs, and the verdict."""
 
     pairs: list[Pair]
     worst: list[Worst]
     verdict: str
     agree: bool
-    """Whether engine and policy are nearer than the run's alarm."""
+    """True if engine and policy differ by less than the run's alarm."""
 
 
 def compare(
@@ -75,17 +76,17 @@ def compare(
     transformers: bool = True,
     as_json: bool = False,
 ) -> Comparison:
-    """Starts policy and engines as the run of a configuration file would, plays prompts, and compares log-probs.
+    """Starts policy and engines like the run of a configuration file, answers prompts, and compares log-probs.
 
-    The prompts are played twice with the same seeds, with a sync in between: what differs then is neither weights nor
-    settings, but the order in which the engine computes, or a cache that outlives a sync.
+    Prompts are answered twice with the same seeds, with a sync in between. Differences between the two answers come
+    from neither weights nor settings, but from the engine's order of computation or from a cache surviving a sync.
 
     Args:
-        file, overrides: As the launcher takes them.
-        prompts, samples: The first so many training prompts, and answers of each.
-        worst: Tokens that are shown.
-        transformers: Whether the model is also loaded in float32 into this process.
-        as_json: Standard output is left alone.
+        file, overrides: As for the launcher.
+        prompts, samples: Number of training prompts, from the first, and of answers per prompt.
+        worst: Number of tokens shown.
+        transformers: Also load the model in float32 into this process.
+        as_json: Print nothing on standard output.
 
     Raises:
         UserError: The settings are wrong.
@@ -112,7 +113,7 @@ def compare(
 
 
 def pairs_of(found: dict[str, np.ndarray]) -> list[Pair]:
-    """All pairs that say something. NaN is what a source does not have."""
+    """Returns the differences of all informative pairs of sources; NaN marks missing log-probs."""
     names = [(ENGINE, POLICY), (ENGINE, TRANSFORMERS), (POLICY, TRANSFORMERS), (ENGINE, AGAIN)]
     pairs = []
     for first, second in names:
@@ -135,7 +136,7 @@ def pairs_of(found: dict[str, np.ndarray]) -> list[Pair]:
 
 
 def verdict_of(pairs: list[Pair], alarm: float, cut: str | None) -> tuple[str, bool]:
-    """What the pairs say, and whether engine and policy are nearer than the alarm."""
+    """Returns the verdict as text, and whether engine and policy differ by less than the alarm."""
     mean = {(pair.first, pair.second): pair.mean for pair in pairs}
     apart = mean[ENGINE, POLICY]
     repeats = mean.get((ENGINE, AGAIN), 0.0)
@@ -158,7 +159,7 @@ def verdict_of(pairs: list[Pair], alarm: float, cut: str | None) -> tuple[str, b
 def worst_of(
     batch: Batch, found: dict[str, torch.Tensor], counts: torch.Tensor, most: int, decode: Callable[[list[int]], str]
 ) -> list[Worst]:
-    """The tokens about which engine and policy differ most, the worst first."""
+    """Returns the tokens with the largest difference between engine and policy, largest first."""
     distance = torch.where(counts, (found[ENGINE] - found[POLICY]).abs(), -1.0)
     starts = np.concatenate([[0], np.cumsum(batch.lengths.numpy())])
     chosen = []
@@ -172,7 +173,7 @@ def worst_of(
 
 
 def table(comparison: Comparison) -> str:
-    """The pairs, the worst tokens, and the verdict."""
+    """Returns the pairs, the worst tokens and the verdict as text."""
     lines = [f"{'':28} {'tokens':>7} {'mean':>9} {'p99':>9} {'max':>9} {'signed':>10}"]
     for p in comparison.pairs:
         name = f"{p.first} – {p.second}"
@@ -190,7 +191,7 @@ def table(comparison: Comparison) -> str:
 
 
 def _source(run: Run) -> RolloutSource:
-    """`opened` has no run that generates ahead."""
+    """Returns the source of rollouts, as runs from `opened` never generate ahead."""
     assert isinstance(run.rollouts, RolloutSource)
     return run.rollouts
 
@@ -203,7 +204,7 @@ def _played(run: Run, prompts: int, samples: int) -> Batch:
         seed = f"{config.run.seed}/logprobs"
         groups = _source(run).generator.generate(chosen, samples, config.rollout.sampling, seed=seed)
     batch = make_batch(groups, config.algorithm, config.rollout)
-    batch["mask"] = batch.own.float()  # also of answers that a run would leave out of the loss
+    batch["mask"] = batch.own.float()  # include answers left out of a run's loss
     return batch
 
 
@@ -214,7 +215,8 @@ def _policy(run: Run) -> torch.Tensor:
 
 
 def aligned(batch: Batch, again: Batch) -> torch.Tensor:
-    """float64 [T]: the second playing's log-probs up to where its tokens part from the first one's; NaN from there."""
+    """Returns the log-probs of the second answers, float64 [T], up to the first token differing from the first answer;
+    NaN from there."""
     values = torch.full((len(batch.tokens),), math.nan, dtype=torch.float64)
     start = second = 0
     for length, other in zip(batch.lengths.tolist(), again.lengths.tolist(), strict=False):
@@ -227,7 +229,7 @@ def aligned(batch: Batch, again: Batch) -> torch.Tensor:
 
 
 def _transformers(batch: Batch, path: Path, temperature: float) -> torch.Tensor:
-    """float64 [T], of the model in float32; 0 for first tokens."""
+    """Returns log-probs of the float32 model, float64 [T]; 0 for first tokens."""
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
 
