@@ -1,1 +1,2 @@
-"""Before a run, on every node, in parallel and bounded: is everything there, healthy, empty and the same?"""
+"""Checks before a run, on all nodes in parallel and with time limits: is everything present, healthy, idle and
+equal?"""

@@ -1,6 +1,6 @@
-"""One end of an exchange between two nodes: `…preflight.exchange FD HOST PORT DEVICE MIB SECONDS`.
+"""An end of a data exchange between two nodes: `…preflight.exchange FD HOST PORT DEVICE MIB SECONDS`.
 
-A process of its own, because a collective that hangs can only be killed.
+Runs as a separate process, because a hanging collective can only be killed.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ ROUNDS = 5
 
 
 def main(fd: int, host: str, port: int, device: str, mib: int, timeout_s: float) -> None:
-    """Prints {"gb_s": …}: bytes that each end sends, per second. `fd` is rank 0's listening socket, -1 is rank 1."""
+    """Exchanges messages with the other end and prints {"gb_s": …}: 10⁹ bytes sent by each end per second.
+
+    Args:
+        fd: File descriptor of rank 0's listening socket; -1 for rank 1.
+        host: Address of rank 0.
+        port: Port of rank 0.
+        device: `cuda` or `cpu`.
+        mib: Size of a message in MiB.
+        timeout_s: Time limit of a connection or collective, in seconds.
+    """
     import torch
     import torch.distributed as dist
 

@@ -1,7 +1,7 @@
-"""InfiniBand and RoCE: whether NCCL can use the adapters that a node has.
+"""InfiniBand and RoCE adapters of a node, and whether NCCL can use them.
 
-NCCL opens them through libibverbs and a driver library for their kind. Where either is missing, in a container most of
-all, it takes TCP instead and says so only at NCCL_DEBUG=INFO.
+NCCL opens adapters through libibverbs and a vendor driver library. If either is missing, as in many containers, NCCL
+falls back to TCP and reports the fallback only at NCCL_DEBUG=INFO.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ REMEDY = "install libibverbs1 and ibverbs-providers, and let the container see /
 
 @dataclass(frozen=True)
 class FabricFacts:
-    """What a node says of its adapters."""
+    """Facts about the InfiniBand and RoCE adapters of a node."""
 
     adapters: tuple[str, ...]
-    """Those that the kernel has."""
+    """Adapters listed by the kernel."""
     usable: int
-    """Those that libibverbs opens."""
+    """Number of adapters opened by libibverbs."""
     error: str | None = None
-    """Why libibverbs cannot be asked."""
+    """Reason why libibverbs is unavailable; None if available."""
 
 
 def gather(adapters: Path = ADAPTERS, load: Callable[[str], ctypes.CDLL] = ctypes.CDLL) -> FabricFacts:
-    """Asks the kernel and, where it has adapters, libibverbs.
+    """Asks the kernel for adapters and, if there are any, libibverbs.
 
     Args:
-        adapters: The kernel's folder of them.
+        adapters: The kernel's folder of adapters.
         load: Loads a shared library.
     """
     names = tuple(sorted(entry.name for entry in adapters.iterdir())) if adapters.is_dir() else ()
@@ -52,7 +52,7 @@ def gather(adapters: Path = ADAPTERS, load: Callable[[str], ctypes.CDLL] = ctype
 
 
 def check(facts: Mapping[str, FabricFacts]) -> list[Finding]:
-    """Names the nodes whose adapters NCCL will not find. How fast the network then is, `network` measures."""
+    """Returns a warning for each node with adapters NCCL will not find. Network speed is measured by `network`."""
     found = []
     for node, f in facts.items():
         if f.usable < len(f.adapters):

@@ -1,4 +1,4 @@
-"""What a check says."""
+"""Findings of preflight checks, and helpers for comparing nodes."""
 
 from __future__ import annotations
 
@@ -13,26 +13,27 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Finding:
-    """A check has something against a node."""
+    """Problem found by a check on a node."""
 
     node: str
-    """Its name in the report."""
+    """Name of the node in the report."""
     check: str
-    """The column of the report."""
+    """Column of the report."""
     status: Status
     text: str
-    """One line: what there is, what is wanted, the fix where one is known."""
+    """A single line: actual state, expected state, and the fix if known."""
 
 
 def usual(values: Mapping[str, T]) -> T:
-    """The value that most nodes have; where two are as frequent, that of the first node."""
+    """Returns the value of most nodes; if two values are equally frequent, the first node's."""
     counts = Counter(values.values())
     most = max(counts.values())
     return next(value for value in values.values() if counts[value] == most)
 
 
 def main_group(nodes: Sequence[str], linked: Callable[[str, str], bool]) -> set[str]:
-    """The largest group of nodes that are linked with each other, directly or over others; the first of equal ones."""
+    """Returns the largest group of nodes that are linked, directly or through others; the first of equally large
+    groups."""
     best: set[str] = set()
     left = list(nodes)
     while left:
@@ -48,5 +49,5 @@ def main_group(nodes: Sequence[str], linked: Callable[[str, str], bool]) -> set[
 
 
 def gib(count: float) -> str:
-    """Bytes for a person."""
+    """Returns a number of bytes as text in GiB."""
     return f"{count / 2**30:.1f} GiB"

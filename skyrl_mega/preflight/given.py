@@ -1,4 +1,4 @@
-"""What a run is given and does not make itself: its model, its reference, its data. Read on this machine."""
+"""External inputs of a run: model, reference and data, looked up on this machine."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from skyrl_mega.models.published import how_to_get, hub_name
 
 
 def check_present(config: Config) -> None:
-    """Refuses a run of which something is not here, and names all of it.
+    """Raises if any external input is missing.
 
     Raises:
-        UserError: one line: keys, paths, how to get them.
+        UserError: One line with all missing keys and paths, and how to get them.
     """
     if absent := list(_absent(config)):
         raise UserError("; ".join(absent))
 
 
 def data_files(config: Config) -> dict[str, list[str]]:
-    """The setting that names them → parquet files."""
+    """Returns the parquet files by setting."""
     return {
         "data.train": config.data.train,
         "data.eval": config.data.eval,
@@ -32,10 +32,10 @@ def data_files(config: Config) -> dict[str, list[str]]:
 
 
 def model_config(config: Config) -> Mapping[str, Any]:
-    """The config.json of `model.path`, or the one that `model.build` will write there.
+    """Returns the config.json of `model.path`, or the one to be written by `model.build`.
 
     Raises:
-        UserError: there is none.
+        UserError: The config.json is missing.
     """
     path = Path(config.model.path)
     if config.model.build is None or path.exists():

@@ -1,7 +1,7 @@
-"""GPUs: as many as wanted, healthy and empty, by NVML and the kernel's log.
+"""Checks GPUs by NVML and the kernel's log: enough, healthy and idle.
 
-Of the Xid errors (docs.nvidia.com/deploy/xid-errors) only those count that a device or its link causes; the others tell
-of a program that did something wrong.
+Only Xid errors (docs.nvidia.com/deploy/xid-errors) caused by a device or its link count; the others are caused by
+programs.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ XIDS = {
     120: "GSP error",
     140: "unrecovered ECC error",
 }
-"""Xid → what it means, for those that a device causes."""
+"""Meaning of each Xid error caused by a device."""
 RECENT_S = 24 * 3600.0
-"""Seconds for which an Xid counts; the node has been looked at or started again since older ones."""
+"""Maximum age of an Xid error that counts, in seconds. Since older errors the node has been checked or restarted."""
 IDLE_BYTES = 1 << 30
-"""Memory that may be in use on an empty GPU: the driver's own."""
+"""Maximum memory used on an idle GPU: the driver's memory."""
 HELD_BACK = {0x8: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake"}
-"""Reasons for lower clocks that are faults; NVML's bits. Idle, power cap and application clocks are not."""
+"""Reasons for reduced clocks that are faults, by NVML's bits. Idle, power cap and application clocks are no faults."""
 
 _LINE = re.compile(r"NVRM: Xid \((?P<where>[^)]*)\): (?P<xid>\d+)")
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. None where the device does not tell."""
+    """State of a GPU. Values not reported by the device are None."""
 
     index: int
     name: str
@@ -52,38 +52,38 @@ class Gpu:
     memory_bytes: int
     used_bytes: int
     processes: tuple[int, ...]
-    """Process ids that compute on it."""
+    """Ids of processes computing on the GPU."""
     ecc_errors: int | None
-    """Uncorrected ones since the driver was loaded."""
+    """Uncorrected errors since the driver was loaded."""
     remap_pending: bool | None
-    """Rows wait for a reset to be remapped."""
+    """True if memory rows will be remapped at the next reset."""
     remap_failed: bool | None
     held_back: tuple[str, ...]
-    """Why its clocks are lower than they could be."""
+    """Reasons for reduced clocks."""
 
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """What a node says of its GPUs."""
+    """Facts about the GPUs of a node."""
 
     driver: str | None
     gpus: tuple[Gpu, ...]
     lost: tuple[str, ...] = ()
-    """GPUs that NVML counts but that do not answer."""
+    """GPUs counted by NVML without an answer."""
     xids: tuple[tuple[str, int], ...] | None = ()
-    """Recent (bus id, Xid) of the kernel's log; None where it may not be read."""
+    """Recent (bus id, Xid) pairs of the kernel's log; None if unreadable."""
     error: str | None = None
-    """Why there is nothing of NVML."""
+    """Reason why NVML reports nothing; None if it works."""
     torch: Sight | None = None
-    """What torch makes of them; None was not asked."""
+    """GPUs as torch sees them; None if torch was not asked."""
 
 
 def gather(nvml: Any = None, sight: Callable[[], Sight] = devices.sight) -> GpuFacts:
-    """Asks this node's NVML and its torch.
+    """Returns the state of this node's GPUs from NVML and torch.
 
     Args:
-        nvml: See `cluster.nvml.opened`.
-        sight: Asks torch.
+        nvml: As in `cluster.nvml.opened`.
+        sight: Returns the GPUs as torch sees them.
     """
     seen = sight()
     try:
@@ -107,7 +107,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
 
     def told(function: str, *arguments: Any) -> Any:
-        """None where the device or an older driver does not tell."""
+        """Returns the function's result, or None if unsupported by the device or an older driver."""
         try:
             return getattr(nvml, function)(handle, *arguments)
         except (nvml.NVMLError_NotSupported, nvml.NVMLError_FunctionNotFound, nvml.NVMLError_NoPermission):
@@ -131,7 +131,7 @@ def _gpu(nvml: Any, index: int) -> Gpu:
 
 
 def recent_xids() -> tuple[tuple[str, int], ...] | None:
-    """(bus id, Xid) of the kernel's log of the last `RECENT_S`; None where it may not be read."""
+    """Returns (bus id, Xid) pairs of the last `RECENT_S` seconds of the kernel's log; None if unreadable."""
     try:
         log = os.open("/dev/kmsg", os.O_RDONLY | os.O_NONBLOCK)
     except OSError:
@@ -143,7 +143,7 @@ def recent_xids() -> tuple[tuple[str, int], ...] | None:
                 lines.append(os.read(log, 8192).decode(errors="replace"))
             except BlockingIOError:
                 break
-            except BrokenPipeError:  # lines were overwritten while we read; the next ones are there
+            except BrokenPipeError:  # lines were overwritten while reading; the following ones remain
                 continue
     except OSError:
         return None
@@ -154,7 +154,8 @@ def recent_xids() -> tuple[tuple[str, int], ...] | None:
 
 
 def parse_xids(lines: Iterable[str], uptime_s: float) -> tuple[tuple[str, int], ...]:
-    """(bus id, Xid) of /dev/kmsg's records, `<level>,<number>,<microseconds since boot>,…;<text>`."""
+    """Returns the recent (bus id, Xid) pairs in records of /dev/kmsg: `<level>,<number>,<microseconds since
+    boot>,…;<text>`."""
     found = []
     for line in lines:
         head, _, text = line.partition(";")
@@ -166,11 +167,11 @@ def parse_xids(lines: Iterable[str], uptime_s: float) -> tuple[tuple[str, int], 
 
 
 def check(facts: Mapping[str, GpuFacts], wanted: int) -> list[Finding]:
-    """What is wrong with the nodes' GPUs.
+    """Returns findings about the nodes' GPUs.
 
     Args:
-        facts: by node.
-        wanted: GPUs that each must have.
+        facts: State of the GPUs by node.
+        wanted: Required number of GPUs per node.
     """
     found = []
     names = {node: gpu.name for node, f in facts.items() for gpu in f.gpus[:1]}

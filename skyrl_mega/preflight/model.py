@@ -1,4 +1,4 @@
-"""The model's files: every node sees all of them, whole and the same."""
+"""Model files: every node must see all of them, complete and equal."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from skyrl_mega.preflight.finding import Finding, usual
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """What a node says of the model's folder."""
+    """Facts about the model's folder on a node."""
 
     error: str | None
-    """What is wrong with a file, by name."""
+    """Error with the file's name; None without an error."""
     print: str | None
-    """A hash over names and sizes of the weights, and the content of the small files."""
+    """Hash of the names and sizes of all files and the content of small files; None on an error."""
 
 
 def gather(model: Path) -> ModelFacts:
-    """Reads the headers of all weights and compares them with config.json."""
+    """Checks the headers of all weights against config.json and returns a hash of the folder."""
     try:
         check_files(model)
         digest = hashlib.sha256()
@@ -38,7 +38,7 @@ def gather(model: Path) -> ModelFacts:
 
 
 def check(facts: Mapping[str, ModelFacts], model: Path) -> list[Finding]:
-    """Names the nodes that have not what the most have."""
+    """Returns findings for nodes with an error, and for nodes whose files differ from most nodes."""
     found = [Finding(node, "model", "bad", f.error) for node, f in facts.items() if f.error]
     prints = {node: f.print for node, f in facts.items() if f.print}
     for node, value in prints.items():

@@ -1,4 +1,4 @@
-"""The network: every node reaches every other, and neighbours exchange data fast, by NCCL or gloo."""
+"""Network checks: every node reaches every other, and neighbours exchange data fast, by NCCL or gloo."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from dataclasses import dataclass
 from skyrl_mega.preflight.finding import Finding, Status, main_group
 
 CONNECT_S = 5.0
-"""Seconds that a connection may take."""
+"""Time limit of a connection in seconds."""
 SLOW = 0.5
-"""A link below this share of the median is bad; below this share of `cluster.topology.nic_gb_s`, worth a word."""
+"""A link below this share of the median rate is bad; a median below this share of `cluster.topology.nic_gb_s` is a
+warning."""
 TCP = 0.1
-"""Below this share of `cluster.topology.nic_gb_s` it is not the network that was planned with, but TCP beside it."""
+"""Share of `cluster.topology.nic_gb_s`; a median below it shows that NCCL uses TCP instead of the planned network."""
 PROBES = 64
-"""Connections that a node makes at once."""
+"""Number of connections opened at once by a node."""
 
 
 @dataclass(frozen=True)
 class Bell:
-    """Where a node's door is, and what it answers."""
+    """Address of a node's listener, and the expected answer."""
 
     address: str
     port: int
@@ -36,7 +37,7 @@ class Bell:
 
 
 class Door:
-    """A TCP port of this node that answers every caller with a word, until it is closed."""
+    """Listener on a TCP port of this node; answers every connection with a fixed word until closed."""
 
     def __init__(self, address: str) -> None:
         self._socket = socket.create_server((address, 0), backlog=1024, family=_family(address))
@@ -44,8 +45,8 @@ class Door:
         threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
-        """Nobody is answered any more."""
-        self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread, whose accept would keep the port open
+        """Stops answering and closes the port."""
+        self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread; its accept would keep the port open
         self._socket.close()
 
     def _serve(self) -> None:
@@ -60,7 +61,7 @@ class Door:
 
 
 def knock(bells: Mapping[str, Bell], timeout_s: float = CONNECT_S) -> dict[str, str]:
-    """Node → why its door cannot be reached, for those of `bells` whose cannot."""
+    """Connects to the nodes' listeners and returns the reason for each unreachable node."""
 
     def one(bell: Bell) -> str | None:
         try:
@@ -75,11 +76,12 @@ def knock(bells: Mapping[str, Bell], timeout_s: float = CONNECT_S) -> dict[str, 
 
 
 def check_reach(nodes: Sequence[str], unreached: Mapping[str, Mapping[str, str]]) -> list[Finding]:
-    """Names the nodes that are apart from the others; where all hang together, both ends of what fails.
+    """Returns findings for nodes outside the main group. If all nodes are linked, at least through others, returns
+    findings for both ends of each failed connection.
 
     Args:
-        nodes: all of them.
-        unreached: node → (other → why it did not reach it).
+        nodes: All nodes.
+        unreached: For each node, the reason of every failed connection by target node.
     """
     together = main_group(nodes, lambda a, b: b not in unreached.get(a, {}))
     apart = [node for node in nodes if node not in together]
@@ -97,17 +99,17 @@ def check_reach(nodes: Sequence[str], unreached: Mapping[str, Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Pair:
-    """Two nodes that exchange data."""
+    """Data exchange between two nodes."""
 
     first: str
     second: str
     gb_s: float | None
-    """10⁹ bytes per second, each way; None where the exchange failed."""
+    """10⁹ bytes per second in each direction; None if the exchange failed."""
     error: str = ""
 
 
 def pairs(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
-    """Rounds of pairs: every node with the next one, the last with the first; within a round a node is in one pair."""
+    """Returns rounds of pairs: each node with the next, the last with the first. No node is twice in a round."""
     count = len(nodes)
     if count < 2:
         return []
@@ -118,31 +120,34 @@ def pairs(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
 
 
 def listen(address: str) -> socket.socket:
-    """A listening socket for the exchange that rank 0 leads. It is held from here on, so nobody can take its port."""
+    """Returns a listening socket for rank 0 of an exchange. As the socket stays open, no other program can take the
+    port."""
     return socket.create_server((address, 0), family=_family(address))
 
 
 def exchange(
     place: tuple[str, int], own: str, device: str, mib: int, timeout_s: float, listening: socket.socket | None
 ) -> float:
-    """GB/s each way of one pair, seen from one of its nodes, in a process of its own that ends within `timeout_s`.
+    """Measures the GB/s in each direction between this node and its partner.
+
+    Runs in a separate process, killed after `timeout_s`.
 
     Args:
-        place: where rank 0 listens.
-        own: this node's address.
+        place: Address and port of rank 0.
+        own: This node's address.
         device: `cuda` (NCCL over the first GPU) or `cpu` (gloo).
-        mib: size of one message.
-        timeout_s: seconds for all of it.
-        listening: rank 0's socket, which is closed at the end; None is rank 1.
+        mib: Size of a message in MiB.
+        timeout_s: Time limit of the whole exchange in seconds.
+        listening: Rank 0's socket, closed at the end; None for rank 1.
 
     Raises:
-        RuntimeError: it failed; the last line of what it said.
+        RuntimeError: The exchange failed, with the last line of its output.
     """
     env = dict(os.environ)
     if name := interface(own):
         env["GLOO_SOCKET_IFNAME"] = name
     if device == "cuda" and not env.get("CUDA_VISIBLE_DEVICES"):
-        env["CUDA_VISIBLE_DEVICES"] = "0"  # Ray hides the devices from who has claimed none
+        env["CUDA_VISIBLE_DEVICES"] = "0"  # Ray hides devices from actors without a claim
     fd = -1 if listening is None else listening.fileno()
     command = [sys.executable, "-m", "skyrl_mega.preflight.exchange", *map(str, (fd, *place, device, mib, timeout_s))]
     try:
@@ -167,7 +172,7 @@ def exchange(
 
 
 def interface(address: str) -> str | None:
-    """The network interface that has an address."""
+    """Returns the name of the network interface with the given address, or None."""
     import psutil
 
     for name, addresses in psutil.net_if_addrs().items():
@@ -178,20 +183,21 @@ def interface(address: str) -> str | None:
 
 @dataclass(frozen=True)
 class Promised:
-    """What a run is planned with."""
+    """Expected network rate."""
 
     gb_s: float
-    """Of one network card (`cluster.topology.nic_gb_s`)."""
+    """Rate of a network card (`cluster.topology.nic_gb_s`)."""
     meant: bool
-    """It is not the default, or a node has InfiniBand or RoCE adapters. Else the default promises nothing."""
+    """True if the rate is not the default, or if a node has InfiniBand or RoCE adapters. Otherwise the default says
+    nothing about the network."""
 
 
 def check_rates(found: Sequence[Pair], promised: Promised | None) -> list[Finding]:
-    """Names the nodes all of whose links are slow or broken; where only one link is, both its ends.
+    """Returns findings for nodes whose links are all slow or broken; for other bad links, at both ends.
 
     Args:
-        found: the pairs.
-        promised: None where nothing is.
+        found: Results of all pairs.
+        promised: Expected rate; None without an expectation.
     """
     rates = [p.gb_s for p in found if p.gb_s is not None]
     middle = statistics.median(rates) if rates else 0.0

@@ -1,4 +1,4 @@
-"""Shared folders: every node sees them, may write to them, and sees what the others write; and there is room."""
+"""Shared folders: visible and writable on every node, with the same files and enough space."""
 
 from __future__ import annotations
 
@@ -12,33 +12,34 @@ from pathlib import Path
 from skyrl_mega.preflight.finding import Finding, gib, main_group
 
 SCRATCH_BYTES = 5 << 30
-"""Free bytes that a node's own /tmp should have: Ray's session and compiled kernels."""
+"""Recommended free bytes in a node's /tmp: Ray's session and compiled kernels."""
 SHM_BYTES = 1 << 30
-"""… and /dev/shm: messages between processes."""
+"""Recommended free bytes in a node's /dev/shm: messages between processes."""
 
 SETTLE_S = 5.0
-"""What a network file system may take to show one node's new file to another."""
+"""Seconds after which a network file system must show a node's new file to other nodes."""
 
 
 @dataclass(frozen=True)
 class PathFacts:
-    """What a node says of folders."""
+    """Facts about folders on a node."""
 
     errors: tuple[str, ...]
-    """Folders that it does not see or may not write to."""
+    """Folders not visible or not writable on the node."""
     free_bytes: int | None
-    """Of the run's folder."""
+    """Free bytes in the run's folder."""
     local_free: Mapping[str, int]
-    """Free bytes of the node's own places, by path."""
+    """Free bytes of the node's local folders by path."""
 
 
 def gather(run: Path, token: str, name: str) -> PathFacts:
-    """Looks at the folders and leaves the file `.preflight-<token>.<name>`, which holds `name`, in the run's.
+    """Returns facts about the folders, and writes the file `.preflight-<token>.<name>` with content `name` in the run's
+    folder.
 
     Args:
-        run: the run's folder, which exists.
-        token: the same for all nodes of one preflight.
-        name: this node's.
+        run: The run's existing folder.
+        token: Identifier shared by all nodes of a preflight.
+        name: Name of this node.
     """
     errors, free = [], None
     try:
@@ -54,7 +55,7 @@ def gather(run: Path, token: str, name: str) -> PathFacts:
 
 
 def unseen(run: Path, token: str, names: Sequence[str], wait_s: float = SETTLE_S) -> list[str]:
-    """Names of nodes whose file this one does not see, or sees with another content, `wait_s` after the first look."""
+    """Returns the nodes whose file is still missing or different here after `wait_s` seconds."""
     until = time.monotonic() + wait_s
     while missing := [name for name in names if not _seen(run, token, name)]:
         if time.monotonic() > until:
@@ -71,7 +72,7 @@ def _seen(run: Path, token: str, name: str) -> bool:
 
 
 def remove(run: Path, token: str) -> None:
-    """Takes the files away."""
+    """Deletes the files of a preflight."""
     for file in run.glob(f".preflight-{token}.*"):
         file.unlink(missing_ok=True)
 
@@ -81,12 +82,12 @@ def _mark(run: Path, token: str, name: str) -> Path:
 
 
 def check_shared(facts: Mapping[str, PathFacts], blind: Mapping[str, Sequence[str]], run: Path) -> list[Finding]:
-    """Folders that are not there, not writable or not the same.
+    """Returns findings for missing, unwritable and unequal folders.
 
     Args:
-        facts: by node.
-        blind: node → the nodes whose file it did not see.
-        run: the run's folder.
+        facts: State of the folders by node.
+        blind: For each node, the nodes with invisible files.
+        run: The run's folder.
     """
     found = [Finding(node, "paths", "bad", text) for node, f in facts.items() for text in f.errors]
     wrote = [node for node, f in facts.items() if not f.errors]
@@ -100,12 +101,12 @@ def check_shared(facts: Mapping[str, PathFacts], blind: Mapping[str, Sequence[st
 
 
 def check_room(facts: Mapping[str, PathFacts], run: Path, needed: int) -> list[Finding]:
-    """Disks that are too full.
+    """Returns findings for full disks.
 
     Args:
-        facts: by node.
-        run: the run's folder.
-        needed: bytes that the run's checkpoints take, about.
+        facts: State of the folders by node.
+        run: The run's folder.
+        needed: Approximate bytes of the run's checkpoints.
     """
     found = []
     for node, f in facts.items():

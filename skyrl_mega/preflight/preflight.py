@@ -1,4 +1,4 @@
-"""A preflight from beginning to end, on the Ray cluster that this process is connected to."""
+"""Runs a whole preflight on the Ray cluster of this process."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from skyrl_mega.preflight.report import COLUMNS, Report
 from skyrl_mega.telemetry.console import Console
 
 MESSAGE_MIB = {"cuda": 256, "cpu": 16}
-"""What neighbours exchange."""
+"""Size of a message between neighbours in MiB, by device."""
 START_S = 60.0
-"""What Ray may take to start an actor's process on a node."""
+"""Maximum seconds for Ray to start an actor's process on a node."""
 SLACK_S = 10.0
-"""What a call may take beyond the process that it bounds."""
+"""Additional seconds for a call beyond the time limit of its process."""
 
 
 @dataclass(frozen=True)
@@ -38,25 +38,25 @@ class Node:
     """A node of the cluster."""
 
     id: str
-    """Ray's."""
+    """Ray's id of the node."""
     name: str
-    """Its address; with a number where several nodes have one (tests)."""
+    """Address; with a number if several nodes share an address (in tests)."""
     address: str
     gpus: bool = True
-    """Whether it has some, as Ray sees it: nodes without, beside those that the run asks for, have environments."""
+    """True if Ray sees GPUs. Nodes without GPUs, besides those requested by the run, host environments."""
 
 
 def before_run(config: Config, path: Path, folder: Path, console: Console) -> None:
-    """The preflight of a run, where `cluster.preflight` asks for one; its report is `preflight.json`.
+    """Runs a preflight if `cluster.preflight` requests it, and writes the report to `preflight.json`.
 
     Args:
-        config: with `cluster.device` decided.
-        path: the model.
-        folder: the run's.
-        console: tells what was found.
+        config: The settings, with `cluster.device` decided.
+        path: The model's folder.
+        folder: The run's folder.
+        console: Prints the findings.
 
     Raises:
-        ClusterError: names the nodes that are not fit.
+        ClusterError: Names the unfit nodes.
     """
     wanted = config.cluster.preflight
     if wanted == "never" or (wanted == "auto" and config.cluster.device != "cuda"):
@@ -73,12 +73,12 @@ def before_run(config: Config, path: Path, folder: Path, console: Console) -> No
 
 
 def preflight(config: Config, path: Path, folder: Path, device: str) -> Report:
-    """Looks at every node at once. Ends within a few times `cluster.preflight_timeout_s`, whatever hangs.
+    """Checks all nodes at once. Ends within a few times `cluster.preflight_timeout_s`, even if a check hangs.
 
     Args:
-        config: the run's settings.
-        path: the model, as every node should see it; nobody looks for one that the run will build itself.
-        folder: the run's, which exists here.
+        config: The run's settings.
+        path: The model's folder, expected on every node unless the run builds the model.
+        folder: The run's folder, which exists here.
         device: `cpu` or `cuda`.
     """
     start = time.perf_counter()
@@ -124,8 +124,10 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Report:
 
 
 def needed_nodes(nodes: Sequence[Node], config: Config, device: str) -> set[str]:
-    """The names of the nodes that hold ranks and engines: with GPUs those that have some, if they are enough; else all,
-    so that what is wrong with the others is found."""
+    """Returns the names of the nodes for ranks and engines: on GPUs, the nodes with GPUs.
+
+    If too few nodes have GPUs, returns all nodes, so that problems of the others are found.
+    """
     with_gpus = {node.name for node in nodes if node.gpus}
     if device != "cuda" or len(with_gpus) < config.cluster.nodes:
         return {node.name for node in nodes}
@@ -133,7 +135,7 @@ def needed_nodes(nodes: Sequence[Node], config: Config, device: str) -> set[str]
 
 
 def present() -> list[Node]:
-    """The nodes that can hold actors, in the order of their addresses."""
+    """Returns the nodes available to actors, ordered by address."""
     nodes = worker_nodes()
     addresses = [node.address for node in nodes]
     several = Counter(addresses)
@@ -144,25 +146,26 @@ def present() -> list[Node]:
 
 
 def room(config: Config, path: Path) -> int:
-    """Bytes that the run's checkpoints take at most: those that are kept, and the one that is being written."""
+    """Returns the maximum bytes of the run's checkpoints: all kept checkpoints, and the next while being written."""
     hf = read_config(path) if path.exists() else model_config(config)
     return disk(config, architecture(hf).describe(hf)).kept
 
 
 def _promised(config: Config, adapters: Mapping[str, fabric.FabricFacts]) -> network.Promised:
-    """What the network should give: the default of `nic_gb_s` is a promise where a node has adapters for it."""
+    """Returns the expected network rate; the default of `nic_gb_s` is an expectation only if a node has suitable
+    adapters."""
     gb_s = config.cluster.topology.nic_gb_s
     return network.Promised(gb_s, gb_s != TopologyConfig().nic_gb_s or any(f.adapters for f in adapters.values()))
 
 
 class _Probes:
-    """An actor on every node."""
+    """Probe actors on all nodes."""
 
     def __init__(self, nodes: Sequence[Node], ask: Ask) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        # Ray would else hide the GPUs of a cluster that it did not start with our settings.
+        # Ray otherwise hides the GPUs of a cluster started without our settings.
         sees = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}} if ask.device == "cuda" else None
         remote = ray.remote(Probe)
         self.addresses = {node.name: node.address for node in nodes}
@@ -178,7 +181,8 @@ class _Probes:
     def call(
         self, method: str, arguments: Mapping[str, tuple[Any, ...]], timeout_s: float
     ) -> tuple[dict[str, Any], dict[str, Exception]]:
-        """A method of some nodes' probes at once: answers, and errors of those that failed or were late."""
+        """Calls a method of several probes at once. Returns the answers, and the errors of probes that failed or were
+        late."""
         import ray
 
         refs = {getattr(self._actors[node], method).remote(*given): node for node, given in arguments.items()}
@@ -188,7 +192,7 @@ class _Probes:
         for ref in ready:
             try:
                 answers[refs[ref]] = ray.get(ref)
-            except Exception as error:  # whatever a node may raise is a finding about that node
+            except Exception as error:  # any error of a node is a finding about it
                 errors[refs[ref]] = error
         return {node: answers[node] for node in arguments if node in answers}, errors
 
@@ -201,7 +205,7 @@ class _Probes:
 
 
 def _by_kind(looked: Mapping[str, Mapping[str, Any]], findings: list[Finding]) -> dict[str, dict[str, Any]]:
-    """kind → node → facts; a kind that a node could not find out is a finding."""
+    """Returns the facts by kind and node; adds a finding for each kind a node could not determine."""
     facts: dict[str, dict[str, Any]] = {"versions": {}, "model": {}, "paths": {}, "gpus": {}, "fabric": {}}
     for node, kinds in looked.items():
         for kind, fact in kinds.items():
@@ -215,7 +219,8 @@ def _by_kind(looked: Mapping[str, Mapping[str, Any]], findings: list[Finding]) -
 def _network(
     probes: _Probes, names: list[str], needed: Collection[str], ask: Ask
 ) -> tuple[list[Finding], list[network.Pair]]:
-    """Who reaches whom; and where all do, how fast neighbours exchange data among those that hold ranks and engines."""
+    """Checks that all nodes reach each other; then measures the exchange between neighbours among the nodes of ranks
+    and engines."""
     if len(names) < 2:
         return [], []
     device, timeout_s = ask.device, ask.timeout_s
@@ -236,7 +241,7 @@ def _network(
         rates, failed = probes.call("exchange", arguments, timeout_s + SLACK_S)
         for first, second in round_of:
             causes = [e for n in (first, second) if (e := failed.get(n) or errors.get(n))]
-            # The end that waited says less than the one that broke.
+            # A broken end explains more than the end waiting for it.
             causes.sort(key=lambda e: "no answer within" in str(e))
             if causes:
                 pairs.append(network.Pair(first, second, None, _text(causes[0])))
@@ -246,5 +251,5 @@ def _network(
 
 
 def _text(error: Exception) -> str:
-    """One line: ours as it is, others with their type."""
+    """Returns an error as a single line; errors other than time-outs with their type."""
     return str(error) if isinstance(error, TimeoutError) else describe(error)

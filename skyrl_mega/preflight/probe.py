@@ -1,4 +1,4 @@
-"""An actor on every node: it looks at its own node, and every call of it is bounded."""
+"""Actor for checking a node, with a time limit on every call."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from skyrl_mega.preflight import fabric, gpus, model, network, paths, versions
 
 @dataclass(frozen=True)
 class Ask:
-    """What all nodes are asked."""
+    """Parameters of a preflight, equal on all nodes."""
 
     run: Path
     """The run's folder."""
     model: Path | None
-    """None where the run builds it."""
+    """The model's folder; None if the run builds the model."""
     token: str
-    """Names this preflight's files."""
+    """Identifier in the names of this preflight's files."""
     device: str
     timeout_s: float
-    """For one call of a probe."""
+    """Time limit of a single call of a probe."""
 
 
 class Probe:
-    """One node's."""
+    """Actor for checking a node."""
 
     def __init__(self, ask: Ask, name: str, address: str) -> None:
         self.ask, self.name, self.address = ask, name, address
@@ -37,7 +37,8 @@ class Probe:
         self._listening: socket.socket | None = None
 
     def look(self) -> dict[str, Any]:
-        """Facts by kind. A kind that does not come in time is a TimeoutError: a dead mount must not hide the rest."""
+        """Returns the node's facts by kind. A kind that takes too long becomes a TimeoutError, so a dead mount does not
+        hide the rest."""
         ask = self.ask
         jobs: dict[str, Callable[[], Any]] = {
             "versions": versions.gather,
@@ -50,31 +51,31 @@ class Probe:
         return bounded(jobs, ask.timeout_s)
 
     def unseen(self, names: Sequence[str]) -> list[str]:
-        """Nodes whose file in the run's folder this one does not see."""
+        """Returns the nodes whose file in the run's folder is not visible here."""
         return paths.unseen(self.ask.run, self.ask.token, names)
 
     def open_door(self) -> network.Bell:
-        """Opens a door at this node's address."""
+        """Starts a listener at this node's address and returns its address and answer."""
         self._door = network.Door(self.address)
         return self._door.bell
 
     def knock(self, bells: Mapping[str, network.Bell]) -> dict[str, str]:
-        """Nodes whose door this one does not reach, and why."""
+        """Returns the nodes unreachable from this node, with the reason."""
         return network.knock(bells)
 
     def listen(self) -> int:
-        """Port of the exchange that this node leads next."""
+        """Opens a listening socket for the next exchange led by this node and returns the port."""
         self._listening = network.listen(self.address)
         return int(self._listening.getsockname()[1])
 
     def exchange(self, leads: bool, place: tuple[str, int], mib: int, timeout_s: float) -> float:
-        """GB/s of a pair of nodes."""
+        """Returns the GB/s between this node and its partner."""
         listening = self._listening if leads else None
         return network.exchange(place, self.address, self.ask.device, mib, timeout_s, listening)
 
 
 def bounded(jobs: Mapping[str, Callable[[], Any]], timeout_s: float) -> dict[str, Any]:
-    """Each job's answer, its exception, or a TimeoutError; a thread that hangs is left alone."""
+    """Runs the jobs in threads and returns each answer, exception, or a TimeoutError; hanging threads are abandoned."""
     answers: dict[str, Any] = {}
 
     def run(name: str, job: Callable[[], Any]) -> None:

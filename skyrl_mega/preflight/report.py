@@ -1,4 +1,4 @@
-"""The report: nodes × checks, and a line for everything that is not well."""
+"""Report of a preflight: a table of nodes and checks, and a line for every finding."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ COLUMNS = ("answers", "gpus", "versions", "paths", "disk", "model", "network")
 
 @dataclass(frozen=True)
 class Report:
-    """What a preflight found."""
+    """Results of a preflight."""
 
     nodes: tuple[str, ...]
     checks: tuple[str, ...]
-    """Those that were made, of `COLUMNS`."""
+    """Performed checks, a subset of `COLUMNS`."""
     findings: tuple[Finding, ...]
     seconds: float
     gb_s: tuple[float, ...] = ()
-    """Of the pairs of nodes that exchanged data."""
+    """Rates of the successful pairs of nodes."""
 
     @property
     def bad(self) -> tuple[str, ...]:
-        """The nodes that a run should not use, and `cluster` where nodes are missing."""
+        """Returns the nodes unfit for a run, and `cluster` if nodes are missing."""
         return tuple(dict.fromkeys(f.node for f in self.findings if f.status == "bad"))
 
     def status(self, node: str, check: str) -> str:
-        """ok, warn, bad, or – where nothing is known."""
+        """Returns ok, warn, bad, or – if unknown."""
         own = {(f.check, f.status) for f in self.findings if f.node == node}
         for status in ("bad", "warn"):
             if (check, status) in own:
@@ -36,7 +36,7 @@ class Report:
         return "–" if ("answers", "bad") in own and check != "answers" else "ok"
 
     def table(self) -> str:
-        """For people."""
+        """Returns the table and all findings as text."""
         wide = max(len(name) for name in ("node", *self.nodes)) + 2
         rows = ["node".ljust(wide) + "".join(check.ljust(10) for check in self.checks)]
         for node in self.nodes:
@@ -48,14 +48,14 @@ class Report:
         return "\n".join(lines)
 
     def summary(self) -> str:
-        """One line."""
+        """Returns a single line for people."""
         rate = f", {min(self.gb_s):.2f} to {max(self.gb_s):.2f} GB/s between them" if self.gb_s else ""
         count = f"{len(self.nodes)} {'node' if len(self.nodes) == 1 else 'nodes'}"
         state = f"not fit: {', '.join(self.bad)}" if self.bad else "all fit"
         return f"preflight of {count}: {state}{rate}; {self.seconds:.1f} s"
 
     def values(self) -> dict[str, Any]:
-        """The same for programs."""
+        """Returns plain values for programs."""
         return {
             "fit": not self.bad,
             "bad": list(self.bad),

