@@ -18,8 +18,8 @@ from benchmarks.gpu.proof import Bench
 from benchmarks.gpu.reference import logprobs, off
 from benchmarks.gpu.slice import EACH, GIB, TOKENS, open_slice
 from skyrl_mega.config.residency import POLICY
-from skyrl_mega.planner.buffers import held
-from skyrl_mega.planner.memory import BESIDE
+from skyrl_mega.planner.buffers import model_state
+from skyrl_mega.planner.memory import OUTSIDE_BUDGET
 from skyrl_mega.planner.parameters import stage
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ def prove(bench: Bench) -> None:
     rank = open_slice(bench)
     batch = parts.rows([each] * (tokens // each), hf["vocab_size"])
     rank.train([batch], supervised)
-    counted = held(stage(parts.described(hf), parallel, 0), parallel, parallel.coordinates(0), 2)
+    counted = model_state(stage(parts.described(hf), parallel, 0), parallel, parallel.coordinates(0), 2)
     moving = counted.weights + counted.optimizer
 
     # Sums over experts are added in any order on a GPU, so that two calls differ a little by themselves.
@@ -99,8 +99,8 @@ def _second_process(bench: Bench) -> None:
     wanted = int(0.9 * free)
     [left] = together(Job(_engine, (wanted,)), timeout_s=40)
     context = free - wanted - left
-    bench.figure("memory of a second process beside its tensors", context / GIB, "GiB", limit=BESIDE / GIB,
-                 limit_of="the planner's reserve beside an engine", at_most=BESIDE / GIB)  # fmt: skip
+    bench.figure("memory of a second process beside its tensors", context / GIB, "GiB", limit=OUTSIDE_BUDGET / GIB,
+                 limit_of="the planner's reserve beside an engine", at_most=OUTSIDE_BUDGET / GIB)  # fmt: skip
     bench.figure("memory of the GPU not returned by it", (free - _free(bench)) / GIB, "GiB", at_most=0.1)
 
 

@@ -12,7 +12,7 @@ from benchmarks.gpu import limits, parts
 from benchmarks.gpu.proof import Bench
 from skyrl_mega.config.derived import logit_chunk
 from skyrl_mega.planner.activations import Row, activations
-from skyrl_mega.planner.buffers import held
+from skyrl_mega.planner.buffers import model_state
 from skyrl_mega.planner.flops import flops
 from skyrl_mega.planner.parameters import stage
 
@@ -45,7 +45,7 @@ def prove(bench: Bench) -> None:
     watched = Watched(bench, rank)
     rank.train([batch], supervised)  # Adam's moments, and the allocator's and cuBLAS' first time
 
-    counted = held(stage(d, parallel, 0), parallel, parallel.coordinates(0), 2)
+    counted = model_state(stage(d, parallel, 0), parallel, parallel.coordinates(0), 2)
     wanted = (counted.weights, counted.gradients, counted.optimizer)
     for name, found, said in zip(("weights", "gradients", "optimizer"), parts.held_bytes(rank), wanted, strict=True):
         bench.figure(f"{name}", found / GIB, "GiB", limit=said / GIB, limit_of="sizing, counted")

@@ -37,7 +37,7 @@ from skyrl_mega.planner.memory import (
 from skyrl_mega.planner.placement import nodes
 from skyrl_mega.planner.processes import COUNTED, MARGIN, SHOWN, PolicyMemory
 from skyrl_mega.planner.shared import fullest, shared_gpus
-from skyrl_mega.planner.times import at_once, mfu, step_time
+from skyrl_mega.planner.times import mean_concurrency, mfu, step_time
 from skyrl_mega.weights.plan import report
 from skyrl_mega.weights.plan.cost import cost, host_time
 from skyrl_mega.weights.plan.plan import Plan
@@ -60,14 +60,14 @@ def checked(config: Config, say: Callable[[str], None] = lambda line: None) -> t
     try:
         check(config, planned=True)
         inputs.check_layouts(config, hf)
-        fit.check(micro_tokens.decided(config, hf), hf)
+        fit.check(micro_tokens.with_micro_tokens(config, hf), hf)
     except UserError as error:
         raise with_fix(error, config, hf, planned=True) from error
     return hf, absent
 
 
 def values(
-    config: Config, hf: Mapping[str, Any], absent: Sequence[str] = (), told: Sequence[str] = ()
+    config: Config, hf: Mapping[str, Any], absent: Sequence[str] = (), data_notes: Sequence[str] = ()
 ) -> dict[str, Any]:
     """Returns the content of all tables, in bytes and seconds.
 
@@ -75,39 +75,39 @@ def values(
         config: The settings.
         hf: The model's config.json.
         absent: Paths absent from this machine.
-        told: Notes of the data check.
+        data_notes: Notes of the data check.
     """
-    d, given = architecture(hf).describe(hf), config
-    config = micro_tokens.decided(config, hf)
+    decoder, original = architecture(hf).describe(hf), config
+    config = micro_tokens.with_micro_tokens(config, hf)
     parallel, reference = fit.parallel_of(config)
     critic = critic_dims(config)
     start = time.process_time()
-    moved = sync_plan(config, hf)
-    sync = None if on_cpu(config) else _sync(config, moved, time.process_time() - start)
+    plan = sync_plan(config, hf)
+    sync = None if on_cpu(config) else _sync(config, plan, time.process_time() - start)
     if sync:
         fit.check_sync(config, sync["predicted_seconds"])
-    made = batch(config, parallel)
+    sizes = batch(config, parallel)
     placed = nodes(config)
     return {
         "config": masked(asdict(config)),
-        "model": _model(config, d),
-        "policy": _ranks(config, d, parallel, policy_memory),
-        "reference": _ranks(config, d, reference, reference_memory) if reference else [],
-        "critic": _ranks(config, d, critic, critic_memory) if critic else [],
-        "engines": _engines(config, d, made),
-        "shared": _shared(config, d, parallel),
+        "model": _model(config, decoder),
+        "policy": _ranks(config, decoder, parallel, policy_memory),
+        "reference": _ranks(config, decoder, reference, reference_memory) if reference else [],
+        "critic": _ranks(config, decoder, critic, critic_memory) if critic else [],
+        "engines": _engines(config, decoder, sizes),
+        "shared": _shared(config, decoder, parallel),
         "nodes": [
             {
                 **asdict(node),
-                "host_memory": asdict(memory := host_memory(config, d, parallel, reference, node, first=i == 0)),
+                "host_memory": asdict(memory := host_memory(config, decoder, parallel, reference, node, first=i == 0)),
                 "host_memory_total": memory.total,
             }
             for i, node in enumerate(placed)
         ],
         "batch": {
-            **asdict(made),
-            "sequences": made.sequences,
-            "oversize": made.oversize,
+            **asdict(sizes),
+            "sequences": sizes.sequences,
+            "oversize": sizes.oversize,
             "open": open_at_once(config, evaluated(config)),
             "ahead": config.asynchrony.max_staleness if generates_ahead(config.asynchrony) else 0,
             "mode": config.asynchrony.mode,
@@ -115,64 +115,64 @@ def values(
         "gpu_memory": None if on_cpu(config) else gpu_bytes(config),
         "margin": MARGIN,
         "counted": COUNTED,
-        "disk": {**asdict(disk(config, d)), "largest_share": asdict(shares(config, d, parallel, placed))},
-        "plan": report.identity(moved, wire_text(config)),
+        "disk": {**asdict(disk(config, decoder)), "largest_share": asdict(shares(config, decoder, parallel, placed))},
+        "plan": report.identity(plan, wire_text(config)),
         "sync": sync,
-        "seconds": None if on_cpu(config) else _seconds(config, d, parallel, sync),
+        "seconds": None if on_cpu(config) else _seconds(config, decoder, parallel, sync),
         "notes": [
-            *told,
-            *filter(None, [micro_tokens.note(given, config, d)]),
-            *dry_run_notes.notes(config, d, parallel),
+            *data_notes,
+            *filter(None, [micro_tokens.note(original, config, decoder)]),
+            *dry_run_notes.notes(config, decoder, parallel),
         ],
         "absent": list(absent),
     }
 
 
-def _model(config: Config, d: Decoder) -> dict[str, Any]:
+def _model(config: Config, decoder: Decoder) -> dict[str, Any]:
     return {
         "path": config.model.path,
         "dtype": config.model.dtype,
-        "parameters": sum(map(prod, huggingface.tensors(d).values())),
-        "active": int(flops(d).matrices / 2),
-        "layers": d.layers,
-        **{name: d.facts.get(name, 0) for name in ("heads", "kv_heads", "experts", "experts_per_token")},
-        "bytes": sum(map(prod, huggingface.tensors(d).values())) * itemsize(config),
+        "parameters": sum(map(prod, huggingface.tensors(decoder).values())),
+        "active": int(flops(decoder).matrices / 2),
+        "layers": decoder.layers,
+        **{name: decoder.facts.get(name, 0) for name in ("heads", "kv_heads", "experts", "experts_per_token")},
+        "bytes": sum(map(prod, huggingface.tensors(decoder).values())) * itemsize(config),
     }
 
 
-def _ranks(config: Config, d: Decoder, parallel: ParallelDims, measure: Any) -> list[dict[str, Any]]:
+def _ranks(config: Config, decoder: Decoder, parallel: ParallelDims, measure: Any) -> list[dict[str, Any]]:
     """Returns a row for each rank: placement, layers and memory."""
     return [
-        {**place, "memory": _kinds(measure(config, d, parallel, place["rank"]))}
-        for place in layout_text.places(parallel, d)
+        {**row, "memory": _kinds(measure(config, decoder, parallel, row["rank"]))}
+        for row in layout_text.places(parallel, decoder)
     ]
 
 
 def _kinds(memory: PolicyMemory) -> dict[str, Any]:
     return {
-        "weights": memory.held.weights,
-        "gradients": memory.held.gradients,
-        "optimizer": memory.held.optimizer,
-        "activations": memory.at.train,
-        "logits": memory.at.train_logits,
-        "forward": memory.at.forward + memory.at.forward_logits,
+        "weights": memory.state.weights,
+        "gradients": memory.state.gradients,
+        "optimizer": memory.state.optimizer,
+        "activations": memory.activations.train,
+        "logits": memory.activations.train_logits,
+        "forward": memory.activations.forward + memory.activations.forward_logits,
         "reference": memory.reference,
         "sync": memory.sync,
         "reserve": memory.reserve,
         "gaps": memory.gaps,
         "phase": memory.busiest,
         "peak": memory.peak,
-        "least": memory.least,
-        "parked": memory.parked,
+        "least": memory.lower_bound,
+        "parked": memory.pinned,
         "phases": {phase: memory.phase(phase) for phase in memory.phases},
     }
 
 
-def _engines(config: Config, d: Decoder, made: Batch) -> dict[str, Any]:
+def _engines(config: Config, decoder: Decoder, sizes: Batch) -> dict[str, Any]:
     """Returns the values of one engine; all engines are alike."""
     rows = []
-    for row in layout_text.workers(config, d):
-        m = engine_memory(config, d, row["worker"])
+    for row in layout_text.workers(config, decoder):
+        m = engine_memory(config, decoder, row["worker"])
         kinds = {
             **asdict(m),
             "kv": m.kv,
@@ -180,7 +180,7 @@ def _engines(config: Config, d: Decoder, made: Batch) -> dict[str, Any]:
             "peak": m.peak,
             "phases": {name: m.phase(name) for name in SHOWN["policy"]},
         }
-        rows.append({**row, "memory": {name: kinds[name] for name in kinds if name != "given"}})
+        rows.append({**row, "memory": {name: kinds[name] for name in kinds if name != "cpu_kv_cache"}})
     tokens = min(row["memory"]["tokens"] for row in rows)
     return {
         "count": config.rollout.engines,
@@ -188,49 +188,51 @@ def _engines(config: Config, d: Decoder, made: Batch) -> dict[str, Any]:
         "workers": rows,
         "concurrency": config.rollout.concurrency,
         "at_once": min(config.rollout.concurrency, tokens // length_limit(config.rollout)),
-        "usual": at_once(config, tokens, made),
-        "waiting": max(0, -(-made.sequences // config.rollout.engines) - at_once(config, tokens, made)),
+        "usual": mean_concurrency(config, tokens, sizes),
+        "waiting": max(0, -(-sizes.sequences // config.rollout.engines) - mean_concurrency(config, tokens, sizes)),
     }
 
 
-def _shared(config: Config, d: Decoder, parallel: ParallelDims) -> dict[str, Any] | None:
+def _shared(config: Config, decoder: Decoder, parallel: ParallelDims) -> dict[str, Any] | None:
     """Returns the memory of the fullest shared GPU for each phase; None if no GPU is shared."""
-    gpus = [*shared_gpus(config, d, parallel)]
+    gpus = [*shared_gpus(config, decoder, parallel)]
     if not gpus:
         return None
-    of = {name: fullest(gpus, name) for name in gpus[0].policy.phases}
-    worst = min(of, key=lambda name: of[name].left(name))
-    held, policy, beside = of[worst].policy.held, of[worst].policy, of[worst].engine.beside
+    by_phase = {name: fullest(gpus, name) for name in gpus[0].policy.phases}
+    worst = min(by_phase, key=lambda name: by_phase[name].free(name))
+    state, policy, beside = by_phase[worst].policy.state, by_phase[worst].policy, by_phase[worst].engine.beside
     return {
-        "ranks": {name: gpu.rank for name, gpu in of.items()},
+        "ranks": {name: gpu.rank for name, gpu in by_phase.items()},
         "keep": config.residency.keep,
         "parts": {
-            name: {"policy": gpu.policy.phase(name), "engine": gpu.engine.phase(name)} for name, gpu in of.items()
+            name: {"policy": gpu.policy.phase(name), "engine": gpu.engine.phase(name)} for name, gpu in by_phase.items()
         },
-        "policy": {name: gpu.policy.totals[name] for name, gpu in of.items()},
-        "engine": {name: gpu.engine.totals[name] - beside for name, gpu in of.items()},
+        "policy": {name: gpu.policy.totals[name] for name, gpu in by_phase.items()},
+        "engine": {name: gpu.engine.totals[name] - beside for name, gpu in by_phase.items()},
         "beside": beside,
-        "left": {name: gpu.left(name) for name, gpu in of.items()},
-        "margin": of[worst].left(worst),
+        "left": {name: gpu.free(name) for name, gpu in by_phase.items()},
+        "margin": by_phase[worst].free(worst),
         "phase": worst,
-        "idle": sum(getattr(held, kind) for kind in ("gradients", "optimizer") if policy.there(kind, "generate")),
+        "idle": sum(
+            getattr(state, kind) for kind in ("gradients", "optimizer") if policy.is_resident(kind, "generate")
+        ),
     }
 
 
-def _sync(config: Config, made: Plan, seconds: float) -> dict[str, Any]:
+def _sync(config: Config, plan: Plan, seconds: float) -> dict[str, Any]:
     """Returns the cost of a transfer plan; `seconds` is the time spent on planning."""
-    host = host_time(made, int(config.weights.bucket_mib * 2**20))
-    return report.values(made, cost(made), host, seconds, wire_text(config))
+    host = host_time(plan, int(config.weights.bucket_mib * 2**20))
+    return report.values(plan, cost(plan), host, seconds, wire_text(config))
 
 
-def _seconds(config: Config, d: Decoder, parallel: ParallelDims, sync: dict[str, Any] | None) -> dict[str, float]:
-    found = step_time(config, d, parallel, sync["sync_seconds"]["later"] if sync else None)
-    made = batch(config, parallel)
+def _seconds(config: Config, decoder: Decoder, parallel: ParallelDims, sync: dict[str, Any] | None) -> dict[str, float]:
+    times = step_time(config, decoder, parallel, sync["sync_seconds"]["later"] if sync else None)
+    sizes = batch(config, parallel)
     engines = 0 if config.cluster.shared else config.rollout.engines * engine_ranks(config.rollout)
     gpus = parallel.ranks + critic_ranks(config) + engines
     return {
-        **asdict(found),
-        "step": found.step,
-        "tokens_per_second_per_gpu": made.sequences * made.mean / found.step / gpus,
-        "mfu": mfu(config, d, parallel, made),
+        **asdict(times),
+        "step": times.step,
+        "tokens_per_second_per_gpu": sizes.sequences * sizes.mean / times.step / gpus,
+        "mfu": mfu(config, decoder, parallel, sizes),
     }

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
-from skyrl_mega.planner.placement import runs
+from skyrl_mega.planner.placement import as_ranges
 
 GIB = 2**30
 SHOWN = 32
@@ -46,7 +46,7 @@ Values = Mapping[str, Any]
 
 def text(v: Values) -> str:
     """Returns all sections as text."""
-    sections = [_answer(v), _model(v)]
+    sections = [_first_line(v), _model(v)]
     sections += [part for name in TRAINED for part in _policy(name, v[name], v)]
     sections += [*_engines(v), *_shared(v), _nodes(v), _batch(v)]
     sections += [_sync(v), _seconds(v)] if v["sync"] else []
@@ -60,33 +60,33 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun if number == 1 else plural}"
 
 
-def _answer(v: Values) -> str:
+def _first_line(v: Values) -> str:
     """Returns the first line: whether the run fits, free memory and step time."""
     ranks = counted(len(v["policy"]), "rank")
     if v["gpu_memory"] is None:
         host = max(node["host_memory_total"] for node in v["nodes"])
-        asks = f"about {_gib(host)} GiB of memory on the fullest node"
-        return f"it can run on {'this CPU' if len(v['nodes']) == 1 else 'CPUs'}: {ranks}, {asks}"
-    left, where = _tightest(v)
-    there, size = counted(len(v["nodes"]), "node"), f"{_gib(v['gpu_memory'])} GiB"
+        need = f"about {_gib(host)} GiB of memory on the fullest node"
+        return f"it can run on {'this CPU' if len(v['nodes']) == 1 else 'CPUs'}: {ranks}, {need}"
+    free, where = _tightest(v)
+    node_count, size = counted(len(v["nodes"]), "node"), f"{_gib(v['gpu_memory'])} GiB"
     step = f"about {v['seconds']['step']:.0f} s a step"
-    if left < 0:
-        return f"tight on {there}: by the estimates {where} lacks {-left / GIB:.1f} of {size}; {step}"
-    return f"it fits {there}: of {size} of a GPU, {left / GIB:.1f} GiB are left beside {where}; {step}"
+    if free < 0:
+        return f"tight on {node_count}: by the estimates {where} lacks {-free / GIB:.1f} of {size}; {step}"
+    return f"it fits {node_count}: of {size} of a GPU, {free / GIB:.1f} GiB are left beside {where}; {step}"
 
 
 def _tightest(v: Values) -> tuple[int, str]:
     """Returns the free bytes and the name of the GPU that lacks most, or else of the first GPU considered."""
     peaks = {name: max((rank["memory"]["peak"] for rank in v[name]), default=0) for name in TRAINED}
-    left = {f"the fullest {name} rank ({_gib(peak)} GiB)": v["gpu_memory"] - peak for name, peak in peaks.items()}
+    free = {f"the fullest {name} rank ({_gib(peak)} GiB)": v["gpu_memory"] - peak for name, peak in peaks.items()}
     if v["shared"]:
-        left = {"the fullest shared GPU": v["shared"]["margin"]} | left
+        free = {"the fullest shared GPU": v["shared"]["margin"]} | free
     else:
         worker = max(row["memory"]["peak"] for row in v["engines"]["workers"])
-        left[f"an engine worker ({_gib(worker)} GiB)"] = v["gpu_memory"] - worker
-    first = next(iter(left))
-    where = min(left, key=lambda name: (min(left[name], 0), name != first))
-    return left[where], where
+        free[f"an engine worker ({_gib(worker)} GiB)"] = v["gpu_memory"] - worker
+    first = next(iter(free))
+    where = min(free, key=lambda name: (min(free[name], 0), name != first))
+    return free[where], where
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
@@ -121,7 +121,7 @@ def _policy(name: str, ranks: Sequence[Values], v: Values) -> list[str]:
     where = ("tp", "pp", "ep", "etp") if "experts" in ranks[0] else ("tp", "pp")
     what = _shares(ranks[0])
     holding = _grouped(ranks, lambda rank: tuple(str(rank[key]) for key in (*where, *what)))
-    rows = [("ranks", *where, *what), *((runs(members), *cells) for cells, members in holding)]
+    rows = [("ranks", *where, *what), *((as_ranges(members), *cells) for cells, members in holding)]
     shape = {key: 1 + max(rank[key] for rank in ranks) for key in ("tp", "cp", "dp", "pp", "ep", "etp", "edp")}
     sizes = " ".join(f"{key.upper()}{size}" for key, size in shape.items() if size > 1) or "alone"
     lines = [f"{name}: {counted(len(ranks), 'rank')}, {sizes}", *_cut(aligned(rows))]
@@ -129,7 +129,10 @@ def _policy(name: str, ranks: Sequence[Values], v: Values) -> list[str]:
     cpu = v["gpu_memory"] is None
     keys = [key for key in COLUMNS if key == "peak" or any(rank["memory"][key] for rank in ranks)]
     needs = _grouped(ranks, lambda rank: (*(_gib(rank["memory"][key]) for key in keys), rank["memory"]["phase"]))
-    rows = [("ranks", *(COLUMNS[key] for key in keys), "in"), *((runs(members), *cells) for cells, members in needs)]
+    rows = [
+        ("ranks", *(COLUMNS[key] for key in keys), "in"),
+        *((as_ranges(members), *cells) for cells, members in needs),
+    ]
     exact = ", ".join(COLUMNS[key] for key in keys if key in v["counted"])
     room = "of host memory" if cpu else f"of a GPU's {_gib(v['gpu_memory'])}"
     lines = [
@@ -154,7 +157,7 @@ def _engines(v: Values) -> list[str]:
         return (*(str(worker[key]) for key in what), *(_gib(m[key]) for key in keys), f"{m['tokens']:,}")
 
     groups = _grouped(workers, cells, "worker")
-    rows = [("workers", *what, *names), *((runs(members), *c) for c, members in groups)]
+    rows = [("workers", *what, *names), *((as_ranges(members), *c) for c, members in groups)]
     longest = counted(e["at_once"], "sequence")
     lines = [
         f"engines: {e['count']} × {counted(len(workers), 'worker')}, tensor parallel {e['tensor']}; GiB of one worker",
@@ -167,8 +170,8 @@ def _engines(v: Values) -> list[str]:
 
 def _shared(v: Values) -> list[str]:
     """Returns the table of a shared GPU's memory by phase; empty if no GPU is shared."""
-    s = v["shared"]
-    if not s:
+    shared = v["shared"]
+    if not shared:
         return []
     head = (
         "phase",
@@ -177,18 +180,18 @@ def _shared(v: Values) -> list[str]:
         *(f"engine's {name}" if name == "weights" else name for name in GPU["engine"]),
     )
     rows: list[tuple[str, ...]] = [(*head, "left")]
-    for phase, parts in s["parts"].items():
+    for phase, parts in shared["parts"].items():
         sizes = (sum(parts[of].get(kind, 0) for kind in kinds) for of in GPU for kinds in GPU[of].values())
-        rows.append((phase, str(s["ranks"][phase]), *map(_gib, sizes), f"{s['left'][phase] / GIB:.2f}"))
-    idle = f"while engines generate, gradients and optimizer state lie idle: {_gib(s['idle'])} GiB"
-    least = f"at least {_gib(s['margin'])} GiB are left"
-    if s["margin"] < 0:
-        least = f"{-s['margin'] / GIB:.2f} GiB are lacking in phase {s['phase']}"
-    turns = "what a phase does not need lies in host memory, or nowhere (residency.keep)"
+        rows.append((phase, str(shared["ranks"][phase]), *map(_gib, sizes), f"{shared['left'][phase] / GIB:.2f}"))
+    idle = f"while engines generate, gradients and optimizer state lie idle: {_gib(shared['idle'])} GiB"
+    least = f"at least {_gib(shared['margin'])} GiB are left"
+    if shared["margin"] < 0:
+        least = f"{-shared['margin'] / GIB:.2f} GiB are lacking in phase {shared['phase']}"
+    residency = "what a phase does not need lies in host memory, or nowhere (residency.keep)"
     lines = [
         f"a shared GPU by phase of a step, GiB of {_gib(v['gpu_memory'])}; rank: the policy rank on the fullest",
         *aligned(rows),
-        f"  {least}; {turns if s['keep'] is not None else idle}",
+        f"  {least}; {residency if shared['keep'] is not None else idle}",
     ]
     return ["\n".join(lines)]
 
@@ -207,9 +210,9 @@ def _nodes(v: Values) -> str:
     counts = [tuple(len(n[name]) for name in (*trained, "engines")) for _, n in placed]
     for _, same in groupby(placed, lambda entry: (counts[entry[0]], alike(entry[1]))):
         group = list(same)
-        ranks = (runs([r for _, n in group for r in n[kind]]) for kind in trained)
-        engines = runs(sorted({int(e) for _, n in group for e in n["engines"]}))
-        rows.append((runs([number for number, _ in group]), *ranks, engines, *alike(group[0][1])))
+        ranks = (as_ranges([r for _, n in group for r in n[kind]]) for kind in trained)
+        engines = as_ranges(sorted({int(e) for _, n in group for e in n["engines"]}))
+        rows.append((as_ranges([number for number, _ in group]), *ranks, engines, *alike(group[0][1])))
     disk = v["disk"]
     files = f"{_gib(disk['checkpoint'])} GiB a checkpoint, {_gib(disk['kept'])} with those kept and one being written"
     if disk["export"]:
@@ -221,37 +224,37 @@ def _nodes(v: Values) -> str:
 
 
 def _batch(v: Values) -> str:
-    b = v["batch"]
-    row, usual = b["row"], counted(b["usual"], "micro-batch")
-    updates = counted(b["mini_batches"] * b["epochs"], "optimizer step")
-    greedy = f", beside {counted(b['greedy'], 'greedy answer')}" if b["greedy"] else ""
+    sizes = v["batch"]
+    row, usual = sizes["row"], counted(sizes["usual"], "micro-batch")
+    updates = counted(sizes["mini_batches"] * sizes["epochs"], "optimizer step")
+    greedy = f", beside {counted(sizes['greedy'], 'greedy answer')}" if sizes["greedy"] else ""
     return "\n".join(
         [
             "batch",
-            f"  {counted(b['prompts'], 'prompt')} × {counted(b['samples'], 'sample')} = "
-            f"{counted(b['sequences'], 'trajectory')} in {updates} of {b['trajectories']:,}{greedy}",
-            f"  on {counted(b['data'], 'data-parallel rank')}: {usual} each at the mean of {b['mean']:,.0f} "
-            f"tokens a trajectory, {b['most']} at the limit of {b['longest']:,}",
-            f"  a micro-batch has up to {b['budget']:,} tokens, {row['tokens']:,} on one rank",
-            f"  asynchrony.mode={b['mode']}: tokens are at most {counted(b['ahead'], 'sync')} old; up to "
-            f"{counted(b['open'], 'environment')} open at once",
+            f"  {counted(sizes['prompts'], 'prompt')} × {counted(sizes['samples'], 'sample')} = "
+            f"{counted(sizes['sequences'], 'trajectory')} in {updates} of {sizes['trajectories']:,}{greedy}",
+            f"  on {counted(sizes['data'], 'data-parallel rank')}: {usual} each at the mean of {sizes['mean']:,.0f} "
+            f"tokens a trajectory, {sizes['most']} at the limit of {sizes['longest']:,}",
+            f"  a micro-batch has up to {sizes['budget']:,} tokens, {row['tokens']:,} on one rank",
+            f"  asynchrony.mode={sizes['mode']}: tokens are at most {counted(sizes['ahead'], 'sync')} old; up to "
+            f"{counted(sizes['open'], 'environment')} open at once",
         ]
     )
 
 
 def _sync(v: Values) -> str:
-    s = v["sync"]
-    slowest = max(s["seconds"], key=lambda kind: s["seconds"][kind])
+    sync = v["sync"]
+    slowest = max(sync["seconds"], key=lambda kind: sync["seconds"][kind])
     return "\n".join(
         [
-            f"weight sync: plan {s['digest']}, on the wire {s['wire']}",
-            f"  {s['bytes']['network'] / 1e9:.2f} GB between nodes, {s['bytes']['fabric'] / 1e9:.2f} within nodes, "
-            f"{s['bytes']['local'] / 1e9:.2f} within GPUs; {counted(s['parts'], 'part')} on "
-            f"{counted(s['routes'], 'route')}",
-            f"  predicted {s['predicted_seconds']:.3f} s ({slowest.replace('_', ' ')}), no plan can beat "
-            f"{s['bound_seconds']:.3f} s; planned in {s['planning_seconds']:.1f} s",
-            f"  with the host's work {s['sync_seconds']['first']:.2f} s the first time, "
-            f"{s['sync_seconds']['later']:.3f} s later, {s['sync_seconds']['checksums']:.3f} s with checksums",
+            f"weight sync: plan {sync['digest']}, on the wire {sync['wire']}",
+            f"  {sync['bytes']['network'] / 1e9:.2f} GB between nodes, {sync['bytes']['fabric'] / 1e9:.2f} within "
+            f"nodes, {sync['bytes']['local'] / 1e9:.2f} within GPUs; {counted(sync['parts'], 'part')} on "
+            f"{counted(sync['routes'], 'route')}",
+            f"  predicted {sync['predicted_seconds']:.3f} s ({slowest.replace('_', ' ')}), no plan can beat "
+            f"{sync['bound_seconds']:.3f} s; planned in {sync['planning_seconds']:.1f} s",
+            f"  with the host's work {sync['sync_seconds']['first']:.2f} s the first time, "
+            f"{sync['sync_seconds']['later']:.3f} s later, {sync['sync_seconds']['checksums']:.3f} s with checksums",
         ]
     )
 
@@ -279,10 +282,10 @@ def _notes(v: Values) -> str:
 
 def _grouped(rows: Sequence[Values], cells: Any, key: str = "rank") -> list[tuple[tuple[str, ...], list[int]]]:
     """Returns each distinct tuple of cells with its ranks."""
-    found: dict[tuple[str, ...], list[int]] = {}
+    groups: dict[tuple[str, ...], list[int]] = {}
     for row in rows:
-        found.setdefault(cells(row), []).append(row[key])
-    return list(found.items())
+        groups.setdefault(cells(row), []).append(row[key])
+    return list(groups.items())
 
 
 def _cut(lines: list[str]) -> list[str]:

@@ -16,7 +16,7 @@ from skyrl_mega.planner.host_memory import PROCESS
 from skyrl_mega.planner.memory import GIB
 from skyrl_mega.report.estimate import FILE
 
-NOT_TORCHS = {"reserve", "gaps", "beside"}
+OUTSIDE_TORCH = {"reserve", "gaps", "beside"}
 """Kinds of memory outside torch's accounting (CUDA, libraries, allocator gaps), so no metric of a process includes
 them."""
 
@@ -24,9 +24,9 @@ them."""
 def keep(folder: Path, config: Config, hf: Mapping[str, Any], say: Callable[[str], None]) -> None:
     """Writes the estimate into a run's folder. An error prints a note and does not stop the run."""
     try:
-        found = estimated(dry_run.values(config, hf))
+        estimate = estimated(dry_run.values(config, hf))
         partial = folder / f"{FILE}.partial"
-        partial.write_text(json.dumps(found, indent=1) + "\n")
+        partial.write_text(json.dumps(estimate, indent=1) + "\n")
         os.replace(partial, folder / FILE)
     except (UserError, OSError) as error:
         say(f"note: there is no estimate to compare the run with: {error}")
@@ -37,7 +37,7 @@ def estimated(v: Mapping[str, Any]) -> dict[str, float]:
 
     Times are included only on GPUs, as no rates are known for a CPU.
     """
-    found = _speed(v) if v["seconds"] else {}
+    metrics = _speed(v) if v["seconds"] else {}
     process = 0 if v["gpu_memory"] else PROCESS["cpu"]
     # On a CPU, interpreter and libraries use the same memory.
     memory: dict[str, float] = {}
@@ -46,24 +46,24 @@ def estimated(v: Mapping[str, Any]) -> dict[str, float]:
             for phase, kinds in row["memory"]["phases"].items():
                 if (role, phase) != ("reference", "generate"):
                     name = f"memory/{role}_{phase}_gib"
-                    memory[name] = max(memory.get(name, 0), _given(kinds) + process)
+                    memory[name] = max(memory.get(name, 0), _torch_bytes(kinds) + process)
     workers = [row["memory"] for row in v["engines"]["workers"]]
-    memory["memory/engine_generate_gib"] = max(_given(m["phases"]["generate"]) for m in workers) + process
+    memory["memory/engine_generate_gib"] = max(_torch_bytes(m["phases"]["generate"]) for m in workers) + process
     if not v["gpu_memory"] or v["config"]["residency"]["keep"] is None:  # else torch counts unmapped memory
-        memory["memory/engine_sync_gib"] = max(_given(m["phases"]["sync"]) + m["sync"] for m in workers) + process
+        memory["memory/engine_sync_gib"] = max(_torch_bytes(m["phases"]["sync"]) + m["sync"] for m in workers) + process
     memory["memory/host_gib"] = max(node["host_memory_total"] for node in v["nodes"])
     if shared := v["shared"]:
         for phase in shared["policy"]:
             both = shared["policy"][phase] + shared["engine"][phase]
             memory[f"memory/device_{phase}_gib"] = both + shared["beside"]
-    return found | {name: size / GIB for name, size in memory.items()}
+    return metrics | {name: size / GIB for name, size in memory.items()}
 
 
 def _speed(v: Mapping[str, Any]) -> dict[str, float]:
     seconds, batch, engines = v["seconds"], v["batch"], v["engines"]
     written = batch["sequences"] * batch["generated"]
     phases = ("logprobs", "train", "sync", "residency", "step")
-    found = {
+    metrics = {
         "time/generate": seconds["generate"] - seconds["ahead"],  # only the time the policy waits
         **{f"time/{phase}": seconds[phase] for phase in phases},
         "perf/mfu": seconds["mfu"],
@@ -71,14 +71,14 @@ def _speed(v: Mapping[str, Any]) -> dict[str, float]:
         "perf/tokens_per_s_per_rank": seconds["tokens_per_second_per_gpu"] * batch["generated"] / batch["mean"],
     }
     if seconds["ahead"]:  # engines work in all phases of a step, so no engine rate is measured
-        return found
-    return found | {
+        return metrics
+    return metrics | {
         "perf/generate_tokens_per_s": written / seconds["generate"],
         "perf/decode_tokens_per_s_per_engine": written / seconds["generate"] / engines["count"],
         "perf/tokens_per_engine_step": engines["usual"] * engines["tensor"] / len(engines["workers"]),
     }
 
 
-def _given(kinds: Mapping[str, float]) -> float:
+def _torch_bytes(kinds: Mapping[str, float]) -> float:
     """Returns the bytes visible to torch's allocator."""
-    return sum(size for kind, size in kinds.items() if kind not in NOT_TORCHS)
+    return sum(size for kind, size in kinds.items() if kind not in OUTSIDE_TORCH)

@@ -130,7 +130,7 @@ def _run(args: argparse.Namespace) -> int:
             from skyrl_mega.evaluate.endpoint import EndpointFailed
 
             try:
-                _draw(config, sets, results, endpoint, chat, console)
+                _sample_missing(config, sets, results, endpoint, chat, console)
             except (ActorFailed, ClusterError, EndpointFailed) as error:
                 console.say(f"fault: {error}")
                 console.say(f"  logs  {folder / 'logs'}; {GOES_ON}")
@@ -168,7 +168,7 @@ def _endpoint(args: argparse.Namespace) -> Endpoint | None:
     return Endpoint.of(args.endpoint, args.served_model, variable, os.environ.get(variable), args.request)
 
 
-def _draw(
+def _sample_missing(
     config: Config,
     sets: list[PromptSet],
     results: Results,
@@ -186,10 +186,10 @@ def _draw(
     samples = config.evaluation.samples
     missing = results.missing(draws(sets, samples, config.run.seed))
     total = sum(len(s.prompts) for s in sets) * samples
-    there = total - len(missing)
+    existing = total - len(missing)
     console.say(
         f"{len(sets)} set{'s' if len(sets) > 1 else ''}, {total} sample{'s' if total > 1 else ''}; "
-        f"{there} {'is' if there == 1 else 'are'} there already"
+        f"{existing} {'is' if existing == 1 else 'are'} there already"
     )
     if not missing:
         return

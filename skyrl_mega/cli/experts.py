@@ -23,16 +23,16 @@ def check_experts(config: Config, hf: Mapping[str, Any]) -> None:
     moe, fusions = config.policy.moe, config.policy.fusions or []
     if RouteShape.of(architecture(hf).describe(hf)) is not None:
         return
-    without = f"{config.model.path} has no experts (model_type {hf.get('model_type')}), so"
+    reason = f"{config.model.path} has no experts (model_type {hf.get('model_type')}), so"
     if moe.replay != "off":
-        raise UserError(f"policy.moe.replay = {moe.replay}: {without} there are no routes; give off")
+        raise UserError(f"policy.moe.replay = {moe.replay}: {reason} there are no routes; give off")
     if moe.dispatcher == "deepep":
         raise UserError(
-            f"policy.moe.dispatcher = deepep: {without} no token is sent to any; give policy.moe.dispatcher=alltoall"
+            f"policy.moe.dispatcher = deepep: {reason} no token is sent to any; give policy.moe.dispatcher=alltoall"
         )
     if unused := [name for name in fusions if name in OF_EXPERTS]:
         raise UserError(
-            f"policy.fusions = {shown(fusions)}: {without} {' and '.join(unused)} would do nothing; allowed there are "
+            f"policy.fusions = {shown(fusions)}: {reason} {' and '.join(unused)} would do nothing; allowed there are "
             "rope and swiglu, or null for all that the model has"
         )
 

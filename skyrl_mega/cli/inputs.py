@@ -40,7 +40,7 @@ from skyrl_mega.models.published import KNOWN, hub_name, known
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import fp8_blocks
-from skyrl_mega.preflight import given
+from skyrl_mega.preflight import run_inputs
 from skyrl_mega.telemetry.console import Console
 from skyrl_mega.telemetry.trackers import registry as trackers
 
@@ -68,7 +68,7 @@ def check_inputs(config: Config, say: Callable[[str], None] = lambda line: None)
     advantages.check(config.algorithm)
     losses.check(config.algorithm, config.asynchrony)
     registry.check(config.environment)
-    given.check_present(config)
+    run_inputs.check_present(config)
     check_rewriting(config)
     hf = model_config(config)
     check_build(config, hf)
@@ -159,8 +159,8 @@ def check_tools(config: Config) -> None:
     """
     environments, path = config.environment, Path(config.model.path)
     files = [file for file in (*config.data.train, *config.data.eval) if Path(file).exists()]
-    asked = (*environments.classes, *filter(None, [environments.default]), *environments_of(files, environments))
-    names = [name for name in dict.fromkeys(asked) if registry.has_tools(name, environments)]
+    named = (*environments.classes, *filter(None, [environments.default]), *environments_of(files, environments))
+    names = [name for name in dict.fromkeys(named) if registry.has_tools(name, environments)]
     if not names:
         return
     from skyrl_mega.rollout.renderer import Renderer, one_message_refused
@@ -248,9 +248,9 @@ def make_data(config: Config, files: list[str], console: Console) -> bool:
 
 
 def model_config(config: Config) -> Mapping[str, Any]:
-    """Returns the model's config.json like `preflight.given.model_config`; also checks the files of an existing
+    """Returns the model's config.json like `preflight.run_inputs.model_config`; also checks the files of an existing
     model."""
-    hf, path = given.model_config(config), Path(config.model.path)
+    hf, path = run_inputs.model_config(config), Path(config.model.path)
     if path.exists():
         index.check_files(path, hf)
     return hf
@@ -313,9 +313,9 @@ def check_layouts(config: Config, hf: Mapping[str, Any]) -> None:
 def _check_widths(config: Config, hf: Mapping[str, Any], layout: ParallelDims, key: str) -> None:
     """Checks that a layout leaves widths suitable for `policy.precision`; `auto` is checked like a GPU."""
     spec = layer_spec(config.policy.spec, planned_device(config))
-    d = architecture(hf).describe(hf)
-    fp8_widths.check(d, layout, config.policy.precision, spec, key)
-    fp8_blocks.check(config, d, layout)
+    decoder = architecture(hf).describe(hf)
+    fp8_widths.check(decoder, layout, config.policy.precision, spec, key)
+    fp8_blocks.check(config, decoder, layout)
 
 
 def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
@@ -342,12 +342,12 @@ def check_engine(config: Config, hf: Mapping[str, Any]) -> None:
             )
     longest = config.model.max_length or decoder.max_length
     if length_limit(config.rollout) > longest:
-        of = "model.max_length" if config.model.max_length else "max_position_embeddings"
-        own = config.rollout.max_length is not None
-        lower = "it, or give null" if own else "rollout.max_prompt_tokens or rollout.sampling.max_tokens"
+        source = "model.max_length" if config.model.max_length else "max_position_embeddings"
+        has_limit = config.rollout.max_length is not None
+        lower = "it, or give null" if has_limit else "rollout.max_prompt_tokens or rollout.sampling.max_tokens"
         raise UserError(
             f"rollout.max_length: sequences of up to {length_limit(config.rollout)} tokens; the model is made for "
-            f"{longest} ({of}); lower {lower}"
+            f"{longest} ({source}); lower {lower}"
         )
 
 
@@ -418,7 +418,9 @@ def _check_spec(config: Config) -> None:
             "policy.spec = te: Transformer Engine computes on CUDA alone, and cluster.device is cpu; allowed there is "
             "local or auto"
         )
-    installed = {str(found.name).lower().replace("_", "-") for found in importlib.metadata.distributions()}
+    installed = {
+        str(distribution.name).lower().replace("_", "-") for distribution in importlib.metadata.distributions()
+    }
     missing = [name for name in TRANSFORMER_ENGINE if name not in installed]
     if layer_spec(spec, device) == "te" and torch.cuda.is_available() and missing:
         raise UserError(
@@ -429,7 +431,7 @@ def _check_spec(config: Config) -> None:
 
 
 def _files(config: Config) -> list[str]:
-    return [file for files in given.data_files(config).values() for file in files]
+    return [file for files in run_inputs.data_files(config).values() for file in files]
 
 
 def _check_data(config: Config, say: Callable[[str], None], missing_ok: bool) -> None:

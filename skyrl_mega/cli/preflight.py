@@ -39,13 +39,13 @@ def _run(args: argparse.Namespace) -> int:
     from skyrl_mega.cluster.errors import ClusterError
     from skyrl_mega.cluster.ray_session import session
     from skyrl_mega.envs import registry
-    from skyrl_mega.preflight import given
+    from skyrl_mega.preflight import run_inputs
     from skyrl_mega.preflight.preflight import preflight
 
     registry.check(config.environment)
-    given.check_present(config)
+    run_inputs.check_present(config)
     model = Path(config.model.path)
-    given.model_config(config)
+    run_inputs.model_config(config)
     try:
         limit = config.cluster.start_timeout_s
         with _folder(Path(config.run.directory) / config.run.name) as folder, session(actors=1, timeout_s=limit):
@@ -73,14 +73,14 @@ def _device(wanted: str) -> str:
     from skyrl_mega.cluster.devices import sight, signs
 
     here = signs()
-    own = here.slurm if os.environ.get("RAY_ADDRESS") else here or sight().sees
-    return "cuda" if ray.cluster_resources().get("GPU") or own else "cpu"
+    gpus_found = here.slurm if os.environ.get("RAY_ADDRESS") else here or sight().sees
+    return "cuda" if ray.cluster_resources().get("GPU") or gpus_found else "cpu"
 
 
 @contextlib.contextmanager
 def _folder(run: Path) -> Iterator[Path]:
     """Yields the run's folder; folders created for the preflight are removed again."""
-    made = [p for p in (run, *run.parents) if not p.exists()]
+    created = [p for p in (run, *run.parents) if not p.exists()]
     try:
         run.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -90,6 +90,6 @@ def _folder(run: Path) -> Iterator[Path]:
     try:
         yield run
     finally:
-        for folder in made:
+        for folder in created:
             with contextlib.suppress(OSError):  # a run may have started in the folder meanwhile
                 folder.rmdir()

@@ -13,27 +13,27 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.planner import fit, fixes, micro_tokens
 from skyrl_mega.planner.memory import on_cpu
-from skyrl_mega.planner.search import Search
+from skyrl_mega.planner.search import SearchResult
 
-OWN_FIX = re.compile(r"[;,] (or )?(give [\w.]+=|leave )")
+HAS_FIX = re.compile(r"[;,] (or )?(give [\w.]+=|leave )")
 """Pattern of messages already naming a fix."""
 
 
-def wrong(config: Config, hf: Mapping[str, Any], *, planned: bool, strict: bool = False) -> UserError | None:
+def find_error(config: Config, hf: Mapping[str, Any], *, planned: bool, strict: bool = False) -> UserError | None:
     """Returns the error of settings for a model, without looking at files; None if valid.
 
     `planned` is passed to `config.checks.check`, `strict` to `planner.fit.check`.
     """
-    if found := wrong_settings(config, hf, planned=planned):
-        return found
+    if settings_error := find_settings_error(config, hf, planned=planned):
+        return settings_error
     try:
-        fit.check(micro_tokens.decided(config, hf), hf, strict=strict)
+        fit.check(micro_tokens.with_micro_tokens(config, hf), hf, strict=strict)
     except UserError as error:
         return error
     return None
 
 
-def wrong_settings(config: Config, hf: Mapping[str, Any], *, planned: bool) -> UserError | None:
+def find_settings_error(config: Config, hf: Mapping[str, Any], *, planned: bool) -> UserError | None:
     """Returns the error of settings for a model, without looking at files and memory; None if valid."""
     try:
         check(config, planned=planned)
@@ -43,42 +43,47 @@ def wrong_settings(config: Config, hf: Mapping[str, Any], *, planned: bool) -> U
     return None
 
 
-def unrefused(found: Search, hf: Mapping[str, Any]) -> Search:
+def without_refused(result: SearchResult, hf: Mapping[str, Any]) -> SearchResult:
     """Returns a search result without suggestions refused by checks outside the search.
 
     Raises:
         UserError: All suggestions are refused; the error of the first one.
     """
-    refused = [wrong_settings(one.config, hf, planned=True) for one in found.found]
-    kept = [one for one, error in zip(found.found, refused, strict=True) if error is None]
-    if not kept and (first := next(filter(None, refused), None)):
+    errors = [find_settings_error(suggestion.config, hf, planned=True) for suggestion in result.suggestions]
+    kept = [suggestion for suggestion, error in zip(result.suggestions, errors, strict=True) if error is None]
+    if not kept and (first := next(filter(None, errors), None)):
         raise first
-    return replace(found, found=tuple(kept))
+    return replace(result, suggestions=tuple(kept))
 
 
 def with_fix(error: UserError, config: Config, hf: Mapping[str, Any], *, planned: bool) -> UserError:
-    """Returns the error extended by the nearest settings passing every check of `wrong`, by estimates without a margin.
+    """Returns the error extended by the nearest settings passing every check of `find_error`, by estimates without a
+    margin.
 
     Returns the error unchanged if it is about a file, already names a fix, or names none of the searched settings.
     """
-    if OWN_FIX.search(str(error)):
+    if HAS_FIX.search(str(error)):
         return error
     about_settings = any(key in str(error) or key.rpartition(".")[0] + ":" in str(error) for key in fixes.NEAR)
-    if not about_settings or wrong(config, hf, planned=planned) is None:
+    if not about_settings or find_error(config, hf, planned=planned) is None:
         return error
 
     def verdict(other: Config) -> UserError | None:
-        return wrong(other, hf, planned=planned, strict=True)
+        return find_error(other, hf, planned=planned, strict=True)
 
-    both = config.cluster.shared and config.asynchrony.mode != "off"
-    found = fixes.apart(config, verdict) if both else fixes.nearest(config, verdict, str(error))
-    without = "" if config.asynchrony.mode == "off" else " without asynchrony.mode and asynchrony.max_staleness"
-    more = "" if on_cpu(config) else f"; --suggest{without} searches further"
-    if found:
-        return UserError(f"{error}{more}; nearest that work: {'; or '.join(map(fixes.text, found))}")
+    shares_and_generates_ahead = config.cluster.shared and config.asynchrony.mode != "off"
+    changes = (
+        fixes.separate_or_synchronous(config, verdict)
+        if shares_and_generates_ahead
+        else fixes.nearest(config, verdict, str(error))
+    )
+    leaving_out = "" if config.asynchrony.mode == "off" else " without asynchrony.mode and asynchrony.max_staleness"
+    search_hint = "" if on_cpu(config) else f"; --suggest{leaving_out} searches further"
+    if changes:
+        return UserError(f"{error}{search_hint}; nearest that work: {'; or '.join(map(fixes.as_arguments, changes))}")
     try:
         check(config, planned=planned)
         check_layouts(config, hf)
     except UserError:
         return error  # the message states the allowed values; only memory errors need the sentence below
-    return UserError(f"{error}; nothing near these settings was found to fix it{more}")
+    return UserError(f"{error}; nothing near these settings was found to fix it{search_hint}")

@@ -60,31 +60,31 @@ def changes(config: Config) -> list[str]:
             "another run.name and the policy's export (docs/export.md) as model.path"
         )
     try:
-        tree = yaml.safe_load(outside.read(file, "bring back the one that the run wrote")) or {}
-        if not isinstance(tree, dict):
+        stored = yaml.safe_load(outside.read(file, "bring back the one that the run wrote")) or {}
+        if not isinstance(stored, dict):
             raise yaml.YAMLError("it is no mapping of settings")
-        before = _flat(masked(tree))  # an older run's file may hold what is masked today
+        before = _flat(masked(stored))  # an older run's file may hold what is masked today
     except (yaml.YAMLError, UnicodeDecodeError, OSError, RecursionError) as error:
         raise UserError(
             f"{file} cannot be read as settings: {' '.join(str(error).split())}; "
             "bring back the one that the run wrote, or remove it"
         ) from error
     now = _flat(masked(asdict(config)))
-    found = []
+    changed = []
     for name, key in keys().items():
         if (key.group and not key.nullable) or name in PLACES:
             continue
-        was, value = before.get(name, key.default), now.get(name, key.default)
-        if was == value or (key.group and (was is None) == (value is None)):
+        before_value, value = before.get(name, key.default), now.get(name, key.default)
+        if before_value == value or (key.group and (before_value is None) == (value is None)):
             continue
         bound = next((why for fixed, why in FIXED.items() if name == fixed or name.startswith(f"{fixed}.")), None)
         if bound:
             raise UserError(
-                f"{name} = {_written(value)}: {checkpoint} was made with {_written(was)}, and a resumed run keeps it: "
-                f"{bound}; set it back, or give another run.name"
+                f"{name} = {_written(value)}: {checkpoint} was made with {_written(before_value)}, and a resumed run "
+                f"keeps it: {bound}; set it back, or give another run.name"
             )
-        found.append(f"{name} {_written(was)} → {_written(value)}")
-    return [*found, *_other_rows(config, checkpoint)]
+        changed.append(f"{name} {_written(before_value)} → {_written(value)}")
+    return [*changed, *_other_rows(config, checkpoint)]
 
 
 def _other_rows(config: Config, checkpoint: Path) -> Iterator[str]:
@@ -96,10 +96,10 @@ def _other_rows(config: Config, checkpoint: Path) -> Iterator[str]:
         yield "the rows in data.train (the place in them is kept)"
 
 
-def told(found: list[str]) -> str:
+def changes_text(changed: list[str]) -> str:
     """Returns the changes on one line."""
-    more = f" and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
-    return f"settings changed since the run was last started: {', '.join(found[:SHOWN])}{more}"
+    more = f" and {len(changed) - SHOWN} more" if len(changed) > SHOWN else ""
+    return f"settings changed since the run was last started: {', '.join(changed[:SHOWN])}{more}"
 
 
 def nothing_left(config: Config) -> str | None:
@@ -127,9 +127,9 @@ def _place(checkpoint: Path) -> tuple[int, int, int]:
     fix = f"remove {checkpoint}, and the run resumes from the one before"
     state = outside.json_object(checkpoint / "state.json", fix, most=LARGEST)
     stream = state.get("stream")
-    found = [state.get("step"), *((stream.get("count"), stream.get("position")) if isinstance(stream, dict) else ())]
+    values = [state.get("step"), *((stream.get("count"), stream.get("position")) if isinstance(stream, dict) else ())]
     ordered = isinstance(stream, dict) and {"seed", "shuffle"} <= stream.keys()
-    if len(found) != 3 or not all(WHOLE.allows(value) for value in found) or not ordered:
+    if len(values) != 3 or not all(WHOLE.allows(value) for value in values) or not ordered:
         raise UserError(
             f"{checkpoint / 'state.json'}: it lacks one of step, stream.count, stream.position (each {WHOLE.words}), "
             f"stream.seed and stream.shuffle; {fix}"
@@ -138,20 +138,20 @@ def _place(checkpoint: Path) -> tuple[int, int, int]:
     ahead = state.get("ahead", 0)
     if not WHOLE.allows(ahead) or not isinstance(returned, list):
         raise UserError(f"{checkpoint / 'state.json'}: ahead is {WHOLE.words}, stream.returned a list; {fix}")
-    return found[0], found[1], found[2] - ahead - len(returned)
+    return values[0], values[1], values[2] - ahead - len(returned)
 
 
 def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     """Returns values by dotted key. A group itself is {} if present and None if absent."""
-    known = keys()
-    found: dict[str, Any] = {}
+    schema = keys()
+    values: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, dict) and key in known and known[key].group:
-            found |= {key: {}, **_flat(value, f"{key}.")}
+        if isinstance(value, dict) and key in schema and schema[key].group:
+            values |= {key: {}, **_flat(value, f"{key}.")}
         else:
-            found[key] = value
-    return found
+            values[key] = value
+    return values
 
 
 def _written(value: Any) -> str:

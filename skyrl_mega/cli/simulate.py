@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.cli import dry_run, simulate_choices, simulate_text
-from skyrl_mega.cli.simulate_choices import EXPLORED, MODES, Choice, engines, plainer
-from skyrl_mega.cli.simulate_text import CHANCE, Comparison, Refused, Row
+from skyrl_mega.cli.simulate_choices import EXPLORED, MODES, Choice, engines, with_given_fraction
+from skyrl_mega.cli.simulate_text import NOISE, Comparison, Refused, Row
 from skyrl_mega.config.asynchrony_checks import MOST_SIMULATED
 from skyrl_mega.config.checks import check_topology, check_values
 from skyrl_mega.config.command import DONE
@@ -52,10 +52,10 @@ def run(config: Config, args: argparse.Namespace) -> int:
             "leave it out"
         )
     check_values(Config(asynchrony=config.asynchrony))  # later checks only see other modes
-    hf, _ = dry_run.checked(simulate_choices.off(config).config)
-    as_it_is = simulate_choices.off(config)
-    compared = _compare(config, as_it_is, _Stage(hf, workload_of(config, args)))
-    print(json.dumps(simulate_text.values(compared)) if args.json else simulate_text.text(compared))
+    hf, _ = dry_run.checked(simulate_choices.synchronous(config).config)
+    given = simulate_choices.synchronous(config)
+    comparison = _compare(config, given, _Simulator(hf, workload_of(config, args)))
+    print(json.dumps(simulate_text.values(comparison)) if args.json else simulate_text.text(comparison))
     return DONE
 
 
@@ -75,21 +75,21 @@ def workload_of(config: Config, args: argparse.Namespace) -> Workload:
             raise UserError(f"--{wrong}: --like takes all of it from a run; give one of them")
         return Recorded.of_run(Path(args.like))
     parallel, _ = fit.parallel_of(config)
-    made, most = batch(config, parallel), response_limit(config.rollout)
-    tokens = LogNormal(made.generated, 1.0)
+    sizes, most = batch(config, parallel), response_limit(config.rollout)
+    tokens = LogNormal(sizes.generated, 1.0)
     if args.tokens is not None:
         tokens = LogNormal.parsed(args.tokens, "--tokens", 1, most, "rollout.max_response_tokens")
     longest_s = config.rollout.env_timeout_s
-    told = "0" if args.environment is None else args.environment
-    environment = LogNormal.parsed(told, "--environment", 0, longest_s, "rollout.env_timeout_s")
+    environment_text = "0" if args.environment is None else args.environment
+    environment = LogNormal.parsed(environment_text, "--environment", 0, longest_s, "rollout.env_timeout_s")
     turns, most_turns = args.turns or 1, min(config.rollout.max_turns, most)
     if turns > most_turns:
         raise UserError(f"--turns {turns}: allowed is at most rollout.max_turns = {most_turns}; raise that too")
-    return Drawn(round(made.mean - made.generated), tokens, environment, turns, most, longest_s)
+    return Drawn(round(sizes.mean - sizes.generated), tokens, environment, turns, most, longest_s)
 
 
 @dataclass(frozen=True)
-class _Stage:
+class _Simulator:
     """Simulates every choice with the same trajectories."""
 
     hf: Mapping[str, Any]
@@ -97,11 +97,14 @@ class _Stage:
 
     def row(self, choice: Choice) -> Row:
         """Simulates a choice and returns it with the outcome."""
-        print(f"simulate {simulate_text.what(choice)} …", file=sys.stderr)
-        d, config = architecture(self.hf).describe(self.hf), micro_tokens.decided(choice.config, self.hf)
+        print(f"simulate {simulate_text.describe(choice)} …", file=sys.stderr)
+        decoder, config = (
+            architecture(self.hf).describe(self.hf),
+            micro_tokens.with_micro_tokens(choice.config, self.hf),
+        )
         parallel, _ = fit.parallel_of(config)
-        rates = Rates.planned(config, d, parallel, self.workload.length)
-        return Row(choice, simulate(config, rates, self.workload, steps=simulate_text.measured(choice.most)))
+        rates = Rates.planned(config, decoder, parallel, self.workload.length)
+        return Row(choice, simulate(config, rates, self.workload, steps=simulate_text.measured_steps(choice.most)))
 
     def rows(self, config: Config, splits: Sequence[Change], mode: str, most: int) -> list[tuple[Change, Row]]:
         """Simulates a mode in each suitable split."""
@@ -109,7 +112,7 @@ class _Stage:
         return [(split, self.row(each)) for split, each in choices if isinstance(each, Choice)]
 
 
-def _compare(config: Config, as_it_is: Choice, stage: _Stage) -> Comparison:
+def _compare(config: Config, given: Choice, simulator: _Simulator) -> Comparison:
     """Compares the given settings, splits, engine sizes and modes.
 
     Splits are compared in the mode chosen by `EXPLORED`, other engines in the best split, and all modes with the best
@@ -118,49 +121,54 @@ def _compare(config: Config, as_it_is: Choice, stage: _Stage) -> Comparison:
     Raises:
         UserError: No split fits.
     """
-    splits = simulate_choices.splits(config, stage.hf)
+    splits = simulate_choices.splits(config, simulator.hf)
     if not splits:
-        why = simulate_choices.refused(config, stage.hf)
+        why = simulate_choices.misfit_reason(config, simulator.hf)
         raise UserError(
             f"cluster.nodes = {config.cluster.nodes}: no split of its GPUs into policy and engines fits; give more "
             "nodes, or see what --suggest finds" + (f"; {why}" if why else "")
         )
-    first = stage.row(as_it_is)
-    shared = simulate_choices.on_shared(config, stage.hf) if config.cluster.shared else []
-    recut = [row for _, row in stage.rows(config, shared, "off", 0)]
-    tried = next(filter(None, (stage.rows(config, splits, mode, most) for mode, most in EXPLORED)))
-    best, of_best = min(tried, key=_seconds)
-    explored = of_best.choice
-    sized = sorted(stage.rows(config, engines(config, best, stage.hf), explored.mode, explored.most), key=_seconds)
-    of_engines = [(best, of_best), *sized]
-    fastest, _ = min(of_engines, key=_seconds)
-    plain = stage.rows(
-        config, plainer(config, fastest, [split for split, _ in of_engines]), explored.mode, explored.most
+    first = simulator.row(given)
+    shared = simulate_choices.shared_engines(config, simulator.hf) if config.cluster.shared else []
+    shared_rows = [row for _, row in simulator.rows(config, shared, "off", 0)]
+    split_rows = next(filter(None, (simulator.rows(config, splits, mode, most) for mode, most in EXPLORED)))
+    best, best_row = min(split_rows, key=_seconds)
+    explored = best_row.choice
+    engine_rows = sorted(
+        simulator.rows(config, engines(config, best, simulator.hf), explored.mode, explored.most), key=_seconds
     )
-    best, of_best = _nearly_best([*of_engines, *plain])
+    engine_splits = [(best, best_row), *engine_rows]
+    fastest, _ = min(engine_splits, key=_seconds)
+    plain_rows = simulator.rows(
+        config,
+        with_given_fraction(config, fastest, [split for split, _ in engine_splits]),
+        explored.mode,
+        explored.most,
+    )
+    best, best_row = _nearly_best([*engine_splits, *plain_rows])
     rows, refused = [first], []
-    for each in _modes(config, best, stage.hf):
+    for each in _modes(config, best, simulator.hf):
         if isinstance(each, Refused):
             refused.append(each)
         elif each.config not in [row.choice.config for row in rows]:
-            rows.append(of_best if each == of_best.choice else stage.row(each))
-    of_splits, others = ([row for _, row in each] for each in (tried, [*plain, *sized]))
+            rows.append(best_row if each == best_row.choice else simulator.row(each))
+    split_results, engine_results = ([row for _, row in each] for each in (split_rows, [*plain_rows, *engine_rows]))
     return Comparison(
         config,
         rows,
-        tried=of_splits,
-        sized=others,
-        recut=recut,
+        splits=split_results,
+        engine_sizes=engine_results,
+        shared_engines=shared_rows,
         refused=refused,
-        environment_s=stage.workload.environment_s,
-        length=stage.workload.length,
+        environment_s=simulator.workload.environment_s,
+        length=simulator.workload.length,
     )
 
 
 def _modes(config: Config, split: Change, hf: Mapping[str, Any]) -> Iterator[Choice | Refused]:
     """Yields the given settings with their asynchrony, then all modes in a split."""
     if config.asynchrony.mode != "off":
-        most, as_given = config.asynchrony.max_staleness, simulate_choices.given(config, hf)
+        most, as_given = config.asynchrony.max_staleness, simulate_choices.as_given(config, hf)
         if most > MOST_SIMULATED:
             yield Refused(
                 config.asynchrony.mode, most, f"it would take too long: --simulate plays {MOST_SIMULATED} at most"
@@ -174,12 +182,12 @@ def _modes(config: Config, split: Change, hf: Mapping[str, Any]) -> Iterator[Cho
         yield Refused(mode, most, str(each)) if isinstance(each, UserError) else each
 
 
-def _nearly_best(tried: Sequence[tuple[Change, Row]]) -> tuple[Change, Row]:
+def _nearly_best(results: Sequence[tuple[Change, Row]]) -> tuple[Change, Row]:
     """Returns, among results within noise of the fastest, the one that changes the fewest settings."""
-    fastest = min(map(_seconds, tried))
-    near = [one for one in tried if _seconds(one) <= CHANCE * fastest]
-    return min(near, key=lambda one: (len(one[1].choice.change), _seconds(one)))
+    fastest = min(map(_seconds, results))
+    near = [result for result in results if _seconds(result) <= NOISE * fastest]
+    return min(near, key=lambda result: (len(result[1].choice.change), _seconds(result)))
 
 
-def _seconds(one: tuple[Change, Row]) -> float:
-    return one[1].outcome.seconds
+def _seconds(result: tuple[Change, Row]) -> float:
+    return result[1].outcome.seconds

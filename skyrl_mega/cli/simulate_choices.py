@@ -11,7 +11,7 @@ from functools import reduce
 from itertools import islice
 from typing import Any
 
-from skyrl_mega.cli.refusal import wrong
+from skyrl_mega.cli.refusal import find_error
 from skyrl_mega.config.asynchrony_checks import corrected
 from skyrl_mega.config.derived import engine_ranks, gpus_needed
 from skyrl_mega.config.errors import UserError
@@ -33,9 +33,9 @@ RANKS = 3
 """Number of policy sizes tried for each number of engines: the largest allowed by the layout."""
 TENSORS = (1, 2, 4, 8, 16)
 """Engine tensor sizes tried in the best split, besides the given size."""
-OF_THEIR_OWN = 0.9
+EXCLUSIVE_FRACTION = 0.9
 """Memory fraction of engines on exclusive GPUs: vLLM's default."""
-ROOM: tuple[Change, ...] = ((), (("policy.optimizer.streamed", True),))
+MEMORY_RELIEF: tuple[Change, ...] = ((), (("policy.optimizer.streamed", True),))
 """Changes freeing memory for a policy with fewer ranks."""
 CORRECTIONS: tuple[Change, ...] = (
     (("algorithm.importance_cap", 2.0),),
@@ -57,15 +57,15 @@ class Choice:
     """Difference from the given settings."""
 
 
-def off(config: Config) -> Choice:
+def synchronous(config: Config) -> Choice:
     """Returns the given settings without asynchrony."""
     change = _differing(config, _mode("off", 0))
     return Choice("off", 0, fixes.changed(config, change), change)
 
 
-def given(config: Config, hf: Mapping[str, Any]) -> Choice | UserError:
+def as_given(config: Config, hf: Mapping[str, Any]) -> Choice | UserError:
     """Returns the given settings with their asynchrony, or the error if invalid."""
-    refusal = wrong(config, hf, planned=True, strict=not config.cluster.shared)
+    refusal = find_error(config, hf, planned=True, strict=not config.cluster.shared)
     return Choice(config.asynchrony.mode, config.asynchrony.max_staleness, config, ()) if refusal is None else refusal
 
 
@@ -77,7 +77,7 @@ def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str,
     for correction in CORRECTIONS if needed else ((),):
         whole = _differing(config, (*change, *correction))
         changed = fixes.changed(config, whole)
-        if (refusal := wrong(changed, hf, planned=True, strict=True)) is None:
+        if (refusal := find_error(changed, hf, planned=True, strict=True)) is None:
             return Choice(mode, most, changed, whole)
         refusals.append(refusal)
     return refusals[0]
@@ -92,45 +92,50 @@ def splits(config: Config, hf: Mapping[str, Any]) -> list[Change]:
     many ranks, lowers expert parallelism.
     """
     sizes = ((), *(_sized(tensor, fraction) for tensor in TENSORS for fraction in _fractions(config)))
-    for room in (*ROOM, *((*fewer, *more) for fewer in _fewer_experts(config) for more in ROOM)):
-        for own in sizes:
-            if _keeps_blocks(config, own, hf) and (found := _splits(config, (*own, *room), hf)):
-                return found
+    for relief in (
+        *MEMORY_RELIEF,
+        *((*fewer, *more) for fewer in _fewer_expert_ranks(config) for more in MEMORY_RELIEF),
+    ):
+        for engine_change in sizes:
+            if _keeps_blocks(config, engine_change, hf) and (
+                fitting := _splits_with(config, (*engine_change, *relief), hf)
+            ):
+                return fitting
     return []
 
 
-def refused(config: Config, hf: Mapping[str, Any]) -> str:
+def misfit_reason(config: Config, hf: Mapping[str, Any]) -> str:
     """Explains why a split with engines on half of the GPUs does not fit; empty if it fits."""
     total = config.cluster.nodes * config.cluster.gpus_per_node
     engines = max(1, total // 2 // engine_ranks(config.rollout))
     for ranks in range(total, 0, -1):
         split = _split(ranks, engines)
         changed = fixes.changed(config, split)
-        if gpus_needed(changed) <= total and _divides(changed):
-            found = choice(config, split, "off", 0, hf)
-            said = f"with policy.ranks={ranks} and rollout.engines={engines} {found}"
-            return said if isinstance(found, UserError) else ""
+        if gpus_needed(changed) <= total and _layouts_match(changed):
+            result = choice(config, split, "off", 0, hf)
+            reason = f"with policy.ranks={ranks} and rollout.engines={engines} {result}"
+            return reason if isinstance(result, UserError) else ""
     return "an engine leaves policy, reference and critic no GPUs over which their layouts can be"
 
 
-def _fewer_experts(config: Config) -> list[Change]:
+def _fewer_expert_ranks(config: Config) -> list[Change]:
     """Returns changes halving expert parallelism repeatedly, for policies of fewer ranks."""
-    found: list[Change] = []
+    changes: list[Change] = []
     size = config.policy.layout.expert
     while size % 2 == 0:
         size //= 2
-        found.append((("policy.layout.expert", size),))
-    return found
+        changes.append((("policy.layout.expert", size),))
+    return changes
 
 
-def _splits(config: Config, own: Change, hf: Mapping[str, Any]) -> list[Change]:
+def _splits_with(config: Config, engine_change: Change, hf: Mapping[str, Any]) -> list[Change]:
     total = config.cluster.nodes * config.cluster.gpus_per_node
-    most = total // engine_ranks(fixes.changed(config, own).rollout)
-    found = {}
-    for count in _spread(range(1, most + 1), COUNTS):
-        for split in islice(_ranks(config, count, total, own, hf), 1):
-            found[dict(split)["policy.ranks"]] = split  # with equal policy ranks, more engines are better
-    return _spread([found[ranks] for ranks in sorted(found)], SPLITS)
+    most = total // engine_ranks(fixes.changed(config, engine_change).rollout)
+    by_ranks = {}
+    for count in _evenly_spaced(range(1, most + 1), COUNTS):
+        for split in islice(_rank_splits(config, count, total, engine_change, hf), 1):
+            by_ranks[dict(split)["policy.ranks"]] = split  # with equal policy ranks, more engines are better
+    return _evenly_spaced([by_ranks[ranks] for ranks in sorted(by_ranks)], SPLITS)
 
 
 def engines(config: Config, split: Change, hf: Mapping[str, Any]) -> list[Change]:
@@ -141,7 +146,7 @@ def engines(config: Config, split: Change, hf: Mapping[str, Any]) -> list[Change
     """
     given = fixes.changed(config, split).rollout
     gpus = given.engines * engine_ranks(given)
-    found = []
+    fitting = []
     for tensor in sorted({*TENSORS, given.tensor}):
         count, idle = divmod(gpus, tensor)
         for fraction in _fractions(config):
@@ -149,12 +154,12 @@ def engines(config: Config, split: Change, hf: Mapping[str, Any]) -> list[Change
             if fixes.changed(config, other) == fixes.changed(config, split) or not _keeps_blocks(config, other, hf):
                 continue
             if not idle and not isinstance(choice(config, other, "off", 0, hf), UserError):
-                found.append(other)
+                fitting.append(other)
                 break
-    return found
+    return fitting
 
 
-def on_shared(config: Config, hf: Mapping[str, Any]) -> list[Change]:
+def shared_engines(config: Config, hf: Mapping[str, Any]) -> list[Change]:
     """Returns engines of other sizes on the same shared GPUs; otherwise like `engines`."""
     given = config.rollout
     gpus = given.engines * engine_ranks(given)
@@ -170,26 +175,31 @@ def on_shared(config: Config, hf: Mapping[str, Any]) -> list[Change]:
     ]
 
 
-def plainer(config: Config, split: Change, tried: Sequence[Change]) -> list[Change]:
+def with_given_fraction(config: Config, split: Change, tried: Sequence[Change]) -> list[Change]:
     """Returns a split with the given memory fraction; empty if already tried."""
     plain = tuple((dict(split) | {"rollout.memory_fraction": config.rollout.memory_fraction}).items())
-    there = [fixes.changed(config, each) for each in tried]
-    return [] if fixes.changed(config, plain) in there else [plain]
+    already_tried = [fixes.changed(config, each) for each in tried]
+    return [] if fixes.changed(config, plain) in already_tried else [plain]
 
 
 def _keeps_blocks(config: Config, change: Change, hf: Mapping[str, Any]) -> bool:
     """Returns False if the change makes the engines' FP8 blocks differ from the policy's."""
-    d = architecture(hf).describe(hf)
-    return engine_blocks.other(fixes.changed(config, change), d) is None or engine_blocks.other(config, d) is not None
+    decoder = architecture(hf).describe(hf)
+    return (
+        engine_blocks.partial_block(fixes.changed(config, change), decoder) is None
+        or engine_blocks.partial_block(config, decoder) is not None
+    )
 
 
-def _ranks(config: Config, engines: int, total: int, own: Change, hf: Mapping[str, Any]) -> Iterator[Change]:
+def _rank_splits(
+    config: Config, engines: int, total: int, engine_change: Change, hf: Mapping[str, Any]
+) -> Iterator[Change]:
     """Yields splits with `engines` engines, most policy ranks first."""
     looked = 0
     for ranks in range(total, 0, -1):
-        split = (*_split(ranks, engines), *own)
+        split = (*_split(ranks, engines), *engine_change)
         changed = fixes.changed(config, split)
-        if gpus_needed(changed) > total or not _divides(changed):
+        if gpus_needed(changed) > total or not _layouts_match(changed):
             continue
         if not isinstance(choice(config, split, "off", 0, hf), UserError):
             yield split
@@ -198,7 +208,7 @@ def _ranks(config: Config, engines: int, total: int, own: Change, hf: Mapping[st
             return
 
 
-def _divides(config: Config) -> bool:
+def _layouts_match(config: Config) -> bool:
     """Returns True if the layouts match the numbers of ranks."""
     try:
         fit.parallel_of(config)
@@ -224,7 +234,7 @@ def _sized(tensor: int, fraction: float) -> Change:
 def _fractions(config: Config) -> list[float]:
     """Returns the memory fractions to try for engines, largest first."""
     given = config.rollout.memory_fraction
-    return sorted({given, max(given, OF_THEIR_OWN)}, reverse=True)
+    return sorted({given, max(given, EXCLUSIVE_FRACTION)}, reverse=True)
 
 
 def _mode(mode: str, most: int) -> Change:
@@ -236,7 +246,7 @@ def _differing(config: Config, change: Change) -> Change:
     return tuple((key, value) for key, value in change if reduce(getattr, key.split("."), config) != value)
 
 
-def _spread(values: Any, most: int) -> list[Any]:
+def _evenly_spaced(values: Any, most: int) -> list[Any]:
     """Returns at most `most` values, evenly spaced, including both ends."""
     count = len(values)
     if count <= most:

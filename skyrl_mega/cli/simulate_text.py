@@ -19,9 +19,9 @@ from skyrl_mega.simulation.workload import Length
 STEPS = 4
 """Minimum number of steps measured per choice. With high staleness more steps are measured: groups requested together
 may finish together, and training must pass over them twice."""
-CHANCE = 1.02
+NOISE = 1.02
 """Ratio of step times below which the difference is noise."""
-NEARLY, ENTIRELY = 0.8, 0.9
+LIMITING, DOMINANT = 0.8, 0.9
 """Shares of a step that environment calls take: from the first on they limit the step; from the second on no other
 change is worthwhile, as a step could be at most a ninth shorter."""
 HEAD = (
@@ -37,7 +37,7 @@ HEAD = (
     "places used",
     "staleness",
 )
-TAKE_TURNS = ("policy_waits", "engines_idle")
+EXCLUSIVE_COLUMNS = ("policy_waits", "engines_idle")
 """Columns without meaning if policy and engines share GPUs."""
 LEGEND = (
     "* what is advised; at most: asynchrony.max_staleness, and the staleness that came of it is the mean of tokens; "
@@ -71,11 +71,11 @@ class Comparison:
     """The given settings."""
     rows: Sequence[Row]
     """The given settings without and with asynchrony, then the modes in the best split with the best engines."""
-    tried: Sequence[Row]
+    splits: Sequence[Row]
     """All compared splits."""
-    sized: Sequence[Row]
+    engine_sizes: Sequence[Row]
     """Engines of other sizes, or with more memory, in the best split."""
-    recut: Sequence[Row]
+    shared_engines: Sequence[Row]
     """Engines of other sizes on shared GPUs, without asynchrony."""
     refused: Sequence[Refused]
     environment_s: float
@@ -89,8 +89,8 @@ class Comparison:
 
         Prefers the given settings, then the given settings without asynchrony, then least staleness and fewest changes.
         """
-        fastest = min(row.outcome.seconds for row in self.every)
-        near = [row for row in self.every if row.outcome.seconds <= CHANCE * fastest]
+        fastest = min(row.outcome.seconds for row in self.all_rows)
+        near = [row for row in self.all_rows if row.outcome.seconds <= NOISE * fastest]
         if as_it_is := [row for row in near if not row.choice.change]:
             return as_it_is[0]
         if self.rows[0] in near:
@@ -100,12 +100,12 @@ class Comparison:
     @property
     def environments_bound(self) -> bool:
         """Returns True if environment calls take nearly the whole step in every row."""
-        return all(row.outcome.calls_filled >= ENTIRELY for row in self.every)
+        return all(row.outcome.calls_filled >= DOMINANT for row in self.all_rows)
 
     @property
-    def every(self) -> list[Row]:
+    def all_rows(self) -> list[Row]:
         """Returns all simulated rows."""
-        return [*self.rows, *self.recut, *self.tried, *self.sized]
+        return [*self.rows, *self.shared_engines, *self.splits, *self.engine_sizes]
 
     @property
     def given(self) -> Row | None:
@@ -120,44 +120,44 @@ class Comparison:
         return prompts_played(self.config) * self.config.data.samples_per_prompt
 
 
-def measured(most: int) -> int:
+def measured_steps(most: int) -> int:
     """Returns the number of steps to measure with `asynchrony.max_staleness` = `most`."""
     return max(STEPS, 2 * (most + 1))
 
 
-def what(choice: Choice) -> str:
+def describe(choice: Choice) -> str:
     """Describes mode, GPUs and engines in a few words."""
     rollout = choice.config.rollout
     return (
-        f"{_named(choice.mode, choice.most)}, {_whose(choice.config)}, {rollout.engines} × TP{rollout.tensor} with "
+        f"{_named(choice.mode, choice.most)}, {_gpus_text(choice.config)}, {rollout.engines} × TP{rollout.tensor} with "
         f"{rollout.memory_fraction:g} of the memory"
     )
 
 
 def text(c: Comparison) -> str:
     """Returns the report for people."""
-    cluster, explored = c.config.cluster, c.tried[0].choice
+    cluster, explored = c.config.cluster, c.splits[0].choice
     table = partial(_table, None if c.environments_bound else c.best.choice)
     lines = [
         f"a trajectory has {c.length.answers:,.1f} turns, {c.length.written:,.0f} tokens that are written, "
         f"{c.length.read:,.0f} that are read, and {c.environment_s:,.1f} s of its environment, on average",
-        f"modes of asynchrony on {cluster.nodes} · {cluster.gpus_per_node} GPUs; first {_as_it_is(c)}"
+        f"modes of asynchrony on {cluster.nodes} · {cluster.gpus_per_node} GPUs; first {_given_text(c)}"
         f"{', without asynchrony and with theirs' if c.given else ''}, then in the "
         f"split, and with the engines, that are best for {_named(explored.mode, explored.most)}:",
         *table(c.rows),
         *(f"  {_named(each.mode, each.most)} cannot run here: {each.reason}" for each in c.refused),
     ]
-    if c.recut:
-        lines += ["", "other engines on shared GPUs, with mode=off:", *table(c.recut)]
-    if len(c.tried) > 1:
-        lines += ["", f"splits, with {_named(explored.mode, explored.most)}:", *table(c.tried)]
-    if c.sized:
-        lines += ["", "engines, on the GPUs that the best split leaves them:", *table(c.sized)]
-    lines += ["", LEGEND, *_bound(c), _advice(c), *_limits(c)]
+    if c.shared_engines:
+        lines += ["", "other engines on shared GPUs, with mode=off:", *table(c.shared_engines)]
+    if len(c.splits) > 1:
+        lines += ["", f"splits, with {_named(explored.mode, explored.most)}:", *table(c.splits)]
+    if c.engine_sizes:
+        lines += ["", "engines, on the GPUs that the best split leaves them:", *table(c.engine_sizes)]
+    lines += ["", LEGEND, *_environment_notes(c), _advice(c), *_limits(c)]
     return "\n".join(lines)
 
 
-def _as_it_is(c: Comparison) -> str:
+def _given_text(c: Comparison) -> str:
     return "on shared GPUs" if c.config.cluster.shared else "as the settings split them"
 
 
@@ -166,7 +166,7 @@ def _named(mode: str, most: int) -> str:
 
 
 def _advice(c: Comparison) -> str:
-    off = f"asynchrony.mode=off {_as_it_is(c)}"
+    off = f"asynchrony.mode=off {_given_text(c)}"
     if c.environments_bound:
         return "no layout is advised: the environments decide how long a step takes, in every row"
     if not c.best.choice.change and c.given is None:
@@ -176,8 +176,8 @@ def _advice(c: Comparison) -> str:
     than, words = (c.rows[0], off) if c.given is None else (c.given, "the settings as they are")
     seconds = _seconds(c.best.outcome.seconds)
     return (
-        f"advised: {what(c.best.choice)}: {seconds} s, a step is {_gain(than, c.best)} as with {words}; add\n"
-        f"  {fixes.text(c.best.choice.change)}"
+        f"advised: {describe(c.best.choice)}: {seconds} s, a step is {_gain(than, c.best)} as with {words}; add\n"
+        f"  {fixes.as_arguments(c.best.choice.change)}"
     )
 
 
@@ -190,24 +190,24 @@ def _gain(than: Row, row: Row) -> str:
     return f"{than.outcome.seconds / row.outcome.seconds:.2f} times as fast"
 
 
-def _bound(c: Comparison) -> list[str]:
+def _environment_notes(c: Comparison) -> list[str]:
     """Returns notes if environments may limit the step time."""
-    workers, slots, held = c.config.environment.workers, c.config.environment.slots, []
-    calls_s = min(row.outcome.seconds * row.outcome.calls_filled for row in c.every)
+    workers, slots, notes = c.config.environment.workers, c.config.environment.slots, []
+    calls_s = min(row.outcome.seconds * row.outcome.calls_filled for row in c.all_rows)
     most = open_at_once(fixes.changed(c.best.choice.config, (("environment.slots", None),)))
     if slots is not None and slots < most:
-        held = [
+        notes = [
             f"environment.slots = {slots}: of up to {most:,} trajectories so many are played at once; see what a step "
             "is with more, and with fewer"
         ]
-    if calls_s < NEARLY * min(row.outcome.seconds for row in c.every):
-        return held
+    if calls_s < LIMITING * min(row.outcome.seconds for row in c.all_rows):
+        return notes
     if slots is not None and slots <= workers:
         key, more = f"environment.slots = {slots}", "give more, if there is room for so many that are open"
     else:
         key, more = f"environment.workers = {workers}", "give more, if what they call can take it"
     return [
-        *held,
+        *notes,
         f"{key}: calls of environments alone take {_seconds(calls_s)} s of a step, so many at once, of "
         f"{c.environment_s:,.1f} s a trajectory; {more}, or make them shorter",
     ]
@@ -220,7 +220,7 @@ def _limits(c: Comparison) -> list[str]:
     return [
         f"each row is {STEPS} steps or more with one seed, of the same trajectories"
         + ("" if c.trajectories == size else f" ({stand})")
-        + f"; differences of {CHANCE - 1:.0%} are chance: of such rows the settings as they are, or the "
+        + f"; differences of {NOISE - 1:.0%} are chance: of such rows the settings as they are, or the "
         "least stale one, are advised",
         "nothing was started (--simulate): seconds are estimates from cluster.rates; who waits for whom is what the "
         "real service and router do, in virtual time",
@@ -231,7 +231,7 @@ def _table(best: Choice | None, rows: Sequence[Row]) -> list[str]:
     return aligned([HEAD, *(_cells(row, row.choice == best) for row in rows)], left=2)
 
 
-def _whose(config: Config) -> str:
+def _gpus_text(config: Config) -> str:
     return f"{policy_ranks(config)} ranks" + (", shared" if config.cluster.shared else "")
 
 
@@ -242,11 +242,11 @@ def _cells(row: Row, best: bool) -> tuple[str, ...]:
         "*" if best else "",
         choice.mode,
         str(choice.most),
-        _whose(config),
+        _gpus_text(config),
         f"{config.rollout.engines} × TP{config.rollout.tensor}",
         f"{config.rollout.memory_fraction:g}",
         _seconds(o.seconds),
-        *("–" if config.cluster.shared else f"{getattr(o, name):.0%}" for name in TAKE_TURNS),
+        *("–" if config.cluster.shared else f"{getattr(o, name):.0%}" for name in EXCLUSIVE_COLUMNS),
         f"{o.engines_filled:.0%}",
         f"{o.staleness:.2f}",
     )
@@ -256,12 +256,12 @@ def values(c: Comparison) -> dict[str, Any]:
     """Returns plain values for programs."""
     return {
         "modes": [_values(row) for row in c.rows],
-        "shared": [_values(row) for row in c.recut],
-        "splits": [_values(row) for row in c.tried],
-        "engines": [_values(row) for row in c.sized],
+        "shared": [_values(row) for row in c.shared_engines],
+        "splits": [_values(row) for row in c.splits],
+        "engines": [_values(row) for row in c.engine_sizes],
         "refused": [{"mode": r.mode, "max_staleness": r.most, "reason": r.reason} for r in c.refused],
-        "advice": None if c.environments_bound else fixes.text(c.best.choice.change) or None,
-        "notes": _bound(c),
+        "advice": None if c.environments_bound else fixes.as_arguments(c.best.choice.change) or None,
+        "notes": _environment_notes(c),
         "trajectories": c.trajectories,
         "workload": {**c.length._asdict(), "environment_s": c.environment_s},
     }
@@ -277,8 +277,8 @@ def _values(row: Row) -> dict[str, Any]:
         "rollout.engines": config.rollout.engines,
         "rollout.tensor": config.rollout.tensor,
         "rollout.memory_fraction": config.rollout.memory_fraction,
-        "settings": fixes.text(row.choice.change),
-        "steps": measured(row.choice.most),
+        "settings": fixes.as_arguments(row.choice.change),
+        "steps": measured_steps(row.choice.most),
         **asdict(row.outcome),
-        **(dict.fromkeys(TAKE_TURNS) if config.cluster.shared else {}),
+        **(dict.fromkeys(EXCLUSIVE_COLUMNS) if config.cluster.shared else {}),
     }

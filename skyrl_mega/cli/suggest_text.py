@@ -14,8 +14,8 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import dynamic, engine_blocks
 from skyrl_mega.planner.memory import GIB, gpu_bytes
-from skyrl_mega.planner.relief import shortest
-from skyrl_mega.planner.search import TIE, Search, Suggestion
+from skyrl_mega.planner.relief import least_safe_phase
+from skyrl_mega.planner.search import TIE, SearchResult, Suggestion
 
 SHOWN = 10
 """Maximum layouts in the table."""
@@ -41,68 +41,68 @@ LETTERS = {"parameters": "p", "gradients": "g", "optimizer": "o", "engine_weight
 HOST = "behind / in recompute: layers of a rank whose activations lie in host memory (policy.offload_layers)"
 
 
-def text(search: Search, given: Config, d: Decoder) -> str:
+def text(search: SearchResult, given: Config, decoder: Decoder) -> str:
     """Returns the report for people on suggested layouts for the given settings."""
-    if not search.found:
-        return "\n".join([_nothing(search), *(f"note: {note}" for note in notes(search, given, d))])
-    rows = [HEAD, *(_row(i + 1, s, room(s, d)) for i, s in enumerate(search.found[:SHOWN]))]
+    if not search.suggestions:
+        return "\n".join([_misfit_text(search), *(f"note: {note}" for note in notes(search, given, decoder))])
+    rows = [HEAD, *(_row(i + 1, s, memory_warning(s, decoder)) for i, s in enumerate(search.suggestions[:SHOWN]))]
     cut = "" if search.complete else "; the search was cut short"
     lines = [
-        f"{len(search.found):,} layouts fit {search.gpus} GPUs, of {search.tried:,} settings tried{cut}; the fastest "
-        f"first, within {TIE:.0%} the least cut:",
+        f"{len(search.suggestions):,} layouts fit {search.gpus} GPUs, of {search.evaluated:,} settings tried{cut}; the "
+        f"fastest first, within {TIE:.0%} the least cut:",
         *aligned(rows, left=3),
-        *([HOST] if any(s.config.policy.offload_layers for s in search.found[:SHOWN]) else []),
-        *(f"note: {note}" for note in notes(search, given, d)),
+        *([HOST] if any(s.config.policy.offload_layers for s in search.suggestions[:SHOWN]) else []),
+        *(f"note: {note}" for note in notes(search, given, decoder)),
         "",
         "settings for the file, in place of those that it has in the same groups (--json has them as arguments):",
     ]
-    for number, suggestion in enumerate(search.found[:PASTED], start=1):
+    for number, suggestion in enumerate(search.suggestions[:PASTED], start=1):
         written = yaml.safe_dump(_tree(suggestion.settings), sort_keys=False).rstrip().splitlines()
         lines += ["", f"# {number}", *(written if number == 1 else (f"# {line}" for line in written))]
-    lines += ["", f"# 1 as arguments: {shlex.join(search.found[0].overrides)}"]
+    lines += ["", f"# 1 as arguments: {shlex.join(search.suggestions[0].overrides)}"]
     return "\n".join(lines)
 
 
-def _nothing(search: Search) -> str:
+def _misfit_text(search: SearchResult) -> str:
     """Describes that nothing fits, the nearest miss, and a sufficient number of GPUs."""
-    instead = "more of cluster.host_memory_gib" if search.hosts else "more GPUs or shorter sequences"
-    enough = f"{search.enough} GPUs are enough" if search.enough else f"give {instead}"
-    said, near = f"nothing fits {search.gpus} GPUs, of {search.tried:,} settings tried", search.nearest
-    if search.hosts:
-        return f"{said}: some fit its GPUs and none its hosts; {search.hosts}; {enough}"
-    if near and near.lacking <= 0:
-        return f"{said}: policy and engines would, but not the critic (critic.ranks, critic.layout); {enough}"
-    if near:
-        policy, size = near.config.policy, gpu_bytes(near.config) / GIB
+    instead = "more of cluster.host_memory_gib" if search.host_problem else "more GPUs or shorter sequences"
+    enough = f"{search.enough_gpus} GPUs are enough" if search.enough_gpus else f"give {instead}"
+    message, nearest = f"nothing fits {search.gpus} GPUs, of {search.evaluated:,} settings tried", search.nearest
+    if search.host_problem:
+        return f"{message}: some fit its GPUs and none its hosts; {search.host_problem}; {enough}"
+    if nearest and nearest.missing_bytes <= 0:
+        return f"{message}: policy and engines would, but not the critic (critic.ranks, critic.layout); {enough}"
+    if nearest:
+        policy, size = nearest.config.policy, gpu_bytes(nearest.config) / GIB
         return (
-            f"{said}; the nearest ({_layout(near.parallel)}, policy.recompute={policy.recompute}, "
-            f"policy.micro_tokens={policy.micro_tokens}) lacks {near.lacking / GIB:.1f} GiB of a GPU's {size:.1f}; "
-            f"{enough}"
+            f"{message}; the nearest ({_layout(nearest.parallel)}, policy.recompute={policy.recompute}, "
+            f"policy.micro_tokens={policy.micro_tokens}) lacks {nearest.missing_bytes / GIB:.1f} GiB of a GPU's "
+            f"{size:.1f}; {enough}"
         )
-    if not search.enough:
+    if not search.enough_gpus:
         enough = (
             "no engine has room for the model and a sequence (rollout.concurrency, rollout.max_length), or "
             "reference and critic leave it no GPU (reference.ranks, critic.ranks)"
         )
-    return f"{said}; {enough}"
+    return f"{message}; {enough}"
 
 
-def notes(search: Search, given: Config, d: Decoder) -> list[str]:
+def notes(search: SearchResult, given: Config, decoder: Decoder) -> list[str]:
     """Returns notes on given settings unused by all layouts, and on FP8 blocks of the engines in the table."""
-    found = [*filter(None, [dynamic.note(given)])]
+    lines = [*filter(None, [dynamic.note(given)])]
     policy = given.policy
     if policy.optimizer.streamed and policy.precision.parameters == "fp8":
-        found.append(
+        lines.append(
             "policy.optimizer.streamed=true was left out: it does not go with policy.precision.parameters=fp8; "
             "policy.precision.parameters=model allows it"
         )
-    shown = search.found[:SHOWN]
-    if other := [i + 1 for i, s in enumerate(shown) if engine_blocks.other(s.config, d) is not None]:
-        found.append(
-            f"engines of {', '.join(map(str, other))} have other blocks of FP8 than policy and wire, and round "
+    shown = search.suggestions[:SHOWN]
+    if differing := [i + 1 for i, s in enumerate(shown) if engine_blocks.partial_block(s.config, decoder) is not None]:
+        lines.append(
+            f"engines of {', '.join(map(str, differing))} have other blocks of FP8 than policy and wire, and round "
             "otherwise (mismatch/*): no engine on so many GPUs has the same; the dry run of such a layout says more"
         )
-    return found
+    return lines
 
 
 def _tree(settings: dict[str, Any]) -> dict[str, Any]:
@@ -117,33 +117,33 @@ def _tree(settings: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def room(s: Suggestion, d: Decoder) -> str:
+def memory_warning(s: Suggestion, decoder: Decoder) -> str:
     """Returns `close` or `tight` if the dry run reports little memory on a shared GPU, else an empty text."""
-    short = shortest(s.config, d, s.parallel) if s.config.cluster.shared else None
-    return "" if short is None else "tight" if short.left < 0 else "close"
+    unsafe = least_safe_phase(s.config, decoder, s.parallel) if s.config.cluster.shared else None
+    return "" if unsafe is None else "tight" if unsafe.free < 0 else "close"
 
 
-def values(search: Search, given: Config, d: Decoder) -> dict[str, Any]:
+def values(search: SearchResult, given: Config, decoder: Decoder) -> dict[str, Any]:
     """Returns all suggestions as plain values, in bytes and seconds.
 
     `room` is given for layouts in the table only, `why` only if nothing fits.
     """
     return {
         "gpus": search.gpus,
-        "tried": search.tried,
+        "tried": search.evaluated,
         "complete": search.complete,
-        "enough": search.enough,
-        "why": None if search.found else _nothing(search),
-        "notes": notes(search, given, d),
+        "enough": search.enough_gpus,
+        "why": None if search.suggestions else _misfit_text(search),
+        "notes": notes(search, given, decoder),
         "found": [
             {"overrides": s.overrides, "peak": s.peak, "kv_tokens": s.kv_tokens, "seconds": s.seconds}
-            | ({"room": room(s, d)} if i < SHOWN else {})
-            for i, s in enumerate(search.found)
+            | ({"room": memory_warning(s, decoder)} if i < SHOWN else {})
+            for i, s in enumerate(search.suggestions)
         ],
     }
 
 
-def _row(number: int, s: Suggestion, room: str) -> tuple[str, ...]:
+def _row(number: int, s: Suggestion, memory_warning: str) -> tuple[str, ...]:
     policy, rollout = s.config.policy, s.config.rollout
     return (
         str(number),
@@ -155,7 +155,7 @@ def _row(number: int, s: Suggestion, room: str) -> tuple[str, ...]:
         f"{rollout.memory_fraction:g}",
         _keep(s),
         f"{s.peak / GIB:.1f}",
-        room,
+        memory_warning,
         f"{s.kv_tokens:,}",
         f"{s.seconds:.{0 if s.seconds >= 1000 else 1}f}",
     )

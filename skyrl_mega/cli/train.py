@@ -105,10 +105,10 @@ def _run(args: argparse.Namespace) -> int:
 
     from skyrl_mega.cli import estimate, inputs, refusal, resuming
 
-    told: list[str] = []
+    data_notes: list[str] = []
     try:
         check(config)
-        hf = inputs.check_inputs(config, told.append)
+        hf = inputs.check_inputs(config, data_notes.append)
     except UserError as error:
         raise _with_fix(error, config) from error
 
@@ -120,16 +120,16 @@ def _run(args: argparse.Namespace) -> int:
     with Console(as_json=args.json, ended_by=ended_by) as console, run_folder(config, console.say) as folder:
         console.log_to(folder / "logs" / "run.log")
         if changed:
-            console.say(resuming.told(changed))
-        if done := resuming.nothing_left(config):
-            console.say(done)
+            console.say(resuming.changes_text(changed))
+        if finished := resuming.nothing_left(config):
+            console.say(finished)
             return DONE
         config = _decided(inputs.prepare(config, console), hf, folder, console)
-        if misfit := refusal.wrong(config, hf, planned=False):
+        if misfit := refusal.find_error(config, hf, planned=False):
             raise refusal.with_fix(misfit, config, hf, planned=False)
 
         idle = idle_gpus(config) if config.cluster.device == "cuda" else None
-        notes = idle, cut_sampling(config), *told, *unread_notes(config), *registry.unread_notes(config.telemetry)
+        notes = idle, cut_sampling(config), *data_notes, *unread_notes(config), *registry.unread_notes(config.telemetry)
         for note in filter(None, notes):
             console.say(f"note: {note}")
         estimate.keep(folder, config, hf, console.say)
@@ -165,10 +165,10 @@ def _decided(config: Config, hf: Mapping[str, Any], folder: Path, console: Conso
     from skyrl_mega.planner import micro_tokens
 
     resumes = resuming.checkpoint_of(config) is not None
-    found = micro_tokens.of_run(config, hf, folder, resumes=resumes)
-    if not resumes and (note := micro_tokens.note(config, found, architecture(hf).describe(hf))):
+    decided = micro_tokens.for_run(config, hf, folder, resumes=resumes)
+    if not resumes and (note := micro_tokens.note(config, decided, architecture(hf).describe(hf))):
         console.say(f"note: {note}")
-    return found
+    return decided
 
 
 def _train(config: Config, folder: Path, console: Console) -> int:
@@ -207,10 +207,10 @@ def _dry_run(config: Config, *, as_json: bool, settings: bool) -> int:
     from skyrl_mega.config.compose import dump
     from skyrl_mega.config.secrets import all_hidden
 
-    told: list[str] = []
-    hf, absent = dry_run.checked(config, told.append)
-    found = all_hidden(dry_run.values(config, hf, absent, told))
-    print(json.dumps(found) if as_json else dry_run_text.text(found))
+    data_notes: list[str] = []
+    hf, absent = dry_run.checked(config, data_notes.append)
+    values = all_hidden(dry_run.values(config, hf, absent, data_notes))
+    print(json.dumps(values) if as_json else dry_run_text.text(values))
     if settings and not as_json:
         print(f"\nsettings:\n\n{dump(config)}", end="")
     return DONE
@@ -230,10 +230,14 @@ def _suggest(config: Config, gpus: str, *, as_json: bool) -> int:
             "is asynchrony.mode=off"
         )
     hf, _ = inputs.planned_inputs(config)
-    found = refusal.unrefused(search.search(config, hf, int(gpus) if gpus else None), hf)
-    d = architecture(hf).describe(hf)
-    print(json.dumps(suggest_text.values(found, config, d)) if as_json else suggest_text.text(found, config, d))
-    return DONE if found.found else WRONG_INPUT
+    result = refusal.without_refused(search.search(config, hf, int(gpus) if gpus else None), hf)
+    decoder = architecture(hf).describe(hf)
+    print(
+        json.dumps(suggest_text.values(result, config, decoder))
+        if as_json
+        else suggest_text.text(result, config, decoder)
+    )
+    return DONE if result.suggestions else WRONG_INPUT
 
 
 def _with_fix(error: UserError, config: Config) -> UserError:
@@ -257,9 +261,9 @@ def _enter(directory: str) -> None:
 
 
 def _keep_traceback(folder: Path) -> None:
-    told = traceback.format_exc()
+    text = traceback.format_exc()
     try:
         with (folder / "logs" / "run.log").open("a") as log:
-            log.write(told)
+            log.write(text)
     except OSError:  # the log's disk is full or gone
-        print(told, file=sys.stderr)
+        print(text, file=sys.stderr)

@@ -34,13 +34,13 @@ def plan(argv: Sequence[str]) -> int:
     from skyrl_mega.weights.plan.sync_plan import sync_plan, wire_text
 
     start = time.perf_counter()
-    made = sync_plan(config, hf)
+    transfers = sync_plan(config, hf)
     seconds = time.perf_counter() - start
-    count, host = cost(made), host_time(made, int(config.weights.bucket_mib * 2**20))
+    count, host = cost(transfers), host_time(transfers, int(config.weights.bucket_mib * 2**20))
     if args.json:
-        print(json.dumps(report.values(made, count, host, seconds, wire_text(config))))
+        print(json.dumps(report.values(transfers, count, host, seconds, wire_text(config))))
     else:
-        print(f"{_title(config)}\n\n{report.table(made, count, host, seconds)}")
+        print(f"{_title(config)}\n\n{report.table(transfers, count, host, seconds)}")
     return DONE
 
 
@@ -59,15 +59,15 @@ def check(argv: Sequence[str]) -> int:
 
     model = [f"model.path={args.model}"] if args.model else []
     try:
-        compared = compare(args.config, [*args.overrides, *model], as_json=args.json)
+        workers = compare(args.config, [*args.overrides, *model], as_json=args.json)
     except (ActorFailed, ClusterError) as error:
         print(f"fault: {error}", file=sys.stderr)
         return FAULT
     if args.json:
-        print(json.dumps([asdict(worker) for worker in compared]))
+        print(json.dumps([asdict(worker) for worker in workers]))
     else:
-        print(table(compared))
-    return FAULT if any(worker.different for worker in compared) else DONE
+        print(table(workers))
+    return FAULT if any(worker.different for worker in workers) else DONE
 
 
 def logprobs(argv: Sequence[str]) -> int:
@@ -91,7 +91,7 @@ def logprobs(argv: Sequence[str]) -> int:
 
     model = [f"model.path={args.model}"] if args.model else []
     try:
-        found = compare(
+        comparison = compare(
             args.config,
             [*args.overrides, *model],
             prompts=args.prompts,
@@ -103,8 +103,8 @@ def logprobs(argv: Sequence[str]) -> int:
     except (ActorFailed, ClusterError) as error:
         print(f"fault: {error}", file=sys.stderr)
         return FAULT
-    print(json.dumps(asdict(found)) if args.json else table(found))
-    return DONE if found.agree else FAULT
+    print(json.dumps(asdict(comparison)) if args.json else table(comparison))
+    return DONE if comparison.agree else FAULT
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], int]] = {"plan": plan, "check": check, "logprobs": logprobs}

@@ -46,10 +46,15 @@ def compare(file: str, overrides: Sequence[str], *, as_json: bool = False) -> li
 @contextmanager
 def opened(file: str, overrides: Sequence[str], *, as_json: bool) -> Iterator[Run]:
     """Starts policy and engines like a run, with the weights of `model.path`, in a temporary folder."""
-    with tempfile.TemporaryDirectory(prefix="weights-check-") as place:
-        mine = [f"run.directory={place}", "warmup.steps=0", "checkpoint.resume=false", "telemetry.trackers=[]"]
-        mine += ["asynchrony.mode=off", "asynchrony.max_staleness=0"]
-        config = compose(file, [*overrides, *mine])
+    with tempfile.TemporaryDirectory(prefix="weights-check-") as directory:
+        fixed_settings = [
+            f"run.directory={directory}",
+            "warmup.steps=0",
+            "checkpoint.resume=false",
+            "telemetry.trackers=[]",
+        ]
+        fixed_settings += ["asynchrony.mode=off", "asynchrony.max_staleness=0"]
+        config = compose(file, [*overrides, *fixed_settings])
         check(config)
         inputs.check_inputs(config)
         with Console(as_json=as_json) as console, run_folder(config, console.say) as folder:

@@ -29,7 +29,7 @@ BEFORE = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pair:
+class Difference:
     """Differences of two sources of log-probs, over tokens present in both."""
 
     first: str
@@ -59,7 +59,7 @@ class Worst:
 class Comparison:
     """Differences of log-probs, and the verdict."""
 
-    pairs: list[Pair]
+    pairs: list[Difference]
     worst: list[Worst]
     verdict: str
     agree: bool
@@ -93,58 +93,58 @@ def compare(
         ActorFailed: An actor died, raised or did not answer.
     """
     with opened(file, overrides, as_json=as_json) as run:
-        batch = _played(run, prompts, samples)
+        batch = _sample(run, prompts, samples)
         run.policy.hold([batch])
-        found = {ENGINE: batch["rollout_logprobs"].double(), POLICY: _policy(run)}
+        logprobs = {ENGINE: batch["rollout_logprobs"].double(), POLICY: _policy(run)}
         with run.console.phase("second sync"):
             run.bring_up_to_date()
-        found[AGAIN] = aligned(batch, _played(run, prompts, samples))
+        logprobs[AGAIN] = aligned(batch, _sample(run, prompts, samples))
         if transformers:
             with run.console.phase("transformers"):
-                found[TRANSFORMERS] = _transformers(batch, Path(run.config.model.path), run.temperature)
+                logprobs[TRANSFORMERS] = _transformers(batch, Path(run.config.model.path), run.temperature)
         counts = batch["mask"] != 0
         if "drawn" in batch.columns:
             counts &= batch["drawn"].bool()
-        pairs = pairs_of({name: values[counts].numpy() for name, values in found.items()})
+        pairs = pairs_of({name: values[counts].numpy() for name, values in logprobs.items()})
         alarm = bound(run.config, "alarm", "mean")
         verdict, agree = verdict_of(pairs, alarm, cut_sampling(run.config))
         decode = _source(run).generator.chat.text
-        return Comparison(pairs, worst_of(batch, found, counts, worst, decode), verdict, agree)
+        return Comparison(pairs, worst_of(batch, logprobs, counts, worst, decode), verdict, agree)
 
 
-def pairs_of(found: dict[str, np.ndarray]) -> list[Pair]:
+def pairs_of(logprobs: dict[str, np.ndarray]) -> list[Difference]:
     """Returns the differences of all informative pairs of sources; NaN marks missing log-probs."""
     names = [(ENGINE, POLICY), (ENGINE, TRANSFORMERS), (POLICY, TRANSFORMERS), (ENGINE, AGAIN)]
     pairs = []
     for first, second in names:
-        if first in found and second in found:
-            d = found[first] - found[second]
-            d = d[~np.isnan(d)]
-            far = np.abs(d) if len(d) else np.zeros(1)
+        if first in logprobs and second in logprobs:
+            difference = logprobs[first] - logprobs[second]
+            difference = difference[~np.isnan(difference)]
+            distance = np.abs(difference) if len(difference) else np.zeros(1)
             pairs.append(
-                Pair(
+                Difference(
                     first=first,
                     second=second,
-                    tokens=len(d),
-                    mean=float(far.mean()),
-                    p99=float(np.quantile(far, 0.99, method="inverted_cdf")),
-                    most=float(far.max()),
-                    signed=float(d.mean()) if len(d) else 0.0,
+                    tokens=len(difference),
+                    mean=float(distance.mean()),
+                    p99=float(np.quantile(distance, 0.99, method="inverted_cdf")),
+                    most=float(distance.max()),
+                    signed=float(difference.mean()) if len(difference) else 0.0,
                 )
             )
     return pairs
 
 
-def verdict_of(pairs: list[Pair], alarm: float, cut: str | None) -> tuple[str, bool]:
+def verdict_of(pairs: list[Difference], alarm: float, cut: str | None) -> tuple[str, bool]:
     """Returns the verdict as text, and whether engine and policy differ by less than the alarm."""
     mean = {(pair.first, pair.second): pair.mean for pair in pairs}
-    apart = mean[ENGINE, POLICY]
+    distance = mean[ENGINE, POLICY]
     repeats = mean.get((ENGINE, AGAIN), 0.0)
     noise = f"; playing again moves the engine itself by {repeats:.1e} nats" if repeats else ""
-    if apart < alarm:
-        return f"engine and policy agree: {apart:.1e} nats a token, alarm from {alarm:g}{noise}", True
+    if distance < alarm:
+        return f"engine and policy agree: {distance:.1e} nats a token, alarm from {alarm:g}{noise}", True
     why = f"; {cut}" if cut else ""
-    text = f"engine and policy differ by {apart:.3f} nats a token, alarm from {alarm:g}"
+    text = f"engine and policy differ by {distance:.3f} nats a token, alarm from {alarm:g}"
     if (POLICY, TRANSFORMERS) in mean:
         engine, policy = mean[ENGINE, TRANSFORMERS], mean[POLICY, TRANSFORMERS]
         if policy * APART < engine:
@@ -157,17 +157,17 @@ def verdict_of(pairs: list[Pair], alarm: float, cut: str | None) -> tuple[str, b
 
 
 def worst_of(
-    batch: Batch, found: dict[str, torch.Tensor], counts: torch.Tensor, most: int, decode: Callable[[list[int]], str]
+    batch: Batch, logprobs: dict[str, torch.Tensor], counts: torch.Tensor, most: int, decode: Callable[[list[int]], str]
 ) -> list[Worst]:
     """Returns the tokens with the largest difference between engine and policy, largest first."""
-    distance = torch.where(counts, (found[ENGINE] - found[POLICY]).abs(), -1.0)
+    distance = torch.where(counts, (logprobs[ENGINE] - logprobs[POLICY]).abs(), -1.0)
     starts = np.concatenate([[0], np.cumsum(batch.lengths.numpy())])
     chosen = []
     for at in distance.topk(min(most, int(counts.sum()))).indices.tolist():
         sample = int(np.searchsorted(starts, at, side="right")) - 1
         begin = max(int(starts[sample]), at - BEFORE)
         text = shown(decode(batch.tokens[begin : at + 1].tolist()))
-        values = {name: float(values[at]) for name, values in found.items()}
+        values = {name: float(values[at]) for name, values in logprobs.items()}
         chosen.append(Worst(sample, at - int(starts[sample]), text, values))
     return chosen
 
@@ -196,7 +196,7 @@ def _source(run: Run) -> RolloutSource:
     return run.rollouts
 
 
-def _played(run: Run, prompts: int, samples: int) -> Batch:
+def _sample(run: Run, prompts: int, samples: int) -> Batch:
     config = run.config
     chosen = _source(run).prompts[:prompts]
     run.residency.enter("generate")

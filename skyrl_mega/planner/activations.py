@@ -55,7 +55,7 @@ class Activations:
 
 
 def activations(
-    d: Decoder,
+    decoder: Decoder,
     parallel: ParallelDims,
     pp: int,
     row: Row,
@@ -78,37 +78,39 @@ def activations(
         spec: Implementation of the layers.
         fused: Active subset of `policy.fusions`.
     """
-    kinds = _kinds(d, parallel, pp)
+    kinds = _kinds(decoder, parallel, pp)
     usual = Work(parallel, row.tokens, itemsize, IMBALANCE, spec, fused)
     worst = Work(parallel, row.tokens, itemsize, HOTTEST, spec, fused)
     largest = max(_saved(kind, worst) for kind, _ in kinds)
-    boundary = row.tokens // parallel.tensor * d.hidden * itemsize
+    boundary = row.tokens // parallel.tensor * decoder.hidden * itemsize
     if recompute == "full":
-        kept, again = float(boundary), float(largest)
+        kept, recomputed = float(boundary), float(largest)
     else:
         kept = _mean(kinds, usual, recompute)
-        again = max(_saved(kind, worst) - _saved(kind, worst, recompute) for kind, _ in kinds)
-    flight = in_flight(parallel, pp, row.count)
-    layers = parallel.stage_sizes(d.layers)[pp] / parallel.virtual_pipeline
-    away = min(layers, offload_layers / parallel.virtual_pipeline)
-    there = flight * (layers - away)
-    if away:  # the last offloaded layer of the current micro-batch is present too, and always two layers
-        there += max(1, min(flight * layers, 2) - (layers - away))
+        recomputed = max(_saved(kind, worst) - _saved(kind, worst, recompute) for kind, _ in kinds)
+    in_flight_count = in_flight(parallel, pp, row.count)
+    layers = parallel.stage_sizes(decoder.layers)[pp] / parallel.virtual_pipeline
+    offloaded = min(layers, offload_layers / parallel.virtual_pipeline)
+    resident = in_flight_count * (layers - offloaded)
+    if offloaded:  # the last offloaded layer of the current micro-batch is present too, and always two layers
+        resident += max(1, min(in_flight_count * layers, 2) - (layers - offloaded))
     # Every micro-batch in flight also keeps the received and the sent hidden states.
-    saved = there * kept + flight * (2 * boundary if parallel.pipeline > 1 else 0)
+    saved = resident * kept + in_flight_count * (2 * boundary if parallel.pipeline > 1 else 0)
     working = max(sum(block.gradient_bytes(worst) for block in kind) for kind, _ in kinds)
     batch = row.tokens * row.count * token_bytes
     last = parallel.holds_head(pp, parallel.virtual_pipeline - 1)
     # Input and output of the last norm, and the head's input: gathered over tensor ranks, then the selected tokens.
-    top = 2 * boundary + 2 * row.tokens * d.hidden * itemsize if last else 0
-    choice = last and not isinstance(d.head, ValueHead)  # a critic computes no logits
-    train_logits, forward_logits = logits(d, parallel, row.tokens, itemsize, logit_chunk) if choice else (0, 0)
+    head_input = 2 * boundary + 2 * row.tokens * decoder.hidden * itemsize if last else 0
+    has_logits = last and not isinstance(decoder.head, ValueHead)  # a critic computes no logits
+    train_logits, forward_logits = (
+        logits(decoder, parallel, row.tokens, itemsize, logit_chunk) if has_logits else (0, 0)
+    )
     return Activations(
-        train=int(saved + again + working + top + batch),
-        forward=int(largest + 2 * boundary + top + batch),
+        train=int(saved + recomputed + working + head_input + batch),
+        forward=int(largest + 2 * boundary + head_input + batch),
         train_logits=train_logits,
         forward_logits=forward_logits,
-        host=int(flight * away * (kept + HOST_PAGE)),
+        host=int(in_flight_count * offloaded * (kept + HOST_PAGE)),
     )
 
 
@@ -122,7 +124,7 @@ def in_flight(parallel: ParallelDims, pp: int, count: int) -> int:
 
 
 def layer(
-    d: Decoder,
+    decoder: Decoder,
     parallel: ParallelDims,
     tokens: int,
     itemsize: int,
@@ -137,12 +139,12 @@ def layer(
 
     Supports every `policy.recompute` except full.
     """
-    kind = next(d.layer(i) for i in range(d.layers) if d.is_moe(i) == moe)
+    kind = next(decoder.layer(i) for i in range(decoder.layers) if decoder.is_moe(i) == moe)
     return _saved(kind, Work(parallel, tokens, itemsize, imbalance, spec, fused), recompute)
 
 
 def kept_layer(
-    d: Decoder,
+    decoder: Decoder,
     parallel: ParallelDims,
     pp: int,
     tokens: float,
@@ -156,12 +158,14 @@ def kept_layer(
 
     Supports every `policy.recompute` except full.
     """
-    return _mean(_kinds(d, parallel, pp), Work(parallel, int(tokens), itemsize, IMBALANCE, spec, fused), recompute)
+    return _mean(
+        _kinds(decoder, parallel, pp), Work(parallel, int(tokens), itemsize, IMBALANCE, spec, fused), recompute
+    )
 
 
-def _kinds(d: Decoder, parallel: ParallelDims, pp: int) -> list[tuple[Layer, int]]:
+def _kinds(decoder: Decoder, parallel: ParallelDims, pp: int) -> list[tuple[Layer, int]]:
     """Returns each kind of layer in a stage, and the number of layers of this kind."""
-    return d.counted(layer for chunk in _chunks(d, parallel, pp) for layer in chunk)
+    return decoder.counted(layer for chunk in _chunks(decoder, parallel, pp) for layer in chunk)
 
 
 def _mean(kinds: list[tuple[Layer, int]], work: Work, recompute: str) -> float:
@@ -172,16 +176,16 @@ def _saved(kind: Layer, work: Work, recompute: str = "none") -> int:
     return int(sum(block.kept_bytes(work, recompute) for block in kind))
 
 
-def logits(d: Decoder, parallel: ParallelDims, tokens: int, itemsize: int, chunk: int | None) -> tuple[int, int]:
+def logits(decoder: Decoder, parallel: ParallelDims, tokens: int, itemsize: int, chunk: int | None) -> tuple[int, int]:
     """Returns the bytes of the output head in the backward and in the forward pass.
 
     Counts the logits of a chunk, or the fused head's sums and the gradient of a chunk of logits, plus the weight's
     gradient.
     """
-    rows = padded_vocab(d.vocab, parallel.tensor) // parallel.tensor
-    weight = rows * d.hidden
+    rows = padded_vocab(decoder.vocab, parallel.tensor) // parallel.tensor
+    weight = rows * decoder.hidden
     if chunk is None:
-        sums, work = forward_bytes(tokens, rows, squares=True), backward_bytes(tokens, rows, d.hidden, itemsize)
+        sums, work = forward_bytes(tokens, rows, squares=True), backward_bytes(tokens, rows, decoder.hidden, itemsize)
         # The weight's gradient is written in the weight's type, then both it and its accumulator exist.
         return max(work + weight * itemsize, weight * 2 * itemsize, sums), sums
     table = min(chunk, tokens) * rows
@@ -193,5 +197,5 @@ def logits(d: Decoder, parallel: ParallelDims, tokens: int, itemsize: int, chunk
     return max(backward, table * 16), table * 16
 
 
-def _chunks(d: Decoder, parallel: ParallelDims, pp: int) -> list[range]:
-    return [parallel.stage_layers(d.layers, pp, chunk) for chunk in range(parallel.virtual_pipeline)]
+def _chunks(decoder: Decoder, parallel: ParallelDims, pp: int) -> list[range]:
+    return [parallel.stage_layers(decoder.layers, pp, chunk) for chunk in range(parallel.virtual_pipeline)]

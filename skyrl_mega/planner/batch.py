@@ -81,8 +81,8 @@ def batch(config: Config, parallel: ParallelDims) -> Batch:
     multiple = parallel.pipeline if parallel.virtual_pipeline > 1 else 1
 
     def micros(length: float) -> int:
-        each = max(1, int(budget // length))
-        count = -(-trajectories // (parallel.data * each))
+        per_micro_batch = max(1, int(budget // length))
+        count = -(-trajectories // (parallel.data * per_micro_batch))
         return -(-count // multiple) * multiple
 
     # Same padding as `megatron.packing`: every sequence for the zigzag, then the row.

@@ -35,7 +35,7 @@ MASTER = 4
 
 
 @dataclass(frozen=True)
-class Held:
+class ModelState:
     """Permanent memory of a policy rank in bytes, counted from shapes."""
 
     weights: int
@@ -50,7 +50,7 @@ class Held:
         return self.weights + self.gradients + self.optimizer
 
 
-def held(
+def model_state(
     chunks: Sequence[Parameters],
     parallel: ParallelDims,
     at: RankCoords,
@@ -59,7 +59,7 @@ def held(
     *,
     overlap: bool = False,
     moments: int = MOMENTS["float32"],
-) -> Held:
+) -> ModelState:
     """Returns the bytes that the rank at `at` allocates for parameters, gradients and optimizer state.
 
     Args:
@@ -79,13 +79,13 @@ def held(
             (~experts, parallel.data * parallel.context, at.dp * parallel.context + at.cp),
             (experts, parallel.expert_data, at.edp),
         ):
-            made = buffer(chunk.where(chosen & ~frozen), size, full)
-            weights += made.numel * itemsize
-            gradients += made.numel * GRADIENT
-            owned += made.owned(index)
-            largest = max(largest, made.largest(index))
+            flat = buffer(chunk.select(chosen & ~frozen), size, full)
+            weights += flat.numel * itemsize
+            gradients += flat.numel * GRADIENT
+            owned += flat.owned(index)
+            largest = max(largest, flat.largest(index))
     state = moments + (MASTER if itemsize == 2 else 0)
-    return Held(weights, gradients, owned * state, largest * state)
+    return ModelState(weights, gradients, owned * state, largest * state)
 
 
 def full_bucket(parallel: ParallelDims, at: RankCoords, chunk: int) -> int | None:
@@ -139,7 +139,7 @@ def buffer(parameters: Parameters, ranks: int, full: int | None = None) -> Buffe
     size, alone = parameters.numel[::-1], parameters.shared[::-1]
     place = np.concatenate([[0], np.cumsum(-(-size // START) * START)])
     start, end = place[:-1], place[:-1] + size
-    first = np.array([cut for run in _runs(alone) for cut in _cut(start, end, run, full)], int)
+    first = np.array([cut for run in _bucket_ranges(alone) for cut in _bucket_starts(start, end, run, full)], int)
     last = np.append(first, len(size))[1:] - 1
     unit = lcm(ranks, END)
     lengths = -(-(end[last] - start[first]) // unit) * unit
@@ -147,14 +147,14 @@ def buffer(parameters: Parameters, ranks: int, full: int | None = None) -> Buffe
     return Buffer(start - start[first][bucket], size, parameters.copies[::-1], bucket, lengths, ranks)
 
 
-def _runs(alone: Bools) -> list[range]:
+def _bucket_ranges(alone: Bools) -> list[range]:
     """Returns ranges of neighbouring parameters that may share a bucket; each parameter flagged in `alone` needs a
     separate bucket."""
     cuts = sorted({0, len(alone), *(i + k for i in np.flatnonzero(alone).tolist() for k in (0, 1))})
     return [range(a, b) for a, b in pairwise(cuts)]
 
 
-def _cut(start: Ints, end: Ints, run: range, full: int | None) -> Iterator[int]:
+def _bucket_starts(start: Ints, end: Ints, run: range, full: int | None) -> Iterator[int]:
     """Yields the index of the first parameter of each bucket in a run. The parameter that fills a bucket is its
     last."""
     at = run.start

@@ -17,8 +17,8 @@ INDEX = 64 * 2**20
 The index of Qwen3-30B-A3B on 32 ranks takes 7 MiB (`tests/planner/test_checkpoint.py`)."""
 
 
-def written(
-    d: Decoder,
+def checkpoint_bytes(
+    decoder: Decoder,
     parallel: ParallelDims,
     rank: int,
     itemsize: int,
@@ -37,15 +37,15 @@ def written(
         overlap: True if communication overlaps with compute, which cuts buffers into buckets.
         moments: Bytes of the two moments per element.
     """
-    at, found = parallel.coordinates(rank), 0.0
+    at, total = parallel.coordinates(rank), 0.0
     data, place = parallel.data * parallel.context, at.dp * parallel.context + at.cp
-    for i, chunk in enumerate(stage(d, parallel, at.pp)):
+    for i, chunk in enumerate(stage(decoder, parallel, at.pp)):
         full = full_bucket(parallel, at, i) if overlap else None
         frozen = chunk.router & freeze_router
-        found += (chunk.numel[frozen] / chunk.copies[frozen]).sum() * itemsize / data
+        total += (chunk.numel[frozen] / chunk.copies[frozen]).sum() * itemsize / data
         experts = chunk.expert & (parallel.expert > 1)
         for chosen, ranks, index in ((~experts, data, place), (experts, parallel.expert_data, at.edp)):
-            made = buffer(chunk.where(chosen & ~frozen), ranks, full)
-            runs = made.runs(index)
-            found += ((runs[:, 1] - runs[:, 0]) / made.copies).sum() * (MASTER + moments)
-    return int(found)
+            flat = buffer(chunk.select(chosen & ~frozen), ranks, full)
+            runs = flat.runs(index)
+            total += ((runs[:, 1] - runs[:, 0]) / flat.copies).sum() * (MASTER + moments)
+    return int(total)

@@ -31,20 +31,22 @@ class Reads:
         return self.plain + sum(size * (1 - (1 - part) ** tokens) for size, part in self.sparse)
 
 
-def reads(config: Config, d: Decoder) -> Reads:
+def reads(config: Config, decoder: Decoder) -> Reads:
     """Returns the bytes read by an engine worker."""
     rollout = config.rollout
     data = engine_ranks(rollout) // rollout.tensor
     size = linear_itemsize(config)  # experts consist of linear layers
     sparse = tuple(
-        (n * size, part) for n, part in _sparse(d, EngineCut(rollout.tensor, expert_parallel(rollout), data))
+        (n * size, part) for n, part in _sparse(decoder, EngineCut(rollout.tensor, expert_parallel(rollout), data))
     )
-    plain = engine_bytes(config, d) - sum(n for n, _ in sparse)
-    return Reads(int(plain), sparse, kv_bytes_per_token(d, rollout.tensor, cache_itemsize(config)))
+    plain = engine_bytes(config, decoder) - sum(n for n, _ in sparse)
+    return Reads(int(plain), sparse, kv_bytes_per_token(decoder, rollout.tensor, cache_itemsize(config)))
 
 
 @lru_cache(maxsize=16)
-def _sparse(d: Decoder, cut: EngineCut) -> tuple[tuple[float, float], ...]:
+def _sparse(decoder: Decoder, cut: EngineCut) -> tuple[tuple[float, float], ...]:
     """Returns element counts of sparsely read weights, each with the part (0 to 1) that a token reads."""
-    found = [(count * n, part) for kind, count in d.counted() for n, part in (b.engine_sparse(cut) for b in kind)]
-    return tuple((n, part) for n, part in found if n)
+    elements = [
+        (count * n, part) for kind, count in decoder.counted() for n, part in (b.engine_sparse(cut) for b in kind)
+    ]
+    return tuple((n, part) for n, part in elements if n)

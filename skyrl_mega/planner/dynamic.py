@@ -19,21 +19,21 @@ def rounds(config: Config) -> list[int]:
     if config.asynchrony.mode == "full":  # dropped groups are replaced at once
         return [ceil(min(1 / SIGNAL_SHARE, settings.max_rounds) * wanted)]
     share = settings.replace_from if settings.mode == "replace" else 1.0
-    drawn: list[int] = []
-    found = 0
-    while not drawn or (found < share * wanted and len(drawn) < settings.max_rounds):
-        drawn.append(ceil(settings.oversample * (wanted - found)))
-        found += max(1, round(SIGNAL_SHARE * drawn[-1]))
-    return drawn
+    sampled: list[int] = []
+    with_signal = 0
+    while not sampled or (with_signal < share * wanted and len(sampled) < settings.max_rounds):
+        sampled.append(ceil(settings.oversample * (wanted - with_signal)))
+        with_signal += max(1, round(SIGNAL_SHARE * sampled[-1]))
+    return sampled
 
 
 def note(config: Config) -> str | None:
     """Returns a sentence stating the assumption; None without dynamic sampling."""
     if not config.algorithm.dynamic_sampling.enabled:
         return None
-    drawn = rounds(config)
+    sampled = rounds(config)
     return (
         f"algorithm.dynamic_sampling.enabled=true: seconds assume that {SIGNAL_SHARE:.0%} of the groups have a signal, "
-        f"so that a step draws {sum(drawn):,} prompts in {len(drawn)} round{'s' * (len(drawn) > 1)} and trains on "
-        f"{config.data.prompts_per_step:,} at most"
+        f"so that a step draws {sum(sampled):,} prompts in {len(sampled)} round{'s' * (len(sampled) > 1)} and trains "
+        f"on {config.data.prompts_per_step:,} at most"
     )

@@ -10,19 +10,19 @@ from skyrl_mega.models.blocks.base import EngineCut
 from skyrl_mega.models.decoder import Decoder
 
 
-def cut(rollout: RolloutConfig) -> EngineCut:
+def engine_cut(rollout: RolloutConfig) -> EngineCut:
     """Returns how engines cut the model."""
     return EngineCut(rollout.tensor, expert_parallel(rollout), engine_data(rollout))
 
 
-def other(config: Config, d: Decoder) -> str | None:
+def partial_block(config: Config, decoder: Decoder) -> str | None:
     """Describes a part of an engine worker's weights that is not a multiple of an FP8 block; None if all parts are.
 
     Engines that quantise such a part have other blocks than the policy or the wire. Returns None if neither policy nor
     wire uses block FP8, or if engines do not quantise weights themselves.
     """
     rollout = config.rollout
-    same = config.weights.wire == "fp8" or config.policy.precision.recipe == "fp8_blockwise"
-    if not same or not fp8_weights(rollout) or fp8_parameters(rollout):
+    compared = config.weights.wire == "fp8" or config.policy.precision.recipe == "fp8_blockwise"
+    if not compared or not fp8_weights(rollout) or fp8_parameters(rollout):
         return None
-    return engine.cut_blocks(d, cut(rollout), online=True)
+    return engine.cut_blocks(decoder, engine_cut(rollout), online=True)

@@ -51,19 +51,21 @@ class Elements:
         return Elements(self.plain * times, self.linear * times, self.blocks * times)
 
 
-def engine_bytes(config: Config, d: Decoder, worker: int = 0) -> int:
+def engine_bytes(config: Config, decoder: Decoder, worker: int = 0) -> int:
     """Returns the weight bytes of an engine worker."""
-    return _of(config, d, worker).bytes(limits.itemsize(config.model.dtype), fp8_weights(config.rollout))
+    return _worker_elements(config, decoder, worker).bytes(
+        limits.itemsize(config.model.dtype), fp8_weights(config.rollout)
+    )
 
 
-def staged_bytes(config: Config, d: Decoder) -> int:
+def staged_bytes(config: Config, decoder: Decoder) -> int:
     """Returns the bytes of the layer written by a sync before vLLM quantises it again; 0 without online
     quantisation."""
     rollout = config.rollout
     if not fp8_weights(rollout) or fp8_parameters(rollout):
         return 0
     cut = (rollout.tensor, 0, expert_parallel(rollout), engine_data(rollout))
-    layers = (_elements(engine.shard(d.of_one_layer(kind), *cut), layers=True) for kind in d.kinds)
+    layers = (_elements(engine.shard(decoder.of_one_layer(kind), *cut), layers=True) for kind in decoder.kinds)
     return max(layer.linear for layer in layers) * limits.itemsize(config.model.dtype)
 
 
@@ -78,28 +80,28 @@ def cache_itemsize(config: Config) -> int:
     """Returns the bytes per element of the KV cache; formats smaller than a byte count as 1."""
     if small_cache(config.rollout):
         return 1
-    own = config.rollout.options.get("kv_cache_dtype") or "auto"
-    return limits.itemsize(config.model.dtype if own == "auto" else own)
+    dtype = config.rollout.options.get("kv_cache_dtype") or "auto"
+    return limits.itemsize(config.model.dtype if dtype == "auto" else dtype)
 
 
-def kv_bytes_per_token(d: Decoder, tensor: int, size: int) -> int:
+def kv_bytes_per_token(decoder: Decoder, tensor: int, size: int) -> int:
     """Returns the KV cache bytes per token in an engine worker, over all layers."""
-    return sum(count * block.kv_bytes_per_token(tensor, size) for kind, count in d.counted() for block in kind)
+    return sum(count * block.kv_bytes_per_token(tensor, size) for kind, count in decoder.counted() for block in kind)
 
 
 @lru_cache(maxsize=256)
-def engine_elements(d: Decoder, tensor: int, data: int, experts_dealt: bool, worker: int) -> Elements:
+def engine_elements(decoder: Decoder, tensor: int, data: int, experts_dealt: bool, worker: int) -> Elements:
     """Returns the element counts of an engine worker's parameters, from the boxes in `models.engine`."""
     total = Elements()
-    for kind, count in d.counted():
-        shard = engine.shard(d.of_one_layer(kind), tensor, worker, experts_dealt, data)
+    for kind, count in decoder.counted():
+        shard = engine.shard(decoder.of_one_layer(kind), tensor, worker, experts_dealt, data)
         total += _elements(shard, layers=True) * count
     return total + _elements(shard, layers=False)
 
 
-def _of(config: Config, d: Decoder, worker: int) -> Elements:
+def _worker_elements(config: Config, decoder: Decoder, worker: int) -> Elements:
     rollout = config.rollout
-    return engine_elements(d, rollout.tensor, engine_data(rollout), expert_parallel(rollout), worker)
+    return engine_elements(decoder, rollout.tensor, engine_data(rollout), expert_parallel(rollout), worker)
 
 
 def _elements(shard: Shard, layers: bool) -> Elements:

@@ -32,7 +32,7 @@ from skyrl_mega.planner.memory import (
 )
 from skyrl_mega.planner.placement import nodes
 from skyrl_mega.planner.processes import PolicyMemory
-from skyrl_mega.planner.shared import listed, refusal, shared_gpus, stages
+from skyrl_mega.planner.shared import describe_kinds, misfit, shared_gpus, stage_ranks
 
 RAY_KILLS = 0.95
 """Share of a node's memory above which Ray kills workers (RAY_memory_usage_threshold)."""
@@ -62,33 +62,33 @@ def check(config: Config, hf: Mapping[str, Any], *, strict: bool = False) -> Non
         raise UserError(what)
 
 
-def problem(config: Config, d: Decoder, *, strict: bool = False) -> str | None:
+def problem(config: Config, decoder: Decoder, *, strict: bool = False) -> str | None:
     """Returns the error message for the first GPU or host with too little memory; None if everything fits.
 
     Args:
         config: The settings, with checked layouts.
-        d: The model.
+        decoder: The model.
         strict: As in `check`.
     """
-    return next(_problems(config, d, *parallel_of(config), strict), None)
+    return next(_problems(config, decoder, *parallel_of(config), strict), None)
 
 
-def problems(config: Config, d: Decoder, *, strict: bool = False) -> list[str]:
+def problems(config: Config, decoder: Decoder, *, strict: bool = False) -> list[str]:
     """Returns an error message for each GPU or host with too little memory; see `problem`."""
-    return [*_problems(config, d, *parallel_of(config), strict)]
+    return [*_problems(config, decoder, *parallel_of(config), strict)]
 
 
 def _problems(
-    config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None, strict: bool
+    config: Config, decoder: Decoder, parallel: ParallelDims, reference: ParallelDims | None, strict: bool
 ) -> Iterator[str]:
     if not on_cpu(config):
-        yield from _gpu(config, d, parallel, reference, strict)
-    if problem := host_problem(config, d, parallel, reference):
+        yield from _gpu_problems(config, decoder, parallel, reference, strict)
+    if problem := host_problem(config, decoder, parallel, reference):
         yield problem
 
 
-def _gpu(
-    config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None, strict: bool
+def _gpu_problems(
+    config: Config, decoder: Decoder, parallel: ParallelDims, reference: ParallelDims | None, strict: bool
 ) -> Iterator[str]:
     gpu = gpu_bytes(config)
     critic = critic_dims(config)
@@ -96,15 +96,15 @@ def _gpu(
     grids += [("reference", reference, reference_memory)] if reference else []
     grids += [("critic", critic, critic_memory)] if critic else []
     for name, grid, measure in grids:
-        for rank in stages(grid).values():
-            memory = measure(config, d, grid, rank)
-            needed = memory.peak if strict else memory.least
+        for rank in stage_ranks(grid).values():
+            memory = measure(config, decoder, grid, rank)
+            needed = memory.peak if strict else memory.lower_bound
             if needed > gpu:
-                yield _too_large(name, rank, memory, config)
-    engine = engine_memory(config, d)
+                yield _rank_problem(name, rank, memory, config)
+    engine = engine_memory(config, decoder)
     fraction = f"rollout.memory_fraction = {config.rollout.memory_fraction:g}"
     if (engine.tokens if strict else engine.most_tokens) < length_limit(config.rollout):
-        sampled = 2 * sampling_bytes(config, d) > engine.working
+        sampled = 2 * sampling_bytes(config, decoder) > engine.working
         many = f", most of it for rollout.concurrency = {config.rollout.concurrency} at once," if sampled else ""
         yield (
             f"{fraction}: an engine worker may take {_gib(engine.budget)} GiB; the weights of rollout.tensor "
@@ -118,39 +118,41 @@ def _gpu(
             check_residency(other)
         except UserError:
             return False
-        return host_problem(other, d, parallel, reference) is None
+        return host_problem(other, decoder, parallel, reference) is None
 
-    if too_much := refusal(config, [*shared_gpus(config, d, parallel)], strict, allowed):
+    if too_much := misfit(config, [*shared_gpus(config, decoder, parallel)], strict, allowed):
         yield too_much
-    if not config.cluster.shared and (engine.peak if strict else engine.least) > gpu:
+    if not config.cluster.shared and (engine.peak if strict else engine.lower_bound) > gpu:
         yield (
             f"{fraction}: an engine worker takes {_gib(engine.budget)} GiB and, beside that, about "
             f"{_gib(engine.beside)} for CUDA and NCCL, of a GPU's {_gib(gpu)}"
         )
 
 
-def _too_large(name: str, rank: int, memory: PolicyMemory, config: Config) -> str:
-    room = ""
+def _rank_problem(name: str, rank: int, needs: PolicyMemory, config: Config) -> str:
+    hint = ""
     if name == "critic" and not config.critic.optimizer.streamed:
-        room = "; critic.optimizer.streamed = true has the optimizer's state in host memory"
+        hint = "; critic.optimizer.streamed = true has the optimizer's state in host memory"
     return (
-        f"{name}: rank {rank} needs about {_gib(memory.peak)} GiB ({listed(memory.phase(memory.busiest))}), at least "
-        f"{_gib(memory.least)}; a GPU has {_gib(gpu_bytes(config))} (cluster.gpu_memory_gib){room}"
+        f"{name}: rank {rank} needs about {_gib(needs.peak)} GiB ({describe_kinds(needs.phase(needs.busiest))}), at "
+        f"least {_gib(needs.lower_bound)}; a GPU has {_gib(gpu_bytes(config))} (cluster.gpu_memory_gib){hint}"
     )
 
 
-def host_problem(config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None) -> str | None:
+def host_problem(
+    config: Config, decoder: Decoder, parallel: ParallelDims, reference: ParallelDims | None
+) -> str | None:
     """Returns the error message for the first node with too little host memory; None if there is enough, or if the size
     is unknown."""
-    room = config.cluster.host_memory_gib
-    if room is None:
+    available = config.cluster.host_memory_gib
+    if available is None:
         return None
     for number, node in enumerate(nodes(config)):
-        memory = host_memory(config, d, parallel, reference, node, first=number == 0)
-        if memory.total > RAY_KILLS * room * GIB:
+        memory = host_memory(config, decoder, parallel, reference, node, first=number == 0)
+        if memory.total > RAY_KILLS * available * GIB:
             return (
-                f"cluster.host_memory_gib = {room:g}: node {number} needs about {_gib(memory.total)} GiB of host "
-                f"memory ({listed(vars(memory))}); from {RAY_KILLS:.0%} on Ray ends processes"
+                f"cluster.host_memory_gib = {available:g}: node {number} needs about {_gib(memory.total)} GiB of host "
+                f"memory ({describe_kinds(vars(memory))}); from {RAY_KILLS:.0%} on Ray ends processes"
             )
     return None
 
@@ -165,11 +167,11 @@ def check_sandboxes(config: Config, trajectories: int) -> None:
     Raises:
         UserError: One line.
     """
-    room, needed = config.cluster.host_memory_gib, int(sandboxes_mib(config, trajectories) * 2**20)
-    if room is not None and needed > RAY_KILLS * room * GIB:
+    available, required = config.cluster.host_memory_gib, int(sandboxes_mib(config, trajectories) * 2**20)
+    if available is not None and required > RAY_KILLS * available * GIB:
         raise UserError(
-            f"cluster.host_memory_gib = {room:g}: the sandboxed programs of {trajectories} trajectories at once may "
-            f"take {_gib(needed)} GiB of host memory; lower rollout.concurrency, or total_mib and disk_mib of "
+            f"cluster.host_memory_gib = {available:g}: the sandboxed programs of {trajectories} trajectories at once "
+            f"may take {_gib(required)} GiB of host memory; lower rollout.concurrency, or total_mib and disk_mib of "
             "environment.options (docs/sandbox.md)"
         )
 

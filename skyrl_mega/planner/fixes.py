@@ -95,7 +95,7 @@ def _higher(value: Any) -> Iterable[Any]:
     return [value * 2**k for k in range(1, 9)]
 
 
-def _more(value: Any) -> Iterable[Any]:
+def _larger_counts(value: Any) -> Iterable[Any]:
     """Returns larger counts, up to four times the value, smallest first."""
     return sorted(
         {value + 2**k for k in range(value.bit_length())} | {2 * value, 4 * value} | ({8} if value < 8 else set())
@@ -107,7 +107,7 @@ def _fractions(value: Any) -> Iterable[Any]:
     return sorted((f for f in steps if f != value), key=lambda f: abs(f - value))
 
 
-def _kept(value: Any) -> Iterable[Any]:
+def _keep_lists(value: Any) -> Iterable[Any]:
     """Returns lists of parts to keep: none, one part fewer or more, and null for all."""
     parts = list(PARTS) if value is None else [part for part in value if part in PARTS]
     near = [[], *([p for p in PARTS if (p in parts) != (p == part)] for part in PARTS), None]
@@ -143,11 +143,11 @@ NEAR: dict[str, Callable[[Any], Iterable[Any]]] = {
     "policy.ranks": _counts,
     "rollout.memory_fraction": _fractions,
     "rollout.kv_cache_gib": _lower,
-    "residency.keep": _kept,
+    "residency.keep": _keep_lists,
     "cluster.shared": lambda value: [not value],
     "rollout.tensor": _sizes,
     "rollout.engines": _counts,
-    MORE_NODES: _more,
+    MORE_NODES: _larger_counts,
     "reference.ranks": lambda value: [] if value is None else _counts(value),
     **{f"reference.layout.{name}": _sizes for name in ("tensor", "expert", "pipeline", "virtual_pipeline", "context")},
     "critic.ranks": _counts,
@@ -173,36 +173,39 @@ def nearest(config: Config, verdict: Verdict, message: str = "") -> list[Change]
     Tries keys named by the message first, then keys for which the message proposes a value (`key=`).
     """
     end = time.process_time() + SECONDS
-    given = {key for key in NEAR if f"{key}=" in message}
-    named = [key for key in NEAR if _names(message, key)]
+    proposed = {key for key in NEAR if f"{key}=" in message}
+    named = [key for key in NEAR if _mentions(message, key)]
     others = [key for key in NEAR if key not in named and not key.startswith(ONLY_NAMED)]
-    singles = [*named, *sorted(others, key=lambda key: key not in given)]
-    about = re.split(r"[.: ]", message)[0]
+    singles = [*named, *sorted(others, key=lambda key: key not in proposed)]
+    group_name = re.split(r"[.: ]", message)[0]
     pairs = sorted(
-        combinations(PAIRED, 2), key=lambda pair: (not given.issuperset(pair), -sum(k.startswith(about) for k in pair))
+        combinations(PAIRED, 2),
+        key=lambda pair: (not proposed.issuperset(pair), -sum(k.startswith(group_name) for k in pair)),
     )
-    bought = [] if about == MORE_NODES else [MORE_NODES]
-    more = list(islice(_passing(config, (MORE_NODES,), verdict, end), 1)) if bought and MORE_NODES in named else []
-    found: list[Change] = []
+    costly = [] if group_name == MORE_NODES else [MORE_NODES]
+    with_more_nodes = (
+        list(islice(_passing(config, (MORE_NODES,), verdict, end), 1)) if costly and MORE_NODES in named else []
+    )
+    changes: list[Change] = []
     for key in singles:
-        wanted = 0 if key in bought else 2 if key in named[:1] else 1
-        found += islice(_passing(config, (key,), verdict, end), wanted)
-        if len(found) >= OFFERED:
-            return [*found[: OFFERED - len(more)], *more]
+        wanted = 0 if key in costly else 2 if key in named[:1] else 1
+        changes += islice(_passing(config, (key,), verdict, end), wanted)
+        if len(changes) >= OFFERED:
+            return [*changes[: OFFERED - len(with_more_nodes)], *with_more_nodes]
     # Changes of more machines come last.
-    for group in (
-        [pair for pair in pairs if not set(bought) & set(pair)],
-        [(key,) for key in bought],
-        [pair for pair in pairs if set(bought) & set(pair)],
+    for candidates in (
+        [pair for pair in pairs if not set(costly) & set(pair)],
+        [(key,) for key in costly],
+        [pair for pair in pairs if set(costly) & set(pair)],
     ):
-        for keys in () if found else group:
-            found += islice(_passing(config, keys, verdict, end), 1)
-            if len(found) >= OFFERED - len(more):
-                return [*found, *(change for change in more if change not in found)]
-    return [*found, *(change for change in more if change not in found)]
+        for keys in () if changes else candidates:
+            changes += islice(_passing(config, keys, verdict, end), 1)
+            if len(changes) >= OFFERED - len(with_more_nodes):
+                return [*changes, *(change for change in with_more_nodes if change not in changes)]
+    return [*changes, *(change for change in with_more_nodes if change not in changes)]
 
 
-def apart(config: Config, verdict: Verdict) -> list[Change]:
+def separate_or_synchronous(config: Config, verdict: Verdict) -> list[Change]:
     """Returns working changes of settings that share GPUs and generate ahead: to separate GPUs, and to
     `asynchrony.mode=off`."""
     end = time.process_time() + SECONDS
@@ -210,22 +213,22 @@ def apart(config: Config, verdict: Verdict) -> list[Change]:
     if not corrected(config.algorithm):
         key, _, value = CORRECTION.partition("=")
         base += ((key, float(value)),)
-    gpus, each = config.cluster.nodes * config.cluster.gpus_per_node, engine_ranks(config.rollout)
+    gpus, per_engine = config.cluster.nodes * config.cluster.gpus_per_node, engine_ranks(config.rollout)
     others = reference_ranks(config) + critic_ranks(config)
-    splits = [(gpus - others - engines * each, engines) for engines in range(1, gpus // each + 1)]
+    splits = [(gpus - others - engines * per_engine, engines) for engines in range(1, gpus // per_engine + 1)]
     splits += [(policy // 8 * 8, engines) for policy, engines in splits if policy % 8]
-    halves = sorted((s for s in splits if s[0] > 0), key=lambda split: abs(split[0] - split[1] * each))
-    found: list[Change] = []
-    for policy, engines in halves:
+    by_balance = sorted((s for s in splits if s[0] > 0), key=lambda split: abs(split[0] - split[1] * per_engine))
+    changes: list[Change] = []
+    for policy, engines in by_balance:
         change = (*base, ("policy.ranks", policy), ("rollout.engines", engines))
         if time.process_time() > end:
             break
         if verdict(changed(config, change)) is None:
-            found.append(change)
+            changes.append(change)
             break
-    usual = AsynchronyConfig().max_staleness
-    off: Change = (("asynchrony.mode", "off"), ("asynchrony.max_staleness", usual))
-    return [*found, *([off] if verdict(changed(config, off)) is None else [])]
+    default_staleness = AsynchronyConfig().max_staleness
+    off: Change = (("asynchrony.mode", "off"), ("asynchrony.max_staleness", default_staleness))
+    return [*changes, *([off] if verdict(changed(config, off)) is None else [])]
 
 
 def _passing(config: Config, keys: tuple[str, ...], verdict: Verdict, end: float) -> Iterator[Change]:
@@ -249,9 +252,9 @@ def _replaced(settings: Any, path: list[str], value: Any) -> Any:
     return replace(settings, **{name: _replaced(getattr(settings, name), inner, value) if inner else value})
 
 
-def text(change: Change) -> str:
+def as_arguments(change: Change) -> str:
     """Returns the change as command-line arguments."""
-    return " ".join(f"{key}={_written(value)}" for key, value in change)
+    return " ".join(f"{key}={_as_text(value)}" for key, value in change)
 
 
 def _changes(config: Config, keys: tuple[str, ...]) -> Iterator[Change]:
@@ -261,45 +264,45 @@ def _changes(config: Config, keys: tuple[str, ...]) -> Iterator[Change]:
     """
     options = []
     for key in keys:
-        holder: Any = config
+        settings: Any = config
         *groups, name = key.split(".")
         for group in groups:
-            holder = getattr(holder, group)
-            if holder is None:
+            settings = getattr(settings, group)
+            if settings is None:
                 return
-        value, first = getattr(holder, name), []
+        value, defaults = getattr(settings, name), []
         if not schema()[key].allows(value):
             value = schema()[key].default
-            first = [value]
-        values = [*first, *NEAR[key](value)]
+            defaults = [value]
+        values = [*defaults, *NEAR[key](value)]
         if len(keys) > 1:
             values = [v for v in values if key == "policy.micro_tokens" or _doubled(v, value)]
         options.append([(key, value) for value in values])
     if len(keys) == 1:
-        yield from ((one,) for one in options[0])
+        yield from ((pair,) for pair in options[0])
         return
     yield from sorted(
         ((a, b) for a in options[0] for b in options[1]), key=lambda c: options[0].index(c[0]) + options[1].index(c[1])
     )
 
 
-def _doubled(value: Any, was: Any) -> bool:
+def _doubled(value: Any, other: Any) -> bool:
     """Returns True if one whole number is the other times a power of two, or if either is not a whole number."""
-    if not isinstance(value, int) or not isinstance(was, int) or isinstance(value, bool):
+    if not isinstance(value, int) or not isinstance(other, int) or isinstance(value, bool):
         return True
-    if value < 1 or was < 1:
+    if value < 1 or other < 1:
         return False
-    more, rest = divmod(max(value, was), min(value, was))
-    return rest == 0 and more & (more - 1) == 0
+    ratio, remainder = divmod(max(value, other), min(value, other))
+    return remainder == 0 and ratio & (ratio - 1) == 0
 
 
-def _names(message: str, key: str) -> bool:
+def _mentions(message: str, key: str) -> bool:
     """Returns True if the message names the key, or its group and last part (`policy.layout: tensor 2 × …`)."""
     group, _, name = key.rpartition(".")
     return f"{key} " in message or f"{key}:" in message or (f"{group}: " in message and f" {name} " in message)
 
 
-def _written(value: Any) -> str:
+def _as_text(value: Any) -> str:
     if value is None:
         return "null"
     if isinstance(value, list):

@@ -39,7 +39,7 @@ class Flops:
 
     def forward(self, load: Load) -> float:
         """Returns the operations of a forward pass over the load."""
-        return self.layers * load.tokens + self.attention * load.pairs + self.head * load.asked
+        return self.layers * load.tokens + self.attention * load.pairs + self.head * load.logprob_tokens
 
 
 @dataclass(frozen=True)
@@ -50,19 +50,19 @@ class Load:
     """Number of tokens passing through the layers."""
     pairs: float = 0.0
     """Number of pairs of a token and an attended token, itself included."""
-    asked: float = 0.0
+    logprob_tokens: float = 0.0
     """Number of tokens whose log-probs are needed."""
 
     @classmethod
-    def of(cls, lengths: Sequence[float], asked: float) -> Self:
+    def of(cls, lengths: Sequence[float], logprob_tokens: float) -> Self:
         """Returns the load of sequences with the given lengths."""
-        return cls(sum(lengths), sum(map(causal_pairs, lengths)), asked)
+        return cls(sum(lengths), sum(map(causal_pairs, lengths)), logprob_tokens)
 
     def __add__(self, other: Load) -> Load:
-        return Load(self.tokens + other.tokens, self.pairs + other.pairs, self.asked + other.asked)
+        return Load(self.tokens + other.tokens, self.pairs + other.pairs, self.logprob_tokens + other.logprob_tokens)
 
     def __mul__(self, times: float) -> Load:
-        return Load(self.tokens * times, self.pairs * times, self.asked * times)
+        return Load(self.tokens * times, self.pairs * times, self.logprob_tokens * times)
 
 
 def causal_pairs(length: float) -> float:
@@ -71,12 +71,12 @@ def causal_pairs(length: float) -> float:
 
 
 @lru_cache(maxsize=16)
-def flops(d: Decoder) -> Flops:
+def flops(decoder: Decoder) -> Flops:
     """Returns the operations per token, computed from the model's shapes."""
     layers = attention = 0.0
-    for kind, count in d.counted():
+    for kind, count in decoder.counted():
         for block in kind:
             work = block.flops()
             layers += count * work.matrices
             attention += count * work.attention
-    return Flops(layers, d.head.flops().matrices, attention)
+    return Flops(layers, decoder.head.flops().matrices, attention)

@@ -17,7 +17,7 @@ from skyrl_mega.weights.fp8.format import quantised
 from skyrl_mega.weights.fp8.scales import without_own_blocks
 
 
-def check(config: Config, d: Decoder, parallel: ParallelDims) -> None:
+def check(config: Config, decoder: Decoder, parallel: ParallelDims) -> None:
     """Raises if the 128 × 128 blocks of FP8 parameters differ from the blocks of the model's own tensors.
 
     Layouts cutting through blocks are refused earlier (`models.fp8_widths`). Here the cause is the model itself, for
@@ -28,16 +28,16 @@ def check(config: Config, d: Decoder, parallel: ParallelDims) -> None:
     """
     if config.policy.precision.parameters != "fp8":
         return
-    if found := other(d, parallel.tensor, parallel.expert_tensor):
+    if tensor := differing_tensor(decoder, parallel.tensor, parallel.expert_tensor):
         raise UserError(
-            f"policy.precision.parameters = fp8: blocks of {BLOCK} × {BLOCK} of {found}, as a rank has it, are not "
+            f"policy.precision.parameters = fp8: blocks of {BLOCK} × {BLOCK} of {tensor}, as a rank has it, are not "
             "those that are on the wire: widths of heads and of a rank's columns have to be multiples of it; give "
             "policy.precision.parameters=model"
         )
 
 
 @lru_cache(maxsize=256)
-def other(d: Decoder, tensor: int, expert_tensor: int) -> str | None:
+def differing_tensor(decoder: Decoder, tensor: int, expert_tensor: int) -> str | None:
     """Returns the name of an FP8 tensor whose blocks on the ranks differ from the blocks on the wire; None if all
     agree.
 
@@ -45,8 +45,8 @@ def other(d: Decoder, tensor: int, expert_tensor: int) -> str | None:
     """
     ranks = lcm(tensor, expert_tensor)
     parallel = ParallelDims(ranks, tensor=tensor, expert_tensor=expert_tensor)
-    tensors = huggingface.tensors(d)
-    layout = Layout(tensors, tuple(megatron.shard(d, parallel, rank, "te", tensors) for rank in range(ranks)))
+    tensors = huggingface.tensors(decoder)
+    layout = Layout(tensors, tuple(megatron.shard(decoder, parallel, rank, "te", tensors) for rank in range(ranks)))
     names = quantised(tensors)
     linear = {p.tensor: p.param for shard in layout.shards for p in shard.pieces if len(p.box.shape) == 2}
     unsent = (name for name, param in linear.items() if ".linear_" in param and name not in names)

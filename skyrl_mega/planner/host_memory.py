@@ -19,7 +19,7 @@ from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import BATCH_BYTES
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.buffers import MASTER
-from skyrl_mega.planner.checkpoint import INDEX, STAGING, written
+from skyrl_mega.planner.checkpoint import INDEX, STAGING, checkpoint_bytes
 from skyrl_mega.planner.memory import (
     GIB,
     critic_dims,
@@ -35,14 +35,14 @@ from skyrl_mega.planner.memory import (
     reference_memory,
 )
 from skyrl_mega.planner.parameters import stage
-from skyrl_mega.planner.placement import Node
+from skyrl_mega.planner.placement import PlannedNode
 from skyrl_mega.planner.processes import PHASES, PolicyMemory
 from skyrl_mega.planner.routes import driver_bytes
 from skyrl_mega.planner.times import elements
 
 PROCESS = {"cuda": 4 * GIB, "cpu": 1 * GIB}
 """Bytes of a Python process with torch and Megatron or vLLM, without any weight."""
-PLAYER = 1 * GIB
+ROLLOUT_WORKER = 1 * GIB
 """Bytes of a rollout worker (`environment.processes`) with a tokenizer, without any environment."""
 DRIVER = 4 * GIB
 """Bytes of the driver with a tokenizer, and of Ray's processes."""
@@ -83,36 +83,48 @@ class HostMemory:
 
 
 def host_memory(
-    config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None, node: Node, first: bool
+    config: Config,
+    decoder: Decoder,
+    parallel: ParallelDims,
+    reference: ParallelDims | None,
+    node: PlannedNode,
+    first: bool,
 ) -> HostMemory:
     """Returns the host memory of a node; `first` marks the driver's node."""
     cpu = on_cpu(config)
     streamed = config.policy.optimizer.streamed or config.critic.optimizer.streamed
-    parks = streamed or config.residency.keep is not None or config.policy.offload_layers > 0
-    ranks = _ranks(config, d, parallel, reference, node) if cpu or parks else []
-    workers = [engine_memory(config, d, w) for of_engine in node.engines.values() for w in of_engine] if cpu else []
-    tokens = batch(config, parallel)
+    offloads = streamed or config.residency.keep is not None or config.policy.offload_layers > 0
+    ranks = _rank_memories(config, decoder, parallel, reference, node) if cpu or offloads else []
+    workers = (
+        [engine_memory(config, decoder, w) for of_engine in node.engines.values() for w in of_engine] if cpu else []
+    )
+    sizes = batch(config, parallel)
     trained = len(node.policy) + len(node.critic)
     processes = trained + len(node.reference) + node.workers + len(node.engines)
     multi = engine_ranks(config.rollout) > 1 or not cpu
-    players = _players(config, first)
+    rollout_workers = _rollout_workers(config, first)
     return HostMemory(
-        processes=processes * PROCESS["cpu" if cpu else "cuda"] + (DRIVER if first else 0) + players * PLAYER,
-        device=_busiest([p.totals for p in ranks] + [w.totals for w in workers]) + sum(w.sync for w in workers)
+        processes=processes * PROCESS["cpu" if cpu else "cuda"]
+        + (DRIVER if first else 0)
+        + rollout_workers * ROLLOUT_WORKER,
+        device=_peak_sum([p.totals for p in ranks] + [w.totals for w in workers]) + sum(w.sync for w in workers)
         if cpu
         else 0,
-        reference=sum(pinned_reference(config, d, parallel, rank) for rank in node.policy),
-        parked=sum(p.parked for p in ranks),
+        reference=sum(pinned_reference(config, decoder, parallel, rank) for rank in node.policy),
+        parked=sum(p.pinned for p in ranks),
         checkpoint=trained * (STAGING + INDEX) if config.checkpoint.every else 0,
-        batch=int((tokens.sequences + tokens.greedy) * tokens.longest * _held(config, d)) * (1 + _ahead(config))
+        batch=int((sizes.sequences + sizes.greedy) * sizes.longest * _driver_token_bytes(config, decoder))
+        * (1 + _steps_ahead(config))
         if first
         else 0,
-        sandboxes=int(sandboxes_mib(config) * 2**20) if players or (first and not config.environment.processes) else 0,
+        sandboxes=int(sandboxes_mib(config) * 2**20)
+        if rollout_workers or (first and not config.environment.processes)
+        else 0,
         shm=(node.workers + len(node.engines)) * QUEUE * multi + (0 if cpu else processes * NCCL),
     )
 
 
-def _players(config: Config, first: bool) -> int:
+def _rollout_workers(config: Config, first: bool) -> int:
     """Returns the number of rollout workers on a node."""
     many = config.environment.processes
     if beside_driver(config.environment):
@@ -120,43 +132,43 @@ def _players(config: Config, first: bool) -> int:
     return -(-many // config.cluster.nodes)
 
 
-def _held(config: Config, d: Decoder) -> float:
+def _driver_token_bytes(config: Config, decoder: Decoder) -> float:
     """Returns the bytes of a token on the driver."""
-    return BATCH_BYTES + driver_bytes(config, d)
+    return BATCH_BYTES + driver_bytes(config, decoder)
 
 
-def _ahead(config: Config) -> int:
+def _steps_ahead(config: Config) -> int:
     """Returns how many steps may be generated ahead of the current step."""
     return config.asynchrony.max_staleness if generates_ahead(config.asynchrony) else 0
 
 
-def _busiest(processes: Sequence[Mapping[str, int]]) -> int:
+def _peak_sum(processes: Sequence[Mapping[str, int]]) -> int:
     """Returns the largest sum of bytes over all processes in any phase."""
     return max(sum(totals[phase] for totals in processes) for phase in PHASES)
 
 
-def _ranks(
-    config: Config, d: Decoder, parallel: ParallelDims, reference: ParallelDims | None, node: Node
+def _rank_memories(
+    config: Config, decoder: Decoder, parallel: ParallelDims, reference: ParallelDims | None, node: PlannedNode
 ) -> list[PolicyMemory]:
     """Returns the memory of each policy, reference and critic rank on a node."""
-    found = [policy_memory(config, d, parallel, rank) for rank in node.policy]
-    found += [reference_memory(config, d, reference, rank) for rank in node.reference if reference]
+    memories = [policy_memory(config, decoder, parallel, rank) for rank in node.policy]
+    memories += [reference_memory(config, decoder, reference, rank) for rank in node.reference if reference]
     critic = critic_dims(config) if node.critic else None
-    return found + [critic_memory(config, d, critic, rank) for rank in node.critic if critic]
+    return memories + [critic_memory(config, decoder, critic, rank) for rank in node.critic if critic]
 
 
-def pinned_reference(config: Config, d: Decoder, parallel: ParallelDims, rank: int) -> int:
+def pinned_reference(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> int:
     """Returns the bytes of pinned host memory for the reference weights of a policy rank; 0 without a reference on the
     policy's ranks."""
     if not config.algorithm.kl.coefficient or config.reference.layout is not None:
         return 0
     pp = parallel.coordinates(rank).pp
-    whole = sum(chunk.total for chunk in stage(d, parallel, pp))
-    small = kept_in_fp8(config, d, parallel, pp)  # a forward pass reads one byte per weight
-    return (whole - small) * itemsize(config) + small
+    total = sum(chunk.total for chunk in stage(decoder, parallel, pp))
+    in_fp8 = kept_in_fp8(config, decoder, parallel, pp)  # a forward pass reads one byte per weight
+    return (total - in_fp8) * itemsize(config) + in_fp8
 
 
-def crowded(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
+def numa_warnings(config: Config, decoder: Decoder, parallel: ParallelDims) -> list[str]:
     """Returns a warning for each NUMA node whose memory is too small for the pinned data of its GPUs; none if NUMA
     nodes are unknown.
 
@@ -168,21 +180,21 @@ def crowded(config: Config, d: Decoder, parallel: ParallelDims) -> list[str]:
     pinned: Counter[tuple[int, int]] = Counter()
     placed = place(config)
     for rank, device in enumerate(placed.policy):
-        beside = policy_memory(config, d, parallel, rank).parked + pinned_reference(config, d, parallel, rank)
-        pinned[_socket(cluster, device)] += beside
+        size = policy_memory(config, decoder, parallel, rank).pinned + pinned_reference(config, decoder, parallel, rank)
+        pinned[_numa_node(cluster, device)] += size
     if critic := critic_dims(config):
         for rank, device in enumerate(placed.critic):
-            pinned[_socket(cluster, device)] += critic_memory(config, d, critic, rank).parked
-    room = cluster.host_memory_gib * GIB / cluster.numa_nodes
+            pinned[_numa_node(cluster, device)] += critic_memory(config, decoder, critic, rank).pinned
+    available = cluster.host_memory_gib * GIB / cluster.numa_nodes
     return [
-        f"node {node}: {size / GIB:.0f} GiB are pinned for the GPUs of NUMA node {numa}, which has {room / GIB:.0f} "
-        "GiB (cluster.numa_nodes): the rest lies beside another socket, and copies are slower"
+        f"node {node}: {size / GIB:.0f} GiB are pinned for the GPUs of NUMA node {numa}, which has "
+        f"{available / GIB:.0f} GiB (cluster.numa_nodes): the rest lies beside another socket, and copies are slower"
         for (node, numa), size in sorted(pinned.items())
-        if size > room
+        if size > available
     ]
 
 
-def _socket(cluster: ClusterConfig, device: int) -> tuple[int, int]:
+def _numa_node(cluster: ClusterConfig, device: int) -> tuple[int, int]:
     """Returns the node and NUMA node of a GPU."""
     node, gpu = divmod(device, cluster.gpus_per_node)
     return node, gpu * (cluster.numa_nodes or 1) // cluster.gpus_per_node
@@ -196,22 +208,24 @@ class Shares:
     node: int
 
 
-def shares(config: Config, d: Decoder, parallel: ParallelDims, placed: Sequence[Node]) -> Shares:
+def shares(config: Config, decoder: Decoder, parallel: ParallelDims, placed: Sequence[PlannedNode]) -> Shares:
     """Returns the bytes written by the rank and by the node with the largest part of a checkpoint."""
     if not config.checkpoint.every:
         return Shares(0, 0)
     critic = critic_dims(config)
 
-    def write(of: Config, decoder: Decoder, grid: ParallelDims, rank: int) -> int:
+    def write(settings: Config, decoder: Decoder, grid: ParallelDims, rank: int) -> int:
         freeze = config.policy.moe.freeze_router
-        return written(decoder, grid, rank, itemsize(of), freeze, overlap=overlapped(config), moments=moments(of))
+        return checkpoint_bytes(
+            decoder, grid, rank, itemsize(settings), freeze, overlap=overlapped(config), moments=moments(settings)
+        )
 
-    each = [
-        [write(config, d, parallel, rank) for rank in node.policy]
-        + [write(critic_view(config), d.critic, critic, rank) for rank in node.critic if critic]
+    by_node = [
+        [write(config, decoder, parallel, rank) for rank in node.policy]
+        + [write(critic_view(config), decoder.critic, critic, rank) for rank in node.critic if critic]
         for node in placed
     ]
-    return Shares(max(size for node in each for size in node), max(map(sum, each)))
+    return Shares(max(size for node in by_node for size in node), max(map(sum, by_node)))
 
 
 @dataclass(frozen=True)
@@ -226,21 +240,21 @@ class Disk:
     """Hugging Face directory at the end; 0 without `checkpoint.export`."""
 
 
-def disk(config: Config, d: Decoder) -> Disk:
+def disk(config: Config, decoder: Decoder) -> Disk:
     """Returns the sizes of the files in a run's folder."""
-    trained = [(config, d), *[(critic_view(config), d.critic)] * has_critic(config)]
-    one = sum(_stored(of, m) for of, m in trained) if config.checkpoint.every else 0
+    trained = [(config, decoder), *[(critic_view(config), decoder.critic)] * has_critic(config)]
+    checkpoint = sum(_model_bytes(settings, m) for settings, m in trained) if config.checkpoint.every else 0
     if config.checkpoint.every:
         data = config.data
-        waiting = _ahead(config) * data.prompts_per_step * data.samples_per_prompt
-        one += int(waiting * length_limit(config.rollout) * _held(config, d))
-    export = elements(d) * itemsize(config) if config.checkpoint.export else 0
-    return Disk(one, one * (config.checkpoint.keep + 1), export)
+        ahead = _steps_ahead(config) * data.prompts_per_step * data.samples_per_prompt
+        checkpoint += int(ahead * length_limit(config.rollout) * _driver_token_bytes(config, decoder))
+    export = elements(decoder) * itemsize(config) if config.checkpoint.export else 0
+    return Disk(checkpoint, checkpoint * (config.checkpoint.keep + 1), export)
 
 
-def _stored(config: Config, d: Decoder) -> int:
+def _model_bytes(config: Config, decoder: Decoder) -> int:
     """Returns the bytes of a model in a checkpoint."""
     frozen = 0
     if config.policy.moe.freeze_router:
-        frozen = sum(prod(shape) for name, shape in huggingface.tensors(d).items() if name.endswith(ROUTER))
-    return (elements(d) - frozen) * (MASTER + moments(config)) + frozen * itemsize(config)
+        frozen = sum(prod(shape) for name, shape in huggingface.tensors(decoder).items() if name.endswith(ROUTER))
+    return (elements(decoder) - frozen) * (MASTER + moments(config)) + frozen * itemsize(config)

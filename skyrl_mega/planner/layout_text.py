@@ -11,28 +11,28 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 
 
-def places(parallel: ParallelDims, d: Decoder) -> list[dict[str, Any]]:
+def places(parallel: ParallelDims, decoder: Decoder) -> list[dict[str, Any]]:
     """Returns a row per rank: coordinates, and ranges (`0-7`, inclusive) of the rank's layers, heads and experts."""
     rows = []
     for rank in range(parallel.ranks):
         at = parallel.coordinates(rank)
-        chunks = [parallel.stage_layers(d.layers, at.pp, chunk) for chunk in range(parallel.virtual_pipeline)]
+        chunks = [parallel.stage_layers(decoder.layers, at.pp, chunk) for chunk in range(parallel.virtual_pipeline)]
         row = {"rank": rank, **at._asdict(), "layers": " ".join(f"{c.start}-{c.stop - 1}" for c in chunks)}
         index = {"tensor": at.tp, "expert": at.ep, "expert_tensor": at.etp}
-        for cut in (cut for block in d.blocks for cut in block.megatron_cuts()):
+        for cut in (cut for block in decoder.blocks for cut in block.megatron_cuts()):
             if cut.column:
                 row[cut.column] = share(cut.total, getattr(parallel, cut.dimension), index[cut.dimension])
         rows.append(row)
     return rows
 
 
-def workers(config: Config, d: Decoder) -> list[dict[str, Any]]:
+def workers(config: Config, decoder: Decoder) -> list[dict[str, Any]]:
     """Returns a row per worker of an engine; all engines are alike."""
     cut = EngineCut(config.rollout.tensor, expert_parallel(config.rollout), engine_data(config.rollout))
     rows = []
     for worker in range(cut.workers):
-        row = {"worker": worker, "layers": f"0-{d.layers - 1}"}
-        for block in d.blocks:
+        row = {"worker": worker, "layers": f"0-{decoder.layers - 1}"}
+        for block in decoder.blocks:
             row |= block.engine_row(cut, worker)
         rows.append(row)
     return rows

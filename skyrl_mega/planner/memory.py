@@ -34,7 +34,7 @@ from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.parallel.dims import ParallelDims, RankCoords
 from skyrl_mega.planner.activations import BATCH_BYTES, Activations, activations
 from skyrl_mega.planner.batch import batch
-from skyrl_mega.planner.buffers import MASTER, MOMENTS, Held, held
+from skyrl_mega.planner.buffers import MASTER, MOMENTS, ModelState, model_state
 from skyrl_mega.planner.engine_weights import cache_itemsize, engine_bytes, kv_bytes_per_token, staged_bytes
 from skyrl_mega.planner.parameters import Parameters, layers, stage
 from skyrl_mega.planner.processes import EngineMemory, PolicyMemory
@@ -47,7 +47,7 @@ GAPS = {True: 1 * GIB, False: 4 * GIB}
 """Bytes that torch's allocator holds but cannot use in a policy process, by whether segments expand
 (`config.allocator`). Not measured yet. Fixed segments: reports of training on rows of varying length show 2 to 6 GiB.
 Expandable segments: pages of 2 and 20 MiB at the ends of the used ranges, on every stream."""
-BESIDE = int(1.3 * GIB)
+OUTSIDE_BUDGET = int(1.3 * GIB)
 """Bytes of an engine worker outside its budget: CUDA context and NCCL. vLLM 0.32 measures free memory only after both
 exist (v1/worker/gpu_worker.py, "take memory snapshot after NCCL is initialized"). Not measured yet."""
 LIBRARIES = GIB // 2
@@ -80,21 +80,23 @@ def overlapped(config: Config) -> bool:
     return overlaps(config.policy, planned_device(config))
 
 
-def policy_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
+def policy_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
     """Returns the memory of policy rank `rank`."""
-    at, size = parallel.coordinates(rank), itemsize(config)
-    chunks = stage(d, parallel, at.pp)
+    coords, size = parallel.coordinates(rank), itemsize(config)
+    chunks = stage(decoder, parallel, coords.pp)
     freeze = config.policy.moe.freeze_router
-    counted = _held(d, parallel, at, size, freeze, overlap=overlapped(config), moments=moments(config))
-    work = _activations(config, d, parallel, at.pp)
-    streamed = counted.optimizer if config.policy.optimizer.streamed else 0
+    state = _model_state(decoder, parallel, coords, size, freeze, overlap=overlapped(config), moments=moments(config))
+    activation_bytes = _activations(config, decoder, parallel, coords.pp)
+    streamed = state.optimizer if config.policy.optimizer.streamed else 0
     if streamed:
-        counted = replace(counted, optimizer=_at_once(counted, work, MASTER * (size == 2), moments(config)))
+        state = replace(
+            state, optimizer=_streamed_bytes(state, activation_bytes, MASTER * (size == 2), moments(config))
+        )
     copied = bool(config.algorithm.kl.coefficient) and config.reference.layout is None
     return PolicyMemory(
-        held=counted,
-        at=work,
-        reference=min(SWAP, _plain(chunks) * size) if copied else 0,
+        state=state,
+        activations=activation_bytes,
+        reference=min(SWAP, _elements(chunks) * size) if copied else 0,
         sync=int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20),
         reserve=_reserve(config),
         gaps=_gaps(config),
@@ -108,23 +110,23 @@ def moments(config: Config) -> int:
     return MOMENTS[config.policy.optimizer.moments]
 
 
-def _at_once(counted: Held, work: Activations, master: int, moments: int) -> int:
+def _streamed_bytes(state: ModelState, activation_bytes: Activations, master: int, moments: int) -> int:
     """Returns the bytes of a streamed optimizer on the device: the pieces of a step, or all master weights when they
     are created, if that is larger.
 
     Activations do not exist yet when master weights are created, so their memory is subtracted.
     """
-    pieces = min(counted.optimizer, OPTIMIZER_PIECES * max(OPTIMIZER_PIECE, counted.largest))
-    made = counted.optimizer * master // (master + moments)
-    return max(pieces, made - work.train - work.train_logits)
+    pieces = min(state.optimizer, OPTIMIZER_PIECES * max(OPTIMIZER_PIECE, state.largest))
+    masters = state.optimizer * master // (master + moments)
+    return max(pieces, masters - activation_bytes.train - activation_bytes.train_logits)
 
 
-def reference_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
+def reference_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
     """Returns the memory of rank `rank` of a reference with a separate layout: weights and log-prob passes."""
-    at = parallel.coordinates(rank)
-    forward = replace(_activations(config, d, parallel, at.pp), train=0, train_logits=0, host=0)
-    weights = _plain(stage(d, parallel, at.pp)) * itemsize(config)
-    return PolicyMemory(Held(weights, 0, 0), forward, 0, 0, _reserve(config), _gaps(config), role="reference")
+    coords = parallel.coordinates(rank)
+    forward = replace(_activations(config, decoder, parallel, coords.pp), train=0, train_logits=0, host=0)
+    weights = _elements(stage(decoder, parallel, coords.pp)) * itemsize(config)
+    return PolicyMemory(ModelState(weights, 0, 0), forward, 0, 0, _reserve(config), _gaps(config), role="reference")
 
 
 def critic_view(config: Config) -> Config:
@@ -140,54 +142,54 @@ def critic_dims(config: Config) -> ParallelDims | None:
     return ParallelDims.from_config(critic_layout(config), critic_ranks(config), key="critic.layout")
 
 
-def critic_memory(config: Config, d: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
+def critic_memory(config: Config, decoder: Decoder, parallel: ParallelDims, rank: int) -> PolicyMemory:
     """Returns the memory of critic rank `rank`: a policy rank's memory without logits, reference and sync buckets.
 
     Args:
         config: The settings.
-        d: The model with the policy's head.
+        decoder: The model with the policy's head.
         parallel: The critic's grid.
         rank: Rank in the critic's grid.
     """
-    return replace(policy_memory(critic_view(config), d.critic, parallel, rank), sync=0, role="critic")
+    return replace(policy_memory(critic_view(config), decoder.critic, parallel, rank), sync=0, role="critic")
 
 
-def engine_memory(config: Config, d: Decoder, worker: int = 0) -> EngineMemory:
+def engine_memory(config: Config, decoder: Decoder, worker: int = 0) -> EngineMemory:
     """Returns the memory of worker `worker` of an engine."""
     rollout, size = config.rollout, itemsize(config)
     data = engine_data(rollout)
-    weights = engine_bytes(config, d, worker)
+    weights = engine_bytes(config, decoder, worker)
     prefill = max(length_limit(rollout), ENGINE_STEP_TOKENS)
     cut = EngineCut(rollout.tensor, expert_parallel(rollout), data)
-    width = 4 * d.hidden + max(sum(block.engine_width(cut) for block in kind) for kind in d.kinds)
-    working = prefill * width * size + sampling_bytes(config, d)
-    made = partial(
+    width = 4 * decoder.hidden + max(sum(block.engine_width(cut) for block in kind) for kind in decoder.kinds)
+    working = prefill * width * size + sampling_bytes(config, decoder)
+    make = partial(
         EngineMemory,
         weights=weights,
         working=int(working),
         sync=int(SYNC_BUCKETS * config.weights.bucket_mib * 2**20),
-        staged=staged_bytes(config, d),
-        per_token=kv_bytes_per_token(d, rollout.tensor, cache_itemsize(config)),
+        staged=staged_bytes(config, decoder),
+        per_token=kv_bytes_per_token(decoder, rollout.tensor, cache_itemsize(config)),
         keep=_keep(config),
     )
     if on_cpu(config):
         kv = int(rollout.kv_cache_gib * GIB)
-        return made(reserve=0, budget=weights + int(working) + kv, beside=0, given=kv)
+        return make(reserve=0, budget=weights + int(working) + kv, beside=0, cpu_kv_cache=kv)
     reserve = LIBRARIES + (0 if eager(rollout, config.cluster.device) else GRAPHS)
-    return made(reserve=reserve, budget=int(rollout.memory_fraction * gpu_bytes(config)), beside=BESIDE)
+    return make(reserve=reserve, budget=int(rollout.memory_fraction * gpu_bytes(config)), beside=OUTSIDE_BUDGET)
 
 
-def sampling_bytes(config: Config, d: Decoder) -> int:
+def sampling_bytes(config: Config, decoder: Decoder) -> int:
     """Estimates the bytes for sampling a token of every concurrent sequence: logits in `model.dtype` and in float32,
     sorted values and indices."""
-    return config.rollout.concurrency * d.vocab * (itemsize(config) + 4 + 4 + 8 + 4)
+    return config.rollout.concurrency * decoder.vocab * (itemsize(config) + 4 + 4 + 8 + 4)
 
 
-def _activations(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> Activations:
+def _activations(config: Config, decoder: Decoder, parallel: ParallelDims, pp: int) -> Activations:
     spec = layer_spec(config.policy.spec, planned_device(config))
-    experts = any(d.is_moe(i) for i in range(d.layers))
-    found = activations(
-        d,
+    experts = any(decoder.is_moe(i) for i in range(decoder.layers))
+    peak = activations(
+        decoder,
         parallel,
         pp,
         batch(config, parallel).row,
@@ -195,27 +197,27 @@ def _activations(config: Config, d: Decoder, parallel: ParallelDims, pp: int) ->
         recompute=config.policy.recompute,
         offload_layers=config.policy.offload_layers,
         logit_chunk=logit_chunk(config.policy, planned_device(config)),
-        token_bytes=BATCH_BYTES + rank_bytes(config, d, parallel),
+        token_bytes=BATCH_BYTES + rank_bytes(config, decoder, parallel),
         spec=spec,
         fused=fused(config.policy, spec, experts),
     )
-    forward, train = fp8_copies(config, d, parallel, pp)
-    return replace(found, forward=found.forward + forward, train=found.train + train)
+    forward, train = fp8_copies(config, decoder, parallel, pp)
+    return replace(peak, forward=peak.forward + forward, train=peak.train + train)
 
 
-def rounded(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> int:
+def rounded(config: Config, decoder: Decoder, parallel: ParallelDims, pp: int) -> int:
     """Returns how many weights of a rank of stage `pp` are rounded to FP8. Includes norms and router (small)."""
     precision = config.policy.precision
-    fp8 = range(precision.first_layers, d.layers - precision.last_layers) if precision.recipe != "model" else ()
-    return sum(size for layer, size in layers(d, parallel, pp).items() if layer in fp8)
+    fp8 = range(precision.first_layers, decoder.layers - precision.last_layers) if precision.recipe != "model" else ()
+    return sum(size for layer, size in layers(decoder, parallel, pp).items() if layer in fp8)
 
 
-def kept_in_fp8(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> int:
+def kept_in_fp8(config: Config, decoder: Decoder, parallel: ParallelDims, pp: int) -> int:
     """Returns how many weights of a rank of stage `pp` are stored in FP8 (`policy.precision.parameters`)."""
-    return rounded(config, d, parallel, pp) if config.policy.precision.parameters == "fp8" else 0
+    return rounded(config, decoder, parallel, pp) if config.policy.precision.parameters == "fp8" else 0
 
 
-def fp8_copies(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> tuple[int, int]:
+def fp8_copies(config: Config, decoder: Decoder, parallel: ParallelDims, pp: int) -> tuple[int, int]:
     """Returns the bytes of a rank's FP8 copies of weights (`policy.precision`), without and with a backward pass.
 
     Transformer Engine keeps a byte per weight for products with activations, and a byte for products with gradients. On
@@ -224,17 +226,26 @@ def fp8_copies(config: Config, d: Decoder, parallel: ParallelDims, pp: int) -> t
     recipe = config.policy.precision.recipe
     if recipe == "model" or config.policy.precision.parameters == "fp8":
         return 0, 0  # FP8 parameters serve as both copies, in as many bytes as bfloat16
-    weights = rounded(config, d, parallel, pp)
+    weights = rounded(config, decoder, parallel, pp)
     if on_cpu(config):
         return (weights * itemsize(config) * (1 + (recipe == "mxfp8")),) * 2
     return weights, 2 * weights
 
 
 @lru_cache(maxsize=4096)
-def _held(
-    d: Decoder, parallel: ParallelDims, at: RankCoords, size: int, freeze_router: bool, *, overlap: bool, moments: int
-) -> Held:
-    return held(stage(d, parallel, at.pp), parallel, at, size, freeze_router, overlap=overlap, moments=moments)
+def _model_state(
+    decoder: Decoder,
+    parallel: ParallelDims,
+    at: RankCoords,
+    size: int,
+    freeze_router: bool,
+    *,
+    overlap: bool,
+    moments: int,
+) -> ModelState:
+    return model_state(
+        stage(decoder, parallel, at.pp), parallel, at, size, freeze_router, overlap=overlap, moments=moments
+    )
 
 
 def _reserve(config: Config) -> int:
@@ -249,6 +260,6 @@ def _keep(config: Config) -> tuple[str, ...] | None:
     return None if config.residency.keep is None else tuple(config.residency.keep)
 
 
-def _plain(chunks: Sequence[Parameters]) -> int:
+def _elements(chunks: Sequence[Parameters]) -> int:
     """Returns the number of elements without buffer padding."""
     return sum(chunk.total for chunk in chunks)

@@ -31,7 +31,7 @@ FILE = "micro_tokens.json"
 """File in a run's folder with the choice made at the first start. A resumed run keeps this choice."""
 
 
-def decided(config: Config, hf: Mapping[str, Any]) -> Config:
+def with_micro_tokens(config: Config, hf: Mapping[str, Any]) -> Config:
     """Returns the settings with `policy.micro_tokens` set: the given number, or the largest candidate that adds no
     memory problem.
 
@@ -43,12 +43,14 @@ def decided(config: Config, hf: Mapping[str, Any]) -> Config:
     """
     if config.policy.micro_tokens is not None:
         return config
-    d, sizes = architecture(hf).describe(hf), _tried(config)
-    found = [{*fit.problems(_with(config, size), d, strict=True)} for size in sizes]
-    return _with(config, max(size for size, problems in zip(sizes, found, strict=True) if problems <= found[0]))
+    decoder, sizes = architecture(hf).describe(hf), _candidates(config)
+    by_size = [{*fit.problems(_with_size(config, size), decoder, strict=True)} for size in sizes]
+    return _with_size(
+        config, max(size for size, problems in zip(sizes, by_size, strict=True) if problems <= by_size[0])
+    )
 
 
-def of_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: bool) -> Config:
+def for_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: bool) -> Config:
     """Returns the settings of a run with `policy.micro_tokens` set; a resumed run keeps the previous choice.
 
     Args:
@@ -64,29 +66,29 @@ def of_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: bool
         return config
     file, fix = folder / FILE, "remove it, and it is decided once more, or give policy.micro_tokens"
     if resumes and file.exists():
-        had = json_object(file, fix).get("policy.micro_tokens")
-        if had not in MICRO_TOKENS:
+        previous = json_object(file, fix).get("policy.micro_tokens")
+        if previous not in MICRO_TOKENS:
             raise UserError(f"{file}: policy.micro_tokens is none of {', '.join(map(str, MICRO_TOKENS))}; {fix}")
-        return _with(config, had)
-    found = decided(config, hf)
+        return _with_size(config, previous)
+    decided = with_micro_tokens(config, hf)
     with partial_file(file) as partial:
-        partial.write_text(json.dumps({"policy.micro_tokens": found.policy.micro_tokens}) + "\n")
+        partial.write_text(json.dumps({"policy.micro_tokens": decided.policy.micro_tokens}) + "\n")
         os.replace(partial, file)
-    return found
+    return decided
 
 
-def note(config: Config, found: Config, d: Decoder) -> str | None:
+def note(config: Config, decided: Config, decoder: Decoder) -> str | None:
     """Returns a sentence explaining the chosen number; None if the user gave a number.
 
     Args:
         config: The settings as given.
-        found: The settings returned by `decided`.
-        d: The model.
+        decided: The settings returned by `with_micro_tokens`.
+        decoder: The model.
     """
     if config.policy.micro_tokens is not None:
         return None
-    size, sizes = found.policy.micro_tokens, _tried(config)
-    if fit.problem(found, d, strict=True) is None:
+    size, sizes = decided.policy.micro_tokens, _candidates(config)
+    if fit.problem(decided, decoder, strict=True) is None:
         why = "the largest" if size == sizes[-1] else "the largest that fits"
     elif size == sizes[0]:
         why = "the least"
@@ -97,10 +99,10 @@ def note(config: Config, found: Config, d: Decoder) -> str | None:
     return f"policy.micro_tokens=null is {size} here: {why} of {', '.join(map(str, sizes))}"
 
 
-def _tried(config: Config) -> tuple[int, ...]:
+def _candidates(config: Config) -> tuple[int, ...]:
     most = MOST[planned_device(config)]
     return tuple(size for size in MICRO_TOKENS if size <= most)
 
 
-def _with(config: Config, size: int) -> Config:
+def _with_size(config: Config, size: int) -> Config:
     return replace(config, policy=replace(config.policy, micro_tokens=size))

@@ -19,7 +19,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.memory import critic_dims, critic_memory, policy_memory
-from skyrl_mega.planner.shared import stages
+from skyrl_mega.planner.shared import stage_ranks
 
 
 def host_rate(config: Config) -> float:
@@ -35,38 +35,38 @@ def streaming_rate(config: Config) -> float:
     return min(rates.host_gb_s, rates.host_node_gb_s / config.cluster.gpus_per_node / 2) * 1e9
 
 
-def moved(config: Config, d: Decoder, parallel: ParallelDims) -> int:
+def moved_bytes(config: Config, decoder: Decoder, parallel: ParallelDims) -> int:
     """Returns the bytes moved per step by the busiest policy rank and, after it, by the busiest critic rank."""
     if config.residency.keep is None:
         return 0
-    policy = max(policy_memory(config, d, parallel, rank).moving for rank in stages(parallel).values())
-    return 2 * (policy + _critic_moving(config, d))
+    policy = max(policy_memory(config, decoder, parallel, rank).offloaded for rank in stage_ranks(parallel).values())
+    return 2 * (policy + _critic_moving(config, decoder))
 
 
-def _critic_moving(config: Config, d: Decoder) -> int:
+def _critic_moving(config: Config, decoder: Decoder) -> int:
     critic = critic_dims(config)
-    ranks = stages(critic).values() if critic else ()
-    return max((critic_memory(config, d, critic, rank).moving for rank in ranks if critic), default=0)
+    ranks = stage_ranks(critic).values() if critic else ()
+    return max((critic_memory(config, decoder, critic, rank).offloaded for rank in ranks if critic), default=0)
 
 
-def residency_time(config: Config, d: Decoder, parallel: ParallelDims) -> float:
+def residency_time(config: Config, decoder: Decoder, parallel: ParallelDims) -> float:
     """Returns the seconds per step spent on transfers alone."""
-    return moved(config, d, parallel) / host_rate(config)
+    return moved_bytes(config, decoder, parallel) / host_rate(config)
 
 
 @dataclass(frozen=True)
-class IdleMove:
+class NeedlessOffload:
     """Needless offload from GPUs used by no other process."""
 
-    who: tuple[str, ...]
+    owners: tuple[str, ...]
     """Owners of the offloaded parts: policy, engines, critic."""
     seconds: float
     """Seconds per step; 0 if the parts are dropped and created again."""
-    better: str
+    keep: str
     """Value of `residency.keep` without the offload."""
 
 
-def idle_moves(config: Config, d: Decoder, parallel: ParallelDims) -> list[IdleMove]:
+def needless_offloads(config: Config, decoder: Decoder, parallel: ParallelDims) -> list[NeedlessOffload]:
     """Returns needless offloads: of policy and engines if they share no GPU, of the critic always."""
     keep = config.residency.keep
     if keep is None:
@@ -74,8 +74,8 @@ def idle_moves(config: Config, d: Decoder, parallel: ParallelDims) -> list[IdleM
     owners = {"policy": POLICY, "engines": ENGINE, "critic": CRITIC[: has_critic(config)]}
     leaving = tuple(who for who, parts in owners.items() if {*parts} - {*keep})
     if not config.cluster.shared and leaving:
-        return [IdleMove(leaving, residency_time(config, d, parallel), "null")]
+        return [NeedlessOffload(leaving, residency_time(config, decoder, parallel), "null")]
     if config.cluster.shared and "critic" in leaving:
-        seconds = 2 * _critic_moving(config, d) / host_rate(config)
-        return [IdleMove(("critic",), seconds, f"[{','.join([*keep, *CRITIC])}]")]
+        seconds = 2 * _critic_moving(config, decoder) / host_rate(config)
+        return [NeedlessOffload(("critic",), seconds, f"[{','.join([*keep, *CRITIC])}]")]
     return []

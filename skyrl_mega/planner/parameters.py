@@ -45,13 +45,13 @@ class Parameters:
         """Returns the number of elements of all parameters."""
         return int(self.numel.sum())
 
-    def where(self, chosen: Bools) -> Parameters:
+    def select(self, chosen: Bools) -> Parameters:
         """Returns the parameters selected by a mask [n]."""
         return Parameters(*(getattr(self, field.name)[chosen] for field in fields(self)))
 
 
 @lru_cache(maxsize=4096)
-def stage(d: Decoder, parallel: ParallelDims, pp: int) -> tuple[Parameters, ...]:
+def stage(decoder: Decoder, parallel: ParallelDims, pp: int) -> tuple[Parameters, ...]:
     """Returns the model chunks of a rank on pipeline stage `pp`: one, or one per virtual stage.
 
     Ranks with equal `pp` hold tensors of the same shapes.
@@ -60,66 +60,70 @@ def stage(d: Decoder, parallel: ParallelDims, pp: int) -> tuple[Parameters, ...]
     chunks = []
     for chunk in range(parallel.virtual_pipeline):
         first, last = parallel.holds_embedding(pp, chunk), parallel.holds_head(pp, chunk)
-        parts = [_layer(d, d.layer(i), *cut) for i in parallel.stage_layers(d.layers, pp, chunk)]
-        embedding, norm, head = _ends(d, *cut)
-        twice = d.tied and parallel.pipeline > 1
+        parts = [_layer(decoder, decoder.layer(i), *cut) for i in parallel.stage_layers(decoder.layers, pp, chunk)]
+        embedding, norm, head = _ends(decoder, *cut)
+        twice = decoder.tied and parallel.pipeline > 1
         if first:
-            parts.insert(0, _plain(embedding, shared=twice))
+            parts.insert(0, _single(embedding, shared=twice))
         if last:
-            parts.append(_plain(norm, copies=parallel.tensor))
-        if last and not (d.tied and first):
-            parts.append(_plain(head, shared=twice, copies=parallel.tensor if isinstance(d.head, ValueHead) else 1))
-        chunks.append(_joined(parts))
+            parts.append(_single(norm, copies=parallel.tensor))
+        if last and not (decoder.tied and first):
+            parts.append(
+                _single(head, shared=twice, copies=parallel.tensor if isinstance(decoder.head, ValueHead) else 1)
+            )
+        chunks.append(_concatenated(parts))
     return tuple(chunks)
 
 
-def layers(d: Decoder, parallel: ParallelDims, pp: int) -> dict[int, int]:
+def layers(decoder: Decoder, parallel: ParallelDims, pp: int) -> dict[int, int]:
     """Returns the number of elements of each decoder layer on a rank of pipeline stage `pp`, by layer number in the
     model."""
     cut = (parallel.tensor, parallel.expert, parallel.expert_tensor)
-    mine = (i for chunk in range(parallel.virtual_pipeline) for i in parallel.stage_layers(d.layers, pp, chunk))
-    return {i: _layer(d, d.layer(i), *cut).total for i in mine}
+    own_layers = (
+        i for chunk in range(parallel.virtual_pipeline) for i in parallel.stage_layers(decoder.layers, pp, chunk)
+    )
+    return {i: _layer(decoder, decoder.layer(i), *cut).total for i in own_layers}
 
 
-def _plain(numel: int, shared: bool = False, copies: int = 1) -> Parameters:
+def _single(numel: int, shared: bool = False, copies: int = 1) -> Parameters:
     false = np.zeros(1, bool)
     return Parameters(np.array([numel]), false, false, np.array([shared]), np.array([2 if shared else copies]))
 
 
-def _joined(parts: list[Parameters]) -> Parameters:
+def _concatenated(parts: list[Parameters]) -> Parameters:
     return Parameters(*(np.concatenate([getattr(p, field.name) for p in parts]) for field in fields(Parameters)))
 
 
 @lru_cache(maxsize=512)
-def _layer(d: Decoder, kind: Layer, tensor: int, expert: int, expert_tensor: int) -> Parameters:
+def _layer(decoder: Decoder, kind: Layer, tensor: int, expert: int, expert_tensor: int) -> Parameters:
     """Returns the parameters of a layer on a rank."""
-    small = d.of_one_layer(kind)
-    shard = _small(small, tensor, expert, expert_tensor)
-    found = {name: prod(shape) for name, shape in shard.params.items() if ".layers.0." in name}
+    one_layer = decoder.of_one_layer(kind)
+    shard = _one_layer_shard(one_layer, tensor, expert, expert_tensor)
+    sizes = {name: prod(shape) for name, shape in shard.params.items() if ".layers.0." in name}
     # Tensor parallelism does not cut norms and routers: every tensor rank holds all of them.
-    uncut = dist_checkpoint.uncut(small, shard) if tensor > 1 else set()
+    uncut = dist_checkpoint.uncut(one_layer, shard) if tensor > 1 else set()
     return Parameters(
-        np.array(list(found.values()), np.int64),
-        np.array([EXPERTS in name for name in found], bool),
-        np.array([name.endswith(ROUTER) for name in found], bool),
-        np.zeros(len(found), bool),
-        np.array([tensor if name in uncut and EXPERTS not in name else 1 for name in found], np.int64),
+        np.array(list(sizes.values()), np.int64),
+        np.array([EXPERTS in name for name in sizes], bool),
+        np.array([name.endswith(ROUTER) for name in sizes], bool),
+        np.zeros(len(sizes), bool),
+        np.array([tensor if name in uncut and EXPERTS not in name else 1 for name in sizes], np.int64),
     )
 
 
 @lru_cache(maxsize=512)
-def _ends(d: Decoder, tensor: int, expert: int, expert_tensor: int) -> tuple[int, int, int]:
+def _ends(decoder: Decoder, tensor: int, expert: int, expert_tensor: int) -> tuple[int, int, int]:
     """Returns the number of elements of embedding, last norm and head on a rank; a tied head is the embedding."""
-    shard = _small(d.of_one_layer(d.kinds[0]), tensor, expert, expert_tensor)
-    found = {name: prod(shape) for name, shape in shard.params.items()}
-    embedding = found["0.embedding.word_embeddings.weight"]
-    head = next((n for name, n in found.items() if name.endswith(("output_layer.weight", MEGATRON_VALUE))), embedding)
-    return embedding, found["0.decoder.final_layernorm.weight"], head
+    shard = _one_layer_shard(decoder.of_one_layer(decoder.kinds[0]), tensor, expert, expert_tensor)
+    sizes = {name: prod(shape) for name, shape in shard.params.items()}
+    embedding = sizes["0.embedding.word_embeddings.weight"]
+    head = next((n for name, n in sizes.items() if name.endswith(("output_layer.weight", MEGATRON_VALUE))), embedding)
+    return embedding, sizes["0.decoder.final_layernorm.weight"], head
 
 
-def _small(d: Decoder, tensor: int, expert: int, expert_tensor: int) -> Shard:
+def _one_layer_shard(decoder: Decoder, tensor: int, expert: int, expert_tensor: int) -> Shard:
     """Returns the shard of rank 0 of a model with a single layer, cut in the given way."""
     sizes = ParallelDims(
         ranks=np.lcm(tensor, expert * expert_tensor).item(), tensor=tensor, expert=expert, expert_tensor=expert_tensor
     )
-    return megatron.shard(d, sizes, 0, "local")
+    return megatron.shard(decoder, sizes, 0, "local")

@@ -11,7 +11,7 @@ from skyrl_mega.config.schema import Config
 
 
 @dataclass
-class Node:
+class PlannedNode:
     """Ranks and engine workers of a node."""
 
     policy: list[int] = field(default_factory=list)
@@ -29,23 +29,23 @@ class Node:
         return sum(map(len, self.engines.values()))
 
 
-def nodes(config: Config) -> list[Node]:
+def nodes(config: Config) -> list[PlannedNode]:
     """Returns all used nodes, in order; see `cluster.place`."""
     placement = place(config)
     size = engine_ranks(config.rollout)
-    found = [Node() for _ in range(placement.nodes)]
+    planned = [PlannedNode() for _ in range(placement.nodes)]
     for rank, device in enumerate(placement.policy):
-        found[placement.node(device)].policy.append(rank)
+        planned[placement.node(device)].policy.append(rank)
     for rank, device in enumerate(placement.reference):
-        found[placement.node(device)].reference.append(rank)
+        planned[placement.node(device)].reference.append(rank)
     for rank, device in enumerate(placement.critic):
-        found[placement.node(device)].critic.append(rank)
+        planned[placement.node(device)].critic.append(rank)
     for worker, device in enumerate(placement.engines):
-        found[placement.node(device)].engines.setdefault(worker // size, []).append(worker % size)
-    return found
+        planned[placement.node(device)].engines.setdefault(worker // size, []).append(worker % size)
+    return planned
 
 
-def runs(numbers: Sequence[int]) -> str:
+def as_ranges(numbers: Sequence[int]) -> str:
     """Returns numbers as text, with consecutive numbers as a range: `0-3,8`; `·` for none."""
     parts: list[list[int]] = []
     for n in sorted(numbers):

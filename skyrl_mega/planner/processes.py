@@ -13,7 +13,7 @@ from functools import cached_property
 
 from skyrl_mega.config.residency import ENGINE, NEEDS, resident
 from skyrl_mega.planner.activations import Activations
-from skyrl_mega.planner.buffers import Held
+from skyrl_mega.planner.buffers import ModelState
 
 MARGIN = 0.25
 """Assumed relative error of an estimated kind, up or down."""
@@ -45,7 +45,7 @@ Kinds = Mapping[str, int]
 """Bytes by kind."""
 
 
-def least(kinds: Kinds) -> float:
+def lower_bound(kinds: Kinds) -> float:
     """Returns the lower bound of the bytes: every estimate is reduced by the margin."""
     return sum(size if kind in COUNTED else (1 - MARGIN) * size for kind, size in kinds.items())
 
@@ -54,9 +54,9 @@ def least(kinds: Kinds) -> float:
 class PolicyMemory:
     """Memory of a rank of policy, reference or critic, in bytes."""
 
-    held: Held
+    state: ModelState
     """Weights, gradients and optimizer state. Counted."""
-    at: Activations
+    activations: Activations
     """Activations and logits. Estimated."""
     reference: int
     """Buffer for loading reference weights from host memory for log-prob passes. Counted."""
@@ -71,7 +71,7 @@ class PolicyMemory:
     keep: tuple[str, ...] | None = None
     """Value of `residency.keep`."""
     streamed: int = 0
-    """Optimizer state that always stays in host memory (`policy.optimizer.streamed`); `held` then counts only the part
+    """Optimizer state that always stays in host memory (`policy.optimizer.streamed`); `state` then counts only the part
     that a step loads to the device. Counted."""
 
     @property
@@ -79,21 +79,24 @@ class PolicyMemory:
         """Returns the phases with different memory for this role."""
         return SHOWN[self.role]
 
-    def there(self, kind: str, phase: str) -> bool:
+    def is_resident(self, kind: str, phase: str) -> bool:
         """Returns True if `kind` (weights, gradients or optimizer) is on the device in a phase."""
         part = PARTS[self.role].get(kind)
         return part is None or part in resident(phase, self.keep)
 
     def phase(self, name: str) -> dict[str, int]:
         """Returns the bytes on the device in a phase, by kind."""
-        own = ((kind, getattr(self.held, kind)) for kind in ("weights", "gradients", "optimizer"))
-        kinds = {kind: size for kind, size in own if size and self.there(kind, name)}
+        state_kinds = ((kind, getattr(self.state, kind)) for kind in ("weights", "gradients", "optimizer"))
+        kinds = {kind: size for kind, size in state_kinds if size and self.is_resident(kind, name)}
         kinds |= {"sync": self.sync, "reserve": self.reserve, "gaps": self.gaps}
         work = WORK[self.role].get(name)
         if work == "forward":
-            kinds |= {"reference": self.reference, "forward": self.at.forward + self.at.forward_logits}
+            kinds |= {
+                "reference": self.reference,
+                "forward": self.activations.forward + self.activations.forward_logits,
+            }
         if work == "train":
-            kinds |= {"activations": self.at.train, "logits": self.at.train_logits}
+            kinds |= {"activations": self.activations.train, "logits": self.activations.train_logits}
         return kinds
 
     @cached_property
@@ -112,30 +115,30 @@ class PolicyMemory:
         return self.totals[self.busiest]
 
     @property
-    def least(self) -> int:
+    def lower_bound(self) -> int:
         """Returns the lower bound of the peak: every estimate is reduced by the margin."""
-        return int(max(least(self.phase(name)) for name in PHASES))
+        return int(max(lower_bound(self.phase(name)) for name in PHASES))
 
-    def doubt(self, phase: str) -> int:
+    def estimate_error(self, phase: str) -> int:
         """Returns how many bytes the estimate of a phase's activations and logits may be too low."""
-        found = self.phase(phase)
-        return int(MARGIN * sum(found.get(kind, 0) for kind in ("forward", "activations", "logits")))
+        kinds = self.phase(phase)
+        return int(MARGIN * sum(kinds.get(kind, 0) for kind in ("forward", "activations", "logits")))
 
     @property
-    def moving(self) -> int:
+    def offloaded(self) -> int:
         """Returns the bytes offloaded between phases and loaded again. Gradients are dropped, not moved."""
         return sum(
-            getattr(self.held, kind)
+            getattr(self.state, kind)
             for kind in ("weights", "optimizer")
             if not (kind == "optimizer" and self.streamed)
-            if not all(self.there(kind, phase) for phase in PHASES)
+            if not all(self.is_resident(kind, phase) for phase in PHASES)
         )
 
     @property
-    def parked(self) -> int:
+    def pinned(self) -> int:
         """Returns the bytes of pinned host memory: offloaded parts, streamed optimizer state and offloaded
         activations."""
-        return self.moving + self.streamed + self.at.host
+        return self.offloaded + self.streamed + self.activations.host
 
 
 @dataclass(frozen=True)
@@ -159,7 +162,7 @@ class EngineMemory:
     """GPU memory outside the budget. Estimated."""
     per_token: int
     """KV cache per token."""
-    given: int | None = None
+    cpu_kv_cache: int | None = None
     """Requested KV cache on a CPU; None on a GPU."""
     keep: tuple[str, ...] | None = None
     """Value of `residency.keep`."""
@@ -167,8 +170,8 @@ class EngineMemory:
     @property
     def kv(self) -> int:
         """Returns the bytes of the KV cache, which takes the rest of the budget."""
-        if self.given is not None:
-            return self.given
+        if self.cpu_kv_cache is not None:
+            return self.cpu_kv_cache
         return self.budget - self.weights - self.working - self.reserve
 
     @property
@@ -191,9 +194,9 @@ class EngineMemory:
         A partly sleeping engine holds no working memory: the workspace of experts is dropped with the KV cache, and
         torch's cache is emptied. On a shared GPU the sync buckets belong to the policy.
         """
-        here = resident(name, self.keep)
-        kinds = {"weights": self.weights} if "engine_weights" in here else {}
-        kinds |= {"kv_cache": self.kv} if "kv_cache" in here else {}
+        resident_parts = resident(name, self.keep)
+        kinds = {"weights": self.weights} if "engine_weights" in resident_parts else {}
+        kinds |= {"kv_cache": self.kv} if "kv_cache" in resident_parts else {}
         kinds |= {"working": self.working} if self.awake(name) else {}
         kinds |= {"staged": self.staged} if name == "sync" and self.staged else {}
         return kinds | {"reserve": self.reserve, "beside": self.beside}
@@ -203,14 +206,14 @@ class EngineMemory:
         """Returns the bytes on the device by phase."""
         return {name: sum(self.phase(name).values()) for name in PHASES}
 
-    def least_in(self, phase: str) -> float:
+    def lower_bound_in(self, phase: str) -> float:
         """Returns the lower bound of the bytes in a phase: every estimate is reduced by the margin.
 
         An awake engine always uses the whole budget; a staged layer may lie in the working memory.
         """
         if self.awake(phase):
             return self.budget + (1 - MARGIN) * self.beside
-        return least(self.phase(phase))
+        return lower_bound(self.phase(phase))
 
     @property
     def resident(self) -> int:
@@ -224,6 +227,6 @@ class EngineMemory:
         return self.resident + self.staged + self.sync
 
     @property
-    def least(self) -> int:
+    def lower_bound(self) -> int:
         """Returns the lower bound of the bytes during generation: the estimate is reduced by the margin."""
         return self.budget + int((1 - MARGIN) * self.beside)

@@ -11,19 +11,19 @@ PLACE_BYTES = 16
 """Bytes of a token's index and position, stored with the routes on a rank."""
 
 
-def route_bytes(config: Config, d: Decoder) -> int:
+def route_bytes(config: Config, decoder: Decoder) -> int:
     """Returns the bytes of the routes of a token; 0 without replay."""
-    shape = RouteShape.of(d)
+    shape = RouteShape.of(decoder)
     return shape.token_bytes if shape and config.policy.moe.replay != "off" else 0
 
 
-def rank_bytes(config: Config, d: Decoder, parallel: ParallelDims) -> float:
+def rank_bytes(config: Config, decoder: Decoder, parallel: ParallelDims) -> float:
     """Returns the bytes per token of a packed micro-batch on a policy rank: the replayed routes, and the routes to be
     reproduced."""
-    each = route_bytes(config, d)
-    return (2 * each + PLACE_BYTES) / parallel.tensor if each else 0.0
+    token_bytes = route_bytes(config, decoder)
+    return (2 * token_bytes + PLACE_BYTES) / parallel.tensor if token_bytes else 0.0
 
 
-def driver_bytes(config: Config, d: Decoder) -> int:
+def driver_bytes(config: Config, decoder: Decoder) -> int:
     """Returns the bytes per token of a step on the driver: in trajectories, in the batch, and in messages to ranks."""
-    return 3 * route_bytes(config, d) if config.policy.moe.replay == "rollout" else 0
+    return 3 * route_bytes(config, decoder) if config.policy.moe.replay == "rollout" else 0

@@ -32,14 +32,14 @@ from skyrl_mega.models.megatron import layer_spec
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import fp8_blocks
+from skyrl_mega.planner.engine_search import EngineChoice, PolicyRanks, engine_choices, fastest_engines, missing_bytes
 from skyrl_mega.planner.fit import host_problem, parallel_of
 from skyrl_mega.planner.memory import critic_dims, critic_memory, on_cpu
 from skyrl_mega.planner.micro_tokens import MICRO_TOKENS
 from skyrl_mega.planner.moves import residency_time
-from skyrl_mega.planner.pairs import Engine, Ranks, engines, lacking, pairs
-from skyrl_mega.planner.relief import shortest
-from skyrl_mega.planner.shared import stages
-from skyrl_mega.planner.times import elsewhere
+from skyrl_mega.planner.relief import least_safe_phase
+from skyrl_mega.planner.shared import stage_ranks
+from skyrl_mega.planner.times import time_without_generation
 
 SECONDS = 40.0
 """Maximum processor time of a search."""
@@ -104,37 +104,37 @@ class Suggestion:
 
 
 @dataclass(frozen=True)
-class Tried:
+class Evaluated:
     """Policy settings combined with all engines."""
 
     parallel: ParallelDims
     config: Config
-    found: list[Suggestion]
+    fitting: list[Suggestion]
     """Combinations that fit."""
-    lacking: int
+    missing_bytes: int
     """Missing bytes of a GPU if nothing fits; 0 or less if only the critic does not fit."""
 
 
 @dataclass(frozen=True)
-class Search:
+class SearchResult:
     """Fitting layouts, the number of tried settings, and the nearest miss."""
 
     gpus: int
-    tried: int
+    evaluated: int
     """Number of evaluated settings."""
-    found: tuple[Suggestion, ...]
+    suggestions: tuple[Suggestion, ...]
     """The best settings of each layout, in the order of `ordered`."""
     complete: bool
     """True if all candidates were tried within the time limit."""
-    enough: int | None = None
+    enough_gpus: int | None = None
     """Larger number of GPUs with a fitting layout; set if nothing was found."""
-    nearest: Tried | None = None
+    nearest: Evaluated | None = None
     """Candidate with the smallest shortage; set if nothing fits the GPUs."""
-    hosts: str | None = None
+    host_problem: str | None = None
     """Error message for the fastest candidate; set if only host memory is short."""
 
 
-def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Search:
+def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> SearchResult:
     """Tries layouts for `gpus` GPUs (None: all GPUs of the settings) and returns those that fit.
 
     Raises:
@@ -150,65 +150,78 @@ def search(config: Config, hf: Mapping[str, Any], gpus: int | None = None) -> Se
         raise UserError(
             f"--suggest {gpus}: nodes have {node} GPUs (cluster.gpus_per_node); nearest that work: {low}, {low + node}"
         )
-    d = architecture(hf).describe(hf)
+    decoder = architecture(hf).describe(hf)
     if config.policy.micro_tokens is None:  # all candidates are tried
         config = replace(config, policy=replace(config.policy, micro_tokens=MICRO_TOKENS[0]))
     if config.critic.layout and config.critic.ranks:
-        _critic(config, d)  # checked once, as the critic's layout is fixed
+        _critic(config, decoder)  # checked once, as the critic's layout is fixed
     if not config.cluster.shared:  # separate GPUs need no offload
         config = replace(config, residency=replace(config.residency, keep=None))
     end = time.process_time() + SECONDS
-    every = list(_tries(config, d, gpus, end))
+    evaluated = list(_evaluations(config, decoder, gpus, end))
     complete = time.process_time() < end
-    made = dict[ParallelDims, list[Suggestion]]()
-    for suggestion in (s for tried in every for s in tried.found):
-        made.setdefault(suggestion.parallel, []).append(suggestion)
-    found = [best for of_layout in made.values() if (best := _first_with_room(of_layout, d))]
-    if found:
-        return Search(gpus, len(every), tuple(ordered(found, lambda s: _crowded(s, d))), complete)
-    larger = [-(-gpus * quarters // (4 * node)) * node for quarters in MORE]
+    by_layout = dict[ParallelDims, list[Suggestion]]()
+    for suggestion in (s for evaluation in evaluated for s in evaluation.fitting):
+        by_layout.setdefault(suggestion.parallel, []).append(suggestion)
+    suggestions = [best for of_layout in by_layout.values() if (best := _best_with_host_memory(of_layout, decoder))]
+    if suggestions:
+        return SearchResult(
+            gpus, len(evaluated), tuple(ordered(suggestions, lambda s: _is_unsafe(s, decoder))), complete
+        )
+    larger_counts = [-(-gpus * quarters // (4 * node)) * node for quarters in MORE]
     end = time.process_time() + SECONDS / 4
-    enough = next((n for n in larger if any(_first_with_room(t.found, d) for t in _tries(config, d, n, end))), None)
-    fits = [s for of_layout in made.values() for s in of_layout]
-    hosts = _host_problem(min(fits, key=lambda s: s.seconds), d) if fits else None
-    nearest = None if fits else min(every, key=lambda tried: tried.lacking, default=None)
-    return Search(gpus, len(every), (), complete, enough=enough, nearest=nearest, hosts=hosts)
+    enough_gpus = next(
+        (
+            n
+            for n in larger_counts
+            if any(_best_with_host_memory(t.fitting, decoder) for t in _evaluations(config, decoder, n, end))
+        ),
+        None,
+    )
+    fits = [s for of_layout in by_layout.values() for s in of_layout]
+    host_error = _host_problem(min(fits, key=lambda s: s.seconds), decoder) if fits else None
+    nearest = None if fits else min(evaluated, key=lambda evaluation: evaluation.missing_bytes, default=None)
+    return SearchResult(
+        gpus, len(evaluated), (), complete, enough_gpus=enough_gpus, nearest=nearest, host_problem=host_error
+    )
 
 
-def ordered(found: Iterable[Suggestion], crowded: Callable[[Suggestion], bool]) -> Iterator[Suggestion]:
+def ordered(suggestions: Iterable[Suggestion], unsafe: Callable[[Suggestion], bool]) -> Iterator[Suggestion]:
     """Yields suggestions by step time; suggestions at most `TIE` slower than the fastest remaining one form a tie.
 
     Within a tie suggestions that are not crowded come first, then those that cut the model least.
     """
-    rest = sorted(found, key=lambda s: s.seconds)
+    rest = sorted(suggestions, key=lambda s: s.seconds)
     while rest:
         tie = [s for s in rest if s.seconds <= (1 + TIE) * rest[0].seconds]
-        yield from sorted(tie, key=lambda s: (crowded(s), s.cuts, s.seconds))
+        yield from sorted(tie, key=lambda s: (unsafe(s), s.cuts, s.seconds))
         rest = rest[len(tie) :]
 
 
-def _crowded(suggestion: Suggestion, d: Decoder) -> bool:
+def _is_unsafe(suggestion: Suggestion, decoder: Decoder) -> bool:
     """Returns True if the free memory of a shared GPU is less than the possible error of its estimates."""
     config = suggestion.config
-    return config.cluster.shared and shortest(config, d, suggestion.parallel) is not None
+    return config.cluster.shared and least_safe_phase(config, decoder, suggestion.parallel) is not None
 
 
-def _first_with_room(made: list[Suggestion], d: Decoder) -> Suggestion | None:
+def _best_with_host_memory(suggestions: list[Suggestion], decoder: Decoder) -> Suggestion | None:
     """Returns the fastest suggestion for which host memory suffices, or None; among equally fast suggestions, the one
     that moves least."""
-    for suggestion in sorted(made, key=lambda s: (round(s.seconds, 1), s.cuts, -len(kept(s.config.residency.keep)))):
-        if _host_problem(suggestion, d) is None:
+    for suggestion in sorted(
+        suggestions, key=lambda s: (round(s.seconds, 1), s.cuts, -len(kept(s.config.residency.keep)))
+    ):
+        if _host_problem(suggestion, decoder) is None:
             return suggestion
     return None
 
 
-def _host_problem(suggestion: Suggestion, d: Decoder) -> str | None:
+def _host_problem(suggestion: Suggestion, decoder: Decoder) -> str | None:
     """Returns the error message if host memory is too small for the suggestion, or None."""
     _, reference = parallel_of(suggestion.config)
-    return host_problem(suggestion.config, d, suggestion.parallel, reference)
+    return host_problem(suggestion.config, decoder, suggestion.parallel, reference)
 
 
-def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[Tried]:
+def _evaluations(config: Config, decoder: Decoder, gpus: int, end: float) -> Iterator[Evaluated]:
     """Yields all policy settings that are tried, each with the engines that fit, until the processor time reaches
     `end`.
 
@@ -216,77 +229,85 @@ def _tries(config: Config, d: Decoder, gpus: int, end: float) -> Iterator[Tried]
     """
     config = replace(config, cluster=replace(config.cluster, nodes=-(-gpus // config.cluster.gpus_per_node)))
     fixed = reference_ranks(config) + (config.critic.ranks or 0) * has_critic(config)
-    for ranks, workers in _splits(config, gpus - fixed):
+    for ranks, workers in _gpu_splits(config, gpus - fixed):
         policy = replace(config.policy, ranks=ranks)
-        chosen = engines(replace(config, policy=policy), d, workers)
+        chosen = engine_choices(replace(config, policy=policy), decoder, workers)
         if not chosen:
             continue
-        for parallel, layout in _layouts(config, d, ranks):
-            for recompute, away in _ways(config, max(parallel.stage_sizes(d.layers))):
+        for parallel, layout in _layouts(config, decoder, ranks):
+            for recompute, offload_layers in _recompute_choices(config, max(parallel.stage_sizes(decoder.layers))):
                 optimizer = replace(policy.optimizer, streamed=False)
-                given = replace(policy, layout=layout, recompute=recompute, offload_layers=away, optimizer=optimizer)
+                trial = replace(
+                    policy, layout=layout, recompute=recompute, offload_layers=offload_layers, optimizer=optimizer
+                )
                 for tokens in sorted({*MICRO_TOKENS, micro_tokens(config.policy)}):
                     if time.process_time() > end:
                         return
-                    given = replace(given, micro_tokens=tokens)
-                    tried = _measure(replace(config, policy=given), d, parallel, chosen)
-                    if not tried.found and not given.optimizer.streamed and policy.precision.parameters == "model":
+                    trial = replace(trial, micro_tokens=tokens)
+                    evaluation = _evaluate(replace(config, policy=trial), decoder, parallel, chosen)
+                    if (
+                        not evaluation.fitting
+                        and not trial.optimizer.streamed
+                        and policy.precision.parameters == "model"
+                    ):
                         # Slower, so only if nothing fits otherwise; then no larger micro-batch fits either. FP8
                         # parameters need all master weights on the device.
-                        given = replace(given, optimizer=replace(given.optimizer, streamed=True))
-                        tried = _measure(replace(config, policy=given), d, parallel, chosen)
-                    yield tried
-                    if not tried.found:
+                        trial = replace(trial, optimizer=replace(trial.optimizer, streamed=True))
+                        evaluation = _evaluate(replace(config, policy=trial), decoder, parallel, chosen)
+                    yield evaluation
+                    if not evaluation.fitting:
                         break  # a larger micro-batch takes more memory
 
 
-def _ways(config: Config, layers: int) -> Iterator[tuple[str, int]]:
+def _recompute_choices(config: Config, layers: int) -> Iterator[tuple[str, int]]:
     """Yields candidates for `policy.recompute` and `policy.offload_layers`. With long sequences a copy may be faster
     than recomputation."""
-    kinds = _kinds(config)
+    kinds = _recompute_kinds(config)
     yield from ((kind, 0) for kind in kinds)
     if length_limit(config.rollout) >= LONG:
         yield from product([kind for kind in kinds if kind in ("none", "selective")], {layers // 2, layers} - {0})
 
 
-def _kinds(config: Config) -> list[str]:
+def _recompute_kinds(config: Config) -> list[str]:
     """Returns the allowed values of `policy.recompute` (`config/speed_checks.py`, `config/precision.py`)."""
     policy = config.policy
     if any(name.startswith("recompute_") for name in policy.options):
         return ["none"]  # the given options are more specific (`config/megatron_options.py`)
-    without = {"moe"} if policy.moe.replay != "off" else set()
+    excluded = {"moe"} if policy.moe.replay != "off" else set()
     if on_cpu(config) or policy.spec == "local" or policy.precision.recipe == "fp8_delayed":
-        without.add("selective")
-    return [kind for kind in RECOMPUTE if kind not in without]
+        excluded.add("selective")
+    return [kind for kind in RECOMPUTE if kind not in excluded]
 
 
-def _measure(config: Config, d: Decoder, parallel: ParallelDims, chosen: list[Engine]) -> Tried:
+def _evaluate(config: Config, decoder: Decoder, parallel: ParallelDims, chosen: list[EngineChoice]) -> Evaluated:
     """Evaluates policy settings with the engines fitting beside the policy."""
-    ranks = Ranks(config, d, parallel)
-    found = list(pairs(config, ranks, chosen))
-    if not found or not _critic_fits(config, d, ranks.size):
-        return Tried(parallel, config, [], lacking(config, ranks, chosen))
-    seconds = elsewhere(config, d, parallel)
-    made = []
-    for pair in found:
-        residency = replace(config.residency, keep=pair.keep)
-        settings = replace(config, rollout=pair.engine.rollout(pair.fraction), residency=residency)
-        moving = residency_time(settings, d, parallel) if pair.keep is not None else 0.0
-        total = seconds + pair.seconds + moving
-        made.append(Suggestion(parallel, settings, ranks.peak(pair.keep), pair.tokens, total))
-    return Tried(parallel, config, made, 0)
+    ranks = PolicyRanks(config, decoder, parallel)
+    plans = list(fastest_engines(config, ranks, chosen))
+    if not plans or not _critic_fits(config, decoder, ranks.size):
+        return Evaluated(parallel, config, [], missing_bytes(config, ranks, chosen))
+    other_seconds = time_without_generation(config, decoder, parallel)
+    suggestions = []
+    for plan in plans:
+        residency = replace(config.residency, keep=plan.keep)
+        settings = replace(config, rollout=plan.engine.rollout(plan.fraction), residency=residency)
+        transfers = residency_time(settings, decoder, parallel) if plan.keep is not None else 0.0
+        total = other_seconds + plan.seconds + transfers
+        suggestions.append(Suggestion(parallel, settings, ranks.peak(plan.keep), plan.tokens, total))
+    return Evaluated(parallel, config, suggestions, 0)
 
 
-def _critic_fits(config: Config, d: Decoder, room: int) -> bool:
+def _critic_fits(config: Config, decoder: Decoder, available: int) -> bool:
     """Returns True if there is no critic or it fits."""
     try:
-        critic = _critic(config, d)
+        critic = _critic(config, decoder)
     except UserError:
         return False
-    return critic is None or all(critic_memory(config, d, critic, r).peak <= room for r in stages(critic).values())
+    return critic is None or all(
+        critic_memory(config, decoder, critic, r).peak <= available for r in stage_ranks(critic).values()
+    )
 
 
-def _critic(config: Config, d: Decoder) -> ParallelDims | None:
+def _critic(config: Config, decoder: Decoder) -> ParallelDims | None:
     """Returns the critic's grid; None without a critic.
 
     Raises:
@@ -294,32 +315,32 @@ def _critic(config: Config, d: Decoder) -> ParallelDims | None:
     """
     critic = critic_dims(config)
     if critic:
-        megatron.check(d, critic, "critic.layout")
+        megatron.check(decoder, critic, "critic.layout")
     return critic
 
 
-def _splits(config: Config, gpus: int) -> list[tuple[int, int]]:
+def _gpu_splits(config: Config, gpus: int) -> list[tuple[int, int]]:
     """Returns pairs of GPU counts for policy and engines: whole nodes, or any eighths within a single node.
 
     A critic without given ranks gets as many GPUs as the policy.
     """
-    trained = 2 if has_critic(config) and config.critic.ranks is None else 1
+    grids = 2 if has_critic(config) and config.critic.ranks is None else 1
     if config.cluster.shared:
-        return [(gpus // trained, gpus // trained)]
+        return [(gpus // grids, gpus // grids)]
     unit = config.cluster.gpus_per_node if gpus > config.cluster.gpus_per_node else 1
     shares = sorted({round(gpus / unit * k / 8) * unit for k in EIGHTHS})
-    return [(ranks, gpus - trained * ranks) for ranks in shares if ranks > 0 and trained * ranks < gpus]
+    return [(ranks, gpus - grids * ranks) for ranks in shares if ranks > 0 and grids * ranks < gpus]
 
 
-def _layouts(config: Config, d: Decoder, ranks: int) -> Iterator[tuple[ParallelDims, LayoutConfig]]:
+def _layouts(config: Config, decoder: Decoder, ranks: int) -> Iterator[tuple[ParallelDims, LayoutConfig]]:
     """Yields every layout of the model over `ranks` ranks with tensor parallelism within a node."""
     sizes = _divisors(ranks)
     tensors = [n for n in sizes if n <= config.cluster.gpus_per_node]
     contexts = [n for n in CONTEXT if n == 1 or length_limit(config.rollout) >= LONG]
     spec = layer_spec(config.policy.spec, planned_device(config))
-    experts = [n for n in sizes if d.experts and d.experts.count % n == 0] or [1]
+    experts = [n for n in sizes if decoder.experts and decoder.experts.count % n == 0] or [1]
     for tensor, pipeline, virtual, context, expert in product(tensors, sizes, (1, 2), contexts, experts):
-        ends = _ends(d.layers, pipeline, virtual)
+        ends = _ends(decoder.layers, pipeline, virtual)
         if ends is None or ranks % (tensor * pipeline * context) or ranks % (pipeline * expert):
             continue
         layout = LayoutConfig(
@@ -333,9 +354,9 @@ def _layouts(config: Config, d: Decoder, ranks: int) -> Iterator[tuple[ParallelD
         )
         try:
             parallel = ParallelDims.from_config(layout, ranks)
-            megatron.check(d, parallel)
-            fp8_widths.check(d, parallel, config.policy.precision, spec)
-            fp8_blocks.check(config, d, parallel)
+            megatron.check(decoder, parallel)
+            fp8_widths.check(decoder, parallel, config.policy.precision, spec)
+            fp8_blocks.check(config, decoder, parallel)
         except UserError:
             continue
         yield parallel, layout

@@ -13,7 +13,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.memory import GIB, engine_memory, gpu_bytes, on_cpu, policy_memory
-from skyrl_mega.planner.processes import PHASES, EngineMemory, PolicyMemory, least
+from skyrl_mega.planner.processes import PHASES, EngineMemory, PolicyMemory, lower_bound
 
 
 @dataclass(frozen=True)
@@ -27,26 +27,26 @@ class SharedGpu:
     size: int
     """GPU memory reported by CUDA."""
 
-    def left(self, phase: str) -> int:
+    def free(self, phase: str) -> int:
         """Returns the free bytes in a phase; a negative number is a shortage."""
         return self.size - self.engine.totals[phase] - self.policy.totals[phase]
 
     @property
     def busiest(self) -> str:
         """Returns the phase with the least free memory."""
-        return min(PHASES, key=self.left)
+        return min(PHASES, key=self.free)
 
     @property
-    def margin(self) -> int:
+    def least_free(self) -> int:
         """Returns the free bytes in the busiest phase."""
-        return self.left(self.busiest)
+        return self.free(self.busiest)
 
     def needed(self, phase: str, strict: bool) -> float:
         """Returns the bytes of both processes in a phase; without `strict` the lower bound, with estimates reduced by
         the margin."""
         if strict:
             return self.engine.totals[phase] + self.policy.totals[phase]
-        return self.engine.least_in(phase) + least(self.policy.phase(phase))
+        return self.engine.lower_bound_in(phase) + lower_bound(self.policy.phase(phase))
 
     def worst(self, strict: bool) -> str:
         """Returns the phase needing the most memory."""
@@ -56,37 +56,37 @@ class SharedGpu:
         """Returns True if every phase fits."""
         return self.needed(self.worst(strict), strict) <= self.size
 
-    def keeping(self, parts: Iterable[str]) -> SharedGpu:
+    def with_keep(self, parts: Iterable[str]) -> SharedGpu:
         """Returns a copy with another `residency.keep`."""
         keep = tuple(parts)
         return replace(self, policy=replace(self.policy, keep=keep), engine=replace(self.engine, keep=keep))
 
-    def most_budget(self, strict: bool) -> float:
+    def largest_budget(self, strict: bool) -> float:
         """Returns the largest engine budget fitting beside the policy in all phases with a KV cache."""
         with_cache = [phase for phase in PHASES if "kv_cache" in resident(phase, self.engine.keep)]
         return min(self.size - self.needed(phase, strict) for phase in with_cache) + self.engine.budget
 
 
-def stages(parallel: ParallelDims) -> dict[int, int]:
+def stage_ranks(parallel: ParallelDims) -> dict[int, int]:
     """Returns the first rank of each pipeline stage; no other rank of the stage holds more."""
     return {pp: pp * (parallel.ranks // parallel.pipeline) for pp in range(parallel.pipeline)}
 
 
-def shared_gpus(config: Config, d: Decoder, parallel: ParallelDims) -> Iterator[SharedGpu]:
+def shared_gpus(config: Config, decoder: Decoder, parallel: ParallelDims) -> Iterator[SharedGpu]:
     """Yields a shared GPU per pipeline stage; none if policy and engines share no GPU."""
     if not config.cluster.shared or on_cpu(config):
         return
-    engine, size = engine_memory(config, d), gpu_bytes(config)
-    for rank in stages(parallel).values():
-        yield SharedGpu(rank, policy_memory(config, d, parallel, rank), engine, size)
+    engine, size = engine_memory(config, decoder), gpu_bytes(config)
+    for rank in stage_ranks(parallel).values():
+        yield SharedGpu(rank, policy_memory(config, decoder, parallel, rank), engine, size)
 
 
 def fullest(gpus: Iterable[SharedGpu], phase: str) -> SharedGpu:
     """Returns the GPU with the least free memory in a phase; its stage may differ from phase to phase."""
-    return min(gpus, key=lambda gpu: gpu.left(phase))
+    return min(gpus, key=lambda gpu: gpu.free(phase))
 
 
-def refusal(config: Config, gpus: Sequence[SharedGpu], strict: bool, allowed: Callable[[Config], bool]) -> str | None:
+def misfit(config: Config, gpus: Sequence[SharedGpu], strict: bool, allowed: Callable[[Config], bool]) -> str | None:
     """Returns the error message if policy and engine do not fit on a GPU, else None.
 
     The message names the phase, the memory by kind, and settings that would fit.
@@ -106,16 +106,16 @@ def refusal(config: Config, gpus: Sequence[SharedGpu], strict: bool, allowed: Ca
     stays = "; both stay there all the time" if config.residency.keep is None else ""
     return (
         f"rollout.memory_fraction = {config.rollout.memory_fraction:g}: on shared GPUs, in phase {phase}, an engine "
-        f"worker's {_gib(sum(engine.values()))} GiB ({listed(engine)}) and a policy rank's "
-        f"{_gib(sum(policy.values()))} ({listed(policy)}){together} are more than the {_gib(gpu.size)} GiB of a "
-        f"GPU{stays}; {_largest(config, gpus)}; {_leaving(config, gpus, allowed)}"
+        f"worker's {_gib(sum(engine.values()))} GiB ({describe_kinds(engine)}) and a policy rank's "
+        f"{_gib(sum(policy.values()))} ({describe_kinds(policy)}){together} are more than the {_gib(gpu.size)} GiB of "
+        f"a GPU{stays}; {_largest_fraction(config, gpus)}; {_smaller_keep(config, gpus, allowed)}"
     )
 
 
-def _largest(config: Config, gpus: Sequence[SharedGpu]) -> str:
+def _largest_fraction(config: Config, gpus: Sequence[SharedGpu]) -> str:
     """Describes the largest `rollout.memory_fraction` fitting every GPU by the plain estimates."""
     size = gpus[0].size
-    largest = floor(100 * min(gpu.most_budget(strict=True) for gpu in gpus) / size) / 100
+    largest = floor(100 * min(gpu.largest_budget(strict=True) for gpu in gpus) / size) / 100
     engine = replace(gpus[0].engine, budget=int(largest * size))
     fits = all(replace(gpu, engine=engine).fits(strict=True) for gpu in gpus)
     if fits and engine.tokens >= length_limit(config.rollout):
@@ -123,28 +123,28 @@ def _largest(config: Config, gpus: Sequence[SharedGpu]) -> str:
     return "no fraction fits"
 
 
-def _leaving(config: Config, gpus: Sequence[SharedGpu], allowed: Callable[[Config], bool]) -> str:
+def _smaller_keep(config: Config, gpus: Sequence[SharedGpu], allowed: Callable[[Config], bool]) -> str:
     """Describes the fewest parts that must leave `residency.keep` so that every GPU fits by the plain estimates.
 
     Engine parts leave first, as this costs no copy. Critic parts stay, as a critic uses separate GPUs.
     """
-    there = (*ENGINE, *POLICY, *CRITIC[: has_critic(config)])
-    parts = [part for part in there if part in kept(config.residency.keep)]
+    droppable = (*ENGINE, *POLICY, *CRITIC[: has_critic(config)])
+    parts = [part for part in droppable if part in kept(config.residency.keep)]
 
     def works(keep: list[str]) -> bool:
         other = replace(config, residency=replace(config.residency, keep=keep))
-        return all(gpu.keeping(keep).fits(strict=True) for gpu in gpus) and allowed(other)
+        return all(gpu.with_keep(keep).fits(strict=True) for gpu in gpus) and allowed(other)
 
-    here = [part for part in parts if part not in CRITIC]
-    for count in range(1, len(here) + 1):
-        for leaves in combinations(here, count):
-            if works(rest := [part for part in parts if part not in leaves]):
-                keep = f"residency.keep=[{','.join(rest)}]"
-                return f"without {leaves[0]} it fits: {keep}" if count == 1 else f"with {keep} it fits"
+    candidates = [part for part in parts if part not in CRITIC]
+    for count in range(1, len(candidates) + 1):
+        for dropped in combinations(candidates, count):
+            if works(remaining := [part for part in parts if part not in dropped]):
+                keep = f"residency.keep=[{','.join(remaining)}]"
+                return f"without {dropped[0]} it fits: {keep}" if count == 1 else f"with {keep} it fits"
     return "whatever residency.keep may leave out, it does not fit at this fraction"
 
 
-def listed(kinds: Mapping[str, int]) -> str:
+def describe_kinds(kinds: Mapping[str, int]) -> str:
     """Returns the kinds of memory of at least a tenth of a GiB, as text."""
     return ", ".join(f"{kind} {_gib(size)}" for kind, size in kinds.items() if size >= GIB / 10)
 

@@ -67,195 +67,213 @@ class StepTime:
 
 
 @lru_cache(maxsize=16)
-def elements(d: Decoder) -> int:
+def elements(decoder: Decoder) -> int:
     """Returns the number of elements of the whole model."""
-    return sum(map(prod, huggingface.tensors(d).values()))
+    return sum(map(prod, huggingface.tensors(decoder).values()))
 
 
 @lru_cache(maxsize=16)
-def _copy(d: Decoder, dtype: str, fp8: bool) -> int:
+def _wire_bytes(decoder: Decoder, dtype: str, fp8: bool) -> int:
     """Returns the bytes of a copy of the model on the wire."""
-    return copy_bytes(dtype, fp8, huggingface.tensors(d))
+    return copy_bytes(dtype, fp8, huggingface.tensors(decoder))
 
 
-def step_time(config: Config, d: Decoder, parallel: ParallelDims, sync: float | None = None) -> StepTime:
+def step_time(config: Config, decoder: Decoder, parallel: ParallelDims, sync: float | None = None) -> StepTime:
     """Returns the seconds of an RL step.
 
     Args:
         config: The settings.
-        d: The model.
+        decoder: The model.
         parallel: The policy's grid.
         sync: Seconds of the planned weight sync; None assumes a single copy of the model into a node.
     """
-    made = batch(config, parallel)
-    train, forward = policy_times(config, d, parallel, made)
-    generate, critic = generate_time(config, d, made), critic_time(config, d)
+    sizes = batch(config, parallel)
+    train, forward = policy_times(config, decoder, parallel, sizes)
+    generate, critic = generate_time(config, decoder, sizes), critic_time(config, decoder)
     return StepTime(
         generate=generate,
         logprobs=forward,
         critic=critic,
         train=train,
-        sync=_one_copy(config, d) if sync is None else sync,
-        residency=residency_time(config, d, parallel),
+        sync=_single_copy_time(config, decoder) if sync is None else sync,
+        residency=residency_time(config, decoder, parallel),
         ahead=min(generate, forward + critic + train) if generates_ahead(config.asynchrony) else 0.0,
     )
 
 
-def elsewhere(config: Config, d: Decoder, parallel: ParallelDims) -> float:
+def time_without_generation(config: Config, decoder: Decoder, parallel: ParallelDims) -> float:
     """Returns the seconds of a step apart from generation and residency transfers."""
     return (
-        sum(policy_times(config, d, parallel, batch(config, parallel))) + critic_time(config, d) + _one_copy(config, d)
+        sum(policy_times(config, decoder, parallel, batch(config, parallel)))
+        + critic_time(config, decoder)
+        + _single_copy_time(config, decoder)
     )
 
 
-def _one_copy(config: Config, d: Decoder) -> float:
+def _single_copy_time(config: Config, decoder: Decoder) -> float:
     """Returns the seconds of a sync limited by a single copy of the model into a node."""
     links = Links.from_config(config.cluster)
-    copied = _copy(d, config.model.dtype, config.weights.wire == "fp8")
+    copied = _wire_bytes(decoder, config.model.dtype, config.weights.wire == "fp8")
     return copied / (links.nics_per_node * links.nic_gb_s * 1e9)
 
 
-def critic_time(config: Config, d: Decoder) -> float:
+def critic_time(config: Config, decoder: Decoder) -> float:
     """Returns the seconds of a critic's values and optimizer steps; 0 without a critic."""
     parallel, view = critic_dims(config), critic_view(config)
     if parallel is None:
         return 0.0
-    train, forward = _passes(view, d.critic, parallel, batch(view, parallel))
+    train, forward = _pass_times(view, decoder.critic, parallel, batch(view, parallel))
     return forward + config.critic.epochs * train
 
 
-def generate_time(config: Config, d: Decoder, made: Batch) -> float:
+def generate_time(config: Config, decoder: Decoder, sizes: Batch) -> float:
     """Returns the seconds until all samples of a step are complete.
 
     Greedy answers take a round of their own; dynamic sampling takes several rounds. With `asynchrony.mode=full`, groups
     are generated all the time and no step waits for the longest response.
     """
-    drawn = (replace(made, prompts=prompts) for prompts in rounds(config))
+    batches = (replace(sizes, prompts=prompts) for prompts in rounds(config))
     return sum(
-        _round_time(config, d, each, count)
-        for each in drawn
-        for count in (each.sequences, each.prompts if made.greedy else 0)
+        _round_time(config, decoder, step, count)
+        for step in batches
+        for count in (step.sequences, step.prompts if sizes.greedy else 0)
         if count
     )
 
 
-def _round_time(config: Config, d: Decoder, made: Batch, sequences: int) -> float:
+def _round_time(config: Config, decoder: Decoder, sizes: Batch, sequences: int) -> float:
     """Returns the seconds until the last response ends.
 
     Full batches follow each other, while other sequences wait for a place in the KV cache; then a tail of the longest
     responses follows.
     """
-    each = -(-sequences // config.rollout.engines)
-    full: float = min(at_once(config, engine_memory(config, d).tokens, made), each)
+    per_engine = -(-sequences // config.rollout.engines)
+    full: float = min(mean_concurrency(config, engine_memory(config, decoder).tokens, sizes), per_engine)
     if config.environment.slots is not None:
         full = min(full, config.environment.slots / config.rollout.engines)
-    prompt = max(0.0, made.mean - made.generated)
-    prefill = each * prompt * prefill_time(config, d, prompt)
-    longest = made.generated / config.cluster.rates.length_share
+    prompt = max(0.0, sizes.mean - sizes.generated)
+    prefill = per_engine * prompt * prefill_time(config, decoder, prompt)
+    longest = sizes.generated / config.cluster.rates.length_share
     if generates_ahead(config.asynchrony) and config.asynchrony.mode == "full":
-        longest = made.generated
-    decode = decoding(config, d, made.mean)
+        longest = sizes.generated
+    decode = decoding(config, decoder, sizes.mean)
     running = max(1.0, full)  # with fewer slots than engines some engines are idle
     return (
-        prefill + each * made.generated / full * decode(running) + (longest - made.generated) * decode(running / TAIL)
+        prefill
+        + per_engine * sizes.generated / full * decode(running)
+        + (longest - sizes.generated) * decode(running / TAIL)
     )
 
 
-def prefill_time(config: Config, d: Decoder, tokens: float) -> float:
+def prefill_time(config: Config, decoder: Decoder, tokens: float) -> float:
     """Returns the seconds in which an engine reads a token of a prompt of `tokens` tokens."""
-    rates, work = config.cluster.rates, flops(d)
+    rates, work = config.cluster.rates, flops(decoder)
     speed = engine_ranks(config.rollout) * rates.tflops * 1e12 * rates.tflops_share
     return (work.matrices + work.attention * tokens / 2) / speed
 
 
-def decoding(config: Config, d: Decoder, mean: float) -> Callable[[float], float]:
+def decoding(config: Config, decoder: Decoder, mean: float) -> Callable[[float], float]:
     """Returns a function from the number of running sequences, each `mean` tokens long, to the seconds of a decoding
     step."""
     rollout, rates = config.rollout, config.cluster.rates
     layer_us = max(EAGER_LAYER_US, rates.layer_us) if eager(rollout, config.cluster.device) else rates.layer_us
     workers = engine_ranks(rollout)
-    work, speed = flops(d), rates.tflops * 1e12 * rates.tflops_share
+    work, speed = flops(decoder), rates.tflops * 1e12 * rates.tflops_share
     bandwidth = rates.memory_gb_s * 1e9 * rates.memory_share
-    reading = reads(config, d)
+    reading = reads(config, decoder)
 
     def decode(running: float) -> float:
         read = reading.weights(running) + running / (workers / rollout.tensor) * mean * reading.per_token
         compute = running * (work.matrices + work.attention * mean) / workers / speed
-        return max(read / bandwidth, compute) + d.layers * layer_us * 1e-6
+        return max(read / bandwidth, compute) + decoder.layers * layer_us * 1e-6
 
     return decode
 
 
-def at_once(config: Config, tokens: int, made: Batch) -> int:
+def mean_concurrency(config: Config, tokens: int, sizes: Batch) -> int:
     """Returns how many sequences of a step an engine runs at once on average.
 
     Args:
         tokens: Capacity of the engine's KV cache.
     """
     rollout = config.rollout
-    each = -(-made.sequences // rollout.engines)
-    longest = made.mean - made.generated / rollout.max_turns + rollout.sampling.max_tokens  # tokens of one request
-    return max(1, min(rollout.concurrency, each, int(tokens / made.mean), int(FILL * tokens / longest)))
+    per_engine = -(-sizes.sequences // rollout.engines)
+    longest = sizes.mean - sizes.generated / rollout.max_turns + rollout.sampling.max_tokens  # tokens of one request
+    return max(1, min(rollout.concurrency, per_engine, int(tokens / sizes.mean), int(FILL * tokens / longest)))
 
 
-def policy_times(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> tuple[float, float]:
+def policy_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: Batch) -> tuple[float, float]:
     """Returns the seconds of all optimizer steps, and of all log-prob passes."""
     size = itemsize(config)
-    train, forward = _passes(config, d, parallel, made)
-    train *= made.epochs
-    logprobs = forward if pass_needed(config.algorithm, made.updates) else 0.0
+    train, forward = _pass_times(config, decoder, parallel, sizes)
+    train *= sizes.epochs
+    logprobs = forward if pass_needed(config.algorithm, sizes.updates) else 0.0
     if config.algorithm.kl.coefficient:
-        own = config.reference.layout is not None
-        weights = 0 if own else sum(chunk.total for chunk in stage(d, parallel, 0)) * size
+        separate = config.reference.layout is not None
+        weights = 0 if separate else sum(chunk.total for chunk in stage(decoder, parallel, 0)) * size
         # Reference and policy weights are swapped through host memory, and back again (`megatron.reference`).
         logprobs += forward + 4 * weights / host_rate(config)
     return train, logprobs
 
 
-def mfu(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> float:
+def mfu(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: Batch) -> float:
     """Returns the model FLOPs utilisation (0 to 1) of the train phase, relative to the peak `cluster.rates.tflops`."""
-    load = Load.of([made.mean], made.generated) * (made.sequences * made.epochs * BACKWARD)
-    train, _ = policy_times(config, d, parallel, made)
-    return flops(d).forward(load) / (train * parallel.ranks * config.cluster.rates.tflops * 1e12)
+    load = Load.of([sizes.mean], sizes.generated) * (sizes.sequences * sizes.epochs * BACKWARD)
+    train, _ = policy_times(config, decoder, parallel, sizes)
+    return flops(decoder).forward(load) / (train * parallel.ranks * config.cluster.rates.tflops * 1e12)
 
 
-def _passes(config: Config, d: Decoder, parallel: ParallelDims, made: Batch) -> tuple[float, float]:
+def _pass_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: Batch) -> tuple[float, float]:
     """Returns the seconds of an optimizer step on each mini-batch, and of a forward pass over all sequences."""
     rates, size = config.cluster.rates, itemsize(config)
     speed = rates.tflops * 1e12 * rates.tflops_share
-    work = flops(d)
-    tokens = made.sequences * made.mean
-    count = made.usual * made.mini_batches
-    per_rank = (tokens / parallel.data + count * made.padding) / parallel.context
+    work = flops(decoder)
+    tokens = sizes.sequences * sizes.mean
+    count = sizes.usual * sizes.mini_batches
+    per_rank = (tokens / parallel.data + count * sizes.padding) / parallel.context
     # All stages wait for the slowest; of equal stages the last one, because of the head.
-    body = work.layers + work.attention * causal_pairs(made.mean) / made.mean
-    head = work.head * made.generated / made.mean  # only for the loss's tokens
-    sizes = parallel.stage_sizes(d.layers)
-    slowest = max(body * n / d.layers + (head if s == parallel.pipeline - 1 else 0) for s, n in enumerate(sizes))
+    body = work.layers + work.attention * causal_pairs(sizes.mean) / sizes.mean
+    head = work.head * sizes.generated / sizes.mean  # only for the loss's tokens
+    stage_sizes = parallel.stage_sizes(decoder.layers)
+    slowest = max(
+        body * n / decoder.layers + (head if s == parallel.pipeline - 1 else 0) for s, n in enumerate(stage_sizes)
+    )
     compute = per_rank * slowest / parallel.tensor / speed
-    layers = max(sizes)
-    messages = per_rank * layers * _exchange(d, parallel, Links.from_config(config.cluster), size)
+    layers = max(stage_sizes)
+    messages = per_rank * layers * _message_time(decoder, parallel, Links.from_config(config.cluster), size)
     launches = count * layers * rates.layer_us * 1e-6
-    bubble = 1 + (parallel.pipeline - 1) / (made.usual * parallel.virtual_pipeline)
+    bubble = 1 + (parallel.pipeline - 1) / (sizes.usual * parallel.virtual_pipeline)
     forward = (compute + messages + launches) * bubble
     passes = PASSES[config.policy.recompute]
     train = bubble * (passes[0] * compute + passes[1] * messages + passes[2] * launches)
-    each = count * layers / (compute + messages + launches)  # forward passes of layers per second
-    train += bubble * count * _moving(config, d, parallel, per_rank / count, (1 / each, (train / forward - 1) / each))
-    train += made.mini_batches * _update(config, d, parallel)
-    if config.policy.moe.aux_loss and d.experts:
+    layers_per_second = count * layers / (compute + messages + launches)  # forward passes of layers per second
+    train += (
+        bubble
+        * count
+        * _offload_wait(
+            config,
+            decoder,
+            parallel,
+            per_rank / count,
+            (1 / layers_per_second, (train / forward - 1) / layers_per_second),
+        )
+    )
+    train += sizes.mini_batches * _update_time(config, decoder, parallel)
+    if config.policy.moe.aux_loss and decoder.experts:
         train += forward  # a first pass counts the experts' loads (`megatron.expert_balance`)
     return train, forward
 
 
-def _moving(config: Config, d: Decoder, parallel: ParallelDims, tokens: float, layer: tuple[float, float]) -> float:
+def _offload_wait(
+    config: Config, decoder: Decoder, parallel: ParallelDims, tokens: float, layer: tuple[float, float]
+) -> float:
     """Returns how many seconds of a micro-batch a stage waits for offloaded activations.
 
     Each copy overlaps with the layers up to the next offloaded layer.
 
     Args:
         config: The settings.
-        d: The model.
+        decoder: The model.
         parallel: The grid.
         tokens: Tokens of the micro-batch on each rank.
         layer: Seconds of a layer's forward and backward pass.
@@ -264,37 +282,39 @@ def _moving(config: Config, d: Decoder, parallel: ParallelDims, tokens: float, l
     if not policy.offload_layers:
         return 0.0
     spec = layer_spec(policy.spec, planned_device(config))
-    experts = any(d.is_moe(i) for i in range(d.layers))
+    experts = any(decoder.is_moe(i) for i in range(decoder.layers))
     how: dict[str, Any] = dict(recompute=policy.recompute, spec=spec, fused=fused(policy, spec, experts))
-    kept = kept_layer(d, parallel, 0, tokens, itemsize(config), **how)
-    copy, layers = kept / host_rate(config), max(parallel.stage_sizes(d.layers))
+    kept = kept_layer(decoder, parallel, 0, tokens, itemsize(config), **how)
+    copy, layers = kept / host_rate(config), max(parallel.stage_sizes(decoder.layers))
     moved = min(policy.offload_layers, layers)
     return sum(max(0.0, moved * copy - layers * seconds) for seconds in layer)
 
 
-def _exchange(d: Decoder, parallel: ParallelDims, links: Links, size: int) -> float:
+def _message_time(decoder: Decoder, parallel: ParallelDims, links: Links, size: int) -> float:
     """Returns the seconds of tensor, context and expert parallel messages per token in the forward pass of a mean
     layer."""
     t, c, e = parallel.tensor, parallel.context, parallel.expert
-    sent = [(count / d.layers, block.messages(parallel)) for kind, count in d.counted() for block in kind]
+    messages = [
+        (count / decoder.layers, block.messages(parallel)) for kind, count in decoder.counted() for block in kind
+    ]
     seconds = 0.0
     if t > 1:
         # A gather and a reduce-scatter around each block of linear layers.
-        gathered = sum(share * each.tensor for share, each in sent)
-        seconds += 2 * gathered * size * (t - 1) / t / _rate(links, t, t)
+        gathered = sum(share * message.tensor for share, message in messages)
+        seconds += 2 * gathered * size * (t - 1) / t / _group_rate(links, t, t)
     if c > 1:
-        passed = sum(share * each.context for share, each in sent)
-        seconds += passed * size * (c - 1) / _rate(links, t * c, c)
-    routed = sum(share * each.experts for share, each in sent)
+        passed = sum(share * message.context for share, message in messages)
+        seconds += passed * size * (c - 1) / _group_rate(links, t * c, c)
+    routed = sum(share * message.experts for share, message in messages)
     if e > 1:
         out = routed / t * size * (e - 1) / e
-        seconds += 2 * out / _rate(links, e * parallel.expert_tensor, e)
+        seconds += 2 * out / _group_rate(links, e * parallel.expert_tensor, e)
     if parallel.expert_tensor > 1:
-        seconds += 2 * routed * size / _rate(links, parallel.expert_tensor, parallel.expert_tensor)
+        seconds += 2 * routed * size / _group_rate(links, parallel.expert_tensor, parallel.expert_tensor)
     return seconds
 
 
-def _rate(links: Links, span: int, size: int) -> float:
+def _group_rate(links: Links, span: int, size: int) -> float:
     """Returns the bytes per second of a GPU in a group of `size` ranks spanning `span` neighbouring ranks."""
     nic = links.nic_gb_s * links.nics_per_node / links.gpus_per_node
     if span <= links.gpus_per_node:
@@ -304,7 +324,7 @@ def _rate(links: Links, span: int, size: int) -> float:
     return 1e9 / max(outside / nic, (1 - outside) / links.fabric_gb_s)
 
 
-def _update(config: Config, d: Decoder, parallel: ParallelDims) -> float:
+def _update_time(config: Config, decoder: Decoder, parallel: ParallelDims) -> float:
     """Returns the seconds of an optimizer step.
 
     Gradients are summed, moments and weights are read and written, and weights are gathered. A streamed optimizer also
@@ -313,21 +333,21 @@ def _update(config: Config, d: Decoder, parallel: ParallelDims) -> float:
     links, size = Links.from_config(config.cluster), itemsize(config)
     state, streamed = moments(config), config.policy.optimizer.streamed
     seconds = 0.0
-    chunks = stage(d, parallel, 0)
-    whole = sum(chunk.total for chunk in chunks)
+    chunks = stage(decoder, parallel, 0)
+    total = sum(chunk.total for chunk in chunks)
     experts = sum(int(chunk.numel[chunk.expert].sum()) for chunk in chunks) if parallel.expert > 1 else 0
-    small = kept_in_fp8(config, d, parallel, 0)
-    of_experts = experts * small // sum(layers(d, parallel, 0).values())
+    fp8_total = kept_in_fp8(config, decoder, parallel, 0)
+    fp8_experts = experts * fp8_total // sum(layers(decoder, parallel, 0).values())
     parts = (
-        (whole - experts, small - of_experts, parallel.data * parallel.context),
-        (experts, of_experts, parallel.expert_data),
+        (total - experts, fp8_total - fp8_experts, parallel.data * parallel.context),
+        (experts, fp8_experts, parallel.expert_data),
     )
-    for count, fp8, ranks in parts:
+    for numel, fp8, ranks in parts:
         stride = parallel.ranks // parallel.pipeline
         if ranks > 1:
-            seconds += (count * (4 + size) - fp8 * (size - 1)) * (ranks - 1) / ranks / _rate(links, stride, ranks)
+            seconds += (numel * (4 + size) - fp8 * (size - 1)) * (ranks - 1) / ranks / _group_rate(links, stride, ranks)
         # Reads and writes masters and moments, reads gradients, writes weights.
-        seconds += count / ranks * (2 * (MASTER + state) + 4 + 2) / (config.cluster.rates.memory_gb_s * 1e9)
+        seconds += numel / ranks * (2 * (MASTER + state) + 4 + 2) / (config.cluster.rates.memory_gb_s * 1e9)
         if streamed:
-            seconds += count / ranks * (state + MASTER * (size == 2)) / streaming_rate(config)
+            seconds += numel / ranks * (state + MASTER * (size == 2)) / streaming_rate(config)
     return seconds

@@ -36,9 +36,9 @@ def main(fd: int, host: str, port: int, device: str, mib: int, timeout_s: float)
         world_size=2,
         timeout=limit,
     )
-    own = torch.full((mib << 20,), rank, dtype=torch.uint8, device=device)
-    other = torch.empty_like(own)
-    operations = [dist.P2POp(dist.isend, own, 1 - rank), dist.P2POp(dist.irecv, other, 1 - rank)]
+    sent = torch.full((mib << 20,), rank, dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+    operations = [dist.P2POp(dist.isend, sent, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
     seconds = []
     for _ in range(ROUNDS + 1):
         dist.barrier()
@@ -48,7 +48,7 @@ def main(fd: int, host: str, port: int, device: str, mib: int, timeout_s: float)
         if device == "cuda":
             torch.cuda.synchronize()
         seconds.append(time.perf_counter() - start)
-    if not bool((other == 1 - rank).all()):
+    if not bool((received == 1 - rank).all()):
         raise RuntimeError("what arrived is not what was sent")
     dist.barrier()
     print(json.dumps({"gb_s": (mib << 20) / min(seconds[1:]) / 1e9}))

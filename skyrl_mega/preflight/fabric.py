@@ -45,19 +45,19 @@ def gather(adapters: Path = ADAPTERS, load: Callable[[str], ctypes.CDLL] = ctype
         return FabricFacts(names, 0, f"libibverbs cannot be loaded ({error})")
     count = ctypes.c_int(0)
     verbs.ibv_get_device_list.restype = ctypes.c_void_p
-    found = verbs.ibv_get_device_list(ctypes.byref(count))
-    if found:
-        verbs.ibv_free_device_list(ctypes.c_void_p(found))
+    devices = verbs.ibv_get_device_list(ctypes.byref(count))
+    if devices:
+        verbs.ibv_free_device_list(ctypes.c_void_p(devices))
     return FabricFacts(names, count.value)
 
 
 def check(facts: Mapping[str, FabricFacts]) -> list[Finding]:
     """Returns a warning for each node with adapters NCCL will not find. Network speed is measured by `network`."""
-    found = []
+    findings = []
     for node, f in facts.items():
         if f.usable < len(f.adapters):
             shown = ", ".join(f.adapters[:3]) + ("…" if len(f.adapters) > 3 else "")
             why = f.error or f"libibverbs opens {f.usable} of {len(f.adapters)}"
             text = f"{shown}: {why}, so NCCL talks over TCP; {REMEDY}"
-            found.append(Finding(node, "network", "warn", text))
-    return found
+            findings.append(Finding(node, "network", "warn", text))
+    return findings

@@ -24,7 +24,7 @@ class Finding:
     """A single line: actual state, expected state, and the fix if known."""
 
 
-def usual(values: Mapping[str, T]) -> T:
+def most_common(values: Mapping[str, T]) -> T:
     """Returns the value of most nodes; if two values are equally frequent, the first node's."""
     counts = Counter(values.values())
     most = max(counts.values())
@@ -34,18 +34,20 @@ def usual(values: Mapping[str, T]) -> T:
 def main_group(nodes: Sequence[str], linked: Callable[[str, str], bool]) -> set[str]:
     """Returns the largest group of nodes that are linked, directly or through others; the first of equally large
     groups."""
-    best: set[str] = set()
-    left = list(nodes)
-    while left:
-        group, edge = {left[0]}, [left[0]]
-        while edge:
-            here = edge.pop()
-            near = {node for node in left if node not in group and linked(here, node) and linked(node, here)}
-            group |= near
-            edge += near
-        left = [node for node in left if node not in group]
-        best = group if len(group) > len(best) else best
-    return best
+    largest: set[str] = set()
+    remaining = list(nodes)
+    while remaining:
+        group, frontier = {remaining[0]}, [remaining[0]]
+        while frontier:
+            current = frontier.pop()
+            neighbours = {
+                node for node in remaining if node not in group and linked(current, node) and linked(node, current)
+            }
+            group |= neighbours
+            frontier += neighbours
+        remaining = [node for node in remaining if node not in group]
+        largest = group if len(group) > len(largest) else largest
+    return largest
 
 
 def gib(count: float) -> str:

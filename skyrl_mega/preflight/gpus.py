@@ -15,7 +15,7 @@ from typing import Any
 from skyrl_mega.cluster import devices
 from skyrl_mega.cluster.devices import Sight
 from skyrl_mega.cluster.nvml import NoNvml, opened
-from skyrl_mega.preflight.finding import Finding, gib, usual
+from skyrl_mega.preflight.finding import Finding, gib, most_common
 
 XIDS = {
     48: "double-bit ECC error",
@@ -35,7 +35,7 @@ RECENT_S = 24 * 3600.0
 """Maximum age of an Xid error that counts, in seconds. Since older errors the node has been checked or restarted."""
 IDLE_BYTES = 1 << 30
 """Maximum memory used on an idle GPU: the driver's memory."""
-HELD_BACK = {0x8: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake"}
+CLOCK_FAULTS = {0x8: "hardware slowdown", 0x20: "too hot (software)", 0x40: "too hot (hardware)", 0x80: "power brake"}
 """Reasons for reduced clocks that are faults, by NVML's bits. Idle, power cap and application clocks are no faults."""
 
 _LINE = re.compile(r"NVRM: Xid \((?P<where>[^)]*)\): (?P<xid>\d+)")
@@ -58,7 +58,7 @@ class Gpu:
     remap_pending: bool | None
     """True if memory rows will be remapped at the next reset."""
     remap_failed: bool | None
-    held_back: tuple[str, ...]
+    clock_faults: tuple[str, ...]
     """Reasons for reduced clocks."""
 
 
@@ -69,7 +69,7 @@ class GpuFacts:
     driver: str | None
     gpus: tuple[Gpu, ...]
     lost: tuple[str, ...] = ()
-    """GPUs counted by NVML without an answer."""
+    """GPUs that NVML counts but cannot query."""
     xids: tuple[tuple[str, int], ...] | None = ()
     """Recent (bus id, Xid) pairs of the kernel's log; None if unreadable."""
     error: str | None = None
@@ -85,28 +85,28 @@ def gather(nvml: Any = None, sight: Callable[[], Sight] = devices.sight) -> GpuF
         nvml: As in `cluster.nvml.opened`.
         sight: Returns the GPUs as torch sees them.
     """
-    seen = sight()
+    torch_sight = sight()
     try:
         with opened(nvml) as library:
             try:
                 driver = str(library.nvmlSystemGetDriverVersion())
-                found, lost = [], []
+                gpus_found, lost = [], []
                 for index in range(library.nvmlDeviceGetCount()):
                     try:
-                        found.append(_gpu(library, index))
+                        gpus_found.append(_gpu(library, index))
                     except library.NVMLError as error:
                         lost.append(f"GPU {index}: {error}")
-                return GpuFacts(driver, tuple(found), tuple(lost), recent_xids(), torch=seen)
+                return GpuFacts(driver, tuple(gpus_found), tuple(lost), recent_xids(), torch=torch_sight)
             except library.NVMLError as error:
-                return GpuFacts(None, (), error=f"NVML does not answer: {error}", torch=seen)
+                return GpuFacts(None, (), error=f"NVML does not answer: {error}", torch=torch_sight)
     except NoNvml as error:
-        return GpuFacts(None, (), error=str(error), torch=seen)
+        return GpuFacts(None, (), error=str(error), torch=torch_sight)
 
 
 def _gpu(nvml: Any, index: int) -> Gpu:
     handle = nvml.nvmlDeviceGetHandleByIndex(index)
 
-    def told(function: str, *arguments: Any) -> Any:
+    def query(function: str, *arguments: Any) -> Any:
         """Returns the function's result, or None if unsupported by the device or an older driver."""
         try:
             return getattr(nvml, function)(handle, *arguments)
@@ -114,19 +114,21 @@ def _gpu(nvml: Any, index: int) -> Gpu:
             return None
 
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    remapped = told("nvmlDeviceGetRemappedRows")
-    reasons = told("nvmlDeviceGetCurrentClocksEventReasons") or 0
+    remapped = query("nvmlDeviceGetRemappedRows")
+    reasons = query("nvmlDeviceGetCurrentClocksEventReasons") or 0
     return Gpu(
         index=index,
         name=str(nvml.nvmlDeviceGetName(handle)),
         bus=str(nvml.nvmlDeviceGetPciInfo(handle).busId),
         memory_bytes=memory.total,
         used_bytes=memory.used,
-        processes=tuple(p.pid for p in told("nvmlDeviceGetComputeRunningProcesses") or ()),
-        ecc_errors=told("nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC),
+        processes=tuple(p.pid for p in query("nvmlDeviceGetComputeRunningProcesses") or ()),
+        ecc_errors=query(
+            "nvmlDeviceGetTotalEccErrors", nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, nvml.NVML_VOLATILE_ECC
+        ),
         remap_pending=None if remapped is None else bool(remapped[2]),
         remap_failed=None if remapped is None else bool(remapped[3]),
-        held_back=tuple(text for bit, text in HELD_BACK.items() if reasons & bit),
+        clock_faults=tuple(text for bit, text in CLOCK_FAULTS.items() if reasons & bit),
     )
 
 
@@ -156,14 +158,14 @@ def recent_xids() -> tuple[tuple[str, int], ...] | None:
 def parse_xids(lines: Iterable[str], uptime_s: float) -> tuple[tuple[str, int], ...]:
     """Returns the recent (bus id, Xid) pairs in records of /dev/kmsg: `<level>,<number>,<microseconds since
     boot>,…;<text>`."""
-    found = []
+    xids = []
     for line in lines:
         head, _, text = line.partition(";")
         fields = head.split(",")
-        hit = _LINE.search(text)
-        if hit and len(fields) > 2 and fields[2].isdigit() and uptime_s - int(fields[2]) / 1e6 <= RECENT_S:
-            found.append((hit["where"].removeprefix("PCI:"), int(hit["xid"])))
-    return tuple(found)
+        match = _LINE.search(text)
+        if match and len(fields) > 2 and fields[2].isdigit() and uptime_s - int(fields[2]) / 1e6 <= RECENT_S:
+            xids.append((match["where"].removeprefix("PCI:"), int(match["xid"])))
+    return tuple(xids)
 
 
 def check(facts: Mapping[str, GpuFacts], wanted: int) -> list[Finding]:
@@ -173,12 +175,12 @@ def check(facts: Mapping[str, GpuFacts], wanted: int) -> list[Finding]:
         facts: State of the GPUs by node.
         wanted: Required number of GPUs per node.
     """
-    found = []
+    findings = []
     names = {node: gpu.name for node, f in facts.items() for gpu in f.gpus[:1]}
     for node, f in facts.items():
 
         def bad(text: str, status: Any = "bad", node: str = node) -> None:
-            found.append(Finding(node, "gpus", status, text))
+            findings.append(Finding(node, "gpus", status, text))
 
         if f.error:
             bad(f.error)
@@ -198,28 +200,28 @@ def check(facts: Mapping[str, GpuFacts], wanted: int) -> list[Finding]:
         for gpu in f.gpus:
             for text in _health(gpu):
                 bad(f"GPU {gpu.index}: {text}")
-            if gpu.name != usual(names):
-                bad(f"GPU {gpu.index}: is a {gpu.name}, other nodes have {usual(names)}", "warn")
+            if gpu.name != most_common(names):
+                bad(f"GPU {gpu.index}: is a {gpu.name}, other nodes have {most_common(names)}", "warn")
         if f.xids is None:
             bad("the kernel's log may not be read: nothing is known of Xid errors", "warn")
         for where, xid in sorted(set(f.xids or ())):
             if xid in XIDS:
                 bad(f"Xid {xid} ({XIDS[xid]}) of {where} in the last {RECENT_S / 3600:g} h; reset or drain the node")
-    return found
+    return findings
 
 
 def _health(gpu: Gpu) -> list[str]:
-    wrong = []
+    problems = []
     if gpu.ecc_errors:
-        wrong.append(f"{gpu.ecc_errors} uncorrected ECC errors; reset it or drain the node")
+        problems.append(f"{gpu.ecc_errors} uncorrected ECC errors; reset it or drain the node")
     if gpu.remap_failed:
-        wrong.append("row remapping failed; drain the node")
+        problems.append("row remapping failed; drain the node")
     if gpu.remap_pending:
-        wrong.append("rows wait to be remapped; reset it")
-    if gpu.held_back:
-        wrong.append(f"clocks are held back: {', '.join(gpu.held_back)}")
+        problems.append("rows wait to be remapped; reset it")
+    if gpu.clock_faults:
+        problems.append(f"clocks are held back: {', '.join(gpu.clock_faults)}")
     if gpu.processes:
-        wrong.append(f"processes {', '.join(map(str, gpu.processes))} compute on it; end them")
+        problems.append(f"processes {', '.join(map(str, gpu.processes))} compute on it; end them")
     elif gpu.used_bytes > IDLE_BYTES:
-        wrong.append(f"{gib(gpu.used_bytes)} of its memory are in use; an earlier job may have left something")
-    return wrong
+        problems.append(f"{gib(gpu.used_bytes)} of its memory are in use; an earlier job may have left something")
+    return problems

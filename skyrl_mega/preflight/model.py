@@ -9,7 +9,7 @@ from pathlib import Path
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.hf_checkpoint.index import check_files
-from skyrl_mega.preflight.finding import Finding, usual
+from skyrl_mega.preflight.finding import Finding, most_common
 
 
 @dataclass(frozen=True)
@@ -18,7 +18,7 @@ class ModelFacts:
 
     error: str | None
     """Error with the file's name; None without an error."""
-    print: str | None
+    digest: str | None
     """Hash of the names and sizes of all files and the content of small files; None on an error."""
 
 
@@ -39,11 +39,11 @@ def gather(model: Path) -> ModelFacts:
 
 def check(facts: Mapping[str, ModelFacts], model: Path) -> list[Finding]:
     """Returns findings for nodes with an error, and for nodes whose files differ from most nodes."""
-    found = [Finding(node, "model", "bad", f.error) for node, f in facts.items() if f.error]
-    prints = {node: f.print for node, f in facts.items() if f.print}
-    for node, value in prints.items():
-        if value != (common := usual(prints)):
-            others = sum(other == common for other in prints.values())
-            text = f"{model}: not the names, sizes or configuration of {others} of {len(prints)} nodes; copy it again"
-            found.append(Finding(node, "model", "bad", text))
-    return found
+    findings = [Finding(node, "model", "bad", f.error) for node, f in facts.items() if f.error]
+    digests = {node: f.digest for node, f in facts.items() if f.digest}
+    for node, value in digests.items():
+        if value != (common := most_common(digests)):
+            others = sum(other == common for other in digests.values())
+            text = f"{model}: not the names, sizes or configuration of {others} of {len(digests)} nodes; copy it again"
+            findings.append(Finding(node, "model", "bad", text))
+    return findings

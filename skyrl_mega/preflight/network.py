@@ -28,20 +28,20 @@ PROBES = 64
 
 
 @dataclass(frozen=True)
-class Bell:
+class Endpoint:
     """Address of a node's listener, and the expected answer."""
 
     address: str
     port: int
-    word: str
+    reply: str
 
 
-class Door:
+class Listener:
     """Listener on a TCP port of this node; answers every connection with a fixed word until closed."""
 
     def __init__(self, address: str) -> None:
         self._socket = socket.create_server((address, 0), backlog=1024, family=_family(address))
-        self.bell = Bell(address, self._socket.getsockname()[1], secrets.token_hex(8))
+        self.endpoint = Endpoint(address, self._socket.getsockname()[1], secrets.token_hex(8))
         threading.Thread(target=self._serve, daemon=True).start()
 
     def close(self) -> None:
@@ -54,25 +54,25 @@ class Door:
             try:
                 caller, _ = self._socket.accept()
                 with caller:
-                    caller.sendall(self.bell.word.encode())
+                    caller.sendall(self.endpoint.reply.encode())
             except OSError:
                 if self._socket.fileno() < 0:
                     return
 
 
-def knock(bells: Mapping[str, Bell], timeout_s: float = CONNECT_S) -> dict[str, str]:
+def connect(endpoints: Mapping[str, Endpoint], timeout_s: float = CONNECT_S) -> dict[str, str]:
     """Connects to the nodes' listeners and returns the reason for each unreachable node."""
 
-    def one(bell: Bell) -> str | None:
+    def failure(endpoint: Endpoint) -> str | None:
         try:
-            with socket.create_connection((bell.address, bell.port), timeout=timeout_s) as door:
-                answer = door.makefile("rb").read(len(bell.word))
-            return None if answer == bell.word.encode() else "somebody else answers at its address"
+            with socket.create_connection((endpoint.address, endpoint.port), timeout=timeout_s) as connection:
+                answer = connection.makefile("rb").read(len(endpoint.reply))
+            return None if answer == endpoint.reply.encode() else "somebody else answers at its address"
         except OSError as error:
             return error.strerror or str(error)
 
     with ThreadPoolExecutor(PROBES) as pool:
-        return {node: why for node, why in zip(bells, pool.map(one, bells.values()), strict=True) if why}
+        return {node: why for node, why in zip(endpoints, pool.map(failure, endpoints.values()), strict=True) if why}
 
 
 def check_reach(nodes: Sequence[str], unreached: Mapping[str, Mapping[str, str]]) -> list[Finding]:
@@ -83,22 +83,22 @@ def check_reach(nodes: Sequence[str], unreached: Mapping[str, Mapping[str, str]]
         nodes: All nodes.
         unreached: For each node, the reason of every failed connection by target node.
     """
-    together = main_group(nodes, lambda a, b: b not in unreached.get(a, {}))
-    apart = [node for node in nodes if node not in together]
-    found: dict[str, list[str]] = {}
+    connected = main_group(nodes, lambda a, b: b not in unreached.get(a, {}))
+    separate = [node for node in nodes if node not in connected]
+    failures: dict[str, list[str]] = {}
     for node, failed in unreached.items():
         for other, why in failed.items():
-            blamed = [n for n in (node, other) if n in apart] or [node, other]
+            blamed = [n for n in (node, other) if n in separate] or [node, other]
             for name in blamed:
-                found.setdefault(name, []).append(f"{node} does not reach {other}: {why}")
+                failures.setdefault(name, []).append(f"{node} does not reach {other}: {why}")
     return [
         Finding(node, "network", "bad", texts[0] + (f" (and {len(texts) - 1} more)" if len(texts) > 1 else ""))
-        for node, texts in found.items()
+        for node, texts in failures.items()
     ]
 
 
 @dataclass(frozen=True)
-class Pair:
+class PairRate:
     """Data exchange between two nodes."""
 
     first: str
@@ -119,22 +119,22 @@ def pairs(nodes: Sequence[str]) -> list[list[tuple[str, str]]]:
     return [part for part in ((even or ring), odd, rest) if part]
 
 
-def listen(address: str) -> socket.socket:
+def exchange_socket(address: str) -> socket.socket:
     """Returns a listening socket for rank 0 of an exchange. As the socket stays open, no other program can take the
     port."""
     return socket.create_server((address, 0), family=_family(address))
 
 
 def exchange(
-    place: tuple[str, int], own: str, device: str, mib: int, timeout_s: float, listening: socket.socket | None
+    leader: tuple[str, int], address: str, device: str, mib: int, timeout_s: float, listening: socket.socket | None
 ) -> float:
     """Measures the GB/s in each direction between this node and its partner.
 
     Runs in a separate process, killed after `timeout_s`.
 
     Args:
-        place: Address and port of rank 0.
-        own: This node's address.
+        leader: Address and port of rank 0.
+        address: This node's address.
         device: `cuda` (NCCL over the first GPU) or `cpu` (gloo).
         mib: Size of a message in MiB.
         timeout_s: Time limit of the whole exchange in seconds.
@@ -144,12 +144,12 @@ def exchange(
         RuntimeError: The exchange failed, with the last line of its output.
     """
     env = dict(os.environ)
-    if name := interface(own):
+    if name := interface(address):
         env["GLOO_SOCKET_IFNAME"] = name
     if device == "cuda" and not env.get("CUDA_VISIBLE_DEVICES"):
         env["CUDA_VISIBLE_DEVICES"] = "0"  # Ray hides devices from actors without a claim
     fd = -1 if listening is None else listening.fileno()
-    command = [sys.executable, "-m", "skyrl_mega.preflight.exchange", *map(str, (fd, *place, device, mib, timeout_s))]
+    command = [sys.executable, "-m", "skyrl_mega.preflight.exchange", *map(str, (fd, *leader, device, mib, timeout_s))]
     try:
         done = subprocess.run(
             command,
@@ -166,8 +166,8 @@ def exchange(
         if listening is not None:
             listening.close()
     if done.returncode or not done.stdout.strip():
-        said = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        raise RuntimeError(said[-1][:300])
+        output = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        raise RuntimeError(output[-1][:300])
     return float(json.loads(done.stdout.splitlines()[-1])["gb_s"])
 
 
@@ -182,48 +182,48 @@ def interface(address: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Promised:
+class ExpectedRate:
     """Expected network rate."""
 
     gb_s: float
     """Rate of a network card (`cluster.topology.nic_gb_s`)."""
-    meant: bool
+    is_reliable: bool
     """True if the rate is not the default, or if a node has InfiniBand or RoCE adapters. Otherwise the default says
     nothing about the network."""
 
 
-def check_rates(found: Sequence[Pair], promised: Promised | None) -> list[Finding]:
+def check_rates(pairs_measured: Sequence[PairRate], expected: ExpectedRate | None) -> list[Finding]:
     """Returns findings for nodes whose links are all slow or broken; for other bad links, at both ends.
 
     Args:
-        found: Results of all pairs.
-        promised: Expected rate; None without an expectation.
+        pairs_measured: Results of all pairs.
+        expected: Expected rate; None without an expectation.
     """
-    rates = [p.gb_s for p in found if p.gb_s is not None]
-    middle = statistics.median(rates) if rates else 0.0
-    bad = [p for p in found if p.gb_s is None or p.gb_s < SLOW * middle]
-    of: dict[str, list[Pair]] = {}
-    for pair in found:
+    rates = [p.gb_s for p in pairs_measured if p.gb_s is not None]
+    median = statistics.median(rates) if rates else 0.0
+    bad_pairs = [p for p in pairs_measured if p.gb_s is None or p.gb_s < SLOW * median]
+    by_node: dict[str, list[PairRate]] = {}
+    for pair in pairs_measured:
         for node in (pair.first, pair.second):
-            of.setdefault(node, []).append(pair)
-    guilty = [node for node, own in of.items() if len(own) > 1 and all(p in bad for p in own)]
+            by_node.setdefault(node, []).append(pair)
+    slow_nodes = [node for node, links in by_node.items() if len(links) > 1 and all(p in bad_pairs for p in links)]
     findings: dict[str, Finding] = {}
-    for pair in bad:
-        rate = pair.error if pair.gb_s is None else f"{pair.gb_s:.2f} GB/s, the median is {middle:.2f}"
-        for node in [n for n in (pair.first, pair.second) if n in guilty] or (pair.first, pair.second):
+    for pair in bad_pairs:
+        rate = pair.error if pair.gb_s is None else f"{pair.gb_s:.2f} GB/s, the median is {median:.2f}"
+        for node in [n for n in (pair.first, pair.second) if n in slow_nodes] or (pair.first, pair.second):
             findings.setdefault(node, Finding(node, "network", "bad", f"{pair.first} ⇄ {pair.second}: {rate}"))
-    if promised and not bad and middle < SLOW * promised.gb_s:
-        text = f"{middle:.1f} GB/s between nodes, cluster.topology.nic_gb_s is {promised.gb_s:g}"
-        over_tcp = promised.meant and middle < TCP * promised.gb_s
+    if expected and not bad_pairs and median < SLOW * expected.gb_s:
+        text = f"{median:.1f} GB/s between nodes, cluster.topology.nic_gb_s is {expected.gb_s:g}"
+        over_tcp = expected.is_reliable and median < TCP * expected.gb_s
         if over_tcp:
             text += (
                 ": NCCL does not use the adapters that this is of; its own lines (NCCL_DEBUG=INFO) say what it took; "
                 "where the network is slower than that, give cluster.topology.nic_gb_s"
             )
-        elif not promised.meant:
+        elif not expected.is_reliable:
             text += ", its default; no node shows InfiniBand or RoCE adapters; plans count with what you give there"
         status: Status = "bad" if over_tcp else "warn"
-        findings |= {node: Finding(node, "network", status, text) for node in of}
+        findings |= {node: Finding(node, "network", status, text) for node in by_node}
     return list(findings.values())
 
 

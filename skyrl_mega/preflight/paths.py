@@ -50,8 +50,8 @@ def gather(run: Path, token: str, name: str) -> PathFacts:
             os.fsync(mark.fileno())
     except OSError as error:
         errors.append(f"{run}: {error.strerror or error}")
-    places = [Path(p) for p in ("/tmp", "/dev/shm")]
-    return PathFacts(tuple(errors), free, {str(p): shutil.disk_usage(p).free for p in places if p.is_dir()})
+    local_folders = [Path(p) for p in ("/tmp", "/dev/shm")]
+    return PathFacts(tuple(errors), free, {str(p): shutil.disk_usage(p).free for p in local_folders if p.is_dir()})
 
 
 def unseen(run: Path, token: str, names: Sequence[str], wait_s: float = SETTLE_S) -> list[str]:
@@ -81,23 +81,23 @@ def _mark(run: Path, token: str, name: str) -> Path:
     return run / f".preflight-{token}.{name}"
 
 
-def check_shared(facts: Mapping[str, PathFacts], blind: Mapping[str, Sequence[str]], run: Path) -> list[Finding]:
+def check_shared(facts: Mapping[str, PathFacts], unseen: Mapping[str, Sequence[str]], run: Path) -> list[Finding]:
     """Returns findings for missing, unwritable and unequal folders.
 
     Args:
         facts: State of the folders by node.
-        blind: For each node, the nodes with invisible files.
+        unseen: For each node, the nodes with invisible files.
         run: The run's folder.
     """
-    found = [Finding(node, "paths", "bad", text) for node, f in facts.items() for text in f.errors]
-    wrote = [node for node, f in facts.items() if not f.errors]
-    together = main_group(wrote, lambda a, b: b not in blind.get(a, ()))
-    for node in wrote:
-        if node not in together:
-            others = ", ".join([n for n in wrote if n in together][:4])
+    findings = [Finding(node, "paths", "bad", text) for node, f in facts.items() for text in f.errors]
+    writers = [node for node, f in facts.items() if not f.errors]
+    connected = main_group(writers, lambda a, b: b not in unseen.get(a, ()))
+    for node in writers:
+        if node not in connected:
+            others = ", ".join([n for n in writers if n in connected][:4])
             text = f"{run} is another folder than on {others}; mount the same one on all nodes"
-            found.append(Finding(node, "paths", "bad", text))
-    return found
+            findings.append(Finding(node, "paths", "bad", text))
+    return findings
 
 
 def check_room(facts: Mapping[str, PathFacts], run: Path, needed: int) -> list[Finding]:
@@ -108,10 +108,10 @@ def check_room(facts: Mapping[str, PathFacts], run: Path, needed: int) -> list[F
         run: The run's folder.
         needed: Approximate bytes of the run's checkpoints.
     """
-    found = []
+    findings = []
     for node, f in facts.items():
         if f.free_bytes is not None and f.free_bytes < needed:
-            found.append(
+            findings.append(
                 Finding(
                     node,
                     "disk",
@@ -122,7 +122,7 @@ def check_room(facts: Mapping[str, PathFacts], run: Path, needed: int) -> list[F
             )
         for place, least in (("/tmp", SCRATCH_BYTES), ("/dev/shm", SHM_BYTES)):
             if f.local_free.get(place, least) < least:
-                found.append(
+                findings.append(
                     Finding(node, "disk", "warn", f"{place} has {gib(f.local_free[place])}, {gib(least)} are advised")
                 )
-    return found
+    return findings

@@ -20,9 +20,9 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner.host_memory import disk
 from skyrl_mega.preflight import fabric, gpus, model, network, paths, versions
 from skyrl_mega.preflight.finding import Finding
-from skyrl_mega.preflight.given import model_config
-from skyrl_mega.preflight.probe import Ask, Probe
+from skyrl_mega.preflight.probe import Probe, ProbeSettings
 from skyrl_mega.preflight.report import COLUMNS, Report
+from skyrl_mega.preflight.run_inputs import model_config
 from skyrl_mega.telemetry.console import Console
 
 MESSAGE_MIB = {"cuda": 256, "cpu": 16}
@@ -34,7 +34,7 @@ SLACK_S = 10.0
 
 
 @dataclass(frozen=True)
-class Node:
+class ClusterNode:
     """A node of the cluster."""
 
     id: str
@@ -83,47 +83,51 @@ def preflight(config: Config, path: Path, folder: Path, device: str) -> Report:
     """
     start = time.perf_counter()
     timeout = config.cluster.preflight_timeout_s
-    nodes = present()
+    nodes = cluster_nodes()
     names = tuple(node.name for node in nodes)
-    there = path.exists() or not config.model.build
-    ask = Ask(folder.absolute(), path.absolute() if there else None, secrets.token_hex(6), device, timeout)
-    probes = _Probes(nodes, ask)
-    rates: list[network.Pair] = []
+    has_model = path.exists() or not config.model.build
+    settings = ProbeSettings(
+        folder.absolute(), path.absolute() if has_model else None, secrets.token_hex(6), device, timeout
+    )
+    probes = _Probes(nodes, settings)
+    rates: list[network.PairRate] = []
     try:
-        looked, errors = probes.call("look", dict.fromkeys(names, ()), timeout + START_S)
+        gathered, errors = probes.call("gather", dict.fromkeys(names, ()), timeout + START_S)
         findings = [Finding(n, "answers", "bad", _text(errors[n])) for n in names if n in errors]
         needed = needed_nodes(nodes, config, device)
         if len(needed) < config.cluster.nodes:
             text = f"{len(needed)} nodes are there, cluster.nodes wants {config.cluster.nodes}"
             findings.insert(0, Finding("cluster", "answers", "bad", text))
-        facts = _by_kind(looked, findings)
+        facts = _by_kind(gathered, findings)
         findings += versions.check(facts["versions"])
         findings += model.check(facts["model"], path)
         if device == "cuda":
-            of_gpus = {node: f for node, f in facts["gpus"].items() if node in needed}
-            findings += gpus.check(of_gpus, config.cluster.gpus_per_node)
-            drivers = {node: {"driver": f.driver} for node, f in of_gpus.items() if f.driver}
+            gpu_facts = {node: f for node, f in facts["gpus"].items() if node in needed}
+            findings += gpus.check(gpu_facts, config.cluster.gpus_per_node)
+            drivers = {node: {"driver": f.driver} for node, f in gpu_facts.items() if f.driver}
             findings += versions.check(drivers)
-            between = {node: f for node, f in facts["fabric"].items() if node in needed}
-            findings += fabric.check(between) if len(needed) > 1 else []
-        wrote = [node for node, f in facts["paths"].items() if not f.errors]
-        blind, _ = probes.call("unseen", dict.fromkeys(wrote, (wrote,)), timeout)
-        findings += paths.check_shared(facts["paths"], blind, ask.run)
-        findings += paths.check_room(facts["paths"], ask.run, room(config, path))
-        reach, rates = _network(probes, list(looked), needed, ask)
-        findings += reach
-        if not reach:
-            findings += network.check_rates(rates, _promised(config, facts["fabric"]) if device == "cuda" else None)
+            fabric_facts = {node: f for node, f in facts["fabric"].items() if node in needed}
+            findings += fabric.check(fabric_facts) if len(needed) > 1 else []
+        writers = [node for node, f in facts["paths"].items() if not f.errors]
+        unseen, _ = probes.call("unseen", dict.fromkeys(writers, (writers,)), timeout)
+        findings += paths.check_shared(facts["paths"], unseen, settings.run)
+        findings += paths.check_room(facts["paths"], settings.run, checkpoint_bytes(config, path))
+        reach_findings, rates = _network(probes, list(gathered), needed, settings)
+        findings += reach_findings
+        if not reach_findings:
+            findings += network.check_rates(
+                rates, _expected_rate(config, facts["fabric"]) if device == "cuda" else None
+            )
     finally:
         probes.end()
-        paths.remove(ask.run, ask.token)
-    made = {"gpus": device == "cuda", "network": len(nodes) > 1, "model": there}
-    checks = tuple(check for check in COLUMNS if made.get(check, True))
+        paths.remove(settings.run, settings.token)
+    enabled = {"gpus": device == "cuda", "network": len(nodes) > 1, "model": has_model}
+    checks = tuple(check for check in COLUMNS if enabled.get(check, True))
     speeds = tuple(pair.gb_s for pair in rates if pair.gb_s is not None)
     return Report(names, checks, tuple(findings), time.perf_counter() - start, speeds)
 
 
-def needed_nodes(nodes: Sequence[Node], config: Config, device: str) -> set[str]:
+def needed_nodes(nodes: Sequence[ClusterNode], config: Config, device: str) -> set[str]:
     """Returns the names of the nodes for ranks and engines: on GPUs, the nodes with GPUs.
 
     If too few nodes have GPUs, returns all nodes, so that problems of the others are found.
@@ -134,39 +138,39 @@ def needed_nodes(nodes: Sequence[Node], config: Config, device: str) -> set[str]
     return with_gpus
 
 
-def present() -> list[Node]:
+def cluster_nodes() -> list[ClusterNode]:
     """Returns the nodes available to actors, ordered by address."""
     nodes = worker_nodes()
     addresses = [node.address for node in nodes]
     several = Counter(addresses)
     return [
-        Node(node.id, a if several[a] == 1 else f"{a}#{addresses[:i].count(a)}", a, bool(node.gpus))
+        ClusterNode(node.id, a if several[a] == 1 else f"{a}#{addresses[:i].count(a)}", a, bool(node.gpus))
         for i, (node, a) in enumerate(zip(nodes, addresses, strict=True))
     ]
 
 
-def room(config: Config, path: Path) -> int:
+def checkpoint_bytes(config: Config, path: Path) -> int:
     """Returns the maximum bytes of the run's checkpoints: all kept checkpoints, and the next while being written."""
     hf = read_config(path) if path.exists() else model_config(config)
     return disk(config, architecture(hf).describe(hf)).kept
 
 
-def _promised(config: Config, adapters: Mapping[str, fabric.FabricFacts]) -> network.Promised:
+def _expected_rate(config: Config, adapters: Mapping[str, fabric.FabricFacts]) -> network.ExpectedRate:
     """Returns the expected network rate; the default of `nic_gb_s` is an expectation only if a node has suitable
     adapters."""
     gb_s = config.cluster.topology.nic_gb_s
-    return network.Promised(gb_s, gb_s != TopologyConfig().nic_gb_s or any(f.adapters for f in adapters.values()))
+    return network.ExpectedRate(gb_s, gb_s != TopologyConfig().nic_gb_s or any(f.adapters for f in adapters.values()))
 
 
 class _Probes:
     """Probe actors on all nodes."""
 
-    def __init__(self, nodes: Sequence[Node], ask: Ask) -> None:
+    def __init__(self, nodes: Sequence[ClusterNode], settings: ProbeSettings) -> None:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         # Ray otherwise hides the GPUs of a cluster started without our settings.
-        sees = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}} if ask.device == "cuda" else None
+        sees = {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}} if settings.device == "cuda" else None
         remote = ray.remote(Probe)
         self.addresses = {node.name: node.address for node in nodes}
         self._actors = {
@@ -174,7 +178,7 @@ class _Probes:
                 num_cpus=0,
                 scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
                 runtime_env=sees,
-            ).remote(ask, node.name, node.address)
+            ).remote(settings, node.name, node.address)
             for node in nodes
         }
 
@@ -204,10 +208,10 @@ class _Probes:
             ray.kill(actor)
 
 
-def _by_kind(looked: Mapping[str, Mapping[str, Any]], findings: list[Finding]) -> dict[str, dict[str, Any]]:
+def _by_kind(gathered: Mapping[str, Mapping[str, Any]], findings: list[Finding]) -> dict[str, dict[str, Any]]:
     """Returns the facts by kind and node; adds a finding for each kind a node could not determine."""
     facts: dict[str, dict[str, Any]] = {"versions": {}, "model": {}, "paths": {}, "gpus": {}, "fabric": {}}
-    for node, kinds in looked.items():
+    for node, kinds in gathered.items():
         for kind, fact in kinds.items():
             if isinstance(fact, Exception):
                 findings.append(Finding(node, kind, "bad", _text(fact)))
@@ -217,36 +221,38 @@ def _by_kind(looked: Mapping[str, Mapping[str, Any]], findings: list[Finding]) -
 
 
 def _network(
-    probes: _Probes, names: list[str], needed: Collection[str], ask: Ask
-) -> tuple[list[Finding], list[network.Pair]]:
+    probes: _Probes, names: list[str], needed: Collection[str], settings: ProbeSettings
+) -> tuple[list[Finding], list[network.PairRate]]:
     """Checks that all nodes reach each other; then measures the exchange between neighbours among the nodes of ranks
     and engines."""
     if len(names) < 2:
         return [], []
-    device, timeout_s = ask.device, ask.timeout_s
-    bells, errors = probes.call("open_door", dict.fromkeys(names, ()), timeout_s)
-    unreached, late = probes.call("knock", {n: ({o: b for o, b in bells.items() if o != n},) for n in bells}, timeout_s)
-    found = [Finding(n, "network", "bad", _text(e)) for n, e in (errors | late).items()]
-    found += network.check_reach(list(bells), unreached)
-    if found:
-        return found, []
-    pairs: list[network.Pair] = []
-    for round_of in network.pairs([name for name in names if name in needed]):
-        ports, errors = probes.call("listen", {first: () for first, _ in round_of}, timeout_s)
+    device, timeout_s = settings.device, settings.timeout_s
+    endpoints, errors = probes.call("start_listener", dict.fromkeys(names, ()), timeout_s)
+    unreached, late_errors = probes.call(
+        "connect", {n: ({o: b for o, b in endpoints.items() if o != n},) for n in endpoints}, timeout_s
+    )
+    findings = [Finding(n, "network", "bad", _text(e)) for n, e in (errors | late_errors).items()]
+    findings += network.check_reach(list(endpoints), unreached)
+    if findings:
+        return findings, []
+    pairs: list[network.PairRate] = []
+    for round_pairs in network.pairs([name for name in names if name in needed]):
+        ports, errors = probes.call("open_exchange", {first: () for first, _ in round_pairs}, timeout_s)
         arguments: dict[str, tuple[Any, ...]] = {}
-        for first, second in round_of:
+        for first, second in round_pairs:
             if first in ports:
-                place = (probes.addresses[first], ports[first])
-                arguments |= {n: (n == first, place, MESSAGE_MIB[device], timeout_s) for n in (first, second)}
+                leader = (probes.addresses[first], ports[first])
+                arguments |= {n: (n == first, leader, MESSAGE_MIB[device], timeout_s) for n in (first, second)}
         rates, failed = probes.call("exchange", arguments, timeout_s + SLACK_S)
-        for first, second in round_of:
+        for first, second in round_pairs:
             causes = [e for n in (first, second) if (e := failed.get(n) or errors.get(n))]
             # A broken end explains more than the end waiting for it.
             causes.sort(key=lambda e: "no answer within" in str(e))
             if causes:
-                pairs.append(network.Pair(first, second, None, _text(causes[0])))
+                pairs.append(network.PairRate(first, second, None, _text(causes[0])))
             else:
-                pairs.append(network.Pair(first, second, min(rates[first], rates[second])))
+                pairs.append(network.PairRate(first, second, min(rates[first], rates[second])))
     return [], pairs
 
 

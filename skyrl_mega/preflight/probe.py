@@ -14,7 +14,7 @@ from skyrl_mega.preflight import fabric, gpus, model, network, paths, versions
 
 
 @dataclass(frozen=True)
-class Ask:
+class ProbeSettings:
     """Parameters of a preflight, equal on all nodes."""
 
     run: Path
@@ -31,47 +31,47 @@ class Ask:
 class Probe:
     """Actor for checking a node."""
 
-    def __init__(self, ask: Ask, name: str, address: str) -> None:
-        self.ask, self.name, self.address = ask, name, address
-        self._door: network.Door | None = None
-        self._listening: socket.socket | None = None
+    def __init__(self, settings: ProbeSettings, name: str, address: str) -> None:
+        self.settings, self.name, self.address = settings, name, address
+        self._listener: network.Listener | None = None
+        self._exchange_socket: socket.socket | None = None
 
-    def look(self) -> dict[str, Any]:
+    def gather(self) -> dict[str, Any]:
         """Returns the node's facts by kind. A kind that takes too long becomes a TimeoutError, so a dead mount does not
         hide the rest."""
-        ask = self.ask
+        settings = self.settings
         jobs: dict[str, Callable[[], Any]] = {
             "versions": versions.gather,
-            "paths": lambda: paths.gather(ask.run, ask.token, self.name),
+            "paths": lambda: paths.gather(settings.run, settings.token, self.name),
         }
-        if (path := ask.model) is not None:
+        if (path := settings.model) is not None:
             jobs["model"] = lambda: model.gather(path)
-        if ask.device == "cuda":
+        if settings.device == "cuda":
             jobs |= {"gpus": gpus.gather, "fabric": fabric.gather}
-        return bounded(jobs, ask.timeout_s)
+        return bounded(jobs, settings.timeout_s)
 
     def unseen(self, names: Sequence[str]) -> list[str]:
         """Returns the nodes whose file in the run's folder is not visible here."""
-        return paths.unseen(self.ask.run, self.ask.token, names)
+        return paths.unseen(self.settings.run, self.settings.token, names)
 
-    def open_door(self) -> network.Bell:
+    def start_listener(self) -> network.Endpoint:
         """Starts a listener at this node's address and returns its address and answer."""
-        self._door = network.Door(self.address)
-        return self._door.bell
+        self._listener = network.Listener(self.address)
+        return self._listener.endpoint
 
-    def knock(self, bells: Mapping[str, network.Bell]) -> dict[str, str]:
+    def connect(self, endpoints: Mapping[str, network.Endpoint]) -> dict[str, str]:
         """Returns the nodes unreachable from this node, with the reason."""
-        return network.knock(bells)
+        return network.connect(endpoints)
 
-    def listen(self) -> int:
+    def open_exchange(self) -> int:
         """Opens a listening socket for the next exchange led by this node and returns the port."""
-        self._listening = network.listen(self.address)
-        return int(self._listening.getsockname()[1])
+        self._exchange_socket = network.exchange_socket(self.address)
+        return int(self._exchange_socket.getsockname()[1])
 
-    def exchange(self, leads: bool, place: tuple[str, int], mib: int, timeout_s: float) -> float:
+    def exchange(self, is_leader: bool, leader: tuple[str, int], mib: int, timeout_s: float) -> float:
         """Returns the GB/s between this node and its partner."""
-        listening = self._listening if leads else None
-        return network.exchange(place, self.address, self.ask.device, mib, timeout_s, listening)
+        leader_socket = self._exchange_socket if is_leader else None
+        return network.exchange(leader, self.address, self.settings.device, mib, timeout_s, leader_socket)
 
 
 def bounded(jobs: Mapping[str, Callable[[], Any]], timeout_s: float) -> dict[str, Any]:

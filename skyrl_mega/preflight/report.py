@@ -29,11 +29,11 @@ class Report:
 
     def status(self, node: str, check: str) -> str:
         """Returns ok, warn, bad, or – if unknown."""
-        own = {(f.check, f.status) for f in self.findings if f.node == node}
+        states = {(f.check, f.status) for f in self.findings if f.node == node}
         for status in ("bad", "warn"):
-            if (check, status) in own:
+            if (check, status) in states:
                 return status
-        return "–" if ("answers", "bad") in own and check != "answers" else "ok"
+        return "–" if ("answers", "bad") in states and check != "answers" else "ok"
 
     def table(self) -> str:
         """Returns the table and all findings as text."""

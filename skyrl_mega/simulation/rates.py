@@ -9,7 +9,7 @@ from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.memory import engine_memory
-from skyrl_mega.planner.times import at_once, decoding, policy_times, prefill_time, step_time
+from skyrl_mega.planner.times import decoding, mean_concurrency, policy_times, prefill_time, step_time
 from skyrl_mega.simulation.engines import Speed
 from skyrl_mega.simulation.workload import Length
 
@@ -35,7 +35,7 @@ class Rates:
         at = _of_length(config, parallel, length)
         made, memory = replace(batch(at, parallel), generated=length.written), engine_memory(at, d)
         found, decode = step_time(at, d, parallel), decoding(at, d, made.mean)
-        places = at_once(at, memory.tokens, replace(made, prompts=made.prompts * steps_under_way(config)))
+        places = mean_concurrency(at, memory.tokens, replace(made, prompts=made.prompts * steps_under_way(config)))
         return cls(
             engines=config.rollout.engines,
             speed=Speed(

@@ -200,7 +200,9 @@ def test_the_first_line_is_about_what_lacks_most(file: Path, capsys: pytest.Capt
     assert dry_run_text.text(v).startswith("tight on 8 nodes: by the estimates an engine worker (")
     v = values(file, capsys)
     v["critic"] = [{"memory": {"peak": v["gpu_memory"] + GIB}}]
-    assert dry_run_text._answer(v).startswith("tight on 8 nodes: by the estimates the fullest critic rank (80.10 GiB)")
+    assert dry_run_text._first_line(v).startswith(
+        "tight on 8 nodes: by the estimates the fullest critic rank (80.10 GiB)"
+    )
 
 
 def test_a_reference_of_its_own_has_nodes_of_its_own(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -249,7 +251,7 @@ def test_a_suggestion_leaves_room_for_a_critic(file: Path, capsys: pytest.Captur
     for suggestion in found["found"][::60]:
         config = compose(file, ["algorithm=gae", *suggestion["overrides"]])
         hf, _ = dry_run.checked(config)
-        assert refusal.wrong(config, hf, planned=True, strict=True) is None
+        assert refusal.find_error(config, hf, planned=True, strict=True) is None
         assert sum(len(n.policy) + len(n.critic) + n.workers for n in nodes(config)) <= 64
 
 
@@ -267,7 +269,7 @@ def test_what_the_critic_cannot_follow_is_not_suggested(
     for suggestion in found["found"][::20]:
         config = compose(file, ["algorithm=gae", *given, *suggestion["overrides"]])
         hf, _ = dry_run.checked(config)
-        assert refusal.wrong(config, hf, planned=True, strict=True) is None
+        assert refusal.find_error(config, hf, planned=True, strict=True) is None
 
 
 def test_nothing_is_suggested_beside_a_critic_that_cannot_be(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -324,7 +326,7 @@ def test_what_is_suggested_fits(file: Path, gpus: int, model: list[str], capsys:
     for suggestion in found["found"][::40]:
         config = compose(file, [*model, *suggestion["overrides"]])
         hf, _ = dry_run.checked(config)
-        assert refusal.wrong(config, hf, planned=True, strict=True) is None
+        assert refusal.find_error(config, hf, planned=True, strict=True) is None
         parallel, _ = fit.parallel_of(config)
         seconds = step_time(config, architecture(hf).describe(hf), parallel).step
         assert seconds == pytest.approx(suggestion["seconds"])

@@ -16,7 +16,7 @@ from skyrl_mega.planner import fit
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.memory import GIB, policy_memory
 from skyrl_mega.planner.moves import residency_time
-from skyrl_mega.planner.relief import CLOSE, shortest
+from skyrl_mega.planner.relief import MIN_FREE, least_safe_phase
 from skyrl_mega.planner.shared import shared_gpus
 from tests.cli import large
 
@@ -37,7 +37,7 @@ def noted(config: Config) -> list[str]:
 def left(config: Config, phase: str) -> int:
     hf, _ = dry_run.checked(config)
     gpus = shared_gpus(config, architecture(hf).describe(hf), fit.parallel_of(config)[0])
-    return min(gpu.left(phase) for gpu in gpus)
+    return min(gpu.free(phase) for gpu in gpus)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_less_than_the_margin_is_told_in_any_phase(file: Path) -> None:
     """Around a GiB that is left while engines generate, where nothing of the policy computes."""
     for fraction, told in ((0.93, True), (0.92, True), (0.91, False), (0.7, False)):
         config = compose(file, [*SHARED, "residency.keep=[]", f"rollout.memory_fraction={fraction}"])
-        assert (left(config, "generate") < CLOSE) == told
+        assert (left(config, "generate") < MIN_FREE) == told
         assert any(note.startswith("close") for note in noted(config)) == told
 
 
@@ -139,7 +139,7 @@ def test_a_phase_that_may_lack_more_comes_before_one_with_less_left(file: Path) 
     given = ["residency.keep=[]", "rollout.memory_fraction=0.92", "policy.recompute=none", "policy.micro_tokens=9600"]
     config = compose(file, [*SHARED, *given])
     hf, _ = dry_run.checked(config)
-    short = shortest(config, architecture(hf).describe(hf), fit.parallel_of(config)[0])
+    short = least_safe_phase(config, architecture(hf).describe(hf), fit.parallel_of(config)[0])
     assert short is not None and short.phase == "train"
     assert left(config, "train") > left(config, "generate") > 0
 

@@ -47,7 +47,9 @@ def test_what_changed_is_told_in_one_line(folder: Path) -> None:
     assert resuming.changes(config(folder)) == []
     found = resuming.changes(config(folder, "run.steps=8", "policy.layout.tensor=2", "algorithm.clip_high=0.3"))
     assert found == ["run.steps 4 → 8", "policy.layout.tensor 1 → 2", "algorithm.clip_high 0.2 → 0.3"]
-    assert resuming.told(found).startswith("settings changed since the run was last started: run.steps 4 → 8, policy.")
+    assert resuming.changes_text(found).startswith(
+        "settings changed since the run was last started: run.steps 4 → 8, policy."
+    )
     assert resuming.changes(config(folder, "reference.layout={tensor: 2}")) == [
         "reference.layout null → a group",
         "reference.layout.tensor 1 → 2",

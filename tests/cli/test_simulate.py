@@ -11,7 +11,7 @@ import pytest
 
 from skyrl_mega.cli import simulate, simulate_choices, simulate_text
 from skyrl_mega.cli.dry_run import checked
-from skyrl_mega.cli.refusal import wrong
+from skyrl_mega.cli.refusal import find_error
 from skyrl_mega.cli.simulate_choices import MODES, Choice
 from skyrl_mega.cli.simulate_text import Comparison, Refused, Row
 from skyrl_mega.cli.train import main
@@ -63,7 +63,7 @@ def test_what_is_advised_passes_the_checks_of_a_run(capsys: pytest.CaptureFixtur
     )
     for row in (advised, *found["modes"][:2]):
         config = compose(FILE, [*SMALL, *row["settings"].split()])
-        assert wrong(config, hf, planned=True, strict=not config.cluster.shared) is None
+        assert find_error(config, hf, planned=True, strict=not config.cluster.shared) is None
         assert config.asynchrony.mode == row["mode"] and config.policy.ranks in (None, row["policy.ranks"])
 
 
@@ -105,10 +105,10 @@ def test_of_engines_that_differ_by_chance_those_with_fewest_changes_are_taken() 
 def test_the_fastest_engines_are_tried_with_the_memory_of_the_settings() -> None:
     config = compose(FILE, SMALL)
     split = (("policy.ranks", 16), ("rollout.engines", 4), ("rollout.tensor", 4), ("rollout.memory_fraction", 0.9))
-    [plain] = simulate_choices.plainer(config, split, [split])
+    [plain] = simulate_choices.with_given_fraction(config, split, [split])
     assert changed(config, plain).rollout == replace(changed(config, split).rollout, memory_fraction=0.6)
-    assert simulate_choices.plainer(config, split, [split, plain]) == []
-    assert simulate_choices.plainer(config, plain, [plain]) == []
+    assert simulate_choices.with_given_fraction(config, split, [split, plain]) == []
+    assert simulate_choices.with_given_fraction(config, plain, [plain]) == []
 
 
 def test_a_correction_of_ones_own_is_left() -> None:
@@ -167,7 +167,7 @@ def compared(*seconds: float, refused: tuple[Refused, ...] = ()) -> Comparison:
     config = compose(FILE)
     apart = (("cluster.shared", False), ("residency.keep", None), ("policy.ranks", 16), ("rollout.engines", 2))
     outcome = Outcome(0.0, 0.5, 0.5, 0.5, 0.0, 0.0, calls_filled=0.5)
-    rows = [Row(simulate_choices.off(config), replace(outcome, seconds=seconds[0]))]
+    rows = [Row(simulate_choices.synchronous(config), replace(outcome, seconds=seconds[0]))]
     rows += [Row(Choice("off", 0, changed(config, apart), apart), replace(outcome, seconds=s)) for s in seconds[1:]]
     length = Length(100, 800, 3)
     return Comparison(config, rows, rows[1:], [], [], refused, environment_s=0.0, length=length)
@@ -189,7 +189,7 @@ def test_of_rows_that_differ_by_chance_the_least_stale_is_advised() -> None:
     for fastest, advised in ((79, 0), (70, 2)):
         c = compared(100, 80, fastest)
         stale = replace(c.rows[2], choice=replace(c.rows[2].choice, mode="full", most=2))
-        found = replace(c, rows=[*c.rows[:2], stale], tried=[stale]).best
+        found = replace(c, rows=[*c.rows[:2], stale], splits=[stale]).best
         assert found is not None and found.choice.most == advised
 
 
@@ -199,7 +199,7 @@ def test_other_engines_are_among_what_is_advised() -> None:
     sized = replace(c.rows[1], choice=Choice("off", 0, changed(c.config, more), more))
     for seconds, advised in ((79, c.rows[1]), (70, sized)):
         sized = replace(sized, outcome=replace(sized.outcome, seconds=seconds))
-        found = replace(c, sized=[sized])
+        found = replace(c, engine_sizes=[sized])
         assert found.best is not None and found.best.choice == advised.choice
         table = simulate_text.text(found).partition("engines, on the GPUs that the best split leaves them:")[2]
         assert f"0.9      {seconds}.0 " in table
@@ -211,7 +211,7 @@ def asynchronous(c: Comparison, number: int) -> Comparison:
     config = changed(row.choice.config, (("asynchrony.mode", "full"), ("asynchrony.max_staleness", 3)))
     rows = [replace(each, choice=Choice("full", 3, config, ())) if each is row else each for each in c.rows]
     rows[0] = replace(rows[0], choice=replace(rows[0].choice, change=(("asynchrony.mode", "off"),)))
-    return replace(c, config=config, rows=rows, tried=[each for each in c.tried if each is not row])
+    return replace(c, config=config, rows=rows, splits=[each for each in c.splits if each is not row])
 
 
 def test_other_engines_on_shared_gpus_may_be_what_is_advised() -> None:
@@ -219,7 +219,7 @@ def test_other_engines_on_shared_gpus_may_be_what_is_advised() -> None:
     other = (("rollout.tensor", 4), ("rollout.engines", 8))
     recut = replace(c.rows[0], choice=Choice("off", 0, changed(c.config, other), other))
     recut = replace(recut, outcome=replace(recut.outcome, seconds=70.0))
-    told = simulate_text.text(replace(c, recut=[recut]))
+    told = simulate_text.text(replace(c, shared_engines=[recut]))
     assert "advised: mode=off, 32 ranks, shared, 8 × TP4 with 0.6 of the memory: 70.0 s" in told
     assert "add\n  rollout.tensor=4 rollout.engines=8\n" in told
 
@@ -251,7 +251,7 @@ def bound(c: Comparison, *filled: float, **environment: int) -> Comparison:
     given = tuple((f"environment.{key}", value) for key, value in environment.items())
     pairs = zip(c.rows, filled, strict=True)
     rows = [replace(row, outcome=replace(row.outcome, calls_filled=share)) for row, share in pairs]
-    return replace(c, rows=rows, tried=rows[1:], environment_s=9.5, config=changed(c.config, given))
+    return replace(c, rows=rows, splits=rows[1:], environment_s=9.5, config=changed(c.config, given))
 
 
 def test_where_environments_decide_every_row_no_layout_is_advised() -> None:

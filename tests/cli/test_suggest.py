@@ -76,7 +76,7 @@ def test_235b_fits_256_gpus_that_policy_and_engines_share(
     for suggestion in found["found"][:: len(found["found"]) // 2]:
         config = compose(file, [*SHARED_235B, *suggestion["overrides"]])
         hf, _ = dry_run.checked(config)
-        assert refusal.wrong(config, hf, planned=True, strict=True) is None
+        assert refusal.find_error(config, hf, planned=True, strict=True) is None
         assert config.residency.keep is not None, "an engine's weights alone take 55 GiB of eight GPUs"
         assert config.cluster.nodes == 32 and config.policy.ranks == 256
 
@@ -95,7 +95,7 @@ def test_hosts_without_memory_for_what_leaves_are_seen(
         for suggestion in found[:: max(1, len(found) // 4)]:
             config = compose(file, [*settings, *suggestion["overrides"]])
             hf, _ = dry_run.checked(config)
-            assert refusal.wrong(config, hf, planned=True, strict=True) is None
+            assert refusal.find_error(config, hf, planned=True, strict=True) is None
         keeps.append({text for s in found for text in s["overrides"] if text.startswith("residency.keep")})
     enough, little = keeps
     assert enough > little > set() and 'residency.keep=["optimizer"]' in enough - little
@@ -121,7 +121,7 @@ def test_an_optimizer_is_streamed_only_beside_parameters_that_take_it(
     for suggestion in found:
         config = compose(file, [*given, *suggestion["overrides"]])
         hf, _ = dry_run.checked(config)
-        assert refusal.wrong(config, hf, planned=True, strict=True) is None
+        assert refusal.find_error(config, hf, planned=True, strict=True) is None
 
 
 def room(config: Config) -> str:
@@ -144,7 +144,7 @@ def test_layouts_with_parameters_in_fp8_pass_every_check(
     for suggestion in found[:: max(1, len(found) // 10)]:
         config = compose(file, [*given, *suggestion["overrides"]])
         hf, _ = dry_run.checked(config)
-        assert refusal.wrong(config, hf, planned=True, strict=True) is None
+        assert refusal.find_error(config, hf, planned=True, strict=True) is None
 
 
 LONG = ["rollout.max_response_tokens=30720", "model.max_length=32768"]
@@ -163,7 +163,7 @@ def test_layers_go_to_host_memory_where_sequences_are_long(
     for suggestion in moved[:: max(1, len(moved) // 5)]:
         config = compose(file, [*given, *suggestion["overrides"]])
         hf, _ = dry_run.checked(config)
-        assert refusal.wrong(config, hf, planned=True, strict=True) is None
+        assert refusal.find_error(config, hf, planned=True, strict=True) is None
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_engines_with_other_blocks_are_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("skyrl_mega.planner.search.SECONDS", 2)
-    monkeypatch.setattr("skyrl_mega.planner.engine_blocks.other", lambda config, d: "96 columns")
+    monkeypatch.setattr("skyrl_mega.planner.engine_blocks.partial_block", lambda config, d: "96 columns")
     assert main(["--config", "configs/dapo_4b.yaml", *SERVED, "--suggest"]) == 0
     assert "\nnote: engines of 1, 2, " in capsys.readouterr().out
 

@@ -32,7 +32,7 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.fit import parallel_of
 from skyrl_mega.planner.memory import engine_memory
-from skyrl_mega.planner.times import at_once, generate_time
+from skyrl_mega.planner.times import generate_time, mean_concurrency
 from skyrl_mega.rollout import generator
 from skyrl_mega.rollout.env_pool import Call, Raised
 from skyrl_mega.rollout.trajectory import Status
@@ -81,7 +81,7 @@ def planned(recipe: str, *settings: str) -> Plan:
     d = architecture(hf).describe(hf)
     made = batch(config, parallel_of(config)[0])
     cache = engine_memory(config, d).tokens
-    steps = made.sequences / rollout.engines * made.generated / at_once(config, cache, made)
+    steps = made.sequences / rollout.engines * made.generated / mean_concurrency(config, cache, made)
     lengths = {
         "max_prompt_tokens": rollout.max_prompt_tokens,
         "sampling.max_tokens": rollout.sampling.max_tokens,

@@ -132,12 +132,12 @@ def test_an_embedder_is_refused_a_gpu_that_is_not_there_and_takes_one_that_is(
 def test_what_a_preflight_asks_of_a_node_with_gpus(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from skyrl_mega.preflight import preflight, probe
 
-    ask = probe.Ask(tmp_path, tmp_path, "token", "cuda", 20.0)
-    assert {"gpus", "fabric"} <= set(probe.Probe(ask, "node", "127.0.0.1").look())
+    ask = probe.ProbeSettings(tmp_path, tmp_path, "token", "cuda", 20.0)
+    assert {"gpus", "fabric"} <= set(probe.Probe(ask, "node", "127.0.0.1").gather())
 
     made: list[Any] = []
     monkeypatch.setattr("ray.remote", lambda _: SimpleNamespace(options=lambda **options: _Remote(made, options)))
-    preflight._Probes([preflight.Node("ab" * 28, "node", "127.0.0.1")], ask)
+    preflight._Probes([preflight.ClusterNode("ab" * 28, "node", "127.0.0.1")], ask)
     assert made[0]["runtime_env"] == {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}
 
 
@@ -155,11 +155,11 @@ def test_a_run_on_gpus_has_a_preflight_of_gpus_and_network(monkeypatch: pytest.M
     from skyrl_mega.preflight import preflight
 
     probes = SimpleNamespace(call=lambda *_: ({}, {}), end=lambda: None)
-    monkeypatch.setattr(preflight, "present", lambda: [])
+    monkeypatch.setattr(preflight, "cluster_nodes", lambda: [])
     monkeypatch.setattr(preflight, "_Probes", lambda *_: probes)
     monkeypatch.setattr(preflight, "_network", lambda *_: ([], []))
     monkeypatch.setattr(preflight, "_by_kind", lambda *_: {k: {} for k in preflight.COLUMNS} | {"fabric": {}})
-    monkeypatch.setattr(preflight, "room", lambda *_: 0)
+    monkeypatch.setattr(preflight, "checkpoint_bytes", lambda *_: 0)
     limits: list[Any] = []
     monkeypatch.setattr(preflight.network, "check_rates", lambda _, limit: limits.append(limit) or [])
     said: list[str] = []
@@ -167,7 +167,10 @@ def test_a_run_on_gpus_has_a_preflight_of_gpus_and_network(monkeypatch: pytest.M
     with pytest.raises(preflight.ClusterError, match=r"cluster\.nodes wants 2"):
         preflight.before_run(dapo(), tmp_path, tmp_path, console)
     [promised] = limits
-    assert (promised.gb_s, promised.meant) == (dapo().cluster.topology.nic_gb_s, False)  # no node told of adapters
+    assert (promised.gb_s, promised.is_reliable) == (
+        dapo().cluster.topology.nic_gb_s,
+        False,
+    )  # no node told of adapters
 
 
 def test_two_gpus_exchange_though_ray_hides_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,8 +50,8 @@ def test_products_are_those_that_torch_counts(tmp_path: Path, architecture: str)
     load = load_of(batch)
     products = model.forward(replace(load, pairs=0.0))
     assert forward == {"aten.mm": products}
-    assert step == {"aten.mm": BACKWARD * products + model.head * load.asked}
-    assert 0 < load.asked < load.tokens - len(batch), "first tokens are never asked for"
+    assert step == {"aten.mm": BACKWARD * products + model.head * load.logprob_tokens}
+    assert 0 < load.logprob_tokens < load.tokens - len(batch), "first tokens are never asked for"
 
 
 def test_attention_is_every_pair_of_a_token_and_one_not_after_it() -> None:

@@ -18,7 +18,7 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import build, hf_config
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import buffers
-from skyrl_mega.planner.buffers import MOMENTS, held
+from skyrl_mega.planner.buffers import MOMENTS, model_state
 from skyrl_mega.planner.parameters import stage
 from tests.megatron import layouts
 from tests.support.ranks import run_ranks
@@ -112,7 +112,7 @@ def test_bytes_are_megatrons_own(
     real = run_ranks(ranks, allocated, models[model], parallel, policy, dtype)
     for rank, found in enumerate(real):
         at = parallel.coordinates(rank)
-        counted = held(stage(d, parallel, at.pp), parallel, at, dtype.itemsize, freeze)
+        counted = model_state(stage(d, parallel, at.pp), parallel, at, dtype.itemsize, freeze)
         assert (counted.weights, counted.gradients, counted.optimizer) == found, f"rank {rank}"
 
 
@@ -124,7 +124,7 @@ def test_bytes_of_smaller_moments(models: dict[str, Path], dtype: torch.dtype) -
     d = architecture(hf).describe(hf)
     for rank, (*found, largest) in enumerate(run_ranks(2, with_largest, models["moe"], parallel, policy, dtype)):
         at = parallel.coordinates(rank)
-        counted = held(stage(d, parallel, at.pp), parallel, at, dtype.itemsize, moments=MOMENTS["bfloat16"])
+        counted = model_state(stage(d, parallel, at.pp), parallel, at, dtype.itemsize, moments=MOMENTS["bfloat16"])
         assert [counted.weights, counted.gradients, counted.optimizer, counted.largest] == [*found, largest]
 
 
@@ -157,7 +157,7 @@ def test_bytes_of_the_buckets_that_overlap(
     others = 0
     for rank, found in enumerate(run_ranks(ranks, bucketed, models[model], parallel, policy, torch.bfloat16)):
         at = parallel.coordinates(rank)
-        counted = held(stage(d, parallel, at.pp), parallel, at, 2, overlap=True)
+        counted = model_state(stage(d, parallel, at.pp), parallel, at, 2, overlap=True)
         assert (counted.weights, counted.gradients, counted.optimizer) == found, f"rank {rank}"
-        others += counted != held(stage(d, parallel, at.pp), parallel, at, 2)
+        others += counted != model_state(stage(d, parallel, at.pp), parallel, at, 2)
     assert others

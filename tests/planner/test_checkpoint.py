@@ -28,7 +28,7 @@ from skyrl_mega.parallel.box import Shard
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.parallel.flat import FlatPiece, Run, flat_pieces
 from skyrl_mega.planner.buffers import MASTER, MOMENTS, buffer
-from skyrl_mega.planner.checkpoint import INDEX, STAGING, written
+from skyrl_mega.planner.checkpoint import INDEX, STAGING, checkpoint_bytes
 from skyrl_mega.planner.parameters import EXPERTS, ROUTER, Parameters
 from tests.megatron import layouts
 from tests.planner.test_buffers import MODELS
@@ -64,7 +64,7 @@ def owned(d: Decoder, parallel: ParallelDims, rank: int, shard: Shard, freeze: b
         frozen |= {name: (0, prod(shard.params[name])) for name in names[router].tolist()}
         dense = (~experts, parallel.data * parallel.context, at.dp * parallel.context + at.cp)
         for chosen, ranks, index in (dense, (experts, parallel.expert_data, at.edp)):
-            runs = buffer(chunk.where(chosen & ~router), ranks).runs(index).tolist()
+            runs = buffer(chunk.select(chosen & ~router), ranks).runs(index).tolist()
             order = names[chosen & ~router][::-1].tolist()
             trained |= {name: (first, last) for name, (first, last) in zip(order, runs, strict=True)}
     return trained, frozen
@@ -120,7 +120,9 @@ def test_thirty_billion_parameters_are_written_evenly(ranks: int, tensor: int, s
             assert any(piece.box.intersect(box) == piece.box for box in held[piece.tensor])
             elements[piece.tensor] += piece.box.numel
         size.append(sum(piece.box.numel * (2 if piece.param in frozen else STATE) for piece in pieces))
-        assert written(d, parallel, rank, 2, freeze) == pytest.approx(size[-1], rel=1e-6 if spec == "local" else 1e-3)
+        assert checkpoint_bytes(d, parallel, rank, 2, freeze) == pytest.approx(
+            size[-1], rel=1e-6 if spec == "local" else 1e-3
+        )
     assert elements == {name: prod(shape) for name, shape in shapes.items()}
     even = sum(size) / ranks
     print(
@@ -193,5 +195,5 @@ def test_real_ranks_write_as_much_as_they_are_said_to(
     for rank in range(ranks):
         file = folder / file_name(rank)
         header = 8 + int.from_bytes(file.read_bytes()[:8], "little")
-        said = written(d, parallel, rank, dtype.itemsize, freeze, moments=MOMENTS[moments])
+        said = checkpoint_bytes(d, parallel, rank, dtype.itemsize, freeze, moments=MOMENTS[moments])
         assert file.stat().st_size - header == pytest.approx(said, abs=STATE * 100)

@@ -10,7 +10,7 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import dynamic
 from skyrl_mega.planner.batch import batch
-from skyrl_mega.planner.search import Search
+from skyrl_mega.planner.search import SearchResult
 from skyrl_mega.planner.times import generate_time, step_time
 from tests.weights.grids import MODELS
 
@@ -51,9 +51,12 @@ def test_seconds_of_a_step_have_the_prompts_that_the_filter_needs() -> None:
     d = architecture(hf).describe(hf)
     off, on, three = settings(), settings(enabled=True), settings(enabled=True, oversample=3.0)
     seconds = [step_time(config, d, parallel) for config in (off, on, three)]
-    assert len({found.step for found in seconds}) == 3 and len({found.train for found in seconds}) == 1
+    assert (
+        len({suggestions.step for suggestions in seconds}) == 3
+        and len({suggestions.train for suggestions in seconds}) == 1
+    )
     generating = [generate_time(config, d, batch(config, parallel)) for config in (off, on, three)]  # of --suggest
-    assert generating == [found.generate for found in seconds] and generating[0] < min(generating[1:])
+    assert generating == [suggestions.generate for suggestions in seconds] and generating[0] < min(generating[1:])
 
 
 def test_the_assumption_is_stated_by_the_dry_run_and_by_suggest() -> None:
@@ -61,6 +64,6 @@ def test_the_assumption_is_stated_by_the_dry_run_and_by_suggest() -> None:
     d = architecture(hf).describe(hf)
     line = "50% of the groups have a signal, so that a step draws 1,536 prompts in 1 round and trains on 512 at most"
     for config, count in ((settings(), 0), (settings(enabled=True, oversample=3.0), 1)):
-        nothing = Search(gpus=8, found=(), tried=0, complete=True)
+        nothing = SearchResult(gpus=8, suggestions=(), evaluated=0, complete=True)
         for notes in (dry_run_notes.notes(config, d, parallel), suggest_text.notes(nothing, config, d)):
             assert sum(line in note for note in notes) == count

@@ -13,9 +13,9 @@ from skyrl_mega.models.published import known
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.decode import reads
+from skyrl_mega.planner.engine_search import EngineChoice, _with_largest_fraction
 from skyrl_mega.planner.engine_weights import engine_bytes, staged_bytes
 from skyrl_mega.planner.memory import GIB, engine_memory
-from skyrl_mega.planner.pairs import Engine, _largest
 from skyrl_mega.planner.processes import PHASES
 from skyrl_mega.planner.shared import shared_gpus
 from skyrl_mega.weights.fp8.format import SUFFIX, quantised, with_scales
@@ -71,7 +71,7 @@ def test_a_shared_gpu_has_the_staged_layer_beside_the_policy(keep: str) -> None:
     )
     gpu = next(shared_gpus(config, D, ParallelDims(8, expert=8)))
     without = replace(gpu, engine=replace(gpu.engine, staged=0))
-    assert {name: without.left(name) - gpu.left(name) for name in PHASES} == {
+    assert {name: without.free(name) - gpu.free(name) for name in PHASES} == {
         name: staged_bytes(config, D) * (name == "sync") for name in PHASES
     }
 
@@ -79,11 +79,11 @@ def test_a_shared_gpu_has_the_staged_layer_beside_the_policy(keep: str) -> None:
 def test_a_search_leaves_room_for_the_staged_layer() -> None:
     config, size = settings(ONLINE, "cluster.shared=true"), 80 * GIB
     worker = engine_memory(config, D)
-    chosen = Engine(config, ((0.5, worker.tokens, 1.0),), worker)
+    chosen = EngineChoice(config, ((0.5, worker.tokens, 1.0),), worker)
     most = size - worker.beside - worker.staged
     for keep, engine in ((None, size // 2), ([], worker.weights + worker.reserve)):
-        assert _largest(chosen, keep, {"sync": most - engine, "generate": 0}, size) is not None
-        assert _largest(chosen, keep, {"sync": most - engine + 1, "generate": 0}, size) is None
+        assert _with_largest_fraction(chosen, keep, {"sync": most - engine, "generate": 0}, size) is not None
+        assert _with_largest_fraction(chosen, keep, {"sync": most - engine + 1, "generate": 0}, size) is None
 
 
 @pytest.mark.parametrize("kind", ["fp8", "fp8_e5m2", "int8_per_token_head"])

@@ -46,12 +46,12 @@ def test_two_sizes_decide_for_the_whole_layout(model: str, cut: str) -> None:
     hf, d = described(model)
     parallel = CUTS[cut]
     layout = architecture(hf).megatron_layout(hf, parallel, "te")
-    found = fp8_blocks.other(d, parallel.tensor, parallel.expert_tensor)
+    found = fp8_blocks.differing_tensor(d, parallel.tensor, parallel.expert_tensor)
     assert (found is None) == (without_own_blocks(layout, quantised(layout.tensors)) is None)
 
 
 def test_both_are_found() -> None:
-    found = {fp8_blocks.other(described(model)[1], 1, 1) is None for model in MODELS}
+    found = {fp8_blocks.differing_tensor(described(model)[1], 1, 1) is None for model in MODELS}
     assert found == {True, False}
 
 
@@ -80,6 +80,6 @@ def test_no_layout_is_offered_that_is_then_refused(model: str) -> None:
 
     def fits(layout: LayoutConfig) -> bool:
         parallel = ParallelDims.from_config(layout, 8)
-        return fp8_blocks.other(d, parallel.tensor, parallel.expert_tensor) is None
+        return fp8_blocks.differing_tensor(d, parallel.tensor, parallel.expert_tensor) is None
 
     assert offered["fp8"] == [layout for layout in offered["model"] if fits(layout)]

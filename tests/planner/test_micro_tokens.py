@@ -14,7 +14,7 @@ from skyrl_mega.config.schema import BuildConfig, Config
 from skyrl_mega.models.registry import architecture
 from skyrl_mega.models.tiny import hf_config
 from skyrl_mega.planner import fit
-from skyrl_mega.planner.micro_tokens import FILE, decided, note, of_run
+from skyrl_mega.planner.micro_tokens import FILE, for_run, note, with_micro_tokens
 from tests.planner.test_residency import shared
 from tests.weights.grids import REAL
 
@@ -39,7 +39,7 @@ def settings(tokens: int | None, recompute: str = "none", gib: float = 79.1) -> 
 )
 def test_it_is_the_largest_that_fits(recompute: str, gib: float, expected: int, why: str) -> None:
     given = settings(None, recompute, gib)
-    found = decided(given, HF)
+    found = with_micro_tokens(given, HF)
     assert found == settings(expected, recompute, gib)
     fits = [n for n in (4096, 8192, 16384, 32768) if fit.problem(settings(n, recompute, gib), D, strict=True) is None]
     assert max(fits, default=4096) == expected
@@ -48,25 +48,27 @@ def test_it_is_the_largest_that_fits(recompute: str, gib: float, expected: int, 
 
 def test_a_number_that_is_given_stays() -> None:
     given = settings(1000)
-    assert decided(given, HF) is given and note(given, given, D) is None
+    assert with_micro_tokens(given, HF) is given and note(given, given, D) is None
 
 
 def test_a_cpu_has_small_rows() -> None:
     config = Config()
     config.cluster.device, config.policy.ranks, config.policy.micro_tokens = "cpu", 1, None
-    assert micro_tokens(decided(config, hf_config(BuildConfig())).policy) == 8192
+    assert micro_tokens(with_micro_tokens(config, hf_config(BuildConfig())).policy) == 8192
 
 
 def test_a_run_that_goes_on_has_what_it_had(tmp_path: Path) -> None:
-    first = of_run(settings(None), HF, tmp_path, resumes=False)
+    first = for_run(settings(None), HF, tmp_path, resumes=False)
     assert json.loads((tmp_path / FILE).read_text()) == {"policy.micro_tokens": 4096}
     larger = settings(None, "full")
-    assert of_run(larger, HF, tmp_path, resumes=True) == replace(larger, policy=replace(first.policy, recompute="full"))
-    assert micro_tokens(of_run(settings(1000), HF, tmp_path, resumes=True).policy) == 1000
+    assert for_run(larger, HF, tmp_path, resumes=True) == replace(
+        larger, policy=replace(first.policy, recompute="full")
+    )
+    assert micro_tokens(for_run(settings(1000), HF, tmp_path, resumes=True).policy) == 1000
     (tmp_path / FILE).write_text('{"policy.micro_tokens": "many"}')
     with pytest.raises(UserError, match=r"micro_tokens\.json: policy\.micro_tokens is none of 4096, .*; remove it"):
-        of_run(larger, HF, tmp_path, resumes=True)
-    assert micro_tokens(of_run(larger, HF, tmp_path, resumes=False).policy) == 32768
+        for_run(larger, HF, tmp_path, resumes=True)
+    assert micro_tokens(for_run(larger, HF, tmp_path, resumes=False).policy) == 32768
 
 
 def test_nothing_is_computed_with_a_number_that_nobody_has_decided() -> None:

@@ -20,12 +20,13 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import fit
 from skyrl_mega.planner.batch import batch
-from skyrl_mega.planner.host_memory import crowded, host_memory
+from skyrl_mega.planner.engine_search import PolicyRanks
+from skyrl_mega.planner.host_memory import host_memory, numa_warnings
 from skyrl_mega.planner.memory import (
-    BESIDE,
     GIB,
     GRAPHS,
     LIBRARIES,
+    OUTSIDE_BUDGET,
     SWAP,
     critic_dims,
     critic_memory,
@@ -35,10 +36,9 @@ from skyrl_mega.planner.memory import (
     reference_memory,
 )
 from skyrl_mega.planner.moves import residency_time
-from skyrl_mega.planner.pairs import Ranks
 from skyrl_mega.planner.placement import nodes
 from skyrl_mega.planner.processes import PHASES
-from skyrl_mega.planner.shared import fullest, shared_gpus, stages
+from skyrl_mega.planner.shared import fullest, shared_gpus, stage_ranks
 from skyrl_mega.planner.times import step_time
 from tests.weights.grids import REAL
 
@@ -70,14 +70,14 @@ def by_hand(c: Config, phase: str) -> int:
     here = keep | set(NEEDS[phase])
     rank = policy_memory(c, d, PARALLEL, 0)
     total = c.cluster.gpu_reserve_gib * GIB + GIB + 3 * 64 * 2**20  # reserve, gaps, buckets of the sync
-    total += rank.held.weights * ("parameters" in here) + rank.held.gradients * ("gradients" in here)
-    total += rank.held.optimizer * ("optimizer" in here)
+    total += rank.state.weights * ("parameters" in here) + rank.state.gradients * ("gradients" in here)
+    total += rank.state.optimizer * ("optimizer" in here)
     if phase == "logprobs":
-        total += rank.at.forward + rank.at.forward_logits + SWAP * (c.algorithm.kl.coefficient > 0)
+        total += rank.activations.forward + rank.activations.forward_logits + SWAP * (c.algorithm.kl.coefficient > 0)
     if phase == "train":
-        total += rank.at.train + rank.at.train_logits
+        total += rank.activations.train + rank.activations.train_logits
     worker = engine_memory(c, d)
-    total += BESIDE
+    total += OUTSIDE_BUDGET
     if {"engine_weights", "kv_cache"} <= here:
         return int(total) + int(c.rollout.memory_fraction * int(79.1 * GIB))
     total += LIBRARIES + GRAPHS + worker.weights * ("engine_weights" in here) + worker.kv * ("kv_cache" in here)
@@ -88,13 +88,13 @@ def by_hand(c: Config, phase: str) -> int:
 @given(keep=KEEPS, fraction=st.sampled_from([0.2, 0.3, 0.45, 0.6, 0.7, 0.8, 0.9]), kl=st.sampled_from([0.0, 0.001]))
 def test_what_is_left_of_a_shared_gpu_and_what_is_refused(keep: list[str] | None, fraction: float, kl: float) -> None:
     c = shared(keep, fraction, kl)
-    gpu = min(shared_gpus(c, model(), PARALLEL), key=lambda gpu: gpu.margin)
+    gpu = min(shared_gpus(c, model(), PARALLEL), key=lambda gpu: gpu.least_free)
     size = int(79.1 * GIB)
     left = {phase: size - by_hand(c, phase) for phase in STEP}
-    assert {phase: gpu.left(phase) for phase in STEP} == left
-    assert gpu.margin == min(left.values())
-    ranks = Ranks(c, model(), PARALLEL)  # what a search counts with
-    assert all(ranks.most(phase, keep) == gpu.policy.totals[phase] for phase in STEP)
+    assert {phase: gpu.free(phase) for phase in STEP} == left
+    assert gpu.least_free == min(left.values())
+    ranks = PolicyRanks(c, model(), PARALLEL)  # what a search counts with
+    assert all(ranks.peak_in(phase, keep) == gpu.policy.totals[phase] for phase in STEP)
     if min(left.values()) >= 0:
         fit.check(c, REAL["30B"], strict=True)
         return
@@ -107,7 +107,7 @@ def test_what_is_left_of_a_shared_gpu_and_what_is_refused(keep: list[str] | None
 def test_what_a_refusal_says_would_fit_fits(keep: list[str] | None, fraction: float, strict: bool) -> None:
     """By the estimates at their face, also where the refusal itself takes them with their margin."""
     c = shared(keep, fraction)
-    gpu = min(shared_gpus(c, model(), PARALLEL), key=lambda gpu: gpu.margin)
+    gpu = min(shared_gpus(c, model(), PARALLEL), key=lambda gpu: gpu.least_free)
     assume(not gpu.fits(strict))
     said = refused(c, strict)
     if "no fraction fits" in said:
@@ -185,19 +185,19 @@ def test_everything_stays_where_nothing_is_said() -> None:
     """All of the policy in every phase, an engine's whole share, nothing in host memory, no time."""
     c, d = shared(None, 0.3), model()
     rank, worker = policy_memory(c, d, PARALLEL, 0), engine_memory(c, d)
-    held = rank.held.weights + rank.held.gradients + rank.held.optimizer + rank.sync + rank.reserve + rank.gaps
+    held = rank.state.weights + rank.state.gradients + rank.state.optimizer + rank.sync + rank.reserve + rank.gaps
     assert {rank.totals[phase] for phase in ("generate", "sync")} == {held}
-    assert rank.totals["logprobs"] == held + rank.reference + rank.at.forward + rank.at.forward_logits
-    assert rank.totals["train"] == rank.peak == held + rank.at.train + rank.at.train_logits
+    assert rank.totals["logprobs"] == held + rank.reference + rank.activations.forward + rank.activations.forward_logits
+    assert rank.totals["train"] == rank.peak == held + rank.activations.train + rank.activations.train_logits
     assert set(worker.totals.values()) == {worker.budget + worker.beside}
-    assert rank.parked == 0 == residency_time(c, d, PARALLEL)
+    assert rank.pinned == 0 == residency_time(c, d, PARALLEL)
     assert shared(list(PARTS)).residency.keep != c.residency.keep
     assert policy_memory(shared(list(PARTS), 0.3), d, PARALLEL, 0).totals == rank.totals
 
 
 def test_what_leaves_lies_in_host_memory_beside_its_gpu() -> None:
     c, d = shared([], kl=0.0), model()
-    held = policy_memory(c, d, PARALLEL, 0).held
+    held = policy_memory(c, d, PARALLEL, 0).state
     node, without = (host_memory(each, d, PARALLEL, None, nodes(c)[1], first=False) for each in (c, shared(None, kl=0)))
     assert node.parked == 8 * (held.weights + held.optimizer), "gradients are dropped"
     assert node.total - without.total == node.parked and without.parked == 0
@@ -213,19 +213,19 @@ def test_what_leaves_lies_in_host_memory_beside_its_gpu() -> None:
 def test_sockets_that_are_known_are_looked_at() -> None:
     c, d = shared([], kl=0.0), model()
     c.cluster.host_memory_gib, c.cluster.numa_nodes = 400.0, 2
-    each = 4 * policy_memory(c, d, PARALLEL, 0).parked
-    assert crowded(c, d, PARALLEL) == [] and each < 200 * GIB
+    each = 4 * policy_memory(c, d, PARALLEL, 0).pinned
+    assert numa_warnings(c, d, PARALLEL) == [] and each < 200 * GIB
     c.cluster.host_memory_gib = 1.9 * each / GIB
-    found = crowded(c, d, PARALLEL)
+    found = numa_warnings(c, d, PARALLEL)
     assert [note.partition(":")[0] for note in found] == ["node 0", "node 0", "node 1", "node 1"]
     assert f"{each / GIB:.0f} GiB are pinned for the GPUs of NUMA node 1" in found[1]
     c.cluster.numa_nodes = None
-    assert crowded(c, d, PARALLEL) == []
+    assert numa_warnings(c, d, PARALLEL) == []
 
 
 def test_moving_takes_the_links_time_or_the_nodes() -> None:
     c, d = shared([], kl=0.0), model()
-    held = policy_memory(c, d, PARALLEL, 0).held
+    held = policy_memory(c, d, PARALLEL, 0).state
     there_and_back = 2 * (held.weights + held.optimizer)
     assert residency_time(c, d, PARALLEL) == pytest.approx(there_and_back / 50e9)
     c.cluster.rates.host_node_gb_s = 80.0  # 10 for each of eight GPUs
@@ -240,28 +240,28 @@ def test_a_streamed_optimizer_is_on_the_device_in_pieces_and_in_host_memory_alwa
         plain, c = shared(keep, kl=0.0), shared(keep, kl=0.0)
         c.policy.optimizer.streamed = True
         whole, rank = policy_memory(plain, d, PARALLEL, 0), policy_memory(c, d, PARALLEL, 0)
-        assert rank.streamed == whole.held.optimizer > 20 * GIB, "12 bytes of each parameter that it trains"
+        assert rank.streamed == whole.state.optimizer > 20 * GIB, "12 bytes of each parameter that it trains"
         # An embedding of 151,936 × 2,048, of which a tensor-parallel rank has half and a data-parallel one an eighth.
         largest = 151936 * 2048 // 2 * 12
-        assert whole.held.largest <= largest
-        masters = whole.held.optimizer // 3
-        pieces = 3 * max(256 * 2**20, whole.held.largest)
-        assert rank.held.optimizer == max(pieces, masters - rank.at.train - rank.at.train_logits)
+        assert whole.state.largest <= largest
+        masters = whole.state.optimizer // 3
+        pieces = 3 * max(256 * 2**20, whole.state.largest)
+        assert rank.state.optimizer == max(pieces, masters - rank.activations.train - rank.activations.train_logits)
         for phase in STEP:
             here = keep is None or phase == "train"
-            lacking = (whole.held.optimizer - rank.held.optimizer) * here
+            lacking = (whole.state.optimizer - rank.state.optimizer) * here
             assert whole.totals[phase] - rank.totals[phase] == lacking, phase
-        leaves = rank.held.weights if keep == [] else 0
-        assert rank.parked == leaves + rank.streamed and rank.moving == leaves
+        leaves = rank.state.weights if keep == [] else 0
+        assert rank.pinned == leaves + rank.streamed and rank.offloaded == leaves
         node, without = (host_memory(each, d, PARALLEL, None, nodes(c)[1], first=False) for each in (c, plain))
-        assert node.parked == 8 * rank.parked
+        assert node.parked == 8 * rank.pinned
         assert node.parked - without.parked == (0 if keep == [] else 8 * rank.streamed)
 
 
 def test_streaming_takes_an_optimizer_steps_bytes_over_the_link_both_ways_at_once() -> None:
     plain, c, d = shared(None, kl=0.0), shared(None, kl=0.0), model()
     c.policy.optimizer.streamed = True
-    state = policy_memory(plain, d, PARALLEL, 0).held.optimizer
+    state = policy_memory(plain, d, PARALLEL, 0).state.optimizer
     for node_gb_s, rate in ((1e4, 50e9), (400.0, 25e9)):  # of the node's memory a GPU has an eighth, for two directions
         for each in (plain, c):
             each.cluster.rates.host_node_gb_s = node_gb_s
@@ -278,24 +278,24 @@ def test_a_critic_and_a_reference_on_gpus_of_their_own() -> None:
     assert parallel is not None
     critic = critic_memory(c, d, parallel, 0)
     idle = critic.reserve + critic.gaps
-    held = critic.held.weights + critic.held.gradients + critic.held.optimizer
+    held = critic.state.weights + critic.state.gradients + critic.state.optimizer
     assert critic.totals["generate"] == critic.totals["train"] == idle, "its work has phases of its own"
-    assert critic.totals["values"] == idle + held + critic.at.forward + critic.at.forward_logits
-    assert critic.totals["critic"] == critic.peak == idle + held + critic.at.train
-    assert critic.parked == critic.held.weights + critic.held.optimizer
+    assert critic.totals["values"] == idle + held + critic.activations.forward + critic.activations.forward_logits
+    assert critic.totals["critic"] == critic.peak == idle + held + critic.activations.train
+    assert critic.pinned == critic.state.weights + critic.state.optimizer
     policy = policy_memory(c, d, PARALLEL, 0)
-    assert residency_time(c, d, PARALLEL) == pytest.approx(2 * (policy.parked + critic.parked) / 50e9)
+    assert residency_time(c, d, PARALLEL) == pytest.approx(2 * (policy.pinned + critic.pinned) / 50e9)
     c.residency.keep = ["critic"]
-    assert critic_memory(c, d, parallel, 0).parked == 0
+    assert critic_memory(c, d, parallel, 0).pinned == 0
     c.residency.keep, c.algorithm.kl.coefficient = [], 0.001
     frozen = reference_memory(c, d, PARALLEL, 0)
-    assert min(frozen.totals.values()) == frozen.totals["generate"] > frozen.held.weights and frozen.parked == 0
+    assert min(frozen.totals.values()) == frozen.totals["generate"] > frozen.state.weights and frozen.pinned == 0
 
 
 def test_the_table_is_what_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that a phase needs, by the table, is counted in it."""
     c, d = shared([]), model()
-    held, before = policy_memory(c, d, PARALLEL, 0).held, policy_memory(c, d, PARALLEL, 0).totals
+    held, before = policy_memory(c, d, PARALLEL, 0).state, policy_memory(c, d, PARALLEL, 0).totals
     monkeypatch.setattr("skyrl_mega.config.residency.NEEDS", {**NEEDS, "sync": NEEDS["sync"] | {"optimizer"}})
     after = policy_memory(c, d, PARALLEL, 0).totals
     changed = {phase: after[phase] - before[phase] for phase in PHASES}
@@ -307,14 +307,14 @@ def test_the_fullest_of_the_stages_is_looked_at() -> None:
     c.policy.layout.pipeline, c.policy.layout.expert = 4, 2
     parallel = ParallelDims(16, tensor=2, pipeline=4, expert=2)
     gpus, worker = [*shared_gpus(c, d, parallel)], engine_memory(c, d)
-    assert len(gpus) == len(stages(parallel)) == 4
+    assert len(gpus) == len(stage_ranks(parallel)) == 4
     ranks = [policy_memory(c, d, parallel, rank) for rank in range(16)]
     every = [gpus[0].size - rank.totals[phase] - worker.totals[phase] for rank in ranks for phase in STEP]
-    assert min(gpu.margin for gpu in gpus) == min(every)
-    assert [min(every[i::4]) for i in range(4)] == [fullest(gpus, phase).left(phase) for phase in STEP]
-    assert Ranks(c, d, parallel).peak([]) == max(rank.totals[phase] for rank in ranks for phase in STEP)
+    assert min(gpu.least_free for gpu in gpus) == min(every)
+    assert [min(every[i::4]) for i in range(4)] == [fullest(gpus, phase).free(phase) for phase in STEP]
+    assert PolicyRanks(c, d, parallel).peak([]) == max(rank.totals[phase] for rank in ranks for phase in STEP)
     other = replace(c.residency, keep=["gradients"])
-    assert Ranks(c, d, parallel).peak(["gradients"]) == max(
+    assert PolicyRanks(c, d, parallel).peak(["gradients"]) == max(
         policy_memory(replace(c, residency=other), d, parallel, rank).peak for rank in range(16)
     )
 
@@ -329,15 +329,17 @@ def test_rounded_weights_of_a_pass_are_counted_in_it() -> None:
     experts = 128 // 8 * 3 * 2048 * 768
     small = 2 * 2048 + 2 * 128 + 2048 * 128  # norms and the router
     weights = 48 * (attention + experts + small)
-    assert after.at.forward - before.at.forward == weights
-    assert after.at.train - before.at.train == 2 * weights
+    assert after.activations.forward - before.activations.forward == weights
+    assert after.activations.train - before.activations.train == 2 * weights
     assert after.totals["generate"] == before.totals["generate"]
     c.policy.precision.parameters = "fp8"
     kept = policy_memory(c, d, PARALLEL, 0)
-    assert kept.at == before.at, "a byte for each direction in the parameters themselves, which were two in bfloat16"
+    assert kept.activations == before.activations, (
+        "a byte for each direction in the parameters themselves, which were two in bfloat16"
+    )
     c.policy.precision.parameters = "model"
     c.policy.precision.first_layers = c.policy.precision.last_layers = 4
-    assert 48 * (policy_memory(c, d, PARALLEL, 0).at.train - before.at.train) == 40 * 2 * weights
+    assert 48 * (policy_memory(c, d, PARALLEL, 0).activations.train - before.activations.train) == 40 * 2 * weights
     c.policy.precision.first_layers = c.policy.precision.last_layers = 0
     stages = ParallelDims(16, tensor=2, pipeline=4, expert=2)
     each = [fp8_copies(c, one, stages, pp) for one in (d, d.critic) for pp in range(4)]

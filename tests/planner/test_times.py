@@ -17,7 +17,7 @@ from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner.activations import kept_layer
 from skyrl_mega.planner.batch import batch
 from skyrl_mega.planner.moves import host_rate
-from skyrl_mega.planner.times import _exchange, _moving, generate_time, policy_times, step_time
+from skyrl_mega.planner.times import _message_time, _offload_wait, generate_time, policy_times, step_time
 from skyrl_mega.weights.plan.topology import Links
 from tests.weights.grids import MODELS
 
@@ -30,9 +30,9 @@ from tests.weights.grids import MODELS
 def test_messages_are_those_of_every_layer(parallel: ParallelDims) -> None:
     hf = MODELS["qwen3_moe_mixed"]  # one of its layers is dense
     d = architecture(hf).describe(hf)
-    layers = [_exchange(d.of_one_layer(d.layer(index)), parallel, Links(), 2) for index in range(d.layers)]
+    layers = [_message_time(d.of_one_layer(d.layer(index)), parallel, Links(), 2) for index in range(d.layers)]
     assert len(d.kinds) == 2
-    assert _exchange(d, parallel, Links(), 2) == pytest.approx(sum(layers) / d.layers)
+    assert _message_time(d, parallel, Links(), 2) == pytest.approx(sum(layers) / d.layers)
     if parallel.expert > 1:
         assert min(layers) < max(layers)
 
@@ -157,7 +157,7 @@ def test_copies_are_waited_for_where_the_layers_between_take_less_time(moved: in
         config
     )
     forward = copy / slow
-    found = _moving(config, d, parallel, 4096, (forward, 2 * forward))
+    found = _offload_wait(config, d, parallel, 4096, (forward, 2 * forward))
     waited = sum(stalls(12, spread(12, moved), copy, seconds) for seconds in (forward, 2 * forward))
     assert waited - 2.5 * copy <= found <= waited + 2.5 * copy
 

@@ -20,15 +20,15 @@ from skyrl_mega.cli.train import main as launch
 from skyrl_mega.config.schema import BuildConfig, CheckpointConfig, ClusterConfig, Config, ModelConfig, TopologyConfig
 from skyrl_mega.models.tiny import build
 from skyrl_mega.preflight import fabric, model, network, paths, preflight, versions
-from skyrl_mega.preflight.finding import Finding, main_group, usual
-from skyrl_mega.preflight.network import Door, Pair, Promised
-from skyrl_mega.preflight.preflight import Node, needed_nodes
-from skyrl_mega.preflight.probe import Ask, Probe, bounded
+from skyrl_mega.preflight.finding import Finding, main_group, most_common
+from skyrl_mega.preflight.network import ExpectedRate, Listener, PairRate
+from skyrl_mega.preflight.preflight import ClusterNode, needed_nodes
+from skyrl_mega.preflight.probe import Probe, ProbeSettings, bounded
 from skyrl_mega.preflight.report import Report
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
-MEANT = Promised(50.0, True)
+MEANT = ExpectedRate(50.0, True)
 
 
 def texts(found: list[Finding]) -> list[tuple[str, str]]:
@@ -46,7 +46,7 @@ def test_versions_of_this_environment_and_of_odd_ones() -> None:
         ("a", f"torch 2.12.0, 2 of 3 nodes have {torch.__version__}; install the same"),
         ("a", f"ray is absent, 2 of 3 nodes have {here['ray']}; install the same"),
     ]
-    assert usual({"a": 1, "b": 2}) == 1  # of two, the first
+    assert most_common({"a": 1, "b": 2}) == 1  # of two, the first
 
 
 def test_a_folder_that_all_share_and_one_that_one_node_has_for_itself(tmp_path: Path) -> None:
@@ -85,14 +85,18 @@ def test_room_is_for_master_weights_and_two_moments(dtype: str, tmp_path: Path) 
     build(BuildConfig(), tmp_path / "model")
     elements = sum(weight.numel() for weight in load_file(tmp_path / "model" / "model.safetensors").values())
     config = Config(model=ModelConfig(dtype=dtype), checkpoint=CheckpointConfig(every=1, keep=2))
-    assert preflight.room(config, tmp_path / "model") == 3 * elements * (4 + 4 + 4)
+    assert preflight.checkpoint_bytes(config, tmp_path / "model") == 3 * elements * (4 + 4 + 4)
 
 
 def test_a_model_that_the_run_builds_is_not_looked_for(tmp_path: Path) -> None:
     build(BuildConfig(), tmp_path / "built")
     config = Config(model=ModelConfig(path=str(tmp_path / "later"), build=BuildConfig()))
-    assert preflight.room(config, tmp_path / "later") == preflight.room(config, tmp_path / "built") > 0
-    looked = Probe(Ask(tmp_path, None, "token", "cpu", 20.0), "node", "127.0.0.1").look()
+    assert (
+        preflight.checkpoint_bytes(config, tmp_path / "later")
+        == preflight.checkpoint_bytes(config, tmp_path / "built")
+        > 0
+    )
+    looked = Probe(ProbeSettings(tmp_path, None, "token", "cpu", 20.0), "node", "127.0.0.1").gather()
     assert set(looked) == {"versions", "paths"}
 
 
@@ -130,10 +134,10 @@ def test_model_files(tmp_path: Path) -> None:
 
 
 def test_doors() -> None:
-    door, deaf = Door("127.0.0.1"), Door("127.0.0.1")
-    stranger = network.Bell("127.0.0.1", door.bell.port, "0" * 16)
+    door, deaf = Listener("127.0.0.1"), Listener("127.0.0.1")
+    stranger = network.Endpoint("127.0.0.1", door.endpoint.port, "0" * 16)
     deaf.close()
-    answers = network.knock({"a": door.bell, "b": deaf.bell, "c": stranger}, timeout_s=60)
+    answers = network.connect({"a": door.endpoint, "b": deaf.endpoint, "c": stranger}, timeout_s=60)
     door.close()
     assert answers == {"b": "Connection refused", "c": "somebody else answers at its address"}
     assert network.interface("127.0.0.1") == "lo"
@@ -162,10 +166,10 @@ def test_pairs_are_a_ring_in_at_most_three_rounds(count: int) -> None:
 
 
 def test_slow_and_broken_links() -> None:
-    def ring(*rates: float | None) -> list[Pair]:
+    def ring(*rates: float | None) -> list[PairRate]:
         names = "abcdef"[: len(rates)]
         return [
-            Pair(n, names[(i + 1) % len(rates)], rate, "no answer")
+            PairRate(n, names[(i + 1) % len(rates)], rate, "no answer")
             for i, (n, rate) in enumerate(zip(names, rates, strict=True))
         ]
 
@@ -174,26 +178,26 @@ def test_slow_and_broken_links() -> None:
     assert texts(network.check_rates(ring(40, None, None, 40), None)) == [("c", "b ⇄ c: no answer")]
     assert [f.node for f in network.check_rates(ring(40, 40, 5, 40), None)] == ["c", "d"]  # the link, then
     assert {f.status for f in network.check_rates(ring(20, 20, 20), MEANT)} == {"warn"}
-    assert [f.node for f in network.check_rates([Pair("a", "b", None, "NCCL error")], None)] == ["a", "b"]
+    assert [f.node for f in network.check_rates([PairRate("a", "b", None, "NCCL error")], None)] == ["a", "b"]
 
 
 def test_nccl_over_tcp_stops_a_run() -> None:
     """All links alike, at what Ethernet gives: no run is to be 30 times slower than planned without a word."""
-    found = network.check_rates([Pair("a", "b", 3.1), Pair("b", "c", 3.0), Pair("c", "a", 3.2)], MEANT)
+    found = network.check_rates([PairRate("a", "b", 3.1), PairRate("b", "c", 3.0), PairRate("c", "a", 3.2)], MEANT)
     assert {(f.node, f.status) for f in found} == {("a", "bad"), ("b", "bad"), ("c", "bad")}
     assert "3.1 GB/s between nodes, cluster.topology.nic_gb_s is 50" in found[0].text and "NCCL_DEBUG" in found[0].text
-    assert {f.status for f in network.check_rates([Pair("a", "b", 6.0)], MEANT)} == {"warn"}
-    assert network.check_rates([Pair("a", "b", 0.2)], None) == []  # gloo on CPUs: nothing is expected
+    assert {f.status for f in network.check_rates([PairRate("a", "b", 6.0)], MEANT)} == {"warn"}
+    assert network.check_rates([PairRate("a", "b", 0.2)], None) == []  # gloo on CPUs: nothing is expected
 
 
 def test_plain_ethernet_stops_no_run_that_never_said_otherwise() -> None:
     """10 GbE gives 1.2 GB/s: below a tenth of the default, which is InfiniBand's."""
-    pair, nobody = [Pair("a", "b", 1.1)], {"a": fabric.FabricFacts((), 0), "b": fabric.FabricFacts((), 0)}
+    pair, nobody = [PairRate("a", "b", 1.1)], {"a": fabric.FabricFacts((), 0), "b": fabric.FabricFacts((), 0)}
     some = nobody | {"b": fabric.FabricFacts(("mlx5_0",), 0)}
 
     def found(adapters: dict[str, fabric.FabricFacts], **topology: float) -> list[Finding]:
         config = Config(cluster=ClusterConfig(topology=TopologyConfig(**topology)))
-        return network.check_rates(pair, preflight._promised(config, adapters))
+        return network.check_rates(pair, preflight._expected_rate(config, adapters))
 
     assert [f.status for f in found(nobody)] == ["warn", "warn"]
     assert "1.1 GB/s between nodes, cluster.topology.nic_gb_s is 50, its default" in found(nobody)[0].text
@@ -295,12 +299,12 @@ def test_wrong_input(arguments: list[str], part: str, tmp_path: Path, capsys: py
 
 def test_an_exchange_and_one_that_nobody_answers() -> None:
     """Two processes on loopback; then a leader whose partner does not come."""
-    listening = network.listen("127.0.0.1")
+    listening = network.exchange_socket("127.0.0.1")
     place = ("127.0.0.1", int(listening.getsockname()[1]))
     with ThreadPoolExecutor(2) as pool:
         ends = [pool.submit(network.exchange, place, "127.0.0.1", "cpu", 1, 100.0, end) for end in (listening, None)]
         assert all(0 < end.result() < 1000 for end in ends)
-    alone = network.listen("127.0.0.1")
+    alone = network.exchange_socket("127.0.0.1")
     with pytest.raises(TimeoutError, match="no answer within 1 s"):
         network.exchange(("127.0.0.1", int(alone.getsockname()[1])), "127.0.0.1", "cpu", 1, 1.0, alone)
     assert alone.fileno() == -1
@@ -314,7 +318,7 @@ def test_an_exchange_that_ends_without_a_figure_has_failed(monkeypatch: pytest.M
 
 
 def test_nodes_without_gpus_need_none_where_there_are_enough_others() -> None:
-    nodes = [Node("a", "a", "a"), Node("b", "b", "b"), Node("c", "c", "c", gpus=False)]
+    nodes = [ClusterNode("a", "a", "a"), ClusterNode("b", "b", "b"), ClusterNode("c", "c", "c", gpus=False)]
     config = Config(cluster=ClusterConfig(nodes=2))
     assert needed_nodes(nodes, config, "cuda") == {"a", "b"}
     assert needed_nodes(nodes, config, "cpu") == {"a", "b", "c"}

@@ -17,14 +17,14 @@ from skyrl_mega.cluster.ray_session import ENVIRONMENT
 from skyrl_mega.config.schema import BuildConfig, ClusterConfig, Config
 from skyrl_mega.models.tiny import build
 from skyrl_mega.preflight import network, preflight
-from skyrl_mega.preflight.preflight import Node, before_run, present
+from skyrl_mega.preflight.preflight import ClusterNode, before_run, cluster_nodes
 from skyrl_mega.telemetry.console import Console
 
 pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ClusterNode]]:
     """Three nodes; the last one has a package that the others have not."""
     import ray
     from ray.cluster_utils import Cluster
@@ -38,10 +38,10 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         try:
             ray.init(address=cluster.address, log_to_driver=False)
-            found = present()
+            found = cluster_nodes()
             for environment in ({}, {"PYTHONPATH": str(package.parent)}):
                 cluster.add_node(num_cpus=1, env_vars=environment)
-                found += [node for node in present() if node.id not in {n.id for n in found}]
+                found += [node for node in cluster_nodes() if node.id not in {n.id for n in found}]
             yield found
         finally:
             ray.shutdown()
@@ -54,9 +54,9 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     build(BuildConfig(), tmp_path / "model")
     (tmp_path / "run").mkdir()
 
-    def make(nodes: list[Node], timeout_s: float = 240.0) -> dict[str, Any]:
-        names = [Node(node.id, f"node-{i}", node.address) for i, node in enumerate(nodes)]
-        monkeypatch.setattr(preflight, "present", lambda: names)
+    def make(nodes: list[ClusterNode], timeout_s: float = 240.0) -> dict[str, Any]:
+        names = [ClusterNode(node.id, f"node-{i}", node.address) for i, node in enumerate(nodes)]
+        monkeypatch.setattr(preflight, "cluster_nodes", lambda: names)
         config = Config(cluster=ClusterConfig(device="cpu", preflight="always", preflight_timeout_s=timeout_s))
         try:
             before_run(config, tmp_path / "model", tmp_path / "run", Console())
@@ -67,7 +67,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return make
 
 
-def test_two_nodes_that_are_fit(nodes: list[Node], run: Any) -> None:
+def test_two_nodes_that_are_fit(nodes: list[ClusterNode], run: Any) -> None:
     report = run(nodes[:2])
     assert report["fit"] and [f for f in report["findings"] if f["status"] == "bad"] == []
     assert list(report["nodes"]["node-0"]) == ["answers", "versions", "paths", "disk", "model", "network"]
@@ -75,7 +75,7 @@ def test_two_nodes_that_are_fit(nodes: list[Node], run: Any) -> None:
 
 
 def test_a_node_with_another_package_is_named(
-    nodes: list[Node], run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    nodes: list[ClusterNode], run: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(network, "pairs", lambda names: [])
     with pytest.raises(ClusterError, match=r"not fit: node-2;.*node-2: transformer-engine 2\.0, 2 of 3 nodes"):
@@ -86,7 +86,7 @@ def test_a_node_with_another_package_is_named(
 
 
 def test_a_node_that_does_not_answer_is_named_in_time(
-    nodes: list[Node], run: Any, monkeypatch: pytest.MonkeyPatch
+    nodes: list[ClusterNode], run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(network, "pairs", lambda names: [])
     monkeypatch.setattr(preflight, "START_S", 25.0)

@@ -42,7 +42,7 @@ def test_the_stand_in_has_the_librarys_names() -> None:
         elif name.startswith("NVML_"):
             assert getattr(pynvml, name) == value, name
     for bit, reason in ((0x8, "HwSlowdown"), (0x20, "SwThermalSlowdown"), (0x40, "HwThermalSlowdown")):
-        assert getattr(pynvml, f"nvmlClocksEventReason{reason}") == bit and bit in gpus.HELD_BACK
+        assert getattr(pynvml, f"nvmlClocksEventReason{reason}") == bit and bit in gpus.CLOCK_FAULTS
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_a_run_that_fails_leaves_its_page(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(train, "train", fail)
     monkeypatch.setattr(inputs, "check_inputs", lambda config, say: {})
     monkeypatch.setattr(inputs, "prepare", lambda config, console: config)
-    monkeypatch.setattr(refusal, "wrong", lambda config, hf, planned: None)
+    monkeypatch.setattr(refusal, "find_error", lambda config, hf, planned: None)
     (tmp_path / "c.yaml").write_text(f"run: {{name: r, directory: {tmp_path}}}\ncluster: {{device: cpu}}\n")
     arguments = [
         "--config",

@@ -67,7 +67,7 @@ def test_a_pass_is_on_real_tokens_and_asked_for_those_that_count() -> None:
     batch["weights"] = torch.tensor([0.0, 1, 1, 0, 0, 1, 1])
     assert load_of(batch) == Load(7, 10 + 6, 4)
     batch["mask"] = torch.tensor([0, 1, 0, 1, 0, 1, 1])
-    assert load_of(batch).asked == 3
+    assert load_of(batch).logprob_tokens == 3
 
 
 def trajectory() -> Trajectory:

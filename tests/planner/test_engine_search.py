@@ -12,11 +12,11 @@ from skyrl_mega.models.registry import architecture
 from skyrl_mega.parallel.dims import ParallelDims
 from skyrl_mega.planner import fit
 from skyrl_mega.planner.batch import batch
+from skyrl_mega.planner.engine_search import FRACTIONS, KEEPS, PolicyRanks, engine_choices, fastest_engines
 from skyrl_mega.planner.memory import engine_memory
 from skyrl_mega.planner.moves import residency_time
-from skyrl_mega.planner.pairs import FRACTIONS, KEEPS, Ranks, engines, pairs
 from skyrl_mega.planner.shared import shared_gpus
-from skyrl_mega.planner.times import elsewhere, generate_time, step_time
+from skyrl_mega.planner.times import generate_time, step_time, time_without_generation
 from tests.planner.test_residency import model, shared
 from tests.weights.grids import REAL
 
@@ -58,14 +58,16 @@ def test_the_fastest_that_fits_is_found(sizes: dict[str, int], gib: float, recom
                         total = seconds + residency_time(tried, d, parallel)
                         best = total if best is None else min(best, total)
     found = []
-    for pair in pairs(c, Ranks(c, d, parallel), engines(c, d, 16)):
+    for pair in fastest_engines(c, PolicyRanks(c, d, parallel), engine_choices(c, d, 16)):
         settings = replace(
             c, rollout=pair.engine.rollout(pair.fraction), residency=replace(c.residency, keep=pair.keep)
         )
         fit.check(settings, REAL["30B"], strict=True)
         assert engine_memory(settings, d).tokens == pair.tokens
         found.append(pair.seconds + residency_time(settings, d, parallel))
-        assert elsewhere(settings, d, parallel) + found[-1] == pytest.approx(step_time(settings, d, parallel).step)
+        assert time_without_generation(settings, d, parallel) + found[-1] == pytest.approx(
+            step_time(settings, d, parallel).step
+        )
     assert min(found, default=None) == (None if best is None else pytest.approx(best))
 
 
@@ -73,8 +75,8 @@ def test_a_choice_of_the_users_own_is_tried_too() -> None:
     c, parallel = case(LAYOUTS[0], 79.1, "full")
     c.residency.keep = ["engine_weights"]
     d = architecture(REAL["30B"]).describe(REAL["30B"])
-    keeps = [pair.keep for pair in pairs(c, Ranks(c, d, parallel), engines(c, d, 16))]
+    keeps = [pair.keep for pair in fastest_engines(c, PolicyRanks(c, d, parallel), engine_choices(c, d, 16))]
     assert ["engine_weights"] in keeps and [] in keeps
     c.algorithm.advantage, c.cluster.nodes = "gae", 4
-    keeps = [pair.keep for pair in pairs(c, Ranks(c, d, parallel), engines(c, d, 16))]
+    keeps = [pair.keep for pair in fastest_engines(c, PolicyRanks(c, d, parallel), engine_choices(c, d, 16))]
     assert ["critic"] in keeps, "a critic has GPUs of its own and stays"

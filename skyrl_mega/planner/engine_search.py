@@ -1,0 +1,205 @@
+"""Combines engines with a policy: which engines fit, and how fast they generate. The inner part of the layout
+search."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from skyrl_mega.cluster.place import place
+from skyrl_mega.config.derived import expert_parallel, fp8_parameters, length_limit
+from skyrl_mega.config.errors import UserError
+from skyrl_mega.config.residency import CRITIC, POLICY, resident
+from skyrl_mega.config.schema import Config, RolloutConfig
+from skyrl_mega.models import engine
+from skyrl_mega.models.decoder import Decoder
+from skyrl_mega.parallel.dims import ParallelDims
+from skyrl_mega.planner import engine_blocks
+from skyrl_mega.planner.batch import batch
+from skyrl_mega.planner.memory import engine_memory, gpu_bytes, policy_memory
+from skyrl_mega.planner.processes import EngineMemory
+from skyrl_mega.planner.shared import stage_ranks
+from skyrl_mega.planner.times import generate_time
+
+FRACTIONS = {False: (0.9,), True: tuple(round(0.05 * k, 2) for k in range(2, 19))}
+"""Candidates for `rollout.memory_fraction` besides the given value, by `cluster.shared`."""
+KEEPS: tuple[tuple[str, ...] | None, ...] = (
+    None,
+    ("parameters", "gradients", "optimizer"),
+    ("parameters", "optimizer"),
+    ("parameters",),
+    ("optimizer",),
+    (),
+)
+"""Candidates for `residency.keep` on shared GPUs. Only null (keep everything) keeps parts of engines, as sleeping
+engines copy nothing. Gradients are dropped without a copy, too."""
+SHARED_PHASES = ("generate", "logprobs", "train", "sync")
+"""Phases to check on a shared GPU; no other phase needs more memory."""
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """Engines of a given cut, with all fitting memory fractions."""
+
+    config: Config
+    fractions: tuple[tuple[float, int, float], ...]
+    """Memory fraction, KV cache tokens and seconds to generate; largest fraction first."""
+    memory: EngineMemory
+    """Memory of a worker. The parts used here are the same for every fraction."""
+
+    def rollout(self, fraction: float) -> RolloutConfig:
+        """Returns the rollout settings with a memory fraction."""
+        return replace(self.config.rollout, memory_fraction=fraction)
+
+
+@dataclass(frozen=True)
+class EnginePlan:
+    """Engines combined with a policy."""
+
+    engine: EngineChoice
+    keep: list[str] | None
+    fraction: float
+    tokens: int
+    """KV cache tokens of a worker."""
+    seconds: float
+    """Seconds to generate."""
+
+
+class PolicyRanks:
+    """Memory by phase of a policy rank of each pipeline stage, for any `residency.keep`."""
+
+    def __init__(self, config: Config, decoder: Decoder, parallel: ParallelDims) -> None:
+        self.size = gpu_bytes(config)
+        ranks = [
+            replace(policy_memory(config, decoder, parallel, r), keep=None) for r in stage_ranks(parallel).values()
+        ]
+        self._all = {phase: np.array([sum(r.phase(phase).values()) for r in ranks]) for phase in SHARED_PHASES}
+        self._parts = {
+            "parameters": np.array([r.state.weights for r in ranks]),
+            "gradients": np.array([r.state.gradients for r in ranks]),
+            "optimizer": np.array([r.state.optimizer for r in ranks]),
+        }
+
+    def peak_in(self, phase: str, keep: list[str] | None) -> int:
+        """Returns the bytes of the fullest rank in a phase."""
+        resident_parts = resident(phase, keep)
+        offloaded = sum(self._parts[part] for part in POLICY if part not in resident_parts)
+        return int((self._all[phase] - offloaded).max())
+
+    def peak(self, keep: list[str] | None) -> int:
+        """Returns the bytes of the fullest rank over all phases."""
+        return max(self.peak_in(phase, keep) for phase in SHARED_PHASES)
+
+
+def engine_choices(config: Config, decoder: Decoder, workers: int) -> list[EngineChoice]:
+    """Returns every cut of engines over `workers` GPUs that leaves room for the model and a sequence.
+
+    If some of these cuts use the policy's FP8 blocks, returns only them.
+    """
+    rollout = config.rollout
+    expert_options = (
+        [{}, {"enable_expert_parallel": True}] if decoder.experts and not expert_parallel(rollout) else [{}]
+    )
+    choices = []
+    for tensor in (n for n in range(1, config.cluster.gpus_per_node + 1) if workers % n == 0):
+        for options in expert_options if tensor > 1 else [{}]:
+            cut = replace(rollout, tensor=tensor, engines=workers // tensor, options={**rollout.options, **options})
+            choice = _engine_choice(replace(config, rollout=cut), decoder)
+            if choice and place(choice.config).nodes <= config.cluster.nodes:
+                choices.append(choice)
+    return [choice for choice in choices if engine_blocks.partial_block(choice.config, decoder) is None] or choices
+
+
+def _engine_choice(config: Config, decoder: Decoder) -> EngineChoice | None:
+    """Returns the engines with all fractions that leave room for the model and a sequence; None if no fraction does."""
+    sizes = config.rollout.tensor, expert_parallel(config.rollout)
+    try:
+        engine.check(decoder, *sizes)
+        if fp8_parameters(config.rollout):
+            engine.check_blocks(decoder, *sizes)
+    except UserError:
+        return None
+    step, is_shared = batch(config, ParallelDims()), config.cluster.shared
+    choices = []
+    for fraction in sorted({config.rollout.memory_fraction, *FRACTIONS[is_shared]}, reverse=True):
+        settings = replace(config, rollout=replace(config.rollout, memory_fraction=fraction))
+        memory = engine_memory(settings, decoder)
+        if memory.tokens >= length_limit(config.rollout) and (is_shared or memory.peak <= gpu_bytes(config)):
+            choices.append((fraction, memory.tokens, generate_time(settings, decoder, step)))
+    return EngineChoice(config, tuple(choices), engine_memory(config, decoder)) if choices else None
+
+
+def fastest_engines(config: Config, ranks: PolicyRanks, candidates: list[EngineChoice]) -> Iterator[EnginePlan]:
+    """Yields, for each choice of `residency.keep`, the fastest fitting engines."""
+    given = config.residency.keep
+    if not config.cluster.shared:
+        # On separate GPUs only the policy must fit, and the fastest engines are best.
+        if ranks.peak(given) <= ranks.size:
+            yield min(
+                (EnginePlan(e, given, *choice) for e in candidates for choice in e.fractions),
+                key=lambda plan: plan.seconds,
+            )
+        return
+    for keep in _keep_choices(config):
+        policy = {phase: ranks.peak_in(phase, keep) for phase in SHARED_PHASES}
+        fits = (plan for e in candidates if (plan := _with_largest_fraction(e, keep, policy, ranks.size)))
+        if fastest := min(fits, key=lambda plan: plan.seconds, default=None):
+            yield fastest
+
+
+def _keep_choices(config: Config) -> list[list[str] | None]:
+    """Returns the candidates for `residency.keep`, and the given value. The critic always stays, as it uses separate
+    GPUs."""
+    given = config.residency.keep
+    choices = [
+        None if keep is None else [*keep, *CRITIC] if config.algorithm.advantage == "gae" else [*keep] for keep in KEEPS
+    ]
+    choices = choices if given in choices else [*choices, given]
+    # A streamed optimizer is never resident (`config/residency_checks.py`).
+    return [keep for keep in choices if not (config.policy.optimizer.streamed and "optimizer" in (keep or ()))]
+
+
+def _with_largest_fraction(
+    e: EngineChoice, keep: list[str] | None, policy: dict[str, int], size: int
+) -> EnginePlan | None:
+    """Returns the engines with the largest fraction fitting beside the policy in every phase; None if no fraction
+    fits."""
+    budget = size
+    for has_cache, used in _bytes_by_phase(e, keep, policy):
+        if has_cache:
+            budget = min(budget, size - used)
+        elif used > size:
+            return None
+    for fraction, tokens, seconds in e.fractions:
+        if int(fraction * size) <= budget:
+            return EnginePlan(e, keep, fraction, tokens, seconds)
+    return None
+
+
+def _bytes_by_phase(e: EngineChoice, keep: list[str] | None, policy: dict[str, int]) -> Iterator[tuple[bool, int]]:
+    """Yields for each phase: True if the KV cache is present, and the bytes of policy and engine.
+
+    While the KV cache is present, the engine's budget is not included in the bytes.
+    """
+    for phase, used in policy.items():
+        resident_parts = resident(phase, keep)
+        used += e.memory.staged * (phase == "sync") + e.memory.beside
+        has_cache = "kv_cache" in resident_parts
+        asleep = e.memory.reserve + e.memory.weights * ("engine_weights" in resident_parts)
+        yield has_cache, used + asleep * (not has_cache)
+
+
+def missing_bytes(config: Config, ranks: PolicyRanks, candidates: list[EngineChoice]) -> int:
+    """Returns how many bytes of a GPU are missing with the least demanding engines and `residency.keep`; 0 or less if
+    these fit."""
+    if not config.cluster.shared:
+        return ranks.peak(config.residency.keep) - ranks.size
+    shortages = []
+    for keep in _keep_choices(config):
+        policy = {phase: ranks.peak_in(phase, keep) for phase in SHARED_PHASES}
+        for e in candidates:
+            share = int(e.fractions[-1][0] * ranks.size)
+            shortages.append(max(used + share * has_cache for has_cache, used in _bytes_by_phase(e, keep, policy)))
+    return min(shortages) - ranks.size
