@@ -1,4 +1,5 @@
-"""`python -m skyrl_mega.config > docs/configuration.md`: the manual of every setting, from the schema's docstrings."""
+"""`python -m skyrl_mega.config > docs/configuration.md`: manual of every setting, generated from the schema's
+docstrings."""
 
 from __future__ import annotations
 
@@ -14,34 +15,34 @@ from skyrl_mega.config.other_programs import lookup
 OPENING = """\
 # Configuration
 
-Made from `skyrl_mega/config/schema/` by `python -m skyrl_mega.config > docs/configuration.md`; edit there.
+Generated from `skyrl_mega/config/schema/` by `python -m skyrl_mega.config > docs/configuration.md`; edit the schema.
 
-A run is one YAML file and, after it on the command line, settings over the file's:
+A run is configured by one YAML file, plus settings on the command line that override the file:
 
     python -m skyrl_mega.launch --config configs/quickstart.yaml run.seed=1 policy.layout.expert=4 policy.ranks=4
 
-- A file holds the groups below: `policy: {layout: {tensor: 2}}` is `policy.layout.tensor=2`.
-- `defaults:` names files of groups beside it. `defaults: [algorithm: dapo, _self_]` reads `algorithm/dapo.yaml` first,
-  then what the file says itself; `algorithm=grpo` on the command line reads the other one instead.
-- `${run.name}` stands for another setting's value.
+- A file contains the groups below: `policy: {layout: {tensor: 2}}` is `policy.layout.tensor=2`.
+- `defaults:` names files of groups next to the file. `defaults: [algorithm: dapo, _self_]` reads `algorithm/dapo.yaml`
+  first, then the file itself; `algorithm=grpo` on the command line reads `algorithm/grpo.yaml` instead.
+- `${run.name}` inserts the value of another setting.
 - Lists are written `data.train=[a.parquet,b.parquet]`; text with `=` or other signs is quoted: `'run.directory="a=b"'`.
-- The second table of a group has what SkyRL, verl, slime and TRL call a setting; [migration.md](migration.md) has all
-  of their keys.
-- An unknown key, a wrong type or an impossible value ends in one line and exit code 2, before any process starts.
-- `--dry-run` checks everything and prints what follows, with `--settings` the settings too ([dry-run.md](dry-run.md));
-  `config.yaml` in the run's folder has the same settings and can be given to `--config` again. A run replaces the one
-  that a run wrote, and refuses to replace one that a person wrote or edited.
-- A secret stands in the environment: text that is taken from there, `${oc.env:WANDB_API_KEY}`, is written like this
-  wherever settings are written (`config.yaml`, the dry run, `report.html`) and in errors. One that stands in the
-  settings themselves is written as `***`, and refused when such a file is given again: give that setting again. Secrets
-  are known by the words of their key (`apiKey`, `X-API-Key`, `tokens`, all below `auth:` or `headers:`), by the forms
-  of providers' tokens, and in addresses, connection strings, `--token X` and `api_key=X`; `max_tokens` and `eos_token`
-  are none.
+- The second table of a group lists the names of its settings in SkyRL, verl, slime and TRL. All keys of these programs
+  are in [migration.md](migration.md).
+- An unknown key, a wrong type or an impossible value ends the command with one line and exit code 2, before any process
+  starts.
+- `--dry-run` checks everything and prints the plan, with `--settings` also all settings ([dry-run.md](dry-run.md));
+  `config.yaml` in the run's folder contains the same settings and works as `--config`. A run overwrites this file only
+  if a run wrote it, not if a person wrote or edited it.
+- Take secrets from the environment: a value such as `${oc.env:WANDB_API_KEY}` is written in this form wherever settings
+  are written (`config.yaml`, the dry run, `report.html`) and in errors. A secret in the settings themselves is written
+  as `***`; if such a file is used again, this setting must be given again. Secrets are recognized by the words of their
+  key (`apiKey`, `X-API-Key`, `tokens`, everything below `auth:` or `headers:`), by the token formats of providers, and
+  in addresses, connection strings, `--token X` and `api_key=X`; `max_tokens` and `eos_token` are not secrets.
 """
 
 
 def manual() -> str:
-    """The whole text of docs/configuration.md."""
+    """Returns the whole text of docs/configuration.md."""
     lines = [OPENING.rstrip()]
     for group in (key for key in keys().values() if key.group):
         held = [key for key in keys().values() if key.name.rpartition(".")[0] == group.name and not key.group]
@@ -58,7 +59,7 @@ def _row(key: Key) -> str:
 
 
 def _elsewhere(held: list[Key]) -> list[str]:
-    """What other programs call the settings of a group."""
+    """Returns the table of other programs' names for the settings of a group."""
     rows = [(key, lookup.names(key.name)) for key in held]
     cells = [
         (key.name.rpartition(".")[2], *(names.get(program, "") for program in lookup.PROGRAMS))
@@ -70,7 +71,8 @@ def _elsewhere(held: list[Key]) -> list[str]:
 
 
 def _about(key: Key) -> str:
-    """What a group is: its dataclass's docstring, and the field's own where that says more."""
+    """Returns the description of a group: the docstring of its dataclass, plus the field's own docstring if
+    different."""
     general = " ".join((inspect.getdoc(key.type) or "").split())
     own = f" {key.doc}" if key.nullable and key.doc != general else ""
     return textwrap.fill(f"{general}{own}", 120, break_long_words=False, break_on_hyphens=False)
@@ -85,7 +87,7 @@ def _default(value: Any) -> str:
 
 
 def main() -> int:
-    """Prints the manual; the exit code."""
+    """Prints the manual; returns the exit code."""
     print(manual(), end="")
     return DONE
 

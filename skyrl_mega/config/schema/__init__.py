@@ -1,7 +1,7 @@
-"""Every setting of a run, as dataclasses whose field docstrings are the manual.
+"""Schema of a run's configuration: dataclasses with the manual in their field docstrings.
 
-`Config` is the root; each file holds the groups of one subject. A field made with `one_of`, `between` or `at_least`
-carries its allowed values in its metadata, where `config/keys.py` reads them. Nothing here imports torch, ray or vllm.
+`Config` is the root; each file holds the groups of a subject. `one_of`, `between` and `at_least` store the allowed
+values of a field in its metadata, for `config/keys.py`. Nothing here imports torch, ray or vllm.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ __all__ = [
 
 @dataclass
 class Config:
-    """A run."""
+    """All settings of a run."""
 
     run: RunConfig = field(default_factory=RunConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)

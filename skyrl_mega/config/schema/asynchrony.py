@@ -1,4 +1,4 @@
-"""How far rollouts may be ahead of training."""
+"""Settings of asynchronous training."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from skyrl_mega.config.schema.fields import at_least, one_of
 
 @dataclass
 class AsynchronyConfig:
-    """Whether engines generate while the policy trains (docs/asynchrony.md)."""
+    """Generation by the engines while the policy trains (docs/asynchrony.md)."""
 
     mode: str = one_of("off", "one_step", "full")
-    """off: a step generates, and then trains. one_step: while a step trains, the next one's batch is generated as a
-    whole, with weights that are one step old; a sync waits for its end. full: groups are generated all the time; a step
-    takes those that are done, and a sync changes the weights under those that are not."""
+    """Schedule of generation and training. off: each step generates, then trains. one_step: while a step trains, the
+    engines generate the whole batch of the next step with the weights of the step before; the weight sync waits until
+    the batch is complete. full: engines generate all the time; a step trains on finished groups, and a weight sync also
+    changes the weights of unfinished groups."""
     max_staleness: int = at_least(0, 1)
-    """How many syncs the weights that wrote any token may lie behind those that train on it. one_step: 0 or 1. 0 is
-    what `mode=off` does, by other means."""
+    """Maximum number of weight syncs between sampling a token and training on it. one_step allows 0 or 1. 0 gives the
+    batches of `mode=off` by another mechanism."""

@@ -1,4 +1,4 @@
-"""The critic, and the advantages that are estimated with its values."""
+"""Settings of the critic and of generalized advantage estimation."""
 
 from __future__ import annotations
 
@@ -11,36 +11,36 @@ from skyrl_mega.config.schema.policy import LayoutConfig, OptimizerConfig
 
 @dataclass
 class GaeConfig:
-    """Setting of `advantage: gae` (arXiv:1506.02438), over the tokens that the policy wrote; its discount is
-    `algorithm.gamma`, and PPO whitens with `algorithm.whiten: batch`."""
+    """Settings of `advantage: gae` (arXiv:1506.02438) over the policy's tokens. The discount is `algorithm.gamma`; PPO
+    also whitens (`algorithm.whiten: batch`)."""
 
     lam: float = between(0, 1, 0.95)
-    """λ: 1 takes what was earned from a token on, less the critic's value; 0 only what the next value says."""
+    """λ: 1 uses the return from a token onwards minus the critic's value; 0 uses only the critic's next value."""
 
 
 @dataclass
 class CriticConfig:
-    """The critic: the model with a value head, on ranks of its own. It exists only with `algorithm.advantage: gae`.
+    """Critic: the model with a value head, on separate ranks. Exists only with `algorithm.advantage: gae`.
 
-    What is not set here of its model (`spec`, `moe`, `recompute`, `options`, …) is the policy's.
+    All model settings not listed here (`spec`, `moe`, `recompute`, `options`, …) are taken from the policy.
     """
 
     path: Optional[str] = None
-    """A Hugging Face directory with the weights that it starts from; None takes the policy's, as they are after the
-    supervised warm-up. A value head in it (`score.weight`, as reward models have one) is taken too; without one every
-    value is 0 at the start."""
+    """Hugging Face directory of the initial weights; null copies the policy after the supervised warm-up. A value head
+    in this directory (`score.weight`, as in reward models) is loaded as well; without a value head every initial value
+    is 0."""
     ranks: Optional[int] = between(1, MOST, None)
-    """Its processes (GPUs); None takes as many as the policy has."""
+    """Number of processes (GPUs); null uses as many as the policy."""
     layout: Optional[LayoutConfig] = None
-    """How it is cut; None cuts it as the policy."""
+    """Parallel layout of the critic; null uses the policy's layout."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
-    """AdamW and its schedule."""
+    """AdamW with a schedule."""
     micro_tokens: Optional[int] = at_least(1, None)
-    """As `policy.micro_tokens`; None takes that."""
+    """Token budget of a micro-batch; null uses `policy.micro_tokens`."""
     value_clip: Optional[float] = at_least(0, 0.2)
-    """A value may move so far from the one at the start of the RL step before its loss is that of the bound, which has
-    no gradient; None does not clip."""
+    """Largest change of a value since the start of the RL step. Beyond this bound the loss is evaluated at the bound
+    and has no gradient; null does not clip."""
     warmup_steps: int = at_least(0, 0)
-    """RL steps at the start in which only the critic learns."""
+    """Number of RL steps at the start that train only the critic."""
     epochs: int = at_least(1, 1)
-    """Times that it goes over a step's mini-batches; the policy has `data.epochs_per_step`."""
+    """Training passes of the critic over a step's mini-batches; the policy uses `data.epochs_per_step`."""

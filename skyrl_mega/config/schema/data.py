@@ -1,4 +1,4 @@
-"""What is learnt from: prompts, and demonstrations for a warm-up."""
+"""Settings of prompts, and of demonstrations for a warm-up."""
 
 from __future__ import annotations
 
@@ -13,36 +13,38 @@ class DataConfig:
     """Prompts."""
 
     folder: Optional[str] = None
-    """Read by nothing: other settings name the recipe's files with `${data.folder}`, so that one key moves them all."""
+    """Folder of the recipe's files. Used only through `${data.folder}` in other settings; a single key then moves all
+    files."""
     train: list[str] = field(default_factory=list)
     """Parquet files of training prompts."""
     eval: list[str] = field(default_factory=list)
     """Parquet files of evaluation prompts."""
     prompts_per_step: int = at_least(1, 512)
-    """Prompts (groups) of one RL step."""
+    """Prompts (groups) per RL step."""
     mini_batch_prompts: Optional[int] = at_least(1, None)
-    """Prompts of one optimizer step; None takes all of the RL step's."""
+    """Prompts per optimizer step; null uses all prompts of the RL step."""
     epochs_per_step: int = at_least(1, 1)
-    """Times that an RL step trains on its mini-batches (PPO's epochs): the first time in their order, later in one
-    drawn from the run's seed. Each is an optimizer step, which schedules count. Ratios are to the log-probs before the
-    first of them, which are computed first."""
+    """Training passes over the mini-batches of an RL step (PPO's epochs): the first in order, the following in an order
+    drawn from the run's seed. Each mini-batch of each pass is an optimizer step and counts for schedules. All ratios
+    refer to the log-probs before the first optimizer step, computed in advance."""
     samples_per_prompt: int = between(1, MOST, 8)
-    """Trajectories of one prompt."""
+    """Trajectories per prompt."""
     shuffle: bool = True
-    """New order every epoch."""
+    """Shuffles the prompts in every epoch."""
     prepare: Optional[str] = None
-    """Arguments of `python -m skyrl_mega.data` that make the files when they are not there."""
+    """Arguments of `python -m skyrl_mega.data` to create missing files."""
 
 
 @dataclass
 class WarmupConfig:
-    """A supervised warm-up on demonstrations before RL, for models that start from nothing."""
+    """Supervised warm-up on demonstrations before RL, for untrained models."""
 
     steps: int = at_least(0, 0)
-    """Optimizer steps; 0 has no warm-up."""
+    """Number of optimizer steps; 0 skips the warm-up."""
     files: list[str] = field(default_factory=list)
-    """Parquet files whose `extra_info.demonstration` is the response to learn, or a conversation after the prompt."""
+    """Parquet files with the target response in `extra_info.demonstration`, or with a conversation to follow the
+    prompt."""
     batch: int = at_least(1, 256)
     """Demonstrations per step."""
     lr: float = at_least(0, 1e-3)
-    """Peak learning rate of the warm-up; the optimizer starts afresh for RL."""
+    """Peak learning rate of the warm-up; RL starts with a new optimizer state."""

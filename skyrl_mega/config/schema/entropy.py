@@ -1,4 +1,4 @@
-"""What is done about the policy's entropy beside the loss."""
+"""Settings of the entropy bonus and of entropy-based token selection."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from skyrl_mega.config.schema.fields import at_least, between
 
 @dataclass
 class EntropyConfig:
-    """The entropy bonus, the loss less `coefficient` times the mean entropy of the policy's tokens, in nats; and which
-    tokens are learned from."""
+    """Entropy bonus: subtracts `coefficient` × the mean entropy of the policy's tokens, in nats, from the loss. Also
+    selects the tokens of the policy loss (`top_share`)."""
 
     coefficient: float = at_least(0, 0.0)
-    """0 has no bonus. With `target` the one of the first step. Published runs take 1e-4 to 1e-2."""
+    """Factor of the bonus; 0 is no bonus. With `target`, the factor of the first step. Published runs use 1e-4 to
+    1e-2."""
     target: Optional[float] = at_least(0, None)
-    """Adapts the coefficient (Skywork-OR1, arXiv:2505.22312): after an RL step with an entropy of at most the target,
-    nats per token, it grows by `step`, after another one it falls by it, and has no effect until the entropy is at the
-    target again. None keeps it. Skywork-OR1 has 0.2; it does nothing where it lies below a run's entropy."""
+    """Target entropy in nats per token for an adaptive coefficient (Skywork-OR1, arXiv:2505.22312). After an RL step
+    with entropy at most `target` the coefficient grows by `step`, otherwise the coefficient shrinks by `step`; while
+    the entropy is above `target` the bonus is off. null keeps the coefficient fixed. Skywork-OR1 uses 0.2; a target
+    below the entropy of the run has no effect."""
     step: float = at_least(0, 0.005)
-    """Of `target`: by how much the coefficient changes."""
+    """Change of the coefficient per RL step; used with `target`."""
     least: float = at_least(0, 0.0)
-    """Of `target`: the coefficient is never below."""
+    """Lower bound of the coefficient; used with `target`."""
     most: float = at_least(0, 1.0)
-    """Of `target`: the coefficient is never above."""
+    """Upper bound of the coefficient; used with `target`."""
     top_share: float = between(0, 1, 1.0)
-    """The policy loss is that of so many tokens, those of highest entropy of the mini-batch before the step
-    (arXiv:2506.01939, which has 0.2); the others count as 0 in its mean and keep their KL and entropy terms. 1 takes
-    all."""
+    """Share of the mini-batch's tokens in the policy loss, chosen by highest entropy before the step (arXiv:2506.01939
+    uses 0.2). The remaining tokens count as 0 in the mean and keep the KL and entropy terms. 1 uses all tokens."""

@@ -1,4 +1,4 @@
-"""Environments and the retrieval service that one of them asks."""
+"""Settings of environments and of the retrieval service."""
 
 from __future__ import annotations
 
@@ -11,51 +11,53 @@ from skyrl_mega.config.schema.fields import MOST, at_least, between
 
 @dataclass
 class RetrieverConfig:
-    """What environment `search` asks: a retrieval service that runs (`url`), or one of the run's own (`index`)."""
+    """Retrieval service of environment `search`: an existing service (`url`) or a service started by the run
+    (`index`)."""
 
     url: Optional[str] = None
-    """Address of a service that runs; None starts one for this run on loopback, which ends with it."""
+    """Address of an existing service; null starts a service on loopback for the duration of this run."""
     index: Optional[str] = None
-    """Index folder of the run's own service."""
+    """Index folder of the service started by the run."""
     build: Optional[str] = None
-    """Arguments of `python -m skyrl_mega.retriever build`, to make `index` when it is not there or no longer theirs."""
+    """Arguments of `python -m skyrl_mega.retriever build` to create `index` if missing or built with other
+    arguments."""
     serve: str = ""
-    """More arguments of `python -m skyrl_mega.retriever serve` for the run's own service."""
+    """Additional arguments of `python -m skyrl_mega.retriever serve` for the service started by the run."""
     topk: int = at_least(1, 3)
-    """Passages that a search shows."""
+    """Number of passages per search."""
     passage_chars: int = at_least(1, 4000)
-    """Characters of a passage that a search shows; what follows is left out."""
+    """Maximum number of characters shown per passage; the rest is cut off."""
     timeout_s: float = at_least(0.1, 30.0)
-    """Seconds for one search with all its retries; past it the policy is told that the search failed."""
+    """Time limit per search in seconds, including retries; then the policy reads that the search failed."""
     token_variable: str = "SKYRL_MEGA_RETRIEVER_TOKEN"
-    """Environment variable that holds the service's token, where it wants one."""
+    """Environment variable with the service's token, if the service requires a token."""
 
 
 @dataclass
 class EnvironmentConfig:
-    """Environments."""
+    """Environments and rollout workers."""
 
     default: Optional[str] = None
-    """Environment of rows whose `env_class` is empty."""
+    """Environment of rows with an empty `env_class`."""
     classes: dict[str, str] = field(default_factory=dict)
     """Name → import path (`package.module:Class` or `path/to/file.py:Class`) of your own environments."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Environment name → options passed to its constructor."""
+    """Environment name → options for the constructor."""
     workers: int = between(1, MOST, ENVIRONMENT_WORKERS)
-    """Calls of environments at once, each in a thread; the others wait, and waiting does not count as their time. With
-    `processes` they are divided among them."""
+    """Maximum number of concurrent environment calls, each in a thread; further calls wait, and waiting does not count
+    towards the time limit. With `processes`, the threads are divided among the rollout workers."""
     slots: Optional[int] = between(1, MOST, None)
-    """Environments that are open at once in the whole run: a trajectory waits for a slot, and its environment is opened
-    then. None opens all that are asked for before the first one is played."""
+    """Maximum number of open environments in the run; a trajectory waits for a slot before opening an environment. null
+    opens all requested environments before the first turn."""
     processes: int = between(0, MOST, 0)
-    """Processes that play the trajectories, spread over the nodes, those without GPUs where there are some; 0 plays
-    them in the driver's threads. A trajectory of one that dies is played again; `rollout.restarts` bounds how many are
-    started again."""
+    """Number of rollout workers (processes that run trajectories), spread over the nodes without GPUs if there are any,
+    else over all nodes; 0 runs trajectories in threads of the driver. If a rollout worker dies, other workers retry the
+    trajectories and the worker is restarted, at most `rollout.restarts` times in total."""
     retries: int = between(0, 100, 2)
-    """How often a trajectory is played again, from its prompt, when a service under its environment failed
-    (`InfrastructureFault`). Errors of the environment itself never are."""
+    """Number of retries of a trajectory from the prompt, after a service behind the environment failed
+    (`InfrastructureFault`). Errors of the environment itself are never retried."""
     max_failed: float = between(0, 1, 0.5)
-    """Share of a step's trajectories that may fail. Where more have, or all, the run ends and says which environments
-    failed and how."""
+    """Tolerated share of failed trajectories in a step. If more fail, or all, the run ends and reports the failing
+    environments and errors."""
     retriever: RetrieverConfig = field(default_factory=RetrieverConfig)
-    """The retrieval service that environment `search` asks."""
+    """Retrieval service of environment `search`."""

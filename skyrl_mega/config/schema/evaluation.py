@@ -1,4 +1,4 @@
-"""Scores on held-out prompts."""
+"""Settings of evaluation on held-out prompts."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from skyrl_mega.config.schema.fields import MOST, at_least, between
 
 @dataclass
 class EvaluationConfig:
-    """Scores on held-out prompts."""
+    """Evaluation on held-out prompts."""
 
     every: int = at_least(0, 10)
-    """RL steps between evaluations; 0 never evaluates between start and end."""
+    """RL steps between evaluations; the last of `run.steps` is evaluated as well. 0 evaluates only before the first
+    step, if `before` is set."""
     before: bool = True
-    """Also before the first RL step."""
+    """Evaluates also before the first RL step."""
     samples: int = between(1, MOST, 1)
-    """Samples per prompt: pass@n and average."""
+    """Samples per prompt, for pass@n and the average."""
     limit: Optional[int] = at_least(1, None)
-    """Prompts of each set at most."""
+    """Maximum number of prompts per evaluation set."""
     temperature: Optional[float] = at_least(0, None)
-    """None takes rollout.sampling.temperature."""
+    """Sampling temperature; null uses rollout.sampling.temperature."""
     top_p: Optional[float] = between(0, 1, None)
-    """None takes rollout.sampling.top_p."""
+    """Nucleus mass; null uses rollout.sampling.top_p."""
     max_tokens: Optional[int] = at_least(1, None)
-    """Tokens of one turn at most; None takes rollout.sampling.max_tokens."""
+    """Maximum number of tokens per turn; null uses rollout.sampling.max_tokens."""

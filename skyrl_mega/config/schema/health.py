@@ -1,4 +1,4 @@
-"""What a run watches of itself, beside `run.patience`."""
+"""Settings of a run's health checks."""
 
 from __future__ import annotations
 
@@ -10,29 +10,31 @@ from skyrl_mega.config.schema.fields import at_least, between
 
 @dataclass
 class MismatchConfig:
-    """How far the engine's log-probs may lie from the policy's (docs/parity.md)."""
+    """Limits on the difference between the engine's and the policy's log-probs (docs/parity.md)."""
 
     alarm_mean: Optional[float] = at_least(0, None)
-    """Nats of `mismatch/logprob_abs_mean` from which a step is told of. None is 0.05 where the engine computes in
-    bfloat16, 0.01 in float32, 0.1 with FP8 weights or cache; and −ln top_p more where `rollout.sampling.top_p` cuts
-    the engine's distribution, nothing where `top_k` does. 0 never tells."""
+    """Threshold of `mismatch/logprob_abs_mean` for an alarm, in nats. null: 0.05 if the engine computes in bfloat16,
+    0.01 in float32, 0.1 with FP8 weights or cache; plus 0.1 if rollouts are generated ahead (`asynchrony`); plus −ln
+    top_p if `rollout.sampling.top_p` truncates the engine's distribution; no alarm with `top_k`. 0 disables the
+    alarm."""
     alarm_p99: Optional[float] = at_least(0, None)
-    """The same for `mismatch/logprob_abs_p99`. None is ten times what it is for the mean, before what top_p adds."""
+    """Threshold of `mismatch/logprob_abs_p99`, like `alarm_mean`. null: ten times the default of the mean, before −ln
+    top_p is added."""
     alarm_routes: Optional[float] = between(0, 1, None)
-    """Share of `replay/route_mismatch_layer_<n>` from which a step is told of that layer: with
-    `policy.moe.replay=rollout`, tokens that the policy itself would send to other experts than the engine did. None is
-    0.3 where the engine computes in bfloat16, 0.02 in float32, 0.5 with FP8. 0 never tells."""
+    """Threshold of `replay/route_mismatch_layer_<n>` for an alarm about this layer, with `policy.moe.replay=rollout`:
+    the share of tokens with other expert choices in the policy than in the engine. null: 0.3 if the engine computes in
+    bfloat16, 0.02 in float32, 0.5 with FP8. 0 disables the alarm."""
     stop_mean: Optional[float] = at_least(0, None)
-    """Nats of the mean that end the run in their step, with exit code 1, before its weights go to the engines or into
-    a checkpoint. None is 1, and −ln top_p more: no numbers explain it, the engine has other weights, tokens or
-    settings; never with `top_k`. 0 never ends it."""
+    """Mean mismatch in nats that ends the run with exit code 1 in the same step, before the new weights reach the
+    engines or a checkpoint. null: 1, plus −ln top_p, and no limit with `top_k`. No number format explains such a
+    difference: the engine uses other weights, tokens or settings. 0 never ends the run."""
     stop_p99: Optional[float] = at_least(0, None)
-    """The same for the 99th percentile. None and 0 never end it."""
+    """Mismatch at the 99th percentile that ends the run, like `stop_mean`. null and 0 never end the run."""
 
 
 @dataclass
 class HealthConfig:
-    """What a run watches of itself (docs/health.md)."""
+    """Health checks of a run (docs/health.md)."""
 
     mismatch: MismatchConfig = field(default_factory=MismatchConfig)
-    """How far engine and policy may differ."""
+    """Limits on the difference between engine and policy."""

@@ -1,4 +1,4 @@
-"""What losses have of their own, beside PPO's clip range."""
+"""Settings of individual losses, except PPO's clip range."""
 
 from __future__ import annotations
 
@@ -9,45 +9,45 @@ from skyrl_mega.config.schema.fields import at_least, between
 
 @dataclass
 class ClipCovConfig:
-    """The tokens that `loss: clip_cov` leaves out (arXiv:2505.22617), drawn over the mini-batch."""
+    """Tokens dropped by `loss: clip_cov` (arXiv:2505.22617), drawn at random over the mini-batch."""
 
     share: float = between(0, 1, 2e-4)
-    """So many of all tokens are left out, rounded down, at least one."""
+    """Share of all tokens to drop, rounded down, but at least 1 token."""
     low: float = at_least(0, 1.0)
-    """Only a token with at least this covariance of advantage and log-prob can be."""
+    """Lower bound of the covariance of advantage and log-prob of a dropped token."""
     high: float = at_least(0, 5.0)
-    """And with at most this one."""
+    """Upper bound of the covariance of advantage and log-prob of a dropped token."""
 
 
 @dataclass
 class KlCovConfig:
-    """The tokens that `loss: kl_cov` punishes (arXiv:2505.22617), chosen over the mini-batch."""
+    """Tokens penalized by `loss: kl_cov` (arXiv:2505.22617), chosen over the mini-batch."""
 
     share: float = between(0, 1, 2e-4)
-    """So many of all tokens, rounded down, at least one: those with the highest covariance of advantage and log-prob.
-    The paper has 2e-3 for 7 billion parameters and 2e-4 for 32."""
+    """Share of all tokens to penalize, rounded down, but at least 1 token: the tokens with the highest covariance of
+    advantage and log-prob. The paper uses 2e-3 for 7 billion parameters and 2e-4 for 32 billion."""
     coefficient: float = at_least(0, 1.0)
-    """Multiplies the distance of their log-probs from the old ones."""
+    """Factor of the penalty, the distance of the log-probs of these tokens from the old log-probs."""
 
 
 @dataclass
 class DppoConfig:
-    """The trust region of `loss: dppo_tv` and `dppo_kl` (arXiv:2602.04879): how far a token's distribution may have
-    moved."""
+    """Trust region of `loss: dppo_tv` and `dppo_kl` (arXiv:2602.04879): bounds on the change of a token's
+    distribution."""
 
     tv_low: float = at_least(0, 0.2)
-    """dppo_tv: by how much the probability of a token may have fallen where the advantage is negative."""
+    """dppo_tv: largest decrease of the probability of a token with negative advantage."""
     tv_high: float = at_least(0, 0.2)
-    """dppo_tv: by how much it may have risen where the advantage is positive."""
+    """dppo_tv: largest increase of the probability of a token with positive advantage."""
     kl_low: float = at_least(0, 0.05)
-    """dppo_kl: the largest binary KL, in nats, of a token that has become rarer where the advantage is negative."""
+    """dppo_kl: largest binary KL, in nats, of a token with decreased probability and negative advantage."""
     kl_high: float = at_least(0, 0.05)
-    """dppo_kl: the largest one of a token that has become more frequent where the advantage is positive."""
+    """dppo_kl: largest binary KL, in nats, of a token with increased probability and positive advantage."""
 
 
 @dataclass
 class DroConfig:
-    """What `loss: dro` punishes the distance from the old policy with (arXiv:2405.19107)."""
+    """Penalty of `loss: dro` on the distance from the old policy (arXiv:2405.19107)."""
 
     strength: float = at_least(0, 0.1)
-    """Multiplies half the square of a token's log-ratio. verl has it as dro_beta."""
+    """Factor of half the squared log-ratio of a token. verl names this dro_beta."""

@@ -1,4 +1,4 @@
-"""The Megatron policy and the reference: layout, optimizer, router."""
+"""Settings of the Megatron policy and the reference: layout, optimizer, router."""
 
 from __future__ import annotations
 
@@ -13,43 +13,44 @@ FUSE = {"[rope,swiglu]": "fuses these two", "[]": "none", "null": "all that are 
 
 @dataclass
 class LayoutConfig:
-    """How Megatron cuts the model. Data parallelism is what remains: ranks / (tensor · pipeline · context)."""
+    """Parallel layout of the model in Megatron. The data parallel size follows: ranks / (tensor · pipeline ·
+    context)."""
 
     tensor: int = at_least(1, 1)
-    """Tensor parallel size; sequence parallel is on whenever it is above 1."""
+    """Tensor parallel size; above 1, sequence parallelism is on as well."""
     pipeline: int = at_least(1, 1)
-    """Pipeline stages."""
+    """Number of pipeline stages."""
     virtual_pipeline: int = at_least(1, 1)
     """Model chunks per pipeline stage (interleaved schedule)."""
     first_stage_layers: Optional[int] = at_least(1, None)
-    """Layers of the first pipeline stage; None gives it as many as the stages between."""
+    """Number of layers of the first pipeline stage; null uses the same number as for the middle stages."""
     last_stage_layers: Optional[int] = at_least(1, None)
-    """Layers of the last pipeline stage; None gives it as many as the stages between."""
+    """Number of layers of the last pipeline stage; null uses the same number as for the middle stages."""
     context: int = at_least(1, 1)
     """Context parallel size."""
     expert: int = at_least(1, 1)
     """Expert parallel size."""
     expert_tensor: Optional[int] = at_least(1, None)
-    """Tensor parallel size inside an expert; None takes 1 with expert > 1, else `tensor`."""
+    """Tensor parallel size inside an expert; null uses 1 with expert > 1, else `tensor`."""
 
 
 @dataclass
 class OptimizerConfig:
-    """AdamW and its schedule."""
+    """AdamW with a schedule."""
 
     lr: float = at_least(0, 1e-6)
     """Peak learning rate."""
     min_lr: float = at_least(0, 0.0)
-    """Where a decaying schedule ends."""
+    """Final learning rate of a decaying schedule."""
     schedule: str = one_of("constant", "linear", "cosine")
-    """After the warm-up."""
+    """Learning rate schedule after the warm-up."""
     warmup_steps: int = at_least(0, 0)
     """Optimizer steps of linear warm-up from zero."""
     warmup_from_zero: bool = False
-    """The first optimizer step of a warm-up has learning rate 0, and step i has (i − 1) / warmup_steps of `lr`, as with
-    the schedulers of torch and in SkyRL; false gives it i / warmup_steps."""
+    """Starts the warm-up at learning rate 0: step i uses (i − 1) / warmup_steps of `lr`, like the schedulers of torch
+    and SkyRL; false uses i / warmup_steps."""
     decay_steps: Optional[int] = at_least(1, None)
-    """Optimizer step at which `min_lr` is reached; needed by linear and cosine."""
+    """Optimizer step at which the decay reaches `min_lr`; required by linear and cosine."""
     beta1: float = between(0, 1, 0.9)
     """Adam's first moment decay."""
     beta2: float = between(0, 1, 0.999)
@@ -59,16 +60,17 @@ class OptimizerConfig:
     weight_decay: float = at_least(0, 0.01)
     """Decoupled weight decay; norms and biases are exempt."""
     clip_grad: float = at_least(0, 1.0)
-    """Largest global gradient norm; 0 does not clip."""
+    """Maximum global gradient norm; 0 does not clip."""
     moments: str = one_of("float32", "bfloat16")
-    """What Adam's two moments are kept in. bfloat16: rounded after every step, which computes in float32; 4 bytes a
-    parameter less. `beta1` and `beta2` must then be at most 0.99: above, a moment that falls is rounded back up."""
+    """Storage type of Adam's two moments. bfloat16: saves 4 bytes per parameter; a step computes in float32 and rounds
+    the moments afterwards. `beta1` and `beta2` must then be at most 0.99, because with a larger value a decaying moment
+    is rounded back up."""
     streamed: bool = False
-    """Master weights and moments lie in host memory all the time; a step brings them to the device piece by piece, and
-    takes them back. No bit differs; a step takes as long as all of them need over the link."""
+    """Offloads master weights and moments to host memory permanently; an optimizer step streams all pieces through the
+    device. The result is bit-identical; the step takes as long as the transfer."""
     options: dict[str, Any] = field(default_factory=dict)
-    """More fields of megatron-core's OptimizerConfig, by their own names. Memory that they save or take is not
-    planned."""
+    """Additional fields of megatron-core's OptimizerConfig, under megatron-core's names. The memory plan ignores these
+    fields."""
 
 
 @dataclass
@@ -76,19 +78,19 @@ class MoeConfig:
     """Router settings of a MoE policy."""
 
     aux_loss: float = at_least(0, 0.0)
-    """Coefficient of the load-balancing loss (arXiv:2101.03961, equation 4), taken over the whole mini-batch: it does
-    not depend on `micro_tokens` or the layout. Above 0 it costs one more forward pass for each mini-batch."""
+    """Coefficient of the load-balancing loss (arXiv:2101.03961, equation 4), computed over the whole mini-batch, so the
+    loss does not depend on `micro_tokens` or the layout. Above 0, each mini-batch needs an additional forward pass."""
     freeze_router: bool = False
     """Keeps the router's weights as loaded."""
     replay: str = one_of("off", "rollout", "policy")
-    """Whose choice of experts the policy's routers repeat. rollout: the engine's, in all of the policy's forward passes
-    (R3, arXiv:2510.11370). policy: those of the pass that computed the old log-probs, in the update (R2,
-    arXiv:2507.18071). Probabilities stay the policy's own over the experts chosen, and routers learn from them. Every
-    pass checks that all tokens went where they had to."""
+    """Source of the expert choices replayed by the policy's routers. rollout: the engine's choices, in all forward
+    passes of the policy (R3, arXiv:2510.11370). policy: the choices during the computation of the old log-probs, in the
+    update (R2, arXiv:2507.18071). The policy computes its own probabilities over the chosen experts, so routers still
+    learn. Every pass checks that all tokens reached the replayed experts."""
     dispatcher: str = one_of("alltoall", "deepep")
-    """How tokens get to their experts' ranks and back. alltoall: NCCL. deepep: the kernels of the package deep_ep,
-    which send a token once to a rank or node that has several of its experts; CUDA in bfloat16 alone, and
-    `policy.layout` must spread experts."""
+    """Transport of tokens to the ranks of the experts and back. alltoall: NCCL. deepep: kernels of the package deep_ep;
+    a token is sent only once to a rank or node with several experts of the token. deepep needs CUDA, bfloat16 and
+    experts spread over ranks (`policy.layout`)."""
 
 
 @dataclass
@@ -96,64 +98,66 @@ class PolicyConfig:
     """The Megatron policy."""
 
     ranks: Optional[int] = between(1, MOST, None)
-    """Processes (GPUs) of the policy; None takes nodes · gpus_per_node."""
+    """Number of processes (GPUs) of the policy; null uses nodes · gpus_per_node."""
     layout: LayoutConfig = field(default_factory=LayoutConfig)
-    """How the model is cut."""
+    """Parallel layout of the model."""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW and its schedule."""
+    """AdamW with a schedule."""
     moe: MoeConfig = field(default_factory=MoeConfig)
     """Router settings."""
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    """What linear layers compute in."""
+    """Number format of the linear layers."""
     spec: str = one_of("auto", "te", "local")
-    """Modules of a layer. te: Transformer Engine's, which compute on CUDA alone. local: megatron-core's own, with this
+    """Layer implementation. te: Transformer Engine modules, CUDA only. local: megatron-core's own modules, with this
     project's attention and norm. auto: te on CUDA, local on a CPU."""
     overlap: Optional[bool] = None
-    """Sums gradients over the data-parallel ranks while the backward pass computes, and gathers the parameters that an
-    optimizer step changed while the next forward pass does; None does so on CUDA."""
+    """Overlaps data-parallel communication with computation: reduces gradients during the backward pass, and gathers
+    updated parameters during the next forward pass; null does so on CUDA."""
     micro_tokens: Optional[int] = at_least(1, 8192)
-    """Token budget of one packed micro-batch on one rank (a longer sequence has one of its own). None: the largest of
-    4096, 8192, 16384 and 32768, on a CPU of the first two, with which the run fits by the dry run; a run that goes on
-    has what it had."""
+    """Token budget per packed micro-batch and rank (a longer sequence gets a separate micro-batch). null: the largest
+    of 4096, 8192, 16384 and 32768 (on a CPU: 4096 and 8192) to fit by the dry run; a resumed run keeps the previous
+    value."""
     head: str = one_of("auto", "fused", "chunked")
-    """How log-probs and entropy come from the last hidden states. fused: the output projection and the soft-max are one
-    kernel, and no logits are in memory; needs Triton on CUDA, and is computed by torch on a CPU. chunked: the logits of
-    `logit_chunk` tokens at a time. auto: fused on CUDA, chunked on a CPU."""
+    """Computation of log-probs and entropy from the last hidden states. fused: a single kernel for output projection
+    and softmax, without logits in memory; needs Triton on CUDA, and is computed by torch on a CPU. chunked: computes
+    the logits of `logit_chunk` tokens at a time. auto: fused on CUDA, chunked on a CPU."""
     logit_chunk: int = at_least(1, 1024)
-    """Tokens whose logits exist at once while log-probs are computed, with the chunked head."""
+    """Number of tokens whose logits are in memory at the same time, in the chunked head."""
     recompute: str = one_of("none", "selective", "moe", "full", former={True: "full", False: "none"})
-    """What the backward pass computes once more instead of keeping it, the least memory last. none: nothing. selective:
-    what takes next to no time, in `te` layers alone: norms and the experts' activation function. moe: the MoE part of
-    every layer, of a dense layer its MLP. full: whole layers (true and false mean full and none). docs/speed.md has the
-    bytes and the time of each."""
+    """Activations recomputed in the backward pass instead of stored, in order of decreasing memory. none: nothing.
+    selective: cheap operations of `te` layers only, norms and the experts' activation function. moe: the MoE part of
+    every layer, or the MLP of a dense layer. full: whole layers (true and false mean full and none). docs/speed.md
+    lists bytes and time of each."""
     offload_layers: int = at_least(0, 0)
-    """So many layers of a rank, evenly among the others, have what they keep for the backward pass in pinned host
-    memory in between, copied there and back while the others compute; all of them where a rank has no more. With any
-    `recompute` but full. docs/speed.md says when that is faster than recomputing."""
+    """Number of layers per rank, evenly spaced, whose activations are offloaded to pinned host memory until the
+    backward pass; the copies overlap with the computation of the remaining layers. A number above the layers of a rank
+    offloads all layers. Allowed with any `recompute` except full. docs/speed.md explains when offloading is faster than
+    recomputing."""
     fusions: Optional[list[str]] = field(
         default=None, metadata={"allowed": ("rope", "permute", "router", "swiglu"), "examples": FUSE}
     )
-    """Operations of `te` layers that one kernel does: the rotation of queries and keys, the sorting of tokens by
-    expert, the router's choice, the activation function of MLPs. null: all of them, but no fused router where
-    `moe.replay` or `moe.aux_loss` needs megatron-core's own. []: none. `local` layers have none, and dense models
-    neither permute nor router."""
+    """Fused kernels of `te` layers: rope (rotation of queries and keys), permute (sorting tokens by expert), router
+    (expert choice), swiglu (activation function of MLPs). null: all four, except router if `moe.replay` or
+    `moe.aux_loss` needs megatron-core's own router. []: none. `local` layers use none; dense models use neither permute
+    nor router."""
     threads: int = between(1, 4096, 1)
     """CPU threads of one rank (CPU only)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """More fields of megatron-core's TransformerConfig, by their own names (`moe_router_dtype: fp32`); a reference
-    with a layout of its own has them too. Fields that another setting or the run decides are refused; memory
-    that the others save or take is not planned."""
+    """Additional fields of megatron-core's TransformerConfig, under megatron-core's names (`moe_router_dtype: fp32`);
+    also applied to a reference with a separate layout. Fields controlled by another setting or by the run are errors;
+    the memory plan ignores the rest."""
     ddp_options: dict[str, Any] = field(default_factory=dict)
-    """More fields of megatron-core's DistributedDataParallelConfig, by their own names (`bucket_size: 40000000`)."""
+    """Additional fields of megatron-core's DistributedDataParallelConfig, under megatron-core's names (`bucket_size:
+    40000000`)."""
 
 
 @dataclass
 class ReferenceConfig:
-    """The frozen policy that KL is measured against. It exists only while `algorithm.kl.coefficient` is above 0."""
+    """The frozen policy of the KL term. Exists only if `algorithm.kl.coefficient` is above 0."""
 
     path: Optional[str] = None
-    """Its weights; None takes `model.path`."""
+    """Hugging Face directory of the reference's weights; null uses `model.path`."""
     layout: Optional[LayoutConfig] = None
-    """None shares the policy's ranks and layout; otherwise actors of its own in this layout."""
+    """Parallel layout of a reference with separate actors; null shares the policy's ranks and layout."""
     ranks: Optional[int] = between(1, MOST, None)
-    """Processes of a reference with a layout of its own."""
+    """Number of processes of a reference with a separate layout."""

@@ -1,4 +1,4 @@
-"""What the policy's linear layers compute in."""
+"""Settings of the policy's FP8 training."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from skyrl_mega.config.schema.fields import MOST, at_least, between, one_of
 
 @dataclass
 class PrecisionConfig:
-    """What linear layers of attention, experts and feed-forward parts compute in. Router, head, embedding and norms
-    compute in `model.dtype`, and so do attention and all sums ([precision.md](precision.md))."""
+    """Number format of the linear layers in attention, experts and feed-forward parts. Router, head, embedding and
+    norms compute in `model.dtype`, as do attention itself and all sums ([precision.md](precision.md))."""
 
     recipe: str = one_of("model", "fp8_blockwise", "fp8_current", "fp8_delayed", "mxfp8")
-    """Numbers, and what has a scale of its own. model: `model.dtype`. fp8_blockwise: E4M3, activations and gradients by
-    1 × 128, weights by 128 × 128, as FP8 engines (Hopper). fp8_current: E4M3, gradients E5M2, a tensor by its present
-    magnitude. fp8_delayed: the same, by its magnitude in passes before. mxfp8: E4M3 by 1 × 32 with powers of two
-    (Blackwell). On a CPU the numbers are rounded so and multiplied in `model.dtype`."""
+    """Number format and scaling. model: `model.dtype`. fp8_blockwise: E4M3 with a scale per 1 × 128 values of
+    activations and gradients and per 128 × 128 weights, like FP8 engines (Hopper). fp8_current: E4M3 (gradients E5M2)
+    with a scale per tensor from the current magnitude. fp8_delayed: the same with magnitudes of earlier passes. mxfp8:
+    E4M3 with a power-of-two scale per 1 × 32 values (Blackwell). On a CPU, values are rounded to these formats and
+    multiplied in `model.dtype`."""
     first_layers: int = at_least(0, 0)
-    """Layers at the model's start that compute in `model.dtype` all the same."""
+    """Number of layers at the start of the model that compute in `model.dtype`."""
     last_layers: int = at_least(0, 0)
-    """Layers at its end that do."""
+    """Number of layers at the end of the model that compute in `model.dtype`."""
     history: int = between(1, MOST, 16)
-    """Passes whose largest magnitude gives the scale (fp8_delayed)."""
+    """Number of past passes whose largest magnitude sets the scale (fp8_delayed)."""
     parameters: str = one_of("model", "fp8")
-    """What these layers' weights are kept and gathered in, beside float32 master weights. fp8: as fp8_blockwise
-    multiplies them, which weight sync takes as they are; half the bytes of a gather, and no copies in a pass (GPUs)."""
+    """Storage format of these layers' weights, in addition to float32 master weights. fp8: stored, gathered and sent in
+    the weight sync in the format of fp8_blockwise; half the bytes per gather, and no conversion in a pass (GPUs)."""

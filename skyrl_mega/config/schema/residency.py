@@ -1,4 +1,4 @@
-"""What stays in a GPU's memory all the time, and what takes turns."""
+"""Settings of offloading: parts of a run that stay in GPU memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ KEEP = {"[parameters,gradients]": "keeps these two", "[]": "none", "null": "all"
 
 @dataclass
 class ResidencyConfig:
-    """Policy, critic and engines that share GPUs take turns in their memory: what a phase does not need lies in host
-    memory, or nowhere where it can be made again."""
+    """Offloading of policy, critic and engines on shared GPUs: a part not needed in a phase moves to host memory, or is
+    dropped if recomputable."""
 
     keep: Optional[list[str]] = field(default=None, metadata={"allowed": PARTS, "examples": KEEP})
-    """Parts that stay on the device in every phase; None keeps all, an empty list none. engine_weights are dropped, and
-    the sync fills them again; kv_cache and gradients are dropped; optimizer is master weights and moments; critic is
-    all of it. In which phase which part is needed: `config/residency.py`."""
+    """Parts to keep on the device in every phase; null keeps all parts, an empty list none. Otherwise engine_weights
+    are dropped and refilled by the next weight sync; kv_cache and gradients are dropped; optimizer is master weights
+    and moments; critic is the whole critic. `config/residency.py` lists the parts needed in each phase."""

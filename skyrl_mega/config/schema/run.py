@@ -1,4 +1,4 @@
-"""A run: how long it goes, what it saves and what it writes."""
+"""Settings of the run's length, checkpoints and output."""
 
 from __future__ import annotations
 
@@ -10,80 +10,81 @@ from skyrl_mega.config.schema.fields import at_least, between
 
 @dataclass
 class RunConfig:
-    """Where a run lives and how long it goes."""
+    """Name, folder, length and restarts of a run."""
 
     name: str = "run"
-    """The run's name; its folder is `<directory>/<name>`."""
+    """Name of the run; its folder is `<directory>/<name>`."""
     directory: str = "runs"
-    """The folder that holds runs."""
+    """Parent folder of runs."""
     seed: int = between(0, 2**32 - 1, 0)
-    """Seeds data order, initial weights that are built, and sampling."""
+    """Seed of the data order, of initial weights built by `model.build`, and of sampling."""
     deterministic: bool = False
-    """Two runs with the same settings agree to the last bit (docs/parity.md): all trajectories of a step wait for one
-    another between turns, so that engines compute the same batches; torch, Megatron and Transformer Engine take
-    algorithms that repeat themselves; on GPUs vLLM takes kernels whose results do not depend on the batch
-    (`VLLM_BATCH_INVARIANT`, compute capability 9.0). Slower; needs `rollout.trajectory_timeout_s=null`."""
+    """Makes two runs with the same settings agree to the last bit (docs/parity.md): all trajectories of a step wait for
+    each other between turns, so that engines compute the same batches; torch, Megatron and Transformer Engine use
+    deterministic algorithms; on GPUs vLLM uses batch-invariant kernels (`VLLM_BATCH_INVARIANT`, compute capability
+    9.0). Slower; requires `rollout.trajectory_timeout_s=null`."""
     steps: Optional[int] = at_least(0, None)
-    """RL steps at most; None goes on until `epochs` are done."""
+    """Maximum number of RL steps; null trains until `epochs` are done."""
     epochs: int = at_least(1, 1)
     """Passes over the training prompts."""
     restarts: int = at_least(0, 3)
-    """Times that a run in which a policy rank or a node failed starts again, from its newest checkpoint and in the same
-    allocation. Where no step has been completed since the command was given, it ends at once, unless a node of the Ray
-    cluster is lost; and it ends where nodes do not come within `cluster.start_timeout_s`."""
+    """Number of restarts from the newest checkpoint, in the same allocation, after a policy rank or a node failed.
+    Before the first step completed by this command, a fault ends the run at once, unless a node of the Ray cluster is
+    lost. The run also ends if nodes do not join within `cluster.start_timeout_s`."""
     patience: Optional[int] = at_least(0, 25)
-    """Steps one after another from which the policy cannot learn (docs/health.md), after which the run ends with exit
-    code 1, if they had `patience_groups` too; null or 0 never ends it. A single step to learn from starts the count
-    again; one whose rewards are equal is such a step where tokens still have advantages (lengths, turns, a critic).
-    Without any, rewards teach the policy nothing and only other prompts can help: with 512 a step, 25 steps are 12,800,
-    more than a whole pass over most data sets, and of a run of days they are hours."""
+    """Number of consecutive steps without a learning signal (docs/health.md) before the run ends with exit code 1,
+    provided that `patience_groups` is reached as well; null or 0 never ends the run. A single step with a signal resets
+    the count. A step with equal rewards still has a signal if tokens have advantages (from lengths, turns or a critic).
+    Without any advantage the rewards teach the policy nothing and only other prompts can help: with 512 prompts per
+    step, 25 steps are 12,800 prompts, more than a pass over most data sets, but only hours of a run of days."""
     patience_groups: int = at_least(0, 917)
-    """Groups of answers that these steps have together before it is no bad luck that none was of use: where rewards
-    differ in one of a hundred groups, 917 have none with a probability of 1e-4. 0 counts steps alone."""
+    """Minimum number of groups in these steps, to rule out bad luck: if rewards differ in 1 % of all groups, 917 groups
+    without a signal have a probability of 1e-4. 0 counts steps only."""
 
 
 @dataclass
 class CheckpointConfig:
-    """Saving and coming back."""
+    """Checkpoints and resume."""
 
     every: int = at_least(0, 10)
     """RL steps between checkpoints; 0 saves none."""
     keep: int = at_least(1, 2)
-    """Newest checkpoints kept."""
+    """Number of newest checkpoints to keep."""
     resume: bool = True
-    """Goes on from the newest whole checkpoint of the run's folder."""
+    """Resumes from the newest complete checkpoint in the run's folder."""
     export: bool = False
     """Writes the final weights as a Hugging Face directory."""
 
 
 @dataclass
 class ProfileConfig:
-    """Steps of which everything that is computed is recorded, for Perfetto (docs/report.md)."""
+    """Profiled steps: all computation of these steps is recorded for Perfetto (docs/report.md)."""
 
     steps: list[int] = field(default_factory=list, metadata={"low": 1})
-    """RL steps, each with a file of its own, `profile/step_<n>.json.gz` in the run's folder; empty records none."""
+    """RL steps to record, each in a separate file, `profile/step_<n>.json.gz` in the run's folder; empty records
+    none."""
     ranks: list[int] = field(default_factory=lambda: [0], metadata={"low": 0})
-    """Policy ranks whose operators and kernels are in it; empty leaves the driver, engines and environments."""
+    """Policy ranks with recorded operators and kernels; empty records only driver, engines and environments."""
 
 
 @dataclass
 class TelemetryConfig:
-    """What is written while the run goes."""
+    """Metrics, trajectory files, timelines and profiles of a run."""
 
     trackers: list[str] = field(default_factory=lambda: ["jsonl", "tensorboard"], metadata={"empty": False})
-    """Where the metrics go, in addition to `metrics.jsonl`, which is always written: names of docs/trackers.md, or the
+    """Destinations of the metrics, in addition to `metrics.jsonl` (always written): names from docs/trackers.md, or the
     import path of your own class (`package.module:Class` or `path/to/file.py:Class`)."""
     options: dict[str, Any] = field(default_factory=dict)
-    """Tracker → its options; the name of your own tracker is that of its class."""
+    """Tracker → options of the tracker; your own tracker is named by the class name."""
     trajectories_every: int = at_least(0, 1)
     """RL steps between trajectory files; 0 writes none."""
     trajectory_columns: bool = False
-    """Whether trajectory files have every token's routes too (`policy.moe.replay=rollout`): a byte for each MoE layer
-    and expert of a token, 384 a token with Qwen3-30B-A3B, beside 9 for all else."""
+    """Adds the expert routes of every token to trajectory files (`policy.moe.replay=rollout`): a byte per MoE layer and
+    active expert, 384 bytes per token for Qwen3-30B-A3B, compared with 9 bytes for all other data of a token."""
     tracked_trajectories: int = between(0, 1000, 8)
-    """Trajectories that trackers are given whenever such a file is written, the first of the step; 0 gives none."""
+    """Number of trajectories sent to the trackers with each trajectory file, the first of the step; 0 sends none."""
     timeline: bool = True
-    """Writes a small file for each step of what engines, environments and policy did when, `timeline/step_<n>.json.gz`
-    in the run's folder, and measures who was idle (docs/report.md)."""
+    """Writes a small file per step, `timeline/step_<n>.json.gz` in the run's folder, with the activity of engines,
+    environments and policy over time, and measures idle time (docs/report.md)."""
     profile: ProfileConfig = field(default_factory=ProfileConfig)
-    """What is recorded for a profiler's view."""
+    """Steps and ranks recorded for a profiler's view."""

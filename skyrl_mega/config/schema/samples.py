@@ -1,4 +1,4 @@
-"""Which of the trajectories that were generated a step learns from."""
+"""Settings for the selection of trajectories in a training step."""
 
 from __future__ import annotations
 
@@ -10,43 +10,45 @@ from skyrl_mega.config.schema.fields import at_least, between, one_of
 
 @dataclass
 class DynamicSamplingConfig:
-    """DAPO: every group of a step has a signal, rewards that differ. The settings below need `enabled`."""
+    """DAPO's dynamic sampling: every group of a step has a signal (rewards that differ). All settings below need
+    `enabled`."""
 
     enabled: bool = False
-    """Whether groups without a signal leave the step."""
+    """Drops groups without a signal from the step."""
     mode: str = one_of("filter", "replace")
-    """What comes in their place. filter: new prompts, in further rounds. replace: copies of the step's groups with a
-    signal, drawn from the run's seed, as soon as these are `replace_from` of what the step needs (POLARIS); until then
-    new prompts."""
+    """Replacement of dropped groups. filter: new prompts, in further generation rounds. replace: copies of the step's
+    groups with a signal, chosen by the run's seed, once these are `replace_from` of the required groups (POLARIS);
+    before that, new prompts."""
     replace_from: float = between(0, 1, 0.3)
-    """Of mode=replace: share of `data.prompts_per_step` that must have a signal before the others become copies; 0: one
-    group is enough."""
+    """Share of `data.prompts_per_step` with a signal that `mode=replace` needs before copying groups; 0: a single group
+    is enough."""
     max_rounds: int = at_least(1, 10)
-    """Generation rounds for one step at most; past it the step takes the groups it has, and says so where that
-    is at most half of them. 1 with mode=filter leaves groups without a signal out of the loss and draws no others."""
+    """Maximum number of generation rounds per step. After the last round the step uses the groups found so far; if
+    these are at most half of the required number, the run reports it. 1 with mode=filter drops groups without a signal
+    and samples no replacement."""
     oversample: float = at_least(1, 1.0)
-    """Prompts that a round draws, as a multiple of the groups that are still missing. Of more groups with a signal than
-    the step needs it takes those that were drawn first, not those that were done first, which would be the short ones;
-    the rest is not used, and its prompts are not drawn again in this epoch."""
+    """Prompts sampled per round, as a multiple of the missing groups. If more groups than needed have a signal, the
+    step keeps the groups sampled first rather than the groups finished first, because these are short. The surplus is
+    dropped, and these prompts are not sampled again in this epoch."""
     tolerance: float = at_least(0, 0.0)
-    """A group whose highest and lowest reward differ by no more has no signal. They are compared in float32, from
-    which advantages are made."""
+    """Largest difference between the highest and the lowest reward of a group without a signal. Rewards are compared in
+    float32, as for advantages."""
     reward: Optional[str] = None
-    """Name of the one of an environment's several rewards that is compared. None: what advantages compare, which is
-    their weighted sum; with advantage=gdpo each of them, and with grpo_turns the rewards of answers turn by turn: one
-    that differs is enough. Every trajectory that an environment completes must name it."""
+    """Name of the reward to compare, if an environment returns several; every completed trajectory must then include
+    this name. null compares what the advantages compare: the weighted sum; with advantage=gdpo each reward; with
+    grpo_turns the rewards of answers turn by turn. A group has a signal if any of these differs."""
 
 
 @dataclass
 class OverlongConfig:
-    """DAPO: what happens to responses near or past the length limit."""
+    """DAPO's treatment of responses near or past the length limit."""
 
     filter: bool = False
-    """Truncated trajectories are masked out of the loss."""
+    """Masks truncated trajectories out of the loss."""
     filter_by: str = one_of("budgets", "tokens")
-    """Of filter: which ones. budgets: those that a budget of tokens, turns or time ended; tokens: a budget of tokens
-    alone, as DAPO's, which knows no other."""
+    """Trajectories masked by `filter`. budgets: ended by a limit on tokens, turns or time. tokens: ended by a token
+    limit only, as in DAPO."""
     buffer: int = at_least(0, 0)
-    """Tokens before the limit over which the punishment grows linearly; 0 turns it off."""
+    """Number of tokens before the limit with a linearly growing length penalty; 0 disables the penalty."""
     penalty: float = at_least(0, 1.0)
-    """Punishment at the limit."""
+    """Penalty at the limit."""

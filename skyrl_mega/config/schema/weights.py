@@ -1,4 +1,4 @@
-"""The weight sync from policy to engines."""
+"""Settings of the weight sync from policy to engines."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ class WeightsConfig:
     """Weight sync from policy to engines."""
 
     wire: str = one_of("auto", "fp8")
-    """auto: as `model.dtype`. fp8: linear weights travel as E4M3 with a scale for every 128×128 block, half the bytes;
-    an engine that stores another type gets them back in it, with FP8's precision."""
+    """Number format of transferred weights. auto: `model.dtype`. fp8: linear weights are sent as E4M3 with a scale per
+    128×128 block, half the bytes; an engine with another storage type converts the received weights, with FP8
+    precision."""
     bucket_mib: float = between(0.001, 65536, 64.0)
-    """Size of one message; a process has three of them at most."""
+    """Bucket (message) size in MiB; a process holds at most three buckets."""
     checksum_every: int = at_least(0, 10)
-    """Syncs from one to the next of which every part is proved where it has arrived; 0 proves none."""
+    """Interval, in weight syncs, between syncs that verify every part on arrival; 0 never verifies."""
     timeout_s: float = at_least(1, 300.0)
-    """Seconds for one sync; past it the error names rank and tensor."""
+    """Time limit per sync in seconds; the error then names rank and tensor."""
