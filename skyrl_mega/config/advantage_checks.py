@@ -1,4 +1,4 @@
-"""What is refused of the settings of rewards and advantages."""
+"""Checks of the settings of rewards and advantages."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 
 DISCOUNT = ("reinforce++", "gae")
-"""Estimators that look at `algorithm.gamma`."""
+"""Estimators that use `algorithm.gamma`."""
 WITHOUT_KL = {
     "maxrl": "divides by rewards, which KL makes negative",
     "gdpo": "looks at named rewards alone",
     "remax": "has a baseline that no KL is taken from",
 }
-"""Estimators that KL in the reward does not go with, and why."""
+"""Estimators incompatible with KL in the reward → reason."""
 
 
 def check_advantage(c: Config) -> None:
-    """Refuses settings of rewards and advantages that do not train as they read. An estimator of the user's own may
-    read any of them.
+    """Rejects settings of rewards and advantages without the expected effect on training. A user's own estimator may
+    use any of them.
 
     Raises:
-        UserError: One.
+        UserError: key, value, reason, fix.
     """
     a = c.algorithm
     for name, weight in a.reward_weights.items():
@@ -63,7 +63,7 @@ def check_advantage(c: Config) -> None:
 
 
 def _check_kl(c: Config) -> None:
-    """KL in the reward."""
+    """Checks the settings of KL in the reward."""
     a, kl = c.algorithm, c.algorithm.kl
     if kl.where == "loss":
         if kl.target is not None:

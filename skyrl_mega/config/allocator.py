@@ -1,9 +1,9 @@
-"""Settings of torch's CUDA allocator in the policy's processes; those of engines are vLLM's own.
+"""Settings of torch's CUDA allocator in the policy's processes; engines are configured by vLLM.
 
-Rows differ in length from one micro-batch to the next, and blocks of fixed segments are then too small for the next row
-and too large to lie idle: several GiB are cached and fit nothing. A segment that expands maps pages where they are
-needed and leaves no such gaps. The memory of vLLM's sleep mode cannot lie in them (`engines/vllm/sleep.py`), so engines
-have none; vLLM turns off those of a user while it allocates there.
+Rows differ in length between micro-batches. With fixed segments, cached blocks are then too small for the next row but
+too large to waste: several GiB stay cached and fit nothing. Expandable segments map pages on demand and leave no such
+gaps. vLLM's sleep mode cannot use expandable segments (`engines/vllm/sleep.py`), so engines do not set them; vLLM
+disables a user's setting while allocating for sleep mode.
 """
 
 from __future__ import annotations
@@ -11,18 +11,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Where torch looks for settings; the first that is there counts."""
+"""Environment variables with torch's settings; torch reads the first non-empty variable."""
 SETTINGS = "expandable_segments:True"
 
 
 def variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Environment variables for a policy process that has those of `environ`; the user's own settings stand."""
+    """Returns environment variables for a policy process on top of `environ`; empty if the user configured the
+    allocator."""
     return {} if any(environ.get(name) for name in VARIABLES) else {VARIABLES[1]: SETTINGS}
 
 
 def expandable(environ: Mapping[str, str]) -> bool:
-    """Whether segments expand in a policy process that has those of `environ`."""
+    """Returns True if segments are expandable in a policy process with these environment variables."""
     settings = next((environ[name] for name in VARIABLES if environ.get(name)), SETTINGS)
     name = SETTINGS.partition(":")[0]
     said = [one for one in settings.lower().replace(" ", "").split(",") if one.startswith(f"{name}:")]
-    return bool(said) and said[-1] == SETTINGS.lower()  # of two, torch takes the last
+    return bool(said) and said[-1] == SETTINGS.lower()  # torch uses the last of several

@@ -1,4 +1,4 @@
-"""What is refused of `asynchrony`."""
+"""Checks of `asynchrony`."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, Config
 
 CORRECTION = "algorithm.importance_cap=2"
-"""The usual one, which a step of older weights needs."""
+"""Usual correction for training on tokens of older weights."""
 USUAL = 1
-"""`asynchrony.max_staleness`, where nobody has changed it."""
+"""Default of `asynchrony.max_staleness`."""
 MOST_SIMULATED = 16
-"""The greatest that `--simulate` plays: more than the best modes have, and each step of it takes as many more."""
+"""Largest staleness simulated by `--simulate`, above the best values of all modes; the cost of a simulation grows with
+each step."""
 
 
 def check_asynchrony(c: Config) -> None:
-    """Raises UserError for what cannot be while engines generate and the policy trains, or would train wrong."""
+    """Raises UserError if generation and training cannot overlap with these settings, or if training would be wrong."""
     mode, most = c.asynchrony.mode, c.asynchrony.max_staleness
     if mode == "off":
         if most not in (0, USUAL):
@@ -53,13 +54,13 @@ def check_asynchrony(c: Config) -> None:
 
 
 def corrected(a: AlgorithmConfig) -> bool:
-    """Whether every token's loss looks at the weights that drew it: those of the engine, whichever they were."""
+    """Returns True if the loss of every token accounts for the sampling weights, i.e. uses the engine's log-probs."""
     own = ":" in a.loss
     return own or a.rejection.level != "off" or a.importance_cap is not None or a.old_logprobs == "engine"
 
 
 def _full(c: Config) -> None:
-    """What only `mode=full` does not do."""
+    """Rejects settings not supported by `mode=full`."""
     dynamic = c.algorithm.dynamic_sampling
     refused = {
         "run.deterministic = true": (c.run.deterministic, "the clock decides which groups a step has"),

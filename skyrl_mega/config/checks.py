@@ -1,7 +1,7 @@
-"""Every check of settings that needs no machine and reads no file.
+"""Checks of the settings, without a machine and without reading files.
 
-Each refusal is one line: key, value, what is allowed, the fix. What depends on the model, the data or the devices is
-checked by `skyrl_mega.cli.inputs`.
+Each error is a line of key, value, allowed values, fix. Checks of model, data or devices are in
+`skyrl_mega.cli.inputs`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ ENGINE_ARGUMENTS = {
     "enable_return_routed_experts": "policy.moe.replay=rollout",
     **SLEEP_ARGUMENTS,
 }
-"""vLLM's arguments that the run decides itself, and the setting to use instead (None: there is none)."""
+"""vLLM arguments controlled by the run → the setting to use instead (None: no such setting)."""
 
 TEMPLATE_ARGUMENTS = {
     "messages": None,
@@ -83,18 +83,19 @@ TEMPLATE_ARGUMENTS = {
     "return_dict": None,
     "return_assistant_tokens_mask": None,
 }
-"""Arguments of a tokenizer's `apply_chat_template` that the run decides itself, and what to use instead."""
+"""Arguments of a tokenizer's `apply_chat_template` controlled by the run → the replacement to use (None: no
+replacement)."""
 
 LONGEST_NAME = 255
-"""Bytes of a file's name."""
+"""Maximum bytes of a file name."""
 
 
 def check(config: Config, *, planned: bool = False) -> None:
-    """Refuses the first setting that is impossible. `planned`: nothing will be started, so what can only be planned
-    passes, and `cluster.device = auto` means GPUs.
+    """Raises UserError for the first impossible setting. `planned`: nothing will be started, so settings supported only
+    in a plan are accepted, and `cluster.device = auto` means GPUs.
 
     Raises:
-        UserError: key, value, what is allowed, the fix.
+        UserError: key, value, allowed values, fix.
     """
     check_values(config)
     _paths(config)
@@ -123,14 +124,14 @@ def check(config: Config, *, planned: bool = False) -> None:
 
 
 def check_evaluation(config: Config, engines: bool = True) -> None:
-    """Refuses what an evaluation cannot be run with; what only a training needs is not looked at.
+    """Raises UserError for settings with which no evaluation can run; settings used only in training are not checked.
 
     Args:
         config: The settings.
-        engines: Whether engines of its own are started, or an endpoint is asked.
+        engines: True if the evaluation starts engines, False for an endpoint.
 
     Raises:
-        UserError: key, value, what is allowed, the fix.
+        UserError: key, value, allowed values, fix.
     """
     check_values(config)
     _paths(config)
@@ -148,7 +149,7 @@ def check_evaluation(config: Config, engines: bool = True) -> None:
 
 
 def check_values(config: Config) -> None:
-    """Every single value against what its key allows."""
+    """Checks every single value against the rule of its key."""
     for name, value in _values(config, ""):
         if not (key := keys()[name]).allows(value):
             raise UserError(f"{name} = {shown(value)}: {key.refusal(value)}")
@@ -181,7 +182,7 @@ def _name(c: Config) -> None:
 
 
 def _paths(c: Config) -> None:
-    """No part of a path is longer than a file's name may be; asking a file system for such a one is an error."""
+    """Rejects paths with a component longer than a file name may be: file systems raise an error for such a path."""
     named = {
         "run.name": [c.run.name],
         "run.directory": [c.run.directory],
@@ -317,7 +318,7 @@ def _rollout(c: Config) -> None:
 
 
 def _taken(key: str, options: dict[str, Any], taken: dict[str, str | None]) -> None:
-    """Refuses options that the run decides itself."""
+    """Rejects options controlled by the run itself."""
     for name in options:
         if name in taken:
             fix = f"use {taken[name]}" if taken[name] else "leave it out"
@@ -328,12 +329,12 @@ def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a port that is none
+    except ValueError:  # the port is no number
         return False
 
 
 def check_topology(c: Config) -> None:
-    """A node's links, and what the transfer plan must know of engines."""
+    """Checks the links of a node, and the engine settings used by the transfer plan."""
     nics, gpus = c.cluster.topology.nics_per_node, c.cluster.gpus_per_node
     if nics is not None and nics > gpus:
         raise UserError(
@@ -374,12 +375,12 @@ def _engines(c: Config, planned: bool = False) -> None:
 
 
 def check_enough(c: Config, prompts: int, what: str) -> None:
-    """A step's prompts can be drawn at least once.
+    """Checks for enough prompts for at least one step.
 
     Args:
         c: The settings.
-        prompts: How many there are.
-        what: Of what, for the error.
+        prompts: Number of prompts.
+        what: Description of the prompts for the error message.
     """
     if c.run.steps != 0 and prompts * c.run.epochs < c.data.prompts_per_step:
         raise UserError(
@@ -389,8 +390,11 @@ def check_enough(c: Config, prompts: int, what: str) -> None:
 
 
 def check_gpus(c: Config, training: bool = True) -> None:
-    """Policy, reference and critic (all only in training) have GPUs of their own, and so have engines, or those of
-    policy ranks; an engine lies within a node."""
+    """Checks for enough GPUs in the cluster.
+
+    Policy, reference, critic (training only) and engines each need separate GPUs, except engines colocated with policy
+    ranks. An engine must fit within a node.
+    """
     node, total = c.cluster.gpus_per_node, c.cluster.nodes * c.cluster.gpus_per_node
     if c.rollout.tensor > node:
         raise UserError(f"rollout.tensor = {c.rollout.tensor}: allowed is at most cluster.gpus_per_node = {node}")
@@ -424,7 +428,7 @@ def check_gpus(c: Config, training: bool = True) -> None:
         room = (total - sum(count for name, count in others.items() if own[name])) // (1 + follow)
         fix = f"policy.ranks={room}" if room > 0 else "fewer rollout.engines"
         if c.cluster.shared and 0 < room < c.rollout.engines * engine_ranks(c.rollout):
-            most = room // engine_ranks(c.rollout)  # the workers of engines need as many policy ranks
+            most = room // engine_ranks(c.rollout)  # each engine worker shares the GPU of a policy rank
             fix += f" rollout.engines={most}" if most else " with smaller engines (rollout.tensor)"
         raise UserError(
             f"policy.ranks = {c.policy.ranks or 'null'}: {parts} GPUs are more than cluster.nodes · "
@@ -433,7 +437,7 @@ def check_gpus(c: Config, training: bool = True) -> None:
 
 
 def _check_shared(c: Config, engines: int, policy: int) -> None:
-    """Engine worker w has the GPU of policy rank w."""
+    """Checks that engine worker w can share the GPU of policy rank w."""
     if engines > policy:
         raise UserError(
             f"rollout.engines = {c.rollout.engines}: with cluster.shared the workers of all engines have GPUs of "

@@ -1,4 +1,4 @@
-"""The outer edge of every command: options with ranges, one line for a wrong input, and a reader that goes away."""
+"""Common parts of all command-line programs: options with ranges, one-line errors, and closed output pipes."""
 
 from __future__ import annotations
 
@@ -22,23 +22,23 @@ from skyrl_mega.config.terminal import one_line, printable
 from skyrl_mega.config.values import LONGEST_TEXT, Rule, shown
 
 DONE, FAULT, WRONG_INPUT = 0, 1, 2
-"""Exit codes; a command that a signal can stop has 75 beside them."""
+"""Exit codes; commands with signal handling also use 75."""
 ROWS, MOST = 10**7, 10**9
-"""Rows that an option may ask to be made, and rows or characters that it may cut at."""
+"""Upper bounds for the number of rows to create, and for row or character limits."""
 LONGEST_NAME = 255
-"""Bytes of one name in a path."""
+"""Maximum bytes of a path component."""
 LONGEST = 40
-"""Characters of a value that an error shows."""
+"""Maximum characters of a value in an error message."""
 
 SIGN = "= "
-"""Before a value that an option's type refuses: argparse sets a colon between them."""
+"""Marker before a rejected value in an option's error: argparse puts a colon there, and `error` removes the colon."""
 
 
 class Parser(argparse.ArgumentParser):
-    """Its complaints are a UserError, not a page of usage. What no file takes as text is refused."""
+    """Argument parser with UserError instead of a usage page; rejects text not valid in any file."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As the base class."""
+        """Parses arguments like the base class, after checking for valid text."""
         words = sys.argv[1:] if args is None else list(args)
         for word in words:
             if "\0" in word or not is_unicode(word):
@@ -46,7 +46,8 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(words, namespace)
 
     def parse_intermixed_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """As the base class, for a command that takes settings: options and keys of other programs are answered."""
+        """Parses arguments like the base class, for a command with settings; explains options and keys of other
+        programs."""
         words = sys.argv[1:] if args is None else list(args)
         if lines := lookup.options(words, self._option_string_actions):
             raise UserErrors(lines)
@@ -67,7 +68,7 @@ class Parser(argparse.ArgumentParser):
         raise UserError(f"{named}{self._meant(unknown)}; see {self.prog} --help")
 
     def _meant(self, unknown: str) -> str:
-        """What an option that is none most likely means."""
+        """Returns a hint for an unknown option."""
         name, _, value = unknown.partition("=")
         takes_settings = any(action.dest == "overrides" for action in self._actions)
         if takes_settings and name.startswith("--") and "." in name and name.removeprefix("--") in keys():
@@ -77,17 +78,17 @@ class Parser(argparse.ArgumentParser):
 
 
 class _Helped(SystemExit):
-    """The end of a command that only had to print its help."""
+    """Exit of a command after printing the help."""
 
 
 def guarded(run: Callable[[], int], as_json: bool = False) -> int:
-    """Runs a command under the exit codes that all commands have.
+    """Runs a command and returns the exit code.
 
-    A reader of standard output that went away, as `| head` does, is no error: it had what it wanted.
+    A closed standard output, as with `| head`, is not an error.
 
     Args:
-        run: The command; a `UserError` that it raises is one line and WRONG_INPUT.
-        as_json: The line is on standard output too, as JSON.
+        run: The command; a `UserError` is printed as a line, with exit code WRONG_INPUT.
+        as_json: True to print the error line on standard output too, as JSON.
     """
     _open_streams()
     try:
@@ -101,14 +102,14 @@ def guarded(run: Callable[[], int], as_json: bool = False) -> int:
             complain(f"error: {one_line(str(error.filename))}: {reason(error)}; name one that you may read or write")
             return WRONG_INPUT
         if error.filename is None:
-            nobody_reads(sys.stdout)  # it may be what failed, as where a disk is full
+            nobody_reads(sys.stdout)  # standard output itself may have failed, for example on a full disk
         complain(f"fault: {one_line(str(error))}")
         return FAULT
     return code
 
 
 def complain(line: str) -> None:
-    """Writes a line to standard error, if somebody reads there."""
+    """Writes a line to standard error, if the stream is still open."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
@@ -116,24 +117,24 @@ def complain(line: str) -> None:
 
 
 def nobody_reads(stream: IO[str]) -> None:
-    """From now on what is written to a standard stream goes nowhere, also what is flushed when Python ends."""
+    """Redirects a standard stream to /dev/null, including the flush at interpreter exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
     os.close(null)
 
 
 def integer(low: int, high: int) -> Callable[[str], int]:
-    """The `type` of an option that is a whole number in a range."""
+    """Returns the argparse `type` for a whole number in a range."""
     return partial(_number, Rule(int, low=low, high=high))
 
 
 def real(low: float, high: float) -> Callable[[str], float]:
-    """The `type` of an option that is a number in a range."""
+    """Returns the argparse `type` for a number in a range."""
     return partial(_number, Rule(float, low=low, high=high))
 
 
 def path_of(text: str) -> Path:
-    """The `type` of an option that is a file or a folder."""
+    """Converts an option's text to a path; the argparse `type` of files and folders."""
     if not text or len(text) > LONGEST_TEXT or any(len(part.encode()) > LONGEST_NAME for part in text.split("/")):
         raise argparse.ArgumentTypeError(f"{SIGN}{_quoted(text)}: allowed is the path of a file or folder")
     return Path(text)
@@ -150,18 +151,18 @@ def _lines(run: Callable[[], int], as_json: bool) -> int:
         return WRONG_INPUT
     except _Helped:
         return DONE
-    except SystemExit as error:  # of code that is not ours: it ends the command, and has not done its work
+    except SystemExit as error:  # raised by user code: the command ends without having done its work
         at = traceback.extract_tb(error.__traceback__)[-1]
         complain(f"fault: {one_line(at.filename)}, line {at.lineno} called sys.exit({error.code!r}); take it out")
         return FAULT
 
 
 def _open_streams() -> None:
-    """A stream that is closed, or cannot write a character, ends no command."""
+    """Makes standard streams safe: a closed stream or an unencodable character must not end a command."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - for as long as the process lives
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115 - stays open until the process ends
         elif isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
@@ -169,7 +170,7 @@ def _open_streams() -> None:
 def _number(rule: Rule, text: str) -> Any:
     try:
         value = rule.type(text)
-    except ValueError:  # also where it has more digits than Python reads
+    except ValueError:  # also raised for more digits than Python parses
         value = None
     if not rule.allows(value):
         raise argparse.ArgumentTypeError(f"{SIGN}{_quoted(text)}: {rule.refusal(None)}")

@@ -1,7 +1,7 @@
-"""From a YAML file and `key=value` arguments to a `Config`.
+"""Composition of a `Config` from a YAML file and `key=value` arguments.
 
-Hydra composes the file and the groups that its `defaults` list names (`defaults: [algorithm: dapo]` reads
-`algorithm/dapo.yaml` beside the file); OmegaConf converts every value to the type that the schema gives its key.
+Hydra composes the file and the groups named under `defaults` (`defaults: [algorithm: dapo]` reads `algorithm/dapo.yaml`
+next to the file). OmegaConf converts every value to the type declared in the schema.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from skyrl_mega.config.secret_names import MASK, is_secret
 from skyrl_mega.config.values import shown
 
 GROUP = re.compile(r"\w+(/\w+)*")
-"""A folder of files of one group."""
+"""Name of a folder with the files of a group."""
 LARGEST = 2**20
-"""Bytes of a configuration."""
+"""Maximum bytes of a configuration file."""
 LONGEST = 200
-"""Characters of an argument that an error shows."""
+"""Maximum characters of an argument in an error message."""
 DEEPEST = 50
-"""Mappings and lists of a configuration within each other."""
+"""Maximum nesting depth of a configuration."""
 
 GROUPS = Path(__file__).parents[2] / "configs"
-"""Groups that come with the project; one beside a file goes before."""
+"""Folder of the groups included in the project; a group next to the configuration file takes precedence."""
 
 
 def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """The settings of a YAML file, with `group.key=value` overrides (Hydra's syntax; later ones win).
+    """Returns the settings of a YAML file, with `group.key=value` overrides (Hydra's syntax; later overrides win).
 
-    `group=name` chooses another file of a group: `algorithm=grpo` reads `algorithm/grpo.yaml`. Without a file (None)
-    the overrides stand over the defaults.
+    `group=name` selects another file of a group: `algorithm=grpo` reads `algorithm/grpo.yaml`. Without a file (None)
+    the overrides apply to the defaults.
 
     Raises:
         UserError: a missing or broken file, an unknown key or a value of the wrong type.
@@ -81,7 +81,7 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
         made = cast(Config, OmegaConf.to_object(config))
     except RecursionError as error:
         raise UserError("settings that name one another with ${…} in a circle; give one of them a value") from error
-    except OmegaConfBaseException as error:  # an interpolation, which is resolved only here
+    except OmegaConfBaseException as error:  # interpolations are resolved only here
         key = error.full_key or "?"
         allowed = f"allowed is {keys()[key].allowed}" if key in keys() else "name an existing key"
         raise UserError(f"{key}: {secrets.hidden(_first_line(error), short=True)}; {allowed}") from error
@@ -90,12 +90,12 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
 
 
 def dump(config: Config) -> str:
-    """The settings as YAML that `compose` reads back, secrets masked."""
+    """Returns the settings as YAML for `compose`, with secrets masked."""
     return OmegaConf.to_yaml(OmegaConf.create(secrets.masked(asdict(config))))
 
 
 def _file(path: Path) -> Path:
-    """The path of a configuration, which is there."""
+    """Returns the path of an existing configuration file; raises UserError otherwise."""
     if path.suffix != ".yaml":
         raise UserError(f"--config {path}: allowed is a file that ends in .yaml")
     try:
@@ -110,7 +110,7 @@ def _file(path: Path) -> Path:
 
 
 def _parse(text: str) -> Override:
-    """One `key=value` argument, in Hydra's grammar; `+key=value` is taken as `key=value`."""
+    """Returns a `key=value` argument in Hydra's grammar; `+key=value` is treated as `key=value`."""
     try:
         override = written.parsed(text)
         override.value()
@@ -136,16 +136,16 @@ def _parse(text: str) -> Override:
 
 
 def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
-    """The file and its groups as one tree, values as written."""
+    """Returns the file with all groups as a single tree, with values as written."""
     listed = _listed(path)
     for group in {*listed, *(o.key_or_group for o in chosen)}:
         for folder in (path.parent, GROUPS):
-            for file in sorted((folder / group).glob("*.yaml")):  # Hydra reads them without a bound
+            for file in sorted((folder / group).glob("*.yaml")):  # Hydra itself reads files without a size limit
                 outside.read(file, "give a .yaml file that you may read", most=LARGEST)
     groups = [f"{'' if o.key_or_group in listed else '+'}{o.key_or_group}={o.value()}" for o in chosen]
     try:
         with warnings.catch_warnings(), written.hydra_over(path.parent, *([GROUPS] if GROUPS.is_dir() else [])):
-            warnings.simplefilter("ignore", UserWarning)  # two lines about `_self_`, before what is really wrong
+            warnings.simplefilter("ignore", UserWarning)  # warnings about `_self_` would hide the actual error
             tree = hydra_compose(path.stem, groups)
     except RecursionError as error:
         raise UserError(f"--config {path}: its `defaults` go in a circle, or it nests too deep") from error
@@ -159,7 +159,7 @@ def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
         where = f"{path.parent}, nor among those that come with skyrl_mega ({GROUPS})"
         raise UserError(f"{path}: {missing} is not in {where}; {allowed}") from error
     except (HydraException, OmegaConfBaseException, OSError, ValueError, TypeError, AssertionError) as error:
-        # Hydra asserts and raises all kinds about what files hold.
+        # Hydra raises many types, assertions included, for invalid file contents.
         raise UserError(
             f"{path}: {_first_line(error) or type(error).__name__}; see `defaults` in docs/configuration.md"
         ) from error
@@ -167,10 +167,10 @@ def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
 
 
 def _listed(path: Path) -> set[str]:
-    """The groups that a file's `defaults` name, after a look at the whole of it.
+    """Returns the groups named in a file's `defaults`, after checking the whole file.
 
     Raises:
-        UserError: It is no YAML, no mapping, or nests without end.
+        UserError: The file is not YAML, not a mapping, or nested too deep.
     """
     try:
         own = yaml.safe_load(outside.read(path, "give a .yaml file that you may read", most=LARGEST))
@@ -180,7 +180,7 @@ def _listed(path: Path) -> set[str]:
         raise UserError(f"--config {path}: it nests deeper than {DEEPEST} levels") from error
     except outside.Malformed as error:
         raise UserError(f"--config {path}: {error}") from error
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: no UTF-8, a date of the 32nd
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or an impossible date
         raise _broken(path, error) from error
     if not isinstance(own, dict):
         raise UserError(f"--config {path}: it holds a {type(own).__name__}; allowed is a mapping of groups to settings")
@@ -199,11 +199,11 @@ def _is_text(value: Any) -> bool:
 
 
 def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything that is given, groups unfolded; `{}` makes an absent group exist."""
+    """Yields dotted key and value of every given setting, with groups expanded; `{}` creates an optional group."""
     is_group = not key or (key in keys() and keys()[key].group)
     if isinstance(value, dict) and is_group:
         if key and keys()[key].nullable:
-            yield key, {}  # a group that is absent by default exists from here on
+            yield key, {}  # creates a group that is absent by default
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))
     else:
@@ -211,7 +211,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 
 
 def _assign(config: DictConfig, key: str, value: Any) -> None:
-    """Sets one key, converted to its type."""
+    """Sets a key to the value, converted to the key's type."""
     known = keys()
     mapping = _mapping(key)
     for name in _prefixes(key) if value == {} else _prefixes(key)[:-1]:
@@ -227,7 +227,7 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
                 raise UserError(
                     f"{key} = {_shown(value, key)}: {_shown(entry, key)} is no text; allowed is {known[key].allowed}"
                 )
-    number = isinstance(value, int | float)  # neither text nor a list; OmegaConf would take any for true
+    number = isinstance(value, int | float)  # OmegaConf would convert any number to text or to true
     if key in known and number and (known[key].type is str or (known[key].type is bool and value not in (0, 1))):
         raise UserError(f"{key} = {_shown(value, key)}: {known[key].refusal(value)}")
     try:
@@ -243,12 +243,12 @@ def _shown(value: Any, key: str) -> str:
 
 
 def _mapping(key: str) -> str | None:
-    """The setting of free keys that a key is, or is in."""
+    """Returns the free-form setting (a mapping) equal to or containing the key; None if there is none."""
     return next((name for name in _prefixes(key) if name in keys() and keys()[name].type is dict), None)
 
 
 def _unknown(key: str, value: Any) -> Iterator[str]:
-    """What to say of a key that is no setting: a line, or one for each key of a group; nothing of one that is."""
+    """Yields error lines for an unknown key: a line, or a line for each key of a group; nothing for a known key."""
     if key in keys() or _mapping(key):
         return
     for name, inner in lookup.leaves(key, value):
@@ -271,7 +271,7 @@ def _unheard(key: str, value: Any) -> str:
 
 
 def _prefixes(key: str) -> list[str]:
-    """a.b.c → a, a.b, a.b.c."""
+    """Returns the prefixes of a dotted key: a.b.c → a, a.b, a.b.c."""
     parts = key.split(".")
     return [".".join(parts[: n + 1]) for n in range(len(parts))]
 

@@ -1,4 +1,4 @@
-"""What is refused of the critic's settings."""
+"""Checks of the critic's settings."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from skyrl_mega.config.schema import Config, CriticConfig, GaeConfig
 
 
 def check_critic(c: Config) -> None:
-    """Refuses a critic that nothing is estimated with, and settings that do not train as they read.
+    """Rejects critic settings without `advantage: gae`, and values that leave critic or policy untrained.
 
     Raises:
-        UserError: One.
+        UserError: key, value, reason, fix.
     """
     if not has_critic(c):
         _check_unused(c)

@@ -1,4 +1,4 @@
-"""What follows from the settings: defaults that depend on other keys."""
+"""Values derived from several settings, such as defaults of dependent keys."""
 
 from __future__ import annotations
 
@@ -16,49 +16,50 @@ from skyrl_mega.config.schema import (
 )
 
 FILL = 2
-"""An engine is given no more requests at once than would fill its KV cache so many times, were all of them as long as
-they may become. vLLM takes in whatever fits at the moment; when running sequences then outgrow the cache, it drops some
-and computes them once more. At 2 that happens only where most become longer than half of what they may, all of them at
+"""Limit of an engine's outstanding requests, as a multiple of the requests needed to fill the KV cache at maximum
+length. vLLM admits any sequence with enough space at the moment; when running sequences outgrow the cache, vLLM
+preempts and recomputes some sequences. With 2, preemption needs most sequences to exceed half of the maximum length at
 the same time."""
 
 
 AHEAD = 2
-"""Trajectories of `skyrl_mega.evaluate` that are under way, as a multiple of the sequences that its engines run at
-once: some are in their environments."""
+"""Concurrent trajectories of `skyrl_mega.evaluate`, as a multiple of the concurrent sequences of all engines: some
+trajectories wait for their environments."""
 
 
 def evaluated_at_once(config: Config, endpoint: bool) -> int:
-    """Trajectories that `skyrl_mega.evaluate` has under way, on an endpoint or on engines of its own."""
+    """Returns the number of concurrent trajectories of `skyrl_mega.evaluate`, with an endpoint or with separate
+    engines."""
     return config.rollout.concurrency * (1 if endpoint else AHEAD * config.rollout.engines)
 
 
 def policy_ranks(config: Config) -> int:
-    """Processes of the policy."""
+    """Returns the number of policy processes."""
     return config.policy.ranks or config.cluster.nodes * config.cluster.gpus_per_node
 
 
 def reference_ranks(config: Config) -> int:
-    """Processes of a reference with a layout of its own; 0 without one."""
+    """Returns the number of processes of a reference with a separate layout; 0 without such a reference."""
     return (config.reference.ranks or policy_ranks(config)) if config.reference.layout else 0
 
 
 def has_critic(config: Config) -> bool:
-    """Whether advantages are estimated with a critic's values (`algorithms.advantages.GAE`)."""
+    """Returns True if advantages use a critic's values (`algorithms.advantages.GAE`)."""
     return config.algorithm.advantage == "gae"
 
 
 def critic_ranks(config: Config) -> int:
-    """Processes of the critic; 0 without one."""
+    """Returns the number of critic processes; 0 without a critic."""
     return (config.critic.ranks or policy_ranks(config)) if has_critic(config) else 0
 
 
 def critic_layout(config: Config) -> LayoutConfig:
-    """How a critic is cut."""
+    """Returns the critic's parallel layout."""
     return config.critic.layout or config.policy.layout
 
 
 def critic_model(config: Config) -> PolicyConfig:
-    """A critic's settings in the form of a policy's: its own, and the policy's for what it has none of."""
+    """Returns the critic's settings as a PolicyConfig; settings missing in the critic are copied from the policy."""
     critic = config.critic
     return replace(
         config.policy,
@@ -66,43 +67,44 @@ def critic_model(config: Config) -> PolicyConfig:
         layout=critic_layout(config),
         optimizer=critic.optimizer,
         micro_tokens=critic.micro_tokens or config.policy.micro_tokens,
-        moe=replace(config.policy.moe, replay="off"),  # it chooses experts of its own
+        moe=replace(config.policy.moe, replay="off"),  # the critic does not replay routes
     )
 
 
 def micro_tokens(policy: PolicyConfig) -> int:
-    """Token budget of a micro-batch, where it is given or `planner.micro_tokens` has decided it."""
+    """Returns the token budget of a micro-batch; raises ValueError if null and not yet chosen by
+    `planner.micro_tokens`."""
     if policy.micro_tokens is None:
         raise ValueError("policy.micro_tokens has not been decided")
     return policy.micro_tokens
 
 
 def planned_device(config: Config) -> str:
-    """`cpu` or `cuda`, before anybody has looked: auto is planned as CUDA."""
+    """Returns `cpu` or `cuda` without looking at the machine: auto is planned as CUDA."""
     return "cpu" if config.cluster.device == "cpu" else "cuda"
 
 
 def overlaps(policy: PolicyConfig, device: str) -> bool:
-    """Whether a policy on this device (`cpu` or `cuda`) communicates while it computes."""
+    """Returns True if a policy on this device (`cpu` or `cuda`) overlaps communication with computation."""
     return device == "cuda" if policy.overlap is None else policy.overlap
 
 
 FUSIONS = ("rope", "permute", "router", "swiglu")
-"""What `policy.fusions` may name."""
+"""Valid values in `policy.fusions`."""
 OF_EXPERTS = frozenset({"permute", "router"})
-"""Those of them that a model without experts has no use for."""
+"""Fusions used only by models with experts."""
 
 
 def fused(policy: PolicyConfig, spec: str, experts: bool) -> frozenset[str]:
-    """Which of `FUSIONS` run: `policy.fusions`, or all that compute the same here.
+    """Returns the enabled fusions: `policy.fusions`, or by default every fusion with an unchanged result.
 
-    A fused router chooses experts by itself: it can be told no route, and it has no tensor of scores that another
-    loss could be computed from.
+    A fused router chooses experts internally: replaying routes is impossible, and no tensor of scores is exposed for an
+    auxiliary loss.
 
     Args:
-        policy: The settings, which `config.speed_checks` has passed.
-        spec: Whose layers they are, `te` or `local`; they are kernels of the former.
-        experts: Whether the model has any.
+        policy: The settings, already checked by `config.speed_checks`.
+        spec: Layer implementation, `te` or `local`; only `te` has fused kernels.
+        experts: True if the model has experts.
     """
     if spec != "te":
         return frozenset()
@@ -115,19 +117,20 @@ def fused(policy: PolicyConfig, spec: str, experts: bool) -> frozenset[str]:
 
 
 def logit_chunk(policy: PolicyConfig, device: str) -> int | None:
-    """Tokens whose logits exist at once on this device (`cpu` or `cuda`); None with the fused head, where none do."""
+    """Returns the number of tokens with logits in memory at once on this device (`cpu` or `cuda`); None with the fused
+    head, because no logits are stored."""
     fused = device == "cuda" if policy.head == "auto" else policy.head == "fused"
     return None if fused else policy.logit_chunk
 
 
 def gpus_needed(config: Config) -> int:
-    """GPUs of policy, reference, critic and engines; shared ones count once."""
+    """Returns the number of GPUs for policy, reference, critic and engines; colocated GPUs count once."""
     apart = 0 if config.cluster.shared else config.rollout.engines * engine_ranks(config.rollout)
     return policy_ranks(config) + reference_ranks(config) + critic_ranks(config) + apart
 
 
 def idle_gpus(config: Config) -> str | None:
-    """What to say of GPUs that have nothing to do, for a run on CUDA; None where all have."""
+    """Returns a note about unused GPUs in a run on CUDA; None if all are used."""
     engines, policy = config.rollout.engines * engine_ranks(config.rollout), policy_ranks(config)
     total = config.cluster.nodes * config.cluster.gpus_per_node
     made = f"rollout.engines={config.rollout.engines} of {engine_ranks(config.rollout)} GPUs"
@@ -145,30 +148,31 @@ COMPARES = frozenset(
         "optimal_token_baseline",
     }
 )  # fmt: skip
-"""Estimators that compare the samples of a prompt with one another."""
+"""Estimators that compare the samples of a prompt with each other."""
 
 
 def compares_samples(algorithm: AlgorithmConfig) -> bool:
-    """Whether advantages compare the samples of a prompt with one another; a user's own estimator need not."""
+    """Returns True if advantages compare the samples of a prompt with each other; False for a user's own estimator."""
     return algorithm.advantage in COMPARES
 
 
 def generates_ahead(asynchrony: AsynchronyConfig) -> bool:
-    """Whether tokens may be of weights that are older than those that train on them."""
+    """Returns True if tokens may be sampled with weights older than the weights trained on them."""
     return asynchrony.mode != "off" and asynchrony.max_staleness > 0
 
 
 ROUNDING = 1e-9
-"""What a product of a setting and a count may be above the whole number that it stands for."""
+"""Tolerance for floating point error when a setting times a count should be a whole number."""
 
 
 def open_at_once(config: Config, evaluated: int = 0) -> int:
-    """Trajectories that may be under way at once, each with its environment: those of a step, with
-    `asynchrony.mode=full` of all steps that may be ahead; no more than `environment.slots`.
+    """Returns the maximum number of concurrent trajectories and environments: the trajectories of a step, with
+    `asynchrony.mode=full` of all steps ahead; limited by `environment.slots`.
 
     Args:
         config: The settings.
-        evaluated: Trajectories of an evaluation: beside these where they are generated ahead, else in their place.
+        evaluated: Trajectories of an evaluation: added if `asynchrony.mode` is not off, otherwise never open together
+            with training trajectories.
     """
     dynamic, asynchrony = config.algorithm.dynamic_sampling, config.asynchrony
     prompts = math.ceil(config.data.prompts_per_step * (dynamic.oversample if dynamic.enabled else 1.0) - ROUNDING)
@@ -179,12 +183,12 @@ def open_at_once(config: Config, evaluated: int = 0) -> int:
 
 
 def draws_greedy(algorithm: AlgorithmConfig) -> bool:
-    """Whether a prompt's samples are compared with an answer to it at temperature 0."""
+    """Returns True if a prompt's samples are compared with a greedy answer (temperature 0)."""
     return algorithm.advantage == "remax"
 
 
 def cut_sampling(config: Config) -> str | None:
-    """What to say of training samples that are drawn from a part of the policy's distribution; None of others."""
+    """Returns a note if training samples come from a truncated distribution (top_p, top_k), else None."""
     sampling = config.rollout.sampling
     cuts = [f"top_p={sampling.top_p:g}"] * (sampling.top_p < 1) + [f"top_k={sampling.top_k}"] * (sampling.top_k > 0)
     if not cuts or config.rollout.sampling.temperature == 0:
@@ -197,44 +201,44 @@ def cut_sampling(config: Config) -> str | None:
 
 
 def expert_parallel(rollout: RolloutConfig) -> bool:
-    """Whether engines deal whole experts to their workers."""
+    """Returns True if engines distribute whole experts over workers."""
     return bool(rollout.options.get("enable_expert_parallel"))
 
 
 def engine_data(rollout: RolloutConfig) -> int:
-    """Data-parallel replicas inside one engine; its experts are dealt over all of them."""
+    """Returns the number of data-parallel replicas inside an engine; experts are distributed over all replicas."""
     return int(rollout.options.get("data_parallel_size") or 1)
 
 
 def engine_ranks(rollout: RolloutConfig) -> int:
-    """Workers of one engine."""
+    """Returns the number of workers per engine."""
     return rollout.tensor * engine_data(rollout)
 
 
 def eager(rollout: RolloutConfig, device: str) -> bool:
-    """Whether engines run without compilation and CUDA graphs. `auto` is planned as CUDA."""
+    """Returns True if engines run without compilation and CUDA graphs. `auto` is planned as CUDA."""
     return device == "cpu" if rollout.eager is None else rollout.eager
 
 
 ONLINE = "fp8_per_block"
-"""vLLM's own quantisation of what a weight sync brings (`rollout.options.quantization`)."""
+"""vLLM's online quantization of weights received in a weight sync (`rollout.options.quantization`)."""
 WIDE_CACHES = (None, "auto", "bfloat16", "float16")
-"""Values of `rollout.options.kv_cache_dtype` that have more than a byte for an element; all others have at most one."""
+"""Values of `rollout.options.kv_cache_dtype` with more than a byte per element; all other values use at most a byte."""
 
 
 def fp8_parameters(rollout: RolloutConfig) -> bool:
-    """Whether engines have the parameters of an FP8 checkpoint: numbers, and a scale for every block of them."""
+    """Returns True if engines use the parameters of an FP8 checkpoint: numbers plus a scale for every block."""
     overrides = rollout.options.get("hf_overrides")
     return isinstance(overrides, dict) and bool(overrides.get("quantization_config"))
 
 
 def fp8_weights(rollout: RolloutConfig) -> bool:
-    """Whether engines hold their linear layers in FP8: an FP8 checkpoint's, or what vLLM quantises as it arrives."""
+    """Returns True if engines store linear layers in FP8, from an FP8 checkpoint or by online quantization."""
     return fp8_parameters(rollout) or rollout.options.get("quantization") == ONLINE
 
 
 def small_cache(rollout: RolloutConfig) -> bool:
-    """Whether an element of the KV cache is one byte or less."""
+    """Returns True if an element of the KV cache takes at most a byte."""
     return rollout.options.get("kv_cache_dtype") not in WIDE_CACHES
 
 
@@ -243,27 +247,27 @@ SMALL_CACHES = (
     *("int4_per_token_head", "nvfp4", "nvfp4_4over6", "nvfp4_ds_mla", "ultraquant_4bit"),
     *("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"),
 )
-"""vLLM's others (`CacheDType`)."""
+"""Other values of vLLM's `CacheDType`."""
 
 
 def engine_precision(config: Config) -> str:
-    """What engines compute in: `float32`, `bfloat16`, or `fp8` where weights or cache are."""
+    """Returns the number format of the engines: `float32`, `bfloat16`, or `fp8` if weights or cache use FP8."""
     fp8 = fp8_weights(config.rollout) or small_cache(config.rollout) or config.weights.wire.startswith("fp8")
     return "fp8" if fp8 else config.model.dtype
 
 
 def response_limit(rollout: RolloutConfig) -> int:
-    """Tokens after the prompt at most."""
+    """Returns the maximum number of tokens after the prompt."""
     return rollout.max_response_tokens or rollout.max_turns * rollout.sampling.max_tokens
 
 
 def length_limit(rollout: RolloutConfig) -> int:
-    """Tokens of a whole sequence at most."""
+    """Returns the maximum number of tokens of a whole sequence."""
     return rollout.max_length or rollout.max_prompt_tokens + response_limit(rollout)
 
 
 def evaluation_sampling(config: Config) -> SamplingConfig:
-    """How evaluation samples are drawn: as training samples, but for what `evaluation` sets."""
+    """Returns the sampling settings of an evaluation: the training settings, overridden by `evaluation`."""
     sampling, own = config.rollout.sampling, config.evaluation
     return replace(
         sampling,

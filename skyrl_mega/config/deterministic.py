@@ -1,4 +1,4 @@
-"""What `run.deterministic` asks of the parts of a run, and where it cannot hold."""
+"""Requirements of `run.deterministic`, and checks for settings that contradict it."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, PolicyConfig
 
 POLICY_ENVIRONMENT = {
-    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # else cuBLAS shares a workspace between streams
-    "NCCL_ALGO": "Ring",  # else NCCL chooses by size and load
-    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # Transformer Engine's attention, backward
+    "CUBLAS_WORKSPACE_CONFIG": ":4096:8",  # otherwise cuBLAS shares a workspace between streams
+    "NCCL_ALGO": "Ring",  # otherwise NCCL chooses by size and load
+    "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",  # backward pass of Transformer Engine's attention
 }
-"""Variables of a policy rank on a GPU, set before it starts."""
+"""Environment variables of a policy rank on a GPU, set before start."""
 ENGINE_ENVIRONMENT = {"VLLM_BATCH_INVARIANT": "1"}
-"""Variables of an engine on a GPU."""
+"""Environment variables of an engine on a GPU."""
 OPTION = "deterministic_mode"
-"""Megatron's own."""
+"""Megatron's own option."""
 
 
 def policy_of(config: Config) -> PolicyConfig:
-    """The policy's settings, with Megatron's own option where the run is deterministic."""
+    """Returns the policy's settings, with Megatron's deterministic option if the run is deterministic."""
     if not config.run.deterministic:
         return config.policy
     return replace(config.policy, options={OPTION: True, **config.policy.options})
 
 
 def check_deterministic(config: Config) -> None:
-    """Refuses a deterministic run with what depends on the clock, or turns it off again.
+    """Rejects a deterministic run with a time limit on trajectories, or with Megatron's deterministic mode turned off.
 
     Raises:
-        UserError: key, value, what is allowed, the fix.
+        UserError: key, value, allowed values, fix.
     """
     if not config.run.deterministic:
         return

@@ -1,4 +1,4 @@
-"""What is refused of where environments run, and how many at once."""
+"""Checks of the number of environments, slots and rollout workers."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from skyrl_mega.config.schema import Config
 
 
 def check_environment(config: Config) -> None:
-    """Refuses processes and slots that cannot be.
+    """Rejects impossible combinations of rollout workers, slots and determinism.
 
     Raises:
-        UserError: key, value, what is allowed, the fix.
+        UserError: key, value, allowed values, fix.
     """
     environment = config.environment
     processes, slots, workers = environment.processes, environment.slots, environment.workers

@@ -1,4 +1,4 @@
-"""Where the processes are that play trajectories, and what each has of what is the whole run's."""
+"""Placement of rollout workers, and each worker's share of run-wide limits."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def beside_driver(environment: EnvironmentConfig) -> bool:
-    """Whether they are on the driver's node: the retrieval service answers there alone, as the run's own does."""
+    """Returns True if rollout workers must run on the driver's node because the retrieval service listens only on
+    loopback."""
     url = environment.retriever.url
     return urlsplit(url).hostname in LOOPBACK if url else environment.retriever.index is not None
 
 
 def share_of(total: int, among: int, place: int) -> int:
-    """What one of several processes has of a number that is the whole run's, at least 1."""
+    """Returns the share of process `place` of `among` processes in a run-wide total; at least 1."""
     return max(1, total // among + (place < total % among))

@@ -1,4 +1,4 @@
-"""The one error that means: the user's input is wrong."""
+"""The error type for wrong user input."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ from skyrl_mega.config.terminal import one_line
 
 
 class UserError(Exception):
-    """A mistake in what the user gave. Its text is one line: key or file, value, what is allowed, the fix.
+    """A mistake in user input. The text is a single line: key or file, value, allowed values, fix.
 
     The launcher prints the line without a traceback and exits with code 2, before any process has started.
     """
 
     def __str__(self) -> str:
-        """The line: nothing that it quotes breaks it, steers a terminal, or is a secret."""
+        """Returns the error line, without line breaks, terminal control characters or secrets in quoted parts."""
         return one_line(hide_in_text(hidden(super().__str__())))
 
     @property
     def lines(self) -> list[str]:
-        """What the command prints: a line for each mistake."""
+        """Lines for the terminal: a line per mistake."""
         return [str(self)]
 
 
 class UserErrors(UserError):
-    """Several mistakes of one kind, such as unknown keys, that are told at once: a line each."""
+    """Several mistakes of the same kind, such as unknown keys, reported together with a line each."""
 
     MOST = 200
-    """Lines; the last one says how many more there are."""
+    """Maximum number of lines; a last line counts the rest."""
 
     def __init__(self, mistakes: Iterable[str]) -> None:
         self.mistakes = list(dict.fromkeys(mistakes))
@@ -37,7 +37,7 @@ class UserErrors(UserError):
 
     @property
     def lines(self) -> list[str]:
-        """What the command prints: a line for each mistake."""
+        """Lines for the terminal: a line per mistake."""
         lines = [str(UserError(mistake)) for mistake in self.mistakes[: self.MOST]]
         more = len(self.mistakes) - self.MOST
         return [*lines, f"and {more} more"] if more > 0 else lines

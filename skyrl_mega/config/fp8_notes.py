@@ -1,4 +1,4 @@
-"""What one should know of settings in FP8 that are not wrong."""
+"""Notes about valid but notable FP8 settings."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from skyrl_mega.config.derived import fp8_weights
 from skyrl_mega.config.schema import Config
 
 BLACKWELL_GIB = 150.0
-"""GPUs of compute capability 10.x have more memory than this (B200: 178 GiB), those before them less (H200: 139)."""
+"""Memory limit to distinguish GPUs of compute capability 10.x (B200: 178 GiB) from earlier GPUs (H200: 139 GiB)."""
 
 
 def fp8_notes(config: Config) -> Iterator[str]:
-    """Of a run on GPUs."""
+    """Yields notes for a run on GPUs."""
     recipe, wire, size = config.policy.precision.recipe, config.weights.wire, config.cluster.gpu_memory_gib
     trains, serves = recipe != "model", fp8_weights(config.rollout)
     if size is not None and recipe == "mxfp8" and size < BLACKWELL_GIB:

@@ -1,4 +1,4 @@
-"""A user's own class or function by its import path: `package.module:name` or `path/to/file.py:name`."""
+"""Import of a user's own class or function by path: `package.module:name` or `path/to/file.py:name`."""
 
 from __future__ import annotations
 
@@ -20,21 +20,23 @@ from skyrl_mega.config.values import shown
 
 KINDS = {"class": type, "function": FunctionType}
 _importing = threading.RLock()
-"""Held while a user's module is imported. Other threads wait until all of it is there: it has to be in `sys.modules`
-before that, as dataclasses and pickle look it up there. A module that asks for itself gets what it has so far."""
+"""Held during the import of a user's module; other threads wait until the import is complete. The module must be in
+`sys.modules` earlier, because dataclasses and pickle look there. A module importing itself gets the current, partial
+state."""
 
 
 def load(path: str, key: str, *, kind: str = "class", contract: Mapping[str, str] | None = None) -> Any:
-    """What an import path names. Modules are found from the working directory; a file is imported once per process.
+    """Returns the object named by an import path. Modules are found from the working directory; a file is imported once
+    per process.
 
     Args:
         path: `package.module:name` or `path/to/file.py:name`.
-        key: The setting that holds it, for errors.
-        kind: "class" or "function": what errors call it. Whether it is one is for the caller to check.
-        contract: Name → import statement, for names that a file may use without an import.
+        key: Setting with the path, for errors.
+        kind: "class" or "function", for errors. The caller checks the type of the object.
+        contract: Name → import statement, for names commonly used without an import.
 
     Raises:
-        UserError: The path is not of this form, or leads nowhere.
+        UserError: The path has another form, or leads nowhere.
     """
     source, _, attribute = path.rpartition(":")
     if not source or not attribute:
@@ -54,16 +56,16 @@ def load(path: str, key: str, *, kind: str = "class", contract: Mapping[str, str
 
 
 def named(name: str, known: Mapping[str, Any], key: str, takes: str) -> Any:
-    """A function of two arguments by its name, or the user's own by import path.
+    """Returns a known function by name, or the user's own function by import path.
 
     Args:
-        name: The setting's value.
-        known: Those that have names.
+        name: Value of the setting.
+        known: Functions by name.
         key: The setting, for errors.
-        takes: What such a function takes, for errors.
+        takes: The two parameters of such a function, for errors.
 
     Raises:
-        UserError: It names none, its import path leads nowhere, or what is there cannot be called with two arguments.
+        UserError: The name is unknown, the import path leads nowhere, or the object does not accept two arguments.
     """
     if name in known:
         return known[name]
@@ -81,14 +83,14 @@ def named(name: str, known: Mapping[str, Any], key: str, takes: str) -> Any:
 
 
 def check_takes_two(function: Callable[..., Any], setting: str, takes: str) -> None:
-    """Refuses a function that cannot be called with two arguments, in the order of `takes`.
+    """Checks a function for two positional arguments, in the order of `takes`.
 
     Raises:
-        UserError: It cannot.
+        UserError: The function does not accept two arguments.
     """
     try:
         signature = inspect.signature(function, follow_wrapped=False)
-    except (ValueError, TypeError):  # one written in C may not say
+    except (ValueError, TypeError):  # a function written in C may have no signature
         return
     try:
         signature.bind(None, None)
@@ -99,7 +101,7 @@ def check_takes_two(function: Callable[..., Any], setting: str, takes: str) -> N
 
 
 def forms(kind: str) -> str:
-    """The two forms of an import path, in words."""
+    """Returns the two forms of an import path, in words."""
     name = "Class" if kind == "class" else kind
     return f"package.module:{name} or path/to/file.py:{name}"
 
@@ -108,7 +110,7 @@ def _module_of_file(source: str, key: str, contract: Mapping[str, str]) -> Modul
     file = Path(source).absolute()
     if not file.is_file():
         raise UserError(f"{key}: {file} does not exist; give the path of a Python file (relative to {Path.cwd()})")
-    # Its own name in sys.modules: dataclasses and pickle look a class's module up there.
+    # A unique name in sys.modules, because dataclasses and pickle look up a class's module there.
     name = f"skyrl_mega_user_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
@@ -118,7 +120,7 @@ def _module_of_file(source: str, key: str, contract: Mapping[str, str]) -> Modul
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except (Exception, SystemExit) as error:  # whatever a user's file does when it is read
+    except (Exception, SystemExit) as error:  # a user's file may raise anything at import
         del sys.modules[name]
         text = _one_line(error, contract)
         raise UserError(f"{key}: {file}{_line_of(error, file)} cannot be imported: {text}") from error
@@ -127,7 +129,7 @@ def _module_of_file(source: str, key: str, contract: Mapping[str, str]) -> Modul
 
 def _module_of_name(source: str, setting: str, kind: str, contract: Mapping[str, str]) -> ModuleType:
     if str(Path.cwd()) not in sys.path and "" not in sys.path:
-        sys.path.append(str(Path.cwd()))  # as `python -m` has it; a Ray worker starts without
+        sys.path.append(str(Path.cwd()))  # like `python -m`; Ray workers start without it
     try:
         return importlib.import_module(source)
     except (Exception, SystemExit) as error:
@@ -139,7 +141,8 @@ def _module_of_name(source: str, setting: str, kind: str, contract: Mapping[str,
 
 
 def _line_of(error: BaseException, file: Path) -> str:
-    """`, line 3` where the error's traceback passes that line of the file; the last such line."""
+    """Returns `, line 3` for the last line of `file` in the error's traceback; '' if the traceback does not contain the
+    file."""
     if isinstance(error, SyntaxError) and error.filename == str(file):
         return f", line {error.lineno}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
@@ -147,7 +150,7 @@ def _line_of(error: BaseException, file: Path) -> str:
 
 
 def _one_line(error: BaseException, contract: Mapping[str, str]) -> str:
-    """Type and message; where a name of the contract is missing, the import that brings it."""
+    """Returns type and message of an error, plus the import statement for a missing name of the contract."""
     message = error.msg if isinstance(error, SyntaxError) else str(error)
     text = f"{type(error).__name__}: {' '.join(message.split())}"
     if isinstance(error, NameError) and (statement := contract.get(error.name or "")):

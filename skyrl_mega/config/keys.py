@@ -1,4 +1,4 @@
-"""The schema as a flat list of keys: what composition, checks and the manual all read."""
+"""The schema as a flat list of keys, used by composition, checks and the manual."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.config.values import Rule
 
 COMMON = ("enabled", "enable", "name", "type", "mode")
-"""Last words of settings that any group may have."""
+"""Last words of keys common to many groups."""
 TYPES = (int, float, bool, str, list, dict)
 
 
 @dataclass(frozen=True)
 class Key:
-    """One setting, or one group of settings (then `group` is its dataclass)."""
+    """A setting, or a group of settings (then `type` is a dataclass)."""
 
     name: str
-    """Dotted, from the root."""
+    """Dotted name from the root."""
     type: Any
-    """Without None: int, float, bool, str, list, dict or a dataclass."""
+    """Type without None: int, float, bool, str, list, dict or a dataclass."""
     nullable: bool
     default: Any
     metadata: dict[str, Any]
-    """`allowed`, `low`, `high`, `empty`, `examples` (what is typed → what it means) as the schema gives them."""
+    """`allowed`, `low`, `high`, `empty`, `examples` (example text → meaning) from the schema."""
     doc: str
 
     @property
     def group(self) -> bool:
-        """Whether it holds other keys."""
+        """True for a group of keys."""
         return is_dataclass(self.type)
 
     @cached_property
     def rule(self) -> Rule:
-        """What its value may be; of a group, whether it may be null."""
+        """Rule of valid values; for a group, only nullability matters."""
         of = self.metadata
         return Rule(
             self.type if self.type in TYPES else dict,
@@ -53,7 +53,7 @@ class Key:
 
     @property
     def allowed(self) -> str:
-        """What may stand there, in words."""
+        """Description of the valid values."""
         if not self.group:
             return self.rule.words
         names = [field.name for field in fields(self.type)]
@@ -61,7 +61,7 @@ class Key:
         return words + (" or null" if self.nullable else "")
 
     def refusal(self, value: Any) -> str:
-        """What to say of a value that is not allowed."""
+        """Returns the valid values, as part of an error message."""
         return self.rule.refusal(value) + self._examples
 
     @property
@@ -70,20 +70,20 @@ class Key:
         return ": " + ", ".join(f"{text} {meaning}" for text, meaning in of.items()) if of else ""
 
     def allows(self, value: Any) -> bool:
-        """Whether `value` is of the key's type and within its range; what follows from others aside."""
+        """Returns True if `value` has the key's type and range; relations to other settings are not checked."""
         return self.rule.allows(value)
 
 
 @cache
 def keys() -> dict[str, Key]:
-    """Every key of `Config` by dotted name, in the schema's order; groups stand before what they hold."""
+    """Returns every key of `Config` by dotted name, in schema order; groups come before their members."""
     return {key.name: key for key in _walk(Config, "")}
 
 
 def nearest(name: str) -> str | None:
-    """The key that `name` most likely means: the same word in another group, or a similar spelling.
+    """Returns the key that `name` most likely means: the same word in another group, or a similar spelling.
 
-    A word that says nothing of what it is of (`COMMON`) means that of its own group, or nothing.
+    A generic last word (`COMMON`) matches only within the same group; returns None without a match.
     """
     every = list(keys())
     last = name.rpartition(".")[2]
@@ -98,12 +98,12 @@ def nearest(name: str) -> str | None:
 
 
 def names_in(group: str) -> list[str]:
-    """Names that may follow `group.` ("" is the root)."""
+    """Returns the names allowed after `group.`; "" is the root."""
     return [name.rpartition(".")[2] for name in keys() if name.rpartition(".")[0] == group]
 
 
 def docstrings(cls: type) -> dict[str, str]:
-    """Field → the docstring under it, on one line."""
+    """Returns field name → the docstring under the field, as a single line."""
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef)
     found = {}
@@ -114,7 +114,7 @@ def docstrings(cls: type) -> dict[str, str]:
 
 
 def _walk(cls: type, prefix: str, usual: Any = None) -> Iterator[Key]:
-    """The keys of a group; `usual` is what the group above it has there by default."""
+    """Yields the keys of a group; `usual` is the default instance of this group in the group above."""
     hints, docs = get_type_hints(cls), docstrings(cls)
     for field in fields(cls):
         of, nullable = _without_none(hints[field.name])
@@ -127,7 +127,7 @@ def _walk(cls: type, prefix: str, usual: Any = None) -> Iterator[Key]:
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:
-    """`Optional[X]` as (X, True); generic lists and mappings as their plain type."""
+    """Returns (X, True) for `Optional[X]`, else (X, False), with generic lists and mappings as plain types."""
     if get_origin(hint) in (Union, types.UnionType):
         [hint] = [part for part in get_args(hint) if part is not type(None)]
         return get_origin(hint) or hint, True

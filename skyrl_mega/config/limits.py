@@ -1,20 +1,21 @@
-"""Constants that several rooms need. Imports nothing: sandboxed programs read it with the standard library alone."""
+"""Constants shared by several packages. Imports only the standard library, because sandboxed programs read this
+file."""
 
 from __future__ import annotations
 
 ENVIRONMENT_WORKERS = 64
-"""Environment steps at once where `environment.workers` does not say."""
+"""Default of `environment.workers`: concurrent environment calls."""
 SYNC_BUCKETS = 3
-"""Buckets of the weight sync in one process at most: what is sent, received and handed on together."""
+"""Maximum number of weight sync buckets per process: sent, received and forwarded together."""
 ENGINE_STEP_TOKENS = 8192
-"""Tokens of one engine step at most, or the longest sequence where that is longer."""
+"""Maximum number of tokens per engine step, unless the longest sequence is longer."""
 
 OPTIMIZER_PIECE = 256 * 2**20
-"""Bytes of master weights and moments that go to the device at once (`policy.optimizer.streamed`)."""
+"""Bytes of master weights and moments transferred to the device at once (`policy.optimizer.streamed`)."""
 OPTIMIZER_PIECES = 3
-"""Of them on the device at most: one that comes, one that is stepped, one that leaves."""
+"""Maximum number of optimizer pieces on the device: arriving, being stepped, leaving."""
 
 
 def itemsize(dtype: str) -> int:
-    """Bytes of one element of a model's type, `model.dtype`."""
+    """Returns the bytes per element of `model.dtype`."""
     return 4 if dtype == "float32" else 2

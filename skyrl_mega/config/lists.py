@@ -1,4 +1,4 @@
-"""What is refused of a list, whatever it lists."""
+"""Checks of list settings."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skyrl_mega.config.values import shown
 
 
 def check_once(key: str, given: Sequence[str | int]) -> None:
-    """Raises UserError for an entry that is there twice."""
+    """Raises UserError for a duplicate entry."""
     for entry in given:
         if given.count(entry) > 1:
             raise UserError(f"{key} = {shown(list(given))}: {entry} is there twice; give it once")

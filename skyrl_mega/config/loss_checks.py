@@ -1,4 +1,4 @@
-"""What is refused of the loss's settings."""
+"""Checks of the loss's settings."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ WITHOUT_DUAL_CLIP = tuple(loss for loss, names in READS.items() if "dual_clip" n
 
 
 def check_loss(c: Config) -> None:
-    """Refuses settings of the loss that lack a part, or that do not train as they read.
+    """Rejects settings of the loss that are incomplete or without the expected effect on training.
 
     Raises:
-        UserError: One.
+        UserError: key, value, reason, fix.
     """
     a = c.algorithm
     _correction(a)
@@ -61,7 +61,7 @@ def check_loss(c: Config) -> None:
 
 
 def _covariance(c: Config) -> None:
-    """Refuses tokens to choose among that are none, or to punish that have not moved."""
+    """Rejects an empty covariance range, and penalized tokens that cannot have moved."""
     cov, kl_cov = c.algorithm.clip_cov, c.algorithm.kl_cov
     if cov.low >= cov.high:
         raise UserError(
@@ -80,7 +80,7 @@ def _covariance(c: Config) -> None:
 
 
 def _entropy(e: EntropyConfig) -> None:
-    """Refuses an adaptive bonus that cannot adapt."""
+    """Rejects an adaptive entropy bonus that cannot adapt."""
     key = "algorithm.entropy"
     if e.top_share == 0:
         raise UserError(f"{key}.top_share = 0: no token would be learned from; allowed is more, to 1, which takes all")
@@ -101,7 +101,7 @@ def _entropy(e: EntropyConfig) -> None:
 
 
 def _correction(a: AlgorithmConfig) -> None:
-    """Refuses settings of the correction of the engine's mismatch that lack a part, or do nothing."""
+    """Rejects incomplete or ineffective settings of the correction for the engine's mismatch."""
     if a.importance_cap == 0:
         raise UserError(
             "algorithm.importance_cap = 0: every token's weight would be 0 and nothing would be learned; allowed is a "

@@ -1,4 +1,4 @@
-"""Settings that one might look for where there are none, and what there is instead."""
+"""Hints for likely misnamed settings: name → description of the setting to use instead."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CUTS = {
     "expert": ("ep", "expert_parallel", "expert_parallel_size", "expert_model_parallel_size"),
     "expert_tensor": ("etp", "expert_tensor_parallel_size"),
 }
-"""Sizes of `policy.layout`, and what else they are called."""
+"""Sizes of `policy.layout` → other common names for each size."""
 _DATA = "data parallelism is what remains of policy.ranks / (tensor · pipeline · context) of policy.layout"
 
 _OFFLOAD = "policy.offload_layers has what so many layers keep in host memory (docs/speed.md)"
@@ -37,7 +37,7 @@ _TIMES = (
 
 
 def _optimizer(group: str) -> dict[str, str]:
-    """megatron-core's own names where its settings here are looked for."""
+    """Returns hints for megatron-core's optimizer names in an optimizer group."""
     streamed = _HOST.replace("policy.optimizer", group)
     moments = (
         f"{group}.moments=bfloat16, with {group}.beta1 and beta2 of at most 0.99, makes Adam's moments smaller "

@@ -1,5 +1,5 @@
-"""What `policy.options`, `policy.ddp_options` and an `optimizer.options` may not hold: megatron-core's fields that
-other settings or the code decide.
+"""Checks of `policy.options`, `policy.ddp_options` and an `optimizer.options` for megatron-core fields controlled by
+other settings or by the code.
 
 Names and types are checked against the installed megatron-core by `skyrl_mega.megatron.arguments`.
 """
@@ -49,7 +49,7 @@ _TRANSFORMER: dict[str | None, str] = {
     "moe_router_topk_limited_devices moe_router_topk_scaling_factor moe_layer_freq moe_latent_size "
     "moe_shared_expert_intermediate_size moe_shared_expert_gate moe_shared_expert_overlap moe_apply_probs_on_input "
     "mtp_num_layers mtp_standalone is_hybrid_model heterogeneous_block_specs",
-    # Weights come with the tokens, so that nothing may be rescaled, dropped or drawn, or differ from the engine.
+    # Token weights are precomputed, so nothing may be rescaled, dropped or randomized, or differ from the engine.
     None: "calculate_per_token_loss finalize_model_grads_func grad_scale_func no_sync_func grad_sync_func "
     "param_sync_func timers attention_dropout hidden_dropout moe_z_loss_coeff moe_input_jitter_eps "
     "moe_token_dropping moe_expert_capacity_factor moe_pad_expert_input_to_capacity moe_token_drop_policy "
@@ -60,7 +60,7 @@ _TRANSFORMER: dict[str | None, str] = {
     "defer_embedding_wgrad_compute overlap_moe_expert_parallel_comm "
     "tp_comm_overlap enable_cuda_graph external_cuda_graph cuda_graph_impl "
     "fp32_residual_connection attention_backend moe_router_bias_update_rate barrier_with_L1_time "
-    # Recipes are those that a CPU computes too; padding is not routed.
+    # Only recipes that a CPU can compute as well; padding is not routed.
     "fp8_quantizer_factory fp8_margin fp8_interval fp8_wgrad fp8_dot_product_attention "
     "fp8_multi_head_attention tp_only_amax_red fp4 fp4_param fp4_recipe fp4_quantizer_factory "
     "moe_router_padding_for_fp8 moe_router_padding_for_quantization "
@@ -68,7 +68,7 @@ _TRANSFORMER: dict[str | None, str] = {
 }
 _RECOMPUTE = "recompute_granularity recompute_method recompute_num_layers recompute_modules moe_layer_recompute"
 _NEEDS = {"recompute_modules": "selective", "recompute_method": "full", "recompute_num_layers": "full"}
-"""Option → the `recompute_granularity` without which megatron-core ignores it, or ends."""
+"""Option → required value of `recompute_granularity`; with another value megatron-core ignores the option or fails."""
 _DDP: dict[str | None, str] = {
     "policy.precision.parameters": "fp8_param_gather",
     "policy.overlap": "overlap_grad_reduce overlap_param_gather align_param_gather",
@@ -78,8 +78,8 @@ _DDP: dict[str | None, str] = {
     "keep_fp8_transpose_cache fsdp_double_buffer "
     "fsdp_manual_registration suggested_communication_unit_size delay_wgrad_compute",
 }
-# AdamW, sharded over the data-parallel ranks, is what checkpoints and the memory plan know, and gradients are never
-# scaled.
+# Checkpoints and the memory plan support only AdamW, sharded over the data-parallel ranks, with unscaled
+# gradients.
 _OPTIMIZER_DECIDED = (
     "optimizer fp8_recipe reuse_grad_buf_for_mxfp8_param_ag use_distributed_optimizer "
     "loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis sgd_momentum muon_momentum "
@@ -89,7 +89,7 @@ _OPTIMIZER_DECIDED = (
 
 
 def _optimizer(group: str) -> dict[str | None, str]:
-    """Of an optimizer whose settings are in `group`."""
+    """Returns the controlled fields of an optimizer with settings in `group`."""
     return {
         f"{group}.lr": "lr",
         f"{group}.min_lr": "min_lr",
@@ -117,11 +117,11 @@ DENIED: dict[str, dict[str, str | None]] = {
         (f"{CRITIC}.options", _optimizer(CRITIC)),
     )
 }
-"""Setting → field that the run decides itself → what to use instead (None: there is nothing)."""
+"""Setting → field controlled by the run → the setting to use instead (None: no such setting)."""
 
 
 def options(policy: PolicyConfig, critic: CriticConfig | None = None) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Each of the settings: its key and its value."""
+    """Yields key and value of each setting with megatron-core options."""
     yield "policy.options", policy.options
     yield "policy.ddp_options", policy.ddp_options
     yield f"{OPTIMIZER}.options", policy.optimizer.options
@@ -130,7 +130,7 @@ def options(policy: PolicyConfig, critic: CriticConfig | None = None) -> Iterato
 
 
 def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
-    """Refuses a field that another setting or the code decides.
+    """Raises UserError for a field controlled by another setting or by the code.
 
     Raises:
         UserError: The field, and the setting to use instead.
@@ -151,11 +151,11 @@ UNPLANNED = {
     "moe_layer_recompute": _SAVES,
     "activation_func_fp8_input_store": "the dry run plans inputs of activation functions in model.dtype, not in FP8",
 }
-"""Options whose memory is worth a word and is not planned."""
+"""Options with a notable effect on memory not included in the memory plan → note."""
 
 
 def unplanned(policy: PolicyConfig) -> list[str]:
-    """What to say of those that are given."""
+    """Returns notes about given options not included in the memory plan."""
     given = policy.options
     return [
         f"policy.options.{name} = {shown(given[name])}: {told}" for name, told in UNPLANNED.items() if given.get(name)
@@ -163,8 +163,8 @@ def unplanned(policy: PolicyConfig) -> list[str]:
 
 
 def _check_recompute(policy: PolicyConfig) -> None:
-    """`policy.recompute` decides, or with `none` the options, which megatron-core must not ignore; and whole layers are
-    `policy.recompute=full`."""
+    """Checks the recompute options: allowed only with `policy.recompute=none`, and only if megatron-core does not
+    ignore them; whole layers need `policy.recompute=full`."""
     options = policy.options
     given = [name for name in _RECOMPUTE.split() if name in options]
     if given and policy.recompute != "none":

@@ -1,4 +1,4 @@
-"""What is refused of an optimizer's settings (`policy.optimizer`, `critic.optimizer`)."""
+"""Checks of an optimizer's settings (`policy.optimizer`, `critic.optimizer`)."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import OptimizerConfig
 
 MOST_BETA = 0.99
-"""With moments in bfloat16. A moment without a gradient falls by 1 - beta of itself, and numbers of bfloat16
-are 0.4 to 0.8 % apart: less than 0.2 to 0.4 % is rounded away, and 1 % never."""
+"""Largest beta with bfloat16 moments. A moment without a gradient shrinks by the fraction 1 - beta, and adjacent
+bfloat16 numbers differ by 0.4 to 0.8 %: a change below 0.2 to 0.4 % may be rounded away, a change of 1 % never is."""
 
 
 def check_optimizer(o: OptimizerConfig, key: str) -> None:
-    """Refuses a schedule or a decay that cannot be. `key`: where the settings are.
+    """Rejects an impossible schedule or decay. `key`: the group of the settings.
 
     Raises:
-        UserError: One.
+        UserError: key, value, allowed values, fix.
     """
     if o.schedule != "constant":
         if o.decay_steps is None:

@@ -1,5 +1,5 @@
-"""Options of an environment or a tracker (`environment.options.<name>`, `telemetry.options.<name>`): declared once,
-checked before a run starts.
+"""Declared options of an environment or a tracker (`environment.options.<name>`, `telemetry.options.<name>`), checked
+before a run starts.
 
 OPTIONS = {
     "reward": choice("all", "share", doc="1 when every test passes, or the share of the tests that pass"),
@@ -20,13 +20,13 @@ from skyrl_mega.config.values import Rule, shown
 
 @dataclass(frozen=True)
 class Option:
-    """One option: what it is where nothing is given, what it may be, and what it does."""
+    """A single option: default value, rule of valid values, documentation."""
 
     default: Any
     rule: Rule
     doc: str
     inner: Mapping[str, Option] | None = None
-    """Of a group of options: those that it holds."""
+    """Options of a group; None for a single value."""
 
 
 def number(
@@ -37,55 +37,55 @@ def number(
     high: float | None = None,
     above: float | None = None,
 ) -> Option:
-    """A number that is finite."""
+    """Returns the declaration of a finite number; nullable if the default is None."""
     return Option(default, Rule(float, default is None, low, high, above), doc)
 
 
 def whole(default: int | None, doc: str, *, low: int, high: int = 10**9) -> Option:
-    """A whole number."""
+    """Returns the declaration of a whole number; nullable if the default is None."""
     return Option(default, Rule(int, default is None, low, high), doc)
 
 
 def switch(default: bool, doc: str) -> Option:
-    """true or false."""
+    """Returns the declaration of a boolean."""
     return Option(default, Rule(bool), doc)
 
 
 def text(default: str | None, doc: str, *, empty: bool = False) -> Option:
-    """Text; None where nothing is usual."""
+    """Returns the declaration of a text; nullable if the default is None."""
     return Option(default, Rule(str, default is None, empty=empty), doc)
 
 
 def choice(*allowed: str, doc: str) -> Option:
-    """One of these texts, usually the first."""
+    """Returns the declaration of a text with a fixed set of values; the first is the default."""
     return Option(allowed[0], Rule(str, choices=allowed), doc)
 
 
 def texts(default: list[str], doc: str, *, choices: tuple[str, ...] = ()) -> Option:
-    """A list of text."""
+    """Returns the declaration of a list of text."""
     return Option(default, Rule(list, choices=choices, empty=False), doc)
 
 
 def mapping(doc: str) -> Option:
-    """What another library is given by name; usually nothing."""
+    """Returns the declaration of a mapping passed to another library; empty by default."""
     return Option({}, Rule(dict), doc)
 
 
 def group(inner: Mapping[str, Option], doc: str) -> Option:
-    """Options that are named together."""
+    """Returns the declaration of a group of options."""
     return Option({}, Rule(dict), doc, inner)
 
 
 def filled(key: str, given: Any, declared: Mapping[str, Option] | None) -> dict[str, Any]:
-    """All options: what is given, and else what is usual.
+    """Returns all declared options, with defaults for missing values.
 
     Args:
-        key: Where they stand, for errors: `environment.options.math`.
-        given: What stands there.
-        declared: The options that there are; None takes any.
+        key: Name of the setting with the options, for errors: `environment.options.math`.
+        given: Value of the setting.
+        declared: Declared options; None accepts any option.
 
     Raises:
-        UserError: An option that is not declared, or a value that its rule does not allow.
+        UserError: An option is not declared, or a value violates the option's rule.
     """
     if given is not None and not isinstance(given, Mapping):
         raise UserError(f"{key} = {shown(given)}: allowed is {_there(declared)}")

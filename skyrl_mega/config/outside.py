@@ -1,5 +1,4 @@
-"""Reading what others wrote: bounded in size and depth, and each fault one line that names the file; so is a fault of
-writing."""
+"""Bounded reading of external files, in size and depth. Read and write errors are a single line with the file."""
 
 from __future__ import annotations
 
@@ -18,24 +17,24 @@ from skyrl_mega.config.errors import UserError
 
 MOST_BYTES = 256 * 2**20
 LONGEST_INTEGER = 1023
-"""Bits: a longer one is beyond every float, as 1e400 is, and JSON has no bound."""
+"""Maximum bits of a whole number; a longer number exceeds every float, and JSON itself has no limit."""
 DEEPEST = 100
-"""Mappings and lists within each other."""
+"""Maximum nesting depth of mappings and lists."""
 SPACES = re.compile(r"\s*")
 SMALL = (".json", ".jinja", ".model", ".txt")
-"""Suffixes of a model's files that libraries read whole."""
+"""Suffixes of model files that libraries load whole."""
 KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 class Malformed(ValueError):
-    """Text that is not what it should be; says why, in a few words."""
+    """Text with invalid content; the message gives the reason in a few words."""
 
 
 def parsed(data: str | bytes, *, most: int = MOST_BYTES, deepest: int = DEEPEST) -> Any:
-    """The value of a JSON text: finite numbers, proper text, not too deep.
+    """Returns the value of a JSON text with finite numbers, valid Unicode and bounded depth.
 
     Raises:
-        Malformed: It is something else.
+        Malformed: The text violates one of these rules.
     """
     if len(data) > most:
         raise Malformed(f"it has {len(data)} bytes, allowed are {most}")
@@ -45,24 +44,24 @@ def parsed(data: str | bytes, *, most: int = MOST_BYTES, deepest: int = DEEPEST)
         raise Malformed(f"it nests deeper than {deepest} levels") from error
     except UnicodeDecodeError as error:
         raise Malformed(f"it is no UTF-8 at byte {error.start}") from error
-    except ValueError as error:  # JSON's own errors, numbers of too many digits
+    except ValueError as error:  # JSON errors, or numbers with too many digits
         raise Malformed(str(error)) from error
     check(value, deepest=deepest)
     return value
 
 
 def first_value(text: str, start: int, *, most: int = MOST_BYTES) -> tuple[Any, int]:
-    """Returns the JSON value that begins at `start` of a text, spaces aside, and where it ends.
+    """Returns the JSON value at `start` of a text (whitespace is skipped) and the end position.
 
     Raises:
-        Malformed: None begins there, or one that `parsed` does not take.
+        Malformed: No value begins there, or `parsed` would reject the value.
     """
-    start = SPACES.match(text, start).end()  # type: ignore[union-attr]  # it matches everywhere
+    start = SPACES.match(text, start).end()  # type: ignore[union-attr] # always matches
     try:
         value, end = DECODER.raw_decode(text, start)
     except RecursionError as error:
         raise Malformed(f"it nests deeper than {DEEPEST} levels") from error
-    except ValueError as error:  # JSON's own errors, numbers of too many digits
+    except ValueError as error:  # JSON errors, or numbers with too many digits
         raise Malformed(str(error)) from error
     if end - start > most:
         raise Malformed(f"it has {end - start} characters, allowed are {most}")
@@ -71,15 +70,15 @@ def first_value(text: str, start: int, *, most: int = MOST_BYTES) -> tuple[Any, 
 
 
 def check(value: Any, *, deepest: int = DEEPEST, numbers: bool = True) -> None:
-    """Refuses nesting, text and, unless told otherwise, numbers that nothing else here takes.
+    """Rejects too deep nesting, broken Unicode and, if `numbers`, non-finite or oversized numbers.
 
     Raises:
-        Malformed: There is some.
+        Malformed: The value violates one of these rules.
     """
     waiting = [(value, 0)]
     while waiting:
         value, depth = waiting.pop()
-        if depth > deepest:  # also where a YAML anchor holds itself
+        if depth > deepest:  # also reached if a YAML anchor contains itself
             raise Malformed(f"it nests deeper than {deepest} levels")
         if isinstance(value, Mapping):
             waiting += ((part, depth + 1) for pair in value.items() for part in pair)
@@ -94,10 +93,10 @@ def check(value: Any, *, deepest: int = DEEPEST, numbers: bool = True) -> None:
 
 
 def json_object(file: Path, fix: str, *, most: int = MOST_BYTES) -> dict[str, Any]:
-    """The JSON object of a file.
+    """Returns the JSON object in a file.
 
     Raises:
-        UserError: It cannot be read, or is none: the file, why, and `fix`.
+        UserError: The file cannot be read or is not a JSON object: file, reason and `fix`.
     """
     try:
         value = parsed(read(file, fix, most=most), most=most)
@@ -109,15 +108,15 @@ def json_object(file: Path, fix: str, *, most: int = MOST_BYTES) -> dict[str, An
 
 
 def read(file: Path, fix: str, *, most: int = MOST_BYTES) -> bytes:
-    """A file's bytes.
+    """Returns a file's bytes.
 
     Raises:
-        UserError: It cannot be read, or has more than `most` bytes.
+        UserError: The file cannot be read, or exceeds `most` bytes.
     """
     try:
         with open_regular(file) as opened:
             data = opened.read(most + 1)
-    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
+    except (OSError, ValueError) as error:  # ValueError: the name contains NUL
         raise UserError(f"{file}: {reason(error)}; {fix}") from error
     if len(data) > most:
         raise UserError(f"{file}: it has more than {most} bytes; {fix}")
@@ -125,10 +124,10 @@ def read(file: Path, fix: str, *, most: int = MOST_BYTES) -> bytes:
 
 
 def open_regular(file: Path) -> BinaryIO:
-    """Opens a regular file for reading. Does not wait for a FIFO's other end, which may never come.
+    """Opens a regular file for reading. Never blocks on a FIFO without a writer.
 
     Raises:
-        OSError: It cannot be opened, or is something else.
+        OSError: The file cannot be opened, or is not a regular file.
     """
     descriptor = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -140,19 +139,19 @@ def open_regular(file: Path) -> BinaryIO:
 
 
 def check_regular(file: Path) -> None:
-    """Checks a file before a library opens it by its path, which would wait for a FIFO for ever.
+    """Checks a file before a library opens the path, because opening a FIFO would block forever.
 
     Raises:
-        OSError: It is missing, or no regular file.
+        OSError: The file is missing or not a regular file.
     """
     _check_kind(file, os.stat(file))
 
 
 def check_folder(folder: Path, fix: str) -> None:
-    """Checks the files of a folder, not those of folders in it, before libraries open them by their paths.
+    """Checks the files of a folder, without subfolders, before libraries open them by path.
 
     Raises:
-        UserError: One is no regular file, or too large for one that is read whole: its path, why, and `fix`.
+        UserError: A file is not regular, or too large to be read whole: path, reason and `fix`.
     """
     try:
         files = sorted(folder.iterdir())
@@ -164,7 +163,7 @@ def check_folder(folder: Path, fix: str) -> None:
             if stat.S_ISDIR(found.st_mode):
                 continue
             _check_kind(file, found)
-        except FileNotFoundError:  # a broken link: the reader of the file names it
+        except FileNotFoundError:  # a broken link is reported by the reader of the file
             continue
         except OSError as error:
             raise UserError(f"{file}: {reason(error)}; {fix}") from error
@@ -180,11 +179,11 @@ def _check_kind(file: Path, found: os.stat_result) -> None:
 
 
 def lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Byte and content of each line that is not empty; a last one that has no end yet has no line break.
+    """Yields byte offset and content of each non-empty line; an unfinished last line has no line break.
 
     Raises:
         OSError: The file cannot be read.
-        UserError: A line has more than MOST_BYTES.
+        UserError: A line exceeds MOST_BYTES.
     """
     place = 0
     with open_regular(file) as opened:
@@ -197,19 +196,19 @@ def lines(file: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def reason(error: Exception) -> str:
-    """Why a file cannot be read or written."""
+    """Returns the reason of a failed read or write."""
     if isinstance(error, FileNotFoundError):
         return "is missing"
     return f"cannot be read ({getattr(error, 'strerror', None) or error})"
 
 
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
-"""Faults of a disk, and no mistake of the user's."""
+"""Disk faults, as opposed to user mistakes."""
 
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Names a path in an OSError that happens inside the block and names none, as where a disk is full."""
+    """Adds a path to an OSError raised inside the block without a file name, for example on a full disk."""
     try:
         yield
     except OSError as error:
@@ -219,7 +218,7 @@ def writing(path: Path) -> Iterator[None]:
 
 
 def is_unicode(text: str) -> bool:
-    """Whether it has no half of a surrogate pair, which no file takes."""
+    """Returns True if the text has no unpaired surrogate, which no file can store."""
     try:
         text.encode()
     except UnicodeEncodeError:

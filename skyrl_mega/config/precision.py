@@ -1,4 +1,4 @@
-"""The recipes of `policy.precision`: what each asks of a machine, of widths and of rows, and what is refused."""
+"""Recipes of `policy.precision`: requirements on GPUs, widths and rows, and checks of the settings."""
 
 from __future__ import annotations
 
@@ -11,55 +11,55 @@ from skyrl_mega.config.schema import Config, PrecisionConfig
 
 @dataclass(frozen=True)
 class Needs:
-    """What a recipe needs."""
+    """Requirements of a recipe."""
 
     block: int
-    """Numbers along a row that share a scale; 1: a tensor has one scale."""
+    """Numbers per scale along a row; 1: a single scale per tensor."""
     width: int
-    """A multiple that Transformer Engine's products need the widths of a rank's weights to be."""
+    """Required divisor of the weight widths of a rank, in Transformer Engine's matrix products."""
     rows: int
-    """A multiple that they need the rows of a rank's activations to be."""
+    """Required divisor of the activation rows of a rank."""
     capability: tuple[tuple[int, int], tuple[int, int]]
-    """The lowest compute capability of GPUs that multiply such numbers, and the first above them that does not."""
+    """Lowest supported compute capability, and the next unsupported compute capability."""
     environment: tuple[tuple[str, str], ...] = ()
-    """Variables that Transformer Engine reads as it is imported."""
+    """Environment variables read by Transformer Engine at import."""
 
 
 RECIPES = MappingProxyType(
     {
-        # Float32 scales, as engines and the wire have them; by default Transformer Engine's are powers of two.
+        # Float32 scales match engines and wire; Transformer Engine's default is powers of two.
         "fp8_blockwise": Needs(128, 16, 128, ((9, 0), (10, 0)), (("NVTE_FP8_BLOCK_SCALING_FP32_SCALES", "1"),)),
-        # Powers of two, by which no number is rounded otherwise when the batch is cut otherwise.
+        # With power-of-two scales, rounding does not depend on how the batch is split.
         "fp8_current": Needs(1, 16, 16, ((8, 9), (99, 0)), (("NVTE_FP8_CURRENT_SCALING_POWER_2_SCALES", "1"),)),
         "fp8_delayed": Needs(1, 16, 16, ((8, 9), (99, 0))),
         "mxfp8": Needs(32, 32, 32, ((10, 0), (12, 0))),
     }
 )
-"""By name; `model` needs nothing."""
+"""Requirements by recipe name; `model` has none."""
 
 
 def needs(precision: PrecisionConfig) -> Needs | None:
-    """Of a policy; None where it computes in `model.dtype`."""
+    """Returns the requirements of a policy's recipe; None for a policy in `model.dtype`."""
     return RECIPES.get(precision.recipe)
 
 
 def row_multiple(precision: PrecisionConfig, spec: str) -> int:
-    """What the tokens of a policy's rank have to be a multiple of: padding makes them so. `spec`: `te` or `local`."""
+    """Returns the required divisor of a policy rank's token count, reached by padding. `spec`: `te` or `local`."""
     found = needs(precision)
     return found.rows if found and spec == "te" else 1
 
 
 def environment(precision: PrecisionConfig) -> dict[str, str]:
-    """Environment variables of a rank on CUDA."""
+    """Returns the environment variables of a rank on CUDA."""
     found = needs(precision)
     return dict(found.environment) if found else {}
 
 
 def check_precision(c: Config) -> None:
-    """Refuses what megatron-core or Transformer Engine would.
+    """Rejects settings not supported by megatron-core or Transformer Engine.
 
     Raises:
-        UserError: key, value, what is allowed, the fix.
+        UserError: key, value, allowed values, fix.
     """
     p = c.policy.precision
     if p.recipe == "model":
@@ -98,7 +98,7 @@ def check_precision(c: Config) -> None:
 
 
 def _parameters(c: Config) -> None:
-    """Refuses parameters in FP8 that nobody can step or send."""
+    """Rejects FP8 parameters that the optimizer cannot step or the weight sync cannot send."""
     p, key = c.policy.precision, "policy.precision.parameters = fp8"
     if p.parameters == "model":
         return
@@ -127,10 +127,10 @@ def _parameters(c: Config) -> None:
 
 
 def check_device(c: Config) -> None:
-    """Refuses what a policy on GPUs cannot compute.
+    """Rejects settings not supported by a policy on GPUs.
 
     Raises:
-        UserError: key, value, what is allowed, the fix.
+        UserError: key, value, allowed values, fix.
     """
     p = c.policy.precision
     if p.recipe == "model":
@@ -148,14 +148,14 @@ def check_device(c: Config) -> None:
 
 
 def check_gpu(precision: PrecisionConfig, capability: tuple[int, int]) -> None:
-    """Refuses a GPU that does not multiply a recipe's numbers.
+    """Rejects a GPU without hardware support for a recipe's number format.
 
     Args:
         precision: `policy.precision`.
         capability: The GPU's compute capability.
 
     Raises:
-        UserError: it is too old, or too new.
+        UserError: The GPU is too old or too new.
     """
     found = needs(precision)
     if found is None or found.capability[0] <= capability < found.capability[1]:
@@ -173,15 +173,15 @@ def _modules(c: Config) -> list[str]:
 
 
 def check_layers(precision: PrecisionConfig, layers: int, pipeline: int) -> None:
-    """Some layer computes in FP8, and megatron-core takes so many others.
+    """Checks the number of layers excluded from FP8: at most the limit of megatron-core, and fewer than all layers.
 
     Args:
         precision: `policy.precision`, with an FP8 recipe.
-        layers: Of the model.
-        pipeline: Stages.
+        layers: Layers of the model.
+        pipeline: Pipeline stages.
 
     Raises:
-        UserError: too many are asked for.
+        UserError: Too many layers are excluded.
     """
     most = layers // pipeline
     for name in ("first_layers", "last_layers"):

@@ -1,4 +1,4 @@
-"""What is refused of `telemetry.profile`."""
+"""Checks of `telemetry.profile`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from skyrl_mega.config.schema import Config, ProfileConfig
 
 
 def check_profile(c: Config) -> None:
-    """Raises UserError for a step or a rank that there is not or that is named twice, and for ranks without a step."""
+    """Raises UserError for a duplicate or nonexistent step or rank, and for ranks without a step."""
     profile, ranks = c.telemetry.profile, policy_ranks(c)
     for name, given in (("steps", profile.steps), ("ranks", profile.ranks)):
         check_once(f"telemetry.profile.{name}", given)

@@ -1,4 +1,4 @@
-"""Rows that others wrote, as parquet, JSON or JSON lines: bounded, and each fault one line that names file and row."""
+"""Bounded reading of user data in parquet, JSON or JSON lines. Each error names file and row in a single line."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from skyrl_mega.config.errors import UserError
 
 ROWS_AT_ONCE = 10_000
 BYTES_AT_ONCE = 256 * 2**20
-"""Of a piece of a parquet file, at most."""
+"""Maximum bytes per batch read from a parquet file."""
 LARGEST_JSON = 2**30
-"""Bytes of a `.json` file, which is read as a whole."""
+"""Maximum bytes of a `.json` file, read as a whole."""
 ALLOWED = "allowed: an existing file, .jsonl, .json or .parquet"
 
 
 def records(file: Path) -> Iterator[Any]:
-    """Every row of a `.parquet`, `.json` (a list) or JSON-lines file; only a `.json` file is in memory as a whole.
+    """Yields every row of a `.parquet`, `.json` (a list) or JSON-lines file; only a `.json` file is loaded as a whole.
 
     Raises:
-        UserError: There is no such file, or it is not what its suffix says.
+        UserError: The file does not exist, or the content does not match the suffix.
     """
     try:
         if file.suffix == ".parquet":
@@ -45,14 +45,14 @@ def records(file: Path) -> Iterator[Any]:
 
 
 def bounded_batches(reader: pq.ParquetFile, most: int) -> Iterator[pa.RecordBatch]:
-    """Yields a file's rows in pieces of at most `most` rows, and of bounded size.
+    """Yields a file's rows in batches of at most `most` rows and of bounded size.
 
-    Arrow has no nested column of more than 2 GiB of text in one piece, though a file may have more in few rows. The
-    size that a file states is that of its encoding, which holds a text that repeats only once: a piece that is too
+    Arrow supports at most 2 GiB of text per batch in a nested column; a file may exceed this with few rows. The size
+    stated in a file is the encoded size, and repeated text is encoded only once. Therefore a batch found to be too
     large is read again in halves.
 
     Raises:
-        ArrowNotImplementedError: One row alone is too large.
+        ArrowNotImplementedError: A single row is too large.
     """
     for groups, count, size in _groups(reader, most):
         rows, done = max(1, min(most, BYTES_AT_ONCE * count // max(1, size))), 0
@@ -68,7 +68,7 @@ def bounded_batches(reader: pq.ParquetFile, most: int) -> Iterator[pa.RecordBatc
 
 
 def _groups(reader: pq.ParquetFile, most: int) -> Iterator[tuple[list[int], int, int]]:
-    """Yields neighbouring row groups that may be read at once, their rows and their bytes."""
+    """Yields adjacent row groups to read together, with row count and bytes."""
     taken, count, size = list[int](), 0, 0
     for index in range(reader.num_row_groups):
         group = reader.metadata.row_group(index)
@@ -81,7 +81,7 @@ def _groups(reader: pq.ParquetFile, most: int) -> Iterator[tuple[list[int], int,
 
 
 def _after(count: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Yields the batches without their first `count` rows."""
+    """Yields the batches without the first `count` rows."""
     for batch in batches:
         if count < len(batch):
             yield batch.slice(count)

@@ -1,4 +1,4 @@
-"""What is refused of router replay's settings (`policy.moe.replay`)."""
+"""Checks of router replay's settings (`policy.moe.replay`)."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _ALONE = "a MoE part that is recomputed alone has lost its micro-batch's routes"
 
 
 def check_replay(c: Config) -> None:
-    """Refuses settings with which routers could not replay, or with which replay would change nothing.
+    """Rejects settings for which router replay is impossible or without effect.
 
     Raises:
-        UserError: One.
+        UserError: key, value, reason, fix.
     """
     replay, options = c.policy.moe.replay, c.policy.options
     if replay == "off":
@@ -58,7 +58,7 @@ def check_replay(c: Config) -> None:
 
 
 def _check_engine(c: Config) -> None:
-    """What vLLM does not give routes with, or what no one has put together with them."""
+    """Rejects engine options for which vLLM reports no routes, or for which routes are not supported here."""
     if (data := engine_data(c.rollout)) > 1:
         raise UserError(
             f"rollout.options.data_parallel_size = {data}: its replicas' routes are not gathered "

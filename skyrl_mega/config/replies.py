@@ -1,4 +1,4 @@
-"""Reading what services answer: bounded in bytes after unpacking, and in seconds from the first to the last byte."""
+"""Bounded reading of service replies: a limit on bytes after decompression, and on seconds for the whole exchange."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ import httpx
 from skyrl_mega.config.outside import Malformed
 
 MOST_BYTES = 64 * 2**20
-"""Bytes of one reply, unpacked."""
+"""Maximum bytes of a reply after decompression."""
 UNPACKED = ("identity", "gzip", "deflate")
-"""Encodings that are read: at most 1,032 bytes come out of one byte, so a piece from the socket stays below 70 MiB."""
+"""Accepted encodings. A byte decompresses to at most 1,032 bytes, so a piece from the socket stays below 70 MiB."""
 
 
 async def ask(
     http: httpx.AsyncClient, verb: str, url: str, body: Any, timeout_s: float
 ) -> tuple[httpx.Response, bytes]:
-    """Sends one request; returns the response and its bytes.
+    """Sends a request; returns the response and the bytes of the reply.
 
     Args:
-        http: The client that holds the connections.
+        http: Client with the connections.
         verb: `GET` or `POST`.
-        url: Where to.
+        url: Address of the request.
         body: Sent as JSON; None sends no body.
-        timeout_s: Seconds for all of it: the connection, the request and the last byte of the reply.
+        timeout_s: Seconds for the whole exchange: connection, request and complete reply.
 
     Raises:
         TimeoutError: The reply was not complete in time.
-        Malformed: It has more than MOST_BYTES, or is packed otherwise.
-        httpx.HTTPError: No connection, or no HTTP.
+        Malformed: The reply exceeds MOST_BYTES, or uses another encoding.
+        httpx.HTTPError: The connection failed, or the reply is not HTTP.
     """
     data = bytearray()
     headers = {"Accept-Encoding": "gzip, deflate"}
@@ -39,7 +39,7 @@ async def ask(
         http.stream(verb, url, json=body, headers=headers, timeout=None) as response,
     ):
         encoding = response.headers.get("Content-Encoding", "identity").lower()
-        if encoding not in UNPACKED:  # several in a row multiply
+        if encoding not in UNPACKED:  # chained encodings multiply the size
             raise Malformed(f"it is packed as {encoding[:80]}; allowed: {', '.join(UNPACKED)}")
         async for piece in response.aiter_bytes():
             data += piece

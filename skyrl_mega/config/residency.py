@@ -1,7 +1,7 @@
-"""Which part of a run's state has to be on the device in which phase of a step: the one table of it.
+"""Table of the parts of a run's state needed on the device in each phase of a step.
 
-The run moves parts by it (`megatron/`, `engines/`, `trainer/`), and the planner counts memory by it, so that the dry
-run's phases are the run's phases.
+The run moves parts by this table (`megatron/`, `engines/`, `trainer/`), and the planner counts memory by the same
+table, so the phases of a dry run equal the phases of the run.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ NEEDS = MappingProxyType(
         "generate": frozenset(ENGINE),
         "eval": frozenset(ENGINE),
         "logprobs": frozenset({"parameters"}),
-        # A critic has devices of its own: where it works, nothing has to leave those of the policy.
+        # A critic has separate devices: while it works, nothing has to leave the policy's devices.
         "values": frozenset({*CRITIC, "parameters"}),
         "critic": frozenset({*CRITIC, "parameters"}),
         "train": frozenset(POLICY),
         "sync": frozenset({"parameters", "engine_weights"}),
     }
 )
-"""Phase → parts. A reference that shares the policy's ranks comes into the parameters' storage, piece by piece, and so
-has no part of its own. A phase that is not named needs nothing new: what is there stays there."""
+"""Phase → parts. A reference on the policy's ranks is loaded into the parameters' storage piece by piece, and therefore
+is not a separate part. A phase missing here needs no change: resident parts stay."""
 
 
 def kept(keep: Sequence[str] | None) -> frozenset[str]:
-    """The parts that stay in every phase (`residency.keep`)."""
+    """Returns the parts to keep in every phase (`residency.keep`)."""
     return frozenset(PARTS if keep is None else keep)
 
 
 def resident(phase: str, keep: Sequence[str] | None) -> frozenset[str]:
-    """The parts on the device in a phase."""
+    """Returns the parts on the device in a phase."""
     return NEEDS[phase] | kept(keep)

@@ -1,4 +1,4 @@
-"""What is refused of `residency`."""
+"""Checks of `residency`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLEEP_ARGUMENTS = {
     "sleep_mode_offload_cudagraph": None,
     "sleep_preserve_parameter_names": None,
 }
-"""vLLM's arguments of its sleep mode, and the setting to use instead (None: there is none)."""
+"""vLLM arguments for sleep mode → the setting to use instead (None: no such setting)."""
 BESIDE = {
     "speculative_config": "no weight sync brings the weights of a draft model",
     "enable_lora": "no weight sync brings adapters",
@@ -25,11 +25,12 @@ BESIDE = {
     "cpu_offload_gb": "vLLM keeps weights in host memory itself",
     "offload_group_size": "vLLM keeps weights in host memory itself",
 }
-"""Arguments of vLLM that go with no part that an engine drops, and why."""
+"""vLLM arguments incompatible with dropping any engine part → reason."""
 
 
 def check_residency(c: Config) -> None:
-    """Raises UserError for a part that there is not or that is named twice, and for what cannot leave its device."""
+    """Raises UserError for a duplicate part, for `critic` in a run without critic, and for parts bound to the
+    device."""
     check_once("residency.keep", c.residency.keep or ())
     if "critic" in (c.residency.keep or ()) and not has_critic(c):
         raise UserError(

@@ -1,4 +1,4 @@
-"""What is refused of the settings that say which samples a step learns from."""
+"""Checks of the settings for the selection of training samples."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from skyrl_mega.config.schema import Config, DynamicSamplingConfig
 
 
 def check_samples(c: Config) -> None:
-    """Refuses settings of dynamic sampling and of the overlong filter that nothing would read.
+    """Rejects settings of dynamic sampling and of the overlong filter without effect.
 
     Raises:
-        UserError: One.
+        UserError: key, value, reason, fix.
     """
     dynamic, overlong, unset = c.algorithm.dynamic_sampling, c.algorithm.overlong, DynamicSamplingConfig()
     for name in ("mode", "oversample", "tolerance", "reward"):

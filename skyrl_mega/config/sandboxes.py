@@ -1,4 +1,4 @@
-"""Usual limits of sandboxed environments, and what all of them may take together."""
+"""Default limits of sandboxed environments, and the total memory of all sandboxes."""
 
 from __future__ import annotations
 
@@ -10,44 +10,45 @@ from typing import TYPE_CHECKING
 from skyrl_mega.config.limits import ENVIRONMENT_WORKERS
 from skyrl_mega.config.outside import check_regular
 
-if TYPE_CHECKING:  # the sandbox imports this file where nothing but the standard library is
+if TYPE_CHECKING:  # sandboxes import this file with only the standard library installed
     from skyrl_mega.config.schema import Config
 
 SANDBOX_MEMORY_MIB, SANDBOX_DISK_MIB = 512, 64
-"""Usual limits of a sandboxed program: memory of each of its processes, and disk."""
+"""Default limits of a sandboxed program: memory per process, and disk."""
 LEAST_TOTAL_MIB, SHARE = 8192, 8
-"""Memory of all programs of an environment at once: so much at least, else this part of the node's."""
+"""Memory limit for all programs of an environment together: at least the first value, else 1/SHARE of the node's
+memory."""
 SANDBOXES = {"python": "sandbox", "lcb": "sandbox", "text2sql": "sandbox", "swe": "session_options"}
-"""Environment → where `environment.options.<name>` has the limits of its sandbox."""
+"""Environment → key of the sandbox limits in `environment.options.<name>`."""
 SESSIONS = ("swe",)
-"""Those whose disk is kept from step to step: every trajectory under way has one."""
+"""Environments with a disk kept from step to step: every running trajectory owns a disk."""
 CGROUP = Path("/sys/fs/cgroup/memory.max")
-"""Where a container says what it may have of its machine."""
+"""File with the memory limit of a container."""
 MIB = 2**20
 
 
 def usual_total_mib(node_mib: float) -> int:
-    """What all programs of an environment may have together where the settings do not say: no more than one process
-    each of the usual number of workers could take, and of a large node no more than an eighth."""
+    """Returns the default memory limit for all programs of an environment together: at most one process for each of the
+    default number of workers, and at most an eighth of a large node."""
     return int(min(max(LEAST_TOTAL_MIB, node_mib / SHARE), ENVIRONMENT_WORKERS * SANDBOX_MEMORY_MIB))
 
 
 def machine_mib(limit: Path = CGROUP) -> float:
-    """Memory of this machine, or of the container that this is."""
+    """Returns the memory of this machine, or of this container."""
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    with contextlib.suppress(OSError, ValueError):  # none, or "max"
+    with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         sizes.append(int(limit.read_text()))
     return min(sizes) / MIB
 
 
 def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
-    """Memory of what policies run in sandboxes, disks included, which lie in memory too.
+    """Returns the memory of all sandboxed programs, including their disks, which are held in memory.
 
-    Of every environment that the settings name: by its options, as the usual one, or in `data.prepare`.
+    Counts every environment named in the settings: with options, as the default, or in `data.prepare`.
 
     Args:
         config: The settings.
-        trajectories: Under way at once; without it, those of training and of evaluations.
+        trajectories: Concurrent trajectories; if None, computed from training and evaluations.
     """
     from skyrl_mega.config.derived import open_at_once
 
@@ -68,10 +69,9 @@ def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
 
 
 def evaluated(config: Config) -> int:
-    """Trajectories of an evaluation during the run, which are all under way at once; 0 without one.
+    """Returns the number of concurrent trajectories of an evaluation during the run; 0 without evaluation.
 
-    A file that is not there yet, or is no parquet file, counts as `evaluation.limit` rows: whether it must be there
-    is checked with the data.
+    A missing or non-parquet file counts as `evaluation.limit` rows; the data check reports such a file.
     """
     if not (config.evaluation.every or config.evaluation.before):
         return 0

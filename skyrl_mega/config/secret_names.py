@@ -1,4 +1,4 @@
-"""Recognising secrets among settings: by the words of names, and by the form of texts. Knows no value before."""
+"""Recognition of secrets by the words of a name and by the form of a text, without knowing any value."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ def _set(words: str) -> frozenset[str]:
 
 MASK = "***"
 WORD = re.compile(r"[A-Z]+(?=[A-Z][a-z])|[A-Z]?[a-z]+|[A-Z]+")
-"""A word of a name: api_key, X-API-Key, apiKey and APIKey all are `api`, `key`."""
+"""A word of a name: api_key, X-API-Key, apiKey and APIKey all consist of `api`, `key`."""
 SECRETS = _set(
     "secret password passwd passphrase passcode pwd credential cred auth oauth authorization authorisation "
     "authentication bearer cookie jwt apikey"
 )
-"""Words that make a name a secret's wherever they stand in it."""
+"""Words in the name of a secret, at any position."""
 ENDINGS = re.compile(
     r".+(secret|password|passwd|passphrase|credential|apikey|accesskey|privatekey)|.*(auth|access)token"
 )
-"""The same, written without a break: `dbpassword`."""
+"""Secret words joined to other words: `dbpassword`."""
 HIDE_NUMBERS = _set("secret password passwd passphrase passcode pwd credential")
 OF_KEYS = _set("api access secret private auth encryption signing")
-"""Words before `key` that make a name a secret's wherever they stand in it: `api_key_openai`."""
+"""Words before `key` in the name of a secret, at any position: `api_key_openai`."""
 ABOUT = _set(
     "variable var env environment name file filename path dir directory folder url uri endpoint host port type kind "
     "method mode scheme provider required enabled length size count limit timeout ttl rate manager store backend"
 )
-"""Last words of names that say something about a secret and hold none: `token_variable`, `password_file`."""
+"""Last words of names about a secret without the secret itself: `token_variable`, `password_file`."""
 TEXT_TOKENS = _set(
     "eos bos pad unk sep cls mask special stop end start begin added additional reserved image video audio text turn "
     "message think thinking tool micro prompt response completion input output new begin first last next decoder vocab "
     "batched speculative spec suppress skip padding overflowing embed"
 )
-"""Words before `token` in the names of a tokenizer's tokens and of their numbers."""
+"""Words before `token` in names of tokenizer tokens and token counts."""
 COUNTS = _set("max min num n total per budget")
-"""Words that make `token` a number wherever they stand before it: `max_num_batched_tokens`."""
+"""Words anywhere before `token` in names of token counts: `max_num_batched_tokens`."""
 DATA_KEYS = _set(
     "answer question primary foreign sort group public partition index cache input output prompt response image video "
     "audio data dataset target label dict json yaml map column field row value attention query ground gold truth id "
@@ -48,44 +48,44 @@ DATA_KEYS = _set(
     "instruction example last first next start end max min num kv head "
     "hashing ignore share att metadata multimodal fn"
 )
-"""Words before `key` in names of data."""
+"""Words before `key` in names of data keys."""
 WAYS = _set("two one first second third forward backward single multi num n max min per by all")
-"""Words before `pass` in what is no password: `two_pass`."""
+"""Words before `pass` in names with another meaning: `two_pass`."""
 OWNERS = _set(
     "api service account openai anthropic azure google gemini aws wandb hf huggingface mistral deepseek serper bing "
     "tavily brave"
 )
-"""Mappings whose `key` is a secret."""
+"""Names of mappings with a secret under `key`."""
 PLAIN_HEADERS = re.compile(r"accept|accept-.*|content-.*|user-agent|host|connection|cache-control", re.IGNORECASE)
 IN_QUERY = frozenset(("key", "sig", "signature"))
-"""Secrets where they are parameters of an address, and nowhere else."""
+"""Parameters with a secret value only in the query of an address."""
 CLASSES = "environment.classes."
 NAMES = ("environment.options.", CLASSES)
-"""Settings in which the first key is a name that the user gives."""
+"""Settings with user-given names as first key."""
 
 USER = re.compile(r"(?<=://)(?:[^\s/?#]+|[^\s/?#@:]+:(?!\d+(?:[/?#,]|$))\S+)(?=@)")
-"""What stands before a host; a password may have a slash or an @ that nobody has escaped."""
+"""User and password before a host; a password may contain an unescaped slash or @."""
 SCHEME = re.compile(r"(Bearer|Basic|Token)\s+(?!\$\{)\S+", re.IGNORECASE)
 """The whole value of an Authorization header."""
 COUNT_OPTIONS = frozenset(("tokens",))
-"""Options of our own commands that are called like a secret: `--simulate --tokens 2000,0.8`."""
+"""Options of our own commands with the name of a secret: `--simulate --tokens 2000,0.8`."""
 PROSE = _set(
     "a an the there is are was were has have had no not must needs takes cannot does in of for and or with it that this"
 )
-"""Words that follow a name in a sentence about it: `--wandb-key is slime's`, `api_key: there is no such option`."""
+"""Words after a name in a sentence about the name: `--wandb-key is slime's`, `api_key: there is no such option`."""
 TAKEN = re.compile(r"\$\{[^}]*\}")
 PAIR = re.compile(
     r"(?P<before>[?&]|(?<![\w.-]))(?P<dashes>--?)?(?P<name>[A-Za-z][\w.-]*)"
     r"(?P<sign>(?P<shown> = )|=|[\"']\s*[:=]\s*|:\s*|\s+)(?:(?:Bearer|Basic|Token)\s+)?"
 )
-"""A name and what separates it from its value."""
+"""A name and the separator before its value."""
 VALUE = re.compile(r"\"(?P<double>[^\"]+)\"|'(?P<single>[^']+)'|(?P<plain>[^\s&;'\"]+)")
 SHOWN = re.compile(r"(?P<plain>(?:(?!: | is not known|;).)+)")
-"""A value that an error shows: `key = value: allowed is …`."""
+"""A value in an error message: `key = value: allowed is …`."""
 
 
 def is_secret(key: str, value: Any) -> bool:
-    """Returns True if a setting is a secret by the words of its key, or of a key above it."""
+    """Returns True if the words of a setting's key, or of a key above, name a secret."""
     for prefix in NAMES:
         if key.startswith(prefix):
             name, _, below = key.removeprefix(prefix).partition(".")
@@ -107,7 +107,7 @@ def is_secret(key: str, value: Any) -> bool:
 
 
 def hide_in_text(text: str) -> str:
-    """Returns a text without its secrets: in addresses, connection strings, headers, JSON and options of commands."""
+    """Returns a text with secrets masked: in addresses, connection strings, headers, JSON and command options."""
     if SCHEME.fullmatch(text):
         return MASK
     for start, end in reversed(list(secret_spans(text))):
@@ -117,7 +117,7 @@ def hide_in_text(text: str) -> str:
 
 
 def secret_spans(text: str) -> Iterator[tuple[int, int]]:
-    """Yields where in a text the values of names are that name a secret."""
+    """Yields start and end of each value in a text after the name of a secret."""
     place = 0
     while pair := PAIR.search(text, place):
         place = pair.end("name")
@@ -129,12 +129,12 @@ def secret_spans(text: str) -> Iterator[tuple[int, int]]:
 
 
 def is_option(word: Any) -> bool:
-    """Returns True if a word of a command is an option whose value, the next word, is a secret."""
+    """Returns True if a word of a command is an option with a secret as value, the next word."""
     return isinstance(word, str) and bool(re.fullmatch(r"--?[A-Za-z][\w-]*", word)) and _named(word.lstrip("-"))
 
 
 def names_secret(name: str) -> bool:
-    """Returns True if a variable of the environment has the name of a secret."""
+    """Returns True if an environment variable has the name of a secret."""
     return _named(name) or _words(name) == ["key"]
 
 
@@ -154,7 +154,7 @@ def _is_pair(pair: re.Match[str], value: str) -> bool:
 
 
 def _named(part: str) -> bool:
-    """True if one part of a key, or an option, has the name of a secret."""
+    """Returns True if a part of a key, or an option, is named like a secret."""
     words = _words(part)
     while len(words) > 1 and words[-1] in ("value", "text", "string", "str"):
         words.pop()
@@ -178,11 +178,11 @@ def _words(part: str) -> list[str]:
 
 
 def _is_random(value: str) -> bool:
-    """True if a text has the form of a generated key: long, of one piece, with letters and digits."""
+    """Returns True if a text looks like a generated key: long, without spaces, with letters and digits."""
     mixed = bool(re.search(r"\d", value)) and bool(re.search(r"[A-Za-z]", value))
     return bool(re.fullmatch(r"[\w+/=-]{8,}", value)) and mixed
 
 
 def _but_taken(text: str) -> str:
-    """What stands before a host, where it is not from the environment altogether."""
+    """Returns the user info before a host, masked unless taken entirely from the environment."""
     return text if re.fullmatch(r"(?:[\w.-]+:)?(?:\$\{[^}]*\}:?)+", text) else MASK

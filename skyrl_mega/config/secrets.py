@@ -1,8 +1,8 @@
-"""Passwords and tokens among settings: whoever writes settings where others may read them writes these masked.
+"""Masking of passwords and tokens in settings, for every output readable by other people.
 
-A secret that a setting takes from the environment is written as it was taken, `${oc.env:NAME}`, so that the settings
-can be given again; a password or a token that stands in the settings themselves becomes `***`, which nobody can give
-again. Whatever else comes from the environment is an ordinary value, and written.
+A secret taken from the environment is written as a reference, `${oc.env:NAME}`, so that written settings can be used
+again. A secret literally present in the settings becomes `***`, and must be given again. Other values from the
+environment are ordinary values and are written.
 """
 
 from __future__ import annotations
@@ -16,31 +16,32 @@ from skyrl_mega.config.secret_names import MASK, USER, hide_in_text, is_option, 
 
 ENV = re.compile(r"oc\.env:\s*([^,}\s]+)")
 REFERENCE = re.compile(r"\$\{([\w.-]+)\}")
-"""A setting that another one interpolates."""
+"""An interpolation of another setting."""
 TOKENS = re.compile(
     r"hf_\w{20,}|sk-[\w-]{20,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|nvapi-[\w-]{20,}|gsk_\w{20,}|-----BEGIN [A-Z ]*PRIVATE KEY"
     r"|eyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]*|^[0-9a-f]{40}$"
 )
-"""The forms that providers give their tokens. 40 hexadecimal digits are Weights & Biases'; within a path, a commit."""
+"""Token formats of providers. 40 hexadecimal digits are a Weights & Biases key; inside a path, a commit."""
 SHORT = 8
-"""Characters below which a secret may as well be a word of any line, and is looked for only where a value is shown."""
+"""Minimum length of secrets masked in any text. A shorter secret may equal an ordinary word and is masked only next to
+a setting's value."""
 LITERAL = "rollout.sampling.stop"
-"""A setting in which three stars mean three stars."""
+"""A setting with three stars as literal text."""
 
 _written: dict[str, tuple[str, str]] = {}
-"""Key → what was written there and what it stands for, where a setting has a secret from the environment."""
+"""Key → (text as written, resolved value), for settings with a secret from the environment."""
 _taken: dict[str, str] = {}
-"""Secret → the interpolation that it came from."""
+"""Secret → interpolation of the secret in the settings."""
 _literal: set[str] = set()
-"""Secrets that stand in the settings themselves."""
+"""Secrets literally present in the settings."""
 
 
 def note_literal(given: Iterable[tuple[str, Any]]) -> None:
-    """Remembers the secrets that settings hold literally, before an error can repeat one.
+    """Remembers the secrets literally present in settings, before any error can repeat them.
 
     Args:
-        given: Dotted keys and values as they were given, mappings and lists included.
+        given: Dotted keys and values as given, mappings and lists included.
     """
     _literal.clear()
     for top, tree in given:
@@ -50,7 +51,7 @@ def note_literal(given: Iterable[tuple[str, Any]]) -> None:
 
 
 def note(settings: Any) -> None:
-    """Remembers the secrets that settings, as written, take from the environment, before anything is made of them."""
+    """Remembers the secrets taken from the environment, before the settings are resolved."""
     for key, raw in leaves(settings):
         for name in ENV.findall(raw) if isinstance(raw, str) else ():
             value = os.environ.get(name)
@@ -60,7 +61,7 @@ def note(settings: Any) -> None:
 
 
 def note_resolved(settings: Any, resolved: Any) -> None:
-    """Remembers, of the same settings, what is to be written in place of what they stand for."""
+    """Remembers the text to write in place of resolved secrets, for the same settings."""
     _written.clear()
     values = dict(leaves(resolved))
     for key, raw in leaves(settings):
@@ -69,13 +70,13 @@ def note_resolved(settings: Any, resolved: Any) -> None:
             continue
         if isinstance(value, str) and (any(part in value for part in _taken) or _is_of_literal(raw, value)):
             _written[key] = raw, value
-        elif "oc.env" in raw and not isinstance(value, str):  # a number: nothing that hides
+        elif "oc.env" in raw and not isinstance(value, str):  # a number is not treated as a secret
             for name in ENV.findall(raw):
                 _taken.pop(os.environ.get(name, ""), None)
 
 
 def still_masked(settings: Any) -> tuple[str, str] | None:
-    """Key and value of a secret that was masked when settings were written, and not given again."""
+    """Returns key and value of a secret still masked from an earlier output; None if all secrets are given."""
     for key, value in leaves(settings):
         if key.startswith(LITERAL) or not isinstance(value, str):
             continue
@@ -85,11 +86,11 @@ def still_masked(settings: Any) -> tuple[str, str] | None:
 
 
 def masked(value: Any, key: str = "") -> Any:
-    """Settings, or one of them, without secrets.
+    """Returns settings, or a single setting, without secrets.
 
     Args:
         value: Mappings, lists and values.
-        key: The key that it stands under, dotted from the top.
+        key: Dotted key of the value.
     """
     if isinstance(value, Mapping):
         return {name: masked(inner, _below(key, name)) for name, inner in value.items()}
@@ -116,11 +117,11 @@ def masked(value: Any, key: str = "") -> Any:
 
 
 def hidden(text: str, short: bool = False) -> str:
-    """A text in which no secret of the settings stands.
+    """Returns the text without any secret of the settings.
 
     Args:
-        text: For people.
-        short: Short secrets too, where they are words: for a text that shows a setting's value, and little else.
+        text: Text for users.
+        short: True to mask short secrets too, as separate words; for text with little more than a setting's value.
     """
     for value in sorted(_taken, key=len, reverse=True):
         if len(value) >= SHORT:
@@ -134,7 +135,7 @@ def hidden(text: str, short: bool = False) -> str:
 
 
 def all_hidden(value: Any) -> Any:
-    """`hidden`, of every text in mappings and lists."""
+    """Returns mappings and lists with `hidden` applied to every text."""
     if isinstance(value, Mapping):
         return {name: all_hidden(inner) for name, inner in value.items()}
     if isinstance(value, list | tuple):
@@ -143,7 +144,7 @@ def all_hidden(value: Any) -> Any:
 
 
 def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted key and value of everything in mappings and lists."""
+    """Yields dotted key and value of every entry in mappings and lists."""
     if isinstance(value, Mapping):
         for name, inner in value.items():
             yield from leaves(inner, _below(key, name))
@@ -159,17 +160,17 @@ def _below(key: str, name: Any) -> str:
 
 
 def _has_form(value: str) -> bool:
-    """Whether a value looks like a token, or is an address with a password."""
+    """Returns True if a value looks like a token, or is an address with a password."""
     return bool(TOKENS.search(value) or USER.search(value))
 
 
 def _paired(text: str) -> list[str]:
-    """Returns the values of a text that stand behind the name of a secret."""
+    """Returns the values in a text after the name of a secret."""
     return [text[start:end] for start, end in secret_spans(text)]
 
 
 def _is_of_literal(raw: str, value: str) -> bool:
-    """True if a value that was interpolated is, or holds, a secret of another setting."""
+    """Returns True if an interpolated value is, or contains, a secret of another setting."""
     named = any(is_secret(key, value) for key in REFERENCE.findall(raw))
     return named or value in _literal or any(len(secret) >= SHORT and secret in value for secret in _literal)
 

@@ -1,5 +1,4 @@
-"""What is refused of the policy's settings of speed: `fusions`, `recompute`, `offload_layers`, `moe.dispatcher`,
-`head`."""
+"""Checks of the policy's speed settings: `fusions`, `recompute`, `offload_layers`, `moe.dispatcher`, `head`."""
 
 from __future__ import annotations
 
@@ -10,10 +9,10 @@ from skyrl_mega.config.values import shown
 
 
 def check_speed(c: Config) -> None:
-    """Refuses what would not be used, or would compute something else.
+    """Rejects speed settings without effect, or with an effect on the result.
 
     Raises:
-        UserError: One.
+        UserError: key, value, reason, fix.
     """
     _fusions(c)
     _recompute(c)
@@ -31,7 +30,7 @@ def _head(c: Config) -> None:
 
 
 def _recompute(c: Config) -> None:
-    # megatron-core 0.16 recomputes a norm or an activation by Transformer Engine's functions, and ends without them.
+    # megatron-core 0.16 recomputes norms and activations with Transformer Engine's functions, and crashes without them.
     if c.policy.recompute == "selective" and (without := _no_transformer_engine(c)):
         raise UserError(
             f"policy.recompute = selective: megatron-core recomputes such parts of Transformer Engine's layers alone, "
@@ -81,7 +80,8 @@ def _dispatcher(c: Config) -> None:
 
 
 def _no_transformer_engine(c: Config) -> str:
-    """Why the policy's layers are megatron-core's local ones; '' where they are not, or nobody knows yet."""
+    """Returns the reason why the policy uses megatron-core's local layers; '' for Transformer Engine or if the device
+    is not known yet."""
     if c.policy.spec == "local":
         return "policy.spec is local"
     return "cluster.device is cpu" if c.cluster.device == "cpu" else ""

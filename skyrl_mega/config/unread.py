@@ -1,8 +1,9 @@
-"""Settings that nothing reads beside the others: a value of theirs that is not the default would change nothing.
+"""Checks for settings without effect in combination with the other settings.
 
-They are refused. Those that a recipe's file has, so that one word on the command line leaves them without a reader
-(another loss, another mean, no KL), are only told of: the recipe would have to be edited first. A loss or an estimator
-of the user's own may read any setting: beside one, none is looked at.
+Such a setting is an error if changed from the default. Some settings usually come from a recipe's file, and a single
+word on the command line (another loss, another mean, no KL) makes them ineffective; for these a note is printed
+instead, because otherwise the recipe would have to be edited first. A user's own loss or estimator may read any
+setting, so nothing is checked in that case.
 """
 
 from __future__ import annotations
@@ -30,29 +31,29 @@ READS: dict[str, tuple[str, ...]] = {
     "clip_cov": (*CLIP, "dual_clip", "clip_cov.share", "clip_cov.low", "clip_cov.high"),
     "kl_cov": ("kl_cov.share", "kl_cov.coefficient"),
 }
-"""Loss → the settings of `algorithm` that it reads and not every other loss."""
+"""Loss → the settings of `algorithm` read by this loss but not by every loss."""
 NORMALIZED = ("grpo", "grpo_turns")
-"""Estimators that read `algorithm.normalize`."""
+"""Estimators with support for `algorithm.normalize`."""
 
 
 def check_unread(c: Config) -> None:
-    """Refuses a setting that nothing reads.
+    """Raises UserError for the first setting without effect.
 
     Raises:
-        UserError: The first one.
+        UserError: key, value, reason, fix.
     """
     if not _own(c.algorithm) and (found := next(_changed(c, _refused(c.algorithm)), None)):
         raise UserError(found)
 
 
 def unread_notes(c: Config) -> list[str]:
-    """What to say of settings that nothing reads and a recipe may have, or that the planner does not read."""
+    """Returns notes about settings without effect from a recipe, and about settings ignored by the planner."""
     algorithm = [] if _own(c.algorithm) else _changed(c, _told(c.algorithm))
     return [*algorithm, *_without_prompts(c), *unplanned(c.policy)]
 
 
 def _without_prompts(c: Config) -> Iterator[str]:
-    """Yields what to say of settings of an evaluation that has no prompts."""
+    """Yields a note about evaluation settings if there are no evaluation prompts."""
     usual = asdict(EvaluationConfig())
     changed = {name: value for name, value in asdict(c.evaluation).items() if value != usual[name]}
     if not c.data.eval and changed and c.evaluation.every:
@@ -65,7 +66,8 @@ def _own(a: AlgorithmConfig) -> bool:
 
 
 def _changed(c: Config, candidates: Iterator[tuple[str, str, str]]) -> Iterator[str]:
-    """A line for each of (key below `algorithm`, why nothing reads it, what would) that has not its default value."""
+    """Yields an error line for each candidate with a non-default value. A candidate is (key below `algorithm`, reason,
+    fix)."""
     for name, why, fix in candidates:
         key = f"algorithm.{name}"
         value = reduce(getattr, name.split("."), c.algorithm)
@@ -112,7 +114,7 @@ def _told(a: AlgorithmConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _of_sequences(a: AlgorithmConfig) -> bool:
-    """Returns whether a loss or correction looks at whole sequences."""
+    """Returns True if a loss or correction uses sequence-level ratios."""
     rejection = a.rejection
     whole = (rejection.outlier_low, rejection.outlier_high, rejection.off_policy)
     return (
@@ -124,7 +126,7 @@ def _of_sequences(a: AlgorithmConfig) -> bool:
 
 
 def _of_other_losses(loss: str) -> Iterator[tuple[str, str, str]]:
-    """What others read. `dual_clip` is refused (`loss_checks`)."""
+    """Yields settings read only by other losses, except `dual_clip`, because `loss_checks` rejects it."""
     own = [name for name in READS[loss] if name != "dual_clip"]
     others = {name: other for other, names in reversed(READS.items()) for name in names if name != "dual_clip"}
     for name, other in sorted(others.items()):

@@ -1,4 +1,4 @@
-"""What one value may be, as a test and in words. The schema's keys and the options of environments are ruled by it."""
+"""Rules for a single value, as a test and in words, for the schema's keys and for the options of environments."""
 
 from __future__ import annotations
 
@@ -15,45 +15,46 @@ from skyrl_mega.config.terminal import printable
 
 WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list of text"}
 LARGEST = 10**12
-"""No number is larger, whatever it counts."""
+"""Upper bound of every number, independent of the meaning."""
 LONGEST_TEXT = 4000
-"""Characters of one text: no path of a file may be longer."""
+"""Maximum characters of a text value; no file path may be longer."""
 WIDEST = 80
-"""Characters of a value that an error shows."""
+"""Maximum characters of a value in an error message."""
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A type and a range. NaN and infinity are never allowed, nor is text that no file or terminal can take."""
+    """Type and range of a value. NaN, infinity and text not valid in files or terminals are never allowed."""
 
     type: type
-    """int, float (whole numbers too), bool, str, list (of text; of whole numbers where `low` is given) or dict."""
+    """int, float (also accepts whole numbers), bool, str, list (of text, or of whole numbers if `low` is given) or
+    dict."""
     nullable: bool = False
     low: float | None = None
     high: float | None = None
     above: float | None = None
-    """As `low`, and itself not allowed."""
+    """Exclusive lower bound."""
     choices: tuple[str, ...] = ()
-    """Texts that are allowed; of a list, for each of its entries."""
+    """Allowed texts; for a list, the allowed entries."""
     empty: bool = True
-    """Whether text, or an entry of a list, may be empty."""
+    """True if text, or an entry of a list, may be empty."""
 
     @property
     def numbers(self) -> bool:
-        """Whether it is a list of whole numbers."""
+        """True for a list of whole numbers."""
         return self.type is list and self.low is not None
 
     def allows(self, value: Any) -> bool:
-        """Whether it may stand there."""
+        """Returns True if the value is valid."""
         return self.nullable if value is None else _TESTS[self.type](self, value)
 
     @property
     def words(self) -> str:
-        """What may stand there."""
+        """Description of the valid values."""
         return self._one() + (" or null" if self.nullable else "")
 
     def refusal(self, value: Any) -> str:
-        """What to say of a value that is not allowed."""
+        """Returns the valid values, as part of an error message."""
         if isinstance(value, Mapping) and self.type is dict:
             return f"allowed is {self.words} without NaN, infinity and broken text"
         beyond = isinstance(value, int | float) and LARGEST < abs(value) < math.inf and self.high is None
@@ -105,12 +106,12 @@ _TESTS: Mapping[type, Callable[[Rule, Any], bool]] = {
 
 
 def shown(value: Any) -> str:
-    """A value as YAML writes it, on one line and not too long; control characters as escapes."""
+    """Returns a value as a line of YAML, shortened if too long, with control characters escaped."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     try:
         text = yaml.safe_dump(value, default_flow_style=True, width=10**9, allow_unicode=True)
-    except (yaml.YAMLError, RecursionError):  # nothing that YAML has a form for
+    except (yaml.YAMLError, RecursionError):  # YAML cannot represent this value
         text = ascii(value)
     text = hidden(text, short=True)
     text = printable(" ".join(text.removesuffix("\n").removesuffix("\n...").split()))
@@ -122,7 +123,7 @@ def _plain(number: float) -> str:
 
 
 def _leaves(value: Any) -> Iterator[Any]:
-    """Keys and values of nested mappings and lists."""
+    """Yields keys and values of nested mappings and lists."""
     waiting = [value]
     while waiting:
         value = waiting.pop()
@@ -135,7 +136,7 @@ def _leaves(value: Any) -> Iterator[Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether it is a finite number, a text, true, false or null."""
+    """Returns True for a finite number, a valid text, a boolean or None."""
     if isinstance(value, float):
         return math.isfinite(value)
     return (

@@ -1,4 +1,4 @@
-"""What is refused of weights on their way to engines: types that no sync brings."""
+"""Checks of the weight format on the way to engines: formats not supported by the weight sync."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.config.values import shown
 
 CHECKPOINT = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
-"""What a `quantization_config` must have for the parameters that an FP8 wire brings (`kernels.block_fp8.BLOCK`)."""
+"""Required entries of a `quantization_config` for parameters sent with an FP8 wire (`kernels.block_fp8.BLOCK`)."""
 INSTEAD = f"rollout.options.quantization={ONLINE}"
 
 
 def check_wire(c: Config) -> None:
-    """Raises UserError for engines whose parameters no sync can bring."""
+    """Raises UserError for engines with parameters not supported by the weight sync."""
     options = c.rollout.options
     kind = options.get("quantization")
     if options.get("quantization_config"):
@@ -33,7 +33,7 @@ def check_wire(c: Config) -> None:
 
 
 def _check_checkpoint(c: Config, kind: Any, given: Any) -> None:
-    """Engines with the parameters of a quantised checkpoint; `kind`: `rollout.options.quantization`."""
+    """Checks engines with the parameters of a quantized checkpoint; `kind`: `rollout.options.quantization`."""
     key = "rollout.options.hf_overrides.quantization_config"
     if not isinstance(given, dict) or any(given.get(name) != value for name, value in CHECKPOINT.items()):
         raise UserError(

@@ -1,5 +1,5 @@
-"""Text settings keep what the user wrote, in YAML files and in arguments, also where it looks like a number or a truth
-value: `run.name=12e345`, `name: on`, `name: 007`."""
+"""Preservation of text settings as typed, in YAML files and in arguments, even if the text looks like a number or a
+boolean: `run.name=12e345`, `name: on`, `name: 007`."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.values import Rule
 
-# FileConfigSource is the only reader of files that Hydra has; a source of its own scheme is how Hydra takes another.
+# Hydra reads files only through FileConfigSource; another reader must be a source with its own scheme.
 from hydra._internal.core_plugins.file_config_source import FileConfigSource  # isort: skip
 
 _PLAIN = "\0plain "
-"""Begins a number or a truth value of a file until its setting is known."""
+"""Prefix of a number or boolean from a file until the type of its setting is known."""
 _ARGUMENT = re.compile(r"\+{0,2}([\w.]+)=(.*)", re.DOTALL)
 _QUOTED = re.compile(r""""(?:[^"\\]|\\.)*"|'(?:[^']|'')*'""", re.DOTALL)
 _ENTRY = re.compile(rf"""\s*({_QUOTED.pattern}|(?:\$\{{[^}}]*\}}|[^,\[\]{{}}"'])+?)\s*(?:,|$)""", re.DOTALL)
-"""An entry of a list with the comma behind it."""
+"""An entry of a list with the following comma."""
 
 
 class Files(FileConfigSource):
-    """Hydra's YAML files, with plain numbers and truth values as they are written."""
+    """Hydra's YAML files, with plain numbers and booleans as written."""
 
     @staticmethod
     def scheme() -> str:
-        """Returns what the addresses of these files begin with."""
+        """Returns the URL scheme of these files."""
         return "written"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Reads a file as Hydra does, and marks what `settled` decides."""
+        """Reads a file as Hydra does, and marks plain values for `settled`."""
         read = super().load_config(config_path)
         text = Path(self.path, self._normalize_file_name(config_path)).read_text(encoding="utf-8")
         values = OmegaConf.to_container(read.config, resolve=False)
         if isinstance(values, dict):
             own = {name: values.pop(name) for name in ("defaults", "hydra") if name in values}
-            # BaseLoader leaves every scalar the text that it is.
+            # BaseLoader keeps every scalar as text.
             marked = _marked(values, yaml.load(text, Loader=yaml.BaseLoader))
             read.config = OmegaConf.create(own | marked)
         return read
@@ -67,11 +67,11 @@ def _marked(value: Any, text: Any) -> Any:
 
 
 def settled(value: Any, rule: Rule | None) -> Any:
-    """Returns a value of `Files` as text where the setting is text, and as YAML reads it elsewhere.
+    """Returns a value of `Files` as text if the setting is text, else as read by YAML.
 
     Args:
-        value: A value of a file, or of an argument, which has no marks.
-        rule: What the setting may be; None within mappings of free keys.
+        value: A value of a file, or of an argument (without marks).
+        rule: Rule of the setting; None within free-form mappings.
     """
     if isinstance(value, dict):
         return {name: settled(inner, None) for name, inner in value.items()}
@@ -84,13 +84,13 @@ def settled(value: Any, rule: Rule | None) -> Any:
 
 
 def _takes(rule: Rule, text: str) -> bool:
-    """True if the setting is text or a list of text, and this may be its text or an entry."""
+    """Returns True if the setting is text or a list of text, and `text` is a valid value or entry."""
     return rule.type in (str, list) and not rule.numbers and (not rule.choices or text in rule.choices)
 
 
 @contextmanager
 def hydra_over(*folders: Path) -> Iterator[None]:
-    """Has Hydra compose from the files of `folders` inside the block; those of the first go before."""
+    """Makes Hydra compose from the files of `folders` inside the block; earlier folders take precedence."""
     Plugins.instance().register(Files)
     with initialize_config_dir(str(folders[0].absolute()), version_base="1.3"):
         where = create_config_search_path(f"{Files.scheme()}://{folders[0].absolute()}")
@@ -102,11 +102,11 @@ def hydra_over(*folders: Path) -> Iterator[None]:
 
 
 def parsed(argument: str) -> Override:
-    """Returns a `key=value` argument in Hydra's grammar, with text settings as they are typed.
+    """Returns a `key=value` argument in Hydra's grammar, with text settings as typed.
 
     Raises:
-        UserError: Quoted text has an escape that YAML does not know.
-        HydraException, OmegaConfBaseException, RecursionError, ValueError: It is none.
+        UserError: Quoted text has an escape unknown to YAML.
+        HydraException, OmegaConfBaseException, RecursionError, ValueError: The argument is not of this form.
     """
     try:
         return _parsed(argument)
@@ -129,7 +129,7 @@ def _parsed(argument: str) -> Override:
 
 
 def _text(typed: str, rule: Rule) -> str | list[str] | None:
-    """The text, or list of text, that an argument gives a setting; None where the grammar decides."""
+    """Returns the text, or list of text, given by an argument; None if Hydra's grammar must decide."""
     if rule.type is str:
         text = _entry(typed)
         return text if typed.casefold() != "null" and _takes(rule, text) else None
@@ -150,7 +150,7 @@ def _entry(typed: str) -> str:
 
 
 def _unquoted(value: Any) -> Any:
-    """A value of Hydra's grammar, in which text between double quotes has YAML's escapes."""
+    """Returns a value of Hydra's grammar with YAML escapes resolved in double-quoted text."""
     if isinstance(value, dict):
         return {_unquoted(name): _unquoted(inner) for name, inner in value.items()}
     if isinstance(value, list):
