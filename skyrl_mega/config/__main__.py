@@ -74,8 +74,8 @@ def _about(key: Key) -> str:
     """Returns the description of a group: the docstring of its dataclass, plus the field's own docstring if
     different."""
     general = " ".join((inspect.getdoc(key.type) or "").split())
-    own = f" {key.doc}" if key.nullable and key.doc != general else ""
-    return textwrap.fill(f"{general}{own}", 120, break_long_words=False, break_on_hyphens=False)
+    field_doc = f" {key.doc}" if key.nullable and key.doc != general else ""
+    return textwrap.fill(f"{general}{field_doc}", 120, break_long_words=False, break_on_hyphens=False)
 
 
 def _default(value: Any) -> str:

@@ -25,5 +25,5 @@ def expandable(environ: Mapping[str, str]) -> bool:
     """Returns True if segments are expandable in a policy process with these environment variables."""
     settings = next((environ[name] for name in VARIABLES if environ.get(name)), SETTINGS)
     name = SETTINGS.partition(":")[0]
-    said = [one for one in settings.lower().replace(" ", "").split(",") if one.startswith(f"{name}:")]
-    return bool(said) and said[-1] == SETTINGS.lower()  # torch uses the last of several
+    values = [option for option in settings.lower().replace(" ", "").split(",") if option.startswith(f"{name}:")]
+    return bool(values) and values[-1] == SETTINGS.lower()  # torch uses the last of several

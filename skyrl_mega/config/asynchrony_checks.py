@@ -17,21 +17,21 @@ each step."""
 
 def check_asynchrony(c: Config) -> None:
     """Raises UserError if generation and training cannot overlap with these settings, or if training would be wrong."""
-    mode, most = c.asynchrony.mode, c.asynchrony.max_staleness
+    mode, max_staleness = c.asynchrony.mode, c.asynchrony.max_staleness
     if mode == "off":
-        if most not in (0, USUAL):
+        if max_staleness not in (0, USUAL):
             raise UserError(
-                f"asynchrony.max_staleness = {most}: asynchrony.mode=off trains on nothing that is older than its "
-                "weights; give asynchrony.mode=full, or leave asynchrony.max_staleness out"
+                f"asynchrony.max_staleness = {max_staleness}: asynchrony.mode=off trains on nothing that is older than "
+                "its weights; give asynchrony.mode=full, or leave asynchrony.max_staleness out"
             )
         return
-    if mode == "one_step" and most > 1:
+    if mode == "one_step" and max_staleness > 1:
         raise UserError(
-            f"asynchrony.max_staleness = {most}: asynchrony.mode=one_step is one step ahead, allowed is 0 or 1; give "
-            "asynchrony.max_staleness=1, or asynchrony.mode=full for more"
+            f"asynchrony.max_staleness = {max_staleness}: asynchrony.mode=one_step is one step ahead, allowed is 0 or "
+            "1; give asynchrony.max_staleness=1, or asynchrony.mode=full for more"
         )
-    off = "asynchrony.mode=off" + ("" if most in (0, USUAL) else " and leave out asynchrony.max_staleness")
-    needs = f", and {CORRECTION} for what is stale" if most and not corrected(c.algorithm) else ""
+    off = "asynchrony.mode=off" + ("" if max_staleness in (0, USUAL) else " and leave out asynchrony.max_staleness")
+    needs = f", and {CORRECTION} for what is stale" if max_staleness and not corrected(c.algorithm) else ""
     if c.cluster.shared:
         raise UserError(
             f"asynchrony.mode = {mode}: engines and policy compute at the same time, and cluster.shared gives them the "
@@ -43,10 +43,10 @@ def check_asynchrony(c: Config) -> None:
             f"asynchrony.mode = {mode}: engines and policy compute at the same time, so nothing can take turns; give "
             f"residency.keep=null{needs}, or {off}"
         )
-    if most and not corrected(c.algorithm):
+    if max_staleness and not corrected(c.algorithm):
         raise UserError(
-            f"asynchrony.max_staleness = {most}: tokens of older weights would be trained on as the policy's own; give "
-            "a correction, such as algorithm.importance_cap=2, algorithm.old_logprobs=engine or "
+            f"asynchrony.max_staleness = {max_staleness}: tokens of older weights would be trained on as the policy's "
+            "own; give a correction, such as algorithm.importance_cap=2, algorithm.old_logprobs=engine or "
             "algorithm.rejection.level=token, or asynchrony.max_staleness=0"
         )
     if mode == "full":
@@ -55,14 +55,14 @@ def check_asynchrony(c: Config) -> None:
 
 def corrected(a: AlgorithmConfig) -> bool:
     """Returns True if the loss of every token accounts for the sampling weights, i.e. uses the engine's log-probs."""
-    own = ":" in a.loss
-    return own or a.rejection.level != "off" or a.importance_cap is not None or a.old_logprobs == "engine"
+    user_loss = ":" in a.loss
+    return user_loss or a.rejection.level != "off" or a.importance_cap is not None or a.old_logprobs == "engine"
 
 
 def _full(c: Config) -> None:
     """Rejects settings not supported by `mode=full`."""
     dynamic = c.algorithm.dynamic_sampling
-    refused = {
+    unsupported = {
         "run.deterministic = true": (c.run.deterministic, "the clock decides which groups a step has"),
         f"algorithm.dynamic_sampling.mode = {dynamic.mode}": (
             dynamic.enabled and dynamic.mode != "filter",
@@ -77,8 +77,8 @@ def _full(c: Config) -> None:
             "a greedy answer would be of other weights than the samples that are compared with it",
         ),
     }
-    for setting, (refuses, why) in refused.items():
-        if refuses:
+    for setting, (is_set, why) in unsupported.items():
+        if is_set:
             raise UserError(
                 f"{setting}: with asynchrony.mode=full {why}; leave it out, or give asynchrony.mode=one_step with "
                 f"asynchrony.max_staleness={min(c.asynchrony.max_staleness, 1)}"

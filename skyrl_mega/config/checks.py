@@ -183,7 +183,7 @@ def _name(c: Config) -> None:
 
 def _paths(c: Config) -> None:
     """Rejects paths with a component longer than a file name may be: file systems raise an error for such a path."""
-    named = {
+    paths_by_key = {
         "run.name": [c.run.name],
         "run.directory": [c.run.directory],
         "model.path": [c.model.path],
@@ -194,7 +194,7 @@ def _paths(c: Config) -> None:
         "warmup.files": c.warmup.files,
         "environment.retriever.index": [c.environment.retriever.index or ""],
     }
-    for key, paths in named.items():
+    for key, paths in paths_by_key.items():
         for path in paths:
             if any(len(part.encode()) > LONGEST_NAME for part in path.split("/")):
                 raise UserError(f"{key} = {shown(path)}: allowed are names of at most {LONGEST_NAME} bytes")
@@ -232,11 +232,11 @@ def _algorithm(c: Config) -> None:
     a, samples, compares = c.algorithm, c.data.samples_per_prompt, compares_samples(c.algorithm)
     if samples < 2 and (compares or a.dynamic_sampling.enabled):
         why = f"algorithm.advantage={a.advantage}" if compares else "algorithm.dynamic_sampling"
-        others = ["algorithm.advantage=reinforce"] if compares else []
-        others += ["algorithm.dynamic_sampling.enabled=false"] if a.dynamic_sampling.enabled else []
+        alternatives = ["algorithm.advantage=reinforce"] if compares else []
+        alternatives += ["algorithm.dynamic_sampling.enabled=false"] if a.dynamic_sampling.enabled else []
         raise UserError(
             f"data.samples_per_prompt = {samples}: {why} compares the samples of a prompt and needs at least 2; "
-            f"or give {' and '.join(others)}"
+            f"or give {' and '.join(alternatives)}"
         )
     if samples > 1 and c.rollout.sampling.temperature == 0:
         raise UserError(
@@ -317,11 +317,11 @@ def _rollout(c: Config) -> None:
             )
 
 
-def _taken(key: str, options: dict[str, Any], taken: dict[str, str | None]) -> None:
+def _taken(key: str, options: dict[str, Any], controlled: dict[str, str | None]) -> None:
     """Rejects options controlled by the run itself."""
     for name in options:
-        if name in taken:
-            fix = f"use {taken[name]}" if taken[name] else "leave it out"
+        if name in controlled:
+            fix = f"use {controlled[name]}" if controlled[name] else "leave it out"
             raise UserError(f"{key}.{name}: the run decides it; {fix}")
 
 
@@ -421,15 +421,16 @@ def check_gpus(c: Config, training: bool = True) -> None:
         _check_shared(c, engines, policy)
         engines = 0
     if gpus_needed(c) > total:
-        others = {"reference": reference, "critic": critic, "engines": engines}
-        parts = f"policy {policy}" + "".join(f" + {name} {count}" for name, count in others.items() if count)
-        own = {"reference": c.reference.ranks, "critic": c.critic.ranks, "engines": engines}
-        follow = sum(count > 0 and not own[name] for name, count in others.items())  # as many ranks as the policy
-        room = (total - sum(count for name, count in others.items() if own[name])) // (1 + follow)
-        fix = f"policy.ranks={room}" if room > 0 else "fewer rollout.engines"
-        if c.cluster.shared and 0 < room < c.rollout.engines * engine_ranks(c.rollout):
-            most = room // engine_ranks(c.rollout)  # each engine worker shares the GPU of a policy rank
-            fix += f" rollout.engines={most}" if most else " with smaller engines (rollout.tensor)"
+        remaining = {"reference": reference, "critic": critic, "engines": engines}
+        parts = f"policy {policy}" + "".join(f" + {name} {count}" for name, count in remaining.items() if count)
+        explicit = {"reference": c.reference.ranks, "critic": c.critic.ranks, "engines": engines}
+        # roles without an explicit number use as many ranks as the policy
+        following = sum(count > 0 and not explicit[name] for name, count in remaining.items())
+        available = (total - sum(count for name, count in remaining.items() if explicit[name])) // (1 + following)
+        fix = f"policy.ranks={available}" if available > 0 else "fewer rollout.engines"
+        if c.cluster.shared and 0 < available < c.rollout.engines * engine_ranks(c.rollout):
+            max_engines = available // engine_ranks(c.rollout)  # each engine worker shares the GPU of a policy rank
+            fix += f" rollout.engines={max_engines}" if max_engines else " with smaller engines (rollout.tensor)"
         raise UserError(
             f"policy.ranks = {c.policy.ranks or 'null'}: {parts} GPUs are more than cluster.nodes · "
             f"gpus_per_node = {total}; allowed is a sum of at most {total}: {fix}, or more nodes"

@@ -57,8 +57,8 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     if path is not None:
         path = _file(Path(path))
         folders = (path.parent, GROUPS)
-        named = [o for o in parsed if GROUP.fullmatch(o.key_or_group)]
-        groups = [o for o in named if any((folder / o.key_or_group).is_dir() for folder in folders)]
+        candidates = [o for o in parsed if GROUP.fullmatch(o.key_or_group)]
+        groups = [o for o in candidates if any((folder / o.key_or_group).is_dir() for folder in folders)]
         chosen = [override for override in groups if not isinstance(override.value(), dict)]
         given += _leaves(_files(path, chosen), "")
     for override in parsed:
@@ -71,22 +71,22 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
     for key, value in given:
         _assign(config, key, value)
     unresolved = OmegaConf.to_container(config, resolve=False)
-    if found := secrets.still_masked(unresolved):
+    if masked := secrets.still_masked(unresolved):
         raise UserError(
-            f"{found[0]} = {found[1]}: a secret that was masked when these settings were written; give it again, best "
-            f"from the environment: '{found[0]}=${{oc.env:NAME}}'"
+            f"{masked[0]} = {masked[1]}: a secret that was masked when these settings were written; give it again, "
+            f"best from the environment: '{masked[0]}=${{oc.env:NAME}}'"
         )
     secrets.note(unresolved)
     try:
-        made = cast(Config, OmegaConf.to_object(config))
+        composed = cast(Config, OmegaConf.to_object(config))
     except RecursionError as error:
         raise UserError("settings that name one another with ${…} in a circle; give one of them a value") from error
     except OmegaConfBaseException as error:  # interpolations are resolved only here
         key = error.full_key or "?"
         allowed = f"allowed is {keys()[key].allowed}" if key in keys() else "name an existing key"
         raise UserError(f"{key}: {secrets.hidden(_first_line(error), short=True)}; {allowed}") from error
-    secrets.note_resolved(unresolved, asdict(made))
-    return made
+    secrets.note_resolved(unresolved, asdict(composed))
+    return composed
 
 
 def dump(config: Config) -> str:
@@ -99,10 +99,10 @@ def _file(path: Path) -> Path:
     if path.suffix != ".yaml":
         raise UserError(f"--config {path}: allowed is a file that ends in .yaml")
     try:
-        there = path.is_file()
+        exists = path.is_file()
     except (OSError, ValueError) as error:
         raise UserError(f"--config {str(path)[:80]}: {outside.reason(error)}; give the path of a .yaml file") from error
-    if not there:
+    if not exists:
         near = sorted(file.name for file in path.parent.glob("*.yaml"))
         hint = f"{path.parent} has {', '.join(near)}" if near else f"{path.parent} has no .yaml file"
         raise UserError(f"--config {path}: no such file; {hint}")
@@ -154,10 +154,10 @@ def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
     except MissingConfigException as error:
         missing = error.missing_cfg_file or "?"
         group = missing.rpartition("/")[0]
-        there = sorted({file.stem for folder in (path.parent, GROUPS) for file in (folder / group).glob("*.yaml")})
-        allowed = f"allowed is {', '.join(there)}" if there else f"there is no {group or 'file'} of that name"
-        where = f"{path.parent}, nor among those that come with skyrl_mega ({GROUPS})"
-        raise UserError(f"{path}: {missing} is not in {where}; {allowed}") from error
+        available = sorted({file.stem for folder in (path.parent, GROUPS) for file in (folder / group).glob("*.yaml")})
+        allowed = f"allowed is {', '.join(available)}" if available else f"there is no {group or 'file'} of that name"
+        searched = f"{path.parent}, nor among those that come with skyrl_mega ({GROUPS})"
+        raise UserError(f"{path}: {missing} is not in {searched}; {allowed}") from error
     except (HydraException, OmegaConfBaseException, OSError, ValueError, TypeError, AssertionError) as error:
         # Hydra raises many types, assertions included, for invalid file contents.
         raise UserError(
@@ -173,24 +173,26 @@ def _listed(path: Path) -> set[str]:
         UserError: The file is not YAML, not a mapping, or nested too deep.
     """
     try:
-        own = yaml.safe_load(outside.read(path, "give a .yaml file that you may read", most=LARGEST))
-        own = {} if own is None else own
-        outside.check(own, deepest=DEEPEST, numbers=False)
+        content = yaml.safe_load(outside.read(path, "give a .yaml file that you may read", most=LARGEST))
+        content = {} if content is None else content
+        outside.check(content, deepest=DEEPEST, numbers=False)
     except RecursionError as error:
         raise UserError(f"--config {path}: it nests deeper than {DEEPEST} levels") from error
     except outside.Malformed as error:
         raise UserError(f"--config {path}: {error}") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or an impossible date
         raise _broken(path, error) from error
-    if not isinstance(own, dict):
-        raise UserError(f"--config {path}: it holds a {type(own).__name__}; allowed is a mapping of groups to settings")
-    defaults = own.get("defaults") or []
+    if not isinstance(content, dict):
+        raise UserError(
+            f"--config {path}: it holds a {type(content).__name__}; allowed is a mapping of groups to settings"
+        )
+    defaults = content.get("defaults") or []
     entries = defaults if isinstance(defaults, list) else [defaults]
-    wrong = [e for e in entries if not isinstance(e, str) and not (isinstance(e, dict) and all(map(_is_text, e)))]
+    invalid = [e for e in entries if not isinstance(e, str) and not (isinstance(e, dict) and all(map(_is_text, e)))]
     if defaults is not entries and defaults:
-        wrong = [defaults]
-    if wrong:
-        raise UserError(f"--config {path}: defaults: {shown(wrong[0])}; allowed is a list such as [algorithm: dapo]")
+        invalid = [defaults]
+    if invalid:
+        raise UserError(f"--config {path}: defaults: {shown(invalid[0])}; allowed is a list such as [algorithm: dapo]")
     return {group for entry in entries if isinstance(entry, dict) for group in entry}
 
 
@@ -233,8 +235,8 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
     try:
         OmegaConf.update(config, key, value, merge=False, force_add=mapping is not None)
     except OmegaConfBaseException as error:
-        of = known[mapping or key]
-        allowed = f"allowed is {of.allowed}" if of.group else of.refusal(value)
+        setting = known[mapping or key]
+        allowed = f"allowed is {setting.allowed}" if setting.group else setting.refusal(value)
         raise UserError(f"{key} = {_shown(value, key)}: {allowed}") from error
 
 
@@ -262,11 +264,12 @@ def _unheard(key: str, value: Any) -> str:
     group = next((name for name in reversed(_prefixes(key)) if name in keys()), "")
     if group and not keys()[group].group:
         return f"{key} = {_shown(value, key)}: {group} is {keys()[group].allowed} and holds no other keys"
-    there = ", ".join(names_in(group))
+    members = ", ".join(names_in(group))
     hint = f"did you mean {near}? " if near else ""
     other = f"; {lookup.PAGE} has keys of other programs" if lookup.foreign(key) and not group else ""
     return (
-        f"{key} = {_shown(value, key)} is not known here; {hint}allowed in {group or 'a configuration'}: {there}{other}"
+        f"{key} = {_shown(value, key)} is not known here; {hint}allowed in {group or 'a configuration'}: "
+        f"{members}{other}"
     )
 
 

@@ -32,12 +32,12 @@ def check_critic(c: Config) -> None:
 
 
 def _check_unused(c: Config) -> None:
-    for group, found, usual in (
+    for group, settings, defaults in (
         ("critic", c.critic, CriticConfig()),
         ("algorithm.gae", c.algorithm.gae, GaeConfig()),
     ):
-        for field in fields(usual):
-            if getattr(found, field.name) != getattr(usual, field.name):
+        for field in fields(defaults):
+            if getattr(settings, field.name) != getattr(defaults, field.name):
                 raise UserError(
                     f"{group}.{field.name} is set: algorithm.advantage={c.algorithm.advantage} has no critic; give "
                     f"algorithm.advantage=gae, or leave {group}.{field.name} out"

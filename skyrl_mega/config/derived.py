@@ -125,20 +125,20 @@ def logit_chunk(policy: PolicyConfig, device: str) -> int | None:
 
 def gpus_needed(config: Config) -> int:
     """Returns the number of GPUs for policy, reference, critic and engines; colocated GPUs count once."""
-    apart = 0 if config.cluster.shared else config.rollout.engines * engine_ranks(config.rollout)
-    return policy_ranks(config) + reference_ranks(config) + critic_ranks(config) + apart
+    engine_gpus = 0 if config.cluster.shared else config.rollout.engines * engine_ranks(config.rollout)
+    return policy_ranks(config) + reference_ranks(config) + critic_ranks(config) + engine_gpus
 
 
 def idle_gpus(config: Config) -> str | None:
     """Returns a note about unused GPUs in a run on CUDA; None if all are used."""
     engines, policy = config.rollout.engines * engine_ranks(config.rollout), policy_ranks(config)
     total = config.cluster.nodes * config.cluster.gpus_per_node
-    made = f"rollout.engines={config.rollout.engines} of {engine_ranks(config.rollout)} GPUs"
+    engines_text = f"rollout.engines={config.rollout.engines} of {engine_ranks(config.rollout)} GPUs"
     if config.cluster.shared and engines < policy:
-        return f"{made}: {policy - engines} of the policy's {policy} GPUs have no engine and generate nothing"
+        return f"{engines_text}: {policy - engines} of the policy's {policy} GPUs have no engine and generate nothing"
     if (needed := gpus_needed(config)) < total:
         trained = "policy, reference, critic" if has_critic(config) else "policy, reference"
-        return f"{total - needed} of {total} GPUs are nobody's: {trained} and engines ({made}) take {needed}"
+        return f"{total - needed} of {total} GPUs are nobody's: {trained} and engines ({engines_text}) take {needed}"
     return None
 
 
@@ -268,10 +268,10 @@ def length_limit(rollout: RolloutConfig) -> int:
 
 def evaluation_sampling(config: Config) -> SamplingConfig:
     """Returns the sampling settings of an evaluation: the training settings, overridden by `evaluation`."""
-    sampling, own = config.rollout.sampling, config.evaluation
+    sampling, evaluation = config.rollout.sampling, config.evaluation
     return replace(
         sampling,
-        temperature=sampling.temperature if own.temperature is None else own.temperature,
-        top_p=sampling.top_p if own.top_p is None else own.top_p,
-        max_tokens=own.max_tokens or sampling.max_tokens,
+        temperature=sampling.temperature if evaluation.temperature is None else evaluation.temperature,
+        top_p=sampling.top_p if evaluation.top_p is None else evaluation.top_p,
+        max_tokens=evaluation.max_tokens or sampling.max_tokens,
     )

@@ -48,9 +48,9 @@ def load(path: str, key: str, *, kind: str = "class", contract: Mapping[str, str
             module = _module_of_name(source, f"{key}={path}", kind, contract or {})
     value = getattr(module, attribute, None)
     if value is None:
-        own = [n for n, v in vars(module).items() if isinstance(v, KINDS[kind]) and v.__module__ == module.__name__]
-        near = get_close_matches(attribute, own, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(own) or f'no {kind}'}"
+        names = [n for n, v in vars(module).items() if isinstance(v, KINDS[kind]) and v.__module__ == module.__name__]
+        near = get_close_matches(attribute, names, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names) or f'no {kind}'}"
         raise UserError(f"{key}={path}: {source} has no {kind} {attribute}; {hint}")
     return value
 
@@ -95,9 +95,11 @@ def check_takes_two(function: Callable[..., Any], setting: str, takes: str) -> N
     try:
         signature.bind(None, None)
     except TypeError as error:
-        plain = [one.replace(annotation=inspect.Parameter.empty) for one in signature.parameters.values()]
-        own = signature.replace(parameters=plain, return_annotation=inspect.Signature.empty)
-        raise UserError(f"{setting}: it takes {own}; give it two parameters, {takes}") from error
+        parameters = [
+            parameter.replace(annotation=inspect.Parameter.empty) for parameter in signature.parameters.values()
+        ]
+        plain_signature = signature.replace(parameters=parameters, return_annotation=inspect.Signature.empty)
+        raise UserError(f"{setting}: it takes {plain_signature}; give it two parameters, {takes}") from error
 
 
 def forms(kind: str) -> str:

@@ -41,14 +41,14 @@ class Key:
     @cached_property
     def rule(self) -> Rule:
         """Rule of valid values; for a group, only nullability matters."""
-        of = self.metadata
+        metadata = self.metadata
         return Rule(
             self.type if self.type in TYPES else dict,
             self.nullable,
-            of.get("low"),
-            of.get("high"),
-            choices=of.get("allowed", ()),
-            empty=of.get("empty", True),
+            metadata.get("low"),
+            metadata.get("high"),
+            choices=metadata.get("allowed", ()),
+            empty=metadata.get("empty", True),
         )
 
     @property
@@ -66,8 +66,8 @@ class Key:
 
     @property
     def _examples(self) -> str:
-        of = self.metadata.get("examples", {})
-        return ": " + ", ".join(f"{text} {meaning}" for text, meaning in of.items()) if of else ""
+        examples = self.metadata.get("examples", {})
+        return ": " + ", ".join(f"{text} {meaning}" for text, meaning in examples.items()) if examples else ""
 
     def allows(self, value: Any) -> bool:
         """Returns True if `value` has the key's type and range; relations to other settings are not checked."""
@@ -85,15 +85,15 @@ def nearest(name: str) -> str | None:
 
     A generic last word (`COMMON`) matches only within the same group; returns None without a match.
     """
-    every = list(keys())
+    names = list(keys())
     last = name.rpartition(".")[2]
-    same = [key for key in every if key.rpartition(".")[2] == last]
+    same = [key for key in names if key.rpartition(".")[2] == last]
     if last in COMMON:
         group = name.partition(".")[0] + "."
         same = [key for key in same if key.startswith(group)]
-        if not same and group in (f"{key}." for key in every):
+        if not same and group in (f"{key}." for key in names):
             return None
-    near = get_close_matches(name, same or every, n=1, cutoff=0.3 if same else 0.6)
+    near = get_close_matches(name, same or names, n=1, cutoff=0.3 if same else 0.6)
     return near[0] if near else None
 
 
@@ -106,24 +106,24 @@ def docstrings(cls: type) -> dict[str, str]:
     """Returns field name → the docstring under the field, as a single line."""
     body = ast.parse(inspect.getsource(cls)).body[0]
     assert isinstance(body, ast.ClassDef)
-    found = {}
+    docs = {}
     for field, doc in zip(body.body, body.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and isinstance(doc, ast.Expr):
-            found[field.target.id] = " ".join(ast.literal_eval(doc.value).split())
-    return found
+            docs[field.target.id] = " ".join(ast.literal_eval(doc.value).split())
+    return docs
 
 
-def _walk(cls: type, prefix: str, usual: Any = None) -> Iterator[Key]:
-    """Yields the keys of a group; `usual` is the default instance of this group in the group above."""
+def _walk(cls: type, prefix: str, group_default: Any = None) -> Iterator[Key]:
+    """Yields the keys of a group; `group_default` is the default instance of this group in the group above."""
     hints, docs = get_type_hints(cls), docstrings(cls)
     for field in fields(cls):
-        of, nullable = _without_none(hints[field.name])
-        own = field.default_factory() if field.default_factory is not MISSING else field.default
-        default = getattr(usual, field.name, own)
-        doc = docs.get(field.name) or (inspect.getdoc(of) or "" if is_dataclass(of) else "")
-        yield Key(prefix + field.name, of, nullable, default, dict(field.metadata), doc)
-        if isinstance(of, type) and is_dataclass(of):
-            yield from _walk(of, f"{prefix}{field.name}.", default)
+        field_type, nullable = _without_none(hints[field.name])
+        field_default = field.default_factory() if field.default_factory is not MISSING else field.default
+        default = getattr(group_default, field.name, field_default)
+        doc = docs.get(field.name) or (inspect.getdoc(field_type) or "" if is_dataclass(field_type) else "")
+        yield Key(prefix + field.name, field_type, nullable, default, dict(field.metadata), doc)
+        if isinstance(field_type, type) and is_dataclass(field_type):
+            yield from _walk(field_type, f"{prefix}{field.name}.", default)
 
 
 def _without_none(hint: Any) -> tuple[Any, bool]:

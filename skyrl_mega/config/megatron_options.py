@@ -158,7 +158,7 @@ def unplanned(policy: PolicyConfig) -> list[str]:
     """Returns notes about given options not included in the memory plan."""
     given = policy.options
     return [
-        f"policy.options.{name} = {shown(given[name])}: {told}" for name, told in UNPLANNED.items() if given.get(name)
+        f"policy.options.{name} = {shown(given[name])}: {note}" for name, note in UNPLANNED.items() if given.get(name)
     ]
 
 

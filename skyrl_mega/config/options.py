@@ -96,7 +96,10 @@ def filled(key: str, given: Any, declared: Mapping[str, Option] | None) -> dict[
             near = get_close_matches(str(name), declared, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
             raise UserError(f"{key}.{shown(name)}: there is no such option; {hint}allowed is {_there(declared)}")
-    return {name: _one(f"{key}.{name}", (given or {}).get(name, of.default), of) for name, of in declared.items()}
+    return {
+        name: _one(f"{key}.{name}", (given or {}).get(name, option.default), option)
+        for name, option in declared.items()
+    }
 
 
 def _one(key: str, value: Any, option: Option) -> Any:

@@ -75,15 +75,15 @@ def check(value: Any, *, deepest: int = DEEPEST, numbers: bool = True) -> None:
     Raises:
         Malformed: The value violates one of these rules.
     """
-    waiting = [(value, 0)]
-    while waiting:
-        value, depth = waiting.pop()
+    pending = [(value, 0)]
+    while pending:
+        value, depth = pending.pop()
         if depth > deepest:  # also reached if a YAML anchor contains itself
             raise Malformed(f"it nests deeper than {deepest} levels")
         if isinstance(value, Mapping):
-            waiting += ((part, depth + 1) for pair in value.items() for part in pair)
+            pending += ((part, depth + 1) for pair in value.items() for part in pair)
         elif isinstance(value, list | tuple):
-            waiting += ((part, depth + 1) for part in value)
+            pending += ((part, depth + 1) for part in value)
         elif numbers and isinstance(value, float) and not math.isfinite(value):
             raise Malformed(f"{value} is no number")
         elif numbers and isinstance(value, int) and value.bit_length() > LONGEST_INTEGER:
@@ -159,23 +159,23 @@ def check_folder(folder: Path, fix: str) -> None:
         raise UserError(f"{folder}: {reason(error)}; {fix}") from error
     for file in files:
         try:
-            found = os.stat(file)
-            if stat.S_ISDIR(found.st_mode):
+            status = os.stat(file)
+            if stat.S_ISDIR(status.st_mode):
                 continue
-            _check_kind(file, found)
+            _check_kind(file, status)
         except FileNotFoundError:  # a broken link is reported by the reader of the file
             continue
         except OSError as error:
             raise UserError(f"{file}: {reason(error)}; {fix}") from error
-        if file.suffix in SMALL and found.st_size > MOST_BYTES:
+        if file.suffix in SMALL and status.st_size > MOST_BYTES:
             raise UserError(f"{file}: it has more than {MOST_BYTES} bytes; {fix}")
 
 
-def _check_kind(file: Path, found: os.stat_result) -> None:
-    if stat.S_ISDIR(found.st_mode):
+def _check_kind(file: Path, status: os.stat_result) -> None:
+    if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
-    if not stat.S_ISREG(found.st_mode):
-        raise OSError(errno.EINVAL, f"it is {KINDS[stat.S_IFMT(found.st_mode)]}, not a regular file", str(file))
+    if not stat.S_ISREG(status.st_mode):
+        raise OSError(errno.EINVAL, f"it is {KINDS[stat.S_IFMT(status.st_mode)]}, not a regular file", str(file))
 
 
 def lines(file: Path) -> Iterator[tuple[int, bytes]]:
@@ -185,14 +185,14 @@ def lines(file: Path) -> Iterator[tuple[int, bytes]]:
         OSError: The file cannot be read.
         UserError: A line exceeds MOST_BYTES.
     """
-    place = 0
+    offset = 0
     with open_regular(file) as opened:
         while line := opened.readline(MOST_BYTES + 1):
             if len(line) > MOST_BYTES:
-                raise UserError(f"{file}: the line at byte {place} has more than {MOST_BYTES} bytes; write it again")
+                raise UserError(f"{file}: the line at byte {offset} has more than {MOST_BYTES} bytes; write it again")
             if line.strip():
-                yield place, line
-            place += len(line)
+                yield offset, line
+            offset += len(line)
 
 
 def reason(error: Exception) -> str:

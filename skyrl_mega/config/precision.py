@@ -45,14 +45,14 @@ def needs(precision: PrecisionConfig) -> Needs | None:
 
 def row_multiple(precision: PrecisionConfig, spec: str) -> int:
     """Returns the required divisor of a policy rank's token count, reached by padding. `spec`: `te` or `local`."""
-    found = needs(precision)
-    return found.rows if found and spec == "te" else 1
+    requirements = needs(precision)
+    return requirements.rows if requirements and spec == "te" else 1
 
 
 def environment(precision: PrecisionConfig) -> dict[str, str]:
     """Returns the environment variables of a rank on CUDA."""
-    found = needs(precision)
-    return dict(found.environment) if found else {}
+    requirements = needs(precision)
+    return dict(requirements.environment) if requirements else {}
 
 
 def check_precision(c: Config) -> None:
@@ -157,19 +157,19 @@ def check_gpu(precision: PrecisionConfig, capability: tuple[int, int]) -> None:
     Raises:
         UserError: The GPU is too old or too new.
     """
-    found = needs(precision)
-    if found is None or found.capability[0] <= capability < found.capability[1]:
+    requirements = needs(precision)
+    if requirements is None or requirements.capability[0] <= capability < requirements.capability[1]:
         return
-    can = [name for name, of in RECIPES.items() if of.capability[0] <= capability < of.capability[1]]
+    supported = [name for name, needed in RECIPES.items() if needed.capability[0] <= capability < needed.capability[1]]
     raise UserError(
         f"policy.precision.recipe = {precision.recipe}: this GPU (compute capability {capability[0]}.{capability[1]}) "
-        f"does not multiply such numbers; allowed on it: {', '.join(['model', *can])}"
+        f"does not multiply such numbers; allowed on it: {', '.join(['model', *supported])}"
     )
 
 
 def _modules(c: Config) -> list[str]:
-    found = c.policy.options.get("recompute_modules")
-    return [str(one) for one in found] if isinstance(found, list) else []
+    modules = c.policy.options.get("recompute_modules")
+    return [str(module) for module in modules] if isinstance(modules, list) else []
 
 
 def check_layers(precision: PrecisionConfig, layers: int, pipeline: int) -> None:
@@ -183,13 +183,13 @@ def check_layers(precision: PrecisionConfig, layers: int, pipeline: int) -> None
     Raises:
         UserError: Too many layers are excluded.
     """
-    most = layers // pipeline
+    limit = layers // pipeline
     for name in ("first_layers", "last_layers"):
-        if getattr(precision, name) > most:
+        if getattr(precision, name) > limit:
             raise UserError(
                 f"policy.precision.{name} = {getattr(precision, name)}: megatron-core takes at most the layers of a "
-                f"pipeline stage, {layers} // {pipeline} = {most}, and one layer is to be left; give at most "
-                f"{min(most, layers - 1)}"
+                f"pipeline stage, {layers} // {pipeline} = {limit}, and one layer is to be left; give at most "
+                f"{min(limit, layers - 1)}"
             )
     if precision.first_layers + precision.last_layers >= layers:
         raise UserError(

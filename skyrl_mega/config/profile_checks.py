@@ -13,10 +13,10 @@ def check_profile(c: Config) -> None:
     profile, ranks = c.telemetry.profile, policy_ranks(c)
     for name, given in (("steps", profile.steps), ("ranks", profile.ranks)):
         check_once(f"telemetry.profile.{name}", given)
-    if not profile.steps and profile.ranks != (usual := ProfileConfig().ranks):
+    if not profile.steps and profile.ranks != (default_ranks := ProfileConfig().ranks):
         raise UserError(
             f"telemetry.profile.ranks = {profile.ranks}: no step is recorded; give telemetry.profile.steps, or "
-            f"telemetry.profile.ranks={usual}"
+            f"telemetry.profile.ranks={default_ranks}"
         )
     beyond = [rank for rank in profile.ranks if rank >= ranks]
     if profile.steps and beyond:

@@ -69,15 +69,15 @@ def bounded_batches(reader: pq.ParquetFile, most: int) -> Iterator[pa.RecordBatc
 
 def _groups(reader: pq.ParquetFile, most: int) -> Iterator[tuple[list[int], int, int]]:
     """Yields adjacent row groups to read together, with row count and bytes."""
-    taken, count, size = list[int](), 0, 0
+    groups, count, size = list[int](), 0, 0
     for index in range(reader.num_row_groups):
         group = reader.metadata.row_group(index)
-        if taken and (count + group.num_rows > most or size + group.total_byte_size > BYTES_AT_ONCE):
-            yield taken, count, size
-            taken, count, size = [], 0, 0
-        taken, count, size = [*taken, index], count + group.num_rows, size + group.total_byte_size
-    if taken:
-        yield taken, count, size
+        if groups and (count + group.num_rows > most or size + group.total_byte_size > BYTES_AT_ONCE):
+            yield groups, count, size
+            groups, count, size = [], 0, 0
+        groups, count, size = [*groups, index], count + group.num_rows, size + group.total_byte_size
+    if groups:
+        yield groups, count, size
 
 
 def _after(count: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

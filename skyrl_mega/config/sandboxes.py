@@ -58,13 +58,13 @@ def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
     if config.environment.slots is not None:
         trajectories = min(trajectories, config.environment.slots)
     node = config.cluster.host_memory_gib
-    usual = usual_total_mib(node * 1024 if node is not None else machine_mib())
+    default_total = usual_total_mib(node * 1024 if node is not None else machine_mib())
     total = 0.0
     for name, key in SANDBOXES.items():
         if name in named:
             limits = (config.environment.options.get(name) or {}).get(key) or {}
             disks = trajectories if name in SESSIONS else min(trajectories, config.environment.workers)
-            total += limits.get("total_mib", usual) + disks * limits.get("disk_mib", SANDBOX_DISK_MIB)
+            total += limits.get("total_mib", default_total) + disks * limits.get("disk_mib", SANDBOX_DISK_MIB)
     return total
 
 
@@ -77,7 +77,7 @@ def evaluated(config: Config) -> int:
         return 0
     prompts = 0
     for file in config.data.eval:
-        prompts += min((n for n in (_rows(file), config.evaluation.limit) if n is not None), default=0)
+        prompts += min((rows for rows in (_rows(file), config.evaluation.limit) if rows is not None), default=0)
     return prompts * config.evaluation.samples
 
 

@@ -88,8 +88,8 @@ def is_secret(key: str, value: Any) -> bool:
     """Returns True if the words of a setting's key, or of a key above, name a secret."""
     for prefix in NAMES:
         if key.startswith(prefix):
-            name, _, below = key.removeprefix(prefix).partition(".")
-            key = below or ("" if prefix == CLASSES else name)
+            name, _, rest = key.removeprefix(prefix).partition(".")
+            key = rest or ("" if prefix == CLASSES else name)
     parts = [part for part in key.split(".") if part and not part.isdigit()]
     if not parts or isinstance(value, bool) or not isinstance(value, str | int | float) or value == "":
         return False
@@ -113,19 +113,19 @@ def hide_in_text(text: str) -> str:
     for start, end in reversed(list(secret_spans(text))):
         if not TAKEN.fullmatch(text[start:end]):
             text = f"{text[:start]}{MASK}{text[end:]}"
-    return USER.sub(lambda found: _but_taken(found[0]), text)
+    return USER.sub(lambda match: _but_taken(match[0]), text)
 
 
 def secret_spans(text: str) -> Iterator[tuple[int, int]]:
     """Yields start and end of each value in a text after the name of a secret."""
-    place = 0
-    while pair := PAIR.search(text, place):
-        place = pair.end("name")
+    position = 0
+    while pair := PAIR.search(text, position):
+        position = pair.end("name")
         pattern = SHOWN if pair["shown"] and "." in pair["name"] else VALUE
         value = pattern.match(text, pair.end())
         if value and value.lastgroup and _is_pair(pair, value[value.lastgroup]):
             yield value.span(value.lastgroup)
-            place = value.end()
+            position = value.end()
 
 
 def is_option(word: Any) -> bool:
@@ -162,14 +162,14 @@ def _named(part: str) -> bool:
         return False
     if any(word in SECRETS or ENDINGS.fullmatch(word) for word in words):
         return True
-    if any(one in OF_KEYS and two == "key" for one, two in pairwise(words)):
+    if any(first in OF_KEYS and second == "key" for first, second in pairwise(words)):
         return True
-    before = words[-2] if len(words) > 1 else ""
+    preceding = words[-2] if len(words) > 1 else ""
     if words[-1] == "token":
-        return before not in TEXT_TOKENS and COUNTS.isdisjoint(words)
+        return preceding not in TEXT_TOKENS and COUNTS.isdisjoint(words)
     if words[-1] == "key":
-        return bool(before) and before not in DATA_KEYS
-    return words[-1] == "pass" and before not in WAYS
+        return bool(preceding) and preceding not in DATA_KEYS
+    return words[-1] == "pass" and preceding not in WAYS
 
 
 def _words(part: str) -> list[str]:

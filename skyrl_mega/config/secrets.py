@@ -95,7 +95,7 @@ def masked(value: Any, key: str = "") -> Any:
     if isinstance(value, Mapping):
         return {name: masked(inner, _below(key, name)) for name, inner in value.items()}
     if isinstance(value, list | tuple):
-        parts = [masked(inner, _below(key, place)) for place, inner in enumerate(value)]
+        parts = [masked(inner, _below(key, index)) for index, inner in enumerate(value)]
         after_option = [False, *map(is_option, value)]
         return [
             MASK if hide and isinstance(part, str) else part for hide, part in zip(after_option, parts, strict=False)
@@ -149,8 +149,8 @@ def leaves(value: Any, key: str = "") -> Iterator[tuple[str, Any]]:
         for name, inner in value.items():
             yield from leaves(inner, _below(key, name))
     elif isinstance(value, list | tuple):
-        for place, inner in enumerate(value):
-            yield from leaves(inner, _below(key, place))
+        for index, inner in enumerate(value):
+            yield from leaves(inner, _below(key, index))
     else:
         yield key, value
 

@@ -21,11 +21,11 @@ def check_speed(c: Config) -> None:
 
 
 def _head(c: Config) -> None:
-    usual = PolicyConfig().logit_chunk
-    if c.policy.head == "fused" and c.policy.logit_chunk != usual:
+    default = PolicyConfig().logit_chunk
+    if c.policy.head == "fused" and c.policy.logit_chunk != default:
         raise UserError(
             f"policy.logit_chunk = {c.policy.logit_chunk}: policy.head=fused has no logits in memory, and so no chunks "
-            f"of them; give policy.head=chunked, or policy.logit_chunk={usual}"
+            f"of them; give policy.head=chunked, or policy.logit_chunk={default}"
         )
 
 
@@ -69,13 +69,13 @@ def _fusions(c: Config) -> None:
 def _dispatcher(c: Config) -> None:
     if c.policy.moe.dispatcher != "deepep":
         return
-    said = "policy.moe.dispatcher = deepep"
+    setting = "policy.moe.dispatcher = deepep"
     fix = "give policy.moe.dispatcher=alltoall"
     if without := _no_transformer_engine(c):
-        raise UserError(f"{said}: it has kernels for CUDA alone, and {without}; {fix}")
+        raise UserError(f"{setting}: it has kernels for CUDA alone, and {without}; {fix}")
     if c.model.dtype != "bfloat16":
         raise UserError(
-            f"{said}: it sends bfloat16, and model.dtype is {c.model.dtype}; {fix}, or model.dtype=bfloat16"
+            f"{setting}: it sends bfloat16, and model.dtype is {c.model.dtype}; {fix}, or model.dtype=bfloat16"
         )
 
 

@@ -42,8 +42,8 @@ def check_unread(c: Config) -> None:
     Raises:
         UserError: key, value, reason, fix.
     """
-    if not _own(c.algorithm) and (found := next(_changed(c, _refused(c.algorithm)), None)):
-        raise UserError(found)
+    if not _own(c.algorithm) and (error := next(_changed(c, _refused(c.algorithm)), None)):
+        raise UserError(error)
 
 
 def unread_notes(c: Config) -> list[str]:
@@ -54,11 +54,11 @@ def unread_notes(c: Config) -> list[str]:
 
 def _without_prompts(c: Config) -> Iterator[str]:
     """Yields a note about evaluation settings if there are no evaluation prompts."""
-    usual = asdict(EvaluationConfig())
-    changed = {name: value for name, value in asdict(c.evaluation).items() if value != usual[name]}
+    defaults = asdict(EvaluationConfig())
+    changed = {name: value for name, value in asdict(c.evaluation).items() if value != defaults[name]}
     if not c.data.eval and changed and c.evaluation.every:
-        given = ", ".join(f"evaluation.{name}={shown(value)}" for name, value in changed.items())
-        yield f"{given}: data.eval=[] has no prompts to evaluate on; give files as data.eval, or leave it out"
+        changed_text = ", ".join(f"evaluation.{name}={shown(value)}" for name, value in changed.items())
+        yield f"{changed_text}: data.eval=[] has no prompts to evaluate on; give files as data.eval, or leave it out"
 
 
 def _own(a: AlgorithmConfig) -> bool:
@@ -71,8 +71,8 @@ def _changed(c: Config, candidates: Iterator[tuple[str, str, str]]) -> Iterator[
     for name, why, fix in candidates:
         key = f"algorithm.{name}"
         value = reduce(getattr, name.split("."), c.algorithm)
-        if value != (usual := keys()[key].default):
-            yield f"{key} = {shown(value)}: {why}; give {fix}, or {key}={shown(usual)}"
+        if value != (default := keys()[key].default):
+            yield f"{key} = {shown(value)}: {why}; give {fix}, or {key}={shown(default)}"
 
 
 def _refused(a: AlgorithmConfig) -> Iterator[tuple[str, str, str]]:
@@ -116,20 +116,20 @@ def _told(a: AlgorithmConfig) -> Iterator[tuple[str, str, str]]:
 def _of_sequences(a: AlgorithmConfig) -> bool:
     """Returns True if a loss or correction uses sequence-level ratios."""
     rejection = a.rejection
-    whole = (rejection.outlier_low, rejection.outlier_high, rejection.off_policy)
+    bounds = (rejection.outlier_low, rejection.outlier_high, rejection.off_policy)
     return (
         a.loss in ("gspo", "gmpo")
         or (a.importance_cap is not None and a.importance_level == "sequence")
         or rejection.level in ("sequence", "geometric")
-        or any(bound is not None for bound in whole)
+        or any(bound is not None for bound in bounds)
     )
 
 
 def _of_other_losses(loss: str) -> Iterator[tuple[str, str, str]]:
     """Yields settings read only by other losses, except `dual_clip`, because `loss_checks` rejects it."""
-    own = [name for name in READS[loss] if name != "dual_clip"]
+    read_here = [name for name in READS[loss] if name != "dual_clip"]
     others = {name: other for other, names in reversed(READS.items()) for name in names if name != "dual_clip"}
     for name, other in sorted(others.items()):
-        if name not in own:
-            mine = " and ".join(f"algorithm.{name}" for name in own)
-            yield name, f"algorithm.loss={loss} reads {mine}, and not this", f"algorithm.loss={other}"
+        if name not in read_here:
+            read_text = " and ".join(f"algorithm.{name}" for name in read_here)
+            yield name, f"algorithm.loss={loss} reads {read_text}, and not this", f"algorithm.loss={other}"

@@ -124,13 +124,13 @@ def _plain(number: float) -> str:
 
 def _leaves(value: Any) -> Iterator[Any]:
     """Yields keys and values of nested mappings and lists."""
-    waiting = [value]
-    while waiting:
-        value = waiting.pop()
+    pending = [value]
+    while pending:
+        value = pending.pop()
         if isinstance(value, Mapping):
-            waiting += [*value.keys(), *value.values()]
+            pending += [*value.keys(), *value.values()]
         elif isinstance(value, list | tuple):
-            waiting += value
+            pending += value
         else:
             yield value
 

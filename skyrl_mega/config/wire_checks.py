@@ -32,13 +32,13 @@ def check_wire(c: Config) -> None:
         )
 
 
-def _check_checkpoint(c: Config, kind: Any, given: Any) -> None:
+def _check_checkpoint(c: Config, kind: Any, quantization: Any) -> None:
     """Checks engines with the parameters of a quantized checkpoint; `kind`: `rollout.options.quantization`."""
     key = "rollout.options.hf_overrides.quantization_config"
-    if not isinstance(given, dict) or any(given.get(name) != value for name, value in CHECKPOINT.items()):
+    if not isinstance(quantization, dict) or any(quantization.get(name) != value for name, value in CHECKPOINT.items()):
         raise UserError(
-            f"{key} = {shown(given)}: a weight sync brings FP8 numbers with a scale for each block of 128 × 128, and "
-            f"no other quantised weights; give it {shown(CHECKPOINT)[1:-1]}, or leave it out and give {INSTEAD}"
+            f"{key} = {shown(quantization)}: a weight sync brings FP8 numbers with a scale for each block of 128 × "
+            f"128, and no other quantised weights; give it {shown(CHECKPOINT)[1:-1]}, or leave it out and give {INSTEAD}"
         )
     if kind not in (None, CHECKPOINT["quant_method"]):
         raise UserError(

@@ -51,10 +51,10 @@ class Files(FileConfigSource):
         text = Path(self.path, self._normalize_file_name(config_path)).read_text(encoding="utf-8")
         values = OmegaConf.to_container(read.config, resolve=False)
         if isinstance(values, dict):
-            own = {name: values.pop(name) for name in ("defaults", "hydra") if name in values}
+            reserved = {name: values.pop(name) for name in ("defaults", "hydra") if name in values}
             # BaseLoader keeps every scalar as text.
             marked = _marked(values, yaml.load(text, Loader=yaml.BaseLoader))
-            read.config = OmegaConf.create(own | marked)
+            read.config = OmegaConf.create(reserved | marked)
         return read
 
 
