@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from skyrl_mega.config.derived import OF_EXPERTS
+from skyrl_mega.config.derived import MOE_FUSIONS
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.values import shown
@@ -30,7 +30,7 @@ def check_experts(config: Config, hf: Mapping[str, Any]) -> None:
         raise UserError(
             f"policy.moe.dispatcher = deepep: {reason} no token is sent to any; give policy.moe.dispatcher=alltoall"
         )
-    if unused := [name for name in fusions if name in OF_EXPERTS]:
+    if unused := [name for name in fusions if name in MOE_FUSIONS]:
         raise UserError(
             f"policy.fusions = {shown(fusions)}: {reason} {' and '.join(unused)} would do nothing; allowed there are "
             "rope and swiglu, or null for all that the model has"

@@ -46,10 +46,10 @@ def manual() -> str:
     lines = [OPENING.rstrip()]
     for group in (key for key in keys().values() if key.group):
         held = [key for key in keys().values() if key.name.rpartition(".")[0] == group.name and not key.group]
-        lines += ["", f"## `{group.name}`", "", _about(group)]
+        lines += ["", f"## `{group.name}`", "", _description(group)]
         if held:
             lines += ["", "| key | default | allowed | meaning |", "|---|---|---|---|", *map(_row, held)]
-            lines += _elsewhere(held)
+            lines += _other_names(held)
     return "\n".join(lines) + "\n"
 
 
@@ -58,7 +58,7 @@ def _row(key: Key) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
-def _elsewhere(held: list[Key]) -> list[str]:
+def _other_names(held: list[Key]) -> list[str]:
     """Returns the table of other programs' names for the settings of a group."""
     rows = [(key, lookup.names(key.name)) for key in held]
     cells = [
@@ -70,7 +70,7 @@ def _elsewhere(held: list[Key]) -> list[str]:
     return [*head, *("| " + " | ".join(f"`{c}`" if c else "" for c in row) + " |" for row in cells)] if cells else []
 
 
-def _about(key: Key) -> str:
+def _description(key: Key) -> str:
     """Returns the description of a group: the docstring of its dataclass, plus the field's own docstring if
     different."""
     general = " ".join((inspect.getdoc(key.type) or "").split())

@@ -8,7 +8,7 @@ from skyrl_mega.config.schema import AlgorithmConfig, Config
 
 CORRECTION = "algorithm.importance_cap=2"
 """Usual correction for training on tokens of older weights."""
-USUAL = 1
+DEFAULT_STALENESS = 1
 """Default of `asynchrony.max_staleness`."""
 MOST_SIMULATED = 16
 """Largest staleness simulated by `--simulate`, above the best values of all modes; the cost of a simulation grows with
@@ -19,7 +19,7 @@ def check_asynchrony(c: Config) -> None:
     """Raises UserError if generation and training cannot overlap with these settings, or if training would be wrong."""
     mode, max_staleness = c.asynchrony.mode, c.asynchrony.max_staleness
     if mode == "off":
-        if max_staleness not in (0, USUAL):
+        if max_staleness not in (0, DEFAULT_STALENESS):
             raise UserError(
                 f"asynchrony.max_staleness = {max_staleness}: asynchrony.mode=off trains on nothing that is older than "
                 "its weights; give asynchrony.mode=full, or leave asynchrony.max_staleness out"
@@ -30,7 +30,9 @@ def check_asynchrony(c: Config) -> None:
             f"asynchrony.max_staleness = {max_staleness}: asynchrony.mode=one_step is one step ahead, allowed is 0 or "
             "1; give asynchrony.max_staleness=1, or asynchrony.mode=full for more"
         )
-    off = "asynchrony.mode=off" + ("" if max_staleness in (0, USUAL) else " and leave out asynchrony.max_staleness")
+    off = "asynchrony.mode=off" + (
+        "" if max_staleness in (0, DEFAULT_STALENESS) else " and leave out asynchrony.max_staleness"
+    )
     needs = f", and {CORRECTION} for what is stale" if max_staleness and not corrected(c.algorithm) else ""
     if c.cluster.shared:
         raise UserError(
@@ -50,7 +52,7 @@ def check_asynchrony(c: Config) -> None:
             "algorithm.rejection.level=token, or asynchrony.max_staleness=0"
         )
     if mode == "full":
-        _full(c)
+        _check_full(c)
 
 
 def corrected(a: AlgorithmConfig) -> bool:
@@ -59,7 +61,7 @@ def corrected(a: AlgorithmConfig) -> bool:
     return user_loss or a.rejection.level != "off" or a.importance_cap is not None or a.old_logprobs == "engine"
 
 
-def _full(c: Config) -> None:
+def _check_full(c: Config) -> None:
     """Rejects settings not supported by `mode=full`."""
     dynamic = c.algorithm.dynamic_sampling
     unsupported = {

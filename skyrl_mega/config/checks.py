@@ -17,7 +17,7 @@ from skyrl_mega.config.advantage_checks import check_advantage
 from skyrl_mega.config.asynchrony_checks import check_asynchrony
 from skyrl_mega.config.critic_checks import check_critic
 from skyrl_mega.config.derived import (
-    SMALL_CACHES,
+    NARROW_CACHES,
     WIDE_CACHES,
     compares_samples,
     critic_ranks,
@@ -308,8 +308,8 @@ def _rollout(c: Config) -> None:
             f"{length_limit(c.rollout)}, the longest "
             "sequence that rollout's limits allow"
         )
-    _taken("rollout.options", r.options, ENGINE_ARGUMENTS)
-    _taken("rollout.chat_template_options", r.chat_template_options, TEMPLATE_ARGUMENTS)
+    _reject_controlled("rollout.options", r.options, ENGINE_ARGUMENTS)
+    _reject_controlled("rollout.chat_template_options", r.chat_template_options, TEMPLATE_ARGUMENTS)
     for name in r.chat_template_options:
         if not isinstance(name, str) or not name.isidentifier():
             raise UserError(
@@ -317,7 +317,7 @@ def _rollout(c: Config) -> None:
             )
 
 
-def _taken(key: str, options: dict[str, Any], controlled: dict[str, str | None]) -> None:
+def _reject_controlled(key: str, options: dict[str, Any], controlled: dict[str, str | None]) -> None:
     """Rejects options controlled by the run itself."""
     for name in options:
         if name in controlled:
@@ -344,7 +344,7 @@ def check_topology(c: Config) -> None:
     data = c.rollout.options.get("data_parallel_size", 1)
     if not isinstance(data, int) or data < 1:
         raise UserError(f"rollout.options.data_parallel_size = {data}: allowed is a whole number of at least 1")
-    cache, allowed = c.rollout.options.get("kv_cache_dtype"), [*filter(None, WIDE_CACHES), *SMALL_CACHES]
+    cache, allowed = c.rollout.options.get("kv_cache_dtype"), [*filter(None, WIDE_CACHES), *NARROW_CACHES]
     if cache is not None and cache not in allowed:
         raise UserError(
             f"rollout.options.kv_cache_dtype = {cache}: allowed is one of {', '.join(allowed)}; give fp8 for a byte an "

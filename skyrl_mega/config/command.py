@@ -17,7 +17,7 @@ from typing import IO, Any, NoReturn
 from skyrl_mega.config.errors import UserError, UserErrors
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.other_programs import lookup
-from skyrl_mega.config.outside import NO_ROOM, is_unicode, reason
+from skyrl_mega.config.outside import DISK_ERRORS, is_unicode, reason
 from skyrl_mega.config.terminal import one_line, printable
 from skyrl_mega.config.values import LONGEST_TEXT, Rule, shown
 
@@ -60,14 +60,14 @@ class Parser(argparse.ArgumentParser):
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         """Ends the command after `--help`."""
-        raise _Helped(status)
+        raise _HelpPrinted(status)
 
     def error(self, message: str) -> NoReturn:
         named = message.removeprefix("argument ").replace(f": {SIGN}", " ", 1)
         unknown = message.partition("unrecognized arguments: ")[2].partition(" ")[0]
-        raise UserError(f"{named}{self._meant(unknown)}; see {self.prog} --help")
+        raise UserError(f"{named}{self._hint(unknown)}; see {self.prog} --help")
 
-    def _meant(self, unknown: str) -> str:
+    def _hint(self, unknown: str) -> str:
         """Returns a hint for an unknown option."""
         name, _, value = unknown.partition("=")
         takes_settings = any(action.dest == "overrides" for action in self._actions)
@@ -77,7 +77,7 @@ class Parser(argparse.ArgumentParser):
         return f"; did you mean {near[0]}?" if near else ""
 
 
-class _Helped(SystemExit):
+class _HelpPrinted(SystemExit):
     """Exit of a command after printing the help."""
 
 
@@ -92,13 +92,13 @@ def guarded(run: Callable[[], int], as_json: bool = False) -> int:
     """
     _open_streams()
     try:
-        code = _lines(run, as_json)
+        code = _run_with_errors(run, as_json)
         sys.stdout.flush()
     except BrokenPipeError:
         nobody_reads(sys.stdout)
         return DONE
     except OSError as error:
-        if error.filename is not None and error.errno not in NO_ROOM:
+        if error.filename is not None and error.errno not in DISK_ERRORS:
             complain(f"error: {one_line(str(error.filename))}: {reason(error)}; name one that you may read or write")
             return WRONG_INPUT
         if error.filename is None:
@@ -140,7 +140,7 @@ def path_of(text: str) -> Path:
     return Path(text)
 
 
-def _lines(run: Callable[[], int], as_json: bool) -> int:
+def _run_with_errors(run: Callable[[], int], as_json: bool) -> int:
     try:
         return run()
     except UserError as error:
@@ -149,7 +149,7 @@ def _lines(run: Callable[[], int], as_json: bool) -> int:
         for line in error.lines:
             complain(f"error: {line}")
         return WRONG_INPUT
-    except _Helped:
+    except _HelpPrinted:
         return DONE
     except SystemExit as error:  # raised by user code: the command ends without having done its work
         at = traceback.extract_tb(error.__traceback__)[-1]

@@ -23,7 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from skyrl_mega.config import outside, secrets, written
 from skyrl_mega.config.errors import UserError, UserErrors
 from skyrl_mega.config.keys import keys, names_in, nearest
-from skyrl_mega.config.meant import MEANT
+from skyrl_mega.config.meant import HINTS
 from skyrl_mega.config.other_programs import lookup
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.secret_names import MASK, is_secret
@@ -65,7 +65,7 @@ def compose(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
         if override not in chosen:
             given += _leaves(override.value(), override.key_or_group)
     secrets.note_literal(given)
-    if unknown := [line for key, value in given for line in _unknown(key, value)]:
+    if unknown := [line for key, value in given for line in _unknown_key_errors(key, value)]:
         raise UserErrors(unknown)
     config: DictConfig = OmegaConf.structured(Config)
     for key, value in given:
@@ -137,7 +137,7 @@ def _parse(text: str) -> Override:
 
 def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
     """Returns the file with all groups as a single tree, with values as written."""
-    listed = _listed(path)
+    listed = _groups_in_defaults(path)
     for group in {*listed, *(o.key_or_group for o in chosen)}:
         for folder in (path.parent, GROUPS):
             for file in sorted((folder / group).glob("*.yaml")):  # Hydra itself reads files without a size limit
@@ -150,7 +150,7 @@ def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
     except RecursionError as error:
         raise UserError(f"--config {path}: its `defaults` go in a circle, or it nests too deep") from error
     except yaml.YAMLError as error:
-        raise _broken(path, error) from error
+        raise _invalid_yaml(path, error) from error
     except MissingConfigException as error:
         missing = error.missing_cfg_file or "?"
         group = missing.rpartition("/")[0]
@@ -166,7 +166,7 @@ def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
     return cast(dict[str, Any], OmegaConf.to_container(tree, resolve=False))
 
 
-def _listed(path: Path) -> set[str]:
+def _groups_in_defaults(path: Path) -> set[str]:
     """Returns the groups named in a file's `defaults`, after checking the whole file.
 
     Raises:
@@ -181,7 +181,7 @@ def _listed(path: Path) -> set[str]:
     except outside.Malformed as error:
         raise UserError(f"--config {path}: {error}") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or an impossible date
-        raise _broken(path, error) from error
+        raise _invalid_yaml(path, error) from error
     if not isinstance(content, dict):
         raise UserError(
             f"--config {path}: it holds a {type(content).__name__}; allowed is a mapping of groups to settings"
@@ -215,7 +215,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
 def _assign(config: DictConfig, key: str, value: Any) -> None:
     """Sets a key to the value, converted to the key's type."""
     known = keys()
-    mapping = _mapping(key)
+    mapping = _free_form_setting(key)
     for name in _prefixes(key) if value == {} else _prefixes(key)[:-1]:
         if name in known and known[name].group and OmegaConf.select(config, name) is None:
             OmegaConf.update(config, name, OmegaConf.structured(known[name].type), merge=False)
@@ -227,48 +227,49 @@ def _assign(config: DictConfig, key: str, value: Any) -> None:
         for entry in value:
             if not isinstance(entry, str):
                 raise UserError(
-                    f"{key} = {_shown(value, key)}: {_shown(entry, key)} is no text; allowed is {known[key].allowed}"
+                    f"{key} = {_shown_masked(value, key)}: {_shown_masked(entry, key)} is no text; allowed is "
+                    f"{known[key].allowed}"
                 )
     number = isinstance(value, int | float)  # OmegaConf would convert any number to text or to true
     if key in known and number and (known[key].type is str or (known[key].type is bool and value not in (0, 1))):
-        raise UserError(f"{key} = {_shown(value, key)}: {known[key].refusal(value)}")
+        raise UserError(f"{key} = {_shown_masked(value, key)}: {known[key].refusal(value)}")
     try:
         OmegaConf.update(config, key, value, merge=False, force_add=mapping is not None)
     except OmegaConfBaseException as error:
         setting = known[mapping or key]
         allowed = f"allowed is {setting.allowed}" if setting.group else setting.refusal(value)
-        raise UserError(f"{key} = {_shown(value, key)}: {allowed}") from error
+        raise UserError(f"{key} = {_shown_masked(value, key)}: {allowed}") from error
 
 
-def _shown(value: Any, key: str) -> str:
+def _shown_masked(value: Any, key: str) -> str:
     return shown(secrets.masked(value, key))
 
 
-def _mapping(key: str) -> str | None:
+def _free_form_setting(key: str) -> str | None:
     """Returns the free-form setting (a mapping) equal to or containing the key; None if there is none."""
     return next((name for name in _prefixes(key) if name in keys() and keys()[name].type is dict), None)
 
 
-def _unknown(key: str, value: Any) -> Iterator[str]:
+def _unknown_key_errors(key: str, value: Any) -> Iterator[str]:
     """Yields error lines for an unknown key: a line, or a line for each key of a group; nothing for a known key."""
-    if key in keys() or _mapping(key):
+    if key in keys() or _free_form_setting(key):
         return
     for name, inner in lookup.leaves(key, value):
-        yield lookup.answer(name, inner) or _unheard(name, inner)
+        yield lookup.answer(name, inner) or _unknown_key_error(name, inner)
 
 
-def _unheard(key: str, value: Any) -> str:
-    if key in MEANT:
-        return f"{key} = {_shown(value, key)} is not known here; {MEANT[key]}"
+def _unknown_key_error(key: str, value: Any) -> str:
+    if key in HINTS:
+        return f"{key} = {_shown_masked(value, key)} is not known here; {HINTS[key]}"
     near = nearest(key)
     group = next((name for name in reversed(_prefixes(key)) if name in keys()), "")
     if group and not keys()[group].group:
-        return f"{key} = {_shown(value, key)}: {group} is {keys()[group].allowed} and holds no other keys"
+        return f"{key} = {_shown_masked(value, key)}: {group} is {keys()[group].allowed} and holds no other keys"
     members = ", ".join(names_in(group))
     hint = f"did you mean {near}? " if near else ""
     other = f"; {lookup.PAGE} has keys of other programs" if lookup.foreign(key) and not group else ""
     return (
-        f"{key} = {_shown(value, key)} is not known here; {hint}allowed in {group or 'a configuration'}: "
+        f"{key} = {_shown_masked(value, key)} is not known here; {hint}allowed in {group or 'a configuration'}: "
         f"{members}{other}"
     )
 
@@ -283,7 +284,7 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0]
 
 
-def _broken(path: Path, error: Exception) -> UserError:
+def _invalid_yaml(path: Path, error: Exception) -> UserError:
     mark = getattr(error, "problem_mark", None)
     where = f" line {mark.line + 1} column {mark.column + 1}" if mark else ""
     return UserError(f"--config {path}:{where} is not YAML: {getattr(error, 'problem', None) or _first_line(error)}")

@@ -91,7 +91,7 @@ def overlaps(policy: PolicyConfig, device: str) -> bool:
 
 FUSIONS = ("rope", "permute", "router", "swiglu")
 """Valid values in `policy.fusions`."""
-OF_EXPERTS = frozenset({"permute", "router"})
+MOE_FUSIONS = frozenset({"permute", "router"})
 """Fusions used only by models with experts."""
 
 
@@ -110,7 +110,7 @@ def fused(policy: PolicyConfig, spec: str, experts: bool) -> frozenset[str]:
         return frozenset()
     wanted = frozenset(FUSIONS if policy.fusions is None else policy.fusions)
     if not experts:
-        return wanted - OF_EXPERTS
+        return wanted - MOE_FUSIONS
     if policy.fusions is None and (policy.moe.replay != "off" or policy.moe.aux_loss):
         return wanted - {"router"}
     return wanted
@@ -220,7 +220,7 @@ def eager(rollout: RolloutConfig, device: str) -> bool:
     return device == "cpu" if rollout.eager is None else rollout.eager
 
 
-ONLINE = "fp8_per_block"
+ONLINE_FP8 = "fp8_per_block"
 """vLLM's online quantization of weights received in a weight sync (`rollout.options.quantization`)."""
 WIDE_CACHES = (None, "auto", "bfloat16", "float16")
 """Values of `rollout.options.kv_cache_dtype` with more than a byte per element; all other values use at most a byte."""
@@ -234,7 +234,7 @@ def fp8_parameters(rollout: RolloutConfig) -> bool:
 
 def fp8_weights(rollout: RolloutConfig) -> bool:
     """Returns True if engines store linear layers in FP8, from an FP8 checkpoint or by online quantization."""
-    return fp8_parameters(rollout) or rollout.options.get("quantization") == ONLINE
+    return fp8_parameters(rollout) or rollout.options.get("quantization") == ONLINE_FP8
 
 
 def small_cache(rollout: RolloutConfig) -> bool:
@@ -242,7 +242,7 @@ def small_cache(rollout: RolloutConfig) -> bool:
     return rollout.options.get("kv_cache_dtype") not in WIDE_CACHES
 
 
-SMALL_CACHES = (
+NARROW_CACHES = (
     *("fp8", "fp8_e4m3", "fp8_e5m2", "fp8_inc", "fp8_ds_mla", "fp8_per_token_head", "int8_per_token_head"),
     *("int4_per_token_head", "nvfp4", "nvfp4_4over6", "nvfp4_ds_mla", "ultraquant_4bit"),
     *("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"),

@@ -19,7 +19,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.values import shown
 
 KINDS = {"class": type, "function": FunctionType}
-_importing = threading.RLock()
+_import_lock = threading.RLock()
 """Held during the import of a user's module; other threads wait until the import is complete. The module must be in
 `sys.modules` earlier, because dataclasses and pickle look there. A module importing itself gets the current, partial
 state."""
@@ -41,7 +41,7 @@ def load(path: str, key: str, *, kind: str = "class", contract: Mapping[str, str
     source, _, attribute = path.rpartition(":")
     if not source or not attribute:
         raise UserError(f"{key}={path}: allowed: {forms(kind)}")
-    with _importing:
+    with _import_lock:
         if source.endswith(".py"):
             module = _module_of_file(source, key, contract or {})
         else:

@@ -8,7 +8,7 @@ from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.values import shown
 
 
-def check_once(key: str, given: Sequence[str | int]) -> None:
+def check_unique(key: str, given: Sequence[str | int]) -> None:
     """Raises UserError for a duplicate entry."""
     for entry in given:
         if given.count(entry) > 1:

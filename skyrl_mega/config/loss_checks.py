@@ -20,9 +20,9 @@ def check_loss(c: Config) -> None:
         UserError: key, value, reason, fix.
     """
     a = c.algorithm
-    _correction(a)
-    _entropy(a.entropy)
-    _covariance(c)
+    _check_correction(a)
+    _check_entropy(a.entropy)
+    _check_covariance(c)
     if a.loss_mean == "micro_batches" and a.loss_mean_samples is None:
         raise UserError(
             "algorithm.loss_mean = micro_batches: it needs algorithm.loss_mean_samples, the samples of one micro-batch "
@@ -60,7 +60,7 @@ def check_loss(c: Config) -> None:
         )
 
 
-def _covariance(c: Config) -> None:
+def _check_covariance(c: Config) -> None:
     """Rejects an empty covariance range, and penalized tokens that cannot have moved."""
     cov, kl_cov = c.algorithm.clip_cov, c.algorithm.kl_cov
     if cov.low >= cov.high:
@@ -79,7 +79,7 @@ def _covariance(c: Config) -> None:
         )
 
 
-def _entropy(e: EntropyConfig) -> None:
+def _check_entropy(e: EntropyConfig) -> None:
     """Rejects an adaptive entropy bonus that cannot adapt."""
     key = "algorithm.entropy"
     if e.top_share == 0:
@@ -100,7 +100,7 @@ def _entropy(e: EntropyConfig) -> None:
         )
 
 
-def _correction(a: AlgorithmConfig) -> None:
+def _check_correction(a: AlgorithmConfig) -> None:
     """Rejects incomplete or ineffective settings of the correction for the engine's mismatch."""
     if a.importance_cap == 0:
         raise UserError(

@@ -16,7 +16,7 @@ _CONTEXT = "policy.layout.context cuts sequences over ranks, and policy.layout.t
 
 _NODES = "cluster.nodes is the number of nodes, and cluster.gpus_per_node that of one node's GPUs"
 
-_CUTS = {
+_LAYOUT_NAMES = {
     "tensor": ("tp", "tensor_parallel", "tensor_parallel_size", "tensor_model_parallel_size"),
     "pipeline": ("pp", "pipeline_parallel", "pipeline_parallel_size", "pipeline_model_parallel_size"),
     "virtual_pipeline": ("vpp", "vp", "virtual_pipeline_model_parallel_size"),
@@ -48,7 +48,7 @@ def _optimizer(group: str) -> dict[str, str]:
     return {f"{group}.{name}": streamed for name in of_host} | {f"{group}.{name}": moments for name in small}
 
 
-MEANT: Mapping[str, str] = {
+HINTS: Mapping[str, str] = {
     "telemetry.profile.enabled": _STEPS,
     "telemetry.profile.enable": _STEPS,
     "policy.precision.enabled": _FP8,
@@ -92,7 +92,7 @@ MEANT: Mapping[str, str] = {
     **{
         f"{group}.{name}": f"{group if '.' in group else 'policy.layout'}.{size} is that size"
         for group in ("policy", "policy.layout", "critic.layout", "reference.layout")
-        for size, names in _CUTS.items()
+        for size, names in _LAYOUT_NAMES.items()
         for name in names
     },
     **{

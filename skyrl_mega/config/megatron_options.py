@@ -67,7 +67,7 @@ _TRANSFORMER: dict[str | None, str] = {
     "flash_decode use_inference_optimized_layers test_mode hetereogenous_dist_checkpoint",
 }
 _RECOMPUTE = "recompute_granularity recompute_method recompute_num_layers recompute_modules moe_layer_recompute"
-_NEEDS = {"recompute_modules": "selective", "recompute_method": "full", "recompute_num_layers": "full"}
+_REQUIRED_GRANULARITY = {"recompute_modules": "selective", "recompute_method": "full", "recompute_num_layers": "full"}
 """Option → required value of `recompute_granularity`; with another value megatron-core ignores the option or fails."""
 _DDP: dict[str | None, str] = {
     "policy.precision.parameters": "fp8_param_gather",
@@ -145,16 +145,16 @@ def check(policy: PolicyConfig, critic: CriticConfig | None = None) -> None:
     _check_recompute(policy)
 
 
-_SAVES = "the dry run plans policy.recompute=none, not what this saves and repeats"
+_RECOMPUTE_UNPLANNED = "the dry run plans policy.recompute=none, not what this saves and repeats"
 UNPLANNED = {
-    "recompute_granularity": _SAVES,
-    "moe_layer_recompute": _SAVES,
+    "recompute_granularity": _RECOMPUTE_UNPLANNED,
+    "moe_layer_recompute": _RECOMPUTE_UNPLANNED,
     "activation_func_fp8_input_store": "the dry run plans inputs of activation functions in model.dtype, not in FP8",
 }
 """Options with a notable effect on memory not included in the memory plan → note."""
 
 
-def unplanned(policy: PolicyConfig) -> list[str]:
+def unplanned_notes(policy: PolicyConfig) -> list[str]:
     """Returns notes about given options not included in the memory plan."""
     given = policy.options
     return [
@@ -173,7 +173,7 @@ def _check_recompute(policy: PolicyConfig) -> None:
             "beside it, which leaves the choice to policy.options, or leave it out"
         )
     kind, method, layers = (options.get(f"recompute_{name}") for name in ("granularity", "method", "num_layers"))
-    for name, needed in _NEEDS.items():
+    for name, needed in _REQUIRED_GRANULARITY.items():
         if options.get(name) is not None and kind != needed:
             raise UserError(
                 f"policy.options.{name} = {shown(options[name])}: megatron-core reads it with recompute_granularity="

@@ -88,21 +88,21 @@ def filled(key: str, given: Any, declared: Mapping[str, Option] | None) -> dict[
         UserError: An option is not declared, or a value violates the option's rule.
     """
     if given is not None and not isinstance(given, Mapping):
-        raise UserError(f"{key} = {shown(given)}: allowed is {_there(declared)}")
+        raise UserError(f"{key} = {shown(given)}: allowed is {_describe(declared)}")
     if declared is None:
         return dict(given or {})
     for name in given or {}:
         if name not in declared:
             near = get_close_matches(str(name), declared, n=1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise UserError(f"{key}.{shown(name)}: there is no such option; {hint}allowed is {_there(declared)}")
+            raise UserError(f"{key}.{shown(name)}: there is no such option; {hint}allowed is {_describe(declared)}")
     return {
-        name: _one(f"{key}.{name}", (given or {}).get(name, option.default), option)
+        name: _checked(f"{key}.{name}", (given or {}).get(name, option.default), option)
         for name, option in declared.items()
     }
 
 
-def _one(key: str, value: Any, option: Option) -> Any:
+def _checked(key: str, value: Any, option: Option) -> Any:
     if option.inner is not None:
         return filled(key, value, option.inner)
     if not option.rule.allows(value):
@@ -110,7 +110,7 @@ def _one(key: str, value: Any, option: Option) -> Any:
     return value
 
 
-def _there(declared: Mapping[str, Option] | None) -> str:
+def _describe(declared: Mapping[str, Option] | None) -> str:
     if declared is None:
         return "a mapping of options"
     return f"a mapping of {', '.join(declared)}" if declared else "none: it has no options"

@@ -20,10 +20,10 @@ LONGEST_INTEGER = 1023
 """Maximum bits of a whole number; a longer number exceeds every float, and JSON itself has no limit."""
 DEEPEST = 100
 """Maximum nesting depth of mappings and lists."""
-SPACES = re.compile(r"\s*")
-SMALL = (".json", ".jinja", ".model", ".txt")
+WHITESPACE = re.compile(r"\s*")
+WHOLE_FILE_SUFFIXES = (".json", ".jinja", ".model", ".txt")
 """Suffixes of model files that libraries load whole."""
-KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
+FILE_KINDS = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device", stat.S_IFBLK: "a device"}
 
 
 class Malformed(ValueError):
@@ -39,7 +39,7 @@ def parsed(data: str | bytes, *, most: int = MOST_BYTES, deepest: int = DEEPEST)
     if len(data) > most:
         raise Malformed(f"it has {len(data)} bytes, allowed are {most}")
     try:
-        value = json.loads(data, parse_constant=_constant)
+        value = json.loads(data, parse_constant=_reject_constant)
     except RecursionError as error:
         raise Malformed(f"it nests deeper than {deepest} levels") from error
     except UnicodeDecodeError as error:
@@ -56,7 +56,7 @@ def first_value(text: str, start: int, *, most: int = MOST_BYTES) -> tuple[Any, 
     Raises:
         Malformed: No value begins there, or `parsed` would reject the value.
     """
-    start = SPACES.match(text, start).end()  # type: ignore[union-attr] # always matches
+    start = WHITESPACE.match(text, start).end()  # type: ignore[union-attr] # always matches
     try:
         value, end = DECODER.raw_decode(text, start)
     except RecursionError as error:
@@ -167,7 +167,7 @@ def check_folder(folder: Path, fix: str) -> None:
             continue
         except OSError as error:
             raise UserError(f"{file}: {reason(error)}; {fix}") from error
-        if file.suffix in SMALL and status.st_size > MOST_BYTES:
+        if file.suffix in WHOLE_FILE_SUFFIXES and status.st_size > MOST_BYTES:
             raise UserError(f"{file}: it has more than {MOST_BYTES} bytes; {fix}")
 
 
@@ -175,7 +175,7 @@ def _check_kind(file: Path, status: os.stat_result) -> None:
     if stat.S_ISDIR(status.st_mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(file))
     if not stat.S_ISREG(status.st_mode):
-        raise OSError(errno.EINVAL, f"it is {KINDS[stat.S_IFMT(status.st_mode)]}, not a regular file", str(file))
+        raise OSError(errno.EINVAL, f"it is {FILE_KINDS[stat.S_IFMT(status.st_mode)]}, not a regular file", str(file))
 
 
 def lines(file: Path) -> Iterator[tuple[int, bytes]]:
@@ -202,7 +202,7 @@ def reason(error: Exception) -> str:
     return f"cannot be read ({getattr(error, 'strerror', None) or error})"
 
 
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EIO)
 """Disk faults, as opposed to user mistakes."""
 
 
@@ -226,8 +226,8 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _constant(text: str) -> NoReturn:
+def _reject_constant(text: str) -> NoReturn:
     raise Malformed(f"{text} is no number")
 
 
-DECODER = json.JSONDecoder(parse_constant=_constant)
+DECODER = json.JSONDecoder(parse_constant=_reject_constant)

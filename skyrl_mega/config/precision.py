@@ -80,7 +80,7 @@ def check_precision(c: Config) -> None:
             f"policy.precision.history = {p.history}: policy.precision.recipe={p.recipe} keeps no magnitudes; give "
             f"fp8_delayed, or policy.precision.history={PrecisionConfig().history}"
         )
-    _parameters(c)
+    _check_parameters(c)
     if p.recipe == "model":
         return
     if c.cluster.device == "cuda":
@@ -90,14 +90,14 @@ def check_precision(c: Config) -> None:
             "policy.recompute = selective: megatron-core recomputes norms and activation functions with no delayed "
             "scaling; allowed are none, moe and full, or give policy.precision.recipe=fp8_current"
         )
-    if p.recipe == "fp8_delayed" and {"moe_act", "layernorm"} & set(_modules(c)):
+    if p.recipe == "fp8_delayed" and {"moe_act", "layernorm"} & set(_recompute_modules(c)):
         raise UserError(
             "policy.options.recompute_modules: megatron-core recomputes moe_act and layernorm with no delayed scaling; "
             "leave them out, or give policy.precision.recipe=fp8_current"
         )
 
 
-def _parameters(c: Config) -> None:
+def _check_parameters(c: Config) -> None:
     """Rejects FP8 parameters that the optimizer cannot step or the weight sync cannot send."""
     p, key = c.policy.precision, "policy.precision.parameters = fp8"
     if p.parameters == "model":
@@ -167,7 +167,7 @@ def check_gpu(precision: PrecisionConfig, capability: tuple[int, int]) -> None:
     )
 
 
-def _modules(c: Config) -> list[str]:
+def _recompute_modules(c: Config) -> list[str]:
     modules = c.policy.options.get("recompute_modules")
     return [str(module) for module in modules] if isinstance(modules, list) else []
 

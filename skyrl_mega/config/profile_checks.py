@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from skyrl_mega.config.derived import policy_ranks
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.lists import check_once
+from skyrl_mega.config.lists import check_unique
 from skyrl_mega.config.schema import Config, ProfileConfig
 
 
@@ -12,7 +12,7 @@ def check_profile(c: Config) -> None:
     """Raises UserError for a duplicate or nonexistent step or rank, and for ranks without a step."""
     profile, ranks = c.telemetry.profile, policy_ranks(c)
     for name, given in (("steps", profile.steps), ("ranks", profile.ranks)):
-        check_once(f"telemetry.profile.{name}", given)
+        check_unique(f"telemetry.profile.{name}", given)
     if not profile.steps and profile.ranks != (default_ranks := ProfileConfig().ranks):
         raise UserError(
             f"telemetry.profile.ranks = {profile.ranks}: no step is recorded; give telemetry.profile.steps, or "

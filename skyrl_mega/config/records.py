@@ -58,7 +58,7 @@ def bounded_batches(reader: pq.ParquetFile, most: int) -> Iterator[pa.RecordBatc
         rows, done = max(1, min(most, BYTES_AT_ONCE * count // max(1, size))), 0
         while done < count:
             try:
-                for batch in _after(done, reader.iter_batches(rows, row_groups=groups)):
+                for batch in _skip_rows(done, reader.iter_batches(rows, row_groups=groups)):
                     yield batch
                     done += len(batch)
             except pa.ArrowNotImplementedError:
@@ -80,7 +80,7 @@ def _groups(reader: pq.ParquetFile, most: int) -> Iterator[tuple[list[int], int,
         yield groups, count, size
 
 
-def _after(count: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _skip_rows(count: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Yields the batches without the first `count` rows."""
     for batch in batches:
         if count < len(batch):

@@ -8,7 +8,7 @@ from skyrl_mega.config.schema import Config
 from skyrl_mega.config.values import shown
 
 OFF = "or policy.moe.replay=off"
-_ALONE = "a MoE part that is recomputed alone has lost its micro-batch's routes"
+_RECOMPUTED_ALONE = "a MoE part that is recomputed alone has lost its micro-batch's routes"
 
 
 def check_replay(c: Config) -> None:
@@ -27,17 +27,17 @@ def check_replay(c: Config) -> None:
         )
     if c.policy.recompute == "moe":
         raise UserError(
-            f"policy.recompute = moe: {_ALONE} (policy.moe.replay={replay}); give policy.recompute=full, which "
-            f"recomputes whole layers, {OFF}"
+            f"policy.recompute = moe: {_RECOMPUTED_ALONE} (policy.moe.replay={replay}); give policy.recompute=full, "
+            f"which recomputes whole layers, {OFF}"
         )
     if options.get("moe_layer_recompute"):
         raise UserError(
-            f"policy.options.moe_layer_recompute = true: {_ALONE} (policy.moe.replay={replay}); give false, "
+            f"policy.options.moe_layer_recompute = true: {_RECOMPUTED_ALONE} (policy.moe.replay={replay}); give false, "
             f"policy.recompute=full, which recomputes whole layers, {OFF}"
         )
     if "moe" in (options.get("recompute_modules") or ()):
         raise UserError(
-            f"policy.options.recompute_modules = {shown(options['recompute_modules'])}: {_ALONE} "
+            f"policy.options.recompute_modules = {shown(options['recompute_modules'])}: {_RECOMPUTED_ALONE} "
             f"(policy.moe.replay={replay}); leave moe out, give policy.recompute=full, which recomputes whole layers, "
             f"{OFF}"
         )

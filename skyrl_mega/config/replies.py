@@ -11,7 +11,7 @@ from skyrl_mega.config.outside import Malformed
 
 MOST_BYTES = 64 * 2**20
 """Maximum bytes of a reply after decompression."""
-UNPACKED = ("identity", "gzip", "deflate")
+ENCODINGS = ("identity", "gzip", "deflate")
 """Accepted encodings. A byte decompresses to at most 1,032 bytes, so a piece from the socket stays below 70 MiB."""
 
 
@@ -39,8 +39,8 @@ async def ask(
         http.stream(verb, url, json=body, headers=headers, timeout=None) as response,
     ):
         encoding = response.headers.get("Content-Encoding", "identity").lower()
-        if encoding not in UNPACKED:  # chained encodings multiply the size
-            raise Malformed(f"it is packed as {encoding[:80]}; allowed: {', '.join(UNPACKED)}")
+        if encoding not in ENCODINGS:  # chained encodings multiply the size
+            raise Malformed(f"it is packed as {encoding[:80]}; allowed: {', '.join(ENCODINGS)}")
         async for piece in response.aiter_bytes():
             data += piece
             if len(data) > MOST_BYTES:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from skyrl_mega.config.derived import has_critic
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.lists import check_once
+from skyrl_mega.config.lists import check_unique
 from skyrl_mega.config.residency import CRITIC, ENGINE, kept
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.values import shown
@@ -17,7 +17,7 @@ SLEEP_ARGUMENTS = {
     "sleep_preserve_parameter_names": None,
 }
 """vLLM arguments for sleep mode → the setting to use instead (None: no such setting)."""
-BESIDE = {
+INCOMPATIBLE_ARGUMENTS = {
     "speculative_config": "no weight sync brings the weights of a draft model",
     "enable_lora": "no weight sync brings adapters",
     "kv_transfer_config": "a connector has memory of its own for the cache",
@@ -31,7 +31,7 @@ BESIDE = {
 def check_residency(c: Config) -> None:
     """Raises UserError for a duplicate part, for `critic` in a run without critic, and for parts bound to the
     device."""
-    check_once("residency.keep", c.residency.keep or ())
+    check_unique("residency.keep", c.residency.keep or ())
     if "critic" in (c.residency.keep or ()) and not has_critic(c):
         raise UserError(
             f"residency.keep = {shown(c.residency.keep)}: algorithm.advantage={c.algorithm.advantage} has no critic; "
@@ -43,7 +43,7 @@ def check_residency(c: Config) -> None:
             "host memory in every phase; leave optimizer out, or give policy.optimizer.streamed=false"
         )
     dropped = [part for part in ENGINE if part not in kept(c.residency.keep)]
-    for name, why in BESIDE.items() if dropped else ():
+    for name, why in INCOMPATIBLE_ARGUMENTS.items() if dropped else ():
         if c.rollout.options.get(name):
             raise UserError(
                 f"rollout.options.{name}: {why}, so an engine with it cannot drop {' and '.join(dropped)}; leave it "

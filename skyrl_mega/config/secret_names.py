@@ -73,7 +73,7 @@ PROSE = _set(
     "a an the there is are was were has have had no not must needs takes cannot does in of for and or with it that this"
 )
 """Words after a name in a sentence about the name: `--wandb-key is slime's`, `api_key: there is no such option`."""
-TAKEN = re.compile(r"\$\{[^}]*\}")
+ENV_REFERENCE = re.compile(r"\$\{[^}]*\}")
 PAIR = re.compile(
     r"(?P<before>[?&]|(?<![\w.-]))(?P<dashes>--?)?(?P<name>[A-Za-z][\w.-]*)"
     r"(?P<sign>(?P<shown> = )|=|[\"']\s*[:=]\s*|:\s*|\s+)(?:(?:Bearer|Basic|Token)\s+)?"
@@ -95,7 +95,7 @@ def is_secret(key: str, value: Any) -> bool:
         return False
     if not isinstance(value, str):
         return any((_words(part) or [""])[-1] in HIDE_NUMBERS for part in parts)
-    if any(map(_named, parts[:-1])):
+    if any(map(_has_secret_name, parts[:-1])):
         return True
     if any((_words(part) or [""])[-1] == "header" for part in parts[:-1]) and not PLAIN_HEADERS.fullmatch(parts[-1]):
         return True
@@ -103,7 +103,7 @@ def is_secret(key: str, value: Any) -> bool:
         owner = (_words(parts[-2]) or [""])[-1] if len(parts) > 1 else ""
         return owner in OWNERS or _is_random(value)
     counts = parts[-1].lower().endswith("tokens") and value.strip().isdigit()
-    return _named(parts[-1]) and not counts
+    return _has_secret_name(parts[-1]) and not counts
 
 
 def hide_in_text(text: str) -> str:
@@ -111,9 +111,9 @@ def hide_in_text(text: str) -> str:
     if SCHEME.fullmatch(text):
         return MASK
     for start, end in reversed(list(secret_spans(text))):
-        if not TAKEN.fullmatch(text[start:end]):
+        if not ENV_REFERENCE.fullmatch(text[start:end]):
             text = f"{text[:start]}{MASK}{text[end:]}"
-    return USER.sub(lambda match: _but_taken(match[0]), text)
+    return USER.sub(lambda match: _mask_user(match[0]), text)
 
 
 def secret_spans(text: str) -> Iterator[tuple[int, int]]:
@@ -123,22 +123,24 @@ def secret_spans(text: str) -> Iterator[tuple[int, int]]:
         position = pair.end("name")
         pattern = SHOWN if pair["shown"] and "." in pair["name"] else VALUE
         value = pattern.match(text, pair.end())
-        if value and value.lastgroup and _is_pair(pair, value[value.lastgroup]):
+        if value and value.lastgroup and _is_secret_pair(pair, value[value.lastgroup]):
             yield value.span(value.lastgroup)
             position = value.end()
 
 
 def is_option(word: Any) -> bool:
     """Returns True if a word of a command is an option with a secret as value, the next word."""
-    return isinstance(word, str) and bool(re.fullmatch(r"--?[A-Za-z][\w-]*", word)) and _named(word.lstrip("-"))
+    return (
+        isinstance(word, str) and bool(re.fullmatch(r"--?[A-Za-z][\w-]*", word)) and _has_secret_name(word.lstrip("-"))
+    )
 
 
 def names_secret(name: str) -> bool:
     """Returns True if an environment variable has the name of a secret."""
-    return _named(name) or _words(name) == ["key"]
+    return _has_secret_name(name) or _words(name) == ["key"]
 
 
-def _is_pair(pair: re.Match[str], value: str) -> bool:
+def _is_secret_pair(pair: re.Match[str], value: str) -> bool:
     name, sign = pair["name"], pair["sign"]
     if pair["dashes"] and name in COUNT_OPTIONS:
         return False
@@ -153,7 +155,7 @@ def _is_pair(pair: re.Match[str], value: str) -> bool:
     return is_secret(name, value) and not value.startswith("//") and value not in PROSE
 
 
-def _named(part: str) -> bool:
+def _has_secret_name(part: str) -> bool:
     """Returns True if a part of a key, or an option, is named like a secret."""
     words = _words(part)
     while len(words) > 1 and words[-1] in ("value", "text", "string", "str"):
@@ -183,6 +185,6 @@ def _is_random(value: str) -> bool:
     return bool(re.fullmatch(r"[\w+/=-]{8,}", value)) and mixed
 
 
-def _but_taken(text: str) -> str:
+def _mask_user(text: str) -> str:
     """Returns the user info before a host, masked unless taken entirely from the environment."""
     return text if re.fullmatch(r"(?:[\w.-]+:)?(?:\$\{[^}]*\}:?)+", text) else MASK

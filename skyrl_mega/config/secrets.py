@@ -29,9 +29,9 @@ a setting's value."""
 LITERAL = "rollout.sampling.stop"
 """A setting with three stars as literal text."""
 
-_written: dict[str, tuple[str, str]] = {}
+_text_as_written: dict[str, tuple[str, str]] = {}
 """Key → (text as written, resolved value), for settings with a secret from the environment."""
-_taken: dict[str, str] = {}
+_from_environment: dict[str, str] = {}
 """Secret → interpolation of the secret in the settings."""
 _literal: set[str] = set()
 """Secrets literally present in the settings."""
@@ -55,24 +55,26 @@ def note(settings: Any) -> None:
     for key, raw in leaves(settings):
         for name in ENV.findall(raw) if isinstance(raw, str) else ():
             value = os.environ.get(name)
-            hides = any(f"oc.env:{name}" in part for part in (*USER.findall(raw), *_paired(raw)))
-            if value and (names_secret(name) or is_secret(key, raw) or hides or _has_form(value)):
-                _taken[value] = f"${{oc.env:{name}}}"
+            hides = any(f"oc.env:{name}" in part for part in (*USER.findall(raw), *_secret_values(raw)))
+            if value and (names_secret(name) or is_secret(key, raw) or hides or _looks_like_token(value)):
+                _from_environment[value] = f"${{oc.env:{name}}}"
 
 
 def note_resolved(settings: Any, resolved: Any) -> None:
     """Remembers the text to write in place of resolved secrets, for the same settings."""
-    _written.clear()
+    _text_as_written.clear()
     values = dict(leaves(resolved))
     for key, raw in leaves(settings):
         value = values.get(key)
         if not isinstance(raw, str) or "${" not in raw or raw == value:
             continue
-        if isinstance(value, str) and (any(part in value for part in _taken) or _is_of_literal(raw, value)):
-            _written[key] = raw, value
+        if isinstance(value, str) and (
+            any(part in value for part in _from_environment) or _contains_literal_secret(raw, value)
+        ):
+            _text_as_written[key] = raw, value
         elif "oc.env" in raw and not isinstance(value, str):  # a number is not treated as a secret
             for name in ENV.findall(raw):
-                _taken.pop(os.environ.get(name, ""), None)
+                _from_environment.pop(os.environ.get(name, ""), None)
 
 
 def still_masked(settings: Any) -> tuple[str, str] | None:
@@ -80,7 +82,7 @@ def still_masked(settings: Any) -> tuple[str, str] | None:
     for key, value in leaves(settings):
         if key.startswith(LITERAL) or not isinstance(value, str):
             continue
-        if value == MASK or f"://{MASK}@" in value or MASK in _paired(value):
+        if value == MASK or f"://{MASK}@" in value or MASK in _secret_values(value):
             return key, value
     return None
 
@@ -104,13 +106,13 @@ def masked(value: Any, key: str = "") -> Any:
         return MASK
     if not isinstance(value, str) or not value:
         return value
-    raw, resolved = _written.get(key, ("", None))
+    raw, resolved = _text_as_written.get(key, ("", None))
     if value == resolved:
         return hide_in_text(raw)
     if key.startswith(LITERAL):
         return hidden(value)
     if is_secret(key, value):
-        return value if _only_taken(value) else MASK
+        return value if _is_only_reference(value) else MASK
     if TOKENS.search(value) or any(len(secret) >= SHORT and secret in value for secret in _literal):
         return MASK
     return hidden(hide_in_text(value))
@@ -123,11 +125,11 @@ def hidden(text: str, short: bool = False) -> str:
         text: Text for users.
         short: True to mask short secrets too, as separate words; for text with little more than a setting's value.
     """
-    for value in sorted(_taken, key=len, reverse=True):
+    for value in sorted(_from_environment, key=len, reverse=True):
         if len(value) >= SHORT:
-            text = text.replace(value, _taken[value])
+            text = text.replace(value, _from_environment[value])
         elif short:
-            text = _taken[value].join(re.split(rf"(?<!\w){re.escape(value)}(?!\w)", text))
+            text = _from_environment[value].join(re.split(rf"(?<!\w){re.escape(value)}(?!\w)", text))
     for value in sorted(_literal, key=len, reverse=True):
         if len(value) >= SHORT:
             text = text.replace(value, MASK)
@@ -159,21 +161,21 @@ def _below(key: str, name: Any) -> str:
     return f"{key}.{name}" if key else str(name)
 
 
-def _has_form(value: str) -> bool:
+def _looks_like_token(value: str) -> bool:
     """Returns True if a value looks like a token, or is an address with a password."""
     return bool(TOKENS.search(value) or USER.search(value))
 
 
-def _paired(text: str) -> list[str]:
+def _secret_values(text: str) -> list[str]:
     """Returns the values in a text after the name of a secret."""
     return [text[start:end] for start, end in secret_spans(text)]
 
 
-def _is_of_literal(raw: str, value: str) -> bool:
+def _contains_literal_secret(raw: str, value: str) -> bool:
     """Returns True if an interpolated value is, or contains, a secret of another setting."""
     named = any(is_secret(key, value) for key in REFERENCE.findall(raw))
     return named or value in _literal or any(len(secret) >= SHORT and secret in value for secret in _literal)
 
 
-def _only_taken(text: str) -> bool:
+def _is_only_reference(text: str) -> bool:
     return bool(re.fullmatch(r"(?:\w+\s+)?\$\{oc\.env:[^}]*\}", text))

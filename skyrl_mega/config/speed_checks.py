@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.lists import check_once
+from skyrl_mega.config.lists import check_unique
 from skyrl_mega.config.schema import Config, PolicyConfig
 from skyrl_mega.config.values import shown
 
@@ -14,13 +14,13 @@ def check_speed(c: Config) -> None:
     Raises:
         UserError: key, value, reason, fix.
     """
-    _fusions(c)
-    _recompute(c)
-    _dispatcher(c)
-    _head(c)
+    _check_fusions(c)
+    _check_recompute(c)
+    _check_dispatcher(c)
+    _check_head(c)
 
 
-def _head(c: Config) -> None:
+def _check_head(c: Config) -> None:
     default = PolicyConfig().logit_chunk
     if c.policy.head == "fused" and c.policy.logit_chunk != default:
         raise UserError(
@@ -29,7 +29,7 @@ def _head(c: Config) -> None:
         )
 
 
-def _recompute(c: Config) -> None:
+def _check_recompute(c: Config) -> None:
     # megatron-core 0.16 recomputes norms and activations with Transformer Engine's functions, and crashes without them.
     if c.policy.recompute == "selective" and (without := _no_transformer_engine(c)):
         raise UserError(
@@ -48,11 +48,11 @@ def _recompute(c: Config) -> None:
         )
 
 
-def _fusions(c: Config) -> None:
+def _check_fusions(c: Config) -> None:
     fusions, moe = c.policy.fusions, c.policy.moe
     if not fusions:
         return
-    check_once("policy.fusions", fusions)
+    check_unique("policy.fusions", fusions)
     if without := _no_transformer_engine(c):
         raise UserError(
             f"policy.fusions = {shown(fusions)}: they are kernels of Transformer Engine's layers, and {without}; leave "
@@ -66,7 +66,7 @@ def _fusions(c: Config) -> None:
         )
 
 
-def _dispatcher(c: Config) -> None:
+def _check_dispatcher(c: Config) -> None:
     if c.policy.moe.dispatcher != "deepep":
         return
     setting = "policy.moe.dispatcher = deepep"

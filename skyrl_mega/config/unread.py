@@ -14,7 +14,7 @@ from functools import reduce
 
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
-from skyrl_mega.config.megatron_options import unplanned
+from skyrl_mega.config.megatron_options import unplanned_notes
 from skyrl_mega.config.schema import AlgorithmConfig, Config, EvaluationConfig
 from skyrl_mega.config.values import shown
 
@@ -42,14 +42,14 @@ def check_unread(c: Config) -> None:
     Raises:
         UserError: key, value, reason, fix.
     """
-    if not _own(c.algorithm) and (error := next(_changed(c, _refused(c.algorithm)), None)):
+    if not _has_user_function(c.algorithm) and (error := next(_non_default(c, _rejected(c.algorithm)), None)):
         raise UserError(error)
 
 
 def unread_notes(c: Config) -> list[str]:
     """Returns notes about settings without effect from a recipe, and about settings ignored by the planner."""
-    algorithm = [] if _own(c.algorithm) else _changed(c, _told(c.algorithm))
-    return [*algorithm, *_without_prompts(c), *unplanned(c.policy)]
+    algorithm = [] if _has_user_function(c.algorithm) else _non_default(c, _noted(c.algorithm))
+    return [*algorithm, *_without_prompts(c), *unplanned_notes(c.policy)]
 
 
 def _without_prompts(c: Config) -> Iterator[str]:
@@ -61,11 +61,11 @@ def _without_prompts(c: Config) -> Iterator[str]:
         yield f"{changed_text}: data.eval=[] has no prompts to evaluate on; give files as data.eval, or leave it out"
 
 
-def _own(a: AlgorithmConfig) -> bool:
+def _has_user_function(a: AlgorithmConfig) -> bool:
     return ":" in a.loss or ":" in a.advantage
 
 
-def _changed(c: Config, candidates: Iterator[tuple[str, str, str]]) -> Iterator[str]:
+def _non_default(c: Config, candidates: Iterator[tuple[str, str, str]]) -> Iterator[str]:
     """Yields an error line for each candidate with a non-default value. A candidate is (key below `algorithm`, reason,
     fix)."""
     for name, why, fix in candidates:
@@ -75,7 +75,7 @@ def _changed(c: Config, candidates: Iterator[tuple[str, str, str]]) -> Iterator[
             yield f"{key} = {shown(value)}: {why}; give {fix}, or {key}={shown(default)}"
 
 
-def _refused(a: AlgorithmConfig) -> Iterator[tuple[str, str, str]]:
+def _rejected(a: AlgorithmConfig) -> Iterator[tuple[str, str, str]]:
     if a.rejection.level == "off":
         for name in ("low", "high"):
             fix = "algorithm.rejection.level=token, sequence or geometric"
@@ -94,9 +94,9 @@ def _refused(a: AlgorithmConfig) -> Iterator[tuple[str, str, str]]:
         yield "dynamic_sampling.replace_from", why, f"{on}algorithm.dynamic_sampling.mode=replace"
 
 
-def _told(a: AlgorithmConfig) -> Iterator[tuple[str, str, str]]:
+def _noted(a: AlgorithmConfig) -> Iterator[tuple[str, str, str]]:
     if a.loss in READS:
-        yield from _of_other_losses(a.loss)
+        yield from _read_by_other_losses(a.loss)
     if a.advantage not in NORMALIZED:
         why = f"algorithm.advantage={a.advantage} divides by no standard deviation of a group that could be left out"
         yield "normalize", why, f"algorithm.advantage={' or '.join(NORMALIZED)}"
@@ -106,14 +106,14 @@ def _told(a: AlgorithmConfig) -> Iterator[tuple[str, str, str]]:
     if a.loss_mean != "micro_batches":
         why = f"algorithm.loss_mean={a.loss_mean} has no groups of samples"
         yield "loss_mean_samples", why, "algorithm.loss_mean=micro_batches"
-    if not _of_sequences(a):
+    if not _uses_sequence_ratios(a):
         why = "neither algorithm.loss nor a correction has one ratio for all tokens of a sequence"
         yield "sequence_unit", why, "algorithm.loss=gspo or gmpo, or algorithm.importance_level=sequence"
     if not a.kl.coefficient:
         yield "kl.mean", "algorithm.kl.coefficient=0 has no KL term", "a coefficient above 0"
 
 
-def _of_sequences(a: AlgorithmConfig) -> bool:
+def _uses_sequence_ratios(a: AlgorithmConfig) -> bool:
     """Returns True if a loss or correction uses sequence-level ratios."""
     rejection = a.rejection
     bounds = (rejection.outlier_low, rejection.outlier_high, rejection.off_policy)
@@ -125,7 +125,7 @@ def _of_sequences(a: AlgorithmConfig) -> bool:
     )
 
 
-def _of_other_losses(loss: str) -> Iterator[tuple[str, str, str]]:
+def _read_by_other_losses(loss: str) -> Iterator[tuple[str, str, str]]:
     """Yields settings read only by other losses, except `dual_clip`, because `loss_checks` rejects it."""
     read_here = [name for name in READS[loss] if name != "dual_clip"]
     others = {name: other for other, names in reversed(READS.items()) for name in names if name != "dual_clip"}

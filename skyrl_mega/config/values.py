@@ -51,7 +51,7 @@ class Rule:
     @property
     def words(self) -> str:
         """Description of the valid values."""
-        return self._one() + (" or null" if self.nullable else "")
+        return self._describe() + (" or null" if self.nullable else "")
 
     def refusal(self, value: Any) -> str:
         """Returns the valid values, as part of an error message."""
@@ -60,7 +60,7 @@ class Rule:
         beyond = isinstance(value, int | float) and LARGEST < abs(value) < math.inf and self.high is None
         return f"allowed is {self.words}" + (f", and nothing beyond {LARGEST:g}" if beyond else "")
 
-    def _one(self) -> str:
+    def _describe(self) -> str:
         if self.choices:
             return f"{'a list of' if self.type is list else 'one of'} {', '.join(self.choices)}"
         text = "a list of whole numbers, each" if self.numbers else WORDS.get(self.type, "a mapping")

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from skyrl_mega.config.derived import ONLINE, fp8_parameters
+from skyrl_mega.config.derived import ONLINE_FP8, fp8_parameters
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.values import shown
 
 CHECKPOINT = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
 """Required entries of a `quantization_config` for parameters sent with an FP8 wire (`kernels.block_fp8.BLOCK`)."""
-INSTEAD = f"rollout.options.quantization={ONLINE}"
+ONLINE_SETTING = f"rollout.options.quantization={ONLINE_FP8}"
 
 
 def check_wire(c: Config) -> None:
@@ -21,14 +21,14 @@ def check_wire(c: Config) -> None:
     if options.get("quantization_config"):
         raise UserError(
             "rollout.options.quantization_config: vLLM would quantise layers otherwise than a weight sync brings them; "
-            f"leave it out, and give {INSTEAD} for engines that quantise what arrives (docs/weight-sync.md)"
+            f"leave it out, and give {ONLINE_SETTING} for engines that quantise what arrives (docs/weight-sync.md)"
         )
     if fp8_parameters(c.rollout):
         _check_checkpoint(c, kind, options["hf_overrides"]["quantization_config"])
-    elif kind not in (None, ONLINE):
+    elif kind not in (None, ONLINE_FP8):
         raise UserError(
             f"rollout.options.quantization = {shown(kind)}: a weight sync brings blocks with a scale each, and no "
-            f"other quantised weights; allowed is {ONLINE} (docs/weight-sync.md), or leave it out"
+            f"other quantised weights; allowed is {ONLINE_FP8} (docs/weight-sync.md), or leave it out"
         )
 
 
@@ -38,7 +38,8 @@ def _check_checkpoint(c: Config, kind: Any, quantization: Any) -> None:
     if not isinstance(quantization, dict) or any(quantization.get(name) != value for name, value in CHECKPOINT.items()):
         raise UserError(
             f"{key} = {shown(quantization)}: a weight sync brings FP8 numbers with a scale for each block of 128 × "
-            f"128, and no other quantised weights; give it {shown(CHECKPOINT)[1:-1]}, or leave it out and give {INSTEAD}"
+            f"128, and no other quantised weights; give it {shown(CHECKPOINT)[1:-1]}, or leave it out and give "
+            f"{ONLINE_SETTING}"
         )
     if kind not in (None, CHECKPOINT["quant_method"]):
         raise UserError(
@@ -48,5 +49,5 @@ def _check_checkpoint(c: Config, kind: Any, quantization: Any) -> None:
     if c.weights.wire != "fp8":
         raise UserError(
             f"weights.wire = {c.weights.wire}: allowed is fp8 where {key} makes engines that take FP8 numbers and "
-            f"scales; or let them quantise what arrives, with {INSTEAD}"
+            f"scales; or let them quantise what arrives, with {ONLINE_SETTING}"
         )

@@ -70,7 +70,7 @@ def test_what_only_sounds_like_a_secret_is_written(mine: Any, tmp_path: Path) ->
 
 
 def test_no_setting_of_the_schema_and_no_recipe_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(secrets, "_taken", {})  # of tests before
+    monkeypatch.setattr(secrets, "_from_environment", {})  # of tests before
     for name, key in keys().items():
         if key.group or name.startswith("rollout.sampling.stop"):
             continue

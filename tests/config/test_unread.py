@@ -16,7 +16,7 @@ from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.loss_checks import WITHOUT_DUAL_CLIP
 from skyrl_mega.config.megatron_options import check as check_options
-from skyrl_mega.config.megatron_options import unplanned
+from skyrl_mega.config.megatron_options import unplanned_notes
 from skyrl_mega.config.schema import AlgorithmConfig, Config, PolicyConfig
 from skyrl_mega.config.unread import NORMALIZED, READS, unread_notes
 from skyrl_mega.trainer.whole_mini_batch import chosen
@@ -178,12 +178,12 @@ def test_what_megatrons_own_names_recompute_is_told_as_not_planned() -> None:
     def given(**options: object) -> PolicyConfig:
         return PolicyConfig(options=options)
 
-    assert unplanned(given(moe_router_dtype="fp32")) == []
+    assert unplanned_notes(given(moe_router_dtype="fp32")) == []
     for name in ("activation_func_fp8_input_store", "moe_layer_recompute"):
-        (note,) = unplanned(given(**{name: True}))
+        (note,) = unplanned_notes(given(**{name: True}))
         assert note.startswith(f"policy.options.{name} = true: the dry run plans ")
-        assert unplanned(given(**{name: False})) == []
-    (note,) = unplanned(given(recompute_granularity="selective", recompute_modules=["core_attn"]))
+        assert unplanned_notes(given(**{name: False})) == []
+    (note,) = unplanned_notes(given(recompute_granularity="selective", recompute_modules=["core_attn"]))
     assert note.startswith("policy.options.recompute_granularity = selective: the dry run plans policy.recompute=none")
     check_options(given(recompute_granularity="full", recompute_method="block", recompute_num_layers=2))
     check_options(given(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=4))
