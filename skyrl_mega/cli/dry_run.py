@@ -11,9 +11,9 @@ from typing import Any
 from skyrl_mega.cli import dry_run_notes, inputs
 from skyrl_mega.cli.refusal import with_fix
 from skyrl_mega.config.checks import check
-from skyrl_mega.config.derived import critic_ranks, engine_ranks, generates_ahead, length_limit, open_at_once
+from skyrl_mega.config.derived import critic_ranks, engine_ranks, generates_ahead, length_limit, max_open_trajectories
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.sandboxes import evaluated
+from skyrl_mega.config.sandboxes import evaluation_trajectories
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.secrets import masked
 from skyrl_mega.models import huggingface
@@ -108,7 +108,7 @@ def values(
             **asdict(sizes),
             "sequences": sizes.sequences,
             "oversize": sizes.oversize,
-            "open": open_at_once(config, evaluated(config)),
+            "open": max_open_trajectories(config, evaluation_trajectories(config)),
             "ahead": config.asynchrony.max_staleness if generates_ahead(config.asynchrony) else 0,
             "mode": config.asynchrony.mode,
         },

@@ -10,17 +10,17 @@ from pathlib import Path
 from skyrl_mega.config import allocator
 from skyrl_mega.config.asynchrony_checks import MOST_SIMULATED
 from skyrl_mega.config.derived import (
-    cut_sampling,
+    cutoff_note,
     engine_data,
     expert_parallel,
-    idle_gpus,
-    open_at_once,
+    idle_gpus_note,
+    max_open_trajectories,
     response_limit,
 )
-from skyrl_mega.config.environment_places import beside_driver
+from skyrl_mega.config.environment_places import on_driver_node
 from skyrl_mega.config.fp8_notes import fp8_notes
 from skyrl_mega.config.schema import Config, DynamicSamplingConfig, PolicyConfig
-from skyrl_mega.config.unread import unread_notes
+from skyrl_mega.config.unread import unused_notes
 from skyrl_mega.models import engine
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.published import hub_name
@@ -39,7 +39,7 @@ from skyrl_mega.telemetry.trackers import registry
 def notes(config: Config, decoder: Decoder, parallel: ParallelDims) -> list[str]:
     """Returns all notes, one line each."""
     sizes = batch(config, parallel)
-    lines = [cut_sampling(config), *unread_notes(config), *registry.unread_notes(config.telemetry)]
+    lines = [cutoff_note(config), *unused_notes(config), *registry.unused_notes(config.telemetry)]
     lines += [*_on_model(config), *numa_warnings(config, decoder, parallel), *_on_batch(sizes), *_on_lengths(config)]
     lines += [*_on_environments(config)]
     if not on_cpu(config):
@@ -64,7 +64,7 @@ def _on_model(config: Config) -> Iterator[str]:
 def _on_environments(config: Config) -> Iterator[str]:
     environment, retriever = config.environment, config.environment.retriever
     runs_service = not retriever.url and retriever.index is not None
-    if environment.processes and config.cluster.nodes > 1 and beside_driver(environment):
+    if environment.processes and config.cluster.nodes > 1 and on_driver_node(environment):
         which = f"retriever.index = {retriever.index}" if runs_service else f"retriever.url = {retriever.url}"
         yield (
             f"environment.{which}: that service answers on the driver's node alone, and so all "
@@ -78,13 +78,14 @@ def _on_environments(config: Config) -> Iterator[str]:
         )
     if config.asynchrony.mode == "full" and config.asynchrony.max_staleness > MOST_SIMULATED:
         yield (
-            f"asynchrony.max_staleness={config.asynchrony.max_staleness}: up to {open_at_once(config):,} trajectories "
-            f"may be open, and tokens so many steps old; --simulate finds what up to {MOST_SIMULATED} are worth"
+            f"asynchrony.max_staleness={config.asynchrony.max_staleness}: up to {max_open_trajectories(config):,} "
+            f"trajectories may be open, and tokens so many steps old; --simulate finds what up to "
+            f"{MOST_SIMULATED} are worth"
         )
     unbounded = replace(environment, slots=None)
     capacity, most = (
         config.rollout.engines * config.rollout.concurrency,
-        open_at_once(replace(config, environment=unbounded)),
+        max_open_trajectories(replace(config, environment=unbounded)),
     )
     if environment.slots is not None and environment.slots < min(capacity, most):
         yield (
@@ -237,7 +238,7 @@ def _on_fp8_blocks(config: Config, decoder: Decoder) -> Iterator[str]:
 
 def _on_engines(config: Config, decoder: Decoder, sizes: Batch) -> Iterator[str]:
     rollout = config.rollout
-    if idle := idle_gpus(config):
+    if idle := idle_gpus_note(config):
         yield idle
     if (data := engine_data(rollout)) > 1:
         yield (

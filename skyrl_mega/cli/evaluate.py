@@ -85,7 +85,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace) -> int:
     from skyrl_mega.config.checks import check_evaluation
     from skyrl_mega.config.compose import compose
-    from skyrl_mega.config.derived import evaluated_at_once
+    from skyrl_mega.config.derived import evaluation_concurrency
 
     config = compose(args.config, args.overrides)
     if args.model is not None:
@@ -121,7 +121,7 @@ def _run(args: argparse.Namespace) -> int:
             sets = that_fit(sets, chat, config.rollout.max_prompt_tokens, config.environment)
         _check_tools(config, sets, chat)
         samples = sum(len(s.prompts) for s in sets) * config.evaluation.samples
-        check_sandboxes(config, min(samples, evaluated_at_once(config, endpoint is not None)))
+        check_sandboxes(config, min(samples, evaluation_concurrency(config, endpoint is not None)))
         folder = Path(args.output or Path(config.run.directory) / config.run.name / "evaluation")
         with opened(folder, identity(config, endpoint), sets, config.evaluation.samples) as results:
             console.log_to(folder / "logs" / "evaluate.log")

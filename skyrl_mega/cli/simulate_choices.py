@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from skyrl_mega.cli.refusal import find_error
-from skyrl_mega.config.asynchrony_checks import corrected
+from skyrl_mega.config.asynchrony_checks import has_correction
 from skyrl_mega.config.derived import engine_ranks, gpus_needed
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AsynchronyConfig, Config
@@ -72,7 +72,7 @@ def as_given(config: Config, hf: Mapping[str, Any]) -> Choice | UserError:
 def choice(config: Config, split: Change, mode: str, most: int, hf: Mapping[str, Any]) -> Choice | UserError:
     """Returns a mode in a split, with an off-policy correction if needed, or the error if invalid."""
     change = (*_mode(mode, most), *split)
-    needed = most and not corrected(config.algorithm)
+    needed = most and not has_correction(config.algorithm)
     refusals = []
     for correction in CORRECTIONS if needed else ((),):
         whole = _differing(config, (*change, *correction))

@@ -9,7 +9,7 @@ from typing import Any
 
 from skyrl_mega.cli.dry_run_text import aligned
 from skyrl_mega.cli.simulate_choices import Choice
-from skyrl_mega.config.derived import open_at_once, policy_ranks
+from skyrl_mega.config.derived import max_open_trajectories, policy_ranks
 from skyrl_mega.config.schema import Config
 from skyrl_mega.planner import fixes
 from skyrl_mega.simulation.rates import prompts_played
@@ -194,7 +194,7 @@ def _environment_notes(c: Comparison) -> list[str]:
     """Returns notes if environments may limit the step time."""
     workers, slots, notes = c.config.environment.workers, c.config.environment.slots, []
     calls_s = min(row.outcome.seconds * row.outcome.calls_filled for row in c.all_rows)
-    most = open_at_once(fixes.changed(c.best.choice.config, (("environment.slots", None),)))
+    most = max_open_trajectories(fixes.changed(c.best.choice.config, (("environment.slots", None),)))
     if slots is not None and slots < most:
         notes = [
             f"environment.slots = {slots}: of up to {most:,} trajectories so many are played at once; see what a step "

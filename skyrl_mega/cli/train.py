@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from skyrl_mega.cluster.supervisor import STOPPED
 from skyrl_mega.config.checks import check_topology, check_values
 from skyrl_mega.config.command import DONE, FAULT, WRONG_INPUT, Parser, guarded, integer
-from skyrl_mega.config.derived import cut_sampling, generates_ahead, idle_gpus
+from skyrl_mega.config.derived import cutoff_note, generates_ahead, idle_gpus_note
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
-from skyrl_mega.config.unread import unread_notes
+from skyrl_mega.config.unread import unused_notes
 from skyrl_mega.trainer.shutdown import ShutdownRequest, Stopped, ended_by
 
 if TYPE_CHECKING:
@@ -128,8 +128,8 @@ def _run(args: argparse.Namespace) -> int:
         if misfit := refusal.find_error(config, hf, planned=False):
             raise refusal.with_fix(misfit, config, hf, planned=False)
 
-        idle = idle_gpus(config) if config.cluster.device == "cuda" else None
-        notes = idle, cut_sampling(config), *data_notes, *unread_notes(config), *registry.unread_notes(config.telemetry)
+        idle = idle_gpus_note(config) if config.cluster.device == "cuda" else None
+        notes = idle, cutoff_note(config), *data_notes, *unused_notes(config), *registry.unused_notes(config.telemetry)
         for note in filter(None, notes):
             console.say(f"note: {note}")
         estimate.keep(folder, config, hf, console.say)

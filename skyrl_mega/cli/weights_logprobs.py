@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from skyrl_mega.cli.weights_check import opened
-from skyrl_mega.config.derived import cut_sampling
+from skyrl_mega.config.derived import cutoff_note
 from skyrl_mega.trainer.batch import Batch, make_batch
 from skyrl_mega.trainer.health.mismatch import bound
 from skyrl_mega.trainer.health.seen import shown
@@ -107,7 +107,7 @@ def compare(
             counts &= batch["drawn"].bool()
         pairs = pairs_of({name: values[counts].numpy() for name, values in logprobs.items()})
         alarm = bound(run.config, "alarm", "mean")
-        verdict, agree = verdict_of(pairs, alarm, cut_sampling(run.config))
+        verdict, agree = verdict_of(pairs, alarm, cutoff_note(run.config))
         decode = _source(run).generator.chat.text
         return Comparison(pairs, worst_of(batch, logprobs, counts, worst, decode), verdict, agree)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from math import isfinite
 
-from skyrl_mega.config.derived import draws_greedy
+from skyrl_mega.config.derived import needs_greedy_answer
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
 
@@ -54,7 +54,7 @@ def check_advantage(c: Config) -> None:
             f"algorithm.overlong.buffer = {a.overlong.buffer}: algorithm.advantage=gdpo looks at each of the "
             "environment's rewards, which the punishment is not; give 0, and a reward for the length in the environment"
         )
-    if draws_greedy(a) and c.rollout.sampling.temperature == 0:
+    if needs_greedy_answer(a) and c.rollout.sampling.temperature == 0:
         raise UserError(
             f"rollout.sampling.temperature = 0: algorithm.advantage={a.advantage} would compare greedy answers with "
             "themselves; give a number above 0"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl_mega.config.derived import draws_greedy
+from skyrl_mega.config.derived import needs_greedy_answer
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, Config
 
@@ -33,7 +33,7 @@ def check_asynchrony(c: Config) -> None:
     off = "asynchrony.mode=off" + (
         "" if max_staleness in (0, DEFAULT_STALENESS) else " and leave out asynchrony.max_staleness"
     )
-    needs = f", and {CORRECTION} for what is stale" if max_staleness and not corrected(c.algorithm) else ""
+    needs = f", and {CORRECTION} for what is stale" if max_staleness and not has_correction(c.algorithm) else ""
     if c.cluster.shared:
         raise UserError(
             f"asynchrony.mode = {mode}: engines and policy compute at the same time, and cluster.shared gives them the "
@@ -45,7 +45,7 @@ def check_asynchrony(c: Config) -> None:
             f"asynchrony.mode = {mode}: engines and policy compute at the same time, so nothing can take turns; give "
             f"residency.keep=null{needs}, or {off}"
         )
-    if max_staleness and not corrected(c.algorithm):
+    if max_staleness and not has_correction(c.algorithm):
         raise UserError(
             f"asynchrony.max_staleness = {max_staleness}: tokens of older weights would be trained on as the policy's "
             "own; give a correction, such as algorithm.importance_cap=2, algorithm.old_logprobs=engine or "
@@ -55,7 +55,7 @@ def check_asynchrony(c: Config) -> None:
         _check_full(c)
 
 
-def corrected(a: AlgorithmConfig) -> bool:
+def has_correction(a: AlgorithmConfig) -> bool:
     """Returns True if the loss of every token accounts for the sampling weights, i.e. uses the engine's log-probs."""
     user_loss = ":" in a.loss
     return user_loss or a.rejection.level != "off" or a.importance_cap is not None or a.old_logprobs == "engine"
@@ -75,7 +75,7 @@ def _check_full(c: Config) -> None:
             "groups are generated ahead anyway",
         ),
         f"algorithm.advantage = {c.algorithm.advantage}": (
-            draws_greedy(c.algorithm),
+            needs_greedy_answer(c.algorithm),
             "a greedy answer would be of other weights than the samples that are compared with it",
         ),
     }

@@ -42,7 +42,7 @@ from skyrl_mega.config.residency_checks import SLEEP_ARGUMENTS, check_residency
 from skyrl_mega.config.sample_checks import check_samples
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.speed_checks import check_speed
-from skyrl_mega.config.unread import check_unread
+from skyrl_mega.config.unread import check_unused
 from skyrl_mega.config.values import shown
 from skyrl_mega.config.wire_checks import check_wire
 
@@ -109,7 +109,7 @@ def check(config: Config, *, planned: bool = False) -> None:
     check_advantage(config)
     check_samples(config)
     check_loss(config)
-    check_unread(config)
+    check_unused(config)
     check_replay(config)
     check_speed(config)
     check_residency(config)

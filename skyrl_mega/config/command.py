@@ -95,28 +95,28 @@ def guarded(run: Callable[[], int], as_json: bool = False) -> int:
         code = _run_with_errors(run, as_json)
         sys.stdout.flush()
     except BrokenPipeError:
-        nobody_reads(sys.stdout)
+        discard_output(sys.stdout)
         return DONE
     except OSError as error:
         if error.filename is not None and error.errno not in DISK_ERRORS:
-            complain(f"error: {one_line(str(error.filename))}: {reason(error)}; name one that you may read or write")
+            print_error(f"error: {one_line(str(error.filename))}: {reason(error)}; name one that you may read or write")
             return WRONG_INPUT
         if error.filename is None:
-            nobody_reads(sys.stdout)  # standard output itself may have failed, for example on a full disk
-        complain(f"fault: {one_line(str(error))}")
+            discard_output(sys.stdout)  # standard output itself may have failed, for example on a full disk
+        print_error(f"fault: {one_line(str(error))}")
         return FAULT
     return code
 
 
-def complain(line: str) -> None:
+def print_error(line: str) -> None:
     """Writes a line to standard error, if the stream is still open."""
     try:
         print(line, file=sys.stderr, flush=True)
     except OSError:
-        nobody_reads(sys.stderr)
+        discard_output(sys.stderr)
 
 
-def nobody_reads(stream: IO[str]) -> None:
+def discard_output(stream: IO[str]) -> None:
     """Redirects a standard stream to /dev/null, including the flush at interpreter exit."""
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, stream.fileno())
@@ -147,13 +147,13 @@ def _run_with_errors(run: Callable[[], int], as_json: bool) -> int:
         if as_json:
             print(json.dumps({"error": str(error)}))
         for line in error.lines:
-            complain(f"error: {line}")
+            print_error(f"error: {line}")
         return WRONG_INPUT
     except _HelpPrinted:
         return DONE
     except SystemExit as error:  # raised by user code: the command ends without having done its work
         at = traceback.extract_tb(error.__traceback__)[-1]
-        complain(f"fault: {one_line(at.filename)}, line {at.lineno} called sys.exit({error.code!r}); take it out")
+        print_error(f"fault: {one_line(at.filename)}, line {at.lineno} called sys.exit({error.code!r}); take it out")
         return FAULT
 
 

@@ -15,7 +15,7 @@ from skyrl_mega.config.schema import (
     SamplingConfig,
 )
 
-FILL = 2
+CACHE_FILL = 2
 """Limit of an engine's outstanding requests, as a multiple of the requests needed to fill the KV cache at maximum
 length. vLLM admits any sequence with enough space at the moment; when running sequences outgrow the cache, vLLM
 preempts and recomputes some sequences. With 2, preemption needs most sequences to exceed half of the maximum length at
@@ -27,7 +27,7 @@ AHEAD = 2
 trajectories wait for their environments."""
 
 
-def evaluated_at_once(config: Config, endpoint: bool) -> int:
+def evaluation_concurrency(config: Config, endpoint: bool) -> int:
     """Returns the number of concurrent trajectories of `skyrl_mega.evaluate`, with an endpoint or with separate
     engines."""
     return config.rollout.concurrency * (1 if endpoint else AHEAD * config.rollout.engines)
@@ -129,7 +129,7 @@ def gpus_needed(config: Config) -> int:
     return policy_ranks(config) + reference_ranks(config) + critic_ranks(config) + engine_gpus
 
 
-def idle_gpus(config: Config) -> str | None:
+def idle_gpus_note(config: Config) -> str | None:
     """Returns a note about unused GPUs in a run on CUDA; None if all are used."""
     engines, policy = config.rollout.engines * engine_ranks(config.rollout), policy_ranks(config)
     total = config.cluster.nodes * config.cluster.gpus_per_node
@@ -165,7 +165,7 @@ ROUNDING = 1e-9
 """Tolerance for floating point error when a setting times a count should be a whole number."""
 
 
-def open_at_once(config: Config, evaluated: int = 0) -> int:
+def max_open_trajectories(config: Config, evaluated: int = 0) -> int:
     """Returns the maximum number of concurrent trajectories and environments: the trajectories of a step, with
     `asynchrony.mode=full` of all steps ahead; limited by `environment.slots`.
 
@@ -182,12 +182,12 @@ def open_at_once(config: Config, evaluated: int = 0) -> int:
     return most if config.environment.slots is None else min(most, config.environment.slots)
 
 
-def draws_greedy(algorithm: AlgorithmConfig) -> bool:
+def needs_greedy_answer(algorithm: AlgorithmConfig) -> bool:
     """Returns True if a prompt's samples are compared with a greedy answer (temperature 0)."""
     return algorithm.advantage == "remax"
 
 
-def cut_sampling(config: Config) -> str | None:
+def cutoff_note(config: Config) -> str | None:
     """Returns a note if training samples come from a truncated distribution (top_p, top_k), else None."""
     sampling = config.rollout.sampling
     cuts = [f"top_p={sampling.top_p:g}"] * (sampling.top_p < 1) + [f"top_k={sampling.top_k}"] * (sampling.top_k > 0)

@@ -19,7 +19,7 @@ OPTION = "deterministic_mode"
 """Megatron's own option."""
 
 
-def policy_of(config: Config) -> PolicyConfig:
+def policy_settings(config: Config) -> PolicyConfig:
     """Returns the policy's settings, with Megatron's deterministic option if the run is deterministic."""
     if not config.run.deterministic:
         return config.policy

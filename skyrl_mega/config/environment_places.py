@@ -9,7 +9,7 @@ from skyrl_mega.config.schema import EnvironmentConfig
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-def beside_driver(environment: EnvironmentConfig) -> bool:
+def on_driver_node(environment: EnvironmentConfig) -> bool:
     """Returns True if rollout workers must run on the driver's node because the retrieval service listens only on
     loopback."""
     url = environment.retriever.url

@@ -40,7 +40,7 @@ def load(path: str, key: str, *, kind: str = "class", contract: Mapping[str, str
     """
     source, _, attribute = path.rpartition(":")
     if not source or not attribute:
-        raise UserError(f"{key}={path}: allowed: {forms(kind)}")
+        raise UserError(f"{key}={path}: allowed: {path_forms(kind)}")
     with _import_lock:
         if source.endswith(".py"):
             module = _module_of_file(source, key, contract or {})
@@ -55,7 +55,7 @@ def load(path: str, key: str, *, kind: str = "class", contract: Mapping[str, str
     return value
 
 
-def named(name: str, known: Mapping[str, Any], key: str, takes: str) -> Any:
+def function_by_name(name: str, known: Mapping[str, Any], key: str, takes: str) -> Any:
     """Returns a known function by name, or the user's own function by import path.
 
     Args:
@@ -73,7 +73,8 @@ def named(name: str, known: Mapping[str, Any], key: str, takes: str) -> Any:
         near = get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise UserError(
-            f"{key} = {shown(name)}: {hint}allowed is one of {', '.join(known)}, or your own as {forms('function')}"
+            f"{key} = {shown(name)}: {hint}allowed is one of {', '.join(known)}, or your own as "
+            f"{path_forms('function')}"
         )
     function = load(name, key, kind="function")
     if not callable(function):
@@ -102,7 +103,7 @@ def check_takes_two(function: Callable[..., Any], setting: str, takes: str) -> N
         raise UserError(f"{setting}: it takes {plain_signature}; give it two parameters, {takes}") from error
 
 
-def forms(kind: str) -> str:
+def path_forms(kind: str) -> str:
     """Returns the two forms of an import path, in words."""
     name = "Class" if kind == "class" else kind
     return f"package.module:{name} or path/to/file.py:{name}"
@@ -135,7 +136,7 @@ def _module_of_name(source: str, setting: str, kind: str, contract: Mapping[str,
     try:
         return importlib.import_module(source)
     except (Exception, SystemExit) as error:
-        file_form = forms(kind).rpartition(" or ")[2]
+        file_form = path_forms(kind).rpartition(" or ")[2]
         raise UserError(
             f"{setting}: {source} cannot be imported: {_one_line(error, contract)}; "
             f"allowed: a module that Python finds from the working directory, or {file_form}"

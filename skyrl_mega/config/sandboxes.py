@@ -27,7 +27,7 @@ CGROUP = Path("/sys/fs/cgroup/memory.max")
 MIB = 2**20
 
 
-def usual_total_mib(node_mib: float) -> int:
+def default_total_mib(node_mib: float) -> int:
     """Returns the default memory limit for all programs of an environment together: at most one process for each of the
     default number of workers, and at most an eighth of a large node."""
     return int(min(max(LEAST_TOTAL_MIB, node_mib / SHARE), ENVIRONMENT_WORKERS * SANDBOX_MEMORY_MIB))
@@ -50,15 +50,15 @@ def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
         config: The settings.
         trajectories: Concurrent trajectories; if None, computed from training and evaluations.
     """
-    from skyrl_mega.config.derived import open_at_once
+    from skyrl_mega.config.derived import max_open_trajectories
 
     named = {*config.environment.options, config.environment.default, *(config.data.prepare or "").split()[:1]}
     if trajectories is None:
-        trajectories = open_at_once(config, evaluated(config)) if named & {*SANDBOXES} else 0
+        trajectories = max_open_trajectories(config, evaluation_trajectories(config)) if named & {*SANDBOXES} else 0
     if config.environment.slots is not None:
         trajectories = min(trajectories, config.environment.slots)
     node = config.cluster.host_memory_gib
-    default_total = usual_total_mib(node * 1024 if node is not None else machine_mib())
+    default_total = default_total_mib(node * 1024 if node is not None else machine_mib())
     total = 0.0
     for name, key in SANDBOXES.items():
         if name in named:
@@ -68,7 +68,7 @@ def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
     return total
 
 
-def evaluated(config: Config) -> int:
+def evaluation_trajectories(config: Config) -> int:
     """Returns the number of concurrent trajectories of an evaluation during the run; 0 without evaluation.
 
     A missing or non-parquet file counts as `evaluation.limit` rows; the data check reports such a file.

@@ -36,7 +36,7 @@ NORMALIZED = ("grpo", "grpo_turns")
 """Estimators with support for `algorithm.normalize`."""
 
 
-def check_unread(c: Config) -> None:
+def check_unused(c: Config) -> None:
     """Raises UserError for the first setting without effect.
 
     Raises:
@@ -46,7 +46,7 @@ def check_unread(c: Config) -> None:
         raise UserError(error)
 
 
-def unread_notes(c: Config) -> list[str]:
+def unused_notes(c: Config) -> list[str]:
     """Returns notes about settings without effect from a recipe, and about settings ignored by the planner."""
     algorithm = [] if _has_user_function(c.algorithm) else _non_default(c, _noted(c.algorithm))
     return [*algorithm, *_without_prompts(c), *unplanned_notes(c.policy)]

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from skyrl_mega.config.derived import evaluated_at_once, evaluation_sampling
+from skyrl_mega.config.derived import evaluation_concurrency, evaluation_sampling
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.outside import Malformed
 from skyrl_mega.config.outside import parsed as parsed_json
@@ -257,7 +257,7 @@ class EndpointSource:
     @property
     def at_once(self) -> int:
         """Conversations, and so requests, at once."""
-        return evaluated_at_once(self.config, endpoint=True)
+        return evaluation_concurrency(self.config, endpoint=True)
 
     @asynccontextmanager
     async def agent(self) -> AsyncIterator[Agent]:

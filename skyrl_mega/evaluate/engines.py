@@ -9,7 +9,7 @@ from pathlib import Path
 
 from skyrl_mega.cluster.placement import reserve
 from skyrl_mega.cluster.ray_session import session
-from skyrl_mega.config.derived import evaluated_at_once, evaluation_sampling
+from skyrl_mega.config.derived import evaluation_concurrency, evaluation_sampling
 from skyrl_mega.config.schema import Config
 from skyrl_mega.rollout.generator import Generator
 from skyrl_mega.rollout.renderer import Renderer
@@ -29,7 +29,7 @@ class EngineSource:
     @property
     def at_once(self) -> int:
         """Trajectories at once."""
-        return evaluated_at_once(self.config, endpoint=False)
+        return evaluation_concurrency(self.config, endpoint=False)
 
     @asynccontextmanager
     async def agent(self) -> AsyncIterator[AnyAgent]:

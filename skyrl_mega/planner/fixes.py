@@ -11,7 +11,7 @@ from itertools import combinations, islice
 from math import log
 from typing import Any
 
-from skyrl_mega.config.asynchrony_checks import CORRECTION, corrected
+from skyrl_mega.config.asynchrony_checks import CORRECTION, has_correction
 from skyrl_mega.config.derived import critic_ranks, engine_ranks, reference_ranks
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys as schema
@@ -210,7 +210,7 @@ def separate_or_synchronous(config: Config, verdict: Verdict) -> list[Change]:
     `asynchrony.mode=off`."""
     end = time.process_time() + SECONDS
     base: Change = (("cluster.shared", False), ("residency.keep", None))
-    if not corrected(config.algorithm):
+    if not has_correction(config.algorithm):
         key, _, value = CORRECTION.partition("=")
         base += ((key, float(value)),)
     gpus, per_engine = config.cluster.nodes * config.cluster.gpus_per_node, engine_ranks(config.rollout)

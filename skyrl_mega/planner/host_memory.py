@@ -9,7 +9,7 @@ from math import prod
 
 from skyrl_mega.cluster.place import place
 from skyrl_mega.config.derived import engine_ranks, generates_ahead, has_critic, length_limit
-from skyrl_mega.config.environment_places import beside_driver
+from skyrl_mega.config.environment_places import on_driver_node
 from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import ClusterConfig, Config
 from skyrl_mega.models import huggingface
@@ -127,7 +127,7 @@ def host_memory(
 def _rollout_workers(config: Config, first: bool) -> int:
     """Returns the number of rollout workers on a node."""
     many = config.environment.processes
-    if beside_driver(config.environment):
+    if on_driver_node(config.environment):
         return many if first else 0
     return -(-many // config.cluster.nodes)
 

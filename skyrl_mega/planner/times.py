@@ -14,7 +14,7 @@ from math import prod
 from typing import Any
 
 from skyrl_mega.algorithms.old_logprobs import pass_needed
-from skyrl_mega.config.derived import FILL, eager, engine_ranks, fused, generates_ahead, planned_device
+from skyrl_mega.config.derived import CACHE_FILL, eager, engine_ranks, fused, generates_ahead, planned_device
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models import huggingface
 from skyrl_mega.models.decoder import Decoder
@@ -199,7 +199,7 @@ def mean_concurrency(config: Config, tokens: int, sizes: Batch) -> int:
     rollout = config.rollout
     per_engine = -(-sizes.sequences // rollout.engines)
     longest = sizes.mean - sizes.generated / rollout.max_turns + rollout.sampling.max_tokens  # tokens of one request
-    return max(1, min(rollout.concurrency, per_engine, int(tokens / sizes.mean), int(FILL * tokens / longest)))
+    return max(1, min(rollout.concurrency, per_engine, int(tokens / sizes.mean), int(CACHE_FILL * tokens / longest)))
 
 
 def policy_times(config: Config, decoder: Decoder, parallel: ParallelDims, sizes: Batch) -> tuple[float, float]:

@@ -17,14 +17,14 @@ from typing import Any, Protocol
 
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.group import cause_of, describe
-from skyrl_mega.config.derived import FILL
+from skyrl_mega.config.derived import CACHE_FILL
 from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
 from skyrl_mega.engines.presence import NotReady
 from skyrl_mega.rollout.homes import Homes
 
 IN_FLIGHT = 4
 """An engine is given so many times the sequences that it runs at once: it is never idle, and the rest goes where room
-is first. What its cache holds bounds it too (`config.derived.FILL`)."""
+is first. What its cache holds bounds it too (`config.derived.CACHE_FILL`)."""
 MARGIN_S = 30.0
 """An engine finds within `rollout.request_timeout_s` that its vLLM stands still; one whose actor gives no sign of life
 for so much longer does not answer at all."""
@@ -300,7 +300,7 @@ class Router:
 def load_of(facts: Facts | None) -> Load:
     """That of an engine which has been given nothing: of tokens it takes what its cache holds, all requests as long as
     they may become."""
-    return Load(math.inf if facts is None else FILL * facts.cache_tokens)
+    return Load(math.inf if facts is None else CACHE_FILL * facts.cache_tokens)
 
 
 async def _bounded(stream: Any, seconds: float) -> AsyncIterator[Any]:

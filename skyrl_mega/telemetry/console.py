@@ -20,7 +20,7 @@ from typing import IO, TextIO
 import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
-from skyrl_mega.config.command import nobody_reads
+from skyrl_mega.config.command import discard_output
 from skyrl_mega.config.outside import writing
 from skyrl_mega.config.secrets import hidden
 from skyrl_mega.config.terminal import printable
@@ -245,7 +245,7 @@ class Console:
 
     def _on_closed_reader(self, stream: IO[str]) -> None:
         """Handles a closed reader, as after `| head`: the run continues, and the log notes the end of printing."""
-        nobody_reads(stream)
+        discard_output(stream)
         self._write_log("nobody reads what is printed; it goes to this log alone from here on")
 
 

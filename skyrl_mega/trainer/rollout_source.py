@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-from skyrl_mega.config.derived import draws_greedy
+from skyrl_mega.config.derived import needs_greedy_answer
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
@@ -89,7 +89,7 @@ class RolloutSource:
     def _compared(self, groups: list[Group], step: Step) -> list[Group]:
         """The groups, each with a greedy answer to its prompt where advantages need one. It is drawn once the step's
         groups are chosen, in a round of its own, and has the samples' limits."""
-        if not draws_greedy(self.config.algorithm) or not groups or all_failed(step.trajectories):
+        if not needs_greedy_answer(self.config.algorithm) or not groups or all_failed(step.trajectories):
             return groups
         each = list({id(group): group for group in groups}.values())  # a copy is its original
         with step.phase("generate", total=len(each)) as progress:

@@ -22,7 +22,7 @@ from skyrl_mega.config.derived import (
     policy_ranks,
     reference_ranks,
 )
-from skyrl_mega.config.deterministic import POLICY_ENVIRONMENT, policy_of
+from skyrl_mega.config.deterministic import POLICY_ENVIRONMENT, policy_settings
 from skyrl_mega.config.precision import environment as precision_environment
 from skyrl_mega.config.residency import ENGINE, kept
 from skyrl_mega.config.schema import Config, LayoutConfig, PolicyConfig
@@ -169,7 +169,7 @@ def layout_of(role: ModelRole, layout: LayoutConfig, ranks: int) -> ParallelDims
 
 def settings_of(role: ModelRole, config: Config) -> PolicyConfig:
     """A role's settings of layers, optimizer and micro-batches."""
-    return policy_of(replace(config, policy=critic_model(config)) if role is CRITIC else config)
+    return policy_settings(replace(config, policy=critic_model(config)) if role is CRITIC else config)
 
 
 def build_model(config: Config, group: ActorGroup, role: ModelRole, layout: LayoutConfig) -> TrainGroup:

@@ -10,7 +10,7 @@ from dataclasses import replace
 from skyrl_mega.cluster.group import ActorGroup
 from skyrl_mega.cluster.nodes import Node, driver_node, nodes_without_gpus
 from skyrl_mega.cluster.placement import on_nodes, spread
-from skyrl_mega.config.environment_places import beside_driver, share_of
+from skyrl_mega.config.environment_places import on_driver_node, share_of
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.rollout.worker import RolloutWorker
 from skyrl_mega.rollout.workers import Workers
@@ -42,7 +42,7 @@ def start_workers(setup: Setup) -> Workers | None:
         RolloutWorker,
         arguments,
         timeout=setup.timeout_s,
-        placement=on_nodes(nodes, elsewhere=not beside_driver(config.environment)),
+        placement=on_nodes(nodes, elsewhere=not on_driver_node(config.environment)),
         logs=setup.logs,
     )
     setup.stack.callback(group.shutdown)
@@ -55,6 +55,6 @@ def nodes_of(environment: EnvironmentConfig) -> Sequence[Node]:
     """The node of each worker: an equal share for each node without GPUs, or for all where each has some. With a
     retrieval service on loopback all are on the driver's."""
     many = environment.processes
-    if beside_driver(environment):
+    if on_driver_node(environment):
         return [driver_node()] * many
     return spread([1] * many, nodes_without_gpus())

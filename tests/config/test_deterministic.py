@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from skyrl_mega.config.deterministic import check_deterministic, policy_of
+from skyrl_mega.config.deterministic import check_deterministic, policy_settings
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, RolloutConfig
 from skyrl_mega.engines.vllm.spec import EngineSpec, environment
@@ -20,8 +20,8 @@ def settings(deterministic: bool = True) -> Config:
 
 def test_megatron_and_gpu_processes_are_told() -> None:
     told, others = settings(), settings(deterministic=False)
-    assert policy_of(told).options == {"bias_dropout_fusion": False, "deterministic_mode": True}
-    assert policy_of(others).options == told.policy.options == {"bias_dropout_fusion": False}
+    assert policy_settings(told).options == {"bias_dropout_fusion": False, "deterministic_mode": True}
+    assert policy_settings(others).options == told.policy.options == {"bias_dropout_fusion": False}
     assert {"CUBLAS_WORKSPACE_CONFIG", "NCCL_ALGO"} <= rank_environment(told, "cuda").keys()
     assert rank_environment(others, "cuda").keys() == {"CUDA_DEVICE_MAX_CONNECTIONS"}
     assert rank_environment(told, "cpu").keys() == {"OMP_NUM_THREADS"}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skyrl_mega.config.environment_checks import check_environment
-from skyrl_mega.config.environment_places import beside_driver, share_of
+from skyrl_mega.config.environment_places import on_driver_node, share_of
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, EnvironmentConfig, RetrieverConfig, RunConfig
 
@@ -39,7 +39,7 @@ def test_shares_add_up_and_none_is_empty(total: int, among: int) -> None:
 
 def test_a_service_on_loopback_keeps_them_beside_the_driver() -> None:
     def beside(**retriever: str) -> bool:
-        return beside_driver(EnvironmentConfig(retriever=RetrieverConfig(**retriever)))
+        return on_driver_node(EnvironmentConfig(retriever=RetrieverConfig(**retriever)))
 
     assert beside(index="folder") and beside(index="folder", url="http://127.0.0.1:8000")
     assert beside(url="http://localhost:8000/retrieve")

@@ -14,7 +14,7 @@ from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
-from skyrl_mega.config.unread import unread_notes
+from skyrl_mega.config.unread import unused_notes
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "algorithms.md"
@@ -34,7 +34,7 @@ LINES = lines()
 def test_a_line_is_accepted_whole(name: str, base: Path) -> None:
     config = compose(base, LINES[name])
     check(config, planned=True)
-    assert unread_notes(config) == []
+    assert unused_notes(config) == []
 
 
 @pytest.mark.parametrize("name", LINES)

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skyrl_mega.config.sandboxes import evaluated, sandboxes_mib
+from skyrl_mega.config.sandboxes import evaluation_trajectories, sandboxes_mib
 from skyrl_mega.config.schema import Config
 
 SESSIONS = {"swe": {"session_options": {"total_mib": 1000, "disk_mib": 10}}}
@@ -70,7 +70,7 @@ def test_the_usual_sum_is_planned_by_the_nodes_memory() -> None:
         config.cluster.host_memory_gib = node_gib
         assert sandboxes_mib(config) == total + 64 * 64
     config.environment.default = None
-    assert sandboxes_mib(config) == 0 and evaluated(config) == 0
+    assert sandboxes_mib(config) == 0 and evaluation_trajectories(config) == 0
 
 
 def test_no_more_sessions_than_slots() -> None:
@@ -92,6 +92,8 @@ def test_steps_that_are_ahead_have_sessions_too() -> None:
     config.run.steps = 2
     assert sandboxes_mib(config) == 1000 + 10 * 80 * 2, "no more than the run has"
     config.data.eval, config.evaluation.limit = ["nowhere.parquet"], 50
-    assert sandboxes_mib(config) == 1000 + 10 * (80 * 2 + evaluated(config)), "an evaluation is played beside them"
+    assert sandboxes_mib(config) == 1000 + 10 * (80 * 2 + evaluation_trajectories(config)), (
+        "an evaluation is played beside them"
+    )
     config.environment.slots = 100
     assert sandboxes_mib(config) == 1000 + 10 * 100

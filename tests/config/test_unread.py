@@ -18,7 +18,7 @@ from skyrl_mega.config.loss_checks import WITHOUT_DUAL_CLIP
 from skyrl_mega.config.megatron_options import check as check_options
 from skyrl_mega.config.megatron_options import unplanned_notes
 from skyrl_mega.config.schema import AlgorithmConfig, Config, PolicyConfig
-from skyrl_mega.config.unread import NORMALIZED, READS, unread_notes
+from skyrl_mega.config.unread import NORMALIZED, READS, unused_notes
 from skyrl_mega.trainer.whole_mini_batch import chosen
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -124,7 +124,7 @@ def test_what_nothing_reads_is_refused(settings: str, line: str) -> None:
 def test_what_is_read_passes(settings: str) -> None:
     config = composed(*settings.split())
     check(config)
-    assert unread_notes(config) == []
+    assert unused_notes(config) == []
 
 
 TOLD = [
@@ -160,9 +160,9 @@ TOLD = [
 @pytest.mark.parametrize(("settings", "line"), TOLD)
 def test_what_a_recipe_may_have_is_told(settings: str, line: str) -> None:
     config = composed(*settings.split())
-    (note,) = unread_notes(config)
+    (note,) = unused_notes(config)
     assert line in note
-    assert unread_notes(composed(*settings.split(), "algorithm.advantage=own.py:advantage")) == []
+    assert unused_notes(composed(*settings.split(), "algorithm.advantage=own.py:advantage")) == []
 
 
 @pytest.mark.parametrize("file", sorted(CONFIGS.glob("*.yaml")), ids=lambda file: file.stem)
@@ -192,7 +192,7 @@ def test_what_megatrons_own_names_recompute_is_told_as_not_planned() -> None:
 
 
 def test_an_evaluation_without_prompts() -> None:
-    (note,) = unread_notes(composed("data.eval=[]", "evaluation.every=5", "evaluation.samples=4"))
+    (note,) = unused_notes(composed("data.eval=[]", "evaluation.every=5", "evaluation.samples=4"))
     assert note.startswith("evaluation.every=5, evaluation.samples=4: data.eval=[] has no prompts")
     for settings in (["data.eval=[]"], ["data.eval=[]", "evaluation.every=0"], ["data.eval=[a]", "evaluation.every=5"]):
-        assert unread_notes(composed(*settings)) == []
+        assert unused_notes(composed(*settings)) == []

@@ -22,7 +22,7 @@ import ray
 from skyrl_mega.cluster.errors import ActorFailed
 from skyrl_mega.cluster.fleet import Fleet
 from skyrl_mega.config.compose import compose
-from skyrl_mega.config.derived import FILL, length_limit
+from skyrl_mega.config.derived import CACHE_FILL, length_limit
 from skyrl_mega.config.schema import Config, EnvironmentConfig
 from skyrl_mega.engines.base import Facts
 from skyrl_mega.engines.vllm.spec import EngineSpec
@@ -213,7 +213,7 @@ def test_a_step_of_dapo_waits_for_hours_and_ends(fleets: Fleets) -> None:
     assert seconds > 10 * plan.limit_s
     assert fleet.serving == list(range(len(actors)))
     for engine in actors.engines:
-        assert engine.llm.most == FILL * plan.cache // plan.longest  # type: ignore[attr-defined]
+        assert engine.llm.most == CACHE_FILL * plan.cache // plan.longest  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("recipe", FLAGSHIPS)

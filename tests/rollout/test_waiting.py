@@ -17,7 +17,7 @@ import pytest
 
 from skyrl_mega.cluster.group import ActorGroup, gather
 from skyrl_mega.cluster.ray_session import session
-from skyrl_mega.config.derived import FILL
+from skyrl_mega.config.derived import CACHE_FILL
 from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.engines.base import Completion, EngineDied, Facts, Request, Sampling
 from skyrl_mega.engines.vllm.actor import VllmEngine
@@ -144,7 +144,7 @@ def test_an_engine_is_given_what_its_cache_holds(ray: None, tmp_path: Path, know
     try:
         assert len(route(fleet, requests(20 * CACHE), concurrency=8)) == 20 * CACHE
         [most] = group.call_all("most", timeout=60)
-        assert most == (FILL * CACHE if known else IN_FLIGHT * 8)
+        assert most == (CACHE_FILL * CACHE if known else IN_FLIGHT * 8)
         long = Request("long", [1] * 500, 1, 0)  # it fits nowhere; alone it may try
         assert len(route(fleet, [long, *requests(3)])) == 4
     finally:

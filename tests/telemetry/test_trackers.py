@@ -181,7 +181,7 @@ def test_a_wrong_setting_is_one_line(folder: Path, given: str, parts: list[str])
 
 def test_an_option_of_a_tracker_that_is_off_is_told(folder: Path) -> None:
     given = settings("telemetry.options.wandb.project=mine", "telemetry.options.tensorboard={}").telemetry
-    (note,) = registry.unread_notes(given)
+    (note,) = registry.unused_notes(given)
     assert note.startswith("telemetry.options.wandb.project = mine: telemetry.trackers=")
     assert note.endswith("has no wandb; give telemetry.trackers=[jsonl,tensorboard,wandb], or leave it out")
 

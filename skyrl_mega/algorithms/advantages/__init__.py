@@ -113,7 +113,7 @@ def find(name: str) -> Estimator:
     Raises:
         UserError: The name is unknown, or the import path leads nowhere.
     """
-    estimator: Estimator = imports.named(name, ADVANTAGES, "algorithm.advantage", TAKES)
+    estimator: Estimator = imports.function_by_name(name, ADVANTAGES, "algorithm.advantage", TAKES)
     if isinstance(estimator, PerToken):
         imports.check_takes_two(estimator.estimate, f"algorithm.advantage = {name}", TAKES)
     return estimator

@@ -52,7 +52,7 @@ def find(name: str) -> Loss:
     """
     if name == SUPERVISED:
         return supervised
-    loss: Loss = imports.named(name, LOSSES, "algorithm.loss", "(LossInputs, AlgorithmConfig)")
+    loss: Loss = imports.function_by_name(name, LOSSES, "algorithm.loss", "(LossInputs, AlgorithmConfig)")
     return loss
 
 

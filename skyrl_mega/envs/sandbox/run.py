@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.sandboxes import SANDBOX_DISK_MIB, SANDBOX_MEMORY_MIB, machine_mib, usual_total_mib
+from skyrl_mega.config.sandboxes import SANDBOX_DISK_MIB, SANDBOX_MEMORY_MIB, default_total_mib, machine_mib
 from skyrl_mega.envs.faults import InfrastructureFault
 from skyrl_mega.envs.options import Option, filled, number, texts, whole
 from skyrl_mega.envs.sandbox import budget, folders, tree
@@ -61,7 +61,7 @@ class Limits:
     """Of each process."""
     memory_mib: int = SANDBOX_MEMORY_MIB
     """Address space of each process."""
-    total_mib: int = usual_total_mib(machine_mib())
+    total_mib: int = default_total_mib(machine_mib())
     """Memory of all commands that run at once for this environment."""
     processes: int = 16
     """Processes and threads at once."""

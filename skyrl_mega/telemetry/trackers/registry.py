@@ -51,7 +51,7 @@ def unknown(name: str) -> str:
     """Returns the message for an unknown tracker name, with the nearest and all allowed names and the fix."""
     nearest = get_close_matches(name, TRACKERS, n=1)
     hint = f"did you mean {nearest[0]}? " if nearest else ""
-    return f"{shown(name)} is unknown; {hint}allowed: {', '.join(TRACKERS)}, or your own: {imports.forms('class')}"
+    return f"{shown(name)} is unknown; {hint}allowed: {', '.join(TRACKERS)}, or your own: {imports.path_forms('class')}"
 
 
 def resolve(path: str) -> Any:
@@ -96,7 +96,7 @@ def check(config: TelemetryConfig) -> dict[str, tuple[Any, dict[str, Any]]]:
     return {name: (cls, options_of(name, cls, config)) for name, cls in classes.items()}
 
 
-def unread_notes(config: TelemetryConfig) -> list[str]:
+def unused_notes(config: TelemetryConfig) -> list[str]:
     """Returns notes about non-default options of trackers that are off. A recipe may contain such options."""
     notes = []
     for name in sorted({*config.options} - {*chosen(config), ALWAYS}):

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.sandboxes import machine_mib, usual_total_mib
+from skyrl_mega.config.sandboxes import default_total_mib, machine_mib
 from skyrl_mega.envs.sandbox import CONFINEMENTS, Limits, Outcome, Sandbox, Workspace, confinements, folders
 from skyrl_mega.envs.sandbox import budget as sandbox_budget
 from skyrl_mega.envs.sandbox.budget import Budget
@@ -388,13 +388,13 @@ def test_how_many_the_kernel_has_ended(tmp_path: Path) -> None:
     ("node_gib", "mib"), [(1, 8192), (24, 8192), (64, 8192), (128, 16384), (200, 25600), (256, 32768), (2000, 32768)]
 )
 def test_the_usual_sum_follows_the_node(node_gib: float, mib: int, tmp_path: Path) -> None:
-    assert usual_total_mib(node_gib * 1024) == mib
+    assert default_total_mib(node_gib * 1024) == mib
     (limit := tmp_path / "memory.max").write_text("max\n")
     whole = machine_mib(limit)
     assert whole == machine_mib(tmp_path / "none") > 0
     limit.write_text(f"{2**28}\n")
     assert machine_mib(limit) == 256
-    assert Limits().total_mib == usual_total_mib(machine_mib())
+    assert Limits().total_mib == default_total_mib(machine_mib())
 
 
 def test_the_largest_of_too_many_ends(tmp_path: Path) -> None:
