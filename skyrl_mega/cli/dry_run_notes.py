@@ -17,10 +17,10 @@ from skyrl_mega.config.derived import (
     max_open_trajectories,
     response_limit,
 )
-from skyrl_mega.config.environment_places import on_driver_node
+from skyrl_mega.config.environment_placement import on_driver_node
 from skyrl_mega.config.fp8_notes import fp8_notes
 from skyrl_mega.config.schema import Config, DynamicSamplingConfig, PolicyConfig
-from skyrl_mega.config.unread import unused_notes
+from skyrl_mega.config.unused_settings import unused_notes
 from skyrl_mega.models import engine
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.published import hub_name

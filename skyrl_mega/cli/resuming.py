@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from skyrl_mega.config import outside
+from skyrl_mega.config import safe_read
 from skyrl_mega.config.derived import has_critic
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
@@ -60,7 +60,7 @@ def changes(config: Config) -> list[str]:
             "another run.name and the policy's export (docs/export.md) as model.path"
         )
     try:
-        stored = yaml.safe_load(outside.read(file, "bring back the one that the run wrote")) or {}
+        stored = yaml.safe_load(safe_read.read(file, "bring back the one that the run wrote")) or {}
         if not isinstance(stored, dict):
             raise yaml.YAMLError("it is no mapping of settings")
         before = _flat(masked(stored))  # an older run's file may hold what is masked today
@@ -89,7 +89,7 @@ def changes(config: Config) -> list[str]:
 
 def _other_rows(config: Config, checkpoint: Path) -> Iterator[str]:
     """Yields a text if the contents of `data.train` differ from the rows used before the checkpoint."""
-    stream = outside.json_object(checkpoint / "state.json", "take another checkpoint", most=LARGEST).get("stream")
+    stream = safe_read.read_json(checkpoint / "state.json", "take another checkpoint", most=LARGEST).get("stream")
     before = stream.get("rows") if isinstance(stream, dict) else None
     files = config.data.train
     if before and all(Path(file).is_file() for file in files) and fingerprint(files) != before:
@@ -125,7 +125,7 @@ def _place(checkpoint: Path) -> tuple[int, int, int]:
         UserError: The checkpoint's state.json is invalid.
     """
     fix = f"remove {checkpoint}, and the run resumes from the one before"
-    state = outside.json_object(checkpoint / "state.json", fix, most=LARGEST)
+    state = safe_read.read_json(checkpoint / "state.json", fix, most=LARGEST)
     stream = state.get("stream")
     values = [state.get("step"), *((stream.get("count"), stream.get("position")) if isinstance(stream, dict) else ())]
     ordered = isinstance(stream, dict) and {"seed", "shuffle"} <= stream.keys()

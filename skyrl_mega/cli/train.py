@@ -20,7 +20,7 @@ from skyrl_mega.config.command import DONE, FAULT, WRONG_INPUT, Parser, guarded,
 from skyrl_mega.config.derived import cutoff_note, generates_ahead, idle_gpus_note
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config
-from skyrl_mega.config.unread import unused_notes
+from skyrl_mega.config.unused_settings import unused_notes
 from skyrl_mega.trainer.shutdown import ShutdownRequest, Stopped, ended_by
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from skyrl_mega.cluster.channel import removed_at_the_end
-from skyrl_mega.config.outside import writing
+from skyrl_mega.config.safe_read import writing
 
 
 @contextmanager

@@ -42,7 +42,7 @@ from skyrl_mega.config.residency_checks import SLEEP_ARGUMENTS, check_residency
 from skyrl_mega.config.sample_checks import check_samples
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.speed_checks import check_speed
-from skyrl_mega.config.unread import check_unused
+from skyrl_mega.config.unused_settings import check_unused
 from skyrl_mega.config.values import shown
 from skyrl_mega.config.wire_checks import check_wire
 

@@ -17,7 +17,7 @@ from typing import IO, Any, NoReturn
 from skyrl_mega.config.errors import UserError, UserErrors
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.other_programs import lookup
-from skyrl_mega.config.outside import DISK_ERRORS, is_unicode, reason
+from skyrl_mega.config.safe_read import DISK_ERRORS, error_reason, is_unicode
 from skyrl_mega.config.terminal import one_line, printable
 from skyrl_mega.config.values import LONGEST_TEXT, Rule, shown
 
@@ -99,7 +99,9 @@ def guarded(run: Callable[[], int], as_json: bool = False) -> int:
         return DONE
     except OSError as error:
         if error.filename is not None and error.errno not in DISK_ERRORS:
-            print_error(f"error: {one_line(str(error.filename))}: {reason(error)}; name one that you may read or write")
+            print_error(
+                f"error: {one_line(str(error.filename))}: {error_reason(error)}; name one that you may read or write"
+            )
             return WRONG_INPUT
         if error.filename is None:
             discard_output(sys.stdout)  # standard output itself may have failed, for example on a full disk

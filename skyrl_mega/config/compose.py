@@ -20,13 +20,13 @@ from hydra.errors import HydraException, MissingConfigException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from skyrl_mega.config import outside, secrets, written
+from skyrl_mega.config import safe_read, secrets, verbatim
 from skyrl_mega.config.errors import UserError, UserErrors
 from skyrl_mega.config.keys import keys, names_in, nearest
-from skyrl_mega.config.meant import HINTS
 from skyrl_mega.config.other_programs import lookup
 from skyrl_mega.config.schema import Config
 from skyrl_mega.config.secret_names import MASK, is_secret
+from skyrl_mega.config.setting_hints import HINTS
 from skyrl_mega.config.values import shown
 
 GROUP = re.compile(r"\w+(/\w+)*")
@@ -101,7 +101,9 @@ def _file(path: Path) -> Path:
     try:
         exists = path.is_file()
     except (OSError, ValueError) as error:
-        raise UserError(f"--config {str(path)[:80]}: {outside.reason(error)}; give the path of a .yaml file") from error
+        raise UserError(
+            f"--config {str(path)[:80]}: {safe_read.error_reason(error)}; give the path of a .yaml file"
+        ) from error
     if not exists:
         near = sorted(file.name for file in path.parent.glob("*.yaml"))
         hint = f"{path.parent} has {', '.join(near)}" if near else f"{path.parent} has no .yaml file"
@@ -112,7 +114,7 @@ def _file(path: Path) -> Path:
 def _parse(text: str) -> Override:
     """Returns a `key=value` argument in Hydra's grammar; `+key=value` is treated as `key=value`."""
     try:
-        override = written.parsed(text)
+        override = verbatim.parse_override(text)
         override.value()
     except (HydraException, OmegaConfBaseException, RecursionError, ValueError) as error:
         key, sign, value = text.partition("=")
@@ -141,10 +143,10 @@ def _files(path: Path, chosen: list[Override]) -> dict[str, Any]:
     for group in {*listed, *(o.key_or_group for o in chosen)}:
         for folder in (path.parent, GROUPS):
             for file in sorted((folder / group).glob("*.yaml")):  # Hydra itself reads files without a size limit
-                outside.read(file, "give a .yaml file that you may read", most=LARGEST)
+                safe_read.read(file, "give a .yaml file that you may read", most=LARGEST)
     groups = [f"{'' if o.key_or_group in listed else '+'}{o.key_or_group}={o.value()}" for o in chosen]
     try:
-        with warnings.catch_warnings(), written.hydra_over(path.parent, *([GROUPS] if GROUPS.is_dir() else [])):
+        with warnings.catch_warnings(), verbatim.hydra_config_from(path.parent, *([GROUPS] if GROUPS.is_dir() else [])):
             warnings.simplefilter("ignore", UserWarning)  # warnings about `_self_` would hide the actual error
             tree = hydra_compose(path.stem, groups)
     except RecursionError as error:
@@ -173,12 +175,12 @@ def _groups_in_defaults(path: Path) -> set[str]:
         UserError: The file is not YAML, not a mapping, or nested too deep.
     """
     try:
-        content = yaml.safe_load(outside.read(path, "give a .yaml file that you may read", most=LARGEST))
+        content = yaml.safe_load(safe_read.read(path, "give a .yaml file that you may read", most=LARGEST))
         content = {} if content is None else content
-        outside.check(content, deepest=DEEPEST, numbers=False)
+        safe_read.check_value(content, deepest=DEEPEST, numbers=False)
     except RecursionError as error:
         raise UserError(f"--config {path}: it nests deeper than {DEEPEST} levels") from error
-    except outside.Malformed as error:
+    except safe_read.Malformed as error:
         raise UserError(f"--config {path}: {error}") from error
     except (yaml.YAMLError, ValueError) as error:  # ValueError: not UTF-8, or an impossible date
         raise _invalid_yaml(path, error) from error
@@ -209,7 +211,7 @@ def _leaves(value: Any, key: str) -> Iterator[tuple[str, Any]]:
         for name, inner in value.items():
             yield from _leaves(inner, f"{key}.{name}" if key else str(name))
     else:
-        yield key, written.settled(value, keys()[key].rule if key in keys() else None)
+        yield key, verbatim.restore_text(value, keys()[key].rule if key in keys() else None)
 
 
 def _assign(config: DictConfig, key: str, value: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 from skyrl_mega.config.derived import response_limit
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import AlgorithmConfig, Config, EntropyConfig
-from skyrl_mega.config.unread import READS
+from skyrl_mega.config.unused_settings import READS
 from skyrl_mega.config.values import shown
 
 WITHOUT_DUAL_CLIP = tuple(loss for loss, names in READS.items() if "dual_clip" not in names)

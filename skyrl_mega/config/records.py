@@ -9,7 +9,7 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from skyrl_mega.config import outside
+from skyrl_mega.config import safe_read
 from skyrl_mega.config.errors import UserError
 
 ROWS_AT_ONCE = 10_000
@@ -28,14 +28,14 @@ def records(file: Path) -> Iterator[Any]:
     """
     try:
         if file.suffix == ".parquet":
-            outside.check_regular(file)
+            safe_read.check_regular(file)
             with pq.ParquetFile(file) as reader:
                 for batch in bounded_batches(reader, ROWS_AT_ONCE):
                     yield from batch.to_pylist()
         elif file.suffix == ".json":
             yield from _json(file)
         else:
-            for index, (_, line) in enumerate(outside.lines(file)):
+            for index, (_, line) in enumerate(safe_read.read_lines(file)):
                 yield _row(file, index, line)
     except FileNotFoundError as error:
         raise UserError(f"{file}: no such file; {ALLOWED}") from error
@@ -90,8 +90,8 @@ def _skip_rows(count: int, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Rec
 
 def _json(file: Path) -> Iterator[Any]:
     try:
-        rows = outside.parsed(outside.read(file, ALLOWED, most=LARGEST_JSON), most=LARGEST_JSON)
-    except outside.Malformed as error:
+        rows = safe_read.parse_json(safe_read.read(file, ALLOWED, most=LARGEST_JSON), most=LARGEST_JSON)
+    except safe_read.Malformed as error:
         raise UserError(f"{file}: it cannot be read as .json: {error}; {ALLOWED}") from error
     if not isinstance(rows, list):
         raise UserError(f"{file}: it holds a {type(rows).__name__}; allowed is a list of rows")
@@ -100,7 +100,7 @@ def _json(file: Path) -> Iterator[Any]:
 
 def _row(file: Path, index: int, line: bytes) -> Any:
     try:
-        return outside.parsed(line)
-    except outside.Malformed as error:
+        return safe_read.parse_json(line)
+    except safe_read.Malformed as error:
         form = file.suffix or "JSON lines"
         raise UserError(f"{file}, row {index}: it cannot be read as {form}: {error}; write it again") from error

@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 
-from skyrl_mega.config.outside import Malformed
+from skyrl_mega.config.safe_read import Malformed
 
 MOST_BYTES = 64 * 2**20
 """Maximum bytes of a reply after decompression."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from skyrl_mega.config.outside import is_unicode
+from skyrl_mega.config.safe_read import is_unicode
 from skyrl_mega.config.secrets import hidden
 from skyrl_mega.config.terminal import printable
 

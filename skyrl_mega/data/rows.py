@@ -16,8 +16,8 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import Malformed, check_regular
 from skyrl_mega.config.records import bounded_batches
+from skyrl_mega.config.safe_read import Malformed, check_regular
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.config.values import shown
 from skyrl_mega.data.truths import Wrong, judged_rows

@@ -9,7 +9,7 @@ from typing import Any
 
 import pyarrow as pa
 
-from skyrl_mega.config import outside
+from skyrl_mega.config import safe_read
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.envs import registry
@@ -106,8 +106,8 @@ def _read(row: dict[str, Any], where: str) -> Iterator[tuple[str, dict[str, Any]
         spec = row.get(column)
         if isinstance(spec, str) and spec:
             try:
-                spec = outside.parsed(spec)
-            except outside.Malformed as error:
+                spec = safe_read.parse_json(spec)
+            except safe_read.Malformed as error:
                 raise UserError(f"{where} {column}: it is text, and no JSON ({error}); {STRUCT}") from error
             yield column, spec
         if spec and not isinstance(spec, dict):

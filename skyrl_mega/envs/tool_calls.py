@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from skyrl_mega.config.outside import Malformed, first_value, parsed
+from skyrl_mega.config.safe_read import Malformed, parse_json, parse_json_at
 from skyrl_mega.config.values import shown
 
 MOST_BYTES = 2**20
@@ -76,7 +76,7 @@ def _call(text: str, start: int, id: str) -> tuple[ToolCall, int]:
     """Returns the call behind an opening tag, and where it ends."""
     form = 'allowed is {"name": …, "arguments": {…}}'
     try:
-        value, end = first_value(text, start, most=MOST_BYTES)
+        value, end = parse_json_at(text, start, most=MOST_BYTES)
         wrong = None
     except Malformed as error:
         value, end, wrong = None, start, f"the call is not JSON: {error}; {form}"
@@ -113,7 +113,7 @@ def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     calls = message.get("tool_calls") or []
     if isinstance(calls, str):
-        calls = parsed(calls, most=MOST_BYTES)
+        calls = parse_json(calls, most=MOST_BYTES)
     if not isinstance(calls, list | tuple):
         raise Malformed("they are no list")
     read = []
@@ -123,7 +123,7 @@ def calls_of(message: Mapping[str, Any]) -> list[dict[str, Any]]:
             raise Malformed(f'{shown(call)}: allowed is {{"function": {{"name": …, "arguments": {{…}}}}}}')
         arguments = function.get("arguments") or {}
         if isinstance(arguments, str):
-            arguments = parsed(arguments, most=MOST_BYTES)
+            arguments = parse_json(arguments, most=MOST_BYTES)
         if not isinstance(arguments, Mapping):
             raise Malformed(f"the arguments of {shown(function['name'])} are no JSON object")
         id = {"id": call["id"]} if call.get("id") else {}

@@ -19,9 +19,8 @@ import httpx
 
 from skyrl_mega.config.derived import evaluation_concurrency, evaluation_sampling
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import Malformed
-from skyrl_mega.config.outside import parsed as parsed_json
 from skyrl_mega.config.replies import ask
+from skyrl_mega.config.safe_read import Malformed, parse_json
 from skyrl_mega.config.schema import Config, RolloutConfig, SamplingConfig
 from skyrl_mega.config.terminal import one_line
 from skyrl_mega.config.values import shown
@@ -85,7 +84,7 @@ class Endpoint:
         if not model:
             raise UserError(f"--endpoint {url}: it needs --served-model, the name that it serves the model under")
         try:
-            fields = parsed_json(extra)
+            fields = parse_json(extra)
         except Malformed as error:
             raise UserError(f"--request {extra[:200]}: {error}; allowed is a JSON object") from error
         if not isinstance(fields, dict):
@@ -192,7 +191,7 @@ class Client:
 
     def _json(self, data: bytes) -> Any:
         try:
-            return parsed_json(data)
+            return parse_json(data)
         except Malformed as error:
             raise EndpointFailed(f"{self.endpoint.url} answered in another form: no JSON ({error})") from error
 
@@ -324,7 +323,7 @@ def _reply(answer: Any, stops: Sequence[str]) -> Reply:
 def _message(response: httpx.Response, data: bytes) -> str:
     """What the endpoint said of an error, on one line."""
     try:
-        said = parsed_json(data)
+        said = parse_json(data)
         error = said.get("error", said)
         text = f"{error.get('message', error)} {error.get('code') or ''}" if isinstance(error, dict) else str(error)
     except (Malformed, AttributeError):

@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import Malformed, json_object, parsed, writing
+from skyrl_mega.config.safe_read import Malformed, parse_json, read_json, writing
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.evaluate.identity import alike
 from skyrl_mega.evaluate.sets import Draw, PromptSet
@@ -208,7 +208,7 @@ SINCE: Mapping[str, Any] = {
 def _claim(folder: Path, identity: Mapping[str, Any]) -> None:
     file = folder / "evaluation.json"
     if file.exists():
-        before = json_object(file, "give another --output", most=LARGEST)
+        before = read_json(file, "give another --output", most=LARGEST)
         before = {**{key: value for key, value in SINCE.items() if key in identity}, **before}
         for key in [*identity, *before]:
             old, new = (json.dumps(d[key], sort_keys=True) if key in d else "nothing" for d in (before, identity))
@@ -249,7 +249,7 @@ def _checked(file: Path, place: int, line: bytes) -> dict[str, Any]:
         UserError: It is none.
     """
     try:
-        row = parsed(line)
+        row = parse_json(line)
         pa.Table.from_pylist([row], schema=SCHEMA)
         if absent := [name for name in SCHEMA.names if not isinstance(row, dict) or row.get(name) is None]:
             raise Malformed(f"it has no {absent[0]}")

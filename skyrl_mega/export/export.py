@@ -17,7 +17,7 @@ import torch
 
 from skyrl_mega.cluster.whole import being_written, whole_folder
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import writing
+from skyrl_mega.config.safe_read import writing
 from skyrl_mega.export.job import Job, Origin, plan_job
 from skyrl_mega.export.pool import run
 from skyrl_mega.export.progress import Progress

@@ -13,7 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from skyrl_mega.cluster.whole import refuse_folder
-from skyrl_mega.config import outside
+from skyrl_mega.config import safe_read
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.hf_checkpoint.box_header import refuse_old
 from skyrl_mega.hf_checkpoint.index import read_config
@@ -107,7 +107,7 @@ def _model_of(run: Path | None, path: Path) -> Path:
             f"--model is missing: {path} has no config.yaml of a run beside it; give a Hugging Face directory"
         )
     try:
-        config = OmegaConf.create(yaml.safe_load(outside.read(run / "config.yaml", "give --model")))
+        config = OmegaConf.create(yaml.safe_load(safe_read.read(run / "config.yaml", "give --model")))
         named, directory = Path(config["model"]["path"]), Path(config["run"]["directory"])
     except (yaml.YAMLError, OmegaConfBaseException, ValueError, RecursionError, KeyError, TypeError) as error:
         raise UserError(f"{run / 'config.yaml'}: has no model.path ({error}); give --model") from error

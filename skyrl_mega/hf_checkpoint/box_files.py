@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import parsed, writing
+from skyrl_mega.config.safe_read import parse_json, writing
 from skyrl_mega.hf_checkpoint.box_header import Damaged, Header, Written, read_table
 from skyrl_mega.parallel.box import Box
 
@@ -172,7 +172,7 @@ def read_entries(folder: Path, header: Header, tensors: Collection[str]) -> list
 def _entries(file: Path, header: Header, tensors: Collection[str]) -> Iterator[Entry]:
     data = read_table(file, header)
     try:
-        table = parsed(data[8:])
+        table = parse_json(data[8:])
         crcs = table.pop("__metadata__")["crc32"]
         for at, (name, value) in enumerate(table.items()):
             if name[: name.rindex("[")] not in tensors:

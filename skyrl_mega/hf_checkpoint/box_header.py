@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import Malformed, parsed, writing
+from skyrl_mega.config.safe_read import Malformed, parse_json, writing
 from skyrl_mega.hf_checkpoint.index import LONGEST_HEADER
 
 HEADER = "checkpoint.json"
@@ -88,7 +88,7 @@ def refuse_old(folder: Path) -> None:
             f"one does not read it: {fix}"
         )
     try:
-        content = parsed((folder / HEADER).read_bytes())
+        content = parse_json((folder / HEADER).read_bytes())
     except (OSError, ValueError):  # it is damaged
         return
     if isinstance(content, dict) and (there := content.get("format")) in range(1, FORMAT):
@@ -105,7 +105,7 @@ def read_header(folder: Path) -> Header:
     refuse_old(folder)
     file = folder / HEADER
     try:
-        content = parsed(file.read_bytes())
+        content = parse_json(file.read_bytes())
         if content["format"] != FORMAT:
             raise UserError(f"{file}: format is {content['format']}; this version reads {FORMAT}, use the other one")
         shapes = {str(name): tuple(int(n) for n in shape) for name, shape in content["tensors"].items()}

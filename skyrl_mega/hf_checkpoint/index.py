@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import Malformed, check_folder, json_object, open_regular, parsed
+from skyrl_mega.config.safe_read import Malformed, check_folder, open_regular, parse_json, read_json
 from skyrl_mega.models.registry import architecture
 
 INDEX = "model.safetensors.index.json"
@@ -52,7 +52,7 @@ def read_config(path: Path) -> dict[str, Any]:
             f"model.path: {path} {what}; give a Hugging Face directory with config.json, *.safetensors and "
             "tokenizer.json"
         )
-    hf = json_object(path / "config.json", FETCH)
+    hf = read_json(path / "config.json", FETCH)
     check_folder(path, FETCH)
     return hf
 
@@ -95,7 +95,7 @@ def check_tensors(path: Path, tensors: Mapping[str, tuple[int, ...]]) -> dict[st
 def names_in(path: Path) -> set[str]:
     """The tensors that the directory's files have, whether the model of its config.json has them or not."""
     if (path / INDEX).exists():
-        return set(json_object(path / INDEX, FETCH).get("weight_map") or ())
+        return set(read_json(path / INDEX, FETCH).get("weight_map") or ())
     return set(read_header(path / SINGLE))
 
 
@@ -110,7 +110,7 @@ def read_header(file: Path) -> dict[str, Entry]:
                     f"{file}: {size} bytes, its header alone has {length}; the file is cut off or no safetensors file, "
                     "fetch it again"
                 )
-            header = parsed(f.read(length))
+            header = parse_json(f.read(length))
         header.pop("__metadata__", None)
         needed = 8 + length + _tiled(header)
         entries = {name: Entry(file, str(v["dtype"]), tuple(v["shape"])) for name, v in header.items()}
@@ -150,7 +150,7 @@ def _files(path: Path, tensors: Mapping[str, Any]) -> dict[str, Path]:
         if not single.exists():
             raise UserError(f"{path}: holds neither {SINGLE} nor {INDEX}; give a directory with safetensors weights")
         return dict.fromkeys(tensors, single)
-    weight_map = json_object(index, FETCH).get("weight_map")
+    weight_map = read_json(index, FETCH).get("weight_map")
     if not isinstance(weight_map, dict):
         raise UserError(f"{index}: has no weight_map; fetch it again")
     for name in tensors:

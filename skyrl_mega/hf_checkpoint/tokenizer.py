@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import check_folder
+from skyrl_mega.config.safe_read import check_folder
 from skyrl_mega.config.values import shown
 
 ALWAYS = ("two  words, and\n\nlines\n", "  if x:\n        y = 0\n", "0123456789 2026 3.14")

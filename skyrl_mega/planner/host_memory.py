@@ -9,7 +9,7 @@ from math import prod
 
 from skyrl_mega.cluster.place import place
 from skyrl_mega.config.derived import engine_ranks, generates_ahead, has_critic, length_limit
-from skyrl_mega.config.environment_places import on_driver_node
+from skyrl_mega.config.environment_placement import on_driver_node
 from skyrl_mega.config.sandboxes import sandboxes_mib
 from skyrl_mega.config.schema import ClusterConfig, Config
 from skyrl_mega.models import huggingface

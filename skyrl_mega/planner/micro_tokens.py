@@ -17,7 +17,7 @@ from typing import Any
 from skyrl_mega.cluster.leftovers import partial_file
 from skyrl_mega.config.derived import planned_device
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import json_object
+from skyrl_mega.config.safe_read import read_json
 from skyrl_mega.config.schema import Config
 from skyrl_mega.models.decoder import Decoder
 from skyrl_mega.models.registry import architecture
@@ -66,7 +66,7 @@ def for_run(config: Config, hf: Mapping[str, Any], folder: Path, *, resumes: boo
         return config
     file, fix = folder / FILE, "remove it, and it is decided once more, or give policy.micro_tokens"
     if resumes and file.exists():
-        previous = json_object(file, fix).get("policy.micro_tokens")
+        previous = read_json(file, fix).get("policy.micro_tokens")
         if previous not in MICRO_TOKENS:
             raise UserError(f"{file}: policy.micro_tokens is none of {', '.join(map(str, MICRO_TOKENS))}; {fix}")
         return _with_size(config, previous)

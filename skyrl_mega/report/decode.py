@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from tokenizers import Tokenizer
 
-from skyrl_mega.config import outside
+from skyrl_mega.config import safe_read
 from skyrl_mega.config.errors import UserError
 
 REPLACEMENT = "\ufffd"
@@ -72,7 +72,7 @@ def decoder_of(run: Path) -> Decoder | None:
     if not config.is_file():
         return None
     try:
-        tree = yaml.safe_load(outside.read(config, FIX))
+        tree = yaml.safe_load(safe_read.read(config, FIX))
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{config}: it is not YAML: {' '.join(str(error).split())}; {FIX}") from error
     try:

@@ -8,7 +8,7 @@ from html import escape
 from pathlib import Path
 from statistics import median
 
-from skyrl_mega.config import outside
+from skyrl_mega.config import safe_read
 from skyrl_mega.report.run_data import RunData
 from skyrl_mega.telemetry.table import number
 
@@ -30,7 +30,7 @@ def read(folder: Path) -> dict[str, float]:
     file = folder / FILE
     if not file.is_file():
         return {}
-    found = outside.json_object(file, f"remove {FILE}")
+    found = safe_read.read_json(file, f"remove {FILE}")
     return {name: float(value) for name, value in found.items() if _is_number(value)}
 
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from skyrl_mega.config import outside
+from skyrl_mega.config import safe_read
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.rollout import trajectory_io
 from skyrl_mega.rollout.trajectory import Status
@@ -50,9 +50,9 @@ def read(file: Path) -> list[dict[str, Any]]:
             for step in row.get("steps") or ():
                 step["tool_calls"] = tuple(map(json.loads, step["tool_calls"] or ()))
             if row["status"] not in _STATUSES:
-                raise outside.Malformed(f"row {number}, status: allowed: {', '.join(Status)}")
+                raise safe_read.Malformed(f"row {number}, status: allowed: {', '.join(Status)}")
             if any(message[key] is None for message in row["messages"] for key in ("role", "content")):
-                raise outside.Malformed(f"row {number}, messages: one has no role or no content")
+                raise safe_read.Malformed(f"row {number}, messages: one has no role or no content")
         return rows
     except (OSError, pa.ArrowException, ValueError, RecursionError) as error:  # ValueError: JSON's, and broken UTF-8
         raise _refusal(file, error) from error
@@ -65,7 +65,7 @@ def tokens(file: Path) -> pa.Table | None:
         UserError: The file is not one of trajectories.
     """
     try:
-        outside.check_regular(file)
+        safe_read.check_regular(file)
         if "tokens" not in pq.read_schema(file).names:
             return None
         table = pq.read_table(file, columns=list(TOKENS))
@@ -80,7 +80,7 @@ def tokens(file: Path) -> pa.Table | None:
 
 def _table(file: Path) -> pa.Table:
     """All columns but the tokens, under the names and with the types that a run writes."""
-    outside.check_regular(file)
+    safe_read.check_regular(file)
     with pq.ParquetFile(file) as opened:
         names, about = opened.schema_arrow.names, opened.metadata
         size = sum(about.row_group(i).total_byte_size for i in range(about.num_row_groups))
@@ -109,7 +109,7 @@ def _object(text: str, row: int, name: str) -> dict[str, Any]:
         isinstance(value, dict) and all(isinstance(part, int | float) for part in value.values())
     )
     if not isinstance(value, dict) or not numbers:
-        raise outside.Malformed(f"row {row}, column {name}: it is no JSON object{'' if numbers else ' of numbers'}")
+        raise safe_read.Malformed(f"row {row}, column {name}: it is no JSON object{'' if numbers else ' of numbers'}")
     return value
 
 

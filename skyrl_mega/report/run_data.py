@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from skyrl_mega.config import outside
+from skyrl_mega.config import safe_read
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
 from skyrl_mega.config.secrets import masked
@@ -116,7 +116,7 @@ class RunData:
         file = self.folder / "logs" / "run.log"
         if not file.is_file():
             return []
-        return list(_entries(outside.read(file, "give a log that you may read").decode(errors="replace")))
+        return list(_entries(safe_read.read(file, "give a log that you may read").decode(errors="replace")))
 
     @property
     def fault(self) -> Fault | None:
@@ -162,8 +162,8 @@ def read(folder: Path) -> RunData:
         what = "no config.yaml there" if folder.is_dir() else "no such folder"
         raise UserError(f"{folder}: {what}; allowed: a run's folder, such as runs/<name>")
     try:
-        tree = yaml.safe_load(outside.read(folder / "config.yaml", "give a run's folder")) or {}
-        outside.check(tree, numbers=False)
+        tree = yaml.safe_load(safe_read.read(folder / "config.yaml", "give a run's folder")) or {}
+        safe_read.check_value(tree, numbers=False)
         settings = dict(_leaves(masked(tree), "")) if isinstance(tree, dict) else {}
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{folder / 'config.yaml'}: it is not YAML: {' '.join(str(error).split())}") from error

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from skyrl_mega.config import outside
+from skyrl_mega.config import safe_read
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.telemetry.counted import Floats
 from skyrl_mega.telemetry.step_timeline import FOLDER, POLICY, StepTimeline, loads
@@ -83,8 +83,8 @@ def _files(run: Path) -> dict[int, Path]:
 def _read(file: Path) -> StepTimeline:
     fix = "remove it: the report then does without"
     try:
-        return loads(outside.read(file, fix))
-    except outside.Malformed as error:
+        return loads(safe_read.read(file, fix))
+    except safe_read.Malformed as error:
         raise UserError(f"{file}: {error}; {fix}") from error
 
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import httpx
 
-from skyrl_mega.config.outside import Malformed, parsed
 from skyrl_mega.config.replies import ask
+from skyrl_mega.config.safe_read import Malformed, parse_json
 from skyrl_mega.config.terminal import one_line
 from skyrl_mega.config.values import shown
 
@@ -120,7 +120,7 @@ class Client:
             try:
                 response, data = await ask(self._http, verb, self.url + path, body, limit)
                 if response.is_success:
-                    return parsed(data)
+                    return parse_json(data)
                 cause = f"HTTP {response.status_code}: {_first_line(response, data)}"
                 if response.status_code not in WORTH_A_RETRY:
                     raise RetrievalError(f"{self.url}{path} refused: {cause}")

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import check_folder, json_object
+from skyrl_mega.config.safe_read import check_folder, read_json
 from skyrl_mega.config.values import shown
 from skyrl_mega.hf_checkpoint.tokenizer import load
 
@@ -142,4 +142,4 @@ def _pooling(folder: Path) -> str:
 
 
 def _json(file: Path) -> dict[str, Any]:
-    return json_object(file, "fetch the model again") if file.exists() else {}
+    return read_json(file, "fetch the model again") if file.exists() else {}

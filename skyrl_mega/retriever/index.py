@@ -19,7 +19,7 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import check_folder, json_object
+from skyrl_mega.config.safe_read import check_folder, read_json
 from skyrl_mega.config.values import shown
 from skyrl_mega.retriever.client import Hit
 from skyrl_mega.retriever.embedder import MINILM, Embedder, model_folder
@@ -65,7 +65,7 @@ def read_recipe(folder: Path) -> tuple[Recipe, int]:
     file = folder / "index.json"
     if not file.exists():
         raise UserError(f"--index {folder}: it holds no index.json; {BUILD}")
-    record = json_object(file, BUILD)
+    record = read_json(file, BUILD)
     try:
         passages = int(record.pop("passages"))
         recipe = Recipe(**{**record, "methods": tuple(record["methods"])})

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import json_object
+from skyrl_mega.config.safe_read import read_json
 
 K1, B = 0.9, 0.4
 """Values of Anserini, used for the published BM25 results in open-domain question answering."""
@@ -42,7 +42,7 @@ def damaged(folder: Path) -> Path:
             if file.suffix == ".npy":
                 np.load(file, mmap_mode="r", allow_pickle=False)
             else:
-                json_object(file, "")
+                read_json(file, "")
         except (OSError, ValueError, EOFError, UserError):
             return file
     return folder

@@ -31,7 +31,7 @@ from starlette.middleware.base import RequestResponseEndpoint
 from skyrl_mega import __version__
 from skyrl_mega.cluster.whole import refuse_file, whole_file
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import is_unicode
+from skyrl_mega.config.safe_read import is_unicode
 from skyrl_mega.config.terminal import one_line
 from skyrl_mega.retriever.batcher import Batcher, Full, Limits
 from skyrl_mega.retriever.client import TOKEN_VARIABLE, Hit

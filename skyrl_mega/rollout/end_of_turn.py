@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import json_object
+from skyrl_mega.config.safe_read import read_json
 from skyrl_mega.config.values import shown
 
 
@@ -66,7 +66,7 @@ def _first_added(tokenizer: Any, closing: str) -> int | None:
 
 def _listed(file: Path) -> list[int] | None:
     """Returns the tokens of a file's eos_token_id; None where there is nothing of the kind."""
-    ids = json_object(file, "fetch it again").get("eos_token_id") if file.is_file() else None
+    ids = read_json(file, "fetch it again").get("eos_token_id") if file.is_file() else None
     if ids is None:
         return None
     listed = ids if isinstance(ids, list) else [ids]

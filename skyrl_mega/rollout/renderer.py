@@ -19,7 +19,7 @@ from typing import Any
 
 from skyrl_mega.config.derived import length_limit
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import Malformed
+from skyrl_mega.config.safe_read import Malformed
 from skyrl_mega.config.schema import RolloutConfig
 from skyrl_mega.config.values import shown
 from skyrl_mega.envs.tool_calls import PARSERS, AssistantMessage, calls_of, form_of

@@ -21,7 +21,7 @@ import rich.console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TaskID, TextColumn, TimeElapsedColumn
 
 from skyrl_mega.config.command import discard_output
-from skyrl_mega.config.outside import writing
+from skyrl_mega.config.safe_read import writing
 from skyrl_mega.config.secrets import hidden
 from skyrl_mega.config.terminal import printable
 from skyrl_mega.telemetry import table

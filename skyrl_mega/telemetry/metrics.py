@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import Malformed, lines, parsed, reason
+from skyrl_mega.config.safe_read import Malformed, error_reason, parse_json, read_lines
 from skyrl_mega.config.values import LARGEST, shown
 
 FIX = "remove that row, or give another run"
@@ -27,13 +27,13 @@ def read(path: Path) -> list[dict[str, float | None]]:
     """
     rows: list[dict[str, float | None]] = []
     try:
-        for _, line in lines(path):
+        for _, line in read_lines(path):
             if line.endswith(b"\n"):
                 rows.append(_row(line))
     except Malformed as error:
         raise UserError(f"{path}, row {len(rows) + 1}: {error}; {FIX}") from error
     except OSError as error:
-        raise UserError(f"{path}: {reason(error)}; {FIX}") from error
+        raise UserError(f"{path}: {error_reason(error)}; {FIX}") from error
     return rows
 
 
@@ -43,7 +43,7 @@ def _row(line: bytes | str) -> dict[str, float | None]:
     Raises:
         Malformed: The row is invalid, such as a partial row left by a kill.
     """
-    row = parsed(line)
+    row = parse_json(line)
     if not isinstance(row, dict) or not _is_step(row.get("step")):
         raise Malformed("it has no step, a whole number from 0")
     for name, value in row.items():

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_mega.config.outside import Malformed, parsed
+from skyrl_mega.config.safe_read import Malformed, parse_json
 from skyrl_mega.telemetry.counted import Counted
 from skyrl_mega.telemetry.trace import Span
 
@@ -106,7 +106,7 @@ def loads(data: bytes) -> StepTimeline:
         raise Malformed(f"it is not compressed ({error})") from error
     if unpack.unconsumed_tail or not unpack.eof:
         raise Malformed(f"it is cut off, or has more than {MOST_BYTES} bytes")
-    tree = parsed(text)
+    tree = parse_json(text)
     try:
         shown, end = _number(tree["shown"], 1e11), _number(tree["end"]) / 1e3
         timeline = StepTimeline(

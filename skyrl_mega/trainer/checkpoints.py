@@ -13,7 +13,7 @@ from typing import Any
 
 from skyrl_mega.cluster.channel import removed_at_the_end
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import json_object, parsed, writing
+from skyrl_mega.config.safe_read import parse_json, read_json, writing
 from skyrl_mega.hf_checkpoint.box_header import HEADER, Damaged, check_tables, refuse_old, sync_folder
 from skyrl_mega.telemetry.run_dir import by_step, checkpoints_in
 
@@ -78,7 +78,7 @@ class Checkpoints:
 
     def state(self, checkpoint: Path) -> dict[str, Any]:
         """The driver's state in a checkpoint."""
-        state: dict[str, Any] = json_object(checkpoint / _STATE, "take another checkpoint")
+        state: dict[str, Any] = read_json(checkpoint / _STATE, "take another checkpoint")
         del state[_FILES], state[_CRCS]
         return state
 
@@ -185,7 +185,7 @@ def _foreign(checkpoint: Path) -> Path | None:
     if checkpoint.is_symlink() or not checkpoint.is_dir():
         return checkpoint
     try:
-        saved = {_STATE, *parsed((checkpoint / _STATE).read_bytes())[_FILES]}
+        saved = {_STATE, *parse_json((checkpoint / _STATE).read_bytes())[_FILES]}
     except (OSError, ValueError, KeyError, TypeError):
         return checkpoint
     files = (path for path in checkpoint.rglob("*") if path.is_symlink() or not path.is_dir())
@@ -214,7 +214,7 @@ def _proved(state: dict[str, Any]) -> dict[str, Any]:
 def _damage(checkpoint: Path) -> str | None:
     """Returns what is wrong with a checkpoint; None where nothing is. Of the ranks' files only headers are read."""
     try:
-        state = parsed((checkpoint / _STATE).read_bytes())
+        state = parse_json((checkpoint / _STATE).read_bytes())
         sizes, crcs = state[_FILES].items(), state[_CRCS]
         if _proved(state) != state:
             return f"{_STATE} is not as it was saved (CRC-32)"
@@ -243,7 +243,7 @@ def check_saved_together(part: Path) -> None:
         Damaged: It is of another step.
     """
     try:
-        saved = parsed((part.parent / _STATE).read_bytes())[_CRCS][f"{part.name}/{HEADER}"]
+        saved = parse_json((part.parent / _STATE).read_bytes())[_CRCS][f"{part.name}/{HEADER}"]
         there = zlib.crc32((part / HEADER).read_bytes())
     except (OSError, ValueError, KeyError, TypeError):  # a folder by itself
         return

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_mega.config.outside import json_object, writing
+from skyrl_mega.config.safe_read import read_json, writing
 from skyrl_mega.config.schema import Config
 from skyrl_mega.data.order import PromptStream
 from skyrl_mega.envs.prompt import Prompt
@@ -74,7 +74,7 @@ def read(
     """
     if not (folder / _ABOUT).exists():
         return None
-    about: dict[str, Any] = json_object(folder / _ABOUT, "take another checkpoint")
+    about: dict[str, Any] = read_json(folder / _ABOUT, "take another checkpoint")
     stream.restore(about["stream"])
     own = {prompt.uid: prompt for prompt in prompts}
     why = _differing(about, _settings(config))

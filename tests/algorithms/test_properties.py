@@ -24,7 +24,7 @@ from skyrl_mega.config.schema import (
     RejectionConfig,
     RolloutConfig,
 )
-from skyrl_mega.config.unread import NORMALIZED
+from skyrl_mega.config.unused_settings import NORMALIZED
 from skyrl_mega.envs.prompt import Prompt
 from skyrl_mega.megatron.objectives import objective
 from skyrl_mega.megatron.packing import pack

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from skyrl_mega.config.environment_checks import check_environment
-from skyrl_mega.config.environment_places import on_driver_node, share_of
+from skyrl_mega.config.environment_placement import on_driver_node, share_of
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import Config, EnvironmentConfig, RetrieverConfig, RunConfig
 

@@ -14,7 +14,7 @@ from skyrl_mega.config.checks import check
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.keys import keys
-from skyrl_mega.config.unread import unused_notes
+from skyrl_mega.config.unused_settings import unused_notes
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "algorithms.md"

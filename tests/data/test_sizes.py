@@ -10,7 +10,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from skyrl_mega.config import outside, records
+from skyrl_mega.config import records, safe_read
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.schema import EnvironmentConfig
 from skyrl_mega.data import check_files, load_prompts, write
@@ -75,9 +75,9 @@ def test_whole_numbers_that_no_column_takes(tmp_path: Path, digits: int) -> None
         write.write_rows(iter([{"a": 10**digits}]), tmp_path / "a.parquet")
     assert not (tmp_path / "a.parquet").exists()
     if digits > 20:
-        with pytest.raises(outside.Malformed):
-            outside.parsed(f'{{"a": [{"1" * digits}]}}')
+        with pytest.raises(safe_read.Malformed):
+            safe_read.parse_json(f'{{"a": [{"1" * digits}]}}')
         (tmp_path / "q.jsonl").write_text(f'{{"question": "q", "answer": {"1" * digits}}}\n')
         with pytest.raises(UserError, match=r"q\.jsonl, row 0: it cannot be read as \.jsonl"):
             prepare(f"search --source {tmp_path / 'q.jsonl'} --output {tmp_path}")
-    assert outside.parsed(f"{2**128}") == 2**128
+    assert safe_read.parse_json(f"{2**128}") == 2**128

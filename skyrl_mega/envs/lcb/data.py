@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_mega.config import outside
+from skyrl_mega.config import safe_read
 from skyrl_mega.config.command import MOST, integer, path_of
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.records import records
@@ -67,8 +67,11 @@ def _read(file: Path) -> list[Task]:
     for index, record in enumerate(records(file)):
         try:
             starter = record.get("starter_code") or ""
-            tests = [*outside.parsed(record["public_test_cases"]), *_private(record.get("private_test_cases") or "[]")]
-            name = outside.parsed(record.get("metadata") or "{}").get("func_name")
+            tests = [
+                *safe_read.parse_json(record["public_test_cases"]),
+                *_private(record.get("private_test_cases") or "[]"),
+            ]
+            name = safe_read.parse_json(record.get("metadata") or "{}").get("func_name")
             form = STARTER.format(starter=starter) if starter else STDIN
             tasks.append(
                 (f"{record['question_content']}\n\n{form}", [{**t, "metadata": {"func_name": name}} for t in tests])
@@ -87,7 +90,7 @@ def _private(text: str) -> list[dict[str, Any]]:
         if len(strings) != 1:
             raise ValueError("private_test_cases holds more than a string")
         plain = strings[0]
-    tests: list[dict[str, Any]] = outside.parsed(plain)
+    tests: list[dict[str, Any]] = safe_read.parse_json(plain)
     return tests
 
 

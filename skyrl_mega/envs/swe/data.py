@@ -13,7 +13,7 @@ from typing import Any
 from skyrl_mega.cluster.whole import refuse_file
 from skyrl_mega.config.command import path_of
 from skyrl_mega.config.errors import UserError
-from skyrl_mega.config.outside import json_object
+from skyrl_mega.config.safe_read import read_json
 from skyrl_mega.envs.row import row
 from skyrl_mega.envs.swe.judge import NAMED, inside, named
 
@@ -65,7 +65,7 @@ def tables(args: argparse.Namespace) -> dict[str, Iterator[dict[str, Any]]]:
 
 
 def _task(file: Path) -> dict[str, Any]:
-    given = json_object(file, "give a task's instruction and test", most=LARGEST)
+    given = read_json(file, "give a task's instruction and test", most=LARGEST)
     task = {"split": "train", **given, "name": file.parent.name}
     for key in ("instruction", "test"):
         if not isinstance(task.get(key), str) or not task[key].strip():

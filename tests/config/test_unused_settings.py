@@ -18,7 +18,7 @@ from skyrl_mega.config.loss_checks import WITHOUT_DUAL_CLIP
 from skyrl_mega.config.megatron_options import check as check_options
 from skyrl_mega.config.megatron_options import unplanned_notes
 from skyrl_mega.config.schema import AlgorithmConfig, Config, PolicyConfig
-from skyrl_mega.config.unread import NORMALIZED, READS, unused_notes
+from skyrl_mega.config.unused_settings import NORMALIZED, READS, unused_notes
 from skyrl_mega.trainer.whole_mini_batch import chosen
 
 CONFIGS = Path(__file__).parents[2] / "configs"

@@ -37,7 +37,7 @@ _ENTRY = re.compile(rf"""\s*({_QUOTED.pattern}|(?:\$\{{[^}}]*\}}|[^,\[\]{{}}"'])
 """An entry of a list with the following comma."""
 
 
-class Files(FileConfigSource):
+class VerbatimFiles(FileConfigSource):
     """Hydra's YAML files, with plain numbers and booleans as written."""
 
     @staticmethod
@@ -53,20 +53,20 @@ class Files(FileConfigSource):
         if isinstance(values, dict):
             reserved = {name: values.pop(name) for name in ("defaults", "hydra") if name in values}
             # BaseLoader keeps every scalar as text.
-            marked = _marked(values, yaml.load(text, Loader=yaml.BaseLoader))
+            marked = _mark_plain(values, yaml.load(text, Loader=yaml.BaseLoader))
             read.config = OmegaConf.create(reserved | marked)
         return read
 
 
-def _marked(value: Any, text: Any) -> Any:
+def _mark_plain(value: Any, text: Any) -> Any:
     if isinstance(value, dict) and isinstance(text, dict):
-        return {name: _marked(inner, text.get(name)) for name, inner in value.items()}
+        return {name: _mark_plain(inner, text.get(name)) for name, inner in value.items()}
     if isinstance(value, list) and isinstance(text, list):
-        return [_marked(*pair) for pair in zip(value, text, strict=True)]
+        return [_mark_plain(*pair) for pair in zip(value, text, strict=True)]
     return _PLAIN + text if isinstance(value, int | float) and isinstance(text, str) else value
 
 
-def settled(value: Any, rule: Rule | None) -> Any:
+def restore_text(value: Any, rule: Rule | None) -> Any:
     """Returns a value of `Files` as text if the setting is text, else as read by YAML.
 
     Args:
@@ -74,34 +74,34 @@ def settled(value: Any, rule: Rule | None) -> Any:
         rule: Rule of the setting; None within free-form mappings.
     """
     if isinstance(value, dict):
-        return {name: settled(inner, None) for name, inner in value.items()}
+        return {name: restore_text(inner, None) for name, inner in value.items()}
     if isinstance(value, list):
-        return [settled(inner, rule if rule and rule.type is list else None) for inner in value]
+        return [restore_text(inner, rule if rule and rule.type is list else None) for inner in value]
     if not isinstance(value, str) or not value.startswith(_PLAIN):
         return value
     text = value.removeprefix(_PLAIN)
-    return text if rule and _takes(rule, text) else OmegaConf.create(f"- {text}")[0]
+    return text if rule and _accepts(rule, text) else OmegaConf.create(f"- {text}")[0]
 
 
-def _takes(rule: Rule, text: str) -> bool:
+def _accepts(rule: Rule, text: str) -> bool:
     """Returns True if the setting is text or a list of text, and `text` is a valid value or entry."""
     return rule.type in (str, list) and not rule.numbers and (not rule.choices or text in rule.choices)
 
 
 @contextmanager
-def hydra_over(*folders: Path) -> Iterator[None]:
+def hydra_config_from(*folders: Path) -> Iterator[None]:
     """Makes Hydra compose from the files of `folders` inside the block; earlier folders take precedence."""
-    Plugins.instance().register(Files)
+    Plugins.instance().register(VerbatimFiles)
     with initialize_config_dir(str(folders[0].absolute()), version_base="1.3"):
-        where = create_config_search_path(f"{Files.scheme()}://{folders[0].absolute()}")
+        where = create_config_search_path(f"{VerbatimFiles.scheme()}://{folders[0].absolute()}")
         for folder in folders[1:]:
-            where.append("skyrl_mega", f"{Files.scheme()}://{folder}", SearchPathQuery("main", None))
+            where.append("skyrl_mega", f"{VerbatimFiles.scheme()}://{folder}", SearchPathQuery("main", None))
         GlobalHydra.instance().clear()
         Hydra.create_main_hydra2("app", where)
         yield
 
 
-def parsed(argument: str) -> Override:
+def parse_override(argument: str) -> Override:
     """Returns a `key=value` argument in Hydra's grammar, with text settings as typed.
 
     Raises:
@@ -109,7 +109,7 @@ def parsed(argument: str) -> Override:
         HydraException, OmegaConfBaseException, RecursionError, ValueError: The argument is not of this form.
     """
     try:
-        return _parsed(argument)
+        return _parse_override(argument)
     except yaml.YAMLError as error:
         raise UserError(
             f"{argument.partition('=')[0]}: is no quoted text of YAML "
@@ -118,21 +118,21 @@ def parsed(argument: str) -> Override:
         ) from error
 
 
-def _parsed(argument: str) -> Override:
+def _parse_override(argument: str) -> Override:
     typed = _ARGUMENT.fullmatch(argument)
     rule = keys()[typed[1]].rule if typed and typed[1] in keys() else None
-    value = _text(typed[2].strip(), rule) if typed and rule else None
+    value = _verbatim_text(typed[2].strip(), rule) if typed and rule else None
     if typed and value is not None:
         return Override(OverrideType.CHANGE, typed[1], ValueType.ELEMENT, value, input_line=argument)
     override = OverridesParser.create().parse_override(argument)
     return override if override.is_sweep_override() else replace(override, _value=_unquoted(override._value))
 
 
-def _text(typed: str, rule: Rule) -> str | list[str] | None:
+def _verbatim_text(typed: str, rule: Rule) -> str | list[str] | None:
     """Returns the text, or list of text, given by an argument; None if Hydra's grammar must decide."""
     if rule.type is str:
         text = _entry(typed)
-        return text if typed.casefold() != "null" and _takes(rule, text) else None
+        return text if typed.casefold() != "null" and _accepts(rule, text) else None
     if rule.type is not list or rule.numbers or typed[:1] != "[" or typed[-1:] != "]":
         return None
     inside, at, entries = typed[1:-1].lstrip(), 0, []
@@ -142,11 +142,11 @@ def _text(typed: str, rule: Rule) -> str | list[str] | None:
             return None
         entries.append(_entry(entry[1]))
         at = entry.end()
-    return entries if all(_takes(rule, entry) for entry in entries) else None
+    return entries if all(_accepts(rule, entry) for entry in entries) else None
 
 
 def _entry(typed: str) -> str:
-    return _of_yaml(typed) if _QUOTED.fullmatch(typed) else typed
+    return _unquote(typed) if _QUOTED.fullmatch(typed) else typed
 
 
 def _unquoted(value: Any) -> Any:
@@ -156,9 +156,9 @@ def _unquoted(value: Any) -> Any:
     if isinstance(value, list):
         return [_unquoted(inner) for inner in value]
     if isinstance(value, QuotedString):
-        return _of_yaml(value.with_quotes()) if value.quote is Quote.double else value.text
+        return _unquote(value.with_quotes()) if value.quote is Quote.double else value.text
     return value
 
 
-def _of_yaml(quoted: str) -> str:
+def _unquote(quoted: str) -> str:
     return str(yaml.safe_load(quoted))

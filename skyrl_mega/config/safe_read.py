@@ -30,7 +30,7 @@ class Malformed(ValueError):
     """Text with invalid content; the message gives the reason in a few words."""
 
 
-def parsed(data: str | bytes, *, most: int = MOST_BYTES, deepest: int = DEEPEST) -> Any:
+def parse_json(data: str | bytes, *, most: int = MOST_BYTES, deepest: int = DEEPEST) -> Any:
     """Returns the value of a JSON text with finite numbers, valid Unicode and bounded depth.
 
     Raises:
@@ -46,11 +46,11 @@ def parsed(data: str | bytes, *, most: int = MOST_BYTES, deepest: int = DEEPEST)
         raise Malformed(f"it is no UTF-8 at byte {error.start}") from error
     except ValueError as error:  # JSON errors, or numbers with too many digits
         raise Malformed(str(error)) from error
-    check(value, deepest=deepest)
+    check_value(value, deepest=deepest)
     return value
 
 
-def first_value(text: str, start: int, *, most: int = MOST_BYTES) -> tuple[Any, int]:
+def parse_json_at(text: str, start: int, *, most: int = MOST_BYTES) -> tuple[Any, int]:
     """Returns the JSON value at `start` of a text (whitespace is skipped) and the end position.
 
     Raises:
@@ -65,11 +65,11 @@ def first_value(text: str, start: int, *, most: int = MOST_BYTES) -> tuple[Any, 
         raise Malformed(str(error)) from error
     if end - start > most:
         raise Malformed(f"it has {end - start} characters, allowed are {most}")
-    check(value)
+    check_value(value)
     return value, end
 
 
-def check(value: Any, *, deepest: int = DEEPEST, numbers: bool = True) -> None:
+def check_value(value: Any, *, deepest: int = DEEPEST, numbers: bool = True) -> None:
     """Rejects too deep nesting, broken Unicode and, if `numbers`, non-finite or oversized numbers.
 
     Raises:
@@ -92,14 +92,14 @@ def check(value: Any, *, deepest: int = DEEPEST, numbers: bool = True) -> None:
             raise Malformed("it has half of a surrogate pair, which is no text")
 
 
-def json_object(file: Path, fix: str, *, most: int = MOST_BYTES) -> dict[str, Any]:
+def read_json(file: Path, fix: str, *, most: int = MOST_BYTES) -> dict[str, Any]:
     """Returns the JSON object in a file.
 
     Raises:
         UserError: The file cannot be read or is not a JSON object: file, reason and `fix`.
     """
     try:
-        value = parsed(read(file, fix, most=most), most=most)
+        value = parse_json(read(file, fix, most=most), most=most)
     except Malformed as error:
         raise UserError(f"{file}: cannot be read as JSON ({error}); {fix}") from error
     if not isinstance(value, dict):
@@ -117,7 +117,7 @@ def read(file: Path, fix: str, *, most: int = MOST_BYTES) -> bytes:
         with open_regular(file) as opened:
             data = opened.read(most + 1)
     except (OSError, ValueError) as error:  # ValueError: the name contains NUL
-        raise UserError(f"{file}: {reason(error)}; {fix}") from error
+        raise UserError(f"{file}: {error_reason(error)}; {fix}") from error
     if len(data) > most:
         raise UserError(f"{file}: it has more than {most} bytes; {fix}")
     return data
@@ -156,7 +156,7 @@ def check_folder(folder: Path, fix: str) -> None:
     try:
         files = sorted(folder.iterdir())
     except OSError as error:
-        raise UserError(f"{folder}: {reason(error)}; {fix}") from error
+        raise UserError(f"{folder}: {error_reason(error)}; {fix}") from error
     for file in files:
         try:
             status = os.stat(file)
@@ -166,7 +166,7 @@ def check_folder(folder: Path, fix: str) -> None:
         except FileNotFoundError:  # a broken link is reported by the reader of the file
             continue
         except OSError as error:
-            raise UserError(f"{file}: {reason(error)}; {fix}") from error
+            raise UserError(f"{file}: {error_reason(error)}; {fix}") from error
         if file.suffix in WHOLE_FILE_SUFFIXES and status.st_size > MOST_BYTES:
             raise UserError(f"{file}: it has more than {MOST_BYTES} bytes; {fix}")
 
@@ -178,7 +178,7 @@ def _check_kind(file: Path, status: os.stat_result) -> None:
         raise OSError(errno.EINVAL, f"it is {FILE_KINDS[stat.S_IFMT(status.st_mode)]}, not a regular file", str(file))
 
 
-def lines(file: Path) -> Iterator[tuple[int, bytes]]:
+def read_lines(file: Path) -> Iterator[tuple[int, bytes]]:
     """Yields byte offset and content of each non-empty line; an unfinished last line has no line break.
 
     Raises:
@@ -195,7 +195,7 @@ def lines(file: Path) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def reason(error: Exception) -> str:
+def error_reason(error: Exception) -> str:
     """Returns the reason of a failed read or write."""
     if isinstance(error, FileNotFoundError):
         return "is missing"

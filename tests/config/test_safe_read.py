@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_mega.config import outside
+from skyrl_mega.config import safe_read
 from skyrl_mega.config.compose import compose
 from skyrl_mega.config.errors import UserError
 from skyrl_mega.config.records import records
@@ -27,7 +27,7 @@ from skyrl_mega.rollout.renderer import Renderer
 from skyrl_mega.rollout.trajectory_io import read_steps
 
 READERS: dict[str, Callable[[Path], object]] = {
-    "it.json": lambda file: outside.json_object(file, "write it again"),
+    "it.json": lambda file: safe_read.read_json(file, "write it again"),
     "it.jsonl": lambda file: list(records(file)),
     "list.json": lambda file: list(records(file)),
     "it.parquet": lambda file: list(records(file)),
@@ -36,7 +36,7 @@ READERS: dict[str, Callable[[Path], object]] = {
     "step_000002.parquet": rows.tokens,
     "step_000003.parquet": read_steps,
     "model.safetensors": read_header,
-    "run.yaml": lambda file: outside.read(file, "give a .yaml file"),
+    "run.yaml": lambda file: safe_read.read(file, "give a .yaml file"),
     "group/it.yaml": lambda file: compose(_with_group(file)),
     "config.json": lambda file: read_config(file.parent),
     "tokenizer.json": lambda file: Renderer(str(file.parent)),
@@ -106,18 +106,18 @@ def test_it_is_refused_with_its_path(
 def test_folders_links_and_counts(tmp_path: Path) -> None:
     (tmp_path / "a.json").mkdir()
     with pytest.raises(UserError, match=r"a\.json: cannot be read \(Is a directory\)"):
-        outside.read(tmp_path / "a.json", "write it again")
+        safe_read.read(tmp_path / "a.json", "write it again")
     (tmp_path / "b.json").symlink_to("absent")
-    outside.check_folder(tmp_path, "fetch it again")  # a broken link is named by the reader of the file
+    safe_read.check_folder(tmp_path, "fetch it again")  # a broken link is named by the reader of the file
     (tmp_path / "c.json").write_text(json.dumps({}))
     (tmp_path / "d.json").symlink_to("c.json")
-    assert outside.json_object(tmp_path / "d.json", "") == {}
+    assert safe_read.read_json(tmp_path / "d.json", "") == {}
     os.mkfifo(tmp_path / "e.parquet")
     assert _rows(str(tmp_path / "e.parquet")) is None
 
 
 def test_a_small_file_of_a_model_is_bounded(tmp_path: Path) -> None:
     with (tmp_path / "tokenizer.json").open("wb") as file:
-        file.truncate(outside.MOST_BYTES + 1)
+        file.truncate(safe_read.MOST_BYTES + 1)
     with pytest.raises(UserError, match=r"tokenizer\.json: it has more than 268435456 bytes; fetch it again"):
-        outside.check_folder(tmp_path, "fetch it again")
+        safe_read.check_folder(tmp_path, "fetch it again")
