@@ -19,8 +19,8 @@ WITHOUT_KL = {
 
 
 def check_advantage(c: Config) -> None:
-    """Rejects settings of rewards and advantages without the expected effect on training. A user's own estimator may
-    use any of them.
+    """Rejects settings of rewards and advantages that would be ignored or would break training. A user's own estimator
+    may use any of them.
 
     Raises:
         UserError: key, value, reason, fix.

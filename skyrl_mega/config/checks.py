@@ -83,8 +83,7 @@ TEMPLATE_ARGUMENTS = {
     "return_dict": None,
     "return_assistant_tokens_mask": None,
 }
-"""Arguments of a tokenizer's `apply_chat_template` controlled by the run → the replacement to use (None: no
-replacement)."""
+"""Arguments of a tokenizer's `apply_chat_template` controlled by the run → the replacement to use (None: none)."""
 
 LONGEST_NAME = 255
 """Maximum bytes of a file name."""
@@ -375,7 +374,7 @@ def _engines(c: Config, planned: bool = False) -> None:
 
 
 def check_enough(c: Config, prompts: int, what: str) -> None:
-    """Checks for enough prompts for at least one step.
+    """Raises UserError if the prompts do not suffice for a single step.
 
     Args:
         c: The settings.
@@ -390,11 +389,8 @@ def check_enough(c: Config, prompts: int, what: str) -> None:
 
 
 def check_gpus(c: Config, training: bool = True) -> None:
-    """Checks for enough GPUs in the cluster.
-
-    Policy, reference, critic (training only) and engines each need separate GPUs, except engines colocated with policy
-    ranks. An engine must fit within a node.
-    """
+    """Raises UserError if the cluster has too few GPUs: policy, reference, critic (training only) and engines each need
+    separate GPUs, except engines colocated with policy ranks. An engine must fit within a node."""
     node, total = c.cluster.gpus_per_node, c.cluster.nodes * c.cluster.gpus_per_node
     if c.rollout.tensor > node:
         raise UserError(f"rollout.tensor = {c.rollout.tensor}: allowed is at most cluster.gpus_per_node = {node}")

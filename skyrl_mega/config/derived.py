@@ -28,8 +28,8 @@ trajectories wait for their environments."""
 
 
 def evaluation_concurrency(config: Config, endpoint: bool) -> int:
-    """Returns the number of concurrent trajectories of `skyrl_mega.evaluate`, with an endpoint or with separate
-    engines."""
+    """Returns the number of concurrent trajectories of `skyrl_mega.evaluate`, on an endpoint or on engines started for
+    the evaluation."""
     return config.rollout.concurrency * (1 if endpoint else AHEAD * config.rollout.engines)
 
 
@@ -157,7 +157,7 @@ def compares_samples(algorithm: AlgorithmConfig) -> bool:
 
 
 def generates_ahead(asynchrony: AsynchronyConfig) -> bool:
-    """Returns True if tokens may be sampled with weights older than the weights trained on them."""
+    """Returns True if tokens may be sampled with older weights than the weights being trained."""
     return asynchrony.mode != "off" and asynchrony.max_staleness > 0
 
 
@@ -247,7 +247,7 @@ NARROW_CACHES = (
     *("int4_per_token_head", "nvfp4", "nvfp4_4over6", "nvfp4_ds_mla", "ultraquant_4bit"),
     *("turboquant_k8v4", "turboquant_4bit_nc", "turboquant_k3v4_nc", "turboquant_3bit_nc"),
 )
-"""Other values of vLLM's `CacheDType`."""
+"""Remaining values of vLLM's `CacheDType`, with at most a byte per element."""
 
 
 def engine_precision(config: Config) -> str:

@@ -16,7 +16,7 @@ POLICY_ENVIRONMENT = {
 ENGINE_ENVIRONMENT = {"VLLM_BATCH_INVARIANT": "1"}
 """Environment variables of an engine on a GPU."""
 OPTION = "deterministic_mode"
-"""Megatron's own option."""
+"""megatron-core's option for deterministic computation."""
 
 
 def policy_settings(config: Config) -> PolicyConfig:

@@ -16,7 +16,7 @@ class UserError(Exception):
     """
 
     def __str__(self) -> str:
-        """Returns the error line, without line breaks, terminal control characters or secrets in quoted parts."""
+        """Returns the error line, without line breaks, terminal control sequences or secrets."""
         return one_line(hide_in_text(hidden(super().__str__())))
 
     @property

@@ -1,5 +1,5 @@
-"""Constants shared by several packages. Imports only the standard library, because sandboxed programs read this
-file."""
+"""Constants shared by several packages. Imports nothing, because sandboxed programs read this file with only the
+standard library installed."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ WITHOUT_DUAL_CLIP = tuple(loss for loss, names in READS.items() if "dual_clip" n
 
 
 def check_loss(c: Config) -> None:
-    """Rejects settings of the loss that are incomplete or without the expected effect on training.
+    """Rejects settings of the loss that are incomplete, ignored or harmful to training.
 
     Raises:
         UserError: key, value, reason, fix.

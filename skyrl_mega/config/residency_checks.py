@@ -25,12 +25,12 @@ INCOMPATIBLE_ARGUMENTS = {
     "cpu_offload_gb": "vLLM keeps weights in host memory itself",
     "offload_group_size": "vLLM keeps weights in host memory itself",
 }
-"""vLLM arguments incompatible with dropping any engine part → reason."""
+"""vLLM arguments that rule out dropping engine weights or KV cache → reason."""
 
 
 def check_residency(c: Config) -> None:
-    """Raises UserError for a duplicate part, for `critic` in a run without critic, and for parts bound to the
-    device."""
+    """Raises UserError for a duplicate part, for `critic` in a run without critic, and for offloading a part that
+    cannot leave the device."""
     check_unique("residency.keep", c.residency.keep or ())
     if "critic" in (c.residency.keep or ()) and not has_critic(c):
         raise UserError(

@@ -54,7 +54,7 @@ def parse_json_at(text: str, start: int, *, most: int = MOST_BYTES) -> tuple[Any
     """Returns the JSON value at `start` of a text (whitespace is skipped) and the end position.
 
     Raises:
-        Malformed: No value begins there, or `parsed` would reject the value.
+        Malformed: No value begins there, or `parse_json` would reject the value.
     """
     start = WHITESPACE.match(text, start).end()  # type: ignore[union-attr] # always matches
     try:

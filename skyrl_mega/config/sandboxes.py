@@ -16,8 +16,7 @@ if TYPE_CHECKING:  # sandboxes import this file with only the standard library i
 SANDBOX_MEMORY_MIB, SANDBOX_DISK_MIB = 512, 64
 """Default limits of a sandboxed program: memory per process, and disk."""
 LEAST_TOTAL_MIB, SHARE = 8192, 8
-"""Memory limit for all programs of an environment together: at least the first value, else 1/SHARE of the node's
-memory."""
+"""Memory limit for all programs of an environment together: LEAST_TOTAL_MIB, or the node's memory / SHARE if larger."""
 SANDBOXES = {"python": "sandbox", "lcb": "sandbox", "text2sql": "sandbox", "swe": "session_options"}
 """Environment → key of the sandbox limits in `environment.options.<name>`."""
 SESSIONS = ("swe",)
@@ -28,13 +27,13 @@ MIB = 2**20
 
 
 def default_total_mib(node_mib: float) -> int:
-    """Returns the default memory limit for all programs of an environment together: at most one process for each of the
-    default number of workers, and at most an eighth of a large node."""
+    """Returns the default memory limit, in MiB, for all programs of an environment together: an eighth of the node's
+    memory (at least `LEAST_TOTAL_MIB`), but at most a process for each of the default number of workers."""
     return int(min(max(LEAST_TOTAL_MIB, node_mib / SHARE), ENVIRONMENT_WORKERS * SANDBOX_MEMORY_MIB))
 
 
 def machine_mib(limit: Path = CGROUP) -> float:
-    """Returns the memory of this machine, or of this container."""
+    """Returns the memory of this machine, or of this container, in MiB."""
     sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     with contextlib.suppress(OSError, ValueError):  # no such file, or "max"
         sizes.append(int(limit.read_text()))
@@ -42,7 +41,7 @@ def machine_mib(limit: Path = CGROUP) -> float:
 
 
 def sandboxes_mib(config: Config, trajectories: int | None = None) -> float:
-    """Returns the memory of all sandboxed programs, including their disks, which are held in memory.
+    """Returns the memory of all sandboxed programs in MiB, including their disks, which are held in memory.
 
     Counts every environment named in the settings: with options, as the default, or in `data.prepare`.
 

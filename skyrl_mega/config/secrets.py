@@ -27,7 +27,7 @@ SHORT = 8
 """Minimum length of secrets masked in any text. A shorter secret may equal an ordinary word and is masked only next to
 a setting's value."""
 LITERAL = "rollout.sampling.stop"
-"""A setting with three stars as literal text."""
+"""A setting in which `***` is literal text, not a masked secret."""
 
 _text_as_written: dict[str, tuple[str, str]] = {}
 """Key → (text as written, resolved value), for settings with a secret from the environment."""

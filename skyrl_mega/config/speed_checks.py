@@ -9,7 +9,7 @@ from skyrl_mega.config.values import shown
 
 
 def check_speed(c: Config) -> None:
-    """Rejects speed settings without effect, or with an effect on the result.
+    """Rejects speed settings that would be ignored or would change the result.
 
     Raises:
         UserError: key, value, reason, fix.

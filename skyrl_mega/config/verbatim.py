@@ -46,7 +46,7 @@ class VerbatimFiles(FileConfigSource):
         return "written"
 
     def load_config(self, config_path: str) -> ConfigResult:
-        """Reads a file as Hydra does, and marks plain values for `settled`."""
+        """Reads a file as Hydra does, and marks plain values for `restore_text`."""
         read = super().load_config(config_path)
         text = Path(self.path, self._normalize_file_name(config_path)).read_text(encoding="utf-8")
         values = OmegaConf.to_container(read.config, resolve=False)
@@ -67,7 +67,7 @@ def _mark_plain(value: Any, text: Any) -> Any:
 
 
 def restore_text(value: Any, rule: Rule | None) -> Any:
-    """Returns a value of `Files` as text if the setting is text, else as read by YAML.
+    """Returns a value of `VerbatimFiles` as text if the setting is text, else as read by YAML.
 
     Args:
         value: A value of a file, or of an argument (without marks).
